@@ -1,0 +1,33 @@
+# `make demo` and `make test` are all that a newcomer needs; both build .venv first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test test-all lint docs gpu-check clean
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/fettle tune workloads/digits.py --max-metric-drop 0.01 --budget 3m --output demo
+
+test: $(STAMP)
+	$(BIN)/pytest -m 'not slow and not gpu'
+
+test-all: $(STAMP)
+	$(BIN)/pytest
+
+gpu-check:
+	$(PYTHON) -m pytest -m gpu
+
+lint: $(STAMP)
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) demo site build

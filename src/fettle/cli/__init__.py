@@ -1,0 +1,66 @@
+"""The command line: one file a command.
+
+`main` is the entry point. A command is a plain function registered in `_COMMANDS`; it raises `UsageError` for what
+the caller can mend (one line, exit code 2) and `typer.Exit(1)` for limits that were not met.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+
+import click
+import typer
+from rich.console import Console
+
+from fettle.errors import UsageError
+
+# Command name -> module in this folder with a function `command` (or a `typer.Typer` named `app` for a group).
+_COMMANDS: dict[str, str] = {}
+
+
+def build() -> typer.Typer:
+    """The whole command line as one Typer application."""
+    app = typer.Typer(
+        name="fettle",
+        help="Find the fastest configuration of a PyTorch model that keeps its answers, with the evidence.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+    @app.callback()
+    def _root() -> None:
+        """Keeps `fettle COMMAND` a group even while there is one command only."""
+
+    for name, module_name in _COMMANDS.items():
+        module = importlib.import_module(f"fettle.cli.{module_name}")
+        if hasattr(module, "app"):
+            app.add_typer(module.app, name=name)
+        else:
+            app.command(name)(module.command)
+    return app
+
+
+def main() -> None:
+    """Run the command line: exit 0 done, 1 limits not met or comparison failed, 2 bad usage, 130 interrupted."""
+    try:
+        status = build()(standalone_mode=False)
+        sys.exit(status if isinstance(status, int) else 0)
+    except UsageError as error:
+        _fail(str(error))
+    except click.ClickException as error:
+        _fail(error.format_message())
+    except click.exceptions.Abort:
+        sys.exit(128 + signal.SIGINT)
+    except BrokenPipeError:  # the reader of our output (`| head`) has gone: not an error of ours
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+
+
+def _fail(message: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(f"[bold red]fettle:[/] {' '.join(message.split())}", highlight=False)
+    sys.exit(2)

@@ -1,0 +1,14 @@
+"""The one exception that means: the person who called fettle can mend this.
+
+Commands print its single line and leave with exit code 2; nothing has been written by then.
+"""
+
+
+class UsageError(Exception):
+    """Bad usage or input. The message is one line: what is wrong, and what to do."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first non-empty line of an error's text, with its type: ``ValueError: too few channels``."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
