@@ -1,0 +1,137 @@
+"""The facts that measuring yields: trials and what they hold. Plain data that goes to JSON and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from fettle.recipe import Recipe
+
+Status = Literal["measured", "rejected", "failed"]
+"""measured: runs and is accurate enough; rejected: runs, but its answers are wrong; failed: did not run."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with its confidence interval, at the level that the race was run with."""
+
+    estimate: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.estimate:.2f}x [{self.low:.2f}, {self.high:.2f}]"
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """A recipe's outputs against the reference, the worst over all judged batches. NaN means: not measured."""
+
+    error: float = math.nan
+    """Relative L2 error, ||y - r|| / ||r||, the worst leaf; for integer leaves the share that differs."""
+    cosine: float = math.nan
+    """Smallest cosine similarity of a floating leaf with its reference."""
+    max_abs: float = math.nan
+    """Largest absolute difference of any element."""
+    agreement: float = math.nan
+    """Share of rows with the same largest entry, where a leaf looks like logits."""
+    finite: bool = False
+    """No NaN or Inf where the reference has none, and every leaf is there with its shape."""
+    metric: float = math.nan
+    """The user's metric; NaN where there is none."""
+    judged_batches: int = 0
+    problem: str = ""
+    """What is wrong with the outputs beyond a number: a missing leaf, another shape, NaN."""
+
+
+@dataclass(frozen=True)
+class Startup:
+    """What it takes before the first answer is there, in seconds."""
+
+    load_s: float = math.nan
+    """Building the workload; the same for every recipe."""
+    optimize_s: float = math.nan
+    """Running ``optimize``: converting, quantising, exporting."""
+    first_call_s: float = math.nan
+    """The first call on each batch, compiling included."""
+    cache: str = ""
+    """Whether the compile cache was ``cold``, ``warm`` or not used (empty)."""
+
+    @property
+    def total_s(self) -> float:
+        """What the recipe itself costs before it runs at speed."""
+        return self.optimize_s + self.first_call_s
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One recipe measured on one workload on one machine, or why that failed."""
+
+    recipe: Recipe
+    status: Status
+    reason: str = ""
+    """Why it failed or was rejected, one line; empty when measured."""
+    time_ms: float = math.nan
+    """Median time of one call."""
+    p90_ms: float = math.nan
+    """90th percentile of one call."""
+    speedup: Interval | None = None
+    """Ratio of times, baseline / this, paired by round; per sample where the batch size differs."""
+    log_ratios: Sequence[float] = ()
+    """One log(baseline time / this time) for each round: the data under `speedup`."""
+    round_ms: Sequence[float] = ()
+    """Median call time of each round this recipe took part in."""
+    samples: int = 1
+    """Rows in one call."""
+    peak_bytes: int | None = None
+    """CUDA: allocator peak. CPU: peak resident set above the process without the workload."""
+    energy_j: float | None = None
+    """Energy of one call where the machine tells it."""
+    startup: Startup = field(default_factory=Startup)
+    accuracy: Accuracy = field(default_factory=Accuracy)
+    notes: Sequence[str] = ()
+    """What the recipe really did: layers matched, graph breaks, recompiles, graphs skipped."""
+    seconds: float = 0.0
+    """What the trial cost in all."""
+    heat: int = 0
+    """The race it was measured in."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it may win."""
+        return self.status == "measured"
+
+    @property
+    def throughput(self) -> float:
+        """Samples per second."""
+        return self.samples / self.time_ms * 1e3 if self.time_ms else math.nan
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; NaN becomes None."""
+        data: dict[str, Any] = msgspec.to_builtins(self)
+        data["recipe"] = dict(self.recipe.levels)
+        return _none_for_nan(data)  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Trial:
+        """The inverse of `to_json`. Raises `msgspec.ValidationError` for anything else."""
+        plain = {**data, "recipe": {"levels": data["recipe"]}}
+        for key in ("time_ms", "p90_ms"):
+            plain[key] = math.nan if plain.get(key) is None else plain[key]
+        for key in ("startup", "accuracy"):
+            plain[key] = {name: math.nan if value is None else value for name, value in plain.get(key, {}).items()}
+        return msgspec.convert(plain, cls)
+
+
+def _none_for_nan(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _none_for_nan(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_none_for_nan(item) for item in value]
+    return value

@@ -1,0 +1,118 @@
+"""What a tuning comes to: everything the report, the table and the JSON show. Plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from fettle.measure import Trial
+from fettle.recipe import Recipe
+from fettle.techniques import Facts
+
+Goal = Literal["throughput", "latency", "memory", "energy", "startup"]
+Verdict = Literal["faster", "same", "slower", "cannot tell"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a recipe must keep to be allowed to win. None means no limit."""
+
+    max_error: float | None = 0.02
+    """Relative L2 error against the reference."""
+    min_agreement: float | None = None
+    """Share of equal top-1 decisions, for classifiers."""
+    max_metric_drop: float | None = None
+    """How far the user's metric may fall below the reference's, in the metric's own unit."""
+    max_latency_ms: float | None = None
+    """Median time of one call."""
+    max_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the answers are judged against, and how far the workload as given is from it."""
+
+    dtype: str = "float64"
+    why: str = ""
+    """Why it is not float64, where it is not."""
+    noise: float = 0.0
+    """Relative L2 error between two runs of the reference model: the floor for a model that is not deterministic."""
+    metric: float = math.nan
+    """The user's metric of the reference."""
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A level that was never tried, and the rule that says why."""
+
+    technique: str
+    level: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One step of the ladder from the baseline to the winner."""
+
+    label: str
+    """What this step added, for example ``precision=bf16``; the first is ``as given``."""
+    trial: Trial
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished (or interrupted) study of one workload."""
+
+    name: str
+    target: str
+    fingerprint: str
+    facts: Facts
+    machine: Mapping[str, Any]
+    """`fettle.machine.Machine` as plain data."""
+    goal: Goal
+    limits: Limits
+    reference: Reference
+    trials: Sequence[Trial]
+    """All trials in the order they were measured, the baseline first."""
+    winner: Trial | None
+    """From the last, fresh race. None: no recipe keeps the limits. Its recipe may be empty: change nothing."""
+    verdict: Verdict
+    """The winner against the baseline, from the last race alone."""
+    ladder: Sequence[Rung] = ()
+    left_out: Sequence[LeftOut] = ()
+    nearest: Sequence[Trial] = ()
+    """If there is no winner: those that missed the limits by least."""
+    seconds: float = 0.0
+    """Wall time of the study, earlier runs of it included."""
+    command: str = ""
+    """How to reproduce."""
+    code: str = ""
+    """``optimized.py`` of the winner."""
+    created: str = ""
+    """ISO 8601, UTC."""
+    interrupted: bool = False
+    notes: Sequence[str] = field(default_factory=tuple)
+
+    @property
+    def baseline(self) -> Trial | None:
+        """The workload as given."""
+        return next((trial for trial in self.trials if not trial.recipe.levels), None)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The winner's recipe, empty when nothing won."""
+        return self.winner.recipe if self.winner else Recipe()
+
+    @property
+    def payback_calls(self) -> float | None:
+        """After how many calls the winner's start-up cost is paid back by its speed; None when it never is."""
+        if self.winner is None or self.baseline is None:
+            return None
+        rows = self.winner.samples / self.baseline.samples
+        saved_s = (self.baseline.time_ms * rows - self.winner.time_ms) / 1e3
+        extra_s = self.winner.startup.total_s - self.baseline.startup.total_s
+        if not saved_s > 0:
+            return None
+        return max(0.0, extra_s / saved_s)

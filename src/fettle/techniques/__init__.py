@@ -1,0 +1,74 @@
+"""The catalogue of techniques: one file each, listed here in the order in which they are applied.
+
+The order matters and is the only place where it is decided: weights change type before they change layout, both
+before they are quantised, and whatever replaces the forward pass (compile, another runtime) comes last.
+"""
+
+from __future__ import annotations
+
+from fettle.recipe import Recipe
+from fettle.techniques import _source
+from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.techniques._source import load, render
+from fettle.techniques.channels_last import ChannelsLast
+from fettle.techniques.compile import Compile, Freeze, Region, Shapes
+from fettle.techniques.grad import Grad
+from fettle.techniques.matmul import Matmul
+from fettle.techniques.mode import Mode
+from fettle.techniques.precision import Precision
+from fettle.techniques.threads import Threads
+
+CATALOGUE: tuple[Technique, ...] = (
+    Threads(),
+    Matmul(),
+    Mode(),
+    Grad(),
+    Precision(),
+    ChannelsLast(),
+    Compile(),
+    Freeze(),
+    Shapes(),
+    Region(),
+)
+
+__all__ = [
+    "CATALOGUE", "Code", "Facts", "Level", "Technique", "check_names", "conflict", "find", "load", "normal", "render",
+    "source",
+]  # fmt: skip
+
+
+def find(name: str) -> Technique:
+    """The technique of that name; KeyError when there is none."""
+    return next(technique for technique in CATALOGUE if technique.name == name)
+
+
+def normal(recipe: Recipe) -> Recipe:
+    """The same recipe without levels that say 'as given', so that equal recipes compare equal."""
+    return Recipe({name: level for name, level in recipe.levels.items() if level != find(name).given})
+
+
+def check_names(recipe: Recipe) -> None:
+    """Raise `UsageError` for a technique or level that is not in the catalogue on any machine."""
+    anywhere = Facts(physical_cores=4096)
+    known = {t.name: [level.name for level in t.levels(anywhere)] for t in CATALOGUE}
+    known["threads"] += [level for level in [recipe.levels.get("threads", "")] if level.isdigit() and int(level) > 0]
+    _source.check_levels(recipe, CATALOGUE, known)
+
+
+def conflict(recipe: Recipe, facts: Facts) -> str:
+    """Why `recipe` cannot work on this workload and machine, naming the level at fault; empty when it can."""
+    for technique in CATALOGUE:
+        name = recipe.levels.get(technique.name, technique.given)
+        levels = {level.name: level for level in technique.levels(facts)}
+        why_not = levels[name].why_not if name in levels else f"there is no such level: {', '.join(levels)}"
+        if technique.name == "threads" and name.isdigit():
+            why_not = ""
+        why_not = why_not or technique.conflict(name, recipe, facts)
+        if why_not:
+            return f"{technique.name}={name}: {why_not}"
+    return ""
+
+
+def source(recipe: Recipe, facts: Facts, **options: object) -> str:
+    """The plain PyTorch source of a recipe: `render` over the whole catalogue."""
+    return render(recipe, facts, CATALOGUE, **options)  # type: ignore[arg-type]

@@ -1,0 +1,190 @@
+"""From a recipe to plain PyTorch source, and from that source to the tuned callable.
+
+The file that the user is handed and the code that fettle measured are one text. It defines
+``optimize(model, batches)``, or ``optimize(model, batches, call)`` for a workload with a call of its own.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import textwrap
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from fettle.errors import UsageError
+from fettle.recipe import Recipe
+from fettle.techniques._base import Code, Facts, Technique
+
+_MAIN = '''
+
+def load():
+    """Build the workload that was tuned: its model, sample batches and call."""
+    import importlib
+    import importlib.util
+    import sys
+
+{path}{load}
+    made = module.{factory}()
+    if isinstance(made, tuple):
+        model, batches, call = made[0], made[1], None
+    elif isinstance(made, dict):
+        model, batches, call = made["model"], made["inputs"], made.get("call")
+    else:
+        model, batches, call = made.model, made.inputs, made.call
+    batches = list(batches) if isinstance(batches, list) else [batches]
+    return model, batches, call
+
+
+if __name__ == "__main__":
+    import time
+
+    torch.manual_seed(0)
+    model, batches, call = load()
+    run = optimize(model, batches[:{calibration}]{call})
+    for label in ("first call", "second call"):
+        start = time.perf_counter()
+        batch = batches[0]
+        if isinstance(batch, tuple) and not hasattr(batch, "_fields"):
+            output = run(*batch)
+        elif type(batch) is dict:
+            output = run(**batch)
+        else:
+            output = run(batch)
+        print(f"{{label}}: {{(time.perf_counter() - start) * 1e3:.1f}} ms")
+'''
+
+
+def codes(recipe: Recipe, facts: Facts, catalogue: Iterable[Technique]) -> list[tuple[Technique, str, Code]]:
+    """The techniques that a recipe changes with their lines, in catalogue order."""
+    found = []
+    for technique in catalogue:
+        level = recipe.levels.get(technique.name, technique.given)
+        if level != technique.given:
+            found.append((technique, level, technique.code(level, recipe, facts)))
+    return found
+
+
+def render(
+    recipe: Recipe,
+    facts: Facts,
+    catalogue: Iterable[Technique],
+    *,
+    heading: str = "",
+    target: tuple[str, str] | None = None,
+    calibration: int = 1,
+) -> str:
+    """The source of ``optimized.py`` for `recipe`.
+
+    `target` is (location, factory) of the workload; with it the file runs as it stands. `calibration` is how many of
+    the workload's first batches are handed to ``optimize``.
+    """
+    parts = codes(recipe, facts, catalogue)
+    environment = {key: value for _, _, code in parts for key, value in code.environment.items()}
+    helpers: dict[str, Callable[..., Any]] = {}
+    for _, _, code in parts:
+        for helper in code.helpers:
+            helpers[helper.__name__] = helper
+
+    lines = [f'"""{heading or f"Optimised for inference: {recipe}."}"""', ""]
+    if environment:
+        lines += ["import os", ""]
+        preload = environment.pop("LD_PRELOAD", None)
+        if preload:
+            lines += [
+                "# The allocator can only be chosen before the process starts:",
+                f"#   LD_PRELOAD={preload} python optimized.py",
+            ]
+        lines += [f'os.environ.setdefault("{key}", "{value}")' for key, value in sorted(environment.items())] + [""]
+    sources = [textwrap.dedent(inspect.getsource(helper)).rstrip() for helper in helpers.values()]
+    if any(_uses_name(source, "Any") for source in sources):
+        lines += ["from typing import Any", ""]
+    lines += ["import torch", ""]
+    for source in sources:
+        lines += ["", source, ""]
+    lines += [""] + _optimize(parts, facts)
+    if target is not None:
+        lines += [_main(target, facts, calibration)]
+    source = "\n".join(lines).rstrip() + "\n"
+    ast.parse(source)  # a technique with a slip in its lines fails here, by name, not in the user's hands
+    return source
+
+
+def load(source: str, label: str) -> Callable[..., Callable[..., Any]]:
+    """The function ``optimize`` of a rendered source; its lines show in tracebacks under `label`."""
+    filename = f"<{label}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    namespace: dict[str, Any] = {"__name__": "optimized", "__file__": filename}
+    exec(compile(source, filename, "exec"), namespace)
+    found = namespace["optimize"]
+    assert callable(found)
+    return found  # type: ignore[no-any-return]
+
+
+def _optimize(parts: list[tuple[Technique, str, Code]], facts: Facts) -> list[str]:
+    call = ", call" if facts.custom_call else ""
+    body = [
+        f"def optimize(model, batches{call}):",
+        '    """Change `model` in place and return the fast callable, which takes what the call took."""',
+    ]
+    for technique, level, code in parts:
+        if code.setup:
+            body += [f"    {line}" for line in code.setup]
+    for technique, level, code in parts:
+        if code.prepare:
+            body += ["", f"    # {technique.title}: {level}"] + [f"    {line}" for line in code.prepare]
+    inputs = [line for _, _, code in parts for line in code.inputs]
+    outputs = [line for _, _, code in reversed(parts) for line in code.outputs]
+    contexts = [context for _, _, code in parts for context in code.contexts]
+    invoke = "call(model, *args, **kwargs)" if facts.custom_call else "model(*args, **kwargs)"
+    if not (inputs or outputs or contexts):
+        if facts.custom_call:
+            return [*body, "", "    def run(*args, **kwargs):", f"        return {invoke}", "", "    return run"]
+        return [*body, "", "    return model"]
+    body += ["", "    def run(*args, **kwargs):"]
+    body += [f"        {line}" for line in inputs]
+    indent = "        "
+    if contexts:
+        body.append(f"        with {', '.join(contexts)}:")
+        indent += "    "
+    if outputs:
+        body += [f"{indent}output = {invoke}"] + [f"{indent}{line}" for line in outputs] + [f"{indent}return output"]
+    else:
+        body.append(f"{indent}return {invoke}")
+    return [*body, "", "    return run"]
+
+
+def _main(target: tuple[str, str], facts: Facts, calibration: int) -> str:
+    location, factory = target
+    if location.endswith(".py"):
+        path = f"    path = {location!r}\n    sys.path.insert(0, path.rpartition('/')[0])\n"
+        load_lines = (
+            "    spec = importlib.util.spec_from_file_location('workload_file', path)\n"
+            "    module = importlib.util.module_from_spec(spec)\n"
+            "    sys.modules['workload_file'] = module\n"
+            "    spec.loader.exec_module(module)"
+        )
+    else:
+        path, load_lines = "", f"    module = importlib.import_module({location!r})"
+    return _MAIN.format(
+        path=path,
+        load=load_lines,
+        factory=factory,
+        calibration=max(1, calibration),
+        call=", call" if facts.custom_call else "",
+    )
+
+
+def _uses_name(source: str, name: str) -> bool:
+    return any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(ast.parse(source)))
+
+
+def check_levels(recipe: Recipe, catalogue: Iterable[Technique], known: dict[str, list[str]]) -> None:
+    """Raise `UsageError` for a technique or level that the catalogue does not have."""
+    names = [technique.name for technique in catalogue]
+    for name, level in recipe.levels.items():
+        if name not in names:
+            raise UsageError(f"unknown technique {name!r}: there are {', '.join(names)}")
+        if level not in known[name]:
+            raise UsageError(f"{name} has no level {level!r}: there are {', '.join(known[name])}")

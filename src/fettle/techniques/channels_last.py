@@ -1,0 +1,49 @@
+"""Convolutions with the channels innermost in memory."""
+
+from typing import Any
+
+import torch
+
+from fettle.recipe import Recipe
+from fettle.techniques._base import Code, Facts, Level, Technique
+
+
+def channels_last(tree: Any) -> Any:
+    """Lay out every floating 4-D tensor of a tree with the channels innermost."""
+    if isinstance(tree, torch.Tensor):
+        wanted = tree.dim() == 4 and tree.is_floating_point()
+        return tree.contiguous(memory_format=torch.channels_last) if wanted else tree
+    if type(tree) is tuple:
+        return tuple(channels_last(item) for item in tree)
+    if type(tree) is dict:
+        return {key: channels_last(item) for key, item in tree.items()}
+    from torch.utils import _pytree as pytree
+
+    return pytree.tree_map_only(torch.Tensor, channels_last, tree)
+
+
+class ChannelsLast(Technique):
+    name = "channels_last"
+    title = "channels last"
+    given = "off"
+
+    def levels(self, facts: Facts) -> list[Level]:
+        why_not = ""
+        if not facts.is_module:
+            why_not = "the model is a plain callable"
+        elif facts.num_conv == 0:
+            why_not = "the model has no 2-D convolution"
+        return [Level("off", "as given"), Level("on", "torch.channels_last for weights and 4-D inputs", why_not)]
+
+    def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
+        if level == "on" and recipe.levels.get("runtime", "torch") not in ("torch", "aoti"):
+            return "another runtime chooses its own layout"
+        return ""
+
+    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        inputs = ("args, kwargs = channels_last(args), channels_last(kwargs)",) if facts.num_4d_inputs else ()
+        return Code(
+            helpers=(channels_last,) if inputs else (),
+            prepare=("model.to(memory_format=torch.channels_last)",),
+            inputs=inputs,
+        )

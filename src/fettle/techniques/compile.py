@@ -1,0 +1,153 @@
+"""torch.compile, and what goes with it: frozen weights, dynamic or static shapes, repeated blocks only.
+
+Everything is compiled in place (`nn.Module.compile`), so that a workload which calls `model.generate` or keeps
+references to submodules runs the compiled code too.
+"""
+
+from typing import Any
+
+import torch
+
+from fettle.recipe import Recipe
+from fettle.techniques._base import Code, Facts, Level, Technique
+
+
+def compile_blocks(model: torch.nn.Module, **options: Any) -> int:
+    """Compile the repeated blocks of a model one by one: modules of a class found three times in one container.
+
+    Blocks of a class share their code, so it is compiled once. Returns how many blocks there were.
+    """
+    blocks: dict[int, torch.nn.Module] = {}
+    for container in model.modules():
+        if isinstance(container, (torch.nn.ModuleList, torch.nn.Sequential)):
+            kinds = [type(child) for child in container]
+            for child in container:
+                if kinds.count(type(child)) >= 3 and next(child.children(), None) is not None:
+                    blocks[id(child)] = child
+    for block in blocks.values():
+        block.compile(**options)
+    if not blocks:
+        raise RuntimeError("regional compilation found no repeated blocks")
+    return len(blocks)
+
+
+_MODES = {
+    "default": "torch.compile, its defaults",
+    "max-autotune": "tries several kernels for each product and convolution",
+    "reduce-overhead": "CUDA graphs, so that a launch costs less",
+}
+
+
+class Compile(Technique):
+    name = "compile"
+    title = "torch.compile"
+    given = "off"
+    cost = 2
+
+    def levels(self, facts: Facts) -> list[Level]:
+        no_graphs = "" if facts.device == "cuda" else "it means CUDA graphs, and the work is not on a CUDA device"
+        return [
+            Level("off", "eager, as given"),
+            Level("default", _MODES["default"]),
+            Level("reduce-overhead", _MODES["reduce-overhead"], no_graphs),
+            Level("max-autotune", _MODES["max-autotune"]),
+        ]
+
+    def level_cost(self, level: str) -> int:
+        return 3 if level == "max-autotune" else 2
+
+    def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
+        runtime = recipe.levels.get("runtime", "torch")
+        if level != self.given and runtime != "torch":
+            return f"runtime={runtime} replaces the compiled model"
+        return ""
+
+    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        options: dict[str, str] = {}
+        inductor = {**mode_options(level), **({"freezing": True} if recipe.levels.get("freeze") == "on" else {})}
+        shapes = recipe.levels.get("shapes")
+        if shapes:
+            options["dynamic"] = str(shapes == "dynamic")
+        if inductor:  # a mode is a bundle of options, and torch takes one or the other
+            options["options"] = repr(inductor)
+        arguments = ", ".join(f"{name}={value}" for name, value in options.items())
+        if recipe.levels.get("region") == "blocks":
+            separator = ", " if arguments else ""
+            return Code(helpers=(compile_blocks,), prepare=(f"compile_blocks(model{separator}{arguments})",))
+        if not facts.is_module:
+            return Code(prepare=(f"model = torch.compile(model{', ' if arguments else ''}{arguments})",))
+        return Code(prepare=(f"model.compile({arguments})",))
+
+
+def mode_options(level: str) -> dict[str, object]:
+    """The inductor options that a mode of torch.compile stands for, as torch lists them."""
+    if level == "default":
+        return {}
+    return dict(torch._inductor.list_mode_options(level))
+
+
+class Freeze(Technique):
+    name = "freeze"
+    title = "frozen weights"
+    given = "off"
+    needs = {"compile": "default", "grad": "inference_mode"}
+    cost = 2
+
+    def levels(self, facts: Facts) -> list[Level]:
+        why_not = "" if facts.is_module else "the model is a plain callable"
+        return [Level("off", "as given"), Level("on", "weights become constants of the compiled graph", why_not)]
+
+    def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
+        if level != "on":
+            return ""
+        if recipe.levels.get("compile", "off") == "off" and recipe.levels.get("runtime") != "aoti":
+            return "freezing happens inside a compile: needs compile"
+        if recipe.levels.get("grad", "grad") == "grad":
+            return "frozen weights have no gradients: needs grad=inference_mode or no_grad"
+        return ""
+
+    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        return Code()  # an option of the compile call, see `Compile.code`
+
+
+class Shapes(Technique):
+    name = "shapes"
+    title = "compiled shapes"
+    given = "auto"
+    needs = {"compile": "default"}
+    cost = 2
+
+    def levels(self, facts: Facts) -> list[Level]:
+        one = "the batches all have one shape" if facts.num_input_shapes == 1 and not facts.custom_call else ""
+        return [
+            Level("auto", "static first, dynamic once a second shape comes"),
+            Level("static", "one compiled graph for each shape", one),
+            Level("dynamic", "one compiled graph for all shapes", one),
+        ]
+
+    def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
+        return "needs compile" if level != self.given and recipe.levels.get("compile", "off") == "off" else ""
+
+    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        return Code()  # an argument of the compile call, see `Compile.code`
+
+
+class Region(Technique):
+    name = "region"
+    title = "compiled region"
+    given = "whole"
+    needs = {"compile": "default"}
+    cost = 2
+
+    def levels(self, facts: Facts) -> list[Level]:
+        why_not = "" if facts.block_classes else "the model has no block repeated at least three times"
+        return [
+            Level("whole", "the whole model"),
+            Level("blocks", "each repeated block by itself: compiles sooner, survives graph breaks outside", why_not),
+        ]
+
+    def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
+        return "needs compile" if level != self.given and recipe.levels.get("compile", "off") == "off" else ""
+
+    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        return Code()  # decides what the compile call is, see `Compile.code`

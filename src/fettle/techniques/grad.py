@@ -1,0 +1,20 @@
+"""Whether autograd records the forward pass."""
+
+from fettle.recipe import Recipe
+from fettle.techniques._base import Code, Facts, Level, Technique
+
+
+class Grad(Technique):
+    name = "grad"
+    title = "no autograd"
+    given = "grad"
+
+    def levels(self, facts: Facts) -> list[Level]:
+        return [
+            Level("grad", "autograd as the caller has it"),
+            Level("inference_mode", "torch.inference_mode(): no graph, no version counters"),
+            Level("no_grad", "torch.no_grad(): no graph; outputs may be used in autograd later"),
+        ]
+
+    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        return Code(contexts=(f"torch.{level}()",))

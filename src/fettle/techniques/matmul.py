@@ -1,0 +1,36 @@
+"""Precision of float32 matrix products inside the libraries. On a CPU, medium means bfloat16 inside oneDNN."""
+
+from fettle.recipe import Recipe
+from fettle.techniques._base import Code, Facts, Level, Technique
+
+
+class Matmul(Technique):
+    name = "matmul"
+    title = "float32 matmul precision"
+    given = "highest"
+
+    def levels(self, facts: Facts) -> list[Level]:
+        why_not = ""
+        if facts.dtype != "float32":
+            why_not = f"the weights are {facts.dtype}, so no float32 product is made"
+        elif facts.device == "cpu" and "amx_bf16" not in facts.cpu_flags and "avx512_bf16" not in facts.cpu_flags:
+            why_not = "this CPU has no bfloat16 instructions"
+        elif facts.device == "cuda" and facts.cuda_capability < (8, 0):
+            why_not = "TF32 needs compute capability 8.0"
+        high = "TF32 on a GPU has it" if facts.device == "cpu" else ""
+        return [
+            Level("highest", "float32 throughout"),
+            Level("medium", "bfloat16 inside float32 products", why_not),
+            Level("high", "TF32 inside float32 products", why_not or high),
+        ]
+
+    def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
+        precision = recipe.levels.get("precision", "")
+        if level != self.given and precision in ("bf16", "fp16"):
+            return f"precision={precision} leaves no float32 product"
+        if level != self.given and recipe.levels.get("runtime", "torch") not in ("torch", "aoti"):
+            return "another runtime does not read torch's settings"
+        return ""
+
+    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        return Code(setup=(f'torch.set_float32_matmul_precision("{level}")',))

@@ -1,0 +1,26 @@
+"""Train or eval mode. Where train mode gives other answers, eval is a precondition of every recipe but the baseline."""
+
+from fettle.recipe import Recipe
+from fettle.techniques._base import Code, Facts, Level, Technique
+
+
+class Mode(Technique):
+    name = "mode"
+    title = "eval mode"
+    given = "as-given"
+
+    def levels(self, facts: Facts) -> list[Level]:
+        why_not = ""
+        if not facts.is_module:
+            why_not = "the model is a plain callable"
+        elif not facts.training:
+            why_not = "the model is in eval mode already"
+        return [Level("as-given", "the mode the model came in"), Level("eval", "model.eval()", why_not)]
+
+    def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
+        if level == self.given and facts.train_mode_differs and recipe.levels:
+            return "train mode changes the outputs (dropout, batch norm): eval is a precondition"
+        return ""
+
+    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        return Code(prepare=("model.eval()",))

@@ -1,0 +1,27 @@
+"""How many CPU threads one operator uses."""
+
+from fettle.recipe import Recipe
+from fettle.techniques._base import Code, Facts, Level, Technique
+
+
+class Threads(Technique):
+    name = "threads"
+    title = "CPU threads"
+    given = "as-given"
+
+    def levels(self, facts: Facts) -> list[Level]:
+        counts = sorted({1, facts.physical_cores // 2, facts.physical_cores} - {0})
+        why_not = "the work is on a GPU" if facts.device != "cpu" else ""
+        return [Level("as-given", "torch's own choice")] + [
+            Level(str(count), f"torch.set_num_threads({count})", why_not) for count in counts
+        ]
+
+    def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
+        runtime = recipe.levels.get("runtime", "torch")
+        if level != self.given and runtime not in ("torch", "aoti"):
+            return f"runtime={runtime} has a thread pool of its own"
+        return ""
+
+    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        # OMP_NUM_THREADS too: Inductor and MKL size their pools by it when the process starts.
+        return Code(environment={"OMP_NUM_THREADS": level}, setup=(f"torch.set_num_threads({level})",))

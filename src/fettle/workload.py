@@ -1,0 +1,260 @@
+"""The workload: what is to be made fast, and where it comes from.
+
+A *workload* is a model, sample batches, how the model is called and, optionally, the user's metric. A *target* says
+how to build it, so that a fresh process can build it again: ``path/to/file.py:factory``, ``package.module:factory``,
+or live objects, which travel as a cloudpickle file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fettle.errors import UsageError, first_line
+
+Batch = Any
+"""One sample input, any pytree: a tuple is spread as positional arguments, a dict as keyword arguments, anything
+else is the one argument."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model to be made fast for inference, with everything that is needed to measure and to judge it."""
+
+    model: Callable[..., Any]
+    """Usually an ``nn.Module``; any callable will do."""
+
+    inputs: Sequence[Batch]
+    """Sample batches, rotated while the time is taken. The first half may calibrate a quantised recipe."""
+
+    call: Callable[..., Any] | None = None
+    """How the model is called: ``call(model, *args, **kwargs)``. None means ``model(*args, **kwargs)``."""
+
+    metric: Callable[[Callable[..., Any]], float] | None = None
+    """The user's own measure of quality, higher is better: given the callable under test, return a number."""
+
+    check_inputs: Sequence[Batch] = ()
+    """Batches that only judge: no recipe is calibrated on them and no time is taken on them."""
+
+    name: str = ""
+    """Short name, shown in reports. Empty: taken from the target."""
+
+    samples: int | None = None
+    """Rows in one call, for throughput. None: the first dimension of the first tensor of the first batch."""
+
+    def __post_init__(self) -> None:
+        if not callable(self.model):
+            raise UsageError(f"the workload's model is a {type(self.model).__name__}, which cannot be called")
+        inputs = self.inputs
+        if isinstance(inputs, (str, bytes, Mapping)) or not isinstance(inputs, Sequence):
+            raise UsageError("the workload's inputs must be a list of batches, for example inputs=[batch]")
+        if len(inputs) == 0:
+            raise UsageError("the workload's inputs are empty: give at least one batch, for example inputs=[batch]")
+
+    @property
+    def calibration(self) -> list[Batch]:
+        """Batches on which a recipe may be calibrated; never among `judged` for such a recipe. May be empty."""
+        if self.check_inputs:
+            return list(self.inputs)
+        return list(self.inputs[: len(self.inputs) // 2])
+
+    def run(self, model: Callable[..., Any], batch: Batch) -> Any:
+        """Call `model` on one batch in the workload's way."""
+        args, kwargs = spread(batch)
+        return model(*args, **kwargs) if self.call is None else self.call(model, *args, **kwargs)
+
+
+def spread(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of one batch. A named tuple or a dataclass is one argument."""
+    if isinstance(batch, tuple) and not hasattr(batch, "_fields"):
+        return batch, {}
+    if type(batch) is dict and all(isinstance(key, str) for key in batch):
+        return (), batch
+    return (batch,), {}
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf of a pytree with its path; dataclasses, mappings and sequences are branches, None is skipped."""
+    if tree is None:
+        return
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type) and not isinstance(tree, Mapping):
+        for item in dataclasses.fields(tree):
+            yield from leaves(getattr(tree, item.name), f"{path}.{item.name}")
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from leaves(value, f"{path}.{key}")
+    elif isinstance(tree, (list, tuple)):
+        for index, value in enumerate(tree):
+            yield from leaves(value, f"{path}[{index}]")
+    else:
+        yield path or "output", tree
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a workload comes from. Data only: building it is `load`, which runs the user's code."""
+
+    reference: str
+    """``/absolute/file.py:factory``, ``package.module:factory``, or ``/absolute/workload.pkl`` for live objects."""
+
+    name: str = ""
+    search_path: tuple[str, ...] = field(default=(), repr=False)
+    """``sys.path`` of the process that named the target, so that a worker finds the same modules."""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the workload was handed over as live objects."""
+        return self.reference.endswith(".pkl")
+
+    def load(self) -> Workload:
+        """Build the workload. Raises `UsageError` with one line where the user can mend it."""
+        for entry in reversed(self.search_path):
+            if entry not in sys.path:
+                sys.path.insert(0, entry)
+        if self.is_live:
+            return _load_live(Path(self.reference))
+        factory = _find_factory(self.reference)
+        try:
+            made = factory()
+        except UsageError:
+            raise
+        except Exception as error:
+            raise UsageError(f"the factory {self.reference} raised {first_line(error)}") from error
+        return dataclasses.replace(workload_from(made, self.reference), name=self.name)
+
+
+def find_target(text: str) -> Target:
+    """The target that a user named, checked as far as that goes without running it.
+
+    Raises `UsageError` for a file that does not exist or a text of another form.
+    """
+    here = str(Path.cwd())
+    location, _, factory = text.rpartition(":") if ":" in text else (text, "", "workload")
+    if not factory.isidentifier():
+        raise UsageError(f"{text!r} is no target: write path/to/file.py:factory or package.module:factory")
+    if location.endswith(".py") or "/" in location:
+        path = Path(location).expanduser().resolve()
+        if not path.is_file():
+            raise UsageError(f"no such file: {location}")
+        name = path.stem if factory == "workload" else f"{path.stem}-{factory}"
+        return Target(f"{path}:{factory}", name, (str(path.parent), here))
+    if not all(part.isidentifier() for part in location.split(".")):
+        raise UsageError(f"{text!r} is no target: write path/to/file.py:factory or package.module:factory")
+    name = location.rpartition(".")[2] if factory == "workload" else f"{location.rpartition('.')[2]}-{factory}"
+    return Target(f"{location}:{factory}", name, (here,))
+
+
+def target_from_objects(workload: Workload, folder: Path) -> Target:
+    """Write live objects to ``folder/workload.pkl`` with cloudpickle, and return the target that reads them.
+
+    Raises `UsageError` when something in them cannot be pickled, with the factory form that always works.
+    """
+    import cloudpickle
+
+    try:
+        data = cloudpickle.dumps(workload)
+    except Exception as error:
+        raise UsageError(
+            f"the model or its inputs cannot be handed to a worker process ({first_line(error)}): write a factory "
+            "instead, def workload(): return model, [batch], and pass 'file.py:workload'"
+        ) from error
+    folder.mkdir(parents=True, exist_ok=True)
+    path = (folder / "workload.pkl").resolve()
+    path.write_bytes(data)
+    name = workload.name or type(workload.model).__name__
+    return Target(str(path), name, tuple(entry or str(Path.cwd()) for entry in sys.path))
+
+
+def workload_from(made: object, where: str) -> Workload:
+    """A workload from what a factory returned: a `Workload`, a dict of its fields, or ``(model, inputs)``.
+
+    The last two forms let a workload file do without importing fettle.
+    """
+    if isinstance(made, Workload):
+        return made
+    if isinstance(made, tuple) and len(made) == 2:
+        return Workload(made[0], as_batches(made[1]))
+    names = {item.name for item in dataclasses.fields(Workload)}
+    if isinstance(made, dict) and {"model", "inputs"} <= made.keys() <= names:
+        return Workload(**{**made, "inputs": as_batches(made["inputs"])})
+    raise UsageError(
+        f"the factory {where} returned a {type(made).__name__}: return fettle.Workload(model, [batch]), "
+        f"a dict with keys among {', '.join(sorted(names))}, or (model, [batch])"
+    )
+
+
+def as_batches(inputs: Any) -> list[Batch]:
+    """A list is a list of batches; anything else (tensor, tuple, dict, dataclass) is one batch."""
+    return list(inputs) if isinstance(inputs, list) else [inputs]
+
+
+def fingerprint(workload: Workload) -> str:
+    """A short hash of weights and inputs, to see that two processes built the same workload.
+
+    Every tensor counts with its name, shape and type, and with up to 4096 of its values taken at even strides.
+    """
+    import torch
+
+    digest = hashlib.sha256()
+    tensors: list[tuple[str, Any]] = []
+    if isinstance(workload.model, torch.nn.Module):
+        tensors += workload.model.state_dict().items()
+    for index, batch in enumerate([*workload.inputs, *workload.check_inputs]):
+        tensors += [(f"input{index}{path}", leaf) for path, leaf in leaves(batch)]
+    for name, value in tensors:
+        digest.update(name.encode())
+        if not isinstance(value, torch.Tensor):
+            digest.update(repr(value).encode() if isinstance(value, (str, int, float, bool)) else b"?")
+            continue
+        digest.update(f"{tuple(value.shape)}{value.dtype}".encode())
+        if value.numel() and value.layout == torch.strided and not value.is_meta:
+            flat = value.detach().reshape(-1)
+            sample = flat[:: max(1, flat.numel() // 4096)].cpu().contiguous()
+            digest.update(sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _find_factory(reference: str) -> Callable[[], object]:
+    location, _, name = reference.rpartition(":")
+    try:
+        if location.endswith(".py"):
+            module_name = f"_fettle_target_{Path(location).stem}"
+            spec = importlib.util.spec_from_file_location(module_name, location)
+            if spec is None or spec.loader is None:
+                raise UsageError(f"cannot read {location} as a Python file")
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[module_name] = module  # dataclasses and pickling inside the file look it up there
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(location)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"importing {location} failed: {first_line(error)}") from error
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        hint = f" (it has {', '.join(known[:8])})" if known else ""
+        raise UsageError(f"{location} has no factory named {name!r}{hint}")
+    return factory  # type: ignore[no-any-return]
+
+
+def _load_live(path: Path) -> Workload:
+    import pickle
+
+    try:
+        made = pickle.loads(path.read_bytes())  # written by this user's own process a moment ago
+    except Exception as error:
+        raise UsageError(
+            f"the model or its inputs cannot be rebuilt in a worker process ({first_line(error)}): write a factory "
+            "instead, def workload(): return model, [batch], and pass 'file.py:workload'"
+        ) from error
+    assert isinstance(made, Workload)
+    return made
