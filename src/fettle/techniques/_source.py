@@ -103,7 +103,7 @@ def render(
     lines += ["import torch", ""]
     for source in sources:
         lines += ["", source, ""]
-    lines += [""] + _optimize(parts, facts)
+    lines += ["", *_optimize(parts, facts)]
     if target is not None:
         lines += [_main(target, facts, calibration)]
     source = "\n".join(lines).rstrip() + "\n"
@@ -128,7 +128,7 @@ def _optimize(parts: list[tuple[Technique, str, Code]], facts: Facts) -> list[st
         f"def optimize(model, batches{call}):",
         '    """Change `model` in place and return the fast callable, which takes what the call took."""',
     ]
-    for technique, level, code in parts:
+    for _, _, code in parts:
         if code.setup:
             body += [f"    {line}" for line in code.setup]
     for technique, level, code in parts:

@@ -4,7 +4,8 @@ Everything is compiled in place (`nn.Module.compile`), so that a workload which 
 references to submodules runs the compiled code too.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 
@@ -90,7 +91,7 @@ class Freeze(Technique):
     name = "freeze"
     title = "frozen weights"
     given = "off"
-    needs = {"compile": "default", "grad": "inference_mode"}
+    needs: ClassVar[Mapping[str, str]] = {"compile": "default", "grad": "inference_mode"}
     cost = 2
 
     def levels(self, facts: Facts) -> list[Level]:
@@ -114,7 +115,7 @@ class Shapes(Technique):
     name = "shapes"
     title = "compiled shapes"
     given = "auto"
-    needs = {"compile": "default"}
+    needs: ClassVar[Mapping[str, str]] = {"compile": "default"}
     cost = 2
 
     def levels(self, facts: Facts) -> list[Level]:
@@ -136,7 +137,7 @@ class Region(Technique):
     name = "region"
     title = "compiled region"
     given = "whole"
-    needs = {"compile": "default"}
+    needs: ClassVar[Mapping[str, str]] = {"compile": "default"}
     cost = 2
 
     def levels(self, facts: Facts) -> list[Level]:
