@@ -3,6 +3,12 @@
 Other rooms use `race`, which measures recipes side by side, and the plain data it returns.
 """
 
+from fettle.measure._process import Worker, WorkerError, close_all
+from fettle.measure._statistics import log_interval, ratio_interval, verdict
 from fettle.measure._trial import Accuracy, Interval, Startup, Trial
+from fettle.measure.race import Entry, Judge, Progress, Rules, race
 
-__all__ = ["Accuracy", "Interval", "Startup", "Trial"]
+__all__ = [
+    "Accuracy", "Entry", "Interval", "Judge", "Progress", "Rules", "Startup", "Trial", "Worker", "WorkerError",
+    "close_all", "log_interval", "race", "ratio_interval", "verdict",
+]  # fmt: skip

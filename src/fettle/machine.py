@@ -1,0 +1,120 @@
+"""The machine: what the numbers were measured on, with the peaks measured on it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import metadata
+from typing import Any
+
+import psutil
+
+_PACKAGES = (
+    "torch", "torchao", "onnxruntime", "openvino", "triton", "transformers", "diffusers", "numpy", "torch-fettle",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Hardware and software of one machine. `id` is equal where numbers may be compared."""
+
+    id: str
+    cpu: str
+    cores: int
+    """Cores this process may use."""
+    memory_bytes: int
+    gpus: tuple[str, ...]
+    platform: str
+    python: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+    peaks: Mapping[str, float] = field(default_factory=dict)
+    """Measured: ``matmul_float32`` and its like in FLOP/s, ``copy`` in bytes/s read and written."""
+
+    @property
+    def summary(self) -> str:
+        """One line for people."""
+        device = ", ".join(self.gpus) or f"{self.cpu}, {self.cores} cores"
+        return f"{device}, torch {self.versions.get('torch', '?')}"
+
+
+@lru_cache(maxsize=1)
+def this_machine() -> Machine:
+    """The machine this process runs on, without its peaks."""
+    import torch
+
+    gpus: tuple[str, ...] = ()
+    if torch.cuda.is_available():
+        gpus = tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    cpu = _cpu_name()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    versions["torch"] = torch.__version__
+    if torch.version.cuda:
+        versions["cuda"] = torch.version.cuda
+    text = "|".join([cpu, str(cores), *gpus, versions["torch"]])
+    return Machine(
+        id=hashlib.sha256(text.encode()).hexdigest()[:12],
+        cpu=cpu,
+        cores=cores,
+        memory_bytes=int(psutil.virtual_memory().total),
+        gpus=gpus,
+        platform=platform.platform(),
+        python=platform.python_version(),
+        versions=versions,
+    )
+
+
+def measure_peaks(device: str) -> dict[str, float]:
+    """What the device reaches in a large matrix product per dtype (FLOP/s) and in a copy (bytes/s, both ways).
+
+    The best of a few runs, as a ceiling should be. A dtype that the device cannot multiply is left out.
+    """
+    import torch
+
+    size = 8192 if device == "cuda" else 1536
+    peaks: dict[str, float] = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        if device == "cpu" and dtype == torch.float16:
+            continue  # emulated, and very slow, on most CPUs
+        try:
+            a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+            seconds = _best_s(lambda a=a, b=b: a @ b, device)  # type: ignore[misc]
+        except RuntimeError:
+            continue
+        peaks[f"matmul_{str(dtype).removeprefix('torch.')}"] = 2 * size**3 / seconds
+    source = torch.empty((1 << 30) if device == "cuda" else (1 << 28), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    peaks["copy"] = 2 * source.numel() / _best_s(lambda: target.copy_(source), device)
+    return peaks
+
+
+def _best_s(run: Callable[[], Any], device: str, repeats: int = 4) -> float:
+    import torch
+
+    best = float("inf")
+    for _ in range(repeats):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _cpu_name() -> str:
+    import cpuinfo
+
+    name = cpuinfo.get_cpu_info().get("brand_raw")
+    return str(name) if name else platform.processor() or platform.machine()

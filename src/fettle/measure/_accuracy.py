@@ -1,0 +1,160 @@
+"""How far outputs are from the reference. Missing, NaN or of another shape is a problem, never a pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from fettle.measure._trial import Accuracy
+from fettle.workload import leaves
+
+Outputs = dict[str, torch.Tensor]
+"""The tensor leaves of one output by path, on the CPU."""
+
+
+def tensors(output: Any) -> Outputs:
+    """Copy the tensor leaves of an output to the CPU; numbers count as tensors, other leaves are passed over."""
+    found: Outputs = {}
+    for path, leaf in leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            value = leaf.detach()
+            if value.is_nested or value.layout != torch.strided:
+                value = value.to_padded_tensor(0.0) if value.is_nested else value.to_dense()
+            found[path] = value.to("cpu", copy=True)
+        elif isinstance(leaf, (bool, int, float)):
+            found[path] = torch.tensor(leaf)
+        elif type(leaf).__module__ == "numpy":
+            found[path] = torch.as_tensor(leaf).clone()
+    return found
+
+
+def compare(outputs: Outputs, reference: Outputs) -> Accuracy:
+    """One batch's outputs against the reference's: the worst leaf of each measure."""
+    error, cosine, max_abs, agreement = 0.0, math.nan, 0.0, math.nan
+    for path, wanted in reference.items():
+        got = outputs.get(path)
+        if got is None:
+            return Accuracy(problem=f"the output has no {path}, which the reference has")
+        if got.shape != wanted.shape:
+            return Accuracy(problem=f"{path} has shape {tuple(got.shape)}, the reference {tuple(wanted.shape)}")
+        if not wanted.is_floating_point() and not wanted.is_complex():
+            different = (got.to(wanted.dtype) != wanted).double().mean().item() if wanted.numel() else 0.0
+            error = max(error, different)
+            continue
+        y, r = _real(got), _real(wanted)
+        bad = ~torch.isfinite(y) & torch.isfinite(r)
+        if bad.any():
+            return Accuracy(problem=f"{path} has {int(bad.sum())} values that are NaN or infinite")
+        finite = torch.isfinite(r)
+        if not torch.equal(y[~finite].nan_to_num(), r[~finite].nan_to_num()):
+            return Accuracy(problem=f"{path} differs where the reference is NaN or infinite")
+        y, r = y[finite], r[finite]
+        if r.numel() == 0:
+            continue
+        norm, size = float(r.norm()), float(y.norm())
+        distance = float((y - r).norm())
+        # A leaf of zeros has no relative error: its distance is then taken as it is.
+        error = max(error, distance / norm if norm > 0 else distance)
+        max_abs = max(max_abs, float((y - r).abs().max()))
+        if norm > 0 and size > 0:
+            angle = float(torch.dot(y.reshape(-1), r.reshape(-1))) / (norm * size)
+            cosine = angle if math.isnan(cosine) else min(cosine, angle)
+        if looks_like_logits(path, wanted, len(reference)) and finite.all():
+            same = _real(got).argmax(-1) == _real(wanted).argmax(-1)
+            share = same.double().mean().item()
+            agreement = share if math.isnan(agreement) else min(agreement, share)
+    return Accuracy(error, cosine, max_abs, agreement, finite=True, judged_batches=1)
+
+
+def worst(found: Iterable[Accuracy]) -> Accuracy:
+    """The worst of several batches, measure by measure; the first problem stands."""
+    batches = list(found)
+    problem = next((item.problem for item in batches if item.problem), "")
+    if not batches or problem:
+        return Accuracy(problem=problem or "no batch was judged", judged_batches=len(batches))
+    return Accuracy(
+        error=max(item.error for item in batches),
+        cosine=_least([item.cosine for item in batches]),
+        max_abs=max(item.max_abs for item in batches),
+        agreement=_least([item.agreement for item in batches]),
+        finite=all(item.finite for item in batches),
+        judged_batches=len(batches),
+    )
+
+
+def looks_like_logits(path: str, leaf: torch.Tensor, num_leaves: int) -> bool:
+    """Whether a leaf's largest entry in the last dimension is a decision: named so, or one lone matrix of rows."""
+    if not leaf.is_floating_point() or leaf.dim() < 2 or leaf.shape[-1] < 2:
+        return False
+    return path.endswith("logits") or (num_leaves == 1 and leaf.dim() == 2)
+
+
+def user_metric(metric: Callable[[Callable[..., Any]], float], run: Callable[..., Any]) -> tuple[float, str]:
+    """The user's metric of `run`, and what is wrong with it: it raised, or gave no finite number."""
+    try:
+        value = metric(run)
+    except Exception as error:
+        return math.nan, f"the metric raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return math.nan, f"the metric returned a {type(value).__name__}, not a number"
+    return (number, "") if math.isfinite(number) else (math.nan, f"the metric is {number}")
+
+
+def judge(accuracy: Accuracy, *, max_error: float | None, min_agreement: float | None,
+          max_metric_drop: float | None, reference_metric: float) -> str:  # fmt: skip
+    """Why an accuracy is outside the limits, one phrase; empty when it is inside. NaN is never inside."""
+    if accuracy.problem:
+        return accuracy.problem
+    if not accuracy.finite:
+        return "the outputs are not finite"
+    if max_error is not None and not accuracy.error <= max_error:
+        return f"relative error {accuracy.error:.2g} is above {max_error:g}"
+    if min_agreement is not None:
+        if math.isnan(accuracy.agreement):
+            return "no output looks like logits, so there is no agreement to judge"
+        if not accuracy.agreement >= min_agreement:
+            return f"top-1 agreement {accuracy.agreement:.4g} is below {min_agreement:g}"
+    if max_metric_drop is not None:
+        drop = reference_metric - accuracy.metric
+        if not drop <= max_metric_drop + 1e-12:
+            return (
+                f"the metric fell from {reference_metric:.4g} to {accuracy.metric:.4g}, more than {max_metric_drop:g}"
+            )
+    return ""
+
+
+def repeat_rows(batch: Any, factor: int, rows: int) -> Any:
+    """The batch `factor` times over: every tensor with `rows` in its first dimension is repeated along it."""
+    from torch.utils import _pytree as pytree
+
+    def grow(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor] * factor) if tensor.dim() and tensor.shape[0] == rows else tensor
+
+    return pytree.tree_map_only(torch.Tensor, grow, batch)
+
+
+def first_rows(outputs: Outputs, factor: int, reference: Outputs) -> Outputs:
+    """Cut outputs of a batch grown by `factor` back to the rows that the reference has."""
+    if factor == 1:
+        return outputs
+    return {
+        path: value[: len(reference[path])]
+        if path in reference and value.dim() and value.shape[0] == factor * len(reference[path])
+        else value
+        for path, value in outputs.items()
+    }
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    wide = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return wide.to(torch.float64)
+
+
+def _least(values: Sequence[float]) -> float:
+    numbers = [value for value in values if not math.isnan(value)]
+    return min(numbers) if numbers else math.nan

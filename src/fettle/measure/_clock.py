@@ -1,0 +1,71 @@
+"""The clock: how long one call takes, on a CPU and on a GPU.
+
+CPU work is timed by the wall clock. GPU work is timed with CUDA events around each call, the device idle before and
+after it, so host time that the device waits for counts; the L2 cache is flushed before each call, because in service
+a model does not find its last input there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Clock:
+    """Times calls on one device. `time_ns(function)` returns nanoseconds of one call."""
+
+    def __init__(self, device: str) -> None:
+        self.on_gpu = device == "cuda" and torch.cuda.is_available()
+        if self.on_gpu:
+            properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+            size = max(int(getattr(properties, "L2_cache_size", 0)), 1 << 20)
+            self._flush = torch.empty(2 * size, dtype=torch.int8, device="cuda")
+            self._start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+    def time_ns(self, function: Callable[[], Any]) -> int:
+        """Run `function` once and return its time."""
+        if not self.on_gpu:
+            start = time.perf_counter_ns()
+            function()
+            return time.perf_counter_ns() - start
+        self._flush.zero_()
+        torch.cuda.synchronize()
+        self._start.record()
+        function()
+        self._end.record()
+        self._end.synchronize()
+        return int(self._start.elapsed_time(self._end) * 1e6)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done everything it was given."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+
+def warm_up(call: Callable[[], int], *, limit_s: float = 10.0, tolerance: float = 0.02) -> tuple[list[int], bool]:
+    """Call until the time is steady. `call` makes one call and returns its nanoseconds.
+
+    Steady: the median of the newest third of calls is within `tolerance` of the third before it, or is not lower.
+    Returns the samples and whether they became steady within `limit_s` seconds.
+    """
+    samples: list[int] = []
+    deadline = time.perf_counter() + limit_s
+    while True:
+        samples.append(call())
+        size = len(samples) // 3
+        if size >= 1 and len(samples) >= _fewest(samples[-1]):
+            newest = sorted(samples[-size:])[size // 2]
+            before = sorted(samples[-2 * size : -size])[size // 2]
+            if newest >= before * (1 - tolerance):
+                return samples, True
+        if time.perf_counter() > deadline:
+            return samples, False
+
+
+def _fewest(last_ns: int) -> int:
+    """At least 0.3 s of calls, three at least, thirty at most."""
+    return max(3, min(30, int(0.3e9 / max(last_ns, 1))))

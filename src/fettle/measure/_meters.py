@@ -1,0 +1,70 @@
+"""Memory and energy of this process, where the machine tells them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+from pathlib import Path
+
+import psutil
+import torch
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+_RAPL = Path("/sys/class/powercap")
+
+
+def trim() -> None:
+    """Give back what is free, so that the resident set means what is held."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def resident_bytes() -> int:
+    """Resident set of this process now."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def reset_peak(device: str) -> bool:
+    """Start a new peak; False where the machine cannot."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return True
+    try:
+        _CLEAR.write_text("5")  # Linux: set the high-water mark of the resident set to its present size
+    except OSError:
+        return False
+    return True
+
+
+def peak_bytes(device: str) -> int | None:
+    """The peak since `reset_peak`: the CUDA allocator's, or the resident set's high-water mark."""
+    if device == "cuda":
+        return int(torch.cuda.max_memory_allocated())
+    try:
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def energy_j(device: str) -> float | None:
+    """A running total of energy in joules, or None: NVML for a GPU, RAPL packages for a CPU."""
+    if device == "cuda":
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
+            return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
+        except Exception:  # NVML raises its own types, and may be absent altogether
+            return None
+    try:
+        packages = [path / "energy_uj" for path in _RAPL.glob("intel-rapl:[0-9]*") if path.name.count(":") == 1]
+        return sum(int(path.read_text()) for path in packages) / 1e6 if packages else None
+    except (OSError, ValueError):
+        return None

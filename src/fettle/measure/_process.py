@@ -1,0 +1,195 @@
+"""The parent's side of a worker: start it, ask it, stop it while others run, and be rid of it with its children."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import psutil
+
+from fettle.errors import UsageError
+
+RESERVE = 0.04
+"""Share of the machine's memory that must stay free: below it a growing worker is ended as out of memory."""
+
+
+class WorkerError(Exception):
+    """A worker could not do what it was asked. The text is the reason, one line; `kind` is error, memory, timeout,
+    crash or usage."""
+
+    def __init__(self, reason: str, kind: str = "error") -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
+class Worker:
+    """One worker process, alive from construction to `close`. Use as a context manager."""
+
+    def __init__(self, environment: Mapping[str, str] | None = None, log: Path | None = None) -> None:
+        # A large environment of its own, nothing inherited that a recipe might have set in the parent.
+        variables = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}
+        ask_read, ask_write = os.pipe()
+        answer_read, answer_write = os.pipe()
+        self._log = log.open("a+b") if log is not None else tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "fettle.measure._worker", str(ask_read), str(answer_write)],
+            env=variables,
+            pass_fds=(ask_read, answer_write),
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,  # its own process group: stopped, continued and killed with its children
+        )
+        os.close(ask_read)
+        os.close(answer_write)
+        self._ask, self._answer = os.fdopen(ask_write, "wb", buffering=0), answer_read
+        self._buffer = bytearray()
+        self._stopped = False
+        _LIVE.add(self)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the worker, which is its process group too."""
+        return self._process.pid
+
+    def ask(self, do: str, timeout_s: float, **fields: Any) -> dict[str, Any]:
+        """Send a request and wait for its answer. Raises `WorkerError`, or `UsageError` for the user's own mistake.
+
+        A worker that fails in any way but an ordinary exception is gone afterwards.
+        """
+        self.resume()
+        try:
+            self._ask.write(msgspec.json.encode({"do": do, **fields}) + b"\n")
+        except OSError:
+            raise self._ended() from None
+        line = self._read_line(time.monotonic() + timeout_s, timeout_s, do)
+        answer: dict[str, Any] = msgspec.json.decode(line)
+        if "error" in answer:
+            if answer.get("trace"):
+                self._log.write(str(answer["trace"]).encode())
+                self._log.flush()
+            if answer["kind"] == "usage":
+                raise UsageError(answer["error"])
+            raise WorkerError(answer["error"], answer["kind"])
+        return answer
+
+    def pause(self) -> None:
+        """Stop the process group, so that it really idles: OpenMP threads spin for a while after their last work."""
+        if not self._stopped:
+            self._signal(signal.SIGSTOP)
+            self._stopped = True
+
+    def resume(self) -> None:
+        """Let a paused worker go on."""
+        if self._stopped:
+            self._signal(signal.SIGCONT)
+            self._stopped = False
+
+    def resident_bytes(self) -> int:
+        """Resident set of the worker and its children."""
+        total = 0
+        for process in _tree(self.pid):
+            with contextlib.suppress(psutil.Error):
+                total += process.memory_info().rss
+        return total
+
+    def close(self) -> None:
+        """Kill the worker with all its children. Safe to call again."""
+        if self not in _LIVE:
+            return
+        _LIVE.discard(self)
+        children = _tree(self.pid)  # before the kill: orphans are no longer found through their parent
+        self._signal(signal.SIGKILL)
+        for child in children:
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+        self._process.wait()
+        self._ask.close()
+        os.close(self._answer)
+        self._log.close()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def _read_line(self, deadline: float, timeout_s: float, do: str) -> bytes:
+        while True:
+            end = self._buffer.find(b"\n")
+            if end >= 0:
+                line = bytes(self._buffer[:end])
+                del self._buffer[: end + 1]
+                return line
+            left = deadline - time.monotonic()
+            if left <= 0:
+                self.close()
+                raise WorkerError(f"timed out after {timeout_s:.0f} s in {do}", "timeout")
+            ready, _, _ = select.select([self._answer], [], [], min(left, 0.5))
+            if ready:
+                data = os.read(self._answer, 1 << 16)
+                if not data:
+                    raise self._ended()
+                self._buffer += data
+            else:
+                memory = psutil.virtual_memory()
+                if memory.available < RESERVE * memory.total:
+                    size = self.resident_bytes()
+                    self.close()
+                    raise WorkerError(f"out of memory: it held {size / 2**30:.1f} GiB in {do}", "memory")
+
+    def _ended(self) -> WorkerError:
+        """Say how the process came to its end."""
+        try:
+            code = self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            code = None
+        words = self._last_words()
+        self.close()
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
+            if name == "SIGKILL":
+                return WorkerError("killed by SIGKILL, as the kernel does when memory runs out", "memory")
+            return WorkerError(f"crashed with {name}{words}", "crash")
+        return WorkerError(f"ended with exit code {code}{words}", "crash")
+
+    def _last_words(self) -> str:
+        try:
+            self._log.seek(0, os.SEEK_END)
+            self._log.seek(max(0, self._log.tell() - 4096))
+            lines = [line.strip() for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
+        except (OSError, ValueError):
+            return ""
+        return f": {lines[-1][:200]}" if lines else ""
+
+
+_LIVE: set[Worker] = set()
+
+
+def close_all() -> None:
+    """Kill every worker that is still alive: for an interrupt that comes from anywhere."""
+    for worker in list(_LIVE):
+        worker.close()
+
+
+def _tree(pid: int) -> list[psutil.Process]:
+    try:
+        root = psutil.Process(pid)
+        return [root, *root.children(recursive=True)]
+    except psutil.Error:
+        return []

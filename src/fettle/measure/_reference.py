@@ -1,0 +1,143 @@
+"""The reference: what the answers should be.
+
+The workload in eval mode, eager, in float64 where that is affordable, else in float32. The reference model is run
+twice in float32 with the same seeds first: how far the two runs are apart is the model's own noise.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import psutil
+import torch
+
+from fettle.measure._accuracy import Outputs, compare, tensors, user_metric, worst
+from fettle.workload import Workload
+
+SECONDS = 60.0
+"""What a float64 reference may take, by an estimate from the float32 run."""
+
+
+class Written(msgspec.Struct, frozen=True):
+    """What was written, for the report."""
+
+    dtype: str
+    why: str
+    noise: float
+    float32_error: float | None
+    """Error of the model in eval mode in its own precision against the reference: the yardstick."""
+    metric: float | None
+    metric_problem: str
+    seconds: float
+
+
+def write_reference(workload: Workload, path: str) -> Written:
+    """Compute the outputs of all batches and save them; changes the workload's model for good.
+
+    Batches run in order, inputs before check inputs, each with seed 0, from the model's initial buffers.
+    """
+    started = time.perf_counter()
+    model = workload.model
+    module = model if isinstance(model, torch.nn.Module) else None
+    if module is not None:
+        module.eval()
+    saved = {name: value.clone() for name, value in module.named_buffers()} if module is not None else {}
+
+    def outputs(cast: Callable[[Any], Any]) -> list[Outputs]:
+        if module is not None:
+            for name, value in module.named_buffers():
+                if name in saved:
+                    value.copy_(saved[name])
+        found = []
+        for batch in [*workload.inputs, *workload.check_inputs]:
+            torch.manual_seed(0)
+            found.append(tensors(workload.run(model, cast(batch))))
+        return found
+
+    with torch.no_grad():
+        timed = time.perf_counter()
+        given = outputs(lambda batch: batch)
+        float32_s = time.perf_counter() - timed
+        if not any(given):
+            from fettle.errors import UsageError
+
+            raise UsageError("the model's output holds no tensor, so its answers cannot be checked")
+        noise = 0.0
+        if float32_s < SECONDS / 2:
+            noise = _distance(outputs(lambda batch: batch), given)
+
+        def run_float32(*args: Any, **kwargs: Any) -> Any:
+            return model(*args, **kwargs) if workload.call is None else workload.call(model, *args, **kwargs)
+
+        metric, problem = (math.nan, "")
+        if workload.metric is not None:
+            metric, problem = user_metric(workload.metric, run_float32)
+
+        dtype, why, best = _own_dtype(module), "", given
+        if dtype != "float64":
+            why = _why_not_float64(module, float32_s)
+            if not why:
+                assert module is not None
+                try:
+                    module.double()
+                    best, dtype = outputs(_to_double), "float64"
+                except Exception as error:
+                    text = str(error).splitlines()
+                    why = f"it does not run in float64: {text[0][:120] if text else type(error).__name__}"
+        torch.save(best, path)
+    return Written(
+        dtype=dtype,
+        why=why,
+        noise=noise,
+        float32_error=_finite(_distance(given, best)),
+        metric=_finite(metric),
+        metric_problem=problem,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def read_reference(path: str) -> list[Outputs]:
+    """The outputs that `write_reference` saved; tensors only, nothing is executed."""
+    found = torch.load(path, weights_only=True)
+    assert isinstance(found, list)
+    return found
+
+
+def _distance(outputs: list[Outputs], reference: list[Outputs]) -> float:
+    found = worst(compare(y, r) for y, r in zip(outputs, reference, strict=True))
+    return math.inf if found.problem else found.error
+
+
+def _why_not_float64(module: torch.nn.Module | None, float32_s: float) -> str:
+    """Why a float64 reference is not affordable. Its time is put at eight times the float32 run's."""
+    if module is None:
+        return "the model is a plain callable"
+    if float32_s * 8 > SECONDS:
+        return f"it would take about {float32_s * 8:.0f} s"
+    size = sum(p.numel() * 8 for p in module.parameters())
+    if any(p.device.type == "cuda" for p in module.parameters()):
+        free = torch.cuda.mem_get_info()[0]
+    else:
+        free = psutil.virtual_memory().available
+    return "it does not fit into memory" if size * 3 > free else ""
+
+
+def _own_dtype(module: torch.nn.Module | None) -> str:
+    for parameter in module.parameters() if module is not None else ():
+        if parameter.is_floating_point():
+            return str(parameter.dtype).removeprefix("torch.")
+    return "float32"
+
+
+def _to_double(batch: Any) -> Any:
+    from torch.utils import _pytree as pytree
+
+    return pytree.tree_map_only(torch.Tensor, lambda x: x.double() if x.is_floating_point() else x, batch)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,317 @@
+"""The race: recipes measured in turn, interleaved, each in a process of its own, until the leader is known.
+
+Read `race` from top to bottom: start the workers one after the other, then rounds of equal slices in random order,
+with a look at the data now and then that drops what is certainly not the best.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from fettle.measure import _statistics
+from fettle.measure._accuracy import judge
+from fettle.measure._process import Worker, WorkerError
+from fettle.measure._trial import Accuracy, Startup, Trial
+from fettle.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A recipe at the start line: its source and what its process needs."""
+
+    recipe: Recipe
+    source: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    factor: int = 1
+    """The batch is this many times larger."""
+    calibrated: bool = False
+    """Batches that calibrated it may not judge it."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a race is run."""
+
+    slice_s: float = 0.15
+    """Length of one slice; a call that is longer is a slice of its own."""
+    max_rounds: int = 48
+    confidence: float = 0.95
+    """Of the whole race: the looks share what is left."""
+    indifference: float = 0.01
+    """Differences below this are not worth more rounds."""
+    prepare_timeout_s: float = 900.0
+    call_timeout_s: float = 120.0
+    settle_verdicts: bool = False
+    """Go on until each entry's verdict against the baseline is known, not only the leader: what `bench` wants."""
+    deadline: float = math.inf
+    """`time.monotonic()` at which to stop: what has been measured by then counts."""
+
+    @property
+    def alpha(self) -> float:
+        """Error rate of one look."""
+        return (1 - self.confidence) / len(_statistics.LOOKS)
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Where the reference outputs lie, and what an answer may be off by."""
+
+    path: str = ""
+    max_error: float | None = None
+    min_agreement: float | None = None
+    max_metric_drop: float | None = None
+    reference_metric: float = math.nan
+    exempt_baseline: bool = True
+    """The workload as given is measured also where its train mode makes its answers wrong."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a race tells while it runs."""
+
+    stage: str
+    """``start`` a worker, ``round`` of the race, ``trial`` is known."""
+    recipe: Recipe | None = None
+    round: int = 0
+    live: int = 0
+    trial: Trial | None = None
+
+
+@dataclass
+class _Runner:
+    entry: Entry
+    worker: Worker
+    answer: dict[str, Any]
+    accuracy: Accuracy
+    rejected: str
+    began: float
+    rounds_ms: dict[int, float] = field(default_factory=dict)
+    samples_ns: list[int] = field(default_factory=list)
+    energy_j: list[float] = field(default_factory=list)
+    live: bool = True
+    failure: str = ""
+
+    @property
+    def per_sample(self) -> dict[int, float]:
+        """Log time of one row by round."""
+        return {number: math.log(ms / self.answer["samples"]) for number, ms in self.rounds_ms.items()}
+
+
+def race(
+    target: Mapping[str, Any],
+    fingerprint: str,
+    entries: Sequence[Entry],
+    judging: Judge,
+    rules: Rules | None = None,
+    *,
+    log_folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    tell: Callable[[Progress], None] = lambda progress: None,
+    heat: int = 0,
+    seed: int = 0,
+) -> list[Trial]:
+    """Race `entries` on the workload of `target`; one trial each, in their order.
+
+    The entry with the empty recipe is the baseline that every speed-up refers to; without one the first entry is.
+    `target` is a `fettle.workload.Target` as plain data, `fingerprint` what it must build. Entries that were not
+    begun when the deadline came are left out of the answer.
+    """
+    rules = rules or Rules()
+    trials: dict[int, Trial] = {}
+    runners: dict[int, _Runner] = {}
+    with ExitStack() as stack:
+        for index, entry in enumerate(entries):
+            if index and time.monotonic() > rules.deadline:
+                break
+            tell(Progress("start", entry.recipe))
+            began = time.monotonic()
+            name = f"{heat:03d}-{index:02d}.log"
+            worker = stack.enter_context(
+                Worker({**(environment or {}), **entry.environment}, log_folder / name if log_folder else None)
+            )
+            try:
+                runners[index] = _start(worker, entry, target, fingerprint, judging, rules, began)
+            except WorkerError as error:
+                worker.close()
+                trials[index] = Trial(entry.recipe, "failed", str(error), seconds=time.monotonic() - began, heat=heat)
+                tell(Progress("trial", entry.recipe, trial=trials[index]))
+            else:
+                worker.pause()
+                if _memory_is_short() and len(runners) > 1:
+                    # The rest does not fit beside these: race them by themselves, the baseline among them again.
+                    break
+        anchor = next((r for r in runners.values() if not r.entry.recipe.levels), None) or next(
+            iter(runners.values()), None
+        )
+        if anchor is not None:
+            _run_rounds(list(runners.values()), anchor, rules, random.Random(seed * 1000 + heat), tell)
+        for index, runner in runners.items():
+            trials[index] = _trial(runner, anchor, rules, heat)
+    for index in sorted(runners):
+        tell(Progress("trial", entries[index].recipe, trial=trials[index]))
+
+    done = max(trials, default=-1) + 1
+    rest = list(entries[done:])
+    if rest and anchor is not None and time.monotonic() < rules.deadline:
+        again = [anchor.entry, *rest]
+        later = race(target, fingerprint, again, judging, rules, log_folder=log_folder, environment=environment,
+                     tell=tell, heat=heat, seed=seed + 1)  # fmt: skip
+        return [trials[index] for index in sorted(trials)] + later[1:]
+    return [trials[index] for index in sorted(trials)]
+
+
+def _start(
+    worker: Worker,
+    entry: Entry,
+    target: Mapping[str, Any],
+    fingerprint: str,
+    judging: Judge,
+    rules: Rules,
+    began: float,
+) -> _Runner:
+    built = worker.ask("build", rules.prepare_timeout_s, target=target)
+    if fingerprint and built["fingerprint"] != fingerprint:
+        raise WorkerError(
+            "the factory built other weights or inputs than before: make it deterministic "
+            "(seed every generator; fettle calls torch.manual_seed(0) first)"
+        )
+    timeout_s = max(10.0, min(rules.prepare_timeout_s, rules.deadline - time.monotonic() + 30.0))
+    answer = worker.ask(
+        "prepare",
+        timeout_s,
+        source=entry.source,
+        label=str(entry.recipe),
+        path=judging.path,
+        factor=entry.factor,
+        calibrated=entry.calibrated,
+    )
+    accuracy = msgspec.convert(answer["accuracy"], Accuracy)
+    rejected = ""
+    if judging.path and not (judging.exempt_baseline and not entry.recipe.levels):
+        rejected = judge(
+            accuracy,
+            max_error=judging.max_error,
+            min_agreement=judging.min_agreement,
+            max_metric_drop=judging.max_metric_drop,
+            reference_metric=judging.reference_metric,
+        )
+    return _Runner(entry, worker, answer, accuracy, rejected, began)
+
+
+def _run_rounds(
+    runners: Sequence[_Runner],
+    anchor: _Runner,
+    rules: Rules,
+    order: random.Random,
+    tell: Callable[[Progress], None],
+) -> None:
+    """Slices in random order until the leader is certain, nothing is left to win, or time is up."""
+    for number in range(1, rules.max_rounds + 1):
+        live = [runner for runner in runners if runner.live]
+        order.shuffle(live)
+        for runner in live:
+            try:
+                timeout_s = rules.call_timeout_s + 20 * runner.answer["call_ns"] / 1e9 + rules.slice_s
+                answer = runner.worker.ask("slice", timeout_s, seconds=rules.slice_s)
+                runner.worker.pause()
+            except WorkerError as error:
+                runner.live, runner.failure = False, str(error)
+                continue
+            samples = answer["samples_ns"]
+            runner.samples_ns += samples
+            runner.rounds_ms[number] = statistics.median(samples) / 1e6
+            if answer["energy_j"] is not None:
+                runner.energy_j.append(answer["energy_j"])
+        tell(Progress("round", round=number, live=len(live)))
+        if number in _statistics.LOOKS and _decided(runners, anchor, rules):
+            return
+        if time.monotonic() > rules.deadline and number >= _statistics.LOOKS[0]:
+            return
+        if not any(runner.live for runner in runners):
+            return
+
+
+def _decided(runners: Sequence[_Runner], anchor: _Runner, rules: Rules) -> bool:
+    """Drop what is certainly not the best; say whether the race is over."""
+    live = [runner for runner in runners if runner.live]
+    if rules.settle_verdicts:
+        margin = math.log(1 + rules.indifference)
+        for runner in live:
+            if runner is not anchor:
+                found = _statistics.ratio_interval(log_ratios(anchor, runner), rules.alpha)
+                settled = _statistics.verdict(found, rules.indifference) != "cannot tell"
+                precise = math.log(found.high) - math.log(max(found.low, 1e-300)) < 2 * margin
+                runner.live = not (settled and precise)
+        return all(not runner.live for runner in runners if runner is not anchor)
+    for runner in live:
+        if runner.rejected:  # shown with its speed, but it cannot win: the first look is enough
+            runner.live = False
+    able = [runner for runner in live if not runner.rejected]
+    if not able:
+        return True
+    leader = min(able, key=lambda runner: statistics.median(runner.per_sample.values()))
+    alpha = rules.alpha / max(1, len(able) - 1)
+    for runner in able:
+        if runner is leader:
+            continue
+        behind = _statistics.log_interval(log_ratios(runner, leader), alpha)  # log(this / leader)
+        if behind.low > 0 or behind.high < math.log(1 + rules.indifference):
+            runner.live = False
+    return sum(runner.live for runner in runners) <= 1
+
+
+def log_ratios(slower: _Runner, faster: _Runner) -> list[float]:
+    """log(time of the first / time of the second) for each round that both took part in."""
+    first, second = slower.per_sample, faster.per_sample
+    return [first[number] - second[number] for number in first if number in second]
+
+
+def _trial(runner: _Runner, anchor: _Runner | None, rules: Rules, heat: int) -> Trial:
+    answer, entry = runner.answer, runner.entry
+    if not runner.rounds_ms:
+        return Trial(
+            entry.recipe,
+            "failed",
+            runner.failure or "it was not measured",
+            notes=answer["notes"],
+            seconds=time.monotonic() - runner.began,
+            heat=heat,
+        )
+    ratios = log_ratios(anchor, runner) if anchor is not None else []
+    times = sorted(runner.samples_ns)
+    # A recipe that died half-way has numbers, but nobody should be handed it.
+    reason = f"ended during the race: {runner.failure}" if runner.failure else runner.rejected
+    return Trial(
+        recipe=entry.recipe,
+        status="failed" if runner.failure else "rejected" if runner.rejected else "measured",
+        reason=reason,
+        time_ms=statistics.median(runner.rounds_ms.values()),
+        p90_ms=times[min(len(times) - 1, int(0.9 * len(times)))] / 1e6,
+        speedup=_statistics.ratio_interval(ratios, rules.alpha) if ratios else None,
+        log_ratios=tuple(round(value, 6) for value in ratios),
+        round_ms=tuple(round(value, 6) for value in runner.rounds_ms.values()),
+        samples=answer["samples"],
+        peak_bytes=answer["peak_bytes"],
+        energy_j=statistics.median(runner.energy_j) if runner.energy_j else None,
+        startup=Startup(answer["load_s"], answer["optimize_s"], answer["first_call_s"], answer["cache"]),
+        accuracy=runner.accuracy,
+        notes=tuple(answer["notes"]),
+        seconds=time.monotonic() - runner.began,
+        heat=heat,
+    )
+
+
+def _memory_is_short() -> bool:
+    memory = psutil.virtual_memory()
+    return bool(memory.available < 0.25 * memory.total)

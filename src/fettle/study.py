@@ -1,0 +1,130 @@
+"""The study: all trials of one workload, kept in an Optuna storage as they become known.
+
+Each trial is one Optuna trial: its parameters are the levels, its two objectives time and error, and the whole of it
+is the user attribute ``fettle``. So a killed study goes on where it stopped, several machines can share one storage,
+and optuna-dashboard opens it. Reading a study parses JSON and never runs code.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import optuna
+from optuna.trial import TrialState, create_trial
+
+from fettle.errors import UsageError, first_line
+from fettle.measure import Trial
+from fettle.techniques import CATALOGUE, Facts
+
+_WORKLOAD, _TRIAL, _MACHINE = "fettle:workload", "fettle", "fettle:machine"
+
+
+class Study:
+    """One study, open for reading and writing."""
+
+    def __init__(self, study: optuna.Study, machine_id: str) -> None:
+        self._study = study
+        self._machine_id = machine_id
+
+    @classmethod
+    def open(cls, name: str, storage: str, fingerprint: str, machine_id: str) -> Study:
+        """Open the study of that name, or begin it.
+
+        Raises `UsageError` when the storage cannot be reached or the name belongs to another workload.
+        """
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+        try:
+            study = optuna.create_study(
+                study_name=name, storage=storage, directions=["minimize", "minimize"], load_if_exists=True
+            )
+            owner = study.user_attrs.get(_WORKLOAD)
+            if owner is None:
+                if study.trials:
+                    raise UsageError(f"the study {name!r} in {_hidden(storage)} is not fettle's: choose another --study")
+                study.set_user_attr(_WORKLOAD, fingerprint)
+                study.set_metric_names(["ms per sample", "relative error"])
+        except UsageError:
+            raise
+        except Exception as error:
+            raise UsageError(f"cannot open the storage {_hidden(storage)}: {first_line(error)[:200]}") from error
+        if owner not in (None, fingerprint):
+            raise UsageError(
+                f"the study {name!r} in {_hidden(storage)} is of another workload (its weights or inputs differ): "
+                "choose another --study or --output"
+            )
+        return cls(study, machine_id)
+
+    def trials(self) -> list[Trial]:
+        """The trials measured on this machine, oldest first."""
+        found = []
+        for trial in self._study.get_trials(deepcopy=False):
+            text = trial.user_attrs.get(_TRIAL)
+            if not isinstance(text, str) or trial.user_attrs.get(_MACHINE) != self._machine_id:
+                continue
+            try:
+                found.append(Trial.from_json(json.loads(text)))
+            except (ValueError, KeyError, msgspec.ValidationError) as error:
+                raise UsageError(f"trial {trial.number} of the study cannot be read: {first_line(error)}") from error
+        return found
+
+    def add(self, trial: Trial, facts: Facts) -> None:
+        """Keep a finished trial."""
+        params: dict[str, Any] = {}
+        distributions: dict[str, optuna.distributions.BaseDistribution] = {}
+        for technique in CATALOGUE:
+            names = [level.name for level in technique.levels(facts)]
+            level = trial.recipe.levels.get(technique.name, technique.given)
+            if level not in names:  # a level that the user pinned from outside the offered ones (threads=3)
+                continue
+            params[technique.name] = level
+            distributions[technique.name] = optuna.distributions.CategoricalDistribution(tuple(names))
+        failed = trial.status == "failed" or math.isnan(trial.time_ms)
+        error = trial.accuracy.error
+        self._study.add_trial(
+            create_trial(
+                state=TrialState.FAIL if failed else TrialState.COMPLETE,
+                values=None if failed else [trial.time_ms / trial.samples, error if math.isfinite(error) else 1e9],
+                params=params,
+                distributions=distributions,
+                user_attrs={
+                    _TRIAL: json.dumps(trial.to_json()),
+                    _MACHINE: self._machine_id,
+                    "recipe": str(trial.recipe),
+                    "status": trial.status,
+                    "reason": trial.reason,
+                },
+                # Optuna's own mark for a trial that breaks a constraint: positive means infeasible.
+                system_attrs={"constraints": [1.0 if trial.status == "rejected" else 0.0]},
+            )
+        )
+
+    def note(self, key: str) -> Any:
+        """A fact about the study as a whole on this machine, or None."""
+        return self._study.user_attrs.get(f"fettle:{key}:{self._machine_id}")
+
+    def set_note(self, key: str, value: Any) -> None:
+        """Keep a fact about the study as a whole on this machine; plain JSON data."""
+        self._study.set_user_attr(f"fettle:{key}:{self._machine_id}", value)
+
+
+def storage_url(storage: str | None, folder: Path) -> str:
+    """The Optuna storage: as given, or a SQLite file ``study.db`` in `folder`."""
+    if storage:
+        return storage if "://" in storage else f"sqlite:///{Path(storage).resolve()}"
+    return f"sqlite:///{(folder / 'study.db').resolve()}"
+
+
+def _hidden(url: str) -> str:
+    """A storage URL without its password."""
+    scheme, separator, rest = url.partition("://")
+    return f"{scheme}{separator}***@{rest.rpartition('@')[2]}" if "@" in rest else url
+
+
+def facts_from(data: Mapping[str, Any]) -> Facts:
+    """`Facts` from plain data."""
+    return msgspec.convert(data, Facts)
