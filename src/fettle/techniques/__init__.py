@@ -9,6 +9,7 @@ from __future__ import annotations
 from fettle.recipe import Recipe
 from fettle.techniques import _source
 from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.techniques._facts import probe_facts
 from fettle.techniques._source import load, render
 from fettle.techniques.channels_last import ChannelsLast
 from fettle.techniques.compile import Compile, Freeze, Region, Shapes
@@ -32,7 +33,8 @@ CATALOGUE: tuple[Technique, ...] = (
 )
 
 __all__ = [
-    "CATALOGUE", "Code", "Facts", "Level", "Technique", "check_names", "conflict", "find", "load", "normal", "render",
+    "CATALOGUE", "Code", "Facts", "Level", "Technique", "check_names", "conflict", "find", "load", "normal",
+    "probe_facts", "render",
     "source",
 ]  # fmt: skip
 

@@ -1,0 +1,105 @@
+"""The probe sees what is there, leaves the workload as it was, and no odd model breaks it."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from fettle.techniques._facts import probe_facts
+from fettle.workload import Workload
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + self.linear(x)
+
+
+class Dropping(nn.Module):
+    """Looks at `self.training` without any layer that says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return nn.functional.dropout(x, 0.5, self.training)
+
+
+@dataclass
+class Pair:
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+def test_counts_layers_and_shapes():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ConvTranspose2d(4, 4, 3), nn.Flatten(), nn.LazyLinear(2)).eval()
+    facts = probe_facts(Workload(model, [(torch.rand(2, 3, 8, 8),), (torch.rand(3, 3, 8, 8),)]))
+    assert (facts.num_conv, facts.num_conv_transpose, facts.num_linear) == (1, 1, 1)
+    assert (facts.num_4d_inputs, facts.num_input_shapes, facts.samples) == (1, 2, 2)
+    assert facts.device == "cpu"
+    assert facts.dtype == "float32"
+    assert facts.physical_cores >= 1
+    assert facts.packages["torchao"]
+
+
+def test_finds_repeated_blocks():
+    facts = probe_facts(Workload(nn.Sequential(*(Block() for _ in range(3))), [torch.rand(2, 4)]))
+    assert [name.rpartition(".")[2] for name in facts.block_classes] == ["Block"]
+
+
+@pytest.mark.parametrize("model", [nn.Sequential(nn.Dropout(0.5)), nn.BatchNorm1d(4), Dropping()])
+def test_train_mode_that_changes_answers(model):
+    batch = torch.rand(3, 4)
+    before = [buffer.clone() for buffer in model.buffers()]
+    state = torch.get_rng_state()
+    facts = probe_facts(Workload(model, [batch]))
+    assert facts.training
+    assert facts.train_mode_differs
+    assert model.training
+    assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))
+    assert torch.equal(state, torch.get_rng_state())
+    assert not probe_facts(Workload(model.eval(), [batch])).train_mode_differs
+
+
+def test_train_mode_that_changes_nothing():
+    facts = probe_facts(Workload(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0)), [torch.rand(3, 4)]))
+    assert facts.training
+    assert not facts.train_mode_differs
+
+
+def test_sees_sdpa():
+    class Attention(nn.Module):
+        def forward(self, x):
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    assert probe_facts(Workload(Attention(), [torch.rand(1, 2, 4, 8)])).uses_sdpa
+    assert not probe_facts(Workload(nn.Linear(4, 4), [torch.rand(3, 4)])).uses_sdpa
+
+
+@pytest.mark.parametrize(
+    ("model", "batch"),
+    [
+        (lambda x: x * 2, torch.rand(3)),
+        (lambda x=None: {"y": x["a"]}, {"x": {"a": torch.rand(3)}}),
+        (lambda pair: pair.left + pair.right, Pair(torch.rand(2, 3), torch.rand(2, 3))),
+        (lambda text: text.upper(), "no tensor at all"),
+        (nn.Linear(4, 4), torch.rand(2, 5)),  # the model rejects its input
+    ],
+)
+def test_odd_models(model, batch):
+    facts = probe_facts(Workload(model, [batch]), allow_batch=True)
+    assert facts.allow_batch
+    assert facts.is_module == isinstance(model, nn.Module)
+    assert not facts.uses_sdpa
+
+
+def test_input_is_not_written_into():
+    batch = torch.ones(3)
+    probe_facts(Workload(lambda x: x.add_(1), [batch]))
+    assert torch.equal(batch, torch.ones(3))
