@@ -19,7 +19,7 @@ from optuna.trial import TrialState, create_trial
 
 from fettle.errors import UsageError, first_line
 from fettle.measure import Trial
-from fettle.techniques import CATALOGUE, Facts
+from fettle.techniques import CATALOGUE, Facts, known_levels
 
 _WORKLOAD, _TRIAL, _MACHINE = "fettle:workload", "fettle", "fettle:machine"
 
@@ -72,17 +72,14 @@ class Study:
                 raise UsageError(f"trial {trial.number} of the study cannot be read: {first_line(error)}") from error
         return found
 
-    def add(self, trial: Trial, facts: Facts) -> None:
+    def add(self, trial: Trial) -> None:
         """Keep a finished trial."""
         params: dict[str, Any] = {}
         distributions: dict[str, optuna.distributions.BaseDistribution] = {}
+        known = known_levels()  # the same on every machine: a storage is shared, and Optuna's choices are fixed
         for technique in CATALOGUE:
-            names = [level.name for level in technique.levels(facts)]
-            level = trial.recipe.levels.get(technique.name, technique.given)
-            if level not in names:  # a level that the user pinned from outside the offered ones (threads=3)
-                continue
-            params[technique.name] = level
-            distributions[technique.name] = optuna.distributions.CategoricalDistribution(tuple(names))
+            params[technique.name] = trial.recipe.levels.get(technique.name, technique.given)
+            distributions[technique.name] = optuna.distributions.CategoricalDistribution(known[technique.name])
         failed = trial.status == "failed" or math.isnan(trial.time_ms)
         error = trial.accuracy.error
         self._study.add_trial(

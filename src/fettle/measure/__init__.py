@@ -3,6 +3,7 @@
 Other rooms use `race`, which measures recipes side by side, and the plain data it returns.
 """
 
+from fettle.measure._accuracy import judge
 from fettle.measure._process import Worker, WorkerError, close_all
 from fettle.measure._statistics import log_interval, ratio_interval, verdict
 from fettle.measure._trial import Accuracy, Interval, Startup, Trial
@@ -10,5 +11,5 @@ from fettle.measure.race import Entry, Judge, Progress, Rules, race
 
 __all__ = [
     "Accuracy", "Entry", "Interval", "Judge", "Progress", "Rules", "Startup", "Trial", "Worker", "WorkerError",
-    "close_all", "log_interval", "race", "ratio_interval", "verdict",
+    "close_all", "judge", "log_interval", "race", "ratio_interval", "verdict",
 ]  # fmt: skip

@@ -6,9 +6,10 @@ twice in float32 with the same seeds first: how far the two runs are apart is th
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -45,17 +46,13 @@ def write_reference(workload: Workload, path: str) -> Written:
     module = model if isinstance(model, torch.nn.Module) else None
     if module is not None:
         module.eval()
-    saved = {name: value.clone() for name, value in module.named_buffers()} if module is not None else {}
 
     def outputs(cast: Callable[[Any], Any]) -> list[Outputs]:
-        if module is not None:
-            for name, value in module.named_buffers():
-                if name in saved:
-                    value.copy_(saved[name])
         found = []
-        for batch in [*workload.inputs, *workload.check_inputs]:
-            torch.manual_seed(0)
-            found.append(tensors(workload.run(model, cast(batch))))
+        with buffers_kept(model):
+            for batch in [*workload.inputs, *workload.check_inputs]:
+                torch.manual_seed(0)
+                found.append(tensors(workload.run(model, cast(batch))))
         return found
 
     with torch.no_grad():
@@ -98,6 +95,21 @@ def write_reference(workload: Workload, path: str) -> Written:
         metric_problem=problem,
         seconds=time.perf_counter() - started,
     )
+
+
+@contextlib.contextmanager
+def buffers_kept(model: Any) -> Iterator[None]:
+    """Put a module's buffers back as they were: calls in train mode, and caches, change them."""
+    module = model if isinstance(model, torch.nn.Module) else None
+    saved = {name: value.clone() for name, value in module.named_buffers()} if module is not None else {}
+    try:
+        yield
+    finally:
+        if module is not None:
+            with torch.no_grad():
+                for name, value in module.named_buffers():
+                    if name in saved and saved[name].shape == value.shape:
+                        value.copy_(saved[name])
 
 
 def read_reference(path: str) -> list[Outputs]:

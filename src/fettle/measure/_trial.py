@@ -123,8 +123,20 @@ class Trial:
         for key in ("time_ms", "p90_ms"):
             plain[key] = math.nan if plain.get(key) is None else plain[key]
         for key in ("startup", "accuracy"):
-            plain[key] = {name: math.nan if value is None else value for name, value in plain.get(key, {}).items()}
+            plain[key] = nan_for_none(plain.get(key, {}))
+        if plain.get("speedup") is not None:  # an interval is infinite after one round, and JSON has no infinity
+            ends = plain["speedup"]
+            plain["speedup"] = {
+                "estimate": ends["estimate"],
+                "low": 0.0 if ends["low"] is None else ends["low"],
+                "high": math.inf if ends["high"] is None else ends["high"],
+            }
         return msgspec.convert(plain, cls)
+
+
+def nan_for_none(data: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN: read None as NaN."""
+    return {name: math.nan if value is None else value for name, value in data.items()}
 
 
 def _none_for_nan(value: Any) -> Any:

@@ -85,6 +85,13 @@ def probe(state: State, request: Request) -> dict[str, Any]:
     return {"facts": msgspec.to_builtins(facts), "has_metric": state.workload.metric is not None}
 
 
+def peaks(state: State, request: Request) -> dict[str, Any]:
+    """The machine's peaks on the workload's device."""
+    from fettle.machine import measure_peaks
+
+    return measure_peaks(state.device)  # type: ignore[return-value]
+
+
 def reference(state: State, request: Request) -> dict[str, Any]:
     """Compute the reference outputs and write them to `request.path`."""
     from fettle.measure._reference import write_reference
@@ -182,7 +189,7 @@ def take_slice(state: State, request: Request) -> dict[str, Any]:
     return {"samples_ns": samples, "energy_j": spent}
 
 
-ACTIONS = {"build": build, "probe": probe, "reference": reference, "prepare": prepare, "slice": take_slice}
+ACTIONS = {"build": build, "probe": probe, "peaks": peaks, "reference": reference, "prepare": prepare, "slice": take_slice}
 
 
 def one_sample(state: State) -> int:
@@ -268,10 +275,11 @@ def check_inputs(workload: Any) -> None:
     import torch
 
     from fettle.errors import UsageError, first_line
+    from fettle.measure._reference import buffers_kept
 
     try:
         torch.manual_seed(0)
-        with torch.no_grad():
+        with torch.no_grad(), buffers_kept(workload.model):
             workload.run(workload.model, workload.inputs[0])
     except Exception as error:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]

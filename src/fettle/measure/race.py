@@ -22,7 +22,7 @@ import psutil
 from fettle.measure import _statistics
 from fettle.measure._accuracy import judge
 from fettle.measure._process import Worker, WorkerError
-from fettle.measure._trial import Accuracy, Startup, Trial
+from fettle.measure._trial import Accuracy, Startup, Trial, nan_for_none
 from fettle.recipe import Recipe
 
 
@@ -196,7 +196,7 @@ def _start(
         factor=entry.factor,
         calibrated=entry.calibrated,
     )
-    accuracy = msgspec.convert(answer["accuracy"], Accuracy)
+    accuracy = msgspec.convert(nan_for_none(answer["accuracy"]), Accuracy)
     rejected = ""
     if judging.path and not (judging.exempt_baseline and not entry.recipe.levels):
         rejected = judge(

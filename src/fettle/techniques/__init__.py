@@ -33,9 +33,8 @@ CATALOGUE: tuple[Technique, ...] = (
 )
 
 __all__ = [
-    "CATALOGUE", "Code", "Facts", "Level", "Technique", "check_names", "conflict", "find", "load", "normal",
-    "probe_facts", "render",
-    "source",
+    "CATALOGUE", "Code", "Facts", "Level", "Technique", "check_names", "conflict", "find", "known_levels", "load",
+    "normal", "probe_facts", "render", "source",
 ]  # fmt: skip
 
 
@@ -49,12 +48,16 @@ def normal(recipe: Recipe) -> Recipe:
     return Recipe({name: level for name, level in recipe.levels.items() if level != find(name).given})
 
 
+def known_levels() -> dict[str, list[str]]:
+    """Every level that any technique has on any machine, by technique."""
+    known = {technique.name: [level.name for level in technique.levels(Facts())] for technique in CATALOGUE}
+    known["threads"] = [Threads.given, *(str(count) for count in range(1, 257))]
+    return known
+
+
 def check_names(recipe: Recipe) -> None:
     """Raise `UsageError` for a technique or level that is not in the catalogue on any machine."""
-    anywhere = Facts(physical_cores=4096)
-    known = {t.name: [level.name for level in t.levels(anywhere)] for t in CATALOGUE}
-    known["threads"] += [level for level in [recipe.levels.get("threads", "")] if level.isdigit() and int(level) > 0]
-    _source.check_levels(recipe, CATALOGUE, known)
+    _source.check_levels(recipe, CATALOGUE, known_levels())
 
 
 def conflict(recipe: Recipe, facts: Facts) -> str:

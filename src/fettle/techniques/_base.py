@@ -110,6 +110,11 @@ class Technique:
     cost: ClassVar[int] = 1
     """What a trial costs to start: 1 seconds, 2 tens of seconds (a compile or export), 3 minutes (autotuning)."""
 
+    calibrated: ClassVar[frozenset[str]] = frozenset()
+    """Levels that look at the values of `batches`: such batches must not judge them."""
+    rung: ClassVar[int] = 5
+    """Where a ladder of techniques has it: the field's usual order, smaller first, catalogue order among equals."""
+
     def levels(self, facts: Facts) -> list[Level]:
         """All levels, in the order to try them, the `given` one among them; each says why it cannot be used here."""
         raise NotImplementedError

@@ -24,6 +24,7 @@ def channels_last(tree: Any) -> Any:
 
 class ChannelsLast(Technique):
     name = "channels_last"
+    rung = 3
     title = "channels last"
     given = "off"
 

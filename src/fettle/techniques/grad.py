@@ -6,6 +6,7 @@ from fettle.techniques._base import Code, Facts, Level, Technique
 
 class Grad(Technique):
     name = "grad"
+    rung = 1
     title = "no autograd"
     given = "grad"
 

@@ -6,6 +6,7 @@ from fettle.techniques._base import Code, Facts, Level, Technique
 
 class Mode(Technique):
     name = "mode"
+    rung = 0
     title = "eval mode"
     given = "as-given"
 

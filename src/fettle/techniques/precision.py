@@ -25,6 +25,7 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
 
 class Precision(Technique):
     name = "precision"
+    rung = 2
     title = "16-bit precision"
     given = "fp32"
 

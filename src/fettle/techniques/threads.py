@@ -6,6 +6,7 @@ from fettle.techniques._base import Code, Facts, Level, Technique
 
 class Threads(Technique):
     name = "threads"
+    rung = 9
     title = "CPU threads"
     given = "as-given"
 
