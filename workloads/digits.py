@@ -1,0 +1,62 @@
+"""A small image classifier, trained on scikit-learn's handwritten digits when it is built (a few seconds).
+
+Own architecture: five 3x3 convolutions with BatchNorm and a linear layer, 0.07 million parameters. The 8x8 digits are
+upsampled to 32x32. Two thirds train, one third tests; the metric is the accuracy on the test third, of which the
+check batch is a part.
+"""
+
+import torch
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import nn
+
+
+def network() -> nn.Sequential:
+    widths, layers = [1, 16, 32, 32, 64, 64], []
+    for position, (before, after) in enumerate(zip(widths, widths[1:], strict=False)):
+        stride = 2 if position in (1, 3) else 1
+        layers += [nn.Conv2d(before, after, 3, stride, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10))
+
+
+def train(model: nn.Module, images: torch.Tensor, labels: torch.Tensor, epochs: int = 8) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
+    steps = epochs * -(-len(images) // 64)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=steps)
+    for _ in range(epochs):
+        for rows in torch.randperm(len(images)).split(64):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(images[rows]), labels[rows]).backward()
+            optimizer.step()
+            schedule.step()
+
+
+def workload() -> dict:
+    pixels, digits = load_digits(return_X_y=True)
+    images = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    images = nn.functional.interpolate(images, size=32, mode="bilinear")
+    split = train_test_split(images, torch.tensor(digits), test_size=1 / 3, random_state=0, stratify=digits)
+    train_images, test_images, train_labels, test_labels = split
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the order of a sum depends on the threads; the weights must not
+    torch.manual_seed(0)
+    model = network()
+    train(model, train_images, train_labels)
+    torch.set_num_threads(threads)
+
+    def accuracy(model) -> float:
+        with torch.no_grad():
+            right = sum((model(x).argmax(-1) == y).sum().item() for x, y in batches(test_images, test_labels))
+        return right / (len(test_labels) // 64 * 64)
+
+    def batches(x, y):  # whole batches only, so that a compiled model sees one shape
+        return [pair for pair in zip(x.split(64), y.split(64), strict=True) if len(pair[1]) == 64]
+
+    return {
+        "model": model,
+        "inputs": list(train_images.split(64)[:4]),
+        "check_inputs": list(test_images.split(64)[:2]),
+        "metric": accuracy,
+        "name": "digits",
+    }
