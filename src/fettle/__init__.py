@@ -1,3 +1,44 @@
-"""fettle: the fastest configuration of a PyTorch model that keeps its answers, with the evidence."""
+"""fettle: the fastest configuration of a PyTorch model that keeps its answers, with the evidence.
+
+    import fettle
+
+    result = fettle.tune(model, [batch], max_error=0.02)
+    fast = result.apply(model)
+    result.recipe.save("recipe.toml")
+    print(result.code)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fettle.apply import apply
+    from fettle.bench import bench
+    from fettle.errors import UsageError
+    from fettle.recipe import Recipe
+    from fettle.tune import tune
+    from fettle.workload import Workload
 
 __version__ = "0.1.0"
+__all__ = ["Recipe", "UsageError", "Workload", "apply", "bench", "tune"]
+
+_HOMES = {
+    "apply": "fettle.apply",
+    "bench": "fettle.bench",
+    "tune": "fettle.tune",
+    "Recipe": "fettle.recipe",
+    "UsageError": "fettle.errors",
+    "Workload": "fettle.workload",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Imported when first used: a workload file that says `import fettle` should not pay for Optuna and altair.
+    if name in _HOMES:
+        import importlib
+
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'fettle' has no attribute {name!r}")

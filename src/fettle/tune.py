@@ -134,7 +134,7 @@ class Session:
     ) -> None:
         self.target, self.folder, self.limits, self.goal = target, folder, limits, goal
         self._budget_s, self._started, self._tell = budget_s, started, tell
-        self._rules = Rules(confidence=confidence, prepare_timeout_s=trial_timeout_s)
+        self.rules = Rules(confidence=confidence, prepare_timeout_s=trial_timeout_s)
         self._known: dict[Recipe, Trial] = {}
         self._heat = 0
         self._earlier_s = 0.0
@@ -172,7 +172,7 @@ class Session:
         (self.folder / "cache").mkdir(exist_ok=True)
         with self._worker() as worker:
             try:
-                built = worker.ask("build", self._rules.prepare_timeout_s, target=msgspec.to_builtins(self.target))
+                built = worker.ask("build", self.rules.prepare_timeout_s, target=msgspec.to_builtins(self.target))
                 self.study = Study.open(name, storage, built["fingerprint"], machine.id)
                 self.probed = self._probe(worker, built["fingerprint"], allow_batch)
             except WorkerError as error:
@@ -198,7 +198,7 @@ class Session:
         rungs = [recipe for recipe in _climb(leader.recipe, space) if recipe != leader.recipe]
         cheap = [recipe for recipe in rungs if space.cost(recipe) == 1 and recipe not in self._known]
         self.tell(f"last race: {leader.recipe} in a fresh process")
-        trials = self._run([Recipe(), leader.recipe, *cheap], replace(self._rules, deadline=math.inf))
+        trials = self.run([Recipe(), leader.recipe, *cheap], replace(self.rules, deadline=math.inf))
         for trial in trials:
             if trial.recipe in cheap and trial.recipe not in self._known:
                 self._keep(trial)
@@ -222,7 +222,7 @@ class Session:
         elif leader is not None:
             again = next((trial for trial in last if trial.recipe == leader.recipe), None)
             if again is not None and math.isfinite(self.score(again)):
-                winner, said = again, _verdict(again, self._rules.indifference)
+                winner, said = again, _verdict(again, self.rules.indifference)
             elif again is not None:
                 winner = None  # it held once and not again: nothing to hand out with a good conscience
         if winner is not None and said != "faster" and self.goal in ("throughput", "latency") and last:
@@ -298,7 +298,7 @@ class Session:
         if kept and path.is_file():
             found = msgspec.convert(kept, dict[str, Any])
         else:
-            timeout_s = self._rules.prepare_timeout_s
+            timeout_s = self.rules.prepare_timeout_s
             found = worker.ask("probe", timeout_s, allow_batch=allow_batch)
             found["peaks"] = worker.ask("peaks", timeout_s)
             found["reference"] = worker.ask("reference", timeout_s, path=str(path))
@@ -322,11 +322,12 @@ class Session:
         deadline = math.inf
         if self._budget_s is not None:
             deadline = self._started + self._budget_s - self._reserve_s()
-        for trial in self._run(entries, replace(self._rules, deadline=deadline)):
+        for trial in self.run(entries, replace(self.rules, deadline=deadline)):
             if trial.recipe not in self._known:
                 self._keep(trial)
 
-    def _run(self, recipes: Sequence[Recipe], rules: Rules) -> list[Trial]:
+    def run(self, recipes: Sequence[Recipe], rules: Rules) -> list[Trial]:
+        """Race `recipes` as they are, known or not, and keep nothing."""
         self._heat += 1
         entries = [self._entry(recipe) for recipe in recipes]
         return race(

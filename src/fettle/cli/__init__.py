@@ -18,7 +18,13 @@ from rich.console import Console
 from fettle.errors import UsageError
 
 # Command name -> module in this folder with a function `command` (or a `typer.Typer` named `app` for a group).
-_COMMANDS: dict[str, str] = {}
+_COMMANDS: dict[str, str] = {
+    "tune": "tune",
+    "bench": "bench",
+    "apply": "apply",
+    "report": "report",
+    "techniques": "techniques",
+}
 
 
 def build() -> typer.Typer:

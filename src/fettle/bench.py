@@ -1,0 +1,94 @@
+"""Comparing named recipes: one interleaved race, verdicts for each against the workload as given."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fettle.errors import UsageError
+from fettle.machine import Machine, this_machine
+from fettle.measure import Trial, close_all, verdict
+from fettle.recipe import Recipe
+from fettle.result import Limits
+from fettle.study import storage_url
+from fettle.techniques import conflict, normal
+from fettle.tune import Session, Tell
+from fettle.workload import Target, find_target
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a comparison found."""
+
+    name: str
+    fingerprint: str
+    machine: Machine
+    trials: Sequence[Trial]
+    """The workload as given first, then the recipes in the order they were named."""
+    verdicts: Sequence[str]
+    """For each trial against the first: ``faster``, ``same``, ``slower``, ``cannot tell``."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether a recipe did not run or gave wrong answers."""
+        return any(trial.status != "measured" for trial in self.trials[1:])
+
+
+def bench(
+    target: str | Target,
+    recipes: Sequence[Recipe],
+    *,
+    limits: Limits | None = None,
+    confidence: float = 0.95,
+    budget_s: float | None = None,
+    max_rounds: int = 48,
+    slice_s: float = 0.15,
+    fingerprint: str = "",
+    tell: Tell = lambda event: None,
+) -> Comparison:
+    """Race `recipes` and the workload as given, side by side, until each verdict is known.
+
+    `fingerprint`, when given, is what the workload must be. Raises `UsageError` for a recipe that cannot work here.
+    """
+    found = find_target(target) if isinstance(target, str) else target
+    with tempfile.TemporaryDirectory(prefix="fettle-", ignore_cleanup_errors=True) as folder:
+        session = Session(
+            found, Path(folder), limits or Limits(), "throughput", None, time.monotonic(), tell, confidence
+        )
+        try:
+            session.tell("building the workload and its reference")
+            session.open(found.name or "bench", storage_url(None, Path(folder)), this_machine(), allow_batch=True)
+            if fingerprint and session.probed.fingerprint != fingerprint:
+                raise UsageError("the recipe is for another workload: its weights or inputs differ from this one's")
+            for recipe in recipes:
+                why_not = conflict(normal(recipe), session.facts)
+                if why_not:
+                    raise UsageError(f"the recipe {recipe} cannot work here: {why_not}")
+            rules = replace(session.rules, settle_verdicts=True, max_rounds=max_rounds, slice_s=slice_s)
+            if budget_s is not None:
+                rules = replace(rules, deadline=time.monotonic() + budget_s)
+            trials = session.run([Recipe(), *(normal(recipe) for recipe in recipes)], rules)
+        finally:
+            close_all()
+    verdicts = ["same"] + [
+        verdict(trial.speedup, rules.indifference) if trial.status != "failed" else "failed" for trial in trials[1:]
+    ]
+    return Comparison(found.name, session.probed.fingerprint, this_machine(), trials, verdicts)
+
+
+def comparison_json(comparison: Comparison) -> dict[str, Any]:
+    """A comparison as plain data."""
+    import msgspec
+
+    return {
+        "workload": comparison.name,
+        "machine": msgspec.to_builtins(comparison.machine),
+        "trials": [
+            {**trial.to_json(), "verdict": word}
+            for trial, word in zip(comparison.trials, comparison.verdicts, strict=True)
+        ],
+    }

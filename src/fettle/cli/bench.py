@@ -1,0 +1,64 @@
+"""fettle bench TARGET: compare named recipes in one interleaved race."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from fettle.cli import _options
+
+
+def command(
+    target: Annotated[str, typer.Argument(help="path/to/file.py:factory or package.module:factory")],
+    recipe: Annotated[
+        list[str] | None, typer.Option(help="'TECHNIQUE=LEVEL ...', 'baseline', or a recipe.toml. May be repeated")
+    ] = None,
+    max_error: Annotated[float, typer.Option(help="largest relative L2 error of the outputs")] = 0.02,
+    confidence: Annotated[float, typer.Option(help="of the intervals, for example 0.95")] = 0.95,
+    rounds: Annotated[int, typer.Option(help="most rounds of the race")] = 48,
+    budget: Annotated[str, typer.Option(help="time for the whole race; 0 for no limit")] = "0",
+    as_json: Annotated[bool, typer.Option("--json", help="print the trials as JSON")] = False,
+) -> None:
+    """Compare named recipes side by side, each against the workload as given.
+
+    [bold]Examples[/]
+
+      fettle bench model.py --recipe "precision=bf16" --recipe "precision=bf16 compile=default"
+
+      fettle bench model.py --recipe baseline        (against itself: says "same")
+    """
+    from fettle.bench import bench, comparison_json
+    from fettle.errors import UsageError
+    from fettle.recipe import Recipe, load_recipe
+    from fettle.report import comparison_table
+    from fettle.result import Limits
+    from fettle.techniques import check_names
+
+    if not 0.5 <= confidence < 1:
+        raise UsageError(f"--confidence is a share from 0.5 to below 1, not {confidence:g}")
+    if rounds < 3:
+        raise UsageError("--rounds must be 3 or more: an interval needs them")
+    recipes = []
+    for text in recipe or ["baseline"]:
+        found = load_recipe(text).recipe if text.endswith(".toml") else Recipe.parse(text)
+        check_names(found)
+        recipes.append(found)
+    with _options.progress(quiet=as_json) as tell:
+        comparison = bench(
+            target,
+            recipes,
+            limits=Limits(max_error=max_error),
+            confidence=confidence,
+            max_rounds=rounds,
+            budget_s=_options.duration_s(budget, "--budget") or None,
+            tell=tell,
+        )
+    if as_json:
+        print(json.dumps(comparison_json(comparison)))
+    else:
+        Console().print(comparison_table(comparison.trials, comparison.verdicts))
+    if comparison.failed:
+        raise typer.Exit(1)

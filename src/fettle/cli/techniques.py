@@ -1,0 +1,53 @@
+"""fettle techniques: the catalogue, and what of it can be used here."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+
+def command(
+    target: Annotated[
+        str | None, typer.Argument(help="a workload to judge availability for; without it the machine alone")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the catalogue as JSON")] = False,
+) -> None:
+    """List the techniques with their levels, and why a level cannot be used here.
+
+    [bold]Examples[/]
+
+      fettle techniques
+
+      fettle techniques model.py:classifier --json
+    """
+    import msgspec
+
+    from fettle.measure import Worker
+    from fettle.techniques import CATALOGUE, Facts, machine_facts
+    from fettle.workload import find_target
+
+    if target is None:
+        facts = machine_facts()
+    else:
+        found = find_target(target)
+        with Worker() as worker:
+            worker.ask("build", 600, target=msgspec.to_builtins(found))
+            facts = msgspec.convert(worker.ask("probe", 600)["facts"], Facts)
+    if as_json:
+        rows = [
+            {"technique": t.name, "title": t.title, "given": t.given, "levels": msgspec.to_builtins(t.levels(facts))}
+            for t in CATALOGUE
+        ]
+        print(json.dumps({"facts": msgspec.to_builtins(facts), "techniques": rows}))
+        return
+    table = Table("technique", "level", "what it does", "here", box=None, header_style="bold", pad_edge=False)
+    for technique in CATALOGUE:
+        for index, level in enumerate(technique.levels(facts)):
+            state = "as given" if level.name == technique.given else level.why_not or "yes"
+            style = "dim" if level.why_not else None
+            table.add_row(technique.name if index == 0 else "", level.name, level.summary, state, style=style)
+    Console().print(table)

@@ -1,0 +1,82 @@
+"""fettle tune TARGET: find the fastest recipe within limits."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from fettle.cli import _options
+
+
+def command(
+    target: Annotated[str, typer.Argument(help="path/to/file.py:factory or package.module:factory")],
+    goal: Annotated[str, typer.Option(help="throughput, latency, memory, energy or startup")] = "throughput",
+    budget: Annotated[str, typer.Option(help="time to spend, for example 90s, 10m, 1h; 0 for no limit")] = "15m",
+    max_error: Annotated[float, typer.Option(help="largest relative L2 error of the outputs")] = 0.02,
+    min_agreement: Annotated[float | None, typer.Option(help="least share of equal top-1 decisions")] = None,
+    max_metric_drop: Annotated[float | None, typer.Option(help="how far the workload's metric may fall")] = None,
+    max_latency: Annotated[str | None, typer.Option(help="longest time of a call, for example 100ms")] = None,
+    max_memory: Annotated[str | None, typer.Option(help="highest peak memory, for example 2GiB")] = None,
+    technique: Annotated[
+        list[str] | None, typer.Option(help="allow levels, NAME=LEVEL,LEVEL; one level pins it. May be repeated")
+    ] = None,
+    allow_batch: Annotated[bool, typer.Option(help="let fettle change the batch size (goal throughput)")] = False,
+    design: Annotated[str, typer.Option(help="auto, ladder, factorial or ablation")] = "auto",
+    output: Annotated[Path, typer.Option("--output", "-o", help="folder for what is found")] = Path("fettle-out"),
+    storage: Annotated[str | None, typer.Option(help="Optuna storage URL; default OUTPUT/study.db")] = None,
+    study: Annotated[str | None, typer.Option(help="name of the study; default the workload's name")] = None,
+    trial_timeout: Annotated[str, typer.Option(help="longest time for one recipe to get ready")] = "15m",
+    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
+) -> None:
+    """Find the fastest recipe within limits, and write recipe.toml, optimized.py, report.html and study.db.
+
+    [bold]Examples[/]
+
+      fettle tune model.py
+
+      fettle tune model.py:classifier --max-metric-drop 0.01 --budget 5m
+
+      fettle tune model.py --goal latency --max-memory 2GiB --technique precision=fp32,bf16
+    """
+    from fettle.report import print_result, to_json
+    from fettle.tune import save, tune
+
+    budget_s = _options.duration_s(budget, "--budget")
+    latency = None if max_latency is None else _options.duration_s(max_latency, "--max-latency") * 1e3
+    memory = None if max_memory is None else _options.size_bytes(max_memory, "--max-memory")
+    with _options.progress(quiet=as_json) as tell:
+        result = tune(
+            target,
+            goal=goal,  # type: ignore[arg-type]  # checked by tune, which names the goals there are
+            max_error=max_error,
+            min_agreement=min_agreement,
+            max_metric_drop=max_metric_drop,
+            max_latency_ms=latency,
+            max_memory_bytes=memory,
+            budget_s=budget_s or None,
+            techniques=_options.technique_levels(technique or []),
+            allow_batch=allow_batch,
+            design=design,
+            output=output,
+            storage=storage,
+            study=study,
+            trial_timeout_s=_options.duration_s(trial_timeout, "--trial-timeout"),
+            tell=tell,
+            command=shlex.join(["fettle", *sys.argv[1:]]),
+        )
+    paths = save(result, output)
+    if as_json:
+        print(json.dumps(to_json(result)))
+    else:
+        print_result(result, Console())
+        print("\nwrote " + ", ".join(str(path) for path in paths))
+    if result.interrupted:
+        raise typer.Exit(130)
+    if result.winner is None:
+        raise typer.Exit(1)
