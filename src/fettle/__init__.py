@@ -13,20 +13,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fettle.apply import apply
-    from fettle.bench import bench
+    from fettle.applying import apply
+    from fettle.comparing import bench
     from fettle.errors import UsageError
     from fettle.recipe import Recipe
-    from fettle.tune import tune
+    from fettle.tuning import tune
     from fettle.workload import Workload
 
 __version__ = "0.1.0"
 __all__ = ["Recipe", "UsageError", "Workload", "apply", "bench", "tune"]
 
 _HOMES = {
-    "apply": "fettle.apply",
-    "bench": "fettle.bench",
-    "tune": "fettle.tune",
+    "apply": "fettle.applying",
+    "bench": "fettle.comparing",
+    "tune": "fettle.tuning",
     "Recipe": "fettle.recipe",
     "UsageError": "fettle.errors",
     "Workload": "fettle.workload",

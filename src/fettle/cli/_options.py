@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fettle.errors import UsageError
-from fettle.tune import Event, Tell
+from fettle.tuning import Event, Tell
 
 _DURATION = re.compile(r"\s*([0-9.]+)\s*(ms|s|m|min|h)?\s*")
 _SIZE = re.compile(r"\s*([0-9.]+)\s*(B|[KMGT]i?B)?\s*", re.IGNORECASE)

@@ -25,8 +25,8 @@ def command(
 
       fettle apply fettle-out/recipe.toml model.py
     """
-    from fettle.apply import warn_if_foreign
-    from fettle.bench import bench, comparison_json
+    from fettle.applying import warn_if_foreign
+    from fettle.comparing import bench, comparison_json
     from fettle.recipe import load_recipe
     from fettle.report import comparison_table
     from fettle.result import Limits

@@ -30,7 +30,7 @@ def command(
 
       fettle bench model.py --recipe baseline        (against itself: says "same")
     """
-    from fettle.bench import bench, comparison_json
+    from fettle.comparing import bench, comparison_json
     from fettle.errors import UsageError
     from fettle.recipe import Recipe, load_recipe
     from fettle.report import comparison_table

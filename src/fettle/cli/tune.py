@@ -45,7 +45,7 @@ def command(
       fettle tune model.py --goal latency --max-memory 2GiB --technique precision=fp32,bf16
     """
     from fettle.report import print_result, to_json
-    from fettle.tune import save, tune
+    from fettle.tuning import save, tune
 
     budget_s = _options.duration_s(budget, "--budget")
     latency = None if max_latency is None else _options.duration_s(max_latency, "--max-latency") * 1e3

@@ -16,7 +16,7 @@ from fettle.recipe import Recipe
 from fettle.result import Limits
 from fettle.study import storage_url
 from fettle.techniques import conflict, normal
-from fettle.tune import Session, Tell
+from fettle.tuning import Session, Tell
 from fettle.workload import Target, find_target
 
 
