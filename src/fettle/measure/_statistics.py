@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
-from scipy import stats
 
 from fettle.measure._trial import Interval
 
@@ -40,6 +39,8 @@ def log_interval(observations: Sequence[float], alpha: float) -> Interval:
     rank = _signed_rank_quantile(n, alpha)
     if rank > 0:
         return Interval(estimate, float(walsh[rank - 1]), float(walsh[len(walsh) - rank]))
+    from scipy import stats  # a second to import, and a worker process never comes here
+
     half = float(stats.t.ppf(1 - alpha / 2, n - 1) * values.std(ddof=1) / math.sqrt(n))
     centre = float(values.mean())
     return Interval(estimate, min(centre - half, estimate), max(centre + half, estimate))
@@ -72,6 +73,8 @@ def _signed_rank_quantile(n: int, alpha: float) -> int:
     taken as normal above.
     """
     if n > 60:
+        from scipy import stats
+
         centre, spread = n * (n + 1) / 4, math.sqrt(n * (n + 1) * (2 * n + 1) / 24)
         return max(0, math.floor(centre + float(stats.norm.ppf(alpha / 2)) * spread))
     ways = np.zeros(n * (n + 1) // 2 + 1)

@@ -1,0 +1,112 @@
+"""Outputs against the reference: nothing that is missing, NaN or of another shape may pass."""
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from fettle.measure import Accuracy, judge
+from fettle.measure._accuracy import compare, first_rows, repeat_rows, tensors, user_metric, worst
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    extra: tuple[torch.Tensor, ...] = ()
+
+
+def test_equal_outputs_have_no_error() -> None:
+    out = tensors(Output(torch.randn(4, 10), (torch.randn(3),)))
+    found = compare(out, out)
+    assert found.error == 0
+    assert found.cosine == pytest.approx(1)
+    assert found.agreement == 1
+    assert found.finite
+
+
+def test_relative_error_is_of_the_worst_leaf() -> None:
+    reference = {"a": torch.ones(100), "b": torch.full((4,), 2.0)}
+    outputs = {"a": torch.ones(100), "b": torch.full((4,), 2.2)}
+    assert compare(outputs, reference).error == pytest.approx(0.1, rel=1e-5)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_nan_and_inf_never_pass(value: float) -> None:
+    reference = {"y": torch.ones(3)}
+    found = compare({"y": torch.tensor([1.0, value, 1.0])}, reference)
+    assert "NaN or infinite" in found.problem
+    assert judge(found, max_error=None, min_agreement=None, max_metric_drop=None, reference_metric=math.nan)
+
+
+def test_infinity_where_the_reference_has_it_is_right() -> None:
+    reference = {"y": torch.tensor([1.0, -math.inf])}
+    assert compare({"y": torch.tensor([1.0, -math.inf])}, reference).problem == ""
+    assert compare({"y": torch.tensor([1.0, 3.0])}, reference).problem
+
+
+def test_a_missing_leaf_or_another_shape_never_passes() -> None:
+    reference = {"y": torch.ones(3)}
+    assert "no y" in compare({}, reference).problem
+    assert "shape" in compare({"y": torch.ones(4)}, reference).problem
+
+
+def test_integers_count_the_share_that_differs() -> None:
+    assert compare({"t": torch.tensor([1, 2, 3, 9])}, {"t": torch.tensor([1, 2, 3, 4])}).error == 0.25
+
+
+def test_no_judged_batch_is_a_problem_not_a_pass() -> None:
+    assert worst([]).problem
+
+
+def test_worst_takes_each_measure_from_its_worst_batch() -> None:
+    a = Accuracy(0.1, 0.99, 1.0, 0.9, finite=True, judged_batches=1)
+    b = Accuracy(0.2, 0.999, 0.5, math.nan, finite=True, judged_batches=1)
+    found = worst([a, b])
+    assert (found.error, found.cosine, found.max_abs, found.agreement) == (0.2, 0.99, 1.0, 0.9)
+
+
+def _judge(accuracy: Accuracy, **limits: float) -> str:
+    values = {"max_error": None, "min_agreement": None, "max_metric_drop": None, "reference_metric": math.nan}
+    return judge(accuracy, **{**values, **limits})  # type: ignore[arg-type]
+
+
+def test_nan_measures_fail_every_limit() -> None:
+    nothing = Accuracy(finite=True)
+    assert _judge(nothing, max_error=0.5)
+    assert _judge(nothing, min_agreement=0.5)
+    assert _judge(nothing, max_metric_drop=0.5, reference_metric=0.9)
+    assert _judge(Accuracy(metric=0.9, finite=True), max_metric_drop=0.5)  # no reference metric either
+
+
+def test_limits_name_their_numbers() -> None:
+    assert "0.1" in _judge(Accuracy(error=0.1, finite=True), max_error=0.02)
+    assert _judge(Accuracy(error=0.01, finite=True), max_error=0.02) == ""
+    assert "fell from 0.97 to 0.9" in _judge(
+        Accuracy(metric=0.9, finite=True), max_metric_drop=0.01, reference_metric=0.97
+    )
+
+
+def test_a_metric_that_raises_or_is_not_finite_is_a_problem() -> None:
+    def broken(run: object) -> float:
+        raise KeyError("labels")
+
+    assert "KeyError" in user_metric(broken, print)[1]
+    assert "nan" in user_metric(lambda run: math.nan, print)[1]
+    assert "not a number" in user_metric(lambda run: "good", print)[1]  # type: ignore[arg-type, return-value]
+    assert user_metric(lambda run: 0.5, print) == (0.5, "")
+
+
+def test_growing_a_batch_and_cutting_its_output_back() -> None:
+    batch = {"x": torch.arange(6.0).reshape(3, 2), "scale": torch.tensor(2.0), "table": torch.ones(5, 2)}
+    grown = repeat_rows(batch, 4, 3)
+    assert grown["x"].shape == (12, 2)
+    assert grown["table"].shape == (5, 2)
+    reference = {".y": batch["x"]}
+    assert torch.equal(first_rows({".y": grown["x"]}, 4, reference)[".y"], batch["x"])
+
+
+def test_odd_containers_give_their_tensors() -> None:
+    tree = OrderedDict(a=torch.ones(2), b=[{"c": torch.zeros(1)}, None, 3, "text"])
+    assert set(tensors(tree)) == {".a", ".b[0].c", ".b[2]"}

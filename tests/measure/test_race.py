@@ -1,0 +1,238 @@
+"""Worker processes and the race, on models that merely wait: their speed is known whatever the machine does."""
+
+import math
+import os
+import signal
+import textwrap
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from fettle.errors import UsageError
+from fettle.measure import Entry, Judge, Rules, Worker, WorkerError, race
+from fettle.recipe import Recipe
+from fettle.workload import find_target
+
+SLEEPER = """
+import time, torch
+def model(x):
+    time.sleep(model.delay)
+    return x * 2
+model.delay = 0.004
+def workload():
+    return model, [torch.ones(4, 3), torch.full((4, 3), 2.0)]
+def other():
+    return model, [torch.full((4, 3), 5.0), torch.ones(4, 3)]
+"""
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> dict[str, Any]:
+    return _write(tmp_path, SLEEPER)
+
+
+def _write(folder: Path, text: str, factory: str = "workload") -> dict[str, Any]:
+    path = folder / "work.py"
+    path.write_text(textwrap.dedent(text))
+    return msgspec.to_builtins(find_target(f"{path}:{factory}"))
+
+
+def _entry(name: str, body: str = "", result: str = "model") -> Entry:
+    levels = {} if name == "baseline" else {"technique": name}
+    lines = [f"    {line}" for line in body.splitlines()] + [f"    return {result}"]
+    return Entry(Recipe(levels), "def optimize(model, batches):\n" + "\n".join(lines) + "\n")
+
+
+def _reference(target: Mapping[str, Any], path: Path) -> tuple[str, Judge]:
+    with Worker() as worker:
+        fingerprint = worker.ask("build", 60, target=target)["fingerprint"]
+        worker.ask("reference", 60, path=str(path))
+    return fingerprint, Judge(str(path), max_error=0.02)
+
+
+def test_a_race_ranks_rejects_and_survives(target: dict[str, Any], tmp_path: Path) -> None:
+    fingerprint, judging = _reference(target, tmp_path / "reference.pt")
+    entries = [
+        _entry("baseline"),
+        _entry("faster", "model.delay = 0.002"),
+        _entry("wrong", "model.delay = 0.001", "lambda x: model(x) * 1.5"),
+        _entry("raises", "raise ValueError('no such layer')"),
+        _entry("dies", "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)"),
+    ]
+    base, faster, wrong, raises, dies = race(target, fingerprint, entries, judging, Rules(slice_s=0.05, max_rounds=8))
+    assert base.ok
+    assert base.speedup is not None
+    assert base.speedup.estimate == 1
+    assert faster.ok
+    assert faster.speedup is not None
+    assert 1.2 < faster.speedup.low <= faster.speedup.estimate <= faster.speedup.high < 2.5
+    assert wrong.status == "rejected"
+    assert "relative error" in wrong.reason
+    assert wrong.time_ms > 0  # shown with its speed, though it may not win
+    assert raises.status == "failed"
+    assert raises.reason == "ValueError: no such layer"
+    assert dies.status == "failed"
+    assert "SIGSEGV" in dies.reason
+    assert not [p for p in psutil.Process().children(recursive=True) if "fettle.measure._worker" in " ".join(p.cmdline())]
+
+
+def test_a_time_limit_kills_the_worker_with_its_children(target: dict[str, Any], tmp_path: Path) -> None:
+    mark = tmp_path / "child.pid"
+    body = f"import subprocess, time\nopen({str(mark)!r}, 'w').write(str(subprocess.Popen(['sleep', '300']).pid))\ntime.sleep(300)"
+    trials = race(target, "", [_entry("hangs", body)], Judge(), Rules(prepare_timeout_s=10))
+    assert trials[0].status == "failed"
+    assert "timed out" in trials[0].reason
+    child = int(mark.read_text())
+    for _ in range(50):
+        if not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE:
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("the worker's child outlived it")
+
+
+def test_a_worker_killed_from_outside_is_one_failed_trial(target: dict[str, Any]) -> None:
+    with Worker() as worker:
+        worker.ask("build", 60, target=target)
+        os.kill(worker.pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match="SIGKILL") as caught:
+            worker.ask("slice", 10, seconds=1.0)
+        assert caught.value.kind == "memory"
+
+
+def test_a_recipe_that_dies_during_the_race_fails_and_the_others_go_on(target: dict[str, Any], tmp_path: Path) -> None:
+    fingerprint, judging = _reference(target, tmp_path / "reference.pt")
+    body = "import os\ncalls = []\ndef run(x):\n    calls.append(1)\n    if len(calls) > 120: os._exit(7)\n    return model(x)"
+    trials = race(
+        target, fingerprint, [_entry("baseline"), _entry("dies", body, "run")], judging,
+        Rules(slice_s=0.2, max_rounds=8, settle_verdicts=True),
+    )  # fmt: skip
+    assert trials[0].ok
+    assert trials[1].status == "failed"
+    assert "exit code 7" in trials[1].reason
+
+
+def test_a_factory_that_builds_something_else_is_told(target: dict[str, Any]) -> None:
+    trials = race(target, "0123456789abcdef", [_entry("baseline")], Judge(), Rules(max_rounds=3))
+    assert trials[0].status == "failed"
+    assert "deterministic" in trials[0].reason
+
+
+def test_memory_error_is_called_out_of_memory(target: dict[str, Any]) -> None:
+    trials = race(target, "", [_entry("hungry", "raise MemoryError('4 GiB')")], Judge(), Rules(max_rounds=3))
+    assert trials[0].reason.startswith("out of memory")
+
+
+def test_a_deadline_leaves_out_what_was_not_begun(target: dict[str, Any], tmp_path: Path) -> None:
+    fingerprint, judging = _reference(target, tmp_path / "reference.pt")
+    entries = [_entry("baseline"), _entry("late")]
+    trials = race(target, fingerprint, entries, judging, Rules(deadline=time.monotonic() - 1, slice_s=0.05))
+    assert [trial.recipe for trial in trials] == [Recipe()]
+    assert len(trials[0].round_ms) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def workload():\n    raise RuntimeError('no weights')", "raised RuntimeError: no weights"),
+        ("def workload():\n    return 3", "returned a int"),
+        ("import torch\ndef workload():\n    return torch.nn.Linear(2, 2), []", "empty"),
+        ("import nothing_here", "importing"),
+        ("x = 1", "no factory named 'workload'"),
+    ],
+)
+def test_what_is_wrong_with_a_factory_is_one_line(tmp_path: Path, text: str, words: str) -> None:
+    target = _write(tmp_path, text)
+    with Worker() as worker, pytest.raises(UsageError) as caught:
+        worker.ask("build", 60, target=target)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_inputs_that_the_model_rejects_are_one_line_with_the_place(tmp_path: Path) -> None:
+    target = _write(
+        tmp_path,
+        """
+        import torch
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(3, 2)
+            def forward(self, x):
+                return self.layer(x)
+        def workload():
+            return Net(), [torch.ones(4, 5)]
+        """,
+    )
+    with Worker() as worker:
+        worker.ask("build", 60, target=target)
+        with pytest.raises(UsageError, match="the model does not take the inputs") as caught:
+            worker.ask("probe", 60)
+    assert "work.py:8" in str(caught.value)
+
+
+def test_one_batch_is_judged_on_another_too(tmp_path: Path) -> None:
+    target = _write(tmp_path, "import torch\ndef workload():\n    return torch.nn.Linear(3, 2), torch.randn(4, 3)")
+    fingerprint, judging = _reference(target, tmp_path / "reference.pt")
+    memo = "seen = {}\ndef run(x):\n    if 'y' not in seen: seen['y'] = model(x)\n    return seen['y']"
+    trial = race(target, fingerprint, [_entry("remembers", memo, "run")], judging, Rules(max_rounds=3))[0]
+    assert trial.status == "rejected"
+
+
+def test_a_model_whose_buffers_change_is_judged_in_the_reference_order(tmp_path: Path) -> None:
+    target = _write(
+        tmp_path,
+        """
+        import torch
+        class Counter(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("calls", torch.zeros(()))
+            def forward(self, x):
+                self.calls += 1
+                return x * self.calls
+        def workload():
+            return Counter().eval(), [torch.ones(2, 2), torch.ones(2, 2) * 3]
+        """,
+    )
+    fingerprint, judging = _reference(target, tmp_path / "reference.pt")
+    trial = race(target, fingerprint, [_entry("plain")], judging, Rules(max_rounds=3))[0]
+    assert trial.ok
+    assert trial.accuracy.error < 1e-6
+
+
+def test_a_metric_is_measured_and_a_broken_one_never_passes(tmp_path: Path) -> None:
+    text = """
+    import torch
+    def metric(run):
+        return float(run(torch.ones(1, 3)).sum())
+    def broken(run):
+        return float("nan")
+    def model(x):
+        return x * 2
+    def workload():
+        return {"model": model, "inputs": [torch.ones(2, 3), torch.ones(2, 3)], "metric": metric}
+    def bad():
+        return {"model": model, "inputs": [torch.ones(2, 3), torch.ones(2, 3)], "metric": broken}
+    """
+    target = _write(tmp_path, text)
+    fingerprint, _ = _reference(target, tmp_path / "reference.pt")
+    judging = Judge(str(tmp_path / "reference.pt"), max_metric_drop=0.1, reference_metric=6.0)
+    good, low = race(
+        target, fingerprint, [_entry("same"), _entry("low", "", "lambda x: model(x) * 0.5")], judging, Rules(max_rounds=3)
+    )
+    assert good.ok
+    assert good.accuracy.metric == 6.0
+    assert low.status == "rejected"
+    assert "fell from 6 to 3" in low.reason
+    target = _write(tmp_path, text, "bad")
+    fingerprint, _ = _reference(target, tmp_path / "reference.pt")
+    trial = race(target, fingerprint, [_entry("same")], judging, Rules(max_rounds=3))[0]
+    assert trial.status == "rejected"
+    assert "metric is nan" in trial.reason
+    assert math.isnan(trial.accuracy.metric)

@@ -1,0 +1,62 @@
+"""The statistics of a race, against textbook values and by simulation."""
+
+import math
+
+import numpy as np
+import pytest
+
+from fettle.measure import Interval, log_interval, ratio_interval, verdict
+from fettle.measure._statistics import LOOKS, _signed_rank_quantile
+
+
+@pytest.mark.parametrize(("n", "cut"), [(6, 1), (8, 4), (10, 9), (15, 26), (20, 53), (25, 90)])
+def test_signed_rank_cut_agrees_with_published_tables(n: int, cut: int) -> None:
+    # Two-sided 5%: critical values T of the Wilcoxon table are cut - 1 (Siegel 1956, table G; n=8: 3, n=20: 52).
+    assert _signed_rank_quantile(n, 0.05) == cut
+
+
+def test_too_few_observations_tell_nothing() -> None:
+    assert math.isnan(log_interval([], 0.05).estimate)
+    assert log_interval([0.3], 0.05) == Interval(0.3, -math.inf, math.inf)
+    assert ratio_interval([0.3], 0.05).high == math.inf
+
+
+def test_estimate_is_the_pseudo_median_and_ignores_an_outlier() -> None:
+    found = log_interval([0.10, 0.11, 0.09, 0.10, 0.12, 0.08, 0.10, 5.0], 0.05)
+    assert found.estimate == pytest.approx(0.10, abs=0.02)
+    assert found.low <= found.estimate <= found.high
+
+
+@pytest.mark.parametrize("n", [3, 5, 8, 20, 48])
+def test_interval_covers_the_truth_as_often_as_it_says(n: int) -> None:
+    random = np.random.default_rng(n)
+    hits = 0
+    for _ in range(400):
+        found = log_interval(0.03 + 0.02 * random.standard_t(4, n), 0.05)
+        hits += found.low <= 0.03 <= found.high
+    assert hits / 400 >= 0.92  # 95% less three standard errors
+
+
+def test_repeated_looks_keep_the_error_rate() -> None:
+    random = np.random.default_rng(7)
+    wrong = 0
+    for _ in range(300):
+        x = 0.02 * random.standard_normal(LOOKS[-1])
+        intervals = [log_interval(x[:look], 0.05 / len(LOOKS)) for look in LOOKS]
+        wrong += any(not found.low <= 0 <= found.high for found in intervals)
+    assert wrong / 300 <= 0.09
+
+
+@pytest.mark.parametrize(
+    ("interval", "word"),
+    [
+        (Interval(1.2, 1.1, 1.3), "faster"),
+        (Interval(0.8, 0.7, 0.9), "slower"),
+        (Interval(1.0, 0.995, 1.005), "same"),
+        (Interval(1.004, 1.001, 1.008), "same"),
+        (Interval(1.05, 0.98, 1.12), "cannot tell"),
+        (Interval(math.nan, 0, math.inf), "cannot tell"),
+    ],
+)
+def test_verdict(interval: Interval, word: str) -> None:
+    assert verdict(interval, 0.01) == word
