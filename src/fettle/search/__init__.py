@@ -1,8 +1,36 @@
 """Searching: the space of valid recipes and the designs that say which of them a study tries.
 
-Searching knows nothing of measuring: a design is handed a `Session` that evaluates recipes.
+Searching knows nothing of measuring: a design is handed a `Session` that evaluates recipes. `DESIGNS` has them by
+name; all are called alike and return the leader.
 """
 
-from fettle.search._space import Session, Space
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
-__all__ = ["Session", "Space"]
+from fettle.measure import Trial
+from fettle.recipe import Recipe
+from fettle.search._space import Session, Space
+from fettle.search.ablation import ablation, removals
+from fettle.search.auto import auto
+from fettle.search.effects import Effect, effects
+from fettle.search.factorial import combinations_of, factorial
+from fettle.search.ladder import Step, ladder, steps
+
+
+class Design(Protocol):
+    """The rule that says which recipes a study tries."""
+
+    def __call__(
+        self, space: Space, session: Session, *, first: Sequence[str] = (), start: Recipe | None = None
+    ) -> Trial | None:
+        """Try recipes and return the best, None if none may win. `first`: techniques to try before others;
+        `start`: a recipe to begin with (what it means is for the design to say)."""
+        ...
+
+
+DESIGNS: Mapping[str, Design] = {"auto": auto, "ladder": ladder, "factorial": factorial, "ablation": ablation}
+
+__all__ = [
+    "DESIGNS", "Design", "Effect", "Session", "Space", "Step", "ablation", "auto", "combinations_of", "effects",
+    "factorial", "ladder", "removals", "steps",
+]  # fmt: skip

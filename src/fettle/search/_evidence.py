@@ -1,0 +1,118 @@
+"""What a design has seen so far, and what may be concluded from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from fettle.measure import Trial
+from fettle.recipe import Recipe
+from fettle.search._moves import given, moved, with_required
+from fettle.search._space import Session, Space
+
+
+class Evidence:
+    """The trials of one run of a design. All conclusions are functions of the trials alone, so a run that is
+    resumed on a session that remembers draws the same ones."""
+
+    def __init__(self, space: Space, session: Session) -> None:
+        self.space = space
+        self.session = session
+        self.trials: dict[Recipe, Trial] = {}
+        self._moved: dict[tuple[Recipe, str, str], Recipe | None] = {}
+
+    def measure(self, recipes: Sequence[Recipe]) -> bool:
+        """Race what is new among the recipes; whether all were measured. If not, the budget is spent."""
+        new = [recipe for recipe in dict.fromkeys(recipes) if recipe not in self.trials]
+        if new:
+            self.trials.update({trial.recipe: trial for trial in self.session.measure(new)})
+        return all(recipe in self.trials for recipe in new)
+
+    def leader(self) -> Trial | None:
+        """The simplest recipe that cannot be told from the best by more than noise; None if none may win.
+
+        Ties are judged against the best, not against the leader before: a row of ties cannot drift downhill.
+        """
+        running = [trial for trial in self.trials.values() if math.isfinite(self.score(trial))]
+        if not running:
+            return None
+        best = min(running, key=lambda trial: (self.score(trial), len(trial.recipe.levels), str(trial.recipe)))
+        tied = [trial for trial in running if not self.beats(best, trial)]
+        return min(tied, key=lambda trial: (len(trial.recipe.levels), self.score(trial), str(trial.recipe)))
+
+    def beats(self, one: Trial, other: Trial) -> bool:
+        """Whether one is better than the other by more than the noise of both."""
+        ours, theirs = self.score(one), self.score(other)
+        if math.isinf(ours) or math.isinf(theirs):
+            return ours < theirs
+        return theirs - ours > math.hypot(self._noise(one), self._noise(other))
+
+    def score(self, trial: Trial) -> float:
+        score = self.session.score(trial)
+        return math.inf if math.isnan(score) else score
+
+    def _noise(self, trial: Trial) -> float:
+        """Half the confidence interval of the score. Only time goals have one: there the score is -log(speedup)."""
+        ratio = trial.speedup
+        if ratio is None or not 0 < ratio.low <= ratio.high < math.inf or not ratio.estimate > 0:
+            return 0.0
+        if not math.isclose(self.score(trial), -math.log(ratio.estimate), rel_tol=1e-6, abs_tol=1e-9):
+            return 0.0
+        return math.log(ratio.high / ratio.low) / 2
+
+    def moved(self, recipe: Recipe, technique: str, level: str) -> Recipe | None:
+        """`moved`, remembered."""
+        key = (recipe, technique, level)
+        if key not in self._moved:
+            self._moved[key] = moved(self.space, recipe, technique, level)
+        return self._moved[key]
+
+    def outcomes(self, technique: str, level: str) -> Iterator[tuple[Trial, Trial]]:
+        """All pairs of trials before and after this move that were seen, in whatever order they were measured."""
+        for before in self.trials.values():
+            if before.recipe != with_required(self.space, before.recipe):
+                continue  # the baseline without the preconditions: the move would be blamed for those
+            recipe = self.moved(before.recipe, technique, level)
+            if recipe in self.trials and recipe != before.recipe and math.isfinite(self.score(before)):
+                yield before, self.trials[recipe]
+
+    def gain(self, technique: str, level: str, near: Recipe) -> float | None:
+        """What setting this level brought where the technique was as given, in the unit of the score, in the context
+        most like `near`; None if that was never seen."""
+        found = [
+            (_distance(after.recipe, before.recipe), _distance(before.recipe, near), self.score(before), after)
+            for before, after in self.outcomes(technique, level)
+            if before.recipe.levels.get(technique, given(self.space, technique)) == given(self.space, technique)
+        ]
+        if not found:
+            return None
+        _, _, before_score, after = min(found, key=lambda item: item[:3])
+        return before_score - self.score(after)
+
+    def expected(self, recipe: Recipe, leader: Recipe) -> tuple[float, bool]:
+        """What going from the leader to the recipe should bring if gains simply add up, and whether every level that
+        it adds was seen somewhere."""
+        total, known = 0.0, True
+        for sign, new, old in ((1, recipe, leader), (-1, leader, recipe)):
+            for name in set(new.levels.items()) - set(old.levels.items()):
+                gain = self.gain(*name, near=leader)
+                known = known and (gain is not None or sign < 0)
+                if gain is not None and math.isfinite(gain):
+                    total += sign * gain
+                elif gain is not None and sign > 0:  # it failed there: nothing to hope for, though not impossible
+                    total -= 1e9
+        return total, known
+
+    def known_wrong(self, recipe: Recipe) -> bool:
+        """Whether the recipe holds everything that made another one inaccurate: errors add up, they do not heal."""
+        required = set(self.space.required.levels.items())
+        levels = set(recipe.levels.items()) - required
+        for trial in self.trials.values():
+            cause = set(trial.recipe.levels.items()) - required
+            if trial.status == "rejected" and cause and cause <= levels:
+                return True
+        return False
+
+
+def _distance(one: Recipe, other: Recipe) -> int:
+    return len(set(one.levels.items()) ^ set(other.levels.items()))

@@ -1,0 +1,104 @@
+"""The default design: screen what is cheap, then improve the leader move by move until no neighbour is better."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from fettle.measure import Trial
+from fettle.recipe import Recipe
+from fettle.search._evidence import Evidence
+from fettle.search._moves import valid, with_required
+from fettle.search._space import Session, Space
+
+_HEAT = {1: 6, 2: 3, 3: 2}
+"""Recipes raced together, by what the dearest costs to start: dear ones are decided on with fresh news."""
+
+Move = tuple[str, str]
+"""A technique and the level that it is set to; the given level drops it."""
+
+
+def auto(space: Space, session: Session, *, first: Sequence[str] = (), start: Recipe | None = None) -> Trial | None:
+    """Find the best recipe with few trials; None if none may win.
+
+    `first` names techniques to try before others (a diagnosis says so), `start` is one more recipe to begin with.
+    """
+    seen = Evidence(space, session)
+    led: set[Recipe] = set()
+    going_on = seen.measure([Recipe(), *_roots(space)])
+    for heat in _heats(space, _bundles(space, start)):
+        going_on = going_on and seen.measure(heat)
+    for heat in _heats(space, _cheap_alone(space, seen, first)):
+        going_on = going_on and seen.measure(heat)
+    while going_on and (leader := seen.leader()):
+        led.add(leader.recipe)
+        heat = _next_heat(space, seen, leader, led, first)
+        if not heat:
+            break
+        going_on = seen.measure(heat)
+    return seen.leader()
+
+
+def _roots(space: Space) -> list[Recipe]:
+    """Nothing but the preconditions: what every move is measured against."""
+    root = with_required(space, Recipe())
+    return [root] if valid(space, root) else []
+
+
+def _bundles(space: Space, start: Recipe | None) -> list[Recipe]:
+    """Combinations that somebody vouches for."""
+    bundles = [with_required(space, bundle) for bundle in (*([start] if start else []), *space.bundles)]
+    return [bundle for bundle in bundles if valid(space, bundle)]
+
+
+def _cheap_alone(space: Space, seen: Evidence, first: Sequence[str]) -> list[Recipe]:
+    """Every level that costs seconds to start, alone. A dear one is first tried where it counts: on the leader."""
+    alone = [seen.moved(with_required(space, Recipe()), *move) for move in _moves(space, first)]
+    return [recipe for recipe in alone if recipe is not None and space.cost(recipe) == 1]
+
+
+def _next_heat(space: Space, seen: Evidence, leader: Trial, led: set[Recipe], first: Sequence[str]) -> list[Recipe]:
+    """The untried neighbours of the leader that promise most; empty when none is left that could be better.
+
+    1. techniques the caller asked for first that have not been seen; 2. moves that helped elsewhere, one at a time,
+    since each may change what the next one brings; 3. moves never seen; 4. the rest: drop-outs, second chances.
+    """
+    ranked: list[tuple[int, float, int, int, Recipe]] = []
+    for place, move in enumerate(_moves(space, first, drops=True)):
+        recipe = seen.moved(leader.recipe, *move)
+        if recipe is None or recipe in seen.trials or seen.known_wrong(recipe) or _retired(seen, move, led):
+            continue
+        expected, known = seen.expected(recipe, leader.recipe)
+        if known:
+            rank = 2 if expected > 0 else 4
+        else:
+            rank = 1 if move[0] in first else 3
+        ranked.append((rank, -expected, space.cost(recipe), place, recipe))
+    ranked.sort(key=lambda item: item[:4])
+    if not ranked:
+        return []
+    best = ranked[0][0]
+    recipes = [recipe for rank, *_, recipe in ranked if rank == best]
+    return recipes[:1] if best == 2 else next(_heats(space, recipes))
+
+
+def _retired(seen: Evidence, move: Move, led: set[Recipe]) -> bool:
+    """Whether the move failed to help in two places, one of them a leader: then it is not tried a third time."""
+    useless = [before.recipe for before, after in seen.outcomes(*move) if not seen.beats(after, before)]
+    return len(useless) >= 2 and any(recipe in led for recipe in useless)
+
+
+def _moves(space: Space, first: Sequence[str], drops: bool = False) -> Iterator[Move]:
+    """All moves in the order of the catalogue, the techniques named in `first` before the others."""
+    names = [name for name in first if name in space.choices] + [name for name in space.choices if name not in first]
+    for name in names:
+        for level in space.choices[name][0 if drops else 1 :]:
+            yield name, level
+
+
+def _heats(space: Space, recipes: Sequence[Recipe]) -> Iterator[list[Recipe]]:
+    """The recipes in groups to be raced together, cheap ones first, each with its like."""
+    unique = list(dict.fromkeys(recipes))
+    for cost in sorted({space.cost(recipe) for recipe in unique}):
+        alike = [recipe for recipe in unique if space.cost(recipe) == cost]
+        size = _HEAT.get(cost, 2)
+        yield from (alike[begin : begin + size] for begin in range(0, len(alike), size))
