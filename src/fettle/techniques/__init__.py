@@ -17,6 +17,8 @@ from fettle.techniques.grad import Grad
 from fettle.techniques.matmul import Matmul
 from fettle.techniques.mode import Mode
 from fettle.techniques.precision import Precision
+from fettle.techniques.quantize import Quantize
+from fettle.techniques.runtime import Runtime
 from fettle.techniques.threads import Threads
 
 CATALOGUE: tuple[Technique, ...] = (
@@ -26,10 +28,12 @@ CATALOGUE: tuple[Technique, ...] = (
     Grad(),
     Precision(),
     ChannelsLast(),
+    Quantize(),
     Compile(),
     Freeze(),
     Shapes(),
     Region(),
+    Runtime(),
 )
 
 __all__ = [

@@ -56,7 +56,7 @@ class Facts:
     cuda_capability: tuple[int, int] = (0, 0)
     packages: Mapping[str, str] = field(default_factory=dict)
     """Version by distribution name for those installed among torchao, onnxruntime, onnx, onnxscript, openvino,
-    tensorrt, torch_tensorrt, triton, diffusers, transformers."""
+    tensorrt, torch_tensorrt, triton, diffusers, transformers, nncf."""
     libraries: Mapping[str, str] = field(default_factory=dict)
     """Path by name for allocators found: jemalloc, tcmalloc."""
     allow_batch: bool = False

@@ -16,7 +16,7 @@ _CAPABILITIES = {"avx512f": "avx512_f"}
 """Names in /proc/cpuinfo that torch spells otherwise."""
 _PACKAGES = (
     "torchao", "onnxruntime", "onnx", "onnxscript", "openvino", "tensorrt", "torch_tensorrt", "triton", "diffusers",
-    "transformers",
+    "transformers", "nncf",
 )  # fmt: skip
 _OTHER_DISTRIBUTIONS = {"onnxruntime": "onnxruntime-gpu", "triton": "pytorch-triton"}
 _ALLOCATORS = {

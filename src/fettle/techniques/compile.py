@@ -65,7 +65,7 @@ class Compile(Technique):
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         options: dict[str, str] = {}
-        inductor = {**mode_options(level), **({"freezing": True} if recipe.levels.get("freeze") == "on" else {})}
+        inductor = mode_options(level)
         shapes = recipe.levels.get("shapes")
         if shapes:
             options["dynamic"] = str(shapes == "dynamic")
@@ -108,7 +108,9 @@ class Freeze(Technique):
         return ""
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
-        return Code()  # an option of the compile call, see `Compile.code`
+        # Process-wide, not an option of the compile call: tracing asks for it too, and with the option alone the
+        # weights stay inputs of the graph (torch 2.13, torch._dynamo.utils.is_parameter_freezing).
+        return Code(setup=("from torch._inductor import config as inductor", "inductor.freezing = True"))
 
 
 class Shapes(Technique):

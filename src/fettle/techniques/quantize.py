@@ -1,0 +1,133 @@
+"""Weights, and activations too, in 8 bits."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from fettle.recipe import Recipe
+from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.techniques._exported import spread
+
+
+def quiet_torchao() -> None:
+    """torchao reports CUDA extensions that it cannot load, which mean nothing here."""
+    import logging
+
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+
+
+def quantize_linear(model: torch.nn.Module, config: str, label: str) -> None:
+    """Quantise every linear layer with a config of torchao, given by name; an error when none could be."""
+    import logging
+
+    quiet_torchao()
+    from torchao import quantization
+
+    cls = getattr(quantization, config)
+    # By default a config also flips compiler flags of the whole process; those are no part of quantising.
+    fields = getattr(cls, "__dataclass_fields__", {})
+    made = cls(**({"set_inductor_config": False} if "set_inductor_config" in fields else {}))
+    linear = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+    kinds = [type(layer.weight.data) for layer in linear]
+    quantization.quantize_(model, made)
+    done = sum(type(layer.weight.data) is not kind for layer, kind in zip(linear, kinds, strict=True))
+    if done == 0:
+        raise RuntimeError(f"{label}: 0 of {len(linear)} layers matched")
+    logging.getLogger("optimized").info("%s: %d of %d linear layers", label, done, len(linear))
+
+
+def quantize_static(model: torch.nn.Module, batches: Any) -> Any:
+    """Convolutions and linear layers in int8 with scales measured on `batches`, exported for the x86 compiler."""
+    import logging
+
+    quiet_torchao()
+    from torchao.quantization.pt2e import move_exported_model_to_eval
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+    from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
+
+    shapes: Any = torch.export.AdditionalInputs()  # type: ignore[no-untyped-call] # sizes that differ among the batches are left open
+    for batch in batches:
+        shapes.add(*spread(batch))
+    with torch.no_grad():
+        args, kwargs = spread(batches[0])
+        exported = torch.export.export(model, args, kwargs, dynamic_shapes=shapes).module()
+        quantizer = x86.X86InductorQuantizer()
+        quantizer.set_global(x86.get_default_x86_inductor_quantization_config())
+        prepared = prepare_pt2e(exported, quantizer)
+        for batch in batches:
+            args, kwargs = spread(batch)
+            prepared(*args, **kwargs)
+        converted = convert_pt2e(prepared)
+    move_exported_model_to_eval(converted)
+    aten = torch.ops.aten
+    heavy = {aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.linear.default}
+    layers = [node for node in converted.graph.nodes if node.target in heavy]
+    done = sum("dequantize" in str(node.args[0]) for node in layers)
+    if done == 0:
+        raise RuntimeError(f"int8: 0 of {len(layers)} layers matched")
+    logging.getLogger("optimized").info("int8: %d of %d convolutions and linear layers", done, len(layers))
+    return converted
+
+
+_CONFIGS = {
+    "int8-weight": "Int8WeightOnlyConfig",
+    "int8-dynamic": "Int8DynamicActivationInt8WeightConfig",
+    "float8-dynamic": "Float8DynamicActivationFloat8WeightConfig",
+}
+
+
+class Quantize(Technique):
+    name = "quantize"
+    title = "quantisation"
+    given = "none"
+    needs: ClassVar[Mapping[str, str]] = {"compile": "default", "grad": "inference_mode"}
+    cost = 2
+
+    def levels(self, facts: Facts) -> list[Level]:
+        cannot = "" if facts.is_module else "the model is a plain callable"
+        cannot = cannot or ("" if "torchao" in facts.packages else "torchao is not installed")
+        linear = "" if facts.num_linear else "the model has no linear layer"
+        float8 = "" if facts.cuda_capability >= (8, 9) else "float8 needs a GPU of compute capability 8.9"
+        return [
+            Level("none", "as given"),
+            Level("int8-dynamic", "linear layers: int8 weights, activations scaled at run time", cannot or linear),
+            Level("int8-static", "all layers in int8, scales from sample data", cannot or _static(facts)),
+            Level("int8-weight", "linear layers: int8 weights only", cannot or linear),
+            Level("float8-dynamic", "linear layers in float8", cannot or linear or float8),
+        ]
+
+    def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
+        compiled = recipe.levels.get("compile", "off") != "off" or recipe.levels.get("runtime") == "aoti"
+        precision = recipe.levels.get("precision", "fp32")
+        if level != self.given and not compiled:
+            return "eager int8 is slower than float32: needs compile"
+        if level == "int8-static":
+            if recipe.levels.get("freeze", "off") == "off":
+                return "int8 weights are packed when they are frozen: needs freeze=on"
+            if precision in ("bf16", "fp16"):
+                return f"the layers left in floating point go by autocast, not precision={precision}"
+            if recipe.levels.get("region", "whole") == "blocks":
+                return "the exported model is one graph, without blocks"
+        return ""
+
+    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        if level == "int8-static":
+            return Code(
+                helpers=(quiet_torchao, spread, quantize_static),
+                prepare=("model = quantize_static(model, batches)",),
+            )
+        return Code(
+            helpers=(quiet_torchao, quantize_linear),
+            prepare=(f'quantize_linear(model, "{_CONFIGS[level]}", "{level}")',),
+        )
+
+
+def _static(facts: Facts) -> str:
+    if facts.device != "cpu" or not {"avx2", "avx512f"} & set(facts.cpu_flags):
+        return "it is made for x86 CPUs"
+    if facts.custom_call:
+        return "the workload has a call of its own, and an exported model has only its forward"
+    if not facts.num_linear + facts.num_conv:
+        return "the model has no convolution or linear layer"
+    return "" if facts.calibration_batches else "no batches to calibrate on: give at least two"

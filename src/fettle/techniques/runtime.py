@@ -1,0 +1,179 @@
+"""What executes the model: torch, torch's ahead-of-time compiler, or another runtime that the model is exported to."""
+
+from typing import Any
+
+import torch
+
+from fettle.recipe import Recipe
+from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.techniques._exported import Exported, flatten, spread
+
+
+def aoti_engine(flat: torch.nn.Module, tensors: Any, options: Any) -> Any:
+    """The model compiled ahead of time to a shared library by AOTInductor."""
+    import os
+    import tempfile
+
+    program = torch.export.export(flat, tuple(tensors))
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "model.pt2")
+        torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=options)
+        runner = torch._inductor.aoti_load_package(path)
+    return lambda values: runner(*values)
+
+
+def onnxruntime_engine(flat: torch.nn.Module, tensors: Any) -> Any:
+    """The model exported to ONNX and run by ONNX Runtime."""
+    import os
+    import tempfile
+
+    import onnxruntime
+
+    program: Any = torch.onnx.export(flat, tuple(tensors), dynamo=True, optimize=True, verbose=False)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3
+    cuda = any(tensor.is_cuda for tensor in tensors)
+    providers = ["CUDAExecutionProvider"] if cuda else ["CPUExecutionProvider"]
+    with tempfile.TemporaryDirectory() as folder:  # a file, since a model in memory may not exceed 2 GB
+        path = os.path.join(folder, "model.onnx")
+        program.save(path, external_data=True)
+        session = onnxruntime.InferenceSession(path, options, providers=providers)
+    names = [item.name for item in session.get_inputs()]
+    if len(names) != len(tensors):
+        raise RuntimeError(f"ONNX export kept {len(names)} of {len(tensors)} inputs")
+
+    def run(values: Any) -> Any:
+        feed = {name: value.detach().contiguous().numpy() for name, value in zip(names, values, strict=True)}
+        return [torch.from_numpy(result) for result in session.run(None, feed)]
+
+    def run_cuda(values: Any) -> Any:
+        binding = session.io_binding()
+        kept = [value.detach().contiguous() for value in values]  # alive until the run is over
+        for name, value in zip(names, kept, strict=True):
+            binding.bind_ortvalue_input(name, onnxruntime.OrtValue.from_dlpack(value.__dlpack__()))
+        for item in session.get_outputs():
+            binding.bind_output(item.name, "cuda")
+        torch.cuda.current_stream().synchronize()  # the session has a stream of its own
+        session.run_with_iobinding(binding)
+        return [torch.utils.dlpack.from_dlpack(value.to_dlpack()) for value in binding.get_outputs()]
+
+    return run_cuda if cuda else run
+
+
+def openvino_engine(flat: torch.nn.Module, tensors: Any, precision: str, samples: Any, int8: bool) -> Any:
+    """The model compiled by OpenVINO for the CPU; on request quantised to int8, calibrated on `samples`."""
+    import numpy
+    import openvino
+
+    model = openvino.convert_model(torch.export.export(flat, tuple(tensors)))
+    if int8:
+        import nncf
+
+        if not samples:
+            raise RuntimeError("int8: no calibration batch has the shape of this input")
+        rows = nncf.Dataset([[tensor.numpy() for tensor in sample] for sample in samples])
+        attention = any(node.get_type_name() in ("Softmax", "ScaledDotProductAttention") for node in model.get_ops())
+        kind = nncf.ModelType.TRANSFORMER if attention else None
+        model = nncf.quantize(model, rows, model_type=kind, subset_size=len(samples))
+    config = {
+        "INFERENCE_PRECISION_HINT": precision,
+        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+        "PERFORMANCE_HINT": "LATENCY",
+    }
+    request = openvino.Core().compile_model(model, "CPU", config).create_infer_request()
+    kinds = [output.element_type.to_dtype() for output in request.model_outputs]
+    shapes = [output.get_partial_shape() for output in request.model_outputs]
+    static = all(shape.is_static for shape in shapes)
+
+    def run(values: Any) -> Any:
+        for index, value in enumerate(values):  # no copy: the runtime reads and writes torch's own memory
+            array = value.detach().contiguous().numpy()
+            request.set_input_tensor(index, openvino.Tensor(array, shared_memory=True))
+        if not static:
+            request.infer()
+            return [torch.from_numpy(tensor.data.copy()) for tensor in request.output_tensors]
+        results = []
+        for index, (shape, kind) in enumerate(zip(shapes, kinds, strict=True)):
+            # a new tensor for every call, so that the caller may keep the last one
+            results.append(torch.from_numpy(numpy.empty(shape.to_shape(), kind)))
+            request.set_output_tensor(index, openvino.Tensor(results[-1].numpy(), shared_memory=True))
+        request.infer()
+        return results
+
+    return run
+
+
+def tensorrt_engine(flat: torch.nn.Module, tensors: Any) -> Any:
+    """The model compiled by TensorRT, in the precision of its weights."""
+    import torch_tensorrt
+
+    engine = torch_tensorrt.compile(flat.eval(), ir="dynamo", inputs=list(tensors))
+    return lambda values: engine(*values)
+
+
+class Runtime(Technique):
+    name = "runtime"
+    title = "runtime"
+    given = "torch"
+    cost = 2
+
+    def levels(self, facts: Facts) -> list[Level]:
+        cannot = ""
+        if not facts.is_module:
+            cannot = "the model is a plain callable"
+        elif facts.custom_call:
+            cannot = "the workload has a call of its own, and an exported model has only its forward"
+        cpu = "" if facts.device == "cpu" else f"the work is on {facts.device}, and this level runs on the CPU"
+        cuda = "" if facts.device == "cuda" else "TensorRT needs a CUDA device"
+        openvino = cannot or cpu or _missing(facts, "openvino")
+        bf16 = "" if {"amx_bf16", "avx512_bf16"} & set(facts.cpu_flags) else "this CPU has no bfloat16 instructions"
+        data = "" if facts.calibration_batches else "no batches to calibrate on: give at least two"
+        onnx = _missing(facts, "onnxruntime") or _missing(facts, "onnx") or _missing(facts, "onnxscript")
+        return [
+            Level("torch", "as given"),
+            Level("openvino-bf16", "OpenVINO, computing in bfloat16", openvino or bf16),
+            Level("openvino-int8", "OpenVINO, int8 calibrated by NNCF", openvino or _missing(facts, "nncf") or data),
+            Level("openvino", "OpenVINO, computing in float32", openvino),
+            Level("aoti", "AOTInductor: compiled ahead of time to a shared library", cannot),
+            Level("onnxruntime", "ONNX Runtime", cannot or onnx),
+            Level("tensorrt", "TensorRT", cannot or cuda or _missing(facts, "torch_tensorrt")),
+        ]
+
+    def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
+        levels = recipe.levels
+        precision, quantize = levels.get("precision", "fp32"), levels.get("quantize", "none")
+        if level.startswith("openvino") or level == "onnxruntime":
+            if precision != "fp32":
+                return f"precision={precision} is torch's; this runtime takes a float32 model"
+            if facts.dtype != "float32" and level.startswith("openvino"):
+                return f"the weights are {facts.dtype}; this runtime takes a float32 model"
+            if quantize != "none":
+                return f"quantize={quantize} uses operators that only torch has"
+        if level in ("tensorrt", "aoti") and quantize not in ("none", "int8-static"):
+            return f"a model with quantize={quantize} cannot be exported to it"
+        if level == "tensorrt" and precision.startswith("autocast"):
+            return "TensorRT does not see autocast"
+        if level != self.given and levels.get("sparsity", "none") != "none":
+            return "sparse weights cannot be exported"
+        return ""
+
+    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        shared: tuple[Any, ...] = (spread, flatten, Exported)
+        if level == "aoti":
+            options = {"freezing": True} if recipe.levels.get("freeze") == "on" else {}
+            build = f"lambda flat, tensors, samples: aoti_engine(flat, tensors, {options})"
+            return Code(helpers=(*shared, aoti_engine), prepare=(f"model = Exported(model, {build})",))
+        if level.startswith("openvino"):
+            hint = "bf16" if {"amx_bf16", "avx512_bf16"} & set(facts.cpu_flags) and level != "openvino" else "f32"
+            int8 = level == "openvino-int8"
+            batches = ", batches" if int8 else ""
+            build = f'lambda flat, tensors, samples: openvino_engine(flat, tensors, "{hint}", samples, {int8})'
+            return Code(helpers=(*shared, openvino_engine), prepare=(f"model = Exported(model, {build}{batches})",))
+        engine = {"onnxruntime": onnxruntime_engine, "tensorrt": tensorrt_engine}[level]
+        build = f"lambda flat, tensors, samples: {engine.__name__}(flat, tensors)"
+        return Code(helpers=(*shared, engine), prepare=(f"model = Exported(model, {build})",))
+
+
+def _missing(facts: Facts, package: str) -> str:
+    return "" if package in facts.packages else f"{package} is not installed"
