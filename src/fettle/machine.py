@@ -58,7 +58,7 @@ def this_machine() -> Machine:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    versions["torch"] = torch.__version__
+    versions["torch"] = str(torch.__version__)
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
     text = "|".join([cpu, str(cores), *gpus, versions["torch"]])

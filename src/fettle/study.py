@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,9 @@ class Study:
                 if study.trials:
                     raise UsageError(f"the study {name!r} in {_hidden(storage)} is not fettle's: choose another --study")
                 study.set_user_attr(_WORKLOAD, fingerprint)
-                study.set_metric_names(["ms per sample", "relative error"])
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+                    study.set_metric_names(["ms per sample", "relative error"])
         except UsageError:
             raise
         except Exception as error:
