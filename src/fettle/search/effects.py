@@ -52,7 +52,7 @@ def effects(
     reads ``cannot tell``. `zone` is what does not matter: an effect is the ``same`` when its whole interval is inside.
     """
     ran = [trial for trial in trials if trial.status != "failed" and math.isfinite(_log_time(trial))]
-    names = list(dict.fromkeys(name for trial in ran for name in trial.recipe.levels))
+    names = sorted({name for trial in ran for name in trial.recipe.levels})
     held = [{name: trial.recipe.levels.get(name, (given or {}).get(name, "")) for name in names} for trial in ran]
     levels = {
         name: sorted({row[name] for row in held}, key=lambda x: (x != (given or {}).get(name, ""), x)) for name in names
