@@ -129,6 +129,15 @@ def test_inaccurate_levels_are_not_composed():
     assert [recipe for recipe in session.asked if "a" in recipe.levels] == [Recipe({"a": "on"})]
 
 
+def test_a_bundle_acquits_a_level_that_was_inaccurate_alone():
+    bundle = Recipe({"a": "on", "b": "on"})
+    space = Space({"a": ("off", "on"), "b": ("off", "on"), "c": ("off", "on")}, lambda recipe: "", bundles=[bundle])
+    session = Recorded(lambda recipe: -1.0 if recipe == Recipe({"a": "on"}) else 100.0 / (1 + len(recipe.levels)))
+    found = auto(space, session)
+    assert found is not None
+    assert found.recipe == Recipe({"a": "on", "b": "on", "c": "on"})
+
+
 def test_a_diagnosis_goes_first():
     space = Space({"a": ("off", "on"), "b": ("off", "on")}, lambda recipe: "", cost=lambda recipe: 3)
     session = Recorded(lambda recipe: 100.0)

@@ -24,11 +24,11 @@ def auto(space: Space, session: Session, *, first: Sequence[str] = (), start: Re
     """
     seen = Evidence(space, session)
     led: set[Recipe] = set()
-    going_on = seen.measure([Recipe(), *_roots(space)])
-    for heat in _heats(space, _bundles(space, start)):
-        going_on = going_on and seen.measure(heat)
-    for heat in _heats(space, _cheap_alone(space, seen, first)):
-        going_on = going_on and seen.measure(heat)
+    going_on = True
+    opening = [Recipe(), *_root(space)]
+    for heat in [*_heats(space, _bundles(space, start)), *_heats(space, _cheap_alone(space, seen, first))]:
+        going_on = going_on and seen.measure([*opening, *heat])  # the opening is measured once, with the first heat
+    going_on = going_on and seen.measure(opening)
     while going_on and (leader := seen.leader()):
         led.add(leader.recipe)
         heat = _next_heat(space, seen, leader, led, first)
@@ -38,7 +38,7 @@ def auto(space: Space, session: Session, *, first: Sequence[str] = (), start: Re
     return seen.leader()
 
 
-def _roots(space: Space) -> list[Recipe]:
+def _root(space: Space) -> list[Recipe]:
     """Nothing but the preconditions: what every move is measured against."""
     root = with_required(space, Recipe())
     return [root] if valid(space, root) else []
