@@ -104,14 +104,17 @@ class Evidence:
         return total, known
 
     def known_wrong(self, recipe: Recipe) -> bool:
-        """Whether the recipe holds everything that made another one inaccurate: errors add up, they do not heal."""
+        """Whether the recipe holds everything that made another one inaccurate: errors add up, they rarely heal.
+
+        A cause that is accurate in some larger recipe (a bundle that somebody vouched for) is acquitted.
+        """
         required = set(self.space.required.levels.items())
         levels = set(recipe.levels.items()) - required
-        for trial in self.trials.values():
-            cause = set(trial.recipe.levels.items()) - required
-            if trial.status == "rejected" and cause and cause <= levels:
-                return True
-        return False
+        accurate = [set(trial.recipe.levels.items()) for trial in self.trials.values() if trial.ok]
+        causes = [
+            set(trial.recipe.levels.items()) - required for trial in self.trials.values() if trial.status == "rejected"
+        ]
+        return any(cause and cause <= levels and not any(cause <= held for held in accurate) for cause in causes)
 
 
 def _distance(one: Recipe, other: Recipe) -> int:

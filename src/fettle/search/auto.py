@@ -24,11 +24,11 @@ def auto(space: Space, session: Session, *, first: Sequence[str] = (), start: Re
     """
     seen = Evidence(space, session)
     led: set[Recipe] = set()
-    going_on = seen.measure([Recipe(), *_roots(space)])
-    for heat in _heats(space, _bundles(space, start)):
-        going_on = going_on and seen.measure(heat)
-    for heat in _heats(space, _cheap_alone(space, seen, first)):
-        going_on = going_on and seen.measure(heat)
+    going_on = True
+    opening = [Recipe(), *_root(space)]
+    for heat in [*_heats(space, _bundles(space, start)), *_heats(space, _cheap_alone(space, seen, first))]:
+        going_on = going_on and seen.measure([*opening, *heat])  # the opening is measured once, with the first heat
+    going_on = going_on and seen.measure(opening)
     while going_on and (leader := seen.leader()):
         led.add(leader.recipe)
         heat = _next_heat(space, seen, leader, led, first)
@@ -38,7 +38,7 @@ def auto(space: Space, session: Session, *, first: Sequence[str] = (), start: Re
     return seen.leader()
 
 
-def _roots(space: Space) -> list[Recipe]:
+def _root(space: Space) -> list[Recipe]:
     """Nothing but the preconditions: what every move is measured against."""
     root = with_required(space, Recipe())
     return [root] if valid(space, root) else []
@@ -65,13 +65,12 @@ def _next_heat(space: Space, seen: Evidence, leader: Trial, led: set[Recipe], fi
     ranked: list[tuple[int, float, int, int, Recipe]] = []
     for place, move in enumerate(_moves(space, first, drops=True)):
         recipe = seen.moved(leader.recipe, *move)
-        if recipe is None or recipe in seen.trials or seen.known_wrong(recipe) or _retired(seen, move, led):
+        if recipe is None or recipe in seen.trials or seen.known_wrong(recipe):
+            continue
+        if space.cost(recipe) > 1 and _retired(seen, move, led):
             continue
         expected, known = seen.expected(recipe, leader.recipe)
-        if known:
-            rank = 2 if expected > 0 else 4
-        else:
-            rank = 1 if move[0] in first else 3
+        rank = (2 if expected > 0 else 4) if known else 1 if move[0] in first else 3
         ranked.append((rank, -expected, space.cost(recipe), place, recipe))
     ranked.sort(key=lambda item: item[:4])
     if not ranked:
@@ -82,7 +81,11 @@ def _next_heat(space: Space, seen: Evidence, leader: Trial, led: set[Recipe], fi
 
 
 def _retired(seen: Evidence, move: Move, led: set[Recipe]) -> bool:
-    """Whether the move failed to help in two places, one of them a leader: then it is not tried a third time."""
+    """Whether the move failed to help in two places, one of them a leader: then it is not tried a third time.
+
+    A failed trial counts once like any other, since what fails alone may run beside others (a quantised model that
+    only runs compiled). Trials that start in seconds are never retired: each leader is tried with them.
+    """
     useless = [before.recipe for before, after in seen.outcomes(*move) if not seen.beats(after, before)]
     return len(useless) >= 2 and any(recipe in led for recipe in useless)
 

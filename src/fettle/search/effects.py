@@ -52,7 +52,7 @@ def effects(
     reads ``cannot tell``. `zone` is what does not matter: an effect is the ``same`` when its whole interval is inside.
     """
     ran = [trial for trial in trials if trial.status != "failed" and math.isfinite(_log_time(trial))]
-    names = list(dict.fromkeys(name for trial in ran for name in trial.recipe.levels))
+    names = sorted({name for trial in ran for name in trial.recipe.levels})
     held = [{name: trial.recipe.levels.get(name, (given or {}).get(name, "")) for name in names} for trial in ran]
     levels = {
         name: sorted({row[name] for row in held}, key=lambda x: (x != (given or {}).get(name, ""), x)) for name in names
@@ -65,6 +65,7 @@ def effects(
     model = _Model(held, np.array([_log_time(trial) for trial in ran]), levels, varied, full)
 
     found: list[Effect] = []
+    contrast: Vector | None
     for name in varied:
         for level in levels[name][1:]:
             contrast = model.row({name: level}) - model.row({name: levels[name][0]})
@@ -138,6 +139,11 @@ def _reading(gain: float, reach: float, zone: float) -> Reading:
     if abs(gain) > zone and abs(gain) > reach:
         return "helped" if gain > 0 else "hurt"
     return "cannot tell"
+
+
+def _ordered(levels: set[str], given: str) -> list[str]:
+    """The given level first."""
+    return sorted(levels, key=lambda level: (level != given, level))
 
 
 def _all_seen(held: list[dict[str, str]], levels: dict[str, list[str]], pair: tuple[str, str]) -> bool:

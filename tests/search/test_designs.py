@@ -1,0 +1,63 @@
+"""The other designs, and what every design must keep."""
+
+import numpy as np
+import pytest
+from recorded import Recorded
+from test_auto import landscape
+
+from fettle.recipe import Recipe
+from fettle.search import DESIGNS, Space, combinations_of, removals, steps
+
+LEVELS = {"a": 0.5, "b": 1.25, "c": 0.8}
+
+
+def time_ms(recipe):
+    if "d" in recipe.levels:
+        return None
+    return 100 * float(np.prod([LEVELS[name] for name in recipe.levels]))
+
+
+SPACE = Space(dict.fromkeys("abcd", ("off", "on")), lambda recipe: "")
+
+
+@pytest.mark.parametrize("name", DESIGNS)
+@pytest.mark.parametrize("seed", range(6))
+def test_every_design_keeps_the_rules(name, seed):
+    space, times = landscape(seed)
+    session = Recorded(times)
+    found = DESIGNS[name](space, session)
+    assert found is not None
+    assert found.ok
+    assert not [recipe for recipe in session.asked if space.conflict(recipe)]
+    assert DESIGNS[name](space, Recorded(times, budget=1)) is not None
+
+
+def test_ladder_shows_every_rung_and_leaves_out_what_does_not_help():
+    shown = [(step.label, step.trial.status, step.kept) for step in steps(SPACE, Recorded(time_ms))]
+    assert shown == [
+        ("as given", "measured", True), ("a=on", "measured", True), ("b=on", "measured", False),
+        ("c=on", "measured", True), ("d=on", "failed", False),
+    ]  # fmt: skip
+
+
+def test_ablation_says_what_is_worth_its_place():
+    shown = removals(SPACE, Recorded(time_ms), Recipe.parse("a=on b=on"))
+    assert [(step.label, step.kept) for step in shown] == [
+        ("a=on b=on", True),
+        ("without a", True),
+        ("without b", False),
+    ]
+
+
+def test_factorial_has_every_valid_combination():
+    assert len(combinations_of(SPACE)) == 16
+
+
+def test_a_fraction_is_balanced_and_the_same_each_time():
+    space = Space({f"t{i}": ("off", "on") for i in range(8)}, lambda recipe: "")
+    recipes = combinations_of(space, most=32)
+    assert recipes == combinations_of(space, most=32)
+    assert len(set(recipes)) == 32
+    signs = np.array([[1 if name in recipe.levels else -1 for name in space.choices] for recipe in recipes])
+    assert np.abs(signs.sum(axis=0)).max() <= 4
+    assert np.linalg.cond(np.column_stack([np.ones(32), signs])) < 2
