@@ -47,12 +47,13 @@ def bench(
     budget_s: float | None = None,
     max_rounds: int = 48,
     slice_s: float = 0.15,
+    settle: bool = True,
     fingerprint: str = "",
     tell: Tell = lambda event: None,
 ) -> Comparison:
     """Race `recipes` and the workload as given, side by side, until each verdict is known.
 
-    `fingerprint`, when given, is what the workload must be. Raises `UsageError` for a recipe that cannot work here.
+    With `settle` the race goes on until each verdict is known; without, until the fastest is. `fingerprint`, when given, is what the workload must be. Raises `UsageError` for a recipe that cannot work here.
     """
     found = find_target(target) if isinstance(target, str) else target
     with tempfile.TemporaryDirectory(prefix="fettle-", ignore_cleanup_errors=True) as folder:
@@ -68,7 +69,7 @@ def bench(
                 why_not = conflict(normal(recipe), session.facts)
                 if why_not:
                     raise UsageError(f"the recipe {recipe} cannot work here: {why_not}")
-            rules = replace(session.rules, settle_verdicts=True, max_rounds=max_rounds, slice_s=slice_s)
+            rules = replace(session.rules, settle_verdicts=settle, max_rounds=max_rounds, slice_s=slice_s)
             if budget_s is not None:
                 rules = replace(rules, deadline=time.monotonic() + budget_s)
             trials = session.run([Recipe(), *(normal(recipe) for recipe in recipes)], rules)

@@ -1,0 +1,162 @@
+"""fettle's winner against what a user would pick instead, on real models, all in one interleaved race.
+
+    python bench/tune_vs_peers.py digits minilm resnet50 --budget 300
+
+Every peer is held to the same accuracy limit and measured through the same wrapper. A workload's JSON goes to
+bench/results/peers/<machine>/<workload>.json as soon as it is known; `--summary` prints the table of all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from fettle.comparing import bench
+from fettle.machine import this_machine
+from fettle.measure import Trial, ratio_interval
+from fettle.recipe import Recipe
+from fettle.result import Limits
+from fettle.tuning import tune
+
+HERE = Path(__file__).parent
+PEERS = {
+    "eager": "mode=eval",
+    "torch.compile": "mode=eval grad=inference_mode compile=default",
+    "autocast bf16 + max-autotune": "mode=eval grad=inference_mode precision=autocast-bf16 compile=max-autotune",
+    "ONNX Runtime": "mode=eval grad=inference_mode runtime=onnxruntime",
+    "OpenVINO bf16": "mode=eval grad=inference_mode runtime=openvino-bf16",
+    "int8 dynamic + compile": "mode=eval grad=inference_mode quantize=int8-dynamic compile=default",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workloads", nargs="*", help="names of files in workloads/")
+    parser.add_argument("--budget", type=float, default=600.0, help="seconds for each tuning")
+    parser.add_argument("--rounds", type=int, default=15, help="most rounds of the last race")
+    parser.add_argument("--summary", action="store_true", help="print the table of what was measured before")
+    options = parser.parse_args()
+    machine = re.sub(r"[^a-z0-9]+", "-", this_machine().summary.lower()).strip("-")
+    folder = HERE / "results" / "peers" / machine
+    for name in options.workloads:
+        found = measure(name, options.budget, options.rounds)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+        show(found)
+    if options.summary:
+        summary([json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))])
+
+
+def measure(name: str, budget_s: float, rounds: int) -> dict:
+    """Tune one workload, then race its winner with the peers."""
+    target = str(HERE.parent / "workloads" / f"{name}.py")
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as output:
+        result = tune(target, budget_s=budget_s, output=output, tell=_tell)
+    tuned_s = time.monotonic() - started
+    facts, winner = result.facts, result.recipe
+    labels, recipes = [], []
+    for label, text in PEERS.items():
+        recipe = _possible(Recipe.parse(text), facts)
+        if recipe is not None:
+            labels.append(label)
+            recipes.append(recipe)
+    print(f"{name}: tuned in {tuned_s:.0f} s, {len(result.trials)} trials, winner {winner}", flush=True)
+    limits = Limits(max_error=result.limits.max_error)
+    # The slowest go out of the race at the first look; what is left decides between the winner and the best peer.
+    compared = bench(target, [winner, *recipes], limits=limits, max_rounds=rounds, settle=False, tell=_tell)
+    base, fettle_trial, *peer_trials = compared.trials
+    rows = {label: row(trial, fettle_trial, base) for label, trial in zip(labels, peer_trials, strict=True)}
+    able = [trial for trial in peer_trials if trial.status == "measured"]
+    best = min(able, key=lambda trial: trial.time_ms, default=base)
+    return {
+        "workload": name,
+        "machine": this_machine().summary,
+        "winner": str(winner),
+        "verdict": result.verdict,
+        "tuning_s": round(tuned_s, 1),
+        "trials": len(result.trials),
+        "as_given_ms": base.time_ms,
+        "fettle": row(fettle_trial, fettle_trial, base),
+        "peers": rows,
+        "best_peer": labels[peer_trials.index(best)] if best in peer_trials else "as given",
+        "fettle_over_best_peer": 1.0 if winner == best.recipe else ratio(best, fettle_trial),
+        "fettle_over_eager": ratio(peer_trials[0], fettle_trial),
+        "fettle_over_given": ratio(base, fettle_trial),
+    }
+
+
+def row(trial: Trial, winner: Trial, base: Trial) -> dict:
+    """A trial as it goes into the JSON."""
+    return {
+        "recipe": str(trial.recipe),
+        "status": trial.status,
+        "reason": trial.reason,
+        "ms": None if math.isnan(trial.time_ms) else trial.time_ms,
+        "error": None if math.isnan(trial.accuracy.error) else trial.accuracy.error,
+        "startup_s": None if math.isnan(trial.startup.total_s) else round(trial.startup.total_s, 2),
+        "fettle_is_faster_by": ratio(trial, winner),
+    }
+
+
+def ratio(slower: Trial, faster: Trial) -> list[float] | None:
+    """time of the first / time of the second over the rounds both ran in, with a 95% interval."""
+    logs = [math.log(a / b) for a, b in zip(slower.round_ms, faster.round_ms, strict=False)]
+    if not logs:
+        return None
+    found = ratio_interval(logs, 0.05)
+    return [round(value, 4) if math.isfinite(value) else None for value in (found.estimate, found.low, found.high)]
+
+
+def show(found: dict) -> None:
+    """One workload's result for people."""
+    print(f"  as given {found['as_given_ms']:.2f} ms; fettle {found['fettle']['ms']} ms, {found['winner']}")
+    for label, peer in found["peers"].items():
+        ms = f"{peer['ms']:.2f} ms" if peer["ms"] else peer["status"]
+        faster = peer["fettle_is_faster_by"]
+        print(f"  {label:30} {ms:>12}  {peer['status']:9} fettle is {faster[0] if faster else '-'}x as fast")
+
+
+def summary(results: list[dict]) -> None:
+    """The table over all workloads, and the geometric means the bar speaks of."""
+    print("| workload | as given ms | eager eval ms | best peer | best peer ms | fettle ms | fettle / best peer | recipe |")
+    print("| --- | --: | --: | --- | --: | --: | --: | --- |")
+    over_eager, over_given, over_peer = [], [], []
+    for found in results:
+        over = found["fettle_over_best_peer"]
+        over = over[0] if isinstance(over, list) else over
+        best = found["peers"].get(found["best_peer"], {"ms": found["as_given_ms"]})
+        print(f"| {found['workload']} | {found['as_given_ms']:.2f} | {found['peers']['eager']['ms']:.2f} | "
+              f"{found['best_peer']} | {best['ms']:.2f} | {found['fettle']['ms']:.2f} | {over:.2f}x | "
+              f"`{found['winner']}` |")  # fmt: skip
+        over_peer.append(over)
+        over_eager.append(found["fettle_over_eager"][0])
+        over_given.append(found["fettle_over_given"][0])
+    for label, values in (("eager in eval mode", over_eager), ("as given", over_given), ("best peer", over_peer)):
+        print(f"geometric mean over {label}: {statistics.geometric_mean(values):.2f}x, least {min(values):.2f}x")
+
+
+def _possible(recipe: Recipe, facts: object) -> Recipe | None:
+    """The peer's recipe where it can work here: eval mode is left out where the model is in it already."""
+    from fettle.techniques import conflict, normal
+
+    if not facts.training:
+        recipe = recipe.without("mode")
+    recipe = normal(recipe)
+    return None if conflict(recipe, facts) else recipe
+
+
+def _tell(event: object) -> None:
+    if event.trial is not None:
+        trial = event.trial
+        print(f"    {trial.status:8} {trial.time_ms:10.3f} ms  {trial.speedup}  {trial.recipe} {trial.reason[:100]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

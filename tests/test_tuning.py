@@ -1,0 +1,272 @@
+"""The main job from end to end on a model of milliseconds, without compilers so that it takes seconds."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import optuna
+import pytest
+import torch
+from torch import nn
+
+import fettle
+from fettle.recipe import Recipe, load_recipe
+from fettle.tuning import save
+
+WORK = """
+import torch
+from torch import nn
+
+def workload():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 32, 3),
+                          nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.5), nn.Linear(32, 10))
+    return model, [torch.randn(4, 3, 24, 24) for _ in range(4)]
+
+def other():
+    model, batches = workload()
+    return model, [2 * batch for batch in batches]
+
+def metered():
+    model, batches = workload()
+    return {"model": model, "inputs": batches, "metric": lambda run: float((run(batches[0]).argmax(-1) >= 0).float().mean())}
+"""
+FEW = {
+    "grad": ["grad", "inference_mode"],
+    "precision": ["fp32", "bf16"],
+    "channels_last": ["off", "on"],
+    "matmul": ["highest"],
+    "threads": ["as-given"],
+    "attention": ["as-is"],
+    "quantize": ["none"],
+    "compile": ["off"],
+    "runtime": ["torch"],
+    "conv_bn": ["off"],
+}
+
+
+def few() -> dict[str, list[str]]:
+    from fettle.techniques import CATALOGUE
+
+    return {name: levels for name, levels in FEW.items() if name in {technique.name for technique in CATALOGUE}}
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    path = tmp_path / "work.py"
+    path.write_text(WORK)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[fettle.tuning.Result, Path, Path]:  # type: ignore[name-defined]
+    folder = tmp_path_factory.mktemp("tuned")
+    (folder / "work.py").write_text(WORK)
+    result = fettle.tune(str(folder / "work.py"), techniques=few(), budget_s=120, output=folder / "out")
+    save(result, folder / "out")
+    return result, folder / "work.py", folder / "out"
+
+
+def test_a_workload_is_tuned_verified_and_written(tuned) -> None:
+    result, _, out = tuned
+    assert result.winner is not None
+    assert result.recipe.levels.get("mode") == "eval"  # train mode gives other answers: a precondition
+    assert result.winner.accuracy.error <= 0.02
+    assert result.winner.accuracy.judged_batches >= 2
+    assert result.reference.dtype == "float64"
+    assert result.baseline is not None
+    assert result.baseline.accuracy.error > 0.02  # dropout: shown, and unable to win
+    assert {path.name for path in out.iterdir()} >= {
+        "recipe.toml", "optimized.py", "report.html", "study.db", "result.json",
+    }  # fmt: skip
+    assert result.ladder[0].label == "as given"
+    assert result.ladder[-1].trial.recipe == result.recipe
+    assert any(item.technique == "compile" for item in result.left_out)
+
+
+def test_the_recipe_round_trips_and_applies(tuned) -> None:
+    result, _, out = tuned
+    found = load_recipe(out / "recipe.toml")
+    assert found.recipe == result.recipe
+    assert found.evidence["accuracy"]["error"] <= 0.02
+    namespace: dict = {}
+    exec(WORK, namespace)
+    model, batches = namespace["workload"]()
+    wanted = model.eval()(batches[0]).detach()
+    fast = fettle.apply(model, out / "recipe.toml", batches)
+    assert torch.linalg.norm(fast(batches[0]).detach() - wanted) <= 0.02 * torch.linalg.norm(wanted)
+
+
+def test_the_code_runs_as_it_stands_without_fettle(tuned, tmp_path: Path) -> None:
+    _, _, out = tuned
+    blocked = "import sys; sys.modules['fettle'] = None; import runpy; runpy.run_path(sys.argv[1], run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", blocked, str(out / "optimized.py")], capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "second call" in done.stdout
+    assert "fettle" not in (out / "optimized.py").read_text().split("\n\n\n", 1)[1].replace("fettle_", "")
+
+
+def test_optuna_reads_the_study(tuned) -> None:
+    result, _, out = tuned
+    study = optuna.load_study(study_name="work", storage=f"sqlite:///{out / 'study.db'}")
+    assert len(study.trials) == len(result.trials)
+    assert {trial.user_attrs["recipe"] for trial in study.trials} == {str(trial.recipe) for trial in result.trials}
+    assert study.best_trials
+
+
+def test_the_same_call_again_measures_nothing(tuned) -> None:
+    result, work, out = tuned
+    events = []
+    again = fettle.tune(str(work), techniques=few(), budget_s=120, output=out, tell=lambda event: events.append(event))
+    assert [event for event in events if event.trial is not None] == []
+    assert [trial.recipe for trial in again.trials] == [trial.recipe for trial in result.trials]
+
+
+def test_a_study_of_another_workload_under_the_same_name_is_refused(tuned) -> None:
+    _, work, out = tuned
+    with pytest.raises(fettle.UsageError, match="another workload"):
+        fettle.tune(f"{work}:other", techniques=few(), output=out, study="work")
+
+
+def test_tighter_limits_judge_the_kept_trials_anew(tuned) -> None:
+    _, work, out = tuned
+    result = fettle.tune(str(work), techniques=few(), budget_s=120, output=out, max_error=1e-4)
+    assert result.winner is None or result.winner.accuracy.error <= 1e-4
+    assert all(trial.status == "rejected" for trial in result.trials if "bf16" in str(trial.recipe))
+
+
+def test_killed_at_any_moment_the_same_command_goes_on(work: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = [f"--technique={name}={','.join(levels)}" for name, levels in few().items()]
+    command = [sys.executable, "-c", "from fettle.cli import main; main()", "tune", str(work), "-o", str(out), *options]
+    first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert first.stderr is not None
+    for line in first.stderr:
+        if " ms " in line and "mode=eval" in line:  # a trial beyond the baseline is done
+            break
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    before = _recipes(out)
+    assert before
+    second = subprocess.run(command, capture_output=True, text=True)
+    assert second.returncode == 0, second.stderr
+    after = _recipes(out)
+    assert len(after) == len(set(after)), "a finished trial was measured again"
+    assert after[: len(before)] == before
+
+
+def _recipes(out: Path) -> list[str]:
+    study = optuna.load_study(study_name="work", storage=f"sqlite:///{out / 'study.db'}")
+    return [trial.user_attrs["recipe"] for trial in study.trials]
+
+
+def test_live_objects_work_and_what_cannot_be_pickled_is_one_line(tmp_path: Path) -> None:
+    class Local(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"y": self.layer(x)}
+
+    model, batches = Local().eval(), [torch.randn(4, 8) for _ in range(2)]
+    result = fettle.tune(model, batches, techniques=few(), budget_s=40, output=tmp_path / "out")
+    assert result.winner is not None
+    assert result.apply(model, batches)(batches[0])["y"].shape == (4, 8)
+    import threading
+
+    model.lock = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(fettle.UsageError, match=r"write a factory instead, def workload\(\)"):
+        fettle.tune(model, batches, output=tmp_path / "out2")
+
+
+def test_limits_that_nothing_meets_leave_the_nearest_misses(work: Path, tmp_path: Path) -> None:
+    result = fettle.tune(str(work), techniques=few(), budget_s=60, output=tmp_path / "out", max_latency_ms=1e-6)
+    assert result.winner is None
+    assert 1 <= len(result.nearest) <= 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nothing.py"], "no such file"),
+        (["work.py:absent"], "no factory named 'absent'"),
+        (["not a target"], "is no target"),
+        (["work.py", "--technique", "warp=on"], "unknown technique 'warp'"),
+        (["work.py", "--technique", "precision=fp3"], "no level 'fp3'"),
+        (["work.py", "--technique", "precision"], "write NAME=LEVEL"),
+        (["work.py", "--goal", "beauty"], "unknown goal"),
+        (["work.py", "--max-error", "-1"], "impossible limit"),
+        (["work.py", "--min-agreement", "2"], "impossible limit"),
+        (["work.py", "--max-latency", "soon"], "is no duration"),
+        (["work.py", "--max-metric-drop", "0.1"], "needs a metric"),
+        (["work.py", "--storage", "sqlite:////nowhere/at/all.db"], "cannot open the storage"),
+        (["work.py", "--design", "magic"], "unknown design"),
+        (["work.py", "--output", "/proc/nothing"], "cannot write to the output folder"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(work: Path, arguments: list[str], words: str) -> None:
+    before = time.time()
+    command = [sys.executable, "-c", "from fettle.cli import main; main()", "tune", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=work.parent)
+    lines = [line for line in done.stderr.splitlines() if "fettle:" in line]
+    assert done.returncode == 2, done.stderr
+    assert len(lines) == 1
+    assert words in lines[0]
+    assert "Traceback" not in done.stderr
+    assert not (work.parent / "fettle-out" / "recipe.toml").exists()
+    assert time.time() - before < 120
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("levels = 3", "levels"),
+        ("[levels]\nprecision = 'bf17'", "no level 'bf17'"),
+        ("[levels]\nwarp = 'on'", "unknown technique"),
+        ("[other]\nx = 1", "no [levels] table"),
+        ("not toml at all [", "is no recipe"),
+        ("format = 99\n[levels]\n", "format 99"),
+        ("[levels]\n[surprise]\ny = 1", "surprise"),
+    ],
+)
+def test_a_foreign_recipe_is_one_line(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(textwrap.dedent(text))
+    with pytest.raises(fettle.UsageError) as caught:
+        load_recipe(path)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_recipe_for_another_workload_is_refused(tuned) -> None:
+    _, work, out = tuned
+    command = [sys.executable, "-c", "from fettle.cli import main; main()", "apply", str(out / "recipe.toml")]
+    done = subprocess.run([*command, f"{work}:other"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "another workload" in done.stderr
+
+
+def test_bench_of_the_baseline_against_itself_and_json(work: Path) -> None:
+    command = [sys.executable, "-c", "from fettle.cli import main; main()", "bench", str(work), "--json", "--rounds", "8"]
+    done = subprocess.run([*command, "--recipe", "baseline"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    trials = json.loads(done.stdout)["trials"]
+    assert len(trials) == 2
+    assert trials[1]["verdict"] in ("same", "cannot tell", "faster", "slower")
+
+
+def test_recipe_texts() -> None:
+    recipe = Recipe.parse("precision=bf16, compile=default")
+    assert Recipe.parse(str(recipe)) == recipe
+    assert Recipe.parse("baseline") == Recipe()
+    for bad in ("precision", "precision=", "a=b a=c", "../../x=1"):
+        with pytest.raises(fettle.UsageError):
+            Recipe.parse(bad)
