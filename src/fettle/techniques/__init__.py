@@ -9,36 +9,51 @@ from __future__ import annotations
 from fettle.recipe import Recipe
 from fettle.techniques import _source
 from fettle.techniques._base import Code, Facts, Level, Technique
-from fettle.techniques._facts import probe_facts
+from fettle.techniques._bundles import bundles
+from fettle.techniques._facts import machine_facts, probe_facts
 from fettle.techniques._source import load, render
+from fettle.techniques.allocator import Allocator
+from fettle.techniques.attention import Attention
+from fettle.techniques.batch import BatchSize
 from fettle.techniques.channels_last import ChannelsLast
 from fettle.techniques.compile import Compile, Freeze, Region, Shapes
+from fettle.techniques.cuda_graphs import CudaGraphs
+from fettle.techniques.cudnn_benchmark import CudnnBenchmark
 from fettle.techniques.grad import Grad
 from fettle.techniques.matmul import Matmul
 from fettle.techniques.mode import Mode
 from fettle.techniques.precision import Precision
 from fettle.techniques.quantize import Quantize
 from fettle.techniques.runtime import Runtime
+from fettle.techniques.sdpa_backend import SdpaBackend
+from fettle.techniques.sparsity import Sparsity
 from fettle.techniques.threads import Threads
 
 CATALOGUE: tuple[Technique, ...] = (
     Threads(),
+    Allocator(),
+    BatchSize(),
     Matmul(),
+    CudnnBenchmark(),
     Mode(),
     Grad(),
+    Attention(),  # traced in the type and layout that the sample batches have
+    SdpaBackend(),
     Precision(),
     ChannelsLast(),
+    Sparsity(),
     Quantize(),
     Compile(),
     Freeze(),
     Shapes(),
     Region(),
     Runtime(),
+    CudaGraphs(),  # records whatever the others made of the model
 )
 
 __all__ = [
-    "CATALOGUE", "Code", "Facts", "Level", "Technique", "check_names", "conflict", "find", "known_levels", "load",
-    "normal", "probe_facts", "render", "source",
+    "CATALOGUE", "Code", "Facts", "Level", "Technique", "bundles", "check_names", "conflict", "find", "known_levels",
+    "load", "machine_facts", "normal", "probe_facts", "render", "source",
 ]  # fmt: skip
 
 

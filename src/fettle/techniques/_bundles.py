@@ -1,4 +1,71 @@
+"""Combinations that are known to work well together, so that a search need not find them one step at a time."""
+
 from fettle.recipe import Recipe
-def bundles(facts):
-    out=["grad=inference_mode precision=bf16 channels_last=on compile=default freeze=on","grad=inference_mode precision=bf16 compile=default freeze=on", "runtime=openvino-bf16 grad=inference_mode"]
-    return [Recipe.parse(x) for x in out]
+from fettle.techniques._base import Facts
+
+_FROZEN = {"compile": "default", "freeze": "on"}
+
+
+def bundles(facts: Facts) -> list[Recipe]:
+    """Four to eight recipes without conflict on these facts, those that promise most for their cost first."""
+    from fettle.techniques import conflict, normal
+
+    base = {"grad": "inference_mode", **({"mode": "eval"} if facts.training else {})}
+    candidates = _cuda(facts) if facts.device == "cuda" else _cpu(facts)
+    found: list[Recipe] = []
+    for levels in candidates:
+        recipe = normal(Recipe({**base, **levels}))
+        if recipe not in found and not conflict(recipe, facts):
+            found.append(recipe)
+    return found[:8]
+
+
+def _cpu(facts: Facts) -> list[dict[str, str]]:
+    layout = {"channels_last": "on"} if facts.num_conv else {}
+    attention = {"attention": "sdpa"} if facts.manual_attention else {}
+    bf16 = {**layout, **attention, "precision": "bf16"}
+    convolutional = facts.num_conv > facts.num_linear
+    compiled = {**bf16, **_FROZEN}
+    int8 = [{"quantize": "int8-static", **layout, **_FROZEN}] if convolutional else []
+    int8 += [{**compiled, "quantize": "int8-dynamic"}] if facts.num_linear > 8 and not convolutional else []
+    has_bf16 = {"amx_bf16", "avx512_bf16"} & set(facts.cpu_flags)
+    if not has_bf16:  # 16 bits are emulated, and slow
+        return [
+            {"runtime": "openvino"},
+            {**layout, **attention, **_FROZEN},
+            *int8,
+            {"runtime": "openvino-int8"},
+            {**layout, **attention},
+            {"runtime": "onnxruntime"},
+            {"quantize": "int8-dynamic", **_FROZEN},
+        ]
+    return [
+        {"runtime": "openvino-bf16"},
+        compiled,
+        {"runtime": "openvino-int8"},
+        *int8,
+        bf16,
+        {**layout, **attention, "precision": "autocast-bf16", **_FROZEN},
+        {**bf16, "compile": "max-autotune", "freeze": "on"},
+        {**layout, **attention, **_FROZEN},
+        {**bf16, "runtime": "aoti", "freeze": "on"},
+    ]
+
+
+def _cuda(facts: Facts) -> list[dict[str, str]]:
+    half = "bf16" if facts.cuda_capability >= (8, 0) else "fp16"
+    base = {"precision": half} if facts.dtype == "float32" else {}
+    if facts.num_conv:
+        base |= {"channels_last": "on", "cudnn_benchmark": "on"}
+    if facts.manual_attention:
+        base |= {"attention": "sdpa"}
+    return [
+        {**base, "compile": "max-autotune"},
+        {**base, "compile": "reduce-overhead"},
+        {**base, "compile": "default"},
+        {**base, "cuda_graphs": "on"},
+        {**base, "compile": "max-autotune", "freeze": "on"},
+        {**base, "compile": "max-autotune", "quantize": "float8-dynamic"},
+        {**base, "runtime": "tensorrt"},
+        base,
+    ]

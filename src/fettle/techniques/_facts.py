@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fettle.techniques._attention_rewrite import count_manual_attention
 from fettle.techniques._base import Facts
 from fettle.techniques._host import cpu_flags, find_libraries, installed_packages, usable_cores
 from fettle.workload import Workload, leaves
@@ -24,15 +25,13 @@ _BATCH_NORM = (torch.nn.modules.batchnorm._BatchNorm,)
 
 def probe_facts(workload: Workload, *, allow_batch: bool = False) -> Facts:
     """Look at a workload and at this machine. `allow_batch` is the user's word that the batch size may change."""
-    from fettle.techniques._attention_rewrite import count_manual_attention
-
     model = workload.model
     module = model if isinstance(model, torch.nn.Module) else torch.nn.Module()
     tensors = [leaf for _, leaf in _tensors(workload.inputs[0])]
     parameters = list(module.parameters())
     device = _commonest([tensor.device.type for tensor in [*parameters, *module.buffers(), *tensors]], "cpu")
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in parameters if tensor.is_floating_point()]
-    uses_sdpa, train_mode_differs = _forward_facts(workload, module)
+    uses_sdpa, manual_attention, train_mode_differs = _forward_facts(workload, module)
     return Facts(
         device=device,
         is_module=isinstance(model, torch.nn.Module),
@@ -51,7 +50,7 @@ def probe_facts(workload: Workload, *, allow_batch: bool = False) -> Facts:
         samples=workload.samples or next((len(tensor) for tensor in tensors if tensor.dim() > 0), 1),
         block_classes=_block_classes(module),
         hf_attention=_hf_attention(module, device),
-        manual_attention=_quietly(lambda: count_manual_attention(module), 0),
+        manual_attention=manual_attention,
         uses_sdpa=uses_sdpa,
         physical_cores=usable_cores(),
         cpu_flags=cpu_flags(),
@@ -59,6 +58,30 @@ def probe_facts(workload: Workload, *, allow_batch: bool = False) -> Facts:
         packages=installed_packages(),
         libraries=find_libraries(),
         allow_batch=allow_batch,
+    )
+
+
+def machine_facts() -> Facts:
+    """What can be said of this machine without a workload: a catalogue for a plain float32 module on its device."""
+    cuda = torch.cuda.is_available()
+    return Facts(
+        device="cuda" if cuda else "cpu",
+        training=True,
+        calibration_batches=1,
+        num_linear=1,
+        num_conv=1,
+        num_4d_inputs=1,
+        num_input_shapes=2,
+        uses_sdpa=True,
+        manual_attention=1,
+        block_classes=("Block",),
+        hf_attention=("eager", "sdpa"),
+        physical_cores=usable_cores(),
+        cpu_flags=cpu_flags(),
+        cuda_capability=torch.cuda.get_device_capability() if cuda else (0, 0),
+        packages=installed_packages(),
+        libraries=find_libraries(),
+        allow_batch=True,
     )
 
 
@@ -73,13 +96,13 @@ class _SeesSdpa(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _forward_facts(workload: Workload, module: torch.nn.Module) -> tuple[bool, bool]:
-    """Whether SDPA is called, and whether the train mode that the model came in changes its answers."""
+def _forward_facts(workload: Workload, module: torch.nn.Module) -> tuple[bool, int, bool]:
+    """Whether SDPA is called, how many modules write attention out, and whether train mode changes the answers."""
     training = [child for child in module.modules() if child.training and child is not module] or (
         [module] if module.training and isinstance(workload.model, torch.nn.Module) else []
     )
     differs = any(_random_or_batch_dependent(child) for child in training)
-    watch = _SeesSdpa()
+    watch, manual = _SeesSdpa(), 0
     try:
         with _unchanged(workload, module) as model, torch.no_grad():
 
@@ -94,9 +117,12 @@ def _forward_facts(workload: Workload, module: torch.nn.Module) -> tuple[bool, b
                 noise = _distance(given, outputs())
                 model.eval()
                 differs = _distance(given, outputs()) > 4 * noise + 1e-6
+            if not _is_transformers(module):  # those have implementations to choose from
+                model_in_eval = module.eval()  # with dropout on, nothing could be rewritten
+                manual = count_manual_attention(model_in_eval, outputs)
     except Exception:  # the baseline trial will say what is wrong with it
         pass
-    return watch.seen, differs
+    return watch.seen, manual, differs
 
 
 def _random_or_batch_dependent(layer: torch.nn.Module) -> bool:

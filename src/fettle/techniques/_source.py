@@ -7,9 +7,12 @@ The file that the user is handed and the code that fettle measured are one text.
 from __future__ import annotations
 
 import ast
+import hashlib
 import inspect
 import linecache
+import sys
 import textwrap
+import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -115,9 +118,12 @@ def load(source: str, label: str) -> Callable[..., Callable[..., Any]]:
     """The function ``optimize`` of a rendered source; its lines show in tracebacks under `label`."""
     filename = f"<{label}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    namespace: dict[str, Any] = {"__name__": "optimized", "__file__": filename}
-    exec(compile(source, filename, "exec"), namespace)
-    found = namespace["optimize"]
+    # A real module under a name of its own: torch.compile looks functions up through sys.modules.
+    module = types.ModuleType(f"optimized_{hashlib.sha256(source.encode()).hexdigest()[:16]}")
+    module.__file__ = filename
+    sys.modules[module.__name__] = module
+    exec(compile(source, filename, "exec"), module.__dict__)
+    found = module.optimize
     assert callable(found)
     return found  # type: ignore[no-any-return]
 

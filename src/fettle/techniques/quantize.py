@@ -83,6 +83,7 @@ class Quantize(Technique):
     given = "none"
     needs: ClassVar[Mapping[str, str]] = {"compile": "default", "grad": "inference_mode"}
     cost = 2
+    calibrated = frozenset({"int8-static"})
 
     def levels(self, facts: Facts) -> list[Level]:
         cannot = "" if facts.is_module else "the model is a plain callable"

@@ -117,6 +117,7 @@ class Runtime(Technique):
     title = "runtime"
     given = "torch"
     cost = 2
+    calibrated = frozenset({"openvino-int8"})
 
     def levels(self, facts: Facts) -> list[Level]:
         cannot = ""

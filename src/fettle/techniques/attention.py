@@ -1,0 +1,66 @@
+"""Which implementation computes attention."""
+
+from fettle.recipe import Recipe
+from fettle.techniques._attention_rewrite import (
+    attend,
+    leads_to_product,
+    manual_attention,
+    rewrite_attention,
+    rewrite_graph,
+    switch_processors,
+)
+from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.techniques._exported import spread
+
+_HF = ("sdpa", "flash_attention_2", "eager")
+
+
+def set_attention(model: object, name: str) -> None:
+    """Switch the outermost transformers models to an attention implementation."""
+    import torch
+
+    if hasattr(model, "set_attn_implementation"):
+        model.set_attn_implementation(name)
+    elif isinstance(model, torch.nn.Module):
+        for child in model.children():
+            set_attention(child, name)
+
+
+class Attention(Technique):
+    name = "attention"
+    title = "attention"
+    given = "as-is"
+
+    def levels(self, facts: Facts) -> list[Level]:
+        manual = "" if facts.manual_attention else "no attention written out by hand was found that can be rewritten"
+        found = [
+            Level("as-is", "as given"),
+            Level("sdpa", "attention written out by hand becomes scaled_dot_product_attention", manual),
+        ]
+        for name in _HF:
+            why_not = f"this model cannot be switched to {name} here"
+            if not facts.hf_attention:
+                why_not = "the model is not from transformers"
+            elif facts.hf_attention[0] == name:
+                why_not = "it is in use already"
+            elif name in facts.hf_attention:
+                why_not = ""
+            found.append(Level(f"hf-{name}", f"transformers' {name} implementation", why_not))
+        return found
+
+    def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
+        half = recipe.levels.get("precision", "fp32") != "fp32" or facts.dtype in ("bfloat16", "float16")
+        if level == "hf-flash_attention_2" and not half:
+            return "flash attention computes in 16 bits: needs precision=bf16 or fp16"
+        mode = recipe.levels.get("mode", "as-given")
+        if level == "sdpa" and facts.training and facts.train_mode_differs and mode == "as-given":
+            return "dropout stands between weights and values: needs mode=eval"
+        return ""
+
+    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        if level == "sdpa":
+            helpers = (spread, attend, leads_to_product, rewrite_graph, manual_attention, switch_processors)
+            invoke = "call(model, *args, **kwargs)" if facts.custom_call else "model(*args, **kwargs)"
+            lines = ("args, kwargs = spread(batches[0])", f"rewrite_attention(model, lambda: {invoke})")
+            return Code(helpers=(*helpers, rewrite_attention), prepare=lines)
+        return Code(helpers=(set_attention,), prepare=(f'set_attention(model, "{level.removeprefix("hf-")}")',))

@@ -1,0 +1,81 @@
+"""The whole forward pass recorded once as a CUDA graph, and launched with one call."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from fettle.recipe import Recipe
+from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.techniques._exported import flatten
+
+
+class Graphed:
+    """A model recorded as a CUDA graph, one for each shape of its input, at the first call with it."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.graphs: dict[Any, Any] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from torch.utils import _pytree as pytree
+
+        leaves, spec = flatten((args, kwargs))
+        key = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        if key not in self.graphs:
+            self.graphs[key] = self.record(leaves, spec)
+        graph, inputs, outputs, out_spec = self.graphs[key]
+        for own, given in zip(inputs, leaves, strict=True):
+            if isinstance(own, torch.Tensor):
+                own.copy_(given, non_blocking=True)
+        graph.replay()
+        # copies, since the next replay writes into the same memory
+        results = [item.clone() if isinstance(item, torch.Tensor) else item for item in outputs]
+        return pytree.tree_unflatten(results, out_spec)
+
+    def record(self, leaves: list[Any], spec: Any) -> Any:
+        """Record one call on inputs like `leaves`, after three that let libraries and compilers settle."""
+        from torch.utils import _pytree as pytree
+
+        inputs = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(inputs, spec)
+        side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self.model(*args, **kwargs)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = self.model(*args, **kwargs)
+        return (graph, inputs, *flatten(output))
+
+
+class CudaGraphs(Technique):
+    name = "cuda_graphs"
+    title = "CUDA graphs"
+    given = "off"
+    needs: ClassVar[Mapping[str, str]] = {"grad": "inference_mode"}
+
+    def levels(self, facts: Facts) -> list[Level]:
+        why_not = ""
+        if facts.device != "cuda":
+            why_not = "the work is not on a CUDA device"
+        elif facts.custom_call:
+            why_not = "the workload has a call of its own, and a graph holds one forward"
+        return [Level("off", "as given"), Level("on", "the forward pass is recorded and replayed", why_not)]
+
+    def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
+        if level == self.given:
+            return ""
+        compiled, runtime = recipe.levels.get("compile", "off"), recipe.levels.get("runtime", "torch")
+        if compiled in ("reduce-overhead", "max-autotune"):
+            return f"compile={compiled} records CUDA graphs itself"
+        if runtime != "torch":
+            return f"runtime={runtime} launches its own kernels"
+        if recipe.levels.get("grad", "grad") == "grad":
+            return "a graph cannot be recorded with autograd: needs grad=inference_mode or no_grad"
+        return ""
+
+    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        return Code(helpers=(flatten, Graphed), prepare=("model = Graphed(model)",))

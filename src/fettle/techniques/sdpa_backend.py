@@ -1,0 +1,47 @@
+"""Which kernel scaled_dot_product_attention runs. Left alone, torch picks by its own order of preference."""
+
+from fettle.recipe import Recipe
+from fettle.techniques._base import Code, Facts, Level, Technique
+
+_BACKENDS = {
+    "flash": "FLASH_ATTENTION",
+    "cudnn": "CUDNN_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+    "math": "MATH",
+}
+
+
+class SdpaBackend(Technique):
+    name = "sdpa_backend"
+    title = "SDPA kernel"
+    given = "auto"
+
+    def levels(self, facts: Facts) -> list[Level]:
+        uses = facts.uses_sdpa or facts.manual_attention or "sdpa" in facts.hf_attention
+        unused = "" if uses else "the model does not use scaled_dot_product_attention"
+        gpu = "" if facts.device == "cuda" else "on a CPU there are flash and math only"
+        return [
+            Level("auto", "torch chooses"),
+            Level("flash", "flash attention", unused),
+            Level("cudnn", "cuDNN attention", unused or gpu),
+            Level("efficient", "memory-efficient attention", unused or gpu),
+            Level("math", "plain products and a softmax", unused),
+        ]
+
+    def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
+        if level == self.given:
+            return ""
+        attention = recipe.levels.get("attention", "as-is")
+        if attention in ("hf-eager", "hf-flash_attention_2"):
+            return f"attention={attention} does not call scaled_dot_product_attention"
+        if not facts.uses_sdpa and attention == "as-is":
+            return "attention as given does not call scaled_dot_product_attention"
+        if recipe.levels.get("runtime", "torch") not in ("torch", "aoti"):
+            return "another runtime has its own attention"
+        return ""
+
+    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        return Code(
+            setup=("from torch.nn.attention import SDPBackend, sdpa_kernel",),
+            contexts=(f"sdpa_kernel(SDPBackend.{_BACKENDS[level]})",),
+        )

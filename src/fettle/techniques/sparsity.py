@@ -1,0 +1,58 @@
+"""2:4 sparsity: the two smallest of every four weights become zero, and the GPU skips them."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from fettle.recipe import Recipe
+from fettle.techniques._base import Code, Facts, Level, Technique
+
+
+def sparsify(model: torch.nn.Module) -> None:
+    """Prune every linear layer that the sparse kernels can take to 2:4, by magnitude, and pack it."""
+    import logging
+
+    layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+    done = 0
+    for layer in layers:
+        weight = layer.weight.detach()
+        # the kernels want tiles of 64 rows and columns in 16 bits
+        if any(size % 64 for size in weight.shape) or weight.dtype not in (torch.float16, torch.bfloat16):
+            continue
+        groups = weight.reshape(-1, 4)
+        keep = torch.zeros_like(groups, dtype=torch.bool).scatter_(1, groups.abs().topk(2, dim=1).indices, True)
+        pruned = (groups * keep).reshape(weight.shape)
+        layer.weight = torch.nn.Parameter(torch.sparse.to_sparse_semi_structured(pruned), requires_grad=False)
+        done += 1
+    if done == 0:
+        raise RuntimeError(f"2:4 sparsity: 0 of {len(layers)} layers matched")
+    logging.getLogger("optimized").info("2:4 sparsity: %d of %d linear layers", done, len(layers))
+
+
+class Sparsity(Technique):
+    name = "sparsity"
+    title = "2:4 sparsity"
+    given = "none"
+    needs: ClassVar[Mapping[str, str]] = {"precision": "bf16", "grad": "inference_mode"}
+
+    def levels(self, facts: Facts) -> list[Level]:
+        why_not = "" if facts.num_linear else "the model has no linear layer"
+        if not facts.is_module:
+            why_not = "the model is a plain callable"
+        elif facts.device != "cuda" or facts.cuda_capability < (8, 0):
+            why_not = "sparse matrix units need a GPU of compute capability 8.0"
+        return [Level("none", "as given"), Level("2:4", "half of the weights of linear layers dropped", why_not)]
+
+    def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
+        if level == self.given:
+            return ""
+        half = recipe.levels.get("precision", "fp32") in ("bf16", "fp16") or facts.dtype in ("bfloat16", "float16")
+        if not half:
+            return "the sparse kernels take 16-bit weights: needs precision=bf16 or fp16"
+        if recipe.levels.get("quantize", "none") != "none":
+            return "quantised weights cannot be packed as sparse ones"
+        return ""
+
+    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        return Code(helpers=(sparsify,), prepare=("sparsify(model)",))

@@ -1,0 +1,115 @@
+"""Attention written out by hand is rewritten exactly; what only looks like it is left alone."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from fettle.recipe import Recipe
+from fettle.techniques import load, probe_facts, source
+from fettle.techniques._attention_rewrite import count_manual_attention
+from fettle.workload import Workload
+
+
+class Attention(nn.Module):
+    """As it is written in a hundred repositories; `form` picks the spelling."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.form, self.drop, self.heads = form, nn.Dropout(0.1), 2
+        self.register_buffer("causal", torch.tril(torch.ones(32, 32)).view(1, 1, 32, 32))
+
+    def forward(self, x, mask=None):
+        B, N, C = x.shape
+        q, k, v = self.qkv(x).reshape(B, N, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        if self.form == "einsum":
+            weights = torch.einsum("b h i d, b h j d -> b h i j", q, k) * 0.3
+            out = torch.einsum("b h i j, b h j d -> b h i d", self.drop(weights.softmax(dim=-1)), v)
+        elif self.form == "gpt":
+            scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+            scores = scores.masked_fill(self.causal[:, :, :N, :N] == 0, float("-inf"))
+            out = nn.functional.softmax(scores, dim=-1) @ v
+        elif self.form == "divided":
+            scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(C // self.heads)
+            if mask is not None:
+                scores = scores + mask
+            out = torch.matmul(torch.softmax(scores, dim=-1), v)
+        elif self.form == "kept":  # the weights go to the caller too
+            weights = torch.softmax(q @ k.transpose(-2, -1), dim=-1)
+            return self.proj((weights @ v).transpose(1, 2).reshape(B, N, C)), weights
+        else:  # over the wrong dimension
+            out = torch.softmax(q @ k.transpose(-2, -1), dim=1) @ v
+        return self.proj(out.transpose(1, 2).reshape(B, N, C))
+
+
+class Branching(nn.Module):
+    def forward(self, x):
+        if x.sum() > 0:
+            x = x + 1
+        return torch.softmax(x @ x.transpose(-2, -1), dim=-1) @ x
+
+
+def optimised(model, batch, **levels):
+    torch.manual_seed(0)
+    recipe = Recipe({"mode": "eval", "attention": "sdpa", **levels})
+    return load(source(recipe, probe_facts(Workload(model, [batch]))), "optimized")(model, [batch])
+
+
+@pytest.mark.parametrize("form", ["einsum", "gpt", "divided"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_exact(form, masked):
+    model = nn.ModuleList([Attention(form)])[0]
+    x = torch.randn(2, 9, 16)
+    mask = torch.randn(2, 1, 9, 9) if masked and form == "divided" else None
+    batch = (x, mask) if mask is not None else (x,)
+    assert probe_facts(Workload(model, [batch])).manual_attention == 1
+    expected = model.eval()(*batch)
+    run = optimised(model, batch)
+    called = []
+    attention = nn.functional.scaled_dot_product_attention
+    nn.functional.scaled_dot_product_attention = lambda *a, **k: called.append(1) or attention(*a, **k)
+    try:
+        torch.testing.assert_close(run(*batch), expected)
+        assert called == [1]
+        # another form of call takes the old path, another length the new one
+        other = (x[:, :5],) if mask is None else (x,)
+        torch.testing.assert_close(run(*other), Attention.forward(model, *other))
+    finally:
+        nn.functional.scaled_dot_product_attention = attention
+    if mask is not None:
+        assert called == [1]
+
+
+@pytest.mark.parametrize("model", [Attention("kept"), Attention("wrong"), Branching()])
+def test_left_alone(model):
+    x = torch.randn(2, 4, 16)
+    model.eval()
+    assert count_manual_attention(model, lambda: model(x)) == 0
+    with pytest.raises(RuntimeError, match="attention: matched 0 of"):
+        optimised(model, (x,))
+
+
+def test_rewritten_attention_compiles_in_one_graph_and_follows_its_weights():
+    model, x = nn.Sequential(Attention("gpt"), Attention("divided")).eval(), torch.randn(2, 9, 16)
+    expected = model(x)
+    run = optimised(model, (x,))
+    graphs = torch._dynamo.explain(run)(x)
+    assert graphs.graph_break_count == 0
+    model.to(torch.float64)
+    torch.testing.assert_close(run(x.double()), expected.double(), atol=1e-5, rtol=1e-5)
+
+
+def test_transformers_implementations():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    model, ids = transformers.BertModel(config).eval(), torch.arange(8).reshape(1, 8)
+    facts = probe_facts(Workload(model, [ids]))
+    assert facts.hf_attention == ("sdpa", "eager")
+    expected = model(ids).last_hidden_state
+    run = load(source(Recipe({"attention": "hf-eager"}), facts), "optimized")(model, [ids])
+    assert model.config._attn_implementation == "eager"
+    torch.testing.assert_close(run(ids).last_hidden_state, expected)
