@@ -125,7 +125,9 @@ def show(found: dict) -> None:
 
 def summary(results: list[dict]) -> None:
     """The table over all workloads, and the geometric means the bar speaks of."""
-    print("| workload | as given ms | eager eval ms | best peer | best peer ms | fettle ms | fettle / best peer | recipe |")
+    print(
+        "| workload | as given ms | eager eval ms | best peer | best peer ms | fettle ms | fettle / best peer | recipe |"
+    )
     print("| --- | --: | --: | --- | --: | --: | --: | --- |")
     over_eager, over_given, over_peer = [], [], []
     for found in results:
@@ -155,7 +157,10 @@ def _possible(recipe: Recipe, facts: object) -> Recipe | None:
 def _tell(event: object) -> None:
     if event.trial is not None:
         trial = event.trial
-        print(f"    {trial.status:8} {trial.time_ms:10.3f} ms  {trial.speedup}  {trial.recipe} {trial.reason[:100]}", flush=True)
+        print(
+            f"    {trial.status:8} {trial.time_ms:10.3f} ms  {trial.speedup}  {trial.recipe} {trial.reason[:100]}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

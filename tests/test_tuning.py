@@ -255,7 +255,16 @@ def test_a_recipe_for_another_workload_is_refused(tuned) -> None:
 
 
 def test_bench_of_the_baseline_against_itself_and_json(work: Path) -> None:
-    command = [sys.executable, "-c", "from fettle.cli import main; main()", "bench", str(work), "--json", "--rounds", "8"]
+    command = [
+        sys.executable,
+        "-c",
+        "from fettle.cli import main; main()",
+        "bench",
+        str(work),
+        "--json",
+        "--rounds",
+        "8",
+    ]
     done = subprocess.run([*command, "--recipe", "baseline"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     trials = json.loads(done.stdout)["trials"]

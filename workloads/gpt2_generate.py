@@ -13,7 +13,12 @@ PROMPT, WRITTEN = 16, 32
 def generate(model, prompts: torch.Tensor) -> torch.Tensor:
     mask = torch.ones_like(prompts)
     return model.generate(
-        prompts, attention_mask=mask, do_sample=False, min_new_tokens=WRITTEN, max_new_tokens=WRITTEN, pad_token_id=50256
+        prompts,
+        attention_mask=mask,
+        do_sample=False,
+        min_new_tokens=WRITTEN,
+        max_new_tokens=WRITTEN,
+        pad_token_id=50256,
     )
 
 

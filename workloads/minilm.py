@@ -28,7 +28,9 @@ def workload() -> dict:
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     texts = (Path(__file__).parent / "sentences.txt").read_text("utf-8").splitlines()
     tokens = tokenizer(texts, padding="max_length", truncation=True, max_length=24, return_tensors="pt")
-    batches = [dict(zip(tokens, rows, strict=True)) for rows in zip(*(tokens[k].split(32) for k in tokens), strict=True)]
+    batches = [
+        dict(zip(tokens, rows, strict=True)) for rows in zip(*(tokens[k].split(32) for k in tokens), strict=True)
+    ]
     expected = neighbours(model, batches)
 
     def agreement(tuned) -> float:

@@ -1,11 +1,11 @@
 """fettle: the fastest configuration of a PyTorch model that keeps its answers, with the evidence.
 
-    import fettle
+import fettle
 
-    result = fettle.tune(model, [batch], max_error=0.02)
-    fast = result.apply(model)
-    result.recipe.save("recipe.toml")
-    print(result.code)
+result = fettle.tune(model, [batch], max_error=0.02)
+fast = result.apply(model)
+result.recipe.save("recipe.toml")
+print(result.code)
 """
 
 from __future__ import annotations

@@ -46,7 +46,9 @@ class Study:
             owner = study.user_attrs.get(_WORKLOAD)
             if owner is None:
                 if study.trials:
-                    raise UsageError(f"the study {name!r} in {_hidden(storage)} is not fettle's: choose another --study")
+                    raise UsageError(
+                        f"the study {name!r} in {_hidden(storage)} is not fettle's: choose another --study"
+                    )
                 study.set_user_attr(_WORKLOAD, fingerprint)
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)

@@ -78,7 +78,9 @@ def test_a_race_ranks_rejects_and_survives(target: dict[str, Any], tmp_path: Pat
     assert raises.reason == "ValueError: no such layer"
     assert dies.status == "failed"
     assert "SIGSEGV" in dies.reason
-    assert not [p for p in psutil.Process().children(recursive=True) if "fettle.measure._worker" in " ".join(p.cmdline())]
+    assert not [
+        p for p in psutil.Process().children(recursive=True) if "fettle.measure._worker" in " ".join(p.cmdline())
+    ]
 
 
 def test_a_time_limit_kills_the_worker_with_its_children(target: dict[str, Any], tmp_path: Path) -> None:
@@ -224,7 +226,11 @@ def test_a_metric_is_measured_and_a_broken_one_never_passes(tmp_path: Path) -> N
     fingerprint, _ = _reference(target, tmp_path / "reference.pt")
     judging = Judge(str(tmp_path / "reference.pt"), max_metric_drop=0.1, reference_metric=6.0)
     good, low = race(
-        target, fingerprint, [_entry("same"), _entry("low", "", "lambda x: model(x) * 0.5")], judging, Rules(max_rounds=3)
+        target,
+        fingerprint,
+        [_entry("same"), _entry("low", "", "lambda x: model(x) * 0.5")],
+        judging,
+        Rules(max_rounds=3),
     )
     assert good.ok
     assert good.accuracy.metric == 6.0

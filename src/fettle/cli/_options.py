@@ -42,7 +42,9 @@ def technique_levels(options: Sequence[str]) -> dict[str, list[str]]:
     for option in options:
         name, equals, levels = option.partition("=")
         if not equals or not name or not levels:
-            raise UsageError(f"--technique {option!r}: write NAME=LEVEL or NAME=LEVEL,LEVEL, for example precision=bf16")
+            raise UsageError(
+                f"--technique {option!r}: write NAME=LEVEL or NAME=LEVEL,LEVEL, for example precision=bf16"
+            )
         found.setdefault(name.strip(), []).extend(level.strip() for level in levels.split(",") if level.strip())
     return found
 
@@ -65,7 +67,9 @@ def progress(quiet: bool) -> Iterator[Tell]:
                 best = ""
                 if event.best is not None and event.best.speedup is not None:
                     best = f" [dim]| best {event.best.speedup.estimate:.2f}x[/]"
-                bar.update(task, description=f"{event.doing[:60]}{best}", completed=event.elapsed_s, total=event.budget_s)
+                bar.update(
+                    task, description=f"{event.doing[:60]}{best}", completed=event.elapsed_s, total=event.budget_s
+                )
                 if event.trial is not None:
                     bar.console.print(trial_line(event), highlight=False)
 

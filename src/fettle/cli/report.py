@@ -12,7 +12,9 @@ from rich.console import Console
 
 def command(
     source: Annotated[Path, typer.Argument(help="the output folder of a tuning, or its result.json")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="file to write; default report.html beside")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="file to write; default report.html beside")
+    ] = None,
     charts: Annotated[Path | None, typer.Option(help="folder for the charts as PNG")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:

@@ -189,7 +189,14 @@ def take_slice(state: State, request: Request) -> dict[str, Any]:
     return {"samples_ns": samples, "energy_j": spent}
 
 
-ACTIONS = {"build": build, "probe": probe, "peaks": peaks, "reference": reference, "prepare": prepare, "slice": take_slice}
+ACTIONS = {
+    "build": build,
+    "probe": probe,
+    "peaks": peaks,
+    "reference": reference,
+    "prepare": prepare,
+    "slice": take_slice,
+}
 
 
 def one_sample(state: State) -> int:
