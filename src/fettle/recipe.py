@@ -56,6 +56,10 @@ class Recipe:
         """The same recipe with some techniques as given."""
         return Recipe({name: level for name, level in self.levels.items() if name not in names})
 
+    def save(self, path: str | Path) -> None:
+        """Write the levels alone as a recipe file; ``result.save(folder)`` writes them with their evidence."""
+        RecipeFile(levels=dict(self.levels)).save(path)
+
     def __str__(self) -> str:
         return " ".join(f"{name}={level}" for name, level in self.levels.items()) or "baseline"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from fettle.measure import Trial
@@ -104,6 +105,18 @@ class Result:
     def recipe(self) -> Recipe:
         """The winner's recipe, empty when nothing won."""
         return self.winner.recipe if self.winner else Recipe()
+
+    def apply(self, model: Any, inputs: Any, *, call: Any = None) -> Any:
+        """The tuned callable of `model`, which is changed in place; see `fettle.apply`."""
+        from fettle.applying import apply
+
+        return apply(model, self.recipe, inputs, call=call)
+
+    def save(self, folder: str | Path) -> list[Path]:
+        """Write recipe.toml, optimized.py, report.html and result.json to `folder`; returns their paths."""
+        from fettle.tuning import save
+
+        return save(self, Path(folder))
 
     @property
     def payback_calls(self) -> float | None:
