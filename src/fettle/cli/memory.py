@@ -111,11 +111,11 @@ def _print_holders(console: Console, analysis: Analysis) -> None:
 def _print_spikes(console: Console, analysis: Analysis) -> None:
     if not analysis.spikes:
         return
-    table = _table("Spikes", "above plateau", "top", "lasts", "mostly from")
+    table = _table("Spikes", "times", "above plateau", "top", "lasts", "mostly from")
     for spike in analysis.spikes:
         who = spike.contributors[0].own_line if spike.contributors else ""
         lasts = f"{spike.duration_ms:.2f} ms" if spike.duration_ms is not None else ""
-        table.add_row(size_text(spike.height_bytes), size_text(spike.top_bytes), lasts, escape(who))
+        table.add_row(str(spike.count), size_text(spike.height_bytes), size_text(spike.top_bytes), lasts, escape(who))
     console.print(table)
 
 
@@ -125,7 +125,8 @@ def _print_leaks(console: Console, analysis: Analysis) -> None:
         console.print(f"\nLeaks: not judged: {escape(leaks.reason)}", highlight=False)
         return
     if not leaks.leaks:
-        console.print(f"\nLeaks: none seen ({leaks.steps} steps, {escape(leaks.step_source)})", highlight=False)
+        seen = leaks.reason or f"{leaks.steps} steps, {leaks.step_source}"
+        console.print(f"\nLeaks: none seen ({escape(seen)})", highlight=False)
     for leak in leaks.leaks:
         console.print(
             f"\n[bold]Leak[/] ({leak.kind}): {size_text(leak.bytes_per_step)} a step, "

@@ -47,7 +47,7 @@ def advise(
     found = [_stop_emptying(row) for row in churn if row.cause == "empty_cache" and row.share_of_reserved >= _MUCH]
     found += [_threshold(row) for row in churn if row.cause == "gc_threshold" and row.share_of_reserved >= _MUCH]
     expandable = _expandable_segments(snapshot, pools, churn, leaks, fit)
-    return tuple([*found, *([expandable] if expandable else []), *_rounding(snapshot, pools)])
+    return (*found, *([expandable] if expandable else []), *_rounding(snapshot, pools))
 
 
 def _stop_emptying(churn: Churn) -> Advice:

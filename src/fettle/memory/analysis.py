@@ -108,11 +108,12 @@ def verdict(analysis: Analysis) -> str:
         first = analysis.holders[0]
         said.append(f"The most of it, {first.share:.0%}, is held by {first.own_line}")
     for leak in analysis.leaks.leaks:
-        per = "step" if analysis.steps.marked else "slice of the window"
-        said.append(f"It grows by {size_text(leak.bytes_per_step)} a {per} ({leak.kind}): {leak.what_to_do}")
+        said.append(f"It grows by {size_text(leak.bytes_per_step)} a step ({leak.kind}): {leak.what_to_do}")
     for row in analysis.churn[:1]:
         if row.share_of_reserved >= 0.1:
-            said.append(f"{size_text(row.freed_bytes)} were given back and fetched again ({row.cause} at {row.own_line})")
+            said.append(
+                f"{size_text(row.freed_bytes)} were given back and fetched again ({row.cause} at {row.own_line})"
+            )
     if analysis.non_releasable_bytes >= 0.1 * max(analysis.reserved_bytes, 1):
         said.append(f"{size_text(analysis.non_releasable_bytes)} are free but stuck in segments in use")
     if analysis.fit is not None:
@@ -146,7 +147,7 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         "releasable_bytes": analysis.releasable_bytes,
         "non_releasable_bytes": analysis.non_releasable_bytes,
         "largest_free_bytes": max((pool.largest_free_bytes for pool in analysis.pools), default=0),
-        "steps": {"count": len(analysis.steps), "source": analysis.steps.source, "marked": analysis.steps.marked},
+        "steps": {"count": len(analysis.steps), "source": analysis.steps.source},
         "violations": [plain(row) for row in analysis.violations],
         "holders": [plain(row) for row in analysis.holders],
         "spikes": [plain(row) for row in analysis.spikes],

@@ -70,7 +70,8 @@ def compare(before: Snapshot, after: Snapshot, device: int, *, top: int = 20) ->
     notes = []
     if shared < _FEW_IN_COMMON:
         notes.append(
-            f"only {shared:.0%} of the bytes come from stacks that both snapshots have: these look like different programs"
+            f"only {shared:.0%} of the bytes come from stacks that both snapshots have: "
+            "these look like different programs"
         )
     if before.allocator != after.allocator:
         notes.append("one snapshot is of the CPU, the other of a GPU: sizes compare, reserved memory does not")

@@ -193,7 +193,9 @@ def would_fit(
         need = f"a new segment of {size_text(needed)} is needed from the device"
         if device_free_bytes is None:
             answer = "unknown"
-            sentence = f"not from the cache ({why}); {need}, after releasing up to {size_text(releasable)} of idle segments"
+            sentence = (
+                f"not from the cache ({why}); {need}, after releasing up to {size_text(releasable)} of idle segments"
+            )
         elif device_free_bytes >= needed:
             answer = "device"
             sentence = f"yes: not from the cache ({why}), but the device has {size_text(device_free_bytes)} free"
@@ -205,9 +207,7 @@ def would_fit(
             )
         else:
             answer = "no"
-            sentence = (
-                f"no: {why}; {need}, which has {size_text(device_free_bytes)} and would get back {size_text(releasable)} at most"
-            )
+            sentence = f"no: {why}; {need}, which has {size_text(device_free_bytes)} and would get back {size_text(releasable)} at most"
     return Fit(
         request_bytes=request_bytes,
         rounded_bytes=rounded,
@@ -255,7 +255,7 @@ def last_device_free(snapshot: Snapshot, device: int) -> int | None:
 
 
 def _may_be_split(sizes: Ints, rounded: int, settings: Mapping[str, object]) -> Flags:
-    """With `max_split_size` set, large blocks are kept for large requests, and large requests take no far larger one."""
+    """With `max_split_size` set, large blocks are kept for large requests, which take no far larger one."""
     limit = settings.get("max_split_size", -1)
     if not isinstance(limit, int) or limit <= 0:
         return np.ones(len(sizes), np.bool_)
@@ -269,7 +269,3 @@ def _divisions(request_bytes: int, settings: Mapping[str, object]) -> int:
     bucket = min(1 << (mebibytes.bit_length() - 1), 32768)
     value = settings.get(f"roundup_power2_divisions[{bucket}]", 0)
     return value if isinstance(value, int) else 0
-
-
-
-

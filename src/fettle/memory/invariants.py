@@ -47,7 +47,11 @@ def _segment_sums(snapshot: Snapshot) -> list[Violation]:
         ("its blocks do not add up to total_size", total(blocks.size_bytes), segments.total_bytes),
         ("allocated_size is not that of its blocks", total(blocks.size_bytes, allocated), segments.allocated_bytes),
         ("active_size is not that of its blocks", total(blocks.size_bytes, active), segments.active_bytes),
-        ("requested_size is not that of its blocks", total(blocks.requested_bytes, allocated), segments.requested_bytes),
+        (
+            "requested_size is not that of its blocks",
+            total(blocks.requested_bytes, allocated),
+            segments.requested_bytes,
+        ),
     ]
     broken = []
     for rule, found, expected in rules:
@@ -62,7 +66,9 @@ def _layout(snapshot: Snapshot) -> list[Violation]:
     if len(blocks) == 0:
         return []
     start = segments.address[blocks.segment]
-    outside = (blocks.address < start) | (blocks.address + blocks.size_bytes > start + segments.total_bytes[blocks.segment])
+    outside = (blocks.address < start) | (
+        blocks.address + blocks.size_bytes > start + segments.total_bytes[blocks.segment]
+    )
     overlap = (blocks.segment[1:] == blocks.segment[:-1]) & (
         blocks.address[1:] < blocks.address[:-1] + blocks.size_bytes[:-1]
     )

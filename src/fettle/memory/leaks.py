@@ -18,6 +18,7 @@ from fettle.memory.replay import Replay
 from fettle.memory.snapshot import Action, Frame, Ints, Snapshot
 from fettle.memory.stacks import StackGroups
 from fettle.memory.steps import Steps
+from fettle.memory.units import size_text
 
 _MIB = 1 << 20
 _WARM_UP_STEPS = 2
@@ -74,6 +75,8 @@ class LeakReport:
 
 def find_leaks(snapshot: Snapshot, replay: Replay, groups: StackGroups, steps: Steps) -> LeakReport:
     """Look for growth in tensors, in reserved memory and in the process, in this order; the first found is named."""
+    if not steps.marked and len(replay.trace):
+        return _without_steps(replay, steps)
     used, reserved = _levels(replay, steps)
     if len(used) < _FEWEST_POINTS:
         needed = _FEWEST_POINTS + _WARM_UP_STEPS
@@ -100,15 +103,21 @@ def theil_sen(values: npt.ArrayLike) -> float:
 
 
 def _levels(replay: Replay, steps: Steps) -> tuple[Ints, Ints]:
-    """Used and reserved bytes at the end of each step, or at the lowest point of each slice, without the warm-up."""
-    ends = steps.ends
-    if len(ends) == 0:
-        return ends, ends
-    if steps.marked:
-        return replay.used_bytes[ends][_WARM_UP_STEPS:], replay.reserved_bytes[ends][_WARM_UP_STEPS:]
-    starts = np.concatenate([[0], ends[:-1] + 1])
-    lowest = np.minimum.reduceat(replay.used_bytes, starts)
-    return lowest[_WARM_UP_STEPS:], replay.reserved_bytes[ends][_WARM_UP_STEPS:]
+    """Used and reserved bytes at the end of each step, without the warm-up."""
+    ends = steps.ends[_WARM_UP_STEPS:]
+    return replay.used_bytes[ends], replay.reserved_bytes[ends]
+
+
+def _without_steps(replay: Replay, steps: Steps) -> LeakReport:
+    """A window that ends where it began did not leak; one that ends higher may have, or may be one forward pass."""
+    grown = replay.end_bytes - replay.start_bytes
+    if grown <= max(_MIB, 0.001 * replay.start_bytes):
+        return LeakReport(True, "the window ends where it began", 0, steps.source, 0.0, ())
+    reason = (
+        f"the window ends {size_text(grown)} higher than it began, but without marks of its steps this may be warm-up; "
+        "record with fettle.memory.record and call step() at the end of each"
+    )
+    return LeakReport(False, reason, 0, steps.source, 0.0, ())
 
 
 def _least_slope(levels: Ints) -> float:
@@ -125,8 +134,6 @@ def _grows(levels: Ints) -> bool:
 
 def _cycles(replay: Replay, groups: StackGroups, steps: Steps, used: Ints) -> Leak | None:
     """A sawtooth: most steps rise, and now and then one row of frees lets go of what many earlier steps left."""
-    if not steps.marked:
-        return None
     rise = float(np.median(np.diff(used)))
     if rise <= _least_slope(used) or not _has_collapse(replay, steps, rise):
         return None
@@ -157,9 +164,10 @@ def _growing_tensors(replay: Replay, groups: StackGroups, steps: Steps, used: In
     survivors = _survivors(replay, groups, steps)
     in_graph = [survivor for survivor in survivors if survivor.phase in ("forward", "backward")]
     # One tensor a step is a list of results; the activations of several layers a step are a graph.
+    each_step = sum(survivor.count / survivor.steps for survivor in in_graph)
     weight = sum(survivor.size_bytes * survivor.count for survivor in survivors)
     graph_weight = sum(survivor.size_bytes * survivor.count for survivor in in_graph)
-    kind = "graph" if len(in_graph) >= 2 and graph_weight > weight / 2 else "tensor"
+    kind = "graph" if each_step >= 2 and graph_weight > weight / 2 else "tensor"
     return Leak(kind, theil_sen(used), _rising(used), survivors, WHAT_TO_DO[kind])
 
 

@@ -164,6 +164,7 @@ class _Parser:
                 requested_bytes=self.ints((_requested(block) for block in blocks), "a block's requested size"),
                 state=np.array([_STATES.get(s, 0) if isinstance(s, str) else 0 for s in states], np.int8),
                 stack=np.array([self.stack(_block_frames(block)) for block in blocks], np.int64),
+                tag=self.row_tags(blocks),
             ),
         )
 
@@ -200,7 +201,7 @@ class _Parser:
             stream=self.column(events, "stream", "event", 0),
             time_us=self.column(events, "time_us", "event", 0),
             stack=self.event_stacks(events),
-            tag=self.event_tags(events),
+            tag=self.row_tags(events),
         )
         return _from_the_oldest(trace)
 
@@ -214,10 +215,10 @@ class _Parser:
             out.append(self.stack(frames) if number is None else number)
         return np.array(out, np.int64)
 
-    def event_tags(self, events: list[Any]) -> Ints:
+    def row_tags(self, rows: list[Any]) -> Ints:
         out = []
-        for event in events:
-            tag = event.get("category") or event.get("user_metadata") or ""
+        for row in rows:
+            tag = row.get("category") or row.get("user_metadata") or ""
             if not isinstance(tag, str):
                 tag = ""
             number = self.tags.get(tag)

@@ -146,7 +146,7 @@ def _pairs(trace: Trace, free: int) -> tuple[Ints, Ints, Ints]:
     events = events[np.argsort(trace.address[events], kind="stable")]
     is_alloc = trace.action[events] == Action.ALLOC
     next_frees_it = np.zeros(len(events), np.bool_)
-    if len(events) > 1:
+    if len(events):
         same = trace.address[events[1:]] == trace.address[events[:-1]]
         next_frees_it[:-1] = same & is_alloc[:-1] & ~is_alloc[1:]
     follower = np.full(len(events), -1, np.int64)
@@ -178,7 +178,7 @@ def _allocations(snapshot: Snapshot, trace: Trace, live_rows: Ints, free: int) -
             stream=np.concatenate(
                 [trace.stream[born], trace.stream[orphan_frees], snapshot.segments.stream[blocks.segment[old]]]
             ),
-            tag=np.concatenate([trace.tag[born], none, np.zeros(len(old), np.int64)]),
+            tag=np.concatenate([trace.tag[born], none, blocks.tag[old]]),
         ),
         len(orphan_frees),
     )

@@ -93,6 +93,8 @@ class Blocks:
     state: Codes
     stack: Ints
     """Index into `Snapshot.stacks`."""
+    tag: Ints
+    """Index into `Snapshot.tags`."""
 
     def __len__(self) -> int:
         return len(self.address)

@@ -6,6 +6,7 @@ A spike is a stretch in which use exceeds the plateau by more than five median a
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,7 @@ from fettle.memory.stacks import StackGroups
 
 _MIB = 1 << 20
 _FEWEST_EVENTS = 20
+_MOST_LOOKED_AT = 40
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class Spike:
     first_event: int
     top_event: int
     last_event: int
+    count: int
+    """How many stretches like this one: mostly from the same line, and not higher."""
     height_bytes: int
     """The top, above the plateau."""
     plateau_bytes: int
@@ -48,22 +52,25 @@ def spikes(snapshot: Snapshot, replay: Replay, groups: StackGroups, *, top: int 
     if len(starts) == 0:
         return ()
     heights = np.maximum.reduceat(np.append(used, 0), np.column_stack([starts, ends + 1]).ravel())[::2]
-    found = []
-    for index in np.argsort(-heights, kind="stable")[:top].tolist():
+    found: dict[str, Spike] = {}
+    for index in np.argsort(-heights, kind="stable")[:_MOST_LOOKED_AT].tolist():
         first, last = int(starts[index]), int(ends[index])
         peak = first + int(used[first : last + 1].argmax())
-        found.append(
-            Spike(
-                first_event=first,
-                top_event=peak,
-                last_event=last,
-                height_bytes=int(used[peak] - plateau),
-                plateau_bytes=int(plateau),
-                top_bytes=int(used[peak]),
-                duration_ms=replay.milliseconds(first, last),
-                contributors=holders(
-                    snapshot, replay, groups, event=peak, among=replay.allocations.birth >= first, top=5
-                ),
-            )
+        among = replay.allocations.birth >= first
+        who = holders(snapshot, replay, groups, event=peak, among=among, top=5)
+        key = who[0].own_line if who else ""
+        if key in found:
+            found[key] = dataclasses.replace(found[key], count=found[key].count + 1)
+            continue
+        found[key] = Spike(
+            first_event=first,
+            top_event=peak,
+            last_event=last,
+            count=1,
+            height_bytes=int(used[peak] - plateau),
+            plateau_bytes=int(plateau),
+            top_bytes=int(used[peak]),
+            duration_ms=replay.milliseconds(first, last),
+            contributors=who,
         )
-    return tuple(found)
+    return tuple(found.values())[:top]

@@ -6,6 +6,7 @@ are used only where there is no Python (autograd's own threads).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from fettle.memory.snapshot import Frame, Ints, Snapshot
 
+_AUTOGRAD_NODE = re.compile(r"[A-Za-z]\w*Backward\d*")
 _NATIVE = (".cpp", ".cc", ".c", ".h", ".hpp", ".cu", ".cuh", ".so")
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "/Lib/")
 _PLUMBING = (
@@ -30,6 +32,9 @@ _PLUMBING = (
     "_start",
     "__libc_start",
     "clone",
+    "pthread_",
+    "__xmknodat",
+    "execute_native_thread_routine",
     "PyEval_",
     "PyObject_",
 )
@@ -79,7 +84,7 @@ def readable(stack: Sequence[Frame]) -> tuple[Frame, ...]:
 def own_line(stack: Sequence[Frame]) -> str:
     """The innermost frame of the user's own code, else the innermost frame, as ``file.py:12 in function``."""
     if not stack:
-        return "(no stack recorded)"
+        return "(no stack recorded: allocated before recording began)"
     own = next((frame for frame in stack if is_python(frame) and not _is_library(frame)), None)
     if own is None:
         backward = next((frame for frame in stack if "Backward" in frame.name), None)
@@ -90,7 +95,8 @@ def own_line(stack: Sequence[Frame]) -> str:
 def describe(frame: Frame) -> str:
     """``file.py:12 in function``; for C++ the function alone."""
     if frame.filename in ("", "??", "none") or (frame.filename.endswith(_NATIVE) and frame.line == 0):
-        return frame.name
+        node = _AUTOGRAD_NODE.search(frame.name)
+        return f"{node.group()} (C++)" if node else frame.name
     return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.line} in {frame.name}"
 
 
@@ -102,7 +108,9 @@ def phase(stack: Sequence[Frame]) -> str:
     names = [frame.name for frame in stack]
     if any("torch/optim/" in file for file in files) or any("Optimizer.step" in name for name in names):
         return "optimizer"
-    if any("Backward" in n or "autograd::Engine" in n or "autograd::engine" in n or "_run_backward" in n for n in names):
+    if any(
+        "Backward" in n or "autograd::Engine" in n or "autograd::engine" in n or "_run_backward" in n for n in names
+    ):
         return "backward"
     if any("torch/utils/data/" in file for file in files):
         return "data"

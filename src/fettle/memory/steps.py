@@ -1,7 +1,7 @@
 """Where does one step of the program end and the next begin?
 
 Snapshots carry the marks of the profiler on the trace's own clock, among them every optimizer step. Without any mark
-the window can only be cut into equal slices, which shows a trend but no step; results say which of them it was.
+there is no step: the layers of one forward pass look just like a leaking loop, each leaves its activations behind.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from fettle.memory.snapshot import Ints, Snapshot
 STEP_MARK = "fettle.step"
 """The name under which `fettle.memory.record` notes the end of a step."""
 
-_SLICES = 12
-
 
 @dataclass(frozen=True)
 class Steps:
@@ -25,8 +23,10 @@ class Steps:
 
     ends: Ints
     source: str
-    marked: bool
-    """False for equal slices: there is then no step, and memory is compared by the lowest point of each slice."""
+
+    @property
+    def marked(self) -> bool:
+        return len(self.ends) > 0
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -38,7 +38,7 @@ class Steps:
 
 
 def find_steps(snapshot: Snapshot, replay: Replay) -> Steps:
-    """The program's own marks, else optimizer steps, else profiler steps, else equal slices of the window."""
+    """The program's own marks, else optimizer steps, else profiler steps, else none."""
     trace = replay.trace
     if trace.has_times:
         ends = [mark for mark in snapshot.annotations if mark.stage == "END"]
@@ -54,8 +54,5 @@ def find_steps(snapshot: Snapshot, replay: Replay) -> Steps:
             chosen = [m for m in ends if m.name.startswith(words) and (m.name == names[0] or words == "ProfilerStep")]
             times = np.array([mark.time_us for mark in chosen], np.int64)
             events = np.unique(np.searchsorted(trace.time_us, times, side="right") - 1)
-            return Steps(events[events >= 0], source, marked=True)
-    if len(trace) < 4 * _SLICES:
-        return Steps(np.empty(0, np.int64), "no marks in the file", marked=False)
-    cuts = np.linspace(0, len(trace), _SLICES + 1).astype(np.int64)[1:] - 1
-    return Steps(cuts, f"no marks in the file: {_SLICES} equal slices of the window", marked=False)
+            return Steps(events[events >= 0], source)
+    return Steps(np.empty(0, np.int64), "no marks in the file")
