@@ -207,7 +207,10 @@ def would_fit(
             )
         else:
             answer = "no"
-            sentence = f"no: {why}; {need}, which has {size_text(device_free_bytes)} and would get back {size_text(releasable)} at most"
+            sentence = (
+                f"no: {why}; {need}, which has {size_text(device_free_bytes)} and would get back "
+                f"{size_text(releasable)} at most"
+            )
     return Fit(
         request_bytes=request_bytes,
         rounded_bytes=rounded,

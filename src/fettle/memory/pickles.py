@@ -52,7 +52,7 @@ _FORBIDDEN = {
 
 
 def load_plain_data(raw: bytes, name: str) -> object:
-    """The value in a pickle that can only hold plain data; `UsageError` for anything else. `name` is for the message."""
+    """The value in a pickle that can only hold plain data, or `UsageError`; `name` is for the message."""
     scan(raw, name)
     was_collecting = gc.isenabled()
     gc.disable()  # millions of dictionaries without a cycle among them: collecting while loading doubles the time
@@ -94,17 +94,15 @@ def scan(raw: bytes, name: str) -> None:
 def _run_of_fixed_opcodes(length: int) -> re.Pattern[bytes]:
     """Matches as many harmless opcodes of fixed size as stand in a row; long memo indices only up to `length`."""
     top = length >> 24
-    if top:
-        memo_index = rb"..." + _byte_up_to(min(top, 255))
-    else:
-        memo_index = rb".." + _byte_up_to(length >> 16) + rb"\x00"
+    memo_index = rb"..." + _byte_up_to(min(top, 255)) if top else rb".." + _byte_up_to(length >> 16) + rb"\x00"
     fixed = [
-        rb"[h q]".replace(b" ", b"") + rb".",  # BINGET, BINPUT
+        rb"[hq].",  # BINGET, BINPUT
         rb"[rj]" + memo_index,  # LONG_BINPUT, LONG_BINGET
         rb"\x94",  # MEMOIZE
         _INT + _INT + rb"\x86",  # a pair of integers (a pool id): the only tuple that a snapshot holds
         _INT,
-        rb"[N\x88\x89\]})(ueas021]",  # None, True, False, [], {}, (), MARK, SETITEMS, APPENDS, APPEND, SETITEM, POP, DUP
+        rb"[N\x88\x89\]})]",  # None, True, False, [], {}, ()
+        rb"[(ueas021]",  # MARK, SETITEMS, APPENDS, APPEND, SETITEM, POP, DUP, POP_MARK
         rb"G.{8}",  # BINFLOAT
         rb"\x95.{8}",  # FRAME
         rb"\x80.",  # PROTO

@@ -274,7 +274,7 @@ class _Parser:
         frame = Frame(
             _clean(name) if isinstance(name, str) else "?",
             _clean(filename).replace("\\", "/") if isinstance(filename, str) else "??",
-            int(line) if _is_small(line) else 0,  # type: ignore[call-overload]
+            line if isinstance(line, int) and _is_small(line) else 0,
         )
         number = self.frame_by_value.get(frame)
         if number is None:

@@ -131,7 +131,8 @@ class _CudaSource:
                     torch.cuda.memory._snapshot(), recorder, self.allocator, path, None
                 )
 
-        torch._C._cuda_attach_out_of_memory_observer(out_of_memory)
+        attach = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]  # absent in CPU builds
+        attach(out_of_memory)
 
     def step(self) -> None:
         pass

@@ -124,7 +124,8 @@ def replay(snapshot: Snapshot, device: int) -> Replay:
 def live_traced_addresses(trace: Trace) -> Ints:
     """Addresses of the blocks that the trace allocates and does not free."""
     events, follower, _ = _pairs(trace, _free_action(trace))
-    return trace.address[events[(trace.action[events] == Action.ALLOC) & (follower < 0)]]
+    left = events[(trace.action[events] == Action.ALLOC) & (follower < 0)]
+    return np.asarray(trace.address[left], np.int64)
 
 
 def _anchored_at_the_end(end: int, change: Ints) -> tuple[int, Ints]:
