@@ -84,7 +84,8 @@ def _live_traced_blocks(snapshot: Snapshot) -> list[Violation]:
     for device, trace in snapshot.traces.items():
         rows = snapshot.block_rows(device)
         rows = rows[snapshot.blocks.state[rows] != State.INACTIVE]
-        missing = ~np.isin(live_traced_addresses(trace), snapshot.blocks.address[rows])
+        in_use = snapshot.blocks.address[rows]
+        missing = ~np.isin(live_traced_addresses(trace, in_use), in_use)
         if missing.any():
             rule = "allocations that the trace leaves alive but no block holds"
             broken.append(Violation(rule, f"device {device}", int(missing.sum()), 0))

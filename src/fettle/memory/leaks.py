@@ -26,6 +26,8 @@ _FEWEST_POINTS = 5
 _MOST_POINTS = 400
 _GROWING_SHARE = 0.8
 _CONSECUTIVE_STEPS = 3
+_RECORDER_BYTES_PER_EVENT = 8 << 10
+"""PyTorch documents "several KB" of host memory for an event with its stack, until the ring is full."""
 
 WHAT_TO_DO = {
     "graph": "a result that is kept keeps its whole autograd graph: keep loss.item() or x.detach() instead",
@@ -87,7 +89,7 @@ def find_leaks(snapshot: Snapshot, replay: Replay, groups: StackGroups, steps: S
     if leak is None and snapshot.allocator != "cpu" and _grows(reserved):
         leak = Leak("fragmentation", theil_sen(reserved), _rising(reserved), (), WHAT_TO_DO["fragmentation"])
     if leak is None:
-        leak = _host(snapshot, steps)
+        leak = _host(snapshot, replay, steps)
     return LeakReport(True, "", len(steps), steps.source, slope, (leak,) if leak else ())
 
 
@@ -207,8 +209,12 @@ def _longest_run(steps: Ints) -> int:
     return int(np.diff(edges).max())
 
 
-def _host(snapshot: Snapshot, steps: Steps) -> Leak | None:
+def _host(snapshot: Snapshot, replay: Replay, steps: Steps) -> Leak | None:
+    """The process grows by more than the recorder itself may take. A CPU profile is not judged: its buffers grow."""
     resident = np.array([size for _, size in snapshot.host_memory], np.int64)[_WARM_UP_STEPS:]
-    if len(resident) < _FEWEST_POINTS or not _grows(resident):
+    if snapshot.allocator == "cpu" or len(resident) < _FEWEST_POINTS or not _grows(resident):
+        return None
+    recorder = _RECORDER_BYTES_PER_EVENT * len(replay.trace) / max(len(steps), 1)
+    if theil_sen(resident) <= recorder:
         return None
     return Leak("host", theil_sen(resident), _rising(resident), (), WHAT_TO_DO["host"])

@@ -25,6 +25,8 @@ from fettle.errors import UsageError
 _INT = rb"(?:K.|M..|J.{4}|\x8a(?:\x08.{8}|\x07.{7}|\x06.{6}|\x05.{5}|\x04.{4}|\x09.{8}\x00|\x03...|\x02..|\x01.|\x00))"
 _STRINGS = {0x8C: 1, 0x58: 4, 0x8D: 8}  # opcode -> bytes of its length field: SHORT_BINUNICODE, BINUNICODE, BINUNICODE8
 _STOP = 0x2E
+# Harmless opcodes with operands -> their bytes; one of these where the run ends was cut off by the end of the file.
+_OPERANDS = {0x4B: 1, 0x4D: 2, 0x4A: 4, 0x8A: 1, 0x71: 1, 0x68: 1, 0x72: 4, 0x6A: 4, 0x47: 8, 0x95: 8, 0x80: 1}
 _FORBIDDEN = {
     0x63: "names a class (GLOBAL)",
     0x93: "names a class (STACK_GLOBAL)",
@@ -84,7 +86,7 @@ def scan(raw: bytes, name: str) -> None:
             return
         width = _STRINGS.get(opcode)
         if width is None:
-            _refuse(opcode, length - position, name)
+            _refuse(raw, position, name)
         size = int.from_bytes(raw[position + 1 : position + 1 + width], "little")
         position += 1 + width + size
         if position > length:
@@ -114,8 +116,12 @@ def _byte_up_to(largest: int) -> bytes:
     return rb"[\x00-" + re.escape(bytes([largest])) + rb"]"
 
 
-def _refuse(opcode: int, bytes_left: int, name: str) -> NoReturn:
-    if bytes_left < 12 and opcode not in _FORBIDDEN:
+def _refuse(raw: bytes, position: int, name: str) -> NoReturn:
+    opcode, left = raw[position], len(raw) - position - 1
+    width = _OPERANDS.get(opcode, 0)
+    if opcode == 0x8A and left:
+        width += raw[position + 1] if raw[position + 1] <= 9 else 0
+    if left < width:
         raise UsageError(f"{name}: truncated, the file ends in the middle of the pickle")
     reason = _FORBIDDEN.get(opcode, f"uses an instruction that plain data does not need (0x{opcode:02x})")
     raise UsageError(f"{name}: refused, not plain data: this pickle {reason}")

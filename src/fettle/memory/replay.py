@@ -88,9 +88,9 @@ class Replay:
 def replay(snapshot: Snapshot, device: int) -> Replay:
     """Replay one device's trace; a device without a trace gives a window of no events."""
     trace = snapshot.traces.get(device, _NO_EVENTS)
-    free = _free_action(trace)
     rows = snapshot.block_rows(device)
     rows = rows[snapshot.blocks.state[rows] != State.INACTIVE]
+    free = _free_action(trace, snapshot.blocks.address[rows])
     used_end = int(snapshot.blocks.requested_bytes[rows].sum())
     change = np.where(trace.action == Action.ALLOC, trace.size_bytes, 0)
     change -= np.where(trace.action == free, trace.size_bytes, 0)
@@ -121,9 +121,9 @@ def replay(snapshot: Snapshot, device: int) -> Replay:
     )
 
 
-def live_traced_addresses(trace: Trace) -> Ints:
-    """Addresses of the blocks that the trace allocates and does not free."""
-    events, follower, _ = _pairs(trace, _free_action(trace))
+def live_traced_addresses(trace: Trace, in_use: Ints) -> Ints:
+    """Addresses of the blocks that the trace allocates and does not free; `in_use`: addresses of blocks in use."""
+    events, follower, _ = _pairs(trace, _free_action(trace, in_use))
     left = events[(trace.action[events] == Action.ALLOC) & (follower < 0)]
     return np.asarray(trace.address[left], np.int64)
 
@@ -133,11 +133,13 @@ def _anchored_at_the_end(end: int, change: Ints) -> tuple[int, Ints]:
     return start, start + np.cumsum(change)
 
 
-def _free_action(trace: Trace) -> int:
-    """Recording can skip kinds of events; a file without completed frees is replayed by the requested ones."""
-    completed = bool((trace.action == Action.FREE_COMPLETED).any())
-    requested = bool((trace.action == Action.FREE_REQUESTED).any())
-    return int(Action.FREE_REQUESTED if requested and not completed else Action.FREE_COMPLETED)
+def _free_action(trace: Trace, in_use: Ints) -> int:
+    """Which event ends a block's life. Recording can skip kinds of events: if no free was ever completed, though
+    blocks that were allocated are in use no more, the requested frees have to do."""
+    if (trace.action == Action.FREE_COMPLETED).any() or not (trace.action == Action.FREE_REQUESTED).any():
+        return int(Action.FREE_COMPLETED)
+    allocated = trace.address[trace.action == Action.ALLOC]
+    return int(Action.FREE_COMPLETED if np.isin(allocated, in_use).all() else Action.FREE_REQUESTED)
 
 
 def _pairs(trace: Trace, free: int) -> tuple[Ints, Ints, Ints]:
