@@ -176,7 +176,10 @@ def _measure(what: str, file: str) -> dict[str, float]:
         from fettle.memory import analyse, read, write_report
 
         begin = time.perf_counter()
-        write_report(analyse(read(file)), page)
+        analysis = analyse(read(file))
+        write_report(analysis, page)
+        if analysis.violations or analysis.unexplained_bytes or analysis.replay.start_bytes:
+            raise SystemExit("the synthetic snapshot contradicts itself")
     elif what == "torch":
         from torch.cuda._memory_viz import trace_plot
 
@@ -201,7 +204,7 @@ def _peak_resident_bytes() -> int:
 
 
 def synthetic(events: int, seed: int = 0) -> dict[str, object]:
-    """A training-like history of about so many events: 500 stacks, steps that allocate, then free in reverse order."""
+    """A training-like history of so many events: 500 stacks, steps that allocate, then free in reverse order."""
     rng = random.Random(seed)
     files = [f"/home/user/project/layer_{number}.py" for number in range(25)]
     stacks = [
@@ -219,9 +222,9 @@ def synthetic(events: int, seed: int = 0) -> dict[str, object]:
 
     held: list[tuple[int, int]] = []
     top = address
-    while len(trace) < events:
+    while events - len(trace) >= 3:
         top = address
-        for number in range(2_000):
+        for number in range(min(2_000, (events - len(trace)) // 3)):
             size = rng.randrange(512, 4 << 20)
             note("alloc", top, size, stacks[number % 500])
             held.append((top, size))
@@ -231,6 +234,8 @@ def synthetic(events: int, seed: int = 0) -> dict[str, object]:
             note("free_requested", addr, size, stacks[0])
             note("free_completed", addr, size, stacks[0])
         marks.append({"stage": "END", "name": "Optimizer.step#SGD.step", "device": 0, "time_us": now})
+    while len(trace) < events:
+        note("snapshot", 0, 0, [])
     extent = 8 << 30
     segment = {
         "device": 0,
@@ -246,7 +251,7 @@ def synthetic(events: int, seed: int = 0) -> dict[str, object]:
         "frames": [],
         "blocks": [{"address": address, "size": extent, "requested_size": 0, "state": "inactive", "frames": []}],
     }
-    return {"segments": [segment], "device_traces": [trace[:events]], "external_annotations": marks}
+    return {"segments": [segment], "device_traces": [trace], "external_annotations": marks}
 
 
 if __name__ == "__main__":

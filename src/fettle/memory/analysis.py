@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
+import numpy as np
+
 from fettle.errors import UsageError
 from fettle.memory.advice import Advice, advise
 from fettle.memory.churn import Churn, find_churn
@@ -13,6 +15,7 @@ from fettle.memory.fragmentation import Fit, Pool, pools, would_fit
 from fettle.memory.holders import Holder, holders
 from fettle.memory.invariants import Violation, check
 from fettle.memory.leaks import LeakReport, find_leaks
+from fettle.memory.moments import state_at
 from fettle.memory.replay import Replay, replay
 from fettle.memory.snapshot import Action, Frame, Snapshot
 from fettle.memory.spikes import Spike, spikes
@@ -67,8 +70,9 @@ def analyse(
 ) -> Analysis:
     """Answer every question for one device; None takes the device with the most memory at its peak.
 
-    `request_bytes` asks whether such a request would have fitted; without it the last request that failed for want
-    of memory is asked about, where the trace has one. `UsageError` for a device that the snapshot does not know.
+    `request_bytes` asks whether such a request would have fitted at the end; without it the last request that failed
+    for want of memory is asked about, at the moment it failed, where the trace has one. `UsageError` for a device that
+    the snapshot does not know.
     """
     window = replay(snapshot, _choose(snapshot, device))
     device = window.device
@@ -117,8 +121,7 @@ def verdict(analysis: Analysis) -> str:
     if analysis.non_releasable_bytes >= 0.1 * max(analysis.reserved_bytes, 1):
         said.append(f"{size_text(analysis.non_releasable_bytes)} are free but stuck in segments in use")
     if analysis.fit is not None:
-        asked = f"Would {size_text(analysis.fit.request_bytes)} more have fitted? "
-        said.append(asked + analysis.fit.sentence)
+        said.append(f"Would {size_text(analysis.fit.request_bytes)} more have fitted? {analysis.fit.sentence}")
     if analysis.violations:
         said.append(f"The file contradicts itself in {len(analysis.violations)} place(s): read all this with care")
     return ". ".join(said) + "."
@@ -191,9 +194,17 @@ def _choose(snapshot: Snapshot, device: int | None) -> int:
 
 
 def _fit(snapshot: Snapshot, window: Replay, request_bytes: int | None, device_free_bytes: int | None) -> Fit | None:
-    if request_bytes is None:
-        failed = window.trace.size_bytes[window.trace.action == Action.OOM]
-        if len(failed) == 0:
-            return None
-        request_bytes = int(failed[-1])
-    return would_fit(snapshot, window.device, request_bytes, device_free_bytes=device_free_bytes)
+    """A request that the caller names is asked of the end of the snapshot; one that failed, of its own moment."""
+    if request_bytes is not None:
+        return would_fit(snapshot, window.device, request_bytes, device_free_bytes=device_free_bytes)
+    failed = np.flatnonzero(window.trace.action == Action.OOM)
+    if len(failed) == 0:
+        return None
+    event = int(failed[-1])
+    if device_free_bytes is None:
+        device_free_bytes = int(window.trace.address[event])
+    then = state_at(snapshot, window, event) or snapshot
+    stream = int(window.trace.stream[event])
+    return would_fit(
+        then, window.device, int(window.trace.size_bytes[event]), stream=stream, device_free_bytes=device_free_bytes
+    )

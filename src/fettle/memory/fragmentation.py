@@ -73,7 +73,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Fit:
-    """Would a request have fitted at the end of the snapshot? Sizes in bytes."""
+    """Would a request have fitted? Sizes in bytes."""
 
     request_bytes: int
     rounded_bytes: int

@@ -20,8 +20,7 @@ import numpy.typing as npt
 from fettle.errors import UsageError
 from fettle.memory.analysis import Analysis, verdict
 from fettle.memory.difference import Difference
-from fettle.memory.replay import Replay
-from fettle.memory.snapshot import Action, Ints, Snapshot
+from fettle.memory.moments import segment_lives
 from fettle.memory.stacks import describe
 from fettle.memory.units import size_text
 
@@ -71,7 +70,7 @@ def _payload(analysis: Analysis) -> tuple[dict[str, Any], str]:
     change = np.diff(window.used_bytes, prepend=window.start_bytes)
     reserved_change = np.diff(window.reserved_bytes, prepend=window.start_reserved_bytes)
     moves = np.flatnonzero(reserved_change)
-    segments = _segment_lives(snapshot, window)
+    lives = segment_lives(snapshot, window)
     columns: dict[str, tuple[str, npt.NDArray[Any]]] = {
         "change": ("f64", change),
         "time_us": ("u32", np.diff(time_us, prepend=0).clip(0, 2**32 - 1)),
@@ -82,7 +81,11 @@ def _payload(analysis: Analysis) -> tuple[dict[str, Any], str]:
         "address": ("f64", table.address),
         "size": ("f64", table.size_bytes),
         "group": ("u32", groups.of_stack[table.stack]),
-        **segments,
+        # A segment that grows or shrinks by mapping pages is shown in its last extent throughout.
+        "segment_address": ("f64", lives.address),
+        "segment_size": ("f64", lives.total_bytes),
+        "segment_birth": ("i32", lives.birth),
+        "segment_death": ("i32", lives.death),
     }
     packed, layout = [], []
     for name, (kind, values) in columns.items():
@@ -112,30 +115,3 @@ def _payload(analysis: Analysis) -> tuple[dict[str, Any], str]:
 
 
 _KINDS = {"f64": "<f8", "i32": "<i4", "u32": "<u4"}
-
-
-def _segment_lives(snapshot: Snapshot, window: Replay) -> dict[str, tuple[str, npt.NDArray[Any]]]:
-    """Segments with the stretch of events in which they existed: those of the end, and those freed in the window.
-
-    A segment that grows or shrinks by mapping pages is shown in its last extent throughout.
-    """
-    trace, segments = window.trace, snapshot.segments
-    rows = np.flatnonzero(segments.device == window.device)
-    n = len(trace)
-    moved = np.flatnonzero((trace.action == Action.SEGMENT_ALLOC) | (trace.action == Action.SEGMENT_FREE))
-    born_at: dict[int, int] = {}
-    gone: list[tuple[int, int, int, int]] = []
-    for event in moved.tolist():
-        address = int(trace.address[event])
-        if trace.action[event] == Action.SEGMENT_ALLOC:
-            born_at[address] = event
-        else:
-            gone.append((address, int(trace.size_bytes[event]), born_at.pop(address, -1), event))
-    freed: Ints = np.array(gone, np.int64).reshape(-1, 4)
-    alive_birth = np.array([born_at.get(address, -1) for address in segments.address[rows].tolist()], np.int64)
-    return {
-        "segment_address": ("f64", np.concatenate([segments.address[rows], freed[:, 0]])),
-        "segment_size": ("f64", np.concatenate([segments.total_bytes[rows], freed[:, 1]])),
-        "segment_birth": ("i32", np.concatenate([alive_birth, freed[:, 2]])),
-        "segment_death": ("i32", np.concatenate([np.full(len(rows), n), freed[:, 3]])),
-    }
