@@ -118,6 +118,7 @@ def _known_values(folder: Path) -> list[str]:
         wrong += [f"{name}: {len(analysis.violations)} broken invariants"] * bool(analysis.violations)
         print(f"{name:28s} {'differs' if wrong else 'all values equal to the byte'}")
         failures += wrong
+    failures += _decisions(folder)
     synthetic = analyse(read(folder / "synthetic_mosaic.pickle"))
     dynamic = synthetic.replay.peak_bytes - synthetic.replay.start_bytes
     print(f"{'synthetic_mosaic':28s} dynamic peak {dynamic}, {len(synthetic.violations)} broken invariants")
@@ -127,6 +128,35 @@ def _known_values(folder: Path) -> list[str]:
     if not calm.leaks.judged or calm.leaks.leaks or calm.replay.start_bytes != calm.replay.end_bytes:
         failures.append("inference_512: no leak was expected")
     return failures
+
+
+def _decisions(folder: Path, requests: int = 60) -> list[str]:
+    """Would each request have fitted? The trace tells what the real allocator did: a new segment just before, or not."""
+    import numpy as np
+
+    from fettle.memory import analyse, read, would_fit
+    from fettle.memory.moments import state_at
+    from fettle.memory.snapshot import Action
+
+    random_numbers, asked, wrong = np.random.default_rng(0), 0, []
+    for name in ("from_process_start", "forward_warmup", "train_step_emptycache", "train_512", "inference_512"):
+        analysis = analyse(read(folder / f"{name}.pickle"))
+        trace = analysis.replay.trace
+        allocs = np.flatnonzero(trace.action == Action.ALLOC)
+        allocs = allocs[allocs > 0]
+        fetched = trace.action[allocs - 1] == Action.SEGMENT_ALLOC
+        for events, back in ((allocs[fetched], 2), (allocs[~fetched], 1)):
+            for event in random_numbers.permutation(events)[:requests].tolist():
+                then = state_at(analysis.snapshot, analysis.replay, event - back)
+                assert then is not None
+                size, stream = int(trace.size_bytes[event]), int(trace.stream[event])
+                fit = would_fit(then, analysis.device, size, stream=stream, device_free_bytes=1 << 60)
+                did = int(trace.size_bytes[event - 1]) if back == 2 else 0
+                asked += 1
+                if fit.needed_from_device_bytes != did:
+                    wrong.append(f"{name}: event {event}: {fit.needed_from_device_bytes} bytes fetched, it was {did}")
+    print(f"would it have fitted: {asked - len(wrong)} of {asked} requests as the real allocator decided")
+    return wrong
 
 
 def _speed(folder: Path, rounds: int) -> list[str]:

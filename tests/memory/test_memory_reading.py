@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -150,8 +151,20 @@ def test_one_list_repeated_a_million_times_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "laughs.pickle"
     file.write_bytes(pickle.dumps({"segments": [], "device_traces": [events] * 2000}, protocol=4))
     assert file.stat().st_size < 20_000
-    with pytest.raises(UsageError, match="more segments, blocks, events and frames than it has bytes"):
+    with pytest.raises(UsageError, match="more segments, blocks, events and frames than"):
         read(file)
+
+
+def test_a_file_that_would_not_fit_into_memory_is_refused_before_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = healthy_training().save(tmp_path / "honest.pickle")
+    bomb = tmp_path / "bomb.pickle"
+    bomb.write_bytes(b"\x80\x02](" + b"}" * 1_000_000 + b"e.")  # a megabyte that becomes 72
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=64 << 20))
+    assert read(honest).devices == [0]
+    with pytest.raises(UsageError, match="could take 0.3 GB of memory, 0.1 GB are available"):
+        read(bomb)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

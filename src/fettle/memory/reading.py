@@ -15,13 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from fettle.errors import UsageError
 from fettle.memory.pickles import load_plain_data
 from fettle.memory.snapshot import Action, Annotation, Blocks, Frame, Ints, Segments, Snapshot, State, Trace
 
 DEFAULT_MAX_FILE_BYTES = 1 << 30
-"""Reading takes up to about eight times the file's size in memory."""
+"""Reading an honest file takes about ten times its size in memory."""
+
+# The most memory that can come of a file: a dictionary or list is one byte in a pickle, anything else is cheaper.
+_MOST_BYTES_PER_CONTAINER = 240
+_MOST_BYTES_PER_BYTE = 12
+_BYTES_PER_THING = 300
+"""What the columns and lists of one event, block or segment take while it is read."""
 
 _MAX_FRAMES = 512
 _MAX_TEXT = 1024
@@ -44,13 +51,20 @@ def read(path: str | os.PathLike[str], *, max_file_bytes: int = DEFAULT_MAX_FILE
             raise UsageError(f"{file}: not a file")
         if size > max_file_bytes:
             raise UsageError(
-                f"{file}: {size / 1e9:.1f} GB is over the limit of {max_file_bytes / 1e9:.1f} GB, and reading it could "
-                f"take {size * 8 / 1e9:.0f} GB of memory; raise --max-file-size, or record with a smaller ring"
+                f"{file}: {size / 1e9:.1f} GB is over the limit of {max_file_bytes / 1e9:.1f} GB, and reading it may "
+                f"take {size * 10 / 1e9:.0f} GB of memory; raise --max-file-size, or record with a smaller ring"
             )
         raw = file.read_bytes()
     except OSError as error:
         raise UsageError(f"{file}: cannot be read ({error.strerror})") from None
-    return parse(load_plain_data(raw, str(file)), name=str(file), budget=len(raw))
+    available = psutil.virtual_memory().available
+    needed = _MOST_BYTES_PER_CONTAINER * (raw.count(b"}") + raw.count(b"]")) + _MOST_BYTES_PER_BYTE * len(raw)
+    if needed > available:
+        raise UsageError(
+            f"{file}: reading it could take {needed / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are available here"
+        )
+    budget = min(len(raw), available // _BYTES_PER_THING)
+    return parse(load_plain_data(raw, str(file)), name=str(file), budget=budget)
 
 
 def parse(data: object, *, name: str = "snapshot", budget: int | None = None) -> Snapshot:
@@ -106,7 +120,7 @@ class _Parser:
     def spend(self, count: int) -> None:
         self.left -= count
         if self.left < 0:
-            raise self.bad("refused: it describes more segments, blocks, events and frames than it has bytes")
+            raise self.bad("refused: more segments, blocks, events and frames than it has bytes, or than fit in memory")
 
     def segments(self, rows: list[Any]) -> tuple[Segments, Blocks]:
         self.spend(len(rows))
