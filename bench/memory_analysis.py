@@ -131,7 +131,7 @@ def _known_values(folder: Path) -> list[str]:
 
 
 def _decisions(folder: Path, requests: int = 60) -> list[str]:
-    """Would each request have fitted? The trace tells what the real allocator did: a new segment just before, or not."""
+    """Would each request have fitted? The trace tells what the real allocator did: fetch a segment first, or not."""
     import numpy as np
 
     from fettle.memory import analyse, read, would_fit

@@ -89,6 +89,15 @@ def test_the_line_shown_is_the_users_own() -> None:
     assert _analyse(machine).holders[0].own_line == "net.py:12 in forward"
 
 
+def test_blocks_without_a_stack_say_why() -> None:
+    machine = Machine()
+    machine.alloc(9 * MIB, [])
+    seen = len(machine.events)
+    machine.alloc(5 * MIB, [])
+    lines = [row.own_line for row in analyse(parse(machine.data(len(machine.events) - seen))).holders]
+    assert lines == ["(allocated before recording began)", "(no stack recorded)"]
+
+
 # ---- spikes ----
 
 
@@ -279,6 +288,23 @@ def test_max_split_size_keeps_large_blocks_whole() -> None:
     assert would_fit(snapshot, 0, 20 * MIB, device_free_bytes=0).answer != "cache"
     assert would_fit(snapshot, 0, 60 * MIB, device_free_bytes=0).answer == "cache"
     assert would_fit(snapshot, 0, 40 * MIB, device_free_bytes=0).answer != "cache"  # more than 20 MiB to spare
+
+
+def test_expandable_segments_give_back_pages_and_grow_behind_their_last_block() -> None:
+    data = _checkerboard().data()
+    for segment in data["segments"]:
+        segment["is_expandable"] = True
+    snapshot = parse(data)
+    (pool,) = analyse(snapshot).pools
+    assert (pool.releasable_bytes, pool.non_releasable_bytes) == (0, 10 * (10 * MIB + 512))  # no whole page of 20 MiB
+    assert would_fit(snapshot, 0, 15 * MIB).needed_from_device_bytes == 20 * MIB
+    assert would_fit(snapshot, 0, 29 * MIB).needed_from_device_bytes == 20 * MIB
+    assert would_fit(snapshot, 0, 31 * MIB).needed_from_device_bytes == 40 * MIB
+    machine = Machine()
+    machine.free(machine.alloc(64 * MIB, stack("a")))
+    data = machine.data()
+    data["segments"][0]["is_expandable"] = True
+    assert analyse(parse(data)).releasable_bytes == 60 * MIB
 
 
 def test_rounding() -> None:

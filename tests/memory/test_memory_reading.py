@@ -163,7 +163,7 @@ def test_a_file_that_would_not_fit_into_memory_is_refused_before_it_is_loaded(
     bomb.write_bytes(b"\x80\x02](" + b"}" * 1_000_000 + b"e.")  # a megabyte that becomes 72
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=64 << 20))
     assert read(honest).devices == [0]
-    with pytest.raises(UsageError, match="could take 0.3 GB of memory, 0.1 GB are available"):
+    with pytest.raises(UsageError, match=r"could take 0\.3 GB of memory, 0\.1 GB are available"):
         read(bomb)
 
 

@@ -131,3 +131,9 @@ def test_long_histories_stay_exact() -> None:
         else:
             held.append(machine.alloc(int(rng.integers(1, 3 * MIB)), stack("f")))
     assert replay(parse(machine.data(700)), 0).used_bytes.tolist() == machine.used[-700:]
+
+
+def test_less_than_nothing_in_use_is_a_contradiction() -> None:
+    data = copy.deepcopy(healthy_training().data())
+    data["device_traces"][0][2]["size"] += 10**12
+    assert any("less than nothing" in row.rule for row in check(parse(data)))

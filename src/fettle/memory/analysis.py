@@ -110,7 +110,11 @@ def verdict(analysis: Analysis) -> str:
         said[0] += f", {size_text(window.peak_reserved_bytes)} reserved"
     if analysis.holders:
         first = analysis.holders[0]
-        said.append(f"The most of it, {first.share:.0%}, is held by {first.own_line}")
+        held = f"The most of it, {first.share:.0%}, is held by {first.own_line}"
+        named = next((row for row in analysis.holders if row.frames), first)
+        if named is not first:
+            held += f"; of what has a stack the most, {named.share:.0%}, by {named.own_line}"
+        said.append(held)
     for leak in analysis.leaks.leaks:
         said.append(f"It grows by {size_text(leak.bytes_per_step)} a step ({leak.kind}): {leak.what_to_do}")
     for row in analysis.churn[:1]:

@@ -6,7 +6,8 @@ So "reserved minus allocated" is not fragmentation: most of it is usually cache 
 ``empty_cache()``, takes at once. What is told apart here, per pool:
 
 - *releasable*: segments without any block in use;
-- *non-releasable*: free blocks in segments that are partly in use (PyTorch's ``inactive_split_bytes``);
+- *non-releasable*: free blocks in segments that are partly in use (PyTorch's ``inactive_split_bytes``). Expandable
+  segments give back every whole page of a free block, so there only the rest of a page is stuck;
 - *external index*: 1 - largest free block / all free bytes;
 - *internal*: what rounding costs, (allocated - requested) / allocated.
 
@@ -105,6 +106,7 @@ def pools(snapshot: Snapshot, device: int) -> tuple[Pool, ...]:
     kind_of_segment[rows] = where
     mine = kind_of_segment[blocks.segment] if len(blocks) else np.empty(0, np.int64)
     idle = idle_segments(snapshot)
+    pages = _whole_pages(snapshot)
     inactive = blocks.state == State.INACTIVE
     allocated = blocks.state == State.ALLOCATED
 
@@ -117,11 +119,13 @@ def pools(snapshot: Snapshot, device: int) -> tuple[Pool, ...]:
     reserved = np.zeros(len(kinds), np.int64)
     releasable = np.zeros(len(kinds), np.int64)
     np.add.at(reserved, where, segments.total_bytes[rows])
-    np.add.at(releasable, where, np.where(idle[rows], segments.total_bytes[rows], 0))
+    np.add.at(releasable, where, np.where(idle[rows] & ~segments.expandable[rows], segments.total_bytes[rows], 0))
+    releasable += total(pages, pages > 0)
     largest = np.zeros(len(kinds), np.int64)
     free_here = inactive & (mine >= 0)
     np.maximum.at(largest, mine[free_here], blocks.size_bytes[free_here])
     in_idle = idle[blocks.segment] if len(blocks) else np.empty(0, np.bool_)
+    expandable = segments.expandable[blocks.segment] if len(blocks) else np.empty(0, np.bool_)
     columns = zip(
         reserved.tolist(),
         total(blocks.size_bytes, allocated).tolist(),
@@ -129,7 +133,7 @@ def pools(snapshot: Snapshot, device: int) -> tuple[Pool, ...]:
         total(blocks.requested_bytes, allocated).tolist(),
         total(blocks.size_bytes, inactive).tolist(),
         releasable.tolist(),
-        total(blocks.size_bytes, inactive & ~in_idle).tolist(),
+        (total(blocks.size_bytes, inactive & (expandable | ~in_idle)) - total(pages, pages > 0)).tolist(),
         largest.tolist(),
         strict=True,
     )
@@ -176,9 +180,19 @@ def would_fit(
     usable = sizes[(sizes >= rounded) & _may_be_split(sizes, rounded, snapshot.settings)]
     free_bytes, largest = int(sizes.sum()), int(sizes.max(initial=0))
     idle = idle_segments(snapshot) & (segments.device == device) & (segments.pool == 0).all(axis=1)
+    idle &= ~segments.expandable
     releasable = int(segments.total_bytes[idle].sum())
+    if len(blocks):
+        on_device = (segments.device == device) & (segments.pool == 0).all(axis=1)
+        releasable += int(_whole_pages(snapshot)[on_device[blocks.segment]].sum())
     fragmented = len(usable) == 0 and free_bytes >= rounded
-    needed = 0 if len(usable) else segment_size(rounded)
+    growing = mine & segments.expandable
+    needed = segment_size(rounded)
+    if len(usable):
+        needed = 0
+    elif growing.any() or snapshot.settings.get("expandable_segments") is True:
+        page = _page_size(small)
+        needed = math.ceil((rounded - _free_at_the_end(snapshot, growing)) / page) * page
     if device_free_bytes is None:
         device_free_bytes = last_device_free(snapshot, device)
 
@@ -223,6 +237,30 @@ def would_fit(
         releasable_bytes=releasable,
         device_free_bytes=device_free_bytes,
     )
+
+
+def _page_size(small: bool) -> int:
+    return SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES
+
+
+def _whole_pages(snapshot: Snapshot) -> Ints:
+    """Of each free block in an expandable segment the bytes in whole pages: those can go back to the device."""
+    segments, blocks = snapshot.segments, snapshot.blocks
+    if len(blocks) == 0:
+        return np.empty(0, np.int64)
+    page = np.where(segments.small, _page_size(True), _page_size(False))[blocks.segment]
+    free = (blocks.state == State.INACTIVE) & segments.expandable[blocks.segment]
+    return np.where(free, blocks.size_bytes // page * page, 0)
+
+
+def _free_at_the_end(snapshot: Snapshot, chosen: Flags) -> int:
+    """The largest free block at the end of a growing segment: new pages are mapped behind it."""
+    blocks = snapshot.blocks
+    if len(blocks) == 0 or not chosen.any():
+        return 0
+    last = np.flatnonzero(np.append(blocks.segment[1:] != blocks.segment[:-1], True))
+    last = last[chosen[blocks.segment[last]] & (blocks.state[last] == State.INACTIVE)]
+    return int(blocks.size_bytes[last].max(initial=0))
 
 
 def round_size(request_bytes: int, settings: Mapping[str, object]) -> int:

@@ -55,6 +55,9 @@ def holders(
     if len(rows) == 0:
         return ()
     group = groups.of_stack[table.stack[rows]]
+    # Without a stack it still matters whether a block is from before the recording, or from a thread without Python.
+    stackless = np.array([not frames for frames in groups.frames], np.bool_)[group]
+    group = np.where(stackless & (table.birth[rows] < 0), len(groups.frames), group)
     present, where = np.unique(group, return_inverse=True)
     total = np.zeros(len(present), np.int64)
     np.add.at(total, where, table.size_bytes[rows])
@@ -75,10 +78,14 @@ def holders(
                 freed = replay.milliseconds(max(moment, 0), int(gone.max()))
         tags = np.bincount(table.tag[mine], weights=table.size_bytes[mine])
         number = int(present[index])
+        own_line, phase = "(allocated before recording began)", "unknown"
+        frames: tuple[Frame, ...] = ()
+        if number < len(groups.frames):
+            own_line, phase, frames = groups.own_line[number], groups.phase[number], groups.frames[number]
         found.append(
             Holder(
-                own_line=groups.own_line[number],
-                phase=groups.phase[number],
+                own_line=own_line,
+                phase=phase,
                 category=snapshot.tags[int(tags.argmax())],
                 bytes=int(total[index]),
                 share=float(total[index]) / in_use,
@@ -88,7 +95,7 @@ def holders(
                 until_end=int((death >= n).sum()),
                 median_lifetime_ms=lifetime,
                 freed_after_ms=freed,
-                frames=groups.frames[number],
+                frames=frames,
             )
         )
     return tuple(found)

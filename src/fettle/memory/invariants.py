@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fettle.memory.replay import live_traced_addresses
+from fettle.memory.replay import replay
 from fettle.memory.snapshot import Flags, Ints, Snapshot, State
 
 
@@ -29,7 +29,7 @@ class Violation:
 
 def check(snapshot: Snapshot) -> list[Violation]:
     """Every broken rule: sums of blocks against their segment, traced blocks against the blocks, order of time."""
-    return [*_segment_sums(snapshot), *_layout(snapshot), *_live_traced_blocks(snapshot), *_time(snapshot)]
+    return [*_segment_sums(snapshot), *_layout(snapshot), *_replayed(snapshot), *_time(snapshot)]
 
 
 def _segment_sums(snapshot: Snapshot) -> list[Violation]:
@@ -79,16 +79,22 @@ def _layout(snapshot: Snapshot) -> list[Violation]:
     return broken
 
 
-def _live_traced_blocks(snapshot: Snapshot) -> list[Violation]:
+def _replayed(snapshot: Snapshot) -> list[Violation]:
+    """What the trace leaves alive is a block, and at no moment was less than nothing in use."""
     broken = []
     for device, trace in snapshot.traces.items():
+        window = replay(snapshot, device)
+        table = window.allocations
+        left = table.address[(table.birth >= 0) & (table.death >= len(trace))]
         rows = snapshot.block_rows(device)
         rows = rows[snapshot.blocks.state[rows] != State.INACTIVE]
-        in_use = snapshot.blocks.address[rows]
-        missing = ~np.isin(live_traced_addresses(trace, in_use), in_use)
-        if missing.any():
+        missing = int((~np.isin(left, snapshot.blocks.address[rows])).sum())
+        lowest = min(window.start_bytes, int(window.used_bytes.min()))
+        if missing:
             rule = "allocations that the trace leaves alive but no block holds"
-            broken.append(Violation(rule, f"device {device}", int(missing.sum()), 0))
+            broken.append(Violation(rule, f"device {device}", missing, 0))
+        if lowest < 0:
+            broken.append(Violation("less than nothing in use at some moment", f"device {device}", lowest, 0))
     return broken
 
 

@@ -61,7 +61,7 @@ def read(path: str | os.PathLike[str], *, max_file_bytes: int = DEFAULT_MAX_FILE
     needed = _MOST_BYTES_PER_CONTAINER * (raw.count(b"}") + raw.count(b"]")) + _MOST_BYTES_PER_BYTE * len(raw)
     if needed > available:
         raise UsageError(
-            f"{file}: reading it could take {needed / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are available here"
+            f"{file}: reading it could take {needed / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are available"
         )
     budget = min(len(raw), available // _BYTES_PER_THING)
     return parse(load_plain_data(raw, str(file)), name=str(file), budget=budget)

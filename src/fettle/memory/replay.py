@@ -121,13 +121,6 @@ def replay(snapshot: Snapshot, device: int) -> Replay:
     )
 
 
-def live_traced_addresses(trace: Trace, in_use: Ints) -> Ints:
-    """Addresses of the blocks that the trace allocates and does not free; `in_use`: addresses of blocks in use."""
-    events, follower, _ = _pairs(trace, _free_action(trace, in_use))
-    left = events[(trace.action[events] == Action.ALLOC) & (follower < 0)]
-    return np.asarray(trace.address[left], np.int64)
-
-
 def _anchored_at_the_end(end: int, change: Ints) -> tuple[int, Ints]:
     start = end - int(change.sum())
     return start, start + np.cumsum(change)

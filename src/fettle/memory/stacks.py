@@ -14,6 +14,7 @@ import numpy as np
 
 from fettle.memory.snapshot import Frame, Ints, Snapshot
 
+NO_STACK = "(no stack recorded)"
 _AUTOGRAD_NODE = re.compile(r"[A-Za-z]\w*Backward\d*")
 _NATIVE = (".cpp", ".cc", ".c", ".h", ".hpp", ".cu", ".cuh", ".so")
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "/Lib/")
@@ -84,7 +85,7 @@ def readable(stack: Sequence[Frame]) -> tuple[Frame, ...]:
 def own_line(stack: Sequence[Frame]) -> str:
     """The innermost frame of the user's own code, else the innermost frame, as ``file.py:12 in function``."""
     if not stack:
-        return "(no stack recorded: allocated before recording began)"
+        return NO_STACK
     own = next((frame for frame in stack if is_python(frame) and not _is_library(frame)), None)
     if own is None:
         backward = next((frame for frame in stack if "Backward" in frame.name), None)
