@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,31 @@ def test_a_kept_graph_is_found_on_the_cpu(tmp_path: Path) -> None:
     # Two activations of 128 x 1024 floats for each of two ReLUs' inputs and outputs, and the batch itself.
     assert analysis.leaks.leaks[0].bytes_per_step >= 2 * 128 * 1024 * 4
     assert "test_memory_record.py" in analysis.leaks.leaks[0].survivors[0].own_line
+
+
+class Node:
+    """Refers to itself: only the garbage collector frees it, and its tensor with it."""
+
+    def __init__(self) -> None:
+        self.me, self.tensor = self, torch.empty(2 * MIB, dtype=torch.uint8)
+
+
+def test_tensors_in_reference_cycles_are_found_on_the_cpu(tmp_path: Path) -> None:
+    file = tmp_path / "cycle.pickle"
+    gc.collect()
+    gc.disable()
+    try:
+        with record(file, device="cpu") as recorder:
+            for number in range(14):
+                Node()
+                if number % 5 == 4:
+                    gc.collect()
+                recorder.step()
+    finally:
+        gc.enable()
+    (leak,) = analyse(read(file)).leaks.leaks
+    assert (leak.kind, leak.bytes_per_step) == ("cycle", 2 * MIB)
+    assert "in __init__" in leak.survivors[0].own_line
 
 
 def test_a_sound_loop_is_left_alone_on_the_cpu(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def holders(
     group = groups.of_stack[table.stack[rows]]
     # Without a stack it still matters whether a block is from before the recording, or from a thread without Python.
     stackless = np.array([not frames for frames in groups.frames], np.bool_)[group]
-    group = np.where(stackless & (table.birth[rows] < 0), len(groups.frames), group)
+    group = np.where(stackless & (table.birth[rows] < 0), len(groups.frames) + table.tag[rows], group)
     present, where = np.unique(group, return_inverse=True)
     total = np.zeros(len(present), np.int64)
     np.add.at(total, where, table.size_bytes[rows])
