@@ -362,6 +362,8 @@ def test_shapes_that_keep_growing_are_churn() -> None:
         machine.step()
     (row,) = _analyse(machine).churn
     assert (row.cause, row.own_line) == ("shapes", "model.py:4 in pad")
+    settings = [advice.setting for advice in _analyse(machine).advice]
+    assert settings == ["expandable_segments:True", "roundup_power2_divisions:8"]
 
 
 def test_advice_on_empty_cache_and_expandable_segments_says_when_not() -> None:

@@ -47,7 +47,9 @@ def advise(
     found = [_stop_emptying(row) for row in churn if row.cause == "empty_cache" and row.share_of_reserved >= _MUCH]
     found += [_threshold(row) for row in churn if row.cause == "gc_threshold" and row.share_of_reserved >= _MUCH]
     expandable = _expandable_segments(snapshot, pools, churn, leaks, fit)
-    return (*found, *([expandable] if expandable else []), *_rounding(snapshot, pools))
+    found += [expandable] if expandable else []
+    found += [_round_up(row) for row in churn if row.cause == "shapes" and not _rounds_up(snapshot)]
+    return (*found, *_rounding(snapshot, pools))
 
 
 def _stop_emptying(churn: Churn) -> Advice:
@@ -98,9 +100,23 @@ def _expandable_segments(
     return Advice("expandable_segments:True", "; ".join(reasons), stuck, (*caution, *EXPANDABLE_NOT_WHEN))
 
 
+def _rounds_up(snapshot: Snapshot) -> bool:
+    return any(key.startswith("roundup_power2_divisions[") for key in snapshot.settings)
+
+
+def _round_up(churn: Churn) -> Advice:
+    return Advice(
+        "roundup_power2_divisions:8",
+        f"{churn.allocated_segments} segments were fetched for new sizes after warm-up, most at {churn.own_line}; "
+        "rounded to eighths of powers of two, sizes that are near each other share their blocks",
+        0,
+        ("memory is the limit: rounding costs up to an eighth", "the inputs can be padded to a few shapes instead"),
+    )
+
+
 def _rounding(snapshot: Snapshot, pools: Sequence[Pool]) -> list[Advice]:
     """Rounding to divisions of powers of two is a choice; say what it costs when it costs much."""
-    if not any(key.startswith("roundup_power2_divisions[") for key in snapshot.settings):
+    if not _rounds_up(snapshot):
         return []
     allocated = sum(pool.allocated_bytes for pool in pools)
     lost = allocated - sum(pool.requested_bytes for pool in pools)

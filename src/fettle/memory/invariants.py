@@ -61,10 +61,14 @@ def _segment_sums(snapshot: Snapshot) -> list[Violation]:
 
 
 def _layout(snapshot: Snapshot) -> list[Violation]:
-    """Blocks neither overlap each other nor leave their segment."""
+    """No size is negative, and blocks neither overlap each other nor leave their segment."""
     segments, blocks = snapshot.segments, snapshot.blocks
+    sizes = [segments.total_bytes, blocks.size_bytes, blocks.requested_bytes]
+    sizes += [trace.size_bytes for trace in snapshot.traces.values()]
+    negative = sum(int((column < 0).sum()) for column in sizes)
+    broken = [Violation("negative sizes", "the whole file", negative, 0)] if negative else []
     if len(blocks) == 0:
-        return []
+        return broken
     start = segments.address[blocks.segment]
     outside = (blocks.address < start) | (
         blocks.address + blocks.size_bytes > start + segments.total_bytes[blocks.segment]
@@ -72,7 +76,6 @@ def _layout(snapshot: Snapshot) -> list[Violation]:
     overlap = (blocks.segment[1:] == blocks.segment[:-1]) & (
         blocks.address[1:] < blocks.address[:-1] + blocks.size_bytes[:-1]
     )
-    broken = []
     for rule, count in (("blocks outside their segment", int(outside.sum())), ("blocks overlap", int(overlap.sum()))):
         if count:
             broken.append(Violation(rule, "all segments", count, 0))

@@ -82,7 +82,7 @@ class Replay:
         """Time between two events; None where the file has no times."""
         if not self.trace.has_times or first < 0 or last >= len(self.trace):
             return None
-        return float(self.trace.time_us[last] - self.trace.time_us[first]) / 1000
+        return (int(self.trace.time_us[last]) - int(self.trace.time_us[first])) / 1000
 
 
 def replay(snapshot: Snapshot, device: int) -> Replay:
@@ -122,8 +122,9 @@ def replay(snapshot: Snapshot, device: int) -> Replay:
 
 
 def _anchored_at_the_end(end: int, change: Ints) -> tuple[int, Ints]:
-    start = end - int(change.sum())
-    return start, start + np.cumsum(change)
+    # One element, not a scalar: arrays wrap around silently where a hostile file's numbers overflow 64 bits.
+    start = np.array([end], np.int64) - change.sum()
+    return int(start[0]), start + np.cumsum(change)
 
 
 def _free_action(trace: Trace, in_use: Ints) -> int:
