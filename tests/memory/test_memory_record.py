@@ -137,6 +137,14 @@ def test_bad_use_is_refused_before_anything_runs(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_second_profiler_is_refused(tmp_path: Path) -> None:
+    with record(tmp_path / "one.pickle", device="cpu"):
+        kept = torch.empty(3 * MIB, dtype=torch.uint8)
+        with pytest.raises(UsageError, match="a profiler is running"), record(tmp_path / "two.pickle", device="cpu"):
+            raise AssertionError("the body must not run")
+    assert analyse(read(tmp_path / "one.pickle")).replay.peak_bytes >= kept.numel()
+
+
 class CudaStandIn:
     """What `record` asks of torch.cuda, with a machine behind it."""
 
@@ -145,6 +153,7 @@ class CudaStandIn:
         self.calls: list[dict[str, Any]] = []
         self.observers: list[Any] = []
         patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "init", lambda: None)
         patch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: self.calls.append(options))
         patch.setattr(torch.cuda.memory, "_snapshot", lambda: self.machine.data())
         patch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", self.observers.append, raising=False)
@@ -215,6 +224,22 @@ def test_a_full_disk_does_not_hide_the_programs_own_error(tmp_path: Path, monkey
     with pytest.raises(UsageError, match="No space left"), record(tmp_path / "x.pickle"):
         pass
     assert not list(tmp_path.iterdir())
+
+
+def test_a_failing_recorder_does_not_hide_the_programs_own_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = CudaStandIn(monkeypatch)
+
+    def broken() -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", broken)
+    with pytest.warns(UserWarning, match="the device is gone"), pytest.raises(KeyError), record(tmp_path / "x.pickle"):
+        raise KeyError("the program's own")
+    assert cuda.calls[-1] == {"enabled": None}
+    with pytest.raises(RuntimeError, match="the device is gone"), record(tmp_path / "x.pickle"):
+        pass
 
 
 @pytest.mark.gpu

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from fettle.errors import UsageError
+
 if TYPE_CHECKING:
     from torch.profiler import profile
 
@@ -29,8 +31,12 @@ class CpuTimeline:
         self._running: profile | None = None
 
     def start(self) -> None:
-        from torch.profiler import ProfilerActivity, profile  # late: reading a snapshot must not wait for torch
+        import torch  # late: reading a snapshot must not wait for torch
+        from torch.profiler import ProfilerActivity, profile
 
+        # Two profilers at once do not fail: the one that began first silently loses what it had.
+        if torch._C._autograd._profiler_enabled():
+            raise UsageError("a profiler is running already: memory on a CPU is recorded through it, end it first")
         self._running = profile(
             activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True, with_stack=True
         )

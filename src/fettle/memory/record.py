@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 
 import psutil
 
-from fettle.errors import UsageError
+from fettle.errors import UsageError, first_line
 from fettle.memory.cpu import CpuTimeline
 from fettle.memory.steps import STEP_MARK
 
@@ -95,9 +95,20 @@ def record(
         error = raised
         raise
     finally:
-        data = source.stop(error)
+        data = _stop(source, error, target)
         if data is not None:
             _write_or_warn(data, recorder, source.allocator, target, error)
+
+
+def _stop(source: _Source, error: BaseException | None, path: Path) -> dict[str, Any] | None:
+    """The history; a failure to get it must not hide the program's own exception."""
+    try:
+        return source.stop(error)
+    except Exception as failure:
+        if error is None:
+            raise
+        warnings.warn(f"{path}: no snapshot could be taken ({first_line(failure)})", stacklevel=2)
+        return None
 
 
 class _CudaSource:
@@ -113,6 +124,7 @@ class _CudaSource:
     def start(self, recorder: Recorder, path: Path) -> None:
         import torch
 
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.memory._record_memory_history(
             enabled="all",
             context="all",
