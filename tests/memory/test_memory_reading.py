@@ -167,7 +167,7 @@ def test_a_file_that_would_not_fit_into_memory_is_refused_before_it_is_loaded(
         read(bomb)
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         read(tmp_path / "missing.pickle")
     with pytest.raises(UsageError, match="not a file"):
@@ -177,6 +177,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         file.truncate(3 << 30)
     with pytest.raises(UsageError, match="over the limit"):
         read(large)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=4 << 30))
+    with pytest.raises(UsageError, match=r"could take 38\.7 GB of memory"):
+        read(large, max_file_bytes=4 << 30)
 
 
 def test_nothing_to_analyse() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,13 @@ class CudaStandIn:
         self.observers: list[Any] = []
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "init", lambda: None)
-        patch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: self.calls.append(options))
+        real = inspect.signature(torch.cuda.memory._record_memory_history)
+
+        def recorder(**options: Any) -> None:
+            real.bind(**options)  # the real recorder takes these names
+            self.calls.append(options)
+
+        patch.setattr(torch.cuda.memory, "_record_memory_history", recorder)
         patch.setattr(torch.cuda.memory, "_snapshot", lambda: self.machine.data())
         patch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", self.observers.append, raising=False)
 

@@ -38,14 +38,16 @@ def command(
     if report is not None and not report.parent.is_dir():
         raise UsageError(f"{report.parent}: no such folder for the report")
 
-    with console.status("reading"):
+    with console.status("reading the snapshot") as status:
         first = read(snapshot, max_file_bytes=limit)
+        status.update("analysing")
         analysis = analyse(first, device, request_bytes=request_bytes, device_free_bytes=free_bytes, top=top)
         difference = None
         if second is not None:
             later = read(second, max_file_bytes=limit)
             difference = compare(first, later, analysis.device, top=top)
         if report is not None:
+            status.update("writing the report")
             write_report(analysis, report, difference=difference)
 
     if as_json_:

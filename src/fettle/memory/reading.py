@@ -54,17 +54,23 @@ def read(path: str | os.PathLike[str], *, max_file_bytes: int = DEFAULT_MAX_FILE
                 f"{file}: {size / 1e9:.1f} GB is over the limit of {max_file_bytes / 1e9:.1f} GB, and reading it may "
                 f"take {size * 10 / 1e9:.0f} GB of memory; raise --max-file-size, or record with a smaller ring"
             )
+        available = psutil.virtual_memory().available
+        _refuse_beyond(available, _MOST_BYTES_PER_BYTE * size, file)
         raw = file.read_bytes()
     except OSError as error:
         raise UsageError(f"{file}: cannot be read ({error.strerror})") from None
-    available = psutil.virtual_memory().available
-    needed = _MOST_BYTES_PER_CONTAINER * (raw.count(b"}") + raw.count(b"]")) + _MOST_BYTES_PER_BYTE * len(raw)
-    if needed > available:
-        raise UsageError(
-            f"{file}: reading it could take {needed / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are available"
-        )
+    containers = raw.count(b"}") + raw.count(b"]")
+    _refuse_beyond(available, _MOST_BYTES_PER_CONTAINER * containers + _MOST_BYTES_PER_BYTE * len(raw), file)
     budget = min(len(raw), available // _BYTES_PER_THING)
     return parse(load_plain_data(raw, str(file)), name=str(file), budget=budget)
+
+
+def _refuse_beyond(available_bytes: int, needed_bytes: int, file: Path) -> None:
+    if needed_bytes > available_bytes:
+        raise UsageError(
+            f"{file}: reading it could take {needed_bytes / 1e9:.1f} GB of memory, "
+            f"{available_bytes / 1e9:.1f} GB are available"
+        )
 
 
 def parse(data: object, *, name: str = "snapshot", budget: int | None = None) -> Snapshot:
