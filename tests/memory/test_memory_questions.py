@@ -89,6 +89,22 @@ def test_the_line_shown_is_the_users_own() -> None:
     assert _analyse(machine).holders[0].own_line == "net.py:12 in forward"
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("torch::autograd::generated::MmBackward0::apply(std::vector<at::Tensor>&&)", "MmBackward0 (C++)"),
+        ("torch::autograd::AccumulateGrad::apply(std::vector<at::Tensor>&&)", "AccumulateGrad (C++)"),
+        ("at::(anonymous namespace)::wrapper_CUDA__mm(at::Tensor const&)", "at::wrapper_CUDA__mm (C++)"),
+    ],
+)
+def test_autograds_threads_are_shown_by_their_node(name: str, shown: str) -> None:
+    machine = Machine()
+    allocator = {"name": "at::native::foo(long)", "filename": "??", "line": 0}
+    frames = [{"name": name, "filename": "??", "line": 0}]
+    machine.alloc(MIB, [allocator, *frames] if "autograd" in name else frames)
+    assert _analyse(machine).holders[0].own_line == shown
+
+
 def test_blocks_without_a_stack_say_why() -> None:
     machine = Machine()
     machine.alloc(9 * MIB, [])

@@ -15,7 +15,7 @@ import numpy as np
 from fettle.memory.snapshot import Frame, Ints, Snapshot
 
 NO_STACK = "(no stack recorded)"
-_AUTOGRAD_NODE = re.compile(r"[A-Za-z]\w*Backward\d*")
+_AUTOGRAD_NODE = re.compile(r"[A-Za-z]\w*Backward\d*|AccumulateGrad")
 _NATIVE = (".cpp", ".cc", ".c", ".h", ".hpp", ".cu", ".cuh", ".so")
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "/Lib/")
 _PLUMBING = (
@@ -88,8 +88,7 @@ def own_line(stack: Sequence[Frame]) -> str:
         return NO_STACK
     own = next((frame for frame in stack if is_python(frame) and not _is_library(frame)), None)
     if own is None:
-        backward = next((frame for frame in stack if "Backward" in frame.name), None)
-        own = backward or stack[0]
+        own = next((frame for frame in stack if _AUTOGRAD_NODE.search(frame.name)), stack[0])
     return describe(own)
 
 
@@ -97,7 +96,9 @@ def describe(frame: Frame) -> str:
     """``file.py:12 in function``; for C++ the function alone."""
     if frame.filename in ("", "??", "none") or (frame.filename.endswith(_NATIVE) and frame.line == 0):
         node = _AUTOGRAD_NODE.search(frame.name)
-        return f"{node.group()} (C++)" if node else frame.name
+        # A C++ name with all its parameter types is a paragraph; the function alone says as much.
+        short = frame.name.replace("(anonymous namespace)::", "").split("(")[0].strip()
+        return f"{node.group() if node else short or frame.name} (C++)"
     return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.line} in {frame.name}"
 
 
