@@ -1,0 +1,200 @@
+"""`fettle memory`: who holds the memory at the peak, does it leak, is it fragmented, and what changed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fettle.errors import UsageError
+from fettle.memory import Analysis, Difference, Snapshot, analyse, as_json, compare, read, verdict, write_report
+from fettle.memory.analysis import plain
+from fettle.memory.units import parse_size, size_text
+
+
+def command(
+    snapshot: Annotated[Path, typer.Argument(help="A snapshot of PyTorch's CUDA allocator, or one of `record()`.")],
+    second: Annotated[Path | None, typer.Argument(help="A later snapshot: show what changed.")] = None,
+    device: Annotated[int | None, typer.Option(help="Which device (default: the one with the highest peak).")] = None,
+    request: Annotated[str | None, typer.Option(help="Would a request of this size have fitted? (2GiB, 300MB)")] = None,
+    device_free: Annotated[
+        str | None, typer.Option(help="What the device had free outside the allocator, for --request.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Write the report, one HTML file, here.")] = None,
+    top: Annotated[int, typer.Option(min=1, max=1000, help="Rows in each table.")] = 10,
+    max_file_size: Annotated[str, typer.Option(help="Refuse larger files.")] = "1GiB",
+    as_json_: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+) -> None:
+    """Analyse a memory snapshot: peak, holders, spikes, leaks, fragmentation, churn; or compare two."""
+    limit = parse_size(max_file_size)
+    request_bytes = parse_size(request) if request is not None else None
+    free_bytes = parse_size(device_free) if device_free is not None else None
+    console = Console(stderr=as_json_)
+    if report is not None and not report.parent.is_dir():
+        raise UsageError(f"{report.parent}: no such folder for the report")
+
+    with console.status("reading the snapshot") as status:
+        first = read(snapshot, max_file_bytes=limit)
+        status.update("analysing")
+        analysis = analyse(first, device, request_bytes=request_bytes, device_free_bytes=free_bytes, top=top)
+        difference = None
+        if second is not None:
+            later = read(second, max_file_bytes=limit)
+            difference = compare(first, later, analysis.device, top=top)
+        if report is not None:
+            status.update("writing the report")
+            write_report(analysis, report, difference=difference)
+
+    if as_json_:
+        data = as_json(analysis)
+        if difference is not None:
+            data["difference"] = plain(difference)
+        typer.echo(json.dumps(data, indent=2))
+        return
+    _print_notes(console, first, analysis)
+    if difference is not None:
+        _print_difference(console, difference)
+    else:
+        _print_analysis(console, analysis)
+    if report is not None:
+        console.print(f"report: {escape(str(report))}", highlight=False)
+
+
+def _print_notes(console: Console, snapshot: Snapshot, analysis: Analysis) -> None:
+    for note in snapshot.notes:
+        console.print(f"[yellow]note:[/] {escape(note)}")
+    if analysis.violations:
+        console.print(f"[yellow]the file contradicts itself in {len(analysis.violations)} place(s)[/], for instance:")
+        for row in analysis.violations[:3]:
+            console.print(f"  {escape(str(row))}", highlight=False)
+
+
+def _print_analysis(console: Console, analysis: Analysis) -> None:
+    window = analysis.replay
+    console.print(f"\n{escape(verdict(analysis))}\n", highlight=False)
+    console.print(
+        f"{len(window.trace):,} events; in use {window.start_bytes:,} -> peak {window.peak_bytes:,} -> "
+        f"{window.end_bytes:,} bytes; {window.frees_from_before} frees of blocks from before the window",
+        highlight=False,
+    )
+    _print_holders(console, analysis)
+    _print_spikes(console, analysis)
+    _print_leaks(console, analysis)
+    _print_pools(console, analysis)
+    _print_churn(console, analysis)
+    for advice in analysis.advice:
+        console.print(f"\n[bold]{escape(advice.setting)}[/]: {escape(advice.why)}", highlight=False)
+        console.print(f"  not when: {escape('; '.join(advice.not_when))}", highlight=False)
+
+
+def _print_holders(console: Console, analysis: Analysis) -> None:
+    table = _table("Who holds the peak", "bytes", "share", "blocks", "since / until", "lives", "phase", "where")
+    for row in analysis.holders:
+        since = "before" if row.from_before == row.count else "mixed" if row.from_before else "window"
+        until = "end" if row.until_end == row.count else "mixed" if row.until_end else "freed"
+        lives = f"{row.median_lifetime_ms:.1f} ms" if row.median_lifetime_ms is not None else ""
+        table.add_row(
+            size_text(row.bytes),
+            f"{row.share:.1%}",
+            str(row.count),
+            f"{since} / {until}",
+            lives,
+            row.category or row.phase,
+            escape(row.own_line),
+        )
+    console.print(table)
+
+
+def _print_spikes(console: Console, analysis: Analysis) -> None:
+    if not analysis.spikes:
+        return
+    table = _table("Spikes", "times", "above plateau", "top", "lasts", "mostly from")
+    for spike in analysis.spikes:
+        who = spike.contributors[0].own_line if spike.contributors else ""
+        lasts = f"{spike.duration_ms:.2f} ms" if spike.duration_ms is not None else ""
+        table.add_row(str(spike.count), size_text(spike.height_bytes), size_text(spike.top_bytes), lasts, escape(who))
+    console.print(table)
+
+
+def _print_leaks(console: Console, analysis: Analysis) -> None:
+    leaks = analysis.leaks
+    if not leaks.judged:
+        console.print(f"\nLeaks: not judged: {escape(leaks.reason)}", highlight=False)
+        return
+    if not leaks.leaks:
+        seen = leaks.reason or f"{leaks.steps} steps, {leaks.step_source}"
+        console.print(f"\nLeaks: none seen ({escape(seen)})", highlight=False)
+    for leak in leaks.leaks:
+        console.print(
+            f"\n[bold]Leak[/] ({leak.kind}): {size_text(leak.bytes_per_step)} a step, "
+            f"{leak.growing_share:.0%} of steps grew. {escape(leak.what_to_do)}",
+            highlight=False,
+        )
+        table = _table("Survivors", "each", "count", "steps in a row", "phase", "where")
+        for row in leak.survivors:
+            table.add_row(size_text(row.size_bytes), str(row.count), str(row.steps), row.phase, escape(row.own_line))
+        console.print(table)
+
+
+def _print_pools(console: Console, analysis: Analysis) -> None:
+    if not analysis.pools:
+        return
+    table = _table(
+        "Reserved memory", "pool", "reserved", "in use", "releasable", "stuck", "largest free", "external", "rounding"
+    )
+    for pool in analysis.pools[:10]:
+        table.add_row(
+            pool.name,
+            size_text(pool.reserved_bytes),
+            f"{pool.utilisation:.0%}",
+            size_text(pool.releasable_bytes),
+            size_text(pool.non_releasable_bytes),
+            size_text(pool.largest_free_bytes),
+            f"{pool.external:.2f}",
+            f"{pool.internal:.1%}",
+        )
+    console.print(table)
+
+
+def _print_churn(console: Console, analysis: Analysis) -> None:
+    for row in analysis.churn:
+        took = f" in {row.duration_ms / 1000:.2f} s" if row.duration_ms is not None else ""
+        console.print(
+            f"\n[bold]Churn[/] ({row.cause}): {row.freed_segments} segments ({size_text(row.freed_bytes)}) freed, "
+            f"{row.allocated_segments} ({size_text(row.allocated_bytes)}) fetched{took}, at {escape(row.own_line)}. "
+            f"{escape(row.what_to_do)}",
+            highlight=False,
+        )
+
+
+def _print_difference(console: Console, difference: Difference) -> None:
+    for note in difference.notes:
+        console.print(f"[yellow]note:[/] {escape(note)}")
+    for title, before, after, changes in (
+        ("At the peak", difference.peak_before_bytes, difference.peak_after_bytes, difference.at_peak),
+        ("At the end", difference.end_before_bytes, difference.end_after_bytes, difference.at_end),
+    ):
+        heading = f"{title}: {size_text(before)} -> {size_text(after)} ({size_text(after - before)})"
+        table = _table(heading, "change", "before", "after", "blocks", "where")
+        for row in changes:
+            table.add_row(
+                size_text(row.change_bytes),
+                size_text(row.before_bytes),
+                size_text(row.after_bytes),
+                f"{row.before_count} -> {row.after_count}",
+                escape(row.own_line),
+            )
+        console.print(table)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    for column in columns:
+        textual = column in ("where", "mostly from", "pool", "phase", "since / until")
+        table.add_column(column, justify="left" if textual else "right", overflow="fold")
+    return table

@@ -1,0 +1,214 @@
+"""Everything that one snapshot says about one device: the questions of this room asked in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, is_dataclass
+from typing import Any
+
+import numpy as np
+
+from fettle.errors import UsageError
+from fettle.memory.advice import Advice, advise
+from fettle.memory.churn import Churn, find_churn
+from fettle.memory.fragmentation import Fit, Pool, pools, would_fit
+from fettle.memory.holders import Holder, holders
+from fettle.memory.invariants import Violation, check
+from fettle.memory.leaks import LeakReport, find_leaks
+from fettle.memory.moments import state_at
+from fettle.memory.replay import Replay, replay
+from fettle.memory.snapshot import Action, Frame, Snapshot
+from fettle.memory.spikes import Spike, spikes
+from fettle.memory.stacks import StackGroups, describe, group_stacks
+from fettle.memory.steps import Steps, find_steps
+from fettle.memory.units import size_text
+
+_FRAMES_IN_JSON = 12
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """The answers for one device. Sizes are bytes: requested where tensors are meant, rounded where segments are."""
+
+    snapshot: Snapshot
+    device: int
+    replay: Replay
+    groups: StackGroups
+    steps: Steps
+    violations: tuple[Violation, ...]
+    holders: tuple[Holder, ...]
+    unexplained_bytes: int
+    """Peak minus the sum over all its holders: zero unless the file contradicts itself."""
+    spikes: tuple[Spike, ...]
+    leaks: LeakReport
+    pools: tuple[Pool, ...]
+    """Empty for a CPU timeline, which has no cache."""
+    fit: Fit | None
+    churn: tuple[Churn, ...]
+    advice: tuple[Advice, ...]
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(pool.reserved_bytes for pool in self.pools)
+
+    @property
+    def releasable_bytes(self) -> int:
+        return sum(pool.releasable_bytes for pool in self.pools)
+
+    @property
+    def non_releasable_bytes(self) -> int:
+        return sum(pool.non_releasable_bytes for pool in self.pools)
+
+
+def analyse(
+    snapshot: Snapshot,
+    device: int | None = None,
+    *,
+    request_bytes: int | None = None,
+    device_free_bytes: int | None = None,
+    top: int = 10,
+) -> Analysis:
+    """Answer every question for one device; None takes the device with the most memory at its peak.
+
+    `request_bytes` asks whether such a request would have fitted at the end; without it the last request that failed
+    for want of memory is asked about, at the moment it failed, where the trace has one. `UsageError` for a device that
+    the snapshot does not know.
+    """
+    window = replay(snapshot, _choose(snapshot, device))
+    device = window.device
+    groups = group_stacks(snapshot)
+    steps = find_steps(snapshot, window)
+    leaks = find_leaks(snapshot, window, groups, steps)
+    cached = snapshot.allocator != "cpu"
+    kinds = pools(snapshot, device) if cached else ()
+    churn = find_churn(snapshot, window, steps) if cached else ()
+    fit = _fit(snapshot, window, request_bytes, device_free_bytes) if cached else None
+    explained = int(window.allocations.size_bytes[window.allocations.alive_at(window.peak_event)].sum())
+    return Analysis(
+        snapshot=snapshot,
+        device=device,
+        replay=window,
+        groups=groups,
+        steps=steps,
+        violations=tuple(check(snapshot)),
+        holders=holders(snapshot, window, groups, top=top),
+        unexplained_bytes=window.peak_bytes - explained,
+        spikes=spikes(snapshot, window, groups),
+        leaks=leaks,
+        pools=kinds,
+        fit=fit,
+        churn=churn,
+        advice=advise(snapshot, kinds, churn, leaks, fit),
+    )
+
+
+def verdict(analysis: Analysis) -> str:
+    """The two or three sentences that somebody in a hurry needs."""
+    window = analysis.replay
+    said = [f"Peak {size_text(window.peak_bytes)} in use"]
+    if analysis.pools:
+        said[0] += f", {size_text(window.peak_reserved_bytes)} reserved"
+    if analysis.holders:
+        first = analysis.holders[0]
+        held = f"The most of it, {first.share:.0%}, is held by {first.own_line}"
+        named = next((row for row in analysis.holders if row.frames), first)
+        if named is not first:
+            held += f"; of what has a stack the most, {named.share:.0%}, by {named.own_line}"
+        said.append(held)
+    for leak in analysis.leaks.leaks:
+        said.append(f"It grows by {size_text(leak.bytes_per_step)} a step ({leak.kind}): {leak.what_to_do}")
+    for row in analysis.churn[:1]:
+        if row.share_of_reserved >= 0.1:
+            said.append(
+                f"{size_text(row.freed_bytes)} were given back and fetched again ({row.cause} at {row.own_line})"
+            )
+    if analysis.non_releasable_bytes >= 0.1 * max(analysis.reserved_bytes, 1):
+        said.append(f"{size_text(analysis.non_releasable_bytes)} are free but stuck in segments in use")
+    if analysis.fit is not None:
+        said.append(f"Would {size_text(analysis.fit.request_bytes)} more have fitted? {analysis.fit.sentence}")
+    if analysis.violations:
+        said.append(f"The file contradicts itself in {len(analysis.violations)} place(s): read all this with care")
+    return ". ".join(said) + "."
+
+
+def as_json(analysis: Analysis) -> dict[str, Any]:
+    """Plain data for ``--json``: sizes in bytes, times in the unit of their name, stacks as text, innermost first."""
+    window = analysis.replay
+    return {
+        "snapshot": analysis.snapshot.name,
+        "allocator": analysis.snapshot.allocator,
+        "device": analysis.device,
+        "devices": analysis.snapshot.devices,
+        "verdict": verdict(analysis),
+        "notes": list(analysis.snapshot.notes),
+        "events": len(window.trace),
+        "start_bytes": window.start_bytes,
+        "peak_bytes": window.peak_bytes,
+        "peak_event": window.peak_event,
+        "end_bytes": window.end_bytes,
+        "frees_from_before_the_window": window.frees_from_before,
+        "unexplained_bytes": analysis.unexplained_bytes,
+        "reserved_bytes": analysis.reserved_bytes,
+        "peak_reserved_bytes": window.peak_reserved_bytes if analysis.pools else None,
+        "allocated_bytes": sum(pool.allocated_bytes for pool in analysis.pools),
+        "releasable_bytes": analysis.releasable_bytes,
+        "non_releasable_bytes": analysis.non_releasable_bytes,
+        "largest_free_bytes": max((pool.largest_free_bytes for pool in analysis.pools), default=0),
+        "steps": {"count": len(analysis.steps), "source": analysis.steps.source},
+        "violations": [plain(row) for row in analysis.violations],
+        "holders": [plain(row) for row in analysis.holders],
+        "spikes": [plain(row) for row in analysis.spikes],
+        "leaks": plain(analysis.leaks),
+        "pools": [
+            {**plain(row), "utilisation": row.utilisation, "internal": row.internal, "external": row.external}
+            for row in analysis.pools
+        ],
+        "fit": plain(analysis.fit) if analysis.fit else None,
+        "churn": [plain(row) for row in analysis.churn],
+        "advice": [plain(row) for row in analysis.advice],
+        "settings": dict(analysis.snapshot.settings),
+    }
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses as dictionaries, stacks as the text of their first frames."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {
+            key: [describe(frame) for frame in item[:_FRAMES_IN_JSON]] if key == "frames" else plain(item)
+            for key, item in ((field, getattr(value, field)) for field in value.__dataclass_fields__)
+        }
+    if isinstance(value, Frame):
+        return describe(value)
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return value
+
+
+def _choose(snapshot: Snapshot, device: int | None) -> int:
+    known = snapshot.devices
+    if not known:
+        raise UsageError(f"{snapshot.name}: holds neither segments nor events, there is nothing to analyse")
+    if device is None:
+        return max(known, key=lambda number: replay(snapshot, number).peak_bytes) if len(known) > 1 else known[0]
+    if device not in known:
+        raise UsageError(f"{snapshot.name}: holds nothing of device {device} (devices: {', '.join(map(str, known))})")
+    return device
+
+
+def _fit(snapshot: Snapshot, window: Replay, request_bytes: int | None, device_free_bytes: int | None) -> Fit | None:
+    """A request that the caller names is asked of the end of the snapshot; one that failed, of its own moment."""
+    if request_bytes is not None:
+        return would_fit(snapshot, window.device, request_bytes, device_free_bytes=device_free_bytes)
+    failed = np.flatnonzero(window.trace.action == Action.OOM)
+    if len(failed) == 0:
+        return None
+    event = int(failed[-1])
+    if device_free_bytes is None:
+        device_free_bytes = int(window.trace.address[event])
+    then = state_at(snapshot, window, event) or snapshot
+    stream = int(window.trace.stream[event])
+    return would_fit(
+        then, window.device, int(window.trace.size_bytes[event]), stream=stream, device_free_bytes=device_free_bytes
+    )

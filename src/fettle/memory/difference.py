@@ -1,0 +1,139 @@
+"""What changed between two snapshots, by call stack?
+
+Addresses mean nothing across two processes, so memory is compared by stack: file name (without its folder), function
+and line of every frame. Two snapshots with hardly a stack in common are reported as what they are: different programs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fettle.errors import UsageError
+from fettle.memory.replay import Allocations, replay
+from fettle.memory.snapshot import Frame, Snapshot
+from fettle.memory.stacks import StackGroups, group_stacks
+
+_FEW_IN_COMMON = 0.2
+
+
+@dataclass(frozen=True)
+class Change:
+    """One call stack's requested bytes and blocks, before and after."""
+
+    own_line: str
+    phase: str
+    before_bytes: int
+    after_bytes: int
+    before_count: int
+    after_count: int
+    frames: tuple[Frame, ...]
+
+    @property
+    def change_bytes(self) -> int:
+        return self.after_bytes - self.before_bytes
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two snapshots side by side: at the end, and at their peaks. Sizes are requested bytes."""
+
+    before: str
+    after: str
+    device: int
+    end_before_bytes: int
+    end_after_bytes: int
+    peak_before_bytes: int
+    peak_after_bytes: int
+    at_end: tuple[Change, ...]
+    at_peak: tuple[Change, ...]
+    shared_stacks: float
+    """Share of the bytes at the end, of the smaller snapshot, whose stacks occur in both."""
+    notes: tuple[str, ...]
+
+
+def compare(before: Snapshot, after: Snapshot, device: int, *, top: int = 20) -> Difference:
+    """The stacks whose memory changed most, at the end and at the peak. `UsageError` if a snapshot lacks the device."""
+    for snapshot in (before, after):
+        if device not in snapshot.devices:
+            have = ", ".join(map(str, snapshot.devices)) or "none"
+            raise UsageError(f"{snapshot.name}: holds nothing of device {device} (devices: {have})")
+    sides = []
+    for snapshot in (before, after):
+        window, groups = replay(snapshot, device), group_stacks(snapshot)
+        end = _by_stack(window.allocations, groups, len(window.trace) - 1)
+        peak = _by_stack(window.allocations, groups, window.peak_event)
+        sides.append((window, end, peak))
+    (window_before, end_before, peak_before), (window_after, end_after, peak_after) = sides
+    shared = _shared(end_before, end_after)
+    notes = []
+    if shared < _FEW_IN_COMMON:
+        notes.append(
+            f"only {shared:.0%} of the bytes come from stacks that both snapshots have: "
+            "these look like different programs"
+        )
+    if before.allocator != after.allocator:
+        notes.append("one snapshot is of the CPU, the other of a GPU: sizes compare, reserved memory does not")
+    return Difference(
+        before=before.name,
+        after=after.name,
+        device=device,
+        end_before_bytes=window_before.end_bytes,
+        end_after_bytes=window_after.end_bytes,
+        peak_before_bytes=window_before.peak_bytes,
+        peak_after_bytes=window_after.peak_bytes,
+        at_end=_changes(end_before, end_after, top),
+        at_peak=_changes(peak_before, peak_after, top),
+        shared_stacks=shared,
+        notes=tuple(notes),
+    )
+
+
+_Key = tuple[tuple[str, str, int], ...]
+_Side = dict[_Key, tuple[int, int, int, StackGroups]]
+
+
+def _by_stack(table: Allocations, groups: StackGroups, event: int) -> _Side:
+    """Stack -> (bytes, blocks, group number, groups) of what is in use after an event."""
+    rows = np.flatnonzero(table.alive_at(event))
+    group = groups.of_stack[table.stack[rows]]
+    total = np.zeros(len(groups.frames), np.int64)
+    np.add.at(total, group, table.size_bytes[rows])
+    count = np.bincount(group, minlength=len(groups.frames))
+    side: _Side = {}
+    for number in np.flatnonzero(count).tolist():
+        key = tuple((frame.filename.rsplit("/", 1)[-1], frame.name, frame.line) for frame in groups.frames[number])
+        size, blocks, _, _ = side.get(key, (0, 0, 0, groups))
+        side[key] = (size + int(total[number]), blocks + int(count[number]), number, groups)
+    return side
+
+
+def _shared(before: _Side, after: _Side) -> float:
+    if not before or not after:
+        return 1.0
+    smaller, other = sorted((before, after), key=lambda side: sum(row[0] for row in side.values()))
+    total = sum(row[0] for row in smaller.values())
+    return sum(row[0] for key, row in smaller.items() if key in other) / total if total else 1.0
+
+
+def _changes(before: _Side, after: _Side, top: int) -> tuple[Change, ...]:
+    found = []
+    for key in before.keys() | after.keys():
+        old, new = before.get(key), after.get(key)
+        named = new or old
+        assert named is not None
+        _, _, number, groups = named
+        change = Change(
+            own_line=groups.own_line[number],
+            phase=groups.phase[number],
+            before_bytes=old[0] if old else 0,
+            after_bytes=new[0] if new else 0,
+            before_count=old[1] if old else 0,
+            after_count=new[1] if new else 0,
+            frames=groups.frames[number],
+        )
+        if change.before_bytes != change.after_bytes or change.before_count != change.after_count:
+            found.append((change, key))
+    found.sort(key=lambda pair: (-abs(pair[0].change_bytes), pair[1]))
+    return tuple(change for change, _ in found[:top])

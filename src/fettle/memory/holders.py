@@ -1,0 +1,101 @@
+"""Who holds the memory at a moment (by default the peak), by call stack, and for how long?
+
+The holders of a moment add up to the memory in use at it, to the byte, in every snapshot whose trace and blocks agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fettle.memory.replay import Replay
+from fettle.memory.snapshot import Flags, Frame, Snapshot
+from fettle.memory.stacks import StackGroups
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Allocations alive at one moment that came from one call stack. Sizes are requested bytes."""
+
+    own_line: str
+    phase: str
+    category: str
+    """What the profiler took it for (parameter, gradient, activation ...); empty where nobody said."""
+    bytes: int
+    share: float
+    """Of the memory in use at the moment."""
+    count: int
+    largest_bytes: int
+    from_before: int
+    """How many of them were allocated before the window."""
+    until_end: int
+    """How many are still alive at the end of the window."""
+    median_lifetime_ms: float | None
+    """Of those whose birth and death both lie in the window; None without such, or without times."""
+    freed_after_ms: float | None
+    """How long after the moment the last of those that were freed at all went."""
+    frames: tuple[Frame, ...]
+
+
+def holders(
+    snapshot: Snapshot,
+    replay: Replay,
+    groups: StackGroups,
+    *,
+    event: int | None = None,
+    among: Flags | None = None,
+    top: int = 10,
+) -> tuple[Holder, ...]:
+    """The `top` call stacks by bytes in use after an event (the peak if None), of the allocations chosen by `among`."""
+    moment = replay.peak_event if event is None else event
+    table = replay.allocations
+    alive = table.alive_at(moment)
+    rows = np.flatnonzero(alive if among is None else alive & among)
+    if len(rows) == 0:
+        return ()
+    group = groups.of_stack[table.stack[rows]]
+    # Without a stack it still matters whether a block is from before the recording, or from a thread without Python.
+    stackless = np.array([not frames for frames in groups.frames], np.bool_)[group]
+    group = np.where(stackless & (table.birth[rows] < 0), len(groups.frames) + table.tag[rows], group)
+    present, where = np.unique(group, return_inverse=True)
+    total = np.zeros(len(present), np.int64)
+    np.add.at(total, where, table.size_bytes[rows])
+    in_use = max(replay.at(moment), 1)
+    n = len(replay.trace)
+    found = []
+    for index in np.argsort(-total, kind="stable")[:top].tolist():
+        mine = rows[where == index]
+        birth, death = table.birth[mine], table.death[mine]
+        whole = (birth >= 0) & (death < n)
+        lifetime = freed = None
+        if replay.trace.has_times:
+            time_us = replay.trace.time_us
+            if whole.any():
+                lifetime = float(np.median(time_us[death[whole]] - time_us[birth[whole]])) / 1000
+            gone = death[death < n]
+            if len(gone):
+                freed = replay.milliseconds(max(moment, 0), int(gone.max()))
+        tags = np.bincount(table.tag[mine], weights=table.size_bytes[mine])
+        number = int(present[index])
+        own_line, phase = "(allocated before recording began)", "unknown"
+        frames: tuple[Frame, ...] = ()
+        if number < len(groups.frames):
+            own_line, phase, frames = groups.own_line[number], groups.phase[number], groups.frames[number]
+        found.append(
+            Holder(
+                own_line=own_line,
+                phase=phase,
+                category=snapshot.tags[int(tags.argmax())],
+                bytes=int(total[index]),
+                share=float(total[index]) / in_use,
+                count=len(mine),
+                largest_bytes=int(table.size_bytes[mine].max()),
+                from_before=int((birth < 0).sum()),
+                until_end=int((death >= n).sum()),
+                median_lifetime_ms=lifetime,
+                freed_after_ms=freed,
+                frames=frames,
+            )
+        )
+    return tuple(found)

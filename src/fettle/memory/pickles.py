@@ -1,0 +1,137 @@
+"""May this pickle be loaded? Only if its instructions can build nothing but plain data.
+
+A pickle is a program. Before it runs, `scan` walks over its opcodes and accepts only those that make dictionaries,
+lists, pairs of numbers, strings, numbers, booleans and None. That settles at once what a file from outside could try:
+
+- classes and calls (GLOBAL, REDUCE, BUILD, persistent ids ...) are not in the list;
+- a tiny file that asks for a huge memo (the C unpickler allocates for the largest memo index it meets) is refused:
+  an index may not exceed the file's own length;
+- strings longer than the file, huge integers and byte arrays that are allocated before they are read are refused;
+- nested tuples used as dictionary keys, which overflow the C stack when they are hashed, cannot be built.
+
+Runs of fixed-size opcodes are matched by one possessive regular expression, so a scan costs about 10 ns an opcode.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import pickle
+import re
+from typing import NoReturn
+
+from fettle.errors import UsageError
+
+_INT = rb"(?:K.|M..|J.{4}|\x8a(?:\x08.{8}|\x07.{7}|\x06.{6}|\x05.{5}|\x04.{4}|\x09.{8}\x00|\x03...|\x02..|\x01.|\x00))"
+_STRINGS = {0x8C: 1, 0x58: 4, 0x8D: 8}  # opcode -> bytes of its length field: SHORT_BINUNICODE, BINUNICODE, BINUNICODE8
+_STOP = 0x2E
+# Harmless opcodes with operands -> their bytes; one of these where the run ends was cut off by the end of the file.
+_OPERANDS = {0x4B: 1, 0x4D: 2, 0x4A: 4, 0x8A: 1, 0x71: 1, 0x68: 1, 0x72: 4, 0x6A: 4, 0x47: 8, 0x95: 8, 0x80: 1}
+_FORBIDDEN = {
+    0x63: "names a class (GLOBAL)",
+    0x93: "names a class (STACK_GLOBAL)",
+    0x52: "calls a function (REDUCE)",
+    0x62: "sets an object's state (BUILD)",
+    0x69: "makes an object (INST)",
+    0x6F: "makes an object (OBJ)",
+    0x81: "makes an object (NEWOBJ)",
+    0x92: "makes an object (NEWOBJ_EX)",
+    0x50: "refers to something outside (PERSID)",
+    0x51: "refers to something outside (BINPERSID)",
+    0x82: "names an extension class (EXT1)",
+    0x83: "names an extension class (EXT2)",
+    0x84: "names an extension class (EXT4)",
+    0x96: "asks for a byte array (BYTEARRAY8)",
+    0x72: "uses a memo index beyond its own length",
+    0x6A: "uses a memo index beyond its own length",
+    0x8A: "holds an integer of more than 64 bits",
+    0x8B: "holds an integer of more than 64 bits",
+    0x86: "nests tuples",
+    0x85: "nests tuples",
+    0x87: "nests tuples",
+    0x74: "nests tuples",
+}
+
+
+def load_plain_data(raw: bytes, name: str) -> object:
+    """The value in a pickle that can only hold plain data, or `UsageError`; `name` is for the message."""
+    scan(raw, name)
+    was_collecting = gc.isenabled()
+    gc.disable()  # millions of dictionaries without a cycle among them: collecting while loading doubles the time
+    try:
+        return _PlainUnpickler(io.BytesIO(raw)).load()
+    except (pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError):
+        raise UsageError(f"{name}: damaged pickle, its instructions do not fit together") from None
+    except (MemoryError, RecursionError, OverflowError):
+        raise UsageError(f"{name}: this pickle asks for more memory than there is") from None
+    finally:
+        if was_collecting:
+            gc.enable()
+
+
+def scan(raw: bytes, name: str) -> None:
+    """Refuse, with `UsageError`, every pickle that could do more than build plain data of about its own size."""
+    length = len(raw)
+    if length < 4 or raw[0] != 0x80:
+        raise UsageError(f"{name}: not a memory snapshot (a pickle of protocol 2 or later is expected)")
+    run = _run_of_fixed_opcodes(length)
+    position = 0
+    while True:
+        match = run.match(raw, position)
+        position = match.end() if match else position
+        if position >= length:
+            raise UsageError(f"{name}: truncated, the file ends in the middle of the pickle")
+        opcode = raw[position]
+        if opcode == _STOP:
+            return
+        width = _STRINGS.get(opcode)
+        if width is None:
+            _refuse(raw, position, name)
+        size = int.from_bytes(raw[position + 1 : position + 1 + width], "little")
+        position += 1 + width + size
+        if position > length:
+            raise UsageError(f"{name}: truncated, a string of {size} bytes reaches beyond the end of the file")
+
+
+def _run_of_fixed_opcodes(length: int) -> re.Pattern[bytes]:
+    """Matches as many harmless opcodes of fixed size as stand in a row; long memo indices only up to `length`."""
+    top = length >> 24
+    memo_index = rb"..." + _byte_up_to(min(top, 255)) if top else rb".." + _byte_up_to(length >> 16) + rb"\x00"
+    fixed = [
+        rb"[hq].",  # BINGET, BINPUT
+        rb"[rj]" + memo_index,  # LONG_BINPUT, LONG_BINGET
+        rb"\x94",  # MEMOIZE
+        _INT + _INT + rb"\x86",  # a pair of integers (a pool id): the only tuple that a snapshot holds
+        _INT,
+        rb"[N\x88\x89\]})]",  # None, True, False, [], {}, ()
+        rb"[(ueas021]",  # MARK, SETITEMS, APPENDS, APPEND, SETITEM, POP, DUP, POP_MARK
+        rb"G.{8}",  # BINFLOAT
+        rb"\x95.{8}",  # FRAME
+        rb"\x80.",  # PROTO
+    ]
+    return re.compile(rb"(?s:" + rb"|".join(fixed) + rb")*+")
+
+
+def _byte_up_to(largest: int) -> bytes:
+    return rb"[\x00-" + re.escape(bytes([largest])) + rb"]"
+
+
+def _refuse(raw: bytes, position: int, name: str) -> NoReturn:
+    opcode, left = raw[position], len(raw) - position - 1
+    width = _OPERANDS.get(opcode, 0)
+    if opcode == 0x8A and left:
+        width += raw[position + 1] if raw[position + 1] <= 9 else 0
+    if left < width:
+        raise UsageError(f"{name}: truncated, the file ends in the middle of the pickle")
+    reason = _FORBIDDEN.get(opcode, f"uses an instruction that plain data does not need (0x{opcode:02x})")
+    raise UsageError(f"{name}: refused, not plain data: this pickle {reason}")
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """The second line of defence: resolves no name, whatever got past the scan."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise pickle.UnpicklingError("a snapshot names no class")
+
+    def persistent_load(self, pid: object) -> NoReturn:
+        raise pickle.UnpicklingError("a snapshot has no persistent ids")

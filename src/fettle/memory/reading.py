@@ -1,0 +1,380 @@
+"""What is in this snapshot file? Every historical format of PyTorch's allocator snapshots, as columns.
+
+Formats, oldest first: a bare list of segments (``torch.cuda.memory_snapshot()``); torch 2.0, whose blocks have a
+``history`` and no address, and whose events have no time; the present dictionary of segments, traces, settings and
+annotations; and the same with the extra fields that later versions added, which are ignored where they mean nothing
+here. Everything is read from values that may be hostile: numbers must fit in 64 bits, and no file may describe more
+things than it has bytes (a pickle can repeat one list a million times for two bytes each).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from fettle.errors import UsageError
+from fettle.memory.pickles import load_plain_data
+from fettle.memory.snapshot import Action, Annotation, Blocks, Frame, Ints, Segments, Snapshot, State, Trace
+
+DEFAULT_MAX_FILE_BYTES = 1 << 30
+"""Reading an honest file takes about ten times its size in memory."""
+
+# The most memory that can come of a file: a dictionary or list is one byte in a pickle, anything else is cheaper.
+_MOST_BYTES_PER_CONTAINER = 240
+_MOST_BYTES_PER_BYTE = 12
+_BYTES_PER_THING = 300
+"""What the columns and lists of one event, block or segment take while it is read."""
+
+_MAX_FRAMES = 512
+_MAX_TEXT = 1024
+_ACTIONS = {action.name.lower(): int(action) for action in Action if action is not Action.OTHER}
+_STATES = {
+    "inactive": int(State.INACTIVE),
+    "active_allocated": int(State.ALLOCATED),
+    "active_pending_free": int(State.PENDING_FREE),
+    "active_awaiting_free": int(State.PENDING_FREE),  # what torch's own documentation calls it
+}
+_NO_FRAMES: list[object] = []
+
+
+def read(path: str | os.PathLike[str], *, max_file_bytes: int = DEFAULT_MAX_FILE_BYTES) -> Snapshot:
+    """Read a snapshot file. `UsageError` if it cannot be opened, is over the limit, or is not a snapshot."""
+    file = Path(path)
+    try:
+        size = file.stat().st_size
+        if not file.is_file():
+            raise UsageError(f"{file}: not a file")
+        if size > max_file_bytes:
+            raise UsageError(
+                f"{file}: {size / 1e9:.1f} GB is over the limit of {max_file_bytes / 1e9:.1f} GB, and reading it may "
+                f"take {size * 10 / 1e9:.0f} GB of memory; raise --max-file-size, or record with a smaller ring"
+            )
+        available = psutil.virtual_memory().available
+        _refuse_beyond(available, _MOST_BYTES_PER_BYTE * size, file)
+        raw = file.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{file}: cannot be read ({error.strerror})") from None
+    containers = raw.count(b"}") + raw.count(b"]")
+    _refuse_beyond(available, _MOST_BYTES_PER_CONTAINER * containers + _MOST_BYTES_PER_BYTE * len(raw), file)
+    budget = min(len(raw), available // _BYTES_PER_THING)
+    return parse(load_plain_data(raw, str(file)), name=str(file), budget=budget)
+
+
+def _refuse_beyond(available_bytes: int, needed_bytes: int, file: Path) -> None:
+    if needed_bytes > available_bytes:
+        raise UsageError(
+            f"{file}: reading it could take {needed_bytes / 1e9:.1f} GB of memory, "
+            f"{available_bytes / 1e9:.1f} GB are available"
+        )
+
+
+def parse(data: object, *, name: str = "snapshot", budget: int | None = None) -> Snapshot:
+    """A snapshot from the object that ``torch.cuda.memory._snapshot()`` returns, or from an unpickled file.
+
+    `budget` is the most things the data may describe; `UsageError` beyond it.
+    """
+    return _Parser(name, budget).parse(data)
+
+
+class _Parser:
+    """Reads one snapshot; holds the tables of frames and stacks while it does."""
+
+    def __init__(self, name: str, budget: int | None) -> None:
+        self.name = name
+        self.left = budget if budget is not None else 1 << 62
+        self.stacks: list[tuple[Frame, ...]] = [()]
+        self.stack_by_frames: dict[tuple[int, ...], int] = {(): 0}
+        self.stack_by_id: dict[int, int] = {id(_NO_FRAMES): 0}
+        self.frames: list[Frame] = []
+        self.frame_by_value: dict[Frame, int] = {}
+        self.frame_by_id: dict[int, int] = {}
+        self.tags: dict[str, int] = {"": 0}
+        self.keep: list[object] = [_NO_FRAMES]  # what the tables know by id() must stay alive
+        self.notes: list[str] = []
+
+    def parse(self, data: object) -> Snapshot:
+        if isinstance(data, list):
+            data = {"segments": data}
+        if not isinstance(data, dict) or not isinstance(data.get("segments"), list):
+            raise self.bad("not a memory snapshot: no list of segments in it")
+        extra = data.get("fettle")
+        extra = extra if isinstance(extra, dict) else {}
+        segments, blocks = self.segments(data["segments"])
+        traces = self.traces(data.get("device_traces"))
+        return Snapshot(
+            name=self.name,
+            segments=segments,
+            blocks=blocks,
+            traces=traces,
+            annotations=self.annotations(data.get("external_annotations")),
+            settings=_plain_settings(data.get("allocator_settings")),
+            stacks=tuple(self.stacks),
+            tags=tuple(self.tags),
+            allocator="cpu" if extra.get("allocator") == "cpu" else "cuda",
+            host_memory=self.host_memory(extra.get("host_memory")),
+            notes=tuple(self.notes),
+        )
+
+    def bad(self, what: str) -> UsageError:
+        return UsageError(f"{self.name}: {what}")
+
+    def spend(self, count: int) -> None:
+        self.left -= count
+        if self.left < 0:
+            raise self.bad("refused: more segments, blocks, events and frames than it has bytes, or than fit in memory")
+
+    def segments(self, rows: list[Any]) -> tuple[Segments, Blocks]:
+        self.spend(len(rows))
+        if not all(isinstance(row, dict) for row in rows):
+            raise self.bad("a segment that is not a dictionary")
+        # The profiler's export writes a segment without address for a device that holds nothing.
+        rows = [row for row in rows if row.get("address") is not None or row.get("blocks")]
+
+        def column(key: str, default: int | None = None) -> Ints:
+            return self.column(rows, key, "segment", default)
+
+        blocks: list[Any] = []
+        owner: list[int] = []
+        address: list[int] = []
+        segment_address = column("address")
+        for number, row in enumerate(rows):
+            inside = row.get("blocks", [])
+            if not isinstance(inside, list) or not all(isinstance(block, dict) for block in inside):
+                raise self.bad(f"the blocks of segment {number} are not a list of dictionaries")
+            self.spend(len(inside))
+            blocks += inside
+            owner += [number] * len(inside)
+            next_address = int(segment_address[number])
+            for block in inside:
+                at = block.get("address")
+                at = next_address if at is None else at
+                if not isinstance(at, int) or not isinstance(block.get("size"), int):
+                    raise self.bad(f"a block of segment {number} has no whole number as address or size")
+                address.append(at)
+                next_address = at + block["size"]
+        pools = [row.get("segment_pool_id", (0, 0)) for row in rows]
+        if not all(isinstance(pool, (tuple, list)) and len(pool) == 2 for pool in pools):
+            raise self.bad("a segment_pool_id that is not a pair")
+        states = [block.get("state") for block in blocks]
+        unknown = {state for state in states if isinstance(state, str)} - set(_STATES)
+        if unknown:
+            self.notes.append(f"{len(unknown)} unknown block state(s), counted as inactive")
+        return (
+            Segments(
+                device=column("device", 0),
+                address=segment_address,
+                total_bytes=column("total_size"),
+                allocated_bytes=column("allocated_size", -1),
+                active_bytes=column("active_size", -1),
+                requested_bytes=column("requested_size", -1),
+                stream=column("stream", 0),
+                small=np.array([row.get("segment_type") == "small" for row in rows], np.bool_),
+                pool=self.ints((number for pool in pools for number in pool), "a segment's pool").reshape(-1, 2),
+                expandable=np.array([row.get("is_expandable") is True for row in rows], np.bool_),
+            ),
+            Blocks(
+                segment=np.array(owner, np.int64),
+                address=self.ints(address, "a block's address"),
+                size_bytes=self.column(blocks, "size", "block"),
+                requested_bytes=self.ints((_requested(block) for block in blocks), "a block's requested size"),
+                state=np.array([_STATES.get(s, 0) if isinstance(s, str) else 0 for s in states], np.int8),
+                stack=np.array([self.stack(_block_frames(block)) for block in blocks], np.int64),
+                tag=self.row_tags(blocks),
+            ),
+        )
+
+    def traces(self, traces: object) -> dict[int, Trace]:
+        if traces is None:
+            return {}
+        if not isinstance(traces, list) or not all(isinstance(trace, list) for trace in traces):
+            raise self.bad("device_traces is not a list of lists")
+        return {device: self.trace(events, device) for device, events in enumerate(traces) if events}
+
+    def trace(self, events: list[Any], device: int) -> Trace:
+        self.spend(len(events))
+        if not all(isinstance(event, dict) for event in events):
+            raise self.bad(f"the trace of device {device} holds something that is not a dictionary")
+        names = [event.get("action") for event in events]
+        unknown = {name for name in set(filter(_is_text, names)) if name not in _ACTIONS}
+        if unknown:
+            shown = ", ".join(sorted(_clean(name)[:40] for name in unknown)[:3])
+            self.notes.append(f"device {device}: events of unknown kind are kept but change nothing: {shown}")
+        other = int(Action.OTHER)
+        actions = np.array([_ACTIONS.get(name, other) if isinstance(name, str) else other for name in names], np.int8)
+        oom = int(Action.OOM)
+        if (actions == oom).any():
+            address = self.ints(
+                (e.get("device_free", 0) if a == oom else e.get("addr") for e, a in zip(events, actions, strict=True)),
+                "an event's address",
+            )
+        else:
+            address = self.column(events, "addr", "event")
+        trace = Trace(
+            action=actions,
+            address=address,
+            size_bytes=self.column(events, "size", "event"),
+            stream=self.column(events, "stream", "event", 0),
+            time_us=self.column(events, "time_us", "event", 0),
+            stack=self.event_stacks(events),
+            tag=self.row_tags(events),
+        )
+        return _from_the_oldest(trace)
+
+    def event_stacks(self, events: list[Any]) -> Ints:
+        """Frame lists are shared between events: look each up once, by identity."""
+        known = self.stack_by_id
+        out = []
+        for event in events:
+            frames = event.get("frames", _NO_FRAMES)
+            number = known.get(id(frames))
+            out.append(self.stack(frames) if number is None else number)
+        return np.array(out, np.int64)
+
+    def row_tags(self, rows: list[Any]) -> Ints:
+        out = []
+        for row in rows:
+            tag = row.get("category") or row.get("user_metadata") or ""
+            if not isinstance(tag, str):
+                tag = ""
+            number = self.tags.get(tag)
+            out.append(self.tags.setdefault(_clean(tag), len(self.tags)) if number is None else number)
+        return np.array(out, np.int64)
+
+    def annotations(self, rows: object) -> tuple[Annotation, ...]:
+        if not isinstance(rows, list):
+            return ()
+        self.spend(len(rows))
+        kept = []
+        for row in rows:
+            if not isinstance(row, dict):
+                continue
+            stage, name, device, time_us = (row.get(key) for key in ("stage", "name", "device", "time_us"))
+            if isinstance(stage, str) and isinstance(name, str) and _is_small(time_us) and _is_small(device or 0):
+                kept.append(Annotation(_clean(stage), _clean(name), device or 0, time_us))  # type: ignore[arg-type]
+        if len(kept) < len(rows):
+            self.notes.append(f"{len(rows) - len(kept)} annotation(s) could not be read")
+        return tuple(sorted(kept, key=lambda mark: mark.time_us))
+
+    def host_memory(self, rows: object) -> tuple[tuple[int, int], ...]:
+        if not isinstance(rows, list):
+            return ()
+        self.spend(len(rows))
+        pairs = [row for row in rows if isinstance(row, (tuple, list)) and len(row) == 2 and all(map(_is_small, row))]
+        return tuple((int(time_us), int(resident)) for time_us, resident in pairs)
+
+    def stack(self, frames: object) -> int:
+        """The number of a stack, by identity first and by content second."""
+        number = self.stack_by_id.get(id(frames))
+        if number is not None:
+            return number
+        if not isinstance(frames, list):
+            return 0
+        inner = frames[:_MAX_FRAMES]
+        self.spend(len(inner))
+        key = tuple(self.frame(frame) for frame in inner)
+        number = self.stack_by_frames.get(key)
+        if number is None:
+            number = self.stack_by_frames[key] = len(self.stacks)
+            self.stacks.append(tuple(self.frames[index] for index in key))
+        self.stack_by_id[id(frames)] = number
+        self.keep.append(frames)
+        return number
+
+    def frame(self, raw: object) -> int:
+        number = self.frame_by_id.get(id(raw))
+        if number is not None:
+            return number
+        fields: dict[Any, Any] = raw if isinstance(raw, dict) else {}
+        name, filename, line = fields.get("name"), fields.get("filename"), fields.get("line")
+        frame = Frame(
+            _clean(name) if isinstance(name, str) else "?",
+            _clean(filename).replace("\\", "/") if isinstance(filename, str) else "??",
+            line if isinstance(line, int) and _is_small(line) else 0,
+        )
+        number = self.frame_by_value.get(frame)
+        if number is None:
+            number = self.frame_by_value[frame] = len(self.frames)
+            self.frames.append(frame)
+        self.frame_by_id[id(raw)] = number
+        self.keep.append(raw)
+        return number
+
+    def column(self, rows: list[Any], key: str, what: str, default: int | None = None) -> Ints:
+        return self.ints([row.get(key, default) for row in rows], f"the {key} of a {what}")
+
+    def ints(self, values: Iterable[Any], what: str) -> Ints:
+        numbers = list(values)
+        kinds = set(map(type, numbers))
+        if not kinds <= {int}:
+            missing = "missing" if type(None) in kinds else "not a whole number"
+            raise self.bad(f"{what} is {missing}")
+        try:
+            return np.array(numbers, np.int64)
+        except OverflowError:
+            raise self.bad(f"{what} does not fit in 64 bits") from None
+
+
+def _from_the_oldest(trace: Trace) -> Trace:
+    """A ring written out from its first slot starts in the middle of time: turn it back if that is what we see."""
+    if not trace.has_times:
+        return trace
+    steps_back = np.flatnonzero(np.diff(trace.time_us) < 0)
+    if len(steps_back) != 1 or trace.time_us[-1] > trace.time_us[0]:
+        return trace
+    turn: Callable[[Any], Any] = lambda column: np.roll(column, -(int(steps_back[0]) + 1))  # noqa: E731
+    return Trace(**{field: turn(getattr(trace, field)) for field in Trace.__dataclass_fields__})
+
+
+def _requested(block: Mapping[str, Any]) -> object:
+    """What the program asked for; before torch 2.0 only the rounded size was kept."""
+    if "requested_size" in block:
+        return block["requested_size"]
+    history = block.get("history")
+    if isinstance(history, list) and history and isinstance(history[0], dict):
+        return history[0].get("real_size", block.get("size"))
+    return block.get("size")
+
+
+def _block_frames(block: Mapping[str, Any]) -> object:
+    if "frames" in block:
+        return block["frames"]
+    history = block.get("history")
+    if isinstance(history, list) and history and isinstance(history[0], dict):
+        return history[0].get("frames", _NO_FRAMES)
+    return _NO_FRAMES
+
+
+def _plain_settings(settings: object) -> dict[str, str | int | float | bool]:
+    """Scalars only; the table of roundup divisions is kept as ``roundup_power2_divisions[SIZE]`` where it is set."""
+    if not isinstance(settings, dict):
+        return {}
+    flat: dict[str, str | int | float | bool] = {}
+    for key, value in settings.items():
+        if isinstance(key, str) and isinstance(value, (str, int, float, bool)):
+            flat[_clean(key)] = _clean(value) if isinstance(value, str) else value
+        if key == "roundup_power2_divisions" and isinstance(value, dict):
+            for size, divisions in value.items():
+                if isinstance(size, str) and isinstance(divisions, int) and divisions > 1:
+                    flat[f"roundup_power2_divisions[{_clean(size)}]"] = divisions
+    return flat
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_small(value: object) -> bool:
+    return isinstance(value, int) and -(1 << 62) < value < (1 << 62)
+
+
+def _clean(text: str) -> str:
+    """Text from outside goes to terminals and pages: no control characters, no lone surrogates, bounded length."""
+    text = text[:_MAX_TEXT]
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() and not 0xD800 <= ord(c) < 0xE000 else "\ufffd" for c in text)

@@ -1,0 +1,117 @@
+"""One HTML file that shows the analysis: opens without network, stays usable at a million events.
+
+The tables are made here; the timeline, the segment map and the flame graph are drawn in the browser (`viewer.js.j2`)
+from columns packed into the page, so that nothing is thinned out before somebody looks at it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+import numpy.typing as npt
+
+from fettle.errors import UsageError
+from fettle.memory.analysis import Analysis, verdict
+from fettle.memory.difference import Difference
+from fettle.memory.moments import segment_lives
+from fettle.memory.stacks import describe
+from fettle.memory.units import size_text
+
+
+def write_report(analysis: Analysis, path: str | os.PathLike[str], *, difference: Difference | None = None) -> None:
+    """Write the report to `path`, replacing what is there. `UsageError` if it cannot be written."""
+    html = render(analysis, difference)
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.part")
+    try:
+        partial.write_text(html, encoding="utf-8")
+        os.replace(partial, target)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UsageError(f"{target}: the report could not be written ({error.strerror})") from None
+
+
+def render(analysis: Analysis, difference: Difference | None = None) -> str:
+    """The page as text."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["size"] = size_text
+    environment.filters["describe"] = describe
+    facts, columns = _payload(analysis)
+    template = environment.get_template("report.html.j2")
+    return template.render(
+        analysis=analysis, verdict=verdict(analysis), difference=difference, facts=_for_script(facts), columns=columns
+    )
+
+
+def _for_script(facts: dict[str, Any]) -> str:
+    """JSON that cannot end the script element it stands in."""
+    return json.dumps(facts, separators=(",", ":")).replace("<", "\\u003c").replace("\u2028", "").replace("\u2029", "")
+
+
+def _payload(analysis: Analysis) -> tuple[dict[str, Any], str]:
+    """What the viewer draws: small facts as JSON, columns as compressed little-endian arrays in base64.
+
+    Numbers beyond 2**53 do not occur
+    in addresses or sizes of real devices; a hostile file may have them, and they are merely drawn imprecisely.
+    """
+    window, groups, snapshot = analysis.replay, analysis.groups, analysis.snapshot
+    table = window.allocations
+    trace = window.trace
+    time_us = np.maximum.accumulate(trace.time_us - trace.time_us[0]) if trace.has_times else np.empty(0, np.int64)
+    change = np.diff(window.used_bytes, prepend=window.start_bytes)
+    reserved_change = np.diff(window.reserved_bytes, prepend=window.start_reserved_bytes)
+    moves = np.flatnonzero(reserved_change)
+    lives = segment_lives(snapshot, window)
+    columns: dict[str, tuple[str, npt.NDArray[Any]]] = {
+        "change": ("f64", change),
+        "time_us": ("u32", np.diff(time_us, prepend=0).clip(0, 2**32 - 1)),
+        "reserved_event": ("u32", moves),
+        "reserved_change": ("f64", reserved_change[moves]),
+        "birth": ("i32", table.birth),
+        "death": ("i32", table.death),
+        "address": ("f64", table.address),
+        "size": ("f64", table.size_bytes),
+        "group": ("u32", groups.of_stack[table.stack]),
+        # A segment that grows or shrinks by mapping pages is shown in its last extent throughout.
+        "segment_address": ("f64", lives.address),
+        "segment_size": ("f64", lives.total_bytes),
+        "segment_birth": ("i32", lives.birth),
+        "segment_death": ("i32", lives.death),
+    }
+    packed, layout = [], []
+    for name, (kind, values) in columns.items():
+        packed.append(values.astype(_KINDS[kind]).tobytes())
+        layout.append([name, kind, len(values)])
+    # Every column starts at a multiple of 8, as the browser's typed arrays want it.
+    raw = b"".join(piece + b"\0" * (-len(piece) % 8) for piece in packed)
+    used_groups = np.unique(groups.of_stack[table.stack]) if len(table) else np.empty(0, np.int64)
+    frames: dict[str, int] = {}
+    stacks: dict[str, list[int]] = {}
+    for number in used_groups.tolist():
+        stacks[str(number)] = [frames.setdefault(describe(f), len(frames)) for f in reversed(groups.frames[number])]
+    facts = {
+        "events": len(trace),
+        "start": window.start_bytes,
+        "start_reserved": window.start_reserved_bytes,
+        "peak_event": window.peak_event,
+        "cached": snapshot.allocator != "cpu",
+        "steps": analysis.steps.ends.tolist()[:5000],
+        "spikes": [spike.top_event for spike in analysis.spikes],
+        "layout": layout,
+        "frames": list(frames),
+        "stacks": stacks,
+        "lines": {str(number): groups.own_line[number] for number in used_groups.tolist()},
+    }
+    return facts, base64.b64encode(zlib.compress(raw, 1)).decode("ascii")
+
+
+_KINDS = {"f64": "<f8", "i32": "<i4", "u32": "<u4"}

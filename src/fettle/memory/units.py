@@ -1,0 +1,33 @@
+"""Sizes for people: 1.5 GiB for a reader, and "1.5GiB" from a command line."""
+
+from __future__ import annotations
+
+import re
+
+from fettle.errors import UsageError
+
+_FACTORS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    _FACTORS |= {_letter: 1024**_power, f"{_letter}IB": 1024**_power, f"{_letter}B": 1000**_power}
+
+
+def size_text(size_bytes: float) -> str:
+    """Bytes with a binary unit and three digits: ``11.6 GiB``."""
+    value, sign = abs(float(size_bytes)), "-" if size_bytes < 0 else ""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    if unit == "B":
+        return f"{sign}{value:.0f} B"
+    digits = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{sign}{value:.{digits}f} {unit}"
+
+
+def parse_size(text: str) -> int:
+    """Bytes from ``512``, ``1.5GiB``, ``2 GB`` or ``80M`` (MiB); `UsageError` for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    factor = _FACTORS.get(match.group(2).upper()) if match else None
+    if match is None or factor is None:
+        raise UsageError(f"{text!r} is not a size: write 512, 80MiB, 1.5GiB or 2GB")
+    return int(float(match.group(1)) * factor)
