@@ -19,15 +19,12 @@ from fettle.errors import UsageError
 
 # Command name -> module in this folder with a function `command` (or a `typer.Typer` named `app` for a group).
 _COMMANDS: dict[str, str] = {
-<<<<<<< HEAD
     "tune": "tune",
     "bench": "bench",
     "apply": "apply",
     "report": "report",
     "techniques": "techniques",
-=======
     "memory": "memory",
->>>>>>> memory
 }
 
 
