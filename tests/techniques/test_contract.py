@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import types
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -61,12 +62,8 @@ def target(tmp_path_factory):
 
 
 def build(target: Path) -> Workload:
-    namespace: dict[str, object] = {"__name__": "tiny"}
-    import types
-
     module = sys.modules["tiny"] = types.ModuleType("tiny")
     exec(compile(target.read_text(), str(target), "exec"), module.__dict__)
-    del namespace
     return Workload(*module.workload())
 
 
@@ -80,7 +77,15 @@ FACTS = replace(
         for name in ("physical_cores", "cpu_flags", "packages", "libraries")
     },
 )  # fmt: skip
-DEAR = {"compile": {"max-autotune"}, "runtime": {"openvino-int8"}}
+DEAR = {
+    "compile": {"max-autotune"},
+    "runtime": {"openvino-int8", "aoti"},
+    "quantize": {"int8-weight"},
+    "batch": {"x4", "x8", "x16", "x32"},
+    "precision": {"fp16", "autocast-fp16"},
+    "shapes": {"static", "dynamic"},
+}
+"""Left to the slow tests: a near twin stands for them, or they cost too much."""
 
 
 def completed(name: str, level: str) -> Recipe:
@@ -140,8 +145,14 @@ def test_runs_as_plain_pytorch(name, level, target, tmp_path):
     "text",
     [
         "mode=eval grad=no_grad attention=sdpa precision=bf16 channels_last=on compile=default freeze=on region=blocks",
-        "mode=eval grad=inference_mode attention=sdpa precision=autocast-bf16 channels_last=on runtime=aoti",
-        "mode=eval grad=inference_mode attention=sdpa precision=bf16 quantize=int8-dynamic compile=default freeze=on",
+        pytest.param(
+            "mode=eval grad=inference_mode attention=sdpa precision=autocast-bf16 channels_last=on runtime=aoti",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "mode=eval grad=inference_mode attention=sdpa precision=bf16 quantize=int8-dynamic compile=default",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_mixtures(text, target, tmp_path):
