@@ -33,8 +33,12 @@ def attend(
         mask = mask.to(query.dtype)
         if mask.dim() < 2:
             mask = mask.expand(query.shape[-2], key_t.shape[-1])
-    attention = torch.nn.functional.scaled_dot_product_attention
-    return attention(query, key_t.transpose(-2, -1), value, attn_mask=mask, scale=scale)
+    attention, key = torch.nn.functional.scaled_dot_product_attention, key_t.transpose(-2, -1)
+    if query.dim() == 3:  # the fast kernels want a dimension of heads
+        mask = mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask
+        query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+        return attention(query, key, value, attn_mask=mask, scale=scale).squeeze(1)
+    return attention(query, key, value, attn_mask=mask, scale=scale)
 
 
 def rewrite_graph(graph: torch.fx.Graph, module: torch.nn.Module) -> int:
