@@ -5,7 +5,6 @@ softmax(q k^T * scale + mask) v and nothing else looks at the weights, that part
 module keeps its parameters and submodules, only its forward is replaced, and only for calls of the same form.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,8 +33,12 @@ def attend(
         mask = mask.to(query.dtype)
         if mask.dim() < 2:
             mask = mask.expand(query.shape[-2], key_t.shape[-1])
-    attention = torch.nn.functional.scaled_dot_product_attention
-    return attention(query, key_t.transpose(-2, -1), value, attn_mask=mask, scale=scale)
+    attention, key = torch.nn.functional.scaled_dot_product_attention, key_t.transpose(-2, -1)
+    if query.dim() == 3:  # the fast kernels want a dimension of heads
+        mask = mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask
+        query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+        return attention(query, key, value, attn_mask=mask, scale=scale).squeeze(1)
+    return attention(query, key, value, attn_mask=mask, scale=scale)
 
 
 def rewrite_graph(graph: torch.fx.Graph, module: torch.nn.Module) -> int:
@@ -155,7 +158,7 @@ def leads_to_product(node: Any, called: Any, product: Any) -> bool:
     return False
 
 
-def manual_attention(model: torch.nn.Module, run: Callable[[], Any]) -> list[Any]:
+def manual_attention(model: torch.nn.Module, run: Any) -> list[Any]:
     """Modules with attention written out, seen while `run()` calls the model, with a rewritten forward each."""
     import inspect
 
@@ -223,7 +226,7 @@ def switch_processors(model: torch.nn.Module, dry: bool = False) -> int:
     return len(manual)
 
 
-def rewrite_attention(model: torch.nn.Module, run: Callable[[], Any]) -> None:
+def rewrite_attention(model: torch.nn.Module, run: Any) -> None:
     """Rewrite all attention that is written out by hand; an error when there is none that can be."""
     import inspect
     import logging
@@ -253,6 +256,6 @@ def rewrite_attention(model: torch.nn.Module, run: Callable[[], Any]) -> None:
     logging.getLogger("optimized").info("attention: %d modules use SDPA now", len(rewritten) + processors)
 
 
-def count_manual_attention(model: torch.nn.Module, run: Callable[[], Any]) -> int:
+def count_manual_attention(model: torch.nn.Module, run: Any) -> int:
     """How many modules `rewrite_attention` would rewrite."""
     return len(manual_attention(model, run)) + switch_processors(model, dry=True)

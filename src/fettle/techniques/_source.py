@@ -122,7 +122,7 @@ def load(source: str, label: str) -> Callable[..., Callable[..., Any]]:
     module = types.ModuleType(f"optimized_{hashlib.sha256(source.encode()).hexdigest()[:16]}")
     module.__file__ = filename
     sys.modules[module.__name__] = module
-    exec(compile(source, filename, "exec"), module.__dict__)
+    exec(compile(source, filename, "exec", dont_inherit=True), module.__dict__)  # no future imports of this file
     found = module.optimize
     assert callable(found)
     return found  # type: ignore[no-any-return]

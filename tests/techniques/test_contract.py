@@ -1,0 +1,234 @@
+"""What every technique and level must pass. A new technique is covered by being in the catalogue."""
+
+import os
+import subprocess
+import sys
+import types
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fettle.recipe import Recipe
+from fettle.techniques import CATALOGUE, Facts, bundles, conflict, find, load, normal, probe_facts, render, source
+from fettle.workload import Workload, leaves, spread
+
+WORKLOAD = '''
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(64), nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        return x + self.out(torch.softmax(q @ k.transpose(-2, -1) / 8.0, dim=-1) @ v)
+
+
+class Tiny(nn.Module):
+    """A convolution, attention written out, a linear layer, a structured output."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 64, 4, stride=4), nn.BatchNorm2d(64), nn.ReLU())
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.drop, self.head = nn.Dropout(0.1), nn.Linear(64, 16)
+
+    def forward(self, image, gain=1.0):
+        x = self.stem(image).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        return {"logits": self.head(self.drop(x.mean(1))) * gain, "tokens": x}
+
+
+def workload():
+    torch.manual_seed(0)
+    return Tiny(), [{"image": torch.randn(2, 3, 16, 16)} for _ in range(4)]
+'''
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("workload")
+    (folder / "tiny.py").write_text(WORKLOAD)
+    (folder / "fettle.py").write_text("raise ImportError('the rendered source must stand without fettle')\n")
+    return folder / "tiny.py"
+
+
+def build(target: Path) -> Workload:
+    module = sys.modules["tiny"] = types.ModuleType("tiny")
+    exec(compile(target.read_text(), str(target), "exec"), module.__dict__)
+    return Workload(*module.workload())
+
+
+FACTS = replace(
+    Facts(
+        training=True, train_mode_differs=True, calibration_batches=2, num_linear=7, num_conv=1, num_4d_inputs=1,
+        block_classes=("tiny.Block",), manual_attention=3, samples=2, allow_batch=True,
+    ),
+    **{
+        name: getattr(probe_facts(Workload(torch.nn.Linear(2, 2), [torch.rand(2, 2)])), name)
+        for name in ("physical_cores", "cpu_flags", "packages", "libraries")
+    },
+)  # fmt: skip
+DEAR = {
+    "compile": {"max-autotune"},
+    "runtime": {"openvino-int8", "aoti"},
+    "quantize": {"int8-weight"},
+    "batch": {"x4", "x8", "x16", "x32"},
+    "precision": {"fp16", "autocast-fp16"},
+    "shapes": {"static", "dynamic"},
+}
+"""Left to the slow tests: a near twin stands for them, or they cost too much."""
+
+
+def completed(name: str, level: str) -> Recipe:
+    """The level with what it cannot do without."""
+    levels = {"mode": "eval", **find(name).needs, name: level}
+    if level == "int8-static":
+        levels["freeze"] = "on"
+    if name == "sdpa_backend":
+        levels["attention"] = "sdpa"
+    return Recipe(levels)
+
+
+def here() -> list[object]:
+    cases = []
+    for technique in CATALOGUE:
+        for level in technique.levels(FACTS):
+            if not level.why_not and level.name != technique.given:
+                slow = level.name in DEAR.get(technique.name, ())
+                case = (technique.name, level.name)
+                cases.append(pytest.param(*case, marks=[pytest.mark.slow] if slow else [], id="=".join(case)))
+    return cases
+
+
+@pytest.mark.parametrize("technique", CATALOGUE, ids=lambda technique: technique.name)
+def test_describes_itself(technique):
+    for facts in (FACTS, Facts(), Facts(is_module=False), Facts(device="cuda", cuda_capability=(9, 0), num_linear=9)):
+        levels = technique.levels(facts)
+        names = [level.name for level in levels]
+        assert len(set(names)) == len(names)
+        assert not next(level for level in levels if level.name == technique.given).why_not
+        for level in levels:
+            assert level.summary
+            assert Recipe.parse(f"{technique.name}={level.name}").levels == {technique.name: level.name}
+            reason = technique.conflict(level.name, completed(technique.name, level.name), facts)
+            for phrase in (level.why_not, reason):
+                assert not phrase.endswith(".")
+                assert "\n" not in phrase
+            assert technique.level_cost(level.name) in (1, 2, 3)
+            if level.name != technique.given and not level.why_not:
+                render(completed(technique.name, level.name), facts, CATALOGUE)
+
+
+def test_given_levels_render_nothing():
+    given = Recipe({technique.name: technique.given for technique in CATALOGUE})
+    assert normal(given) == Recipe()
+    assert source(given, FACTS, heading="x") == source(Recipe(), FACTS, heading="x")
+
+
+@pytest.mark.parametrize(("name", "level"), here())
+def test_runs_as_plain_pytorch(name, level, target, tmp_path):
+    recipe = completed(name, level)
+    assert conflict(recipe, FACTS) == ""
+    check(recipe, target, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mode=eval grad=no_grad attention=sdpa precision=bf16 channels_last=on compile=default freeze=on region=blocks",
+        pytest.param(
+            "mode=eval grad=inference_mode attention=sdpa precision=autocast-bf16 channels_last=on runtime=aoti",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "mode=eval grad=inference_mode attention=sdpa precision=bf16 quantize=int8-dynamic compile=default",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_mixtures(text, target, tmp_path):
+    recipe = Recipe.parse(text)
+    assert conflict(recipe, FACTS) == ""
+    check(recipe, target, tmp_path)
+
+
+def check(recipe: Recipe, target: Path, folder: Path) -> None:
+    """The script in a fresh process, without fettle, and the same source loaded here give the same answers."""
+    text = source(recipe, FACTS, target=(str(target), "workload"), calibration=2)
+    script, saved = folder / "optimized.py", folder / "outputs.pt"
+    save = f"\n    torch.save([run(**batch) for batch in batches], {str(saved)!r})\n"
+    script.write_text(text + save)
+    environment = {**os.environ, "PYTHONPATH": str(target.parent)}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "second call:" in done.stdout
+
+    workload = build(target)
+    with torch.no_grad():
+        expected = [workload.run(workload.model.eval(), batch) for batch in workload.inputs]
+    fresh = build(target)
+    run = load(text, "optimized.py")(fresh.model, fresh.inputs[:2])
+    for batch, script_output, reference in zip(fresh.inputs, torch.load(saved), expected, strict=True):
+        args, kwargs = spread(batch)
+        output = run(*args, **kwargs)
+        assert type(output) is type(reference)
+        parts = zip(leaves(output), leaves(script_output), leaves(reference), strict=True)
+        for (path, mine), (_, other), (right, wanted) in parts:
+            assert path == right
+            assert mine.shape == wanted.shape
+            assert mine.dtype == wanted.dtype or str(recipe.levels.get("precision")).startswith("autocast")
+            torch.testing.assert_close(mine, other, atol=0.05, rtol=0.05)
+            error = (mine.float() - wanted).norm() / wanted.norm()
+            assert error < 0.1
+
+
+@dataclass
+class Output:
+    value: torch.Tensor
+    label: str
+
+
+class Structured(torch.nn.Module):
+    """Takes and returns dataclasses that torch has never heard of."""
+
+    def forward(self, x: Output) -> Output:
+        return Output(x.value * 2, x.label)
+
+
+def test_runtime_takes_dataclasses_and_several_shapes():
+    batches = [Output(torch.rand(size), "a") for size in (3, 4)]
+    model = Structured().eval()
+    facts = probe_facts(Workload(model, batches))
+    run = load(source(Recipe({"runtime": "openvino"}), facts), "optimized")(model, batches)
+    for batch in batches:
+        first = run(batch)
+        kept = first.value.clone()
+        run(Output(batch.value + 1, "a"))
+        assert first.label == "a"
+        torch.testing.assert_close(first.value, batch.value * 2)
+        torch.testing.assert_close(first.value, kept)  # the next call does not write into it
+
+
+@pytest.mark.parametrize("level", ["int8-weight", "int8-dynamic"])
+def test_quantisation_that_matches_nothing_says_so(level):
+    model = torch.nn.Conv2d(3, 3, 1)
+    with pytest.raises(RuntimeError, match=f"{level}: 0 of 0 layers matched"):
+        load(source(Recipe({"quantize": level}), Facts(num_linear=1)), "optimized")(model, [torch.rand(1, 3, 4, 4)])
+
+
+def test_bundles_are_free_of_conflict():
+    for facts in (FACTS, replace(FACTS, num_conv=0), replace(FACTS, num_conv=50), replace(FACTS, cpu_flags=())):
+        found = bundles(facts)
+        assert 4 <= len(found) <= 8
+        assert all(conflict(recipe, facts) == "" for recipe in found)
+    gpu = Facts(device="cuda", cuda_capability=(9, 0), num_linear=9, packages={"torchao": "0.18"})
+    assert len(bundles(gpu)) >= 4
