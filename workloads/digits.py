@@ -34,14 +34,14 @@ def train(model: nn.Module, images: torch.Tensor, labels: torch.Tensor, epochs: 
 
 
 def workload() -> dict:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # rounding depends on the number of threads; images and weights must not
     pixels, digits = load_digits(return_X_y=True)
     images = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
     images = nn.functional.interpolate(images, size=24, mode="bilinear")
     split = train_test_split(images, torch.tensor(digits), test_size=1 / 3, random_state=0, stratify=digits)
     train_images, test_images, train_labels, test_labels = split
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the order of a sum depends on the threads; the weights must not
     torch.manual_seed(0)
     model = network()
     train(model, train_images, train_labels)

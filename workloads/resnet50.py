@@ -10,9 +10,9 @@ from transformers.models.resnet.modeling_resnet import ResNetBottleNeckLayer
 
 
 def images(batch: int) -> torch.Tensor:
-    """Blurred noise of varied contrast: unlike white noise, it keeps the images different after pooling."""
+    """Coarse noise of varied contrast: unlike white noise, it keeps the images different after pooling."""
     coarse = torch.randn(batch, 3, 14, 14) * torch.rand(batch, 3, 1, 1) + torch.randn(batch, 3, 1, 1)
-    return torch.nn.functional.interpolate(coarse, size=224, mode="bilinear") + 0.1 * torch.randn(batch, 3, 224, 224)
+    return torch.nn.functional.interpolate(coarse, size=224) + 0.1 * torch.randn(batch, 3, 224, 224)
 
 
 def workload() -> dict:

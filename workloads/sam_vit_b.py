@@ -10,7 +10,7 @@ from transformers import SamVisionConfig, SamVisionModel
 
 def image() -> torch.Tensor:
     coarse = torch.randn(1, 3, 32, 32) * torch.rand(1, 3, 1, 1) + torch.randn(1, 3, 1, 1)
-    return torch.nn.functional.interpolate(coarse, size=1024, mode="bilinear") + 0.1 * torch.randn(1, 3, 1024, 1024)
+    return torch.nn.functional.interpolate(coarse, size=1024) + 0.1 * torch.randn(1, 3, 1024, 1024)
 
 
 def workload() -> dict:

@@ -10,10 +10,10 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 
 def log_mel(batch: int) -> torch.Tensor:
-    """Noise that is smooth in time and pitch, in the range that Whisper's feature extractor gives (-1 to 1.5)."""
+    """Noise that is coarse in time and pitch, in the range that Whisper's feature extractor gives (-1 to 1.5)."""
     coarse = torch.randn(batch, 1, 10, 300) + torch.randn(batch, 1, 1, 1)
-    smooth = torch.nn.functional.interpolate(coarse, size=(80, 3000), mode="bilinear").squeeze(1)
-    return (0.3 * smooth + 0.05 * torch.randn_like(smooth)).clamp(-1, 1.5)
+    blocks = torch.nn.functional.interpolate(coarse, size=(80, 3000)).squeeze(1)
+    return (0.3 * blocks + 0.05 * torch.randn_like(blocks)).clamp(-1, 1.5)
 
 
 def workload() -> dict:
