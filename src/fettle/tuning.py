@@ -18,7 +18,7 @@ import msgspec
 
 from fettle.errors import UsageError
 from fettle.machine import Machine, this_machine
-from fettle.measure import Entry, Judge, Progress, Rules, Trial, Worker, WorkerError, close_all, race, verdict
+from fettle.measure import Entry, Held, Judge, Progress, Rules, Trial, Worker, WorkerError, close_all, race, verdict
 from fettle.recipe import Recipe, RecipeFile, write_text
 from fettle.result import Goal, LeftOut, Limits, Reference, Result, Rung, Verdict
 from fettle.search import DESIGNS, Space
@@ -137,6 +137,7 @@ class Session:
         self.rules = Rules(confidence=confidence, prepare_timeout_s=trial_timeout_s)
         self._known: dict[Recipe, Trial] = {}
         self._heat = 0
+        self._baseline = Held()
         self._earlier_s = 0.0
 
     # -- the design's view ------------------------------------------------------------------------------------------
@@ -198,6 +199,7 @@ class Session:
         rungs = [recipe for recipe in _climb(leader.recipe, space) if recipe != leader.recipe]
         cheap = [recipe for recipe in rungs if space.cost(recipe) == 1 and recipe not in self._known]
         self.tell(f"last race: {leader.recipe} in a fresh process")
+        self._baseline.close()
         trials = self.run([Recipe(), leader.recipe, *cheap], replace(self.rules, deadline=math.inf))
         for trial in trials:
             if trial.recipe in cheap and trial.recipe not in self._known:
@@ -322,12 +324,12 @@ class Session:
         deadline = math.inf
         if self._budget_s is not None:
             deadline = self._started + self._budget_s - self._reserve_s()
-        for trial in self.run(entries, replace(self.rules, deadline=deadline)):
+        for trial in self.run(entries, replace(self.rules, deadline=deadline), self._baseline):
             if trial.recipe not in self._known:
                 self._keep(trial)
 
-    def run(self, recipes: Sequence[Recipe], rules: Rules) -> list[Trial]:
-        """Race `recipes` as they are, known or not, and keep nothing."""
+    def run(self, recipes: Sequence[Recipe], rules: Rules, held: Held | None = None) -> list[Trial]:
+        """Race `recipes` as they are, known or not, in fresh processes (but for what is `held`), and keep nothing."""
         self._heat += 1
         entries = [self._entry(recipe) for recipe in recipes]
         return race(
@@ -340,6 +342,7 @@ class Session:
             environment=self._environment(),
             tell=self._pass_on,
             heat=self._heat,
+            held=held,
         )
 
     def _entry(self, recipe: Recipe) -> Entry:
@@ -527,7 +530,7 @@ def check_techniques(allowed: Mapping[str, Sequence[str]]) -> Mapping[str, Seque
 
 def save(result: Result, folder: Path) -> list[Path]:
     """Write what the user takes away: recipe.toml, optimized.py, result.json, report.html. Returns the paths."""
-    from fettle.report import write_report, write_result
+    from fettle.report import save_result, write_report
 
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -535,7 +538,7 @@ def save(result: Result, folder: Path) -> list[Path]:
         recipe_file(result).save(folder / "recipe.toml")
         write_text(folder / "optimized.py", result.code)
         paths += [folder / "recipe.toml", folder / "optimized.py"]
-    write_result(result, folder / "result.json")
+    save_result(result, folder / "result.json")
     write_report(result, folder / "report.html")
     return [*paths, folder / "report.html", folder / "result.json"]
 
