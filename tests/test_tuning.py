@@ -31,10 +31,6 @@ def workload():
 def other():
     model, batches = workload()
     return model, [2 * batch for batch in batches]
-
-def metered():
-    model, batches = workload()
-    return {"model": model, "inputs": batches, "metric": lambda run: float((run(batches[0]).argmax(-1) >= 0).float().mean())}
 """
 FEW = {
     "grad": ["grad", "inference_mode"],

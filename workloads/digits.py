@@ -1,11 +1,12 @@
 """A small image classifier, trained on scikit-learn's handwritten digits when it is built (a few seconds).
 
 Own architecture: five 3x3 convolutions with BatchNorm and a linear layer, 0.07 million parameters. The 8x8 digits are
-upsampled to 24x24, 128 a call. Two thirds train, one third tests; the metric is the accuracy on the test third, of which the
-check batch is a part.
+upsampled to 24x24, 128 a call. Two thirds train, one third tests; the metric is the accuracy on the test third, of
+which the check batch is a part.
 """
 
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ KEPT = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fettle"
 
 def network() -> nn.Sequential:
     widths, layers = [1, 16, 32, 32, 64, 64], []
-    for position, (before, after) in enumerate(zip(widths, widths[1:], strict=False)):
+    for position, (before, after) in enumerate(pairwise(widths)):
         stride = 2 if position in (1, 3) else 1
         layers += [nn.Conv2d(before, after, 3, stride, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10))

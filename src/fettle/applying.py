@@ -25,8 +25,9 @@ def apply(
     """Apply a recipe and return the fast callable, which takes what the call took: ``fast(*args, **kwargs)``.
 
     The model is changed in place, as by ``model.eval()``; hand over a ``copy.deepcopy`` to keep the original.
-    `recipe` is a `Recipe` or a path to ``recipe.toml``; `inputs` are sample batches as for `fettle.tune`. Warns when the recipe was
-    measured on another machine or another version of torch: ``fettle apply recipe.toml TARGET`` measures it here.
+    `recipe` is a `Recipe` or a path to ``recipe.toml``; `inputs` are sample batches as for `fettle.tune`. Warns when
+    the recipe was measured on another machine or another version of torch: ``fettle apply recipe.toml TARGET``
+    measures it here.
     Raises `UsageError` when the recipe cannot work on this model or machine.
     """
     levels = _levels(recipe)

@@ -86,7 +86,7 @@ def tune(
     are those of `fettle.result.Limits`; `techniques` allows levels by technique, one level pins it. Trials are kept in
     the study under `output` (or at `storage`), so the same call goes on after an interrupt.
 
-    Returns a `Result`; ``result.apply(model)`` gives the tuned callable. Raises `UsageError` for bad input, in one line.
+    Returns a `Result`; ``result.apply(model, inputs)`` gives the tuned callable. Raises `UsageError` for bad input.
     """
     started = time.monotonic()
     folder = _writable(Path(output))

@@ -9,8 +9,9 @@ from typing import Any
 import altair as alt
 
 from fettle.report import _format as fmt
+from fettle.report import _theme
 from fettle.report._facts import NO_LEVER, speed
-from fettle.report._theme import ACCENT, QUIET
+from fettle.report._theme import ACCENT, QUIET, Drawn
 from fettle.result import Result, Rung
 
 _STEP = 48
@@ -27,7 +28,7 @@ def rungs(result: Result) -> Sequence[Rung]:
     return ends
 
 
-def throughput(result: Result) -> alt.LayerChart | None:
+def throughput(result: Result) -> Drawn | None:
     """Samples per second of every rung, the speed-up beside it and its interval as an error bar."""
     rows = throughput_rows(result)
     if not rows:
@@ -35,14 +36,17 @@ def throughput(result: Result) -> alt.LayerChart | None:
     whiskers = [row for row in rows if row["low"] is not None]
     layers = _bars(rows, "samples per second")
     if whiskers:
-        base = alt.Chart(alt.Data(values=whiskers)).encode(y=_y())
-        line = base.mark_rule(strokeWidth=1.5, yOffset=9).encode(x="low:Q", x2="high:Q")
-        caps = [base.mark_tick(thickness=1.5, height=8, yOffset=9).encode(x=f"{side}:Q") for side in ("low", "high")]
+        base = alt.Chart(_theme.data(whiskers)).encode(y=_y())
+        line = base.mark_rule(strokeWidth=1.5, yOffset=9, clip=True).encode(x=alt.X("low:Q"), x2="high:Q")
+        caps = [
+            base.mark_tick(thickness=1.5, height=8, yOffset=9, clip=True).encode(x=f"{side}:Q")
+            for side in ("low", "high")
+        ]
         layers += [line, *caps]
     return _stack(layers, len(rows))
 
 
-def memory(result: Result) -> alt.LayerChart | None:
+def memory(result: Result) -> Drawn | None:
     """Peak memory of every rung."""
     rows = memory_rows(result)
     return _stack(_bars(rows, "peak memory, MiB"), len(rows)) if rows else None
@@ -107,8 +111,10 @@ def _y() -> alt.Y:
 
 def _bars(rows: Rows, title: str) -> list[alt.Chart]:
     """A bar under its own line of text: long names and phones leave no room for labels at the side."""
-    top = max(max(row["value"], row.get("high") or 0) for row in rows)
-    base = alt.Chart(alt.Data(values=rows)).encode(y=_y())
+    tallest = max(row["value"] for row in rows)
+    # A wide interval may not shrink the bars to nothing: it is cut at half as much again as the longest.
+    top = max(tallest, *(min(row.get("high") or 0, 1.5 * tallest) for row in rows))
+    base = alt.Chart(_theme.data(rows)).encode(y=_y())
     x = alt.X("value:Q", axis=None, scale=alt.Scale(domain=[0, top or 1], nice=False))
     kinds = alt.Scale(domain=["given", "step", "winner"], range=[QUIET, ACCENT, ACCENT])
     strength = alt.Scale(domain=["given", "step", "winner"], range=[0.75, 0.6, 1])
@@ -126,5 +132,5 @@ def _bars(rows: Rows, title: str) -> list[alt.Chart]:
     return [bar, label, figure]
 
 
-def _stack(layers: list[alt.Chart], count: int) -> alt.LayerChart:
+def _stack(layers: list[alt.Chart], count: int) -> Drawn:
     return alt.layer(*layers).properties(width="container", height=_STEP * count)

@@ -8,15 +8,16 @@ import altair as alt
 
 from fettle.measure import Trial
 from fettle.report import _format as fmt
+from fettle.report import _theme
 from fettle.report._facts import is_winner, pareto, ranked, speed
-from fettle.report._theme import ACCENT, LEVERS, QUIET
+from fettle.report._theme import ACCENT, LEVERS, QUIET, Drawn
 from fettle.result import Result
 
 _POINTS = 60
 GIVEN, WINNER = "as given", "winner"
 
 
-def payback(result: Result) -> alt.LayerChart | None:
+def payback(result: Result) -> Drawn | None:
     """Lines for the model as given, the winner, and up to two others that start sooner than the winner."""
     series = _series(result)
     baseline = result.baseline
@@ -34,7 +35,7 @@ def payback(result: Result) -> alt.LayerChart | None:
     range_ = [colours.get(name, LEVERS[1 + 2 * i % 6]) for i, name in enumerate(series)]
     scale = alt.Scale(type="log", nice=False)
     line = (
-        alt.Chart(alt.Data(values=rows))
+        alt.Chart(_theme.data(rows))
         .mark_line(strokeWidth=2.5)
         .encode(
             x=alt.X("calls:Q", title="calls answered (log)", scale=scale, axis=alt.Axis(format="~s", tickCount=6)),
@@ -51,7 +52,7 @@ def payback(result: Result) -> alt.LayerChart | None:
     layers: list[alt.Chart] = [line]
     if calls and math.isfinite(calls) and calls >= 1:
         near_end = calls > end**0.6
-        data = alt.Data(values=[{"calls": calls, "text": f"paid back after {fmt.count(calls)} calls"}])
+        data = _theme.data([{"calls": calls, "text": f"paid back after {fmt.count(calls)} calls"}])
         mark = alt.Chart(data).encode(x="calls:Q")
         layers.append(mark.mark_rule(strokeDash=[6, 3]))
         layers.append(

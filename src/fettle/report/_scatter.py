@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 import altair as alt
 
 from fettle.report import _format as fmt
+from fettle.report import _theme
 from fettle.report._facts import levers, name_of, pareto, ranked, speed, status_of
-from fettle.report._theme import ACCENT, LEVERS, QUIET, WARN
+from fettle.report._theme import ACCENT, LEVERS, QUIET, WARN, Drawn
 from fettle.result import Result
 
 SHAPES = {
@@ -60,7 +61,7 @@ def points(result: Result) -> Rows:
     return rows
 
 
-def against_error(result: Result) -> alt.LayerChart | None:
+def against_error(result: Result) -> Drawn | None:
     """Every trial by speed-up and relative error, with the limit and the baseline's own error as lines."""
     rows = _with_error(points(result))
     if not rows:
@@ -77,7 +78,7 @@ def against_error(result: Result) -> alt.LayerChart | None:
     return _cloud(result, rows, y, rules)
 
 
-def against_memory(result: Result) -> alt.LayerChart | None:
+def against_memory(result: Result) -> Drawn | None:
     """Every trial by speed-up and peak memory, with the limit as a line."""
     rows = [{**row, "y": row["memory"]} for row in points(result) if row["memory"] is not None]
     if not rows:
@@ -88,14 +89,14 @@ def against_memory(result: Result) -> alt.LayerChart | None:
     return _cloud(result, rows, y, rules)
 
 
-def front(result: Result) -> alt.LayerChart | None:
+def front(result: Result) -> Drawn | None:
     """The Pareto front: speed and error as place, memory as size; what is beaten in all three stays in the back."""
     rows = [row for row in _with_error(points(result)) if row["status"] != "rejected"]
     if not any(row["front"] for row in rows):
         return None
     known = any(row["memory"] is not None for row in rows)
     y = _log([row["y"] for row in rows], alt.Y("y:Q"), "relative error (log)", "format(datum.value, '~g')")
-    base = alt.Chart(alt.Data(values=rows)).encode(x=_x(rows), y=y, tooltip=_tooltip())
+    base = alt.Chart(_theme.data(rows)).encode(x=_x(rows), y=y, tooltip=_tooltip())
     kinds = alt.Scale(domain=[True, False], range=[ACCENT, QUIET])
     dots = base.mark_point(filled=True, size=160).encode(
         color=alt.Color("front:N", scale=kinds, legend=None),
@@ -120,12 +121,12 @@ def _with_error(rows: Rows) -> Rows:
     return [{**row, "y": max(row["error"], floor)} for row in rows if row["error"] is not None]
 
 
-def _cloud(result: Result, rows: Rows, y: alt.Y, rules: list[alt.Chart]) -> alt.LayerChart:
+def _cloud(result: Result, rows: Rows, y: alt.Y, rules: list[alt.Chart]) -> Drawn:
     picked = alt.selection_point(fields=["lever"], bind="legend")
     names = sorted({row["lever"] for row in rows}, key=lambda name: (name in ("as given", OTHER), name))
     colours = [QUIET if name in ("as given", OTHER) else LEVERS[i % len(LEVERS)] for i, name in enumerate(names)]
     shown = [status for status in SHAPES if any(row["status"] == status for row in rows)]
-    base = alt.Chart(alt.Data(values=rows)).encode(x=_x(rows, _latency_ratio(result)), y=y)
+    base = alt.Chart(_theme.data(rows)).encode(x=_x(rows, _latency_ratio(result)), y=y)
     dots = (
         base.mark_point(filled=True, size=90)
         .encode(
@@ -152,12 +153,11 @@ def _cloud(result: Result, rows: Rows, y: alt.Y, rules: list[alt.Chart]) -> alt.
         .mark_text(align="right", dx=-12, fontWeight=600)
         .encode(text=alt.value("winner"))
     )
-    one = alt.Chart(alt.Data(values=[{"x": 1}])).mark_rule(strokeDash=[2, 3]).encode(x="x:Q")
+    one = alt.Chart(_theme.data([{"x": 1}])).mark_rule(strokeDash=[2, 3]).encode(x="x:Q")
     ratio = _latency_ratio(result)
     if ratio is not None:
-        data = alt.Data(
-            values=[{"x": ratio, "text": f"latency limit {fmt.milliseconds(result.limits.max_latency_ms)}"}]
-        )
+        text = f"latency limit {fmt.milliseconds(result.limits.max_latency_ms)}"
+        data = _theme.data([{"x": ratio, "text": text}])
         rules = [
             *rules,
             alt.Chart(data).mark_rule(color=WARN, strokeDash=[6, 3]).encode(x="x:Q"),
@@ -177,7 +177,7 @@ def _latency_ratio(result: Result) -> float | None:
 
 
 def _horizontal(value: float, text: str, colour: str) -> list[alt.Chart]:
-    base = alt.Chart(alt.Data(values=[{"y": value, "text": text}])).encode(y="y:Q")
+    base = alt.Chart(_theme.data([{"y": value, "text": text}])).encode(y="y:Q")
     return [
         base.mark_rule(color=colour, strokeDash=[6, 3]),
         base.mark_text(color=colour, align="left", dy=-7, fontSize=11).encode(x=alt.value(4), text="text:N"),

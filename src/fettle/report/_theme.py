@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import altair as alt
+
 ACCENT = "#1f8a99"
 QUIET = "#8a949e"
 WARN = "#c2562d"
@@ -13,6 +15,13 @@ LEVERS = ("#1f77a8", "#d27a22", "#2f9a6c", "#b4588e", "#7d6bc4", "#a48a17", "#c2
 FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
 VEGALITE = "6.4"
 Spec = dict[str, Any]
+Drawn = alt.LayerChart | alt.FacetChart
+"""What altair says that a layered chart may become once it is given properties."""
+
+
+def data(rows: list[dict[str, Any]]) -> alt.Data:
+    """Rows as data inside the chart."""
+    return alt.Data(values=rows)  # type: ignore[no-untyped-call]
 
 
 def config(dark: bool) -> Spec:

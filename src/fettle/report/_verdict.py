@@ -107,7 +107,8 @@ def _sentence(result: Result) -> str:
         now, then = _per_call(result, winner)
         return f"{fmt.times(_estimate(winner))} as fast as given{figures}: {now} instead of {then}, {answers}."
     if result.verdict == "same":
-        return f"No difference: the best recipe, {how}, runs as fast as the model as given{figures}. Keep the model as it is."
+        pace = f"runs as fast as the model as given{figures}"
+        return f"No difference: the best recipe, {how}, {pace}. Keep the model as it is."
     if result.verdict == "slower":
         return (
             f"Slower: measured again in a fresh race, {how} ran at {fmt.times(_estimate(winner))} the speed of the "

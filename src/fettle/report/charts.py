@@ -97,7 +97,7 @@ def write_charts(result: Result, folder: str | Path) -> list[Path]:
     return written
 
 
-def _spec(chart: alt.LayerChart | alt.HConcatChart) -> Spec:
+def _spec(chart: _theme.Drawn | alt.HConcatChart) -> Spec:
     spec: Spec = chart.to_dict()
     for key in ("$schema", "config"):  # the page brings its own look, and names no address that could be fetched
         spec.pop(key, None)

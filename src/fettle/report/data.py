@@ -103,7 +103,7 @@ def _typed(value: Any, kind: Any) -> Any:
     if isinstance(value, list) and arguments and origin in (Sequence, list, tuple):
         return [_typed(item, arguments[0]) for item in value]
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        hints = _hints(kind)
+        hints = _hints(typing.cast(type, kind))
         unknown = [key for key in value if key not in hints]
         if unknown:  # a field that this version does not know may carry meaning: say so, do not drop it
             raise UsageError(f"unknown field {str(unknown[0])[:60]!r}")

@@ -57,4 +57,5 @@ def _template() -> jinja2.Template:
 def _bundle() -> str:
     import vl_convert
 
-    return str(vl_convert.javascript_bundle(vl_version=_theme.VEGALITE)).replace("</script", "<\\/script")
+    snippet = "window.vegaEmbed = vegaEmbed;"
+    return str(vl_convert.javascript_bundle(snippet, vl_version=_theme.VEGALITE)).replace("</script", "<\\/script")
