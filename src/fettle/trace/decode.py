@@ -17,8 +17,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import polars as pl
 
 from fettle.trace.kinds import DEVICE_KINDS, Kind, kind_of_category
+from fettle.trace.model import SIDE_TABLES
 
 MAX_NAME_CHARS = 8192
 MAX_SHAPES = 1_000_000
@@ -36,7 +38,7 @@ class Args(msgspec.Struct, gc=False):
     correlation: int | None = None
     external: int | None = msgspec.field(name="External id", default=None)
     external_old: int | None = msgspec.field(name="external id", default=None)
-    dims: msgspec.Raw | None = msgspec.field(name="Input Dims", default=None)
+    dims: msgspec.Raw = msgspec.field(name="Input Dims", default=msgspec.Raw())  # empty: not recorded
     sequence: int | None = msgspec.field(name="Sequence number", default=None)
     forward_thread: int | None = msgspec.field(name="Fwd thread id", default=None)
     stack: Any = msgspec.field(name="Call stack", default=None)
@@ -137,16 +139,15 @@ class Columns:
         self.threads = Interner()
         self.shapes = Interner({b"": 0})
         self.chunks: list[dict[str, npt.NDArray[Any]]] = []
-        self.side: dict[str, list[dict[str, Any]]] = {}
-        self.side_columns: dict[str, dict[str, list[Any]]] = {}
+        self.side: dict[str, list[pl.DataFrame]] = {}
         self.thread_names: dict[str, str] = {}
         self.tally = Tally()
         self.rows = 0
 
     def put(self, table: str, **values: list[Any]) -> None:
-        columns = self.side_columns.setdefault(table, {name: [] for name in values})
-        for name, cells in values.items():
-            columns[name].extend(cells)
+        if len(next(iter(values.values()))):
+            frame = pl.DataFrame(values, schema=SIDE_TABLES[table], strict=False)
+            self.side.setdefault(table, []).append(frame)
 
     def add(self, chunk: bytes) -> bytes:
         """Decode the events in `chunk` (no brackets around them) and append them.
@@ -276,20 +277,22 @@ class Columns:
 
         device = np.full(count, -1, np.int16)
         stream = np.full(count, -1, np.int64)
-        on_device = np.isin(kind, [*DEVICE_KINDS, Kind.SYNC, Kind.DEVICE_ANNOTATION])
-        for i in np.flatnonzero(on_device).tolist():
+        for i in np.flatnonzero(np.isin(kind, DEVICE_KINDS)).tolist():
             a, e = args[i], events[i]
             device[i] = _small(a.device if a.device is not None else e.pid)
             stream[i] = _stream(a.stream if a.stream is not None else e.tid)
+        # What else carries a stream: sync events, and the host-side operators of generated kernels.
+        for i in [i for i, a in enumerate(args) if a.stream is not None and device[i] < 0]:
+            device[i] = _small(args[i].device if kind[i] == Kind.SYNC else None)
+            stream[i] = _integer(args[i].stream) if isinstance(args[i].stream, int) else stream[i]
 
         shape = np.zeros(count, np.uint32)
         operators = np.flatnonzero((kind == Kind.OPERATOR) | (kind == Kind.ANNOTATION)).tolist()
         if operators and b'"Input Dims"' in chunk:
             shapes = self.shapes
             for i in operators:
-                dims = args[i].dims
-                if dims is not None:
-                    raw = bytes(dims)
+                raw = bytes(args[i].dims)
+                if raw:
                     if len(raw) <= 4096 and (len(shapes) < MAX_SHAPES or raw in shapes):
                         shape[i] = shapes[raw]
         self._side_of_operators(args, operators, base, chunk)

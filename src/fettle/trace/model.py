@@ -31,7 +31,7 @@ EVENT_COLUMNS: dict[str, pl.DataType] = {
     "kind": pl.UInt8(),  # a fettle.trace.kinds.Kind
     "thread": pl.Int32(),  # index into Trace.threads: process and thread, or device and stream
     "device": pl.Int16(),  # -1: no device
-    "stream": pl.Int64(),  # -1: no stream
+    "stream": pl.Int64(),  # as the profiler wrote it; -1: none
     "correlation": pl.Int64(),  # ties a launch to its kernels; -1: none
     "external": pl.Int64(),  # ties runtime calls and kernels to the operator; -1: none
     "shape": pl.UInt32(),  # index into Trace.shapes; 0: not recorded

@@ -314,7 +314,7 @@ def _decode_span(
                 raise UsageError(f"more than {max_events} events: cut the trace, or raise max_events")
     part: dict[str, Any] = {
         "names": list(columns.names), "threads": list(columns.threads), "shapes": list(columns.shapes),
-        "side": columns.side_columns, "thread_names": columns.thread_names, "tally": columns.tally, "rows": columns.rows,
+        "side": columns.side, "thread_names": columns.thread_names, "tally": columns.tally, "rows": columns.rows,
         "trailer": trailer, "truncated": truncated, "ended": ended,
     }  # fmt: skip
     if scratch is None:
@@ -345,12 +345,13 @@ def _join(parts: list[dict[str, Any]]) -> tuple[Columns, bytes, bool]:
                 chunk["thread"] = threads[chunk["thread"]]
                 chunk["shape"] = shapes[chunk["shape"]]
                 joined.chunks.append(chunk)
-        for table, cells in part["side"].items():
-            if "row" in cells:
-                cells["row"] = [row + joined.rows for row in cells["row"]]
-            if "thread" in cells:
-                cells["thread"] = [int(threads[t]) for t in cells["thread"]]
-            joined.put(table, **cells)
+        for table, frames in part["side"].items():
+            for frame in frames:
+                if "row" in frame.columns:
+                    frame = frame.with_columns(pl.col("row") + joined.rows)
+                if "thread" in frame.columns:
+                    frame = frame.with_columns(thread=pl.Series(threads[frame["thread"].to_numpy()], dtype=pl.Int32()))
+                joined.side.setdefault(table, []).append(frame)
         joined.rows += part["rows"]
         joined.thread_names.update(part["thread_names"])
         joined.tally.add(part["tally"])
@@ -373,7 +374,7 @@ def _assemble(
         data[name] = pl.Series(name, values, dtype=dtype)
     events = pl.DataFrame(data)
     side = {
-        table: pl.DataFrame(columns.side_columns.get(table, {}), schema=schema, strict=False)
+        table: pl.concat(columns.side[table]) if table in columns.side else pl.DataFrame(schema=schema)
         for table, schema in SIDE_TABLES.items()
     }
     tally = columns.tally
