@@ -26,8 +26,9 @@ MAX_NAME_CHARS = 8192
 MAX_SHAPES = 1_000_000
 _DAY_NS = 86_400 * 10**9
 _INT64_MAX = 2**63 - 1
-# A float64 holds thousandths of a microsecond exactly below 2**52 ns; above, fractional clocks need decimal decoding.
-_EXACT_US = 2.0**52 / 1000.0
+# Below 2**43 us neighbouring float64 are less than a nanosecond apart: rounding gives the written nanosecond back. Above,
+# fractional clocks need decimal decoding.
+_EXACT_US = 2.0**43
 
 
 class Args(msgspec.Struct, gc=False):

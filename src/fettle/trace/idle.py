@@ -12,6 +12,8 @@ launched before the gap began, the host is not the cause.
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import polars as pl
 
@@ -39,6 +41,8 @@ CAUSES: dict[str, str] = {
     "unlinked": "the work that ended the gap has no known launch",
     "host_untraced": "the host did something that the trace does not show",
 }
+# Old versions had no `autograd::engine` range: there the operators themselves tell.
+_BACKWARD = re.compile(r"^autograd::engine::evaluate_function|Backward\d*$")
 BETWEEN_KERNELS_NS = 30_000
 LATENCY_NS = 100_000
 
@@ -204,7 +208,7 @@ def main_thread(trace: Trace) -> int:
 
 def autograd_threads(trace: Trace) -> list[int]:
     """Threads that run backward operators."""
-    engine = np.array([n.startswith("autograd::engine::evaluate_function") for n in trace.names], dtype=bool)
+    engine = np.array([bool(_BACKWARD.search(n)) for n in trace.names], dtype=bool)
     rows = np.flatnonzero((trace.kind == Kind.OPERATOR) & engine[trace.column("name")])
     return [int(t) for t in np.unique(trace.column("thread")[rows])]
 

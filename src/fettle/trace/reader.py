@@ -385,7 +385,7 @@ def _assemble(
         events=events,
         names=[_clean(n) for n in columns.names],
         threads=[(str(p), str(t)) for p, t in columns.threads],
-        shapes=[s.decode("utf-8", "replace") for s in columns.shapes],
+        shapes=[b"".join(s.split()).decode("utf-8", "replace") for s in columns.shapes],
         side=side,
         metadata=metadata,
         thread_names=columns.thread_names,
