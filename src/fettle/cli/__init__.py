@@ -18,7 +18,9 @@ from rich.console import Console
 from fettle.errors import UsageError
 
 # Command name -> module in this folder with a function `command` (or a `typer.Typer` named `app` for a group).
-_COMMANDS: dict[str, str] = {}
+_COMMANDS: dict[str, str] = {
+    "trace": "trace",
+}
 
 
 def build() -> typer.Typer:

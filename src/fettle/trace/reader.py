@@ -26,7 +26,7 @@ import polars as pl
 
 from fettle.errors import UsageError
 from fettle.trace import sidecar
-from fettle.trace.decode import Columns, Tally, read_event_by_event
+from fettle.trace.decode import Columns, Interner, Tally, read_event_by_event
 from fettle.trace.kinds import DEVICE_KINDS, HOST_KINDS
 from fettle.trace.model import EVENT_COLUMNS, SIDE_TABLES, ReadFacts, Trace
 
@@ -372,19 +372,20 @@ def _assemble(
         arrays = [chunk.pop(name) for chunk in columns.chunks]
         values = np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
         data[name] = pl.Series(name, values, dtype=dtype)
-    events = pl.DataFrame(data)
     side = {
         table: pl.concat(columns.side[table]) if table in columns.side else pl.DataFrame(schema=schema)
         for table, schema in SIDE_TABLES.items()
     }
     tally = columns.tally
+    threads = _unify_threads(columns, data, side)
+    events = pl.DataFrame(data)
     events, side, outliers = _drop_outliers(events, side)
     return Trace(
         path=path,
         rank=_rank(path, metadata) if rank is None else rank,
         events=events,
         names=[_clean(n) for n in columns.names],
-        threads=[(str(p), str(t)) for p, t in columns.threads],
+        threads=threads,
         shapes=[b"".join(s.split()).decode("utf-8", "replace") for s in columns.shapes],
         side=side,
         metadata=metadata,
@@ -403,6 +404,20 @@ def _assemble(
             **facts,
         ),
     )
+
+
+def _unify_threads(
+    columns: Columns, data: dict[str, pl.Series], side: dict[str, pl.DataFrame]
+) -> list[tuple[str, str]]:
+    """One number a thread, whether its id was written as a number or as text; returns (process, thread) by number."""
+    unified = Interner()
+    code = np.array([unified[(_clean(str(p)), _clean(str(t)))] for p, t in columns.threads], dtype=np.int32)
+    if len(unified) != len(columns.threads):
+        data["thread"] = pl.Series("thread", code[data["thread"].to_numpy()], dtype=pl.Int32())
+        memory = side["memory"]
+        if memory.height:
+            side["memory"] = memory.with_columns(thread=pl.Series(code[memory["thread"].to_numpy()], dtype=pl.Int32()))
+    return list(unified)
 
 
 def _drop_outliers(events: pl.DataFrame, side: dict[str, pl.DataFrame]) -> tuple[pl.DataFrame, dict[str, pl.DataFrame], int]:
