@@ -1,7 +1,8 @@
 """Profiler traces: open them, ask them where the time went, compare them.
 
-Open with `load` (a file) or `load_all` (a folder of ranks). Every analysis is a function over the loaded trace that returns
-a polars frame whose columns its docstring names; times are integer nanoseconds. Other rooms use what is exported here.
+Open with `load` (a file) or `load_all` (a folder of ranks). Every analysis is a function over the loaded trace that
+returns a polars frame whose columns its docstring names; times are integer nanoseconds. Other rooms use what is
+exported here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where did the time go? Every nanosecond of a step, on every device, booked exactly once.
 
-Compute comes first; communication and copies count only where nothing computes (they are exposed); what is left is idle,
-by cause. The columns of a row add up to its wall time, which is asserted, not hoped for.
+Compute comes first; communication and copies count only where nothing computes (they are exposed); what is left is
+idle, by cause. The columns of a row add up to its wall time, which is asserted, not hoped for.
 """
 
 from __future__ import annotations
@@ -18,17 +18,22 @@ from fettle.trace.steps import steps
 
 
 def device_classes(trace: Trace, device: int) -> tuple[Intervals, Intervals, Intervals]:
-    """Compute, communication and copies (with memory sets) of one device, each as disjoint intervals that may overlap others."""
+    """Compute, communication and copies (with memory sets) of one device, each as disjoint intervals that may overlap
+    others.
+    """
     on_device = (trace.column("device") == device) & trace.is_device
     collective = on_device & trace.is_collective
     compute = on_device & (trace.kind == Kind.KERNEL) & ~collective
     copies = on_device & ((trace.kind == Kind.MEMCPY) | (trace.kind == Kind.MEMSET))
-    compute_set, comm_set, copy_set = (merge(trace.ts[flags], trace.end[flags]) for flags in (compute, collective, copies))
+    compute_set, comm_set, copy_set = (
+        merge(trace.ts[flags], trace.end[flags]) for flags in (compute, collective, copies)
+    )
     return compute_set, comm_set, copy_set
 
 
 def time_account(trace: Trace, annotation: str | None = None) -> pl.DataFrame:
-    """The time account: one row a step and device; for a trace without device work one row a step and device -1, the host.
+    """The time account: one row a step and device; for a trace without device work one row a step and device -1, the
+    host.
 
     Columns, all in ns unless said: rank, device, step, start_ns, wall_ns, compute_ns, exposed_communication_ns,
     exposed_copy_ns, idle_ns, and idle_<cause>_ns for every cause in `fettle.trace.idle.CAUSES`. compute + exposed
@@ -48,7 +53,7 @@ def time_account(trace: Trace, annotation: str | None = None) -> pl.DataFrame:
     return frame
 
 
-def _device_rows(trace: Trace, device: int, low: np.ndarray, high: np.ndarray, windows: pl.DataFrame) -> pl.DataFrame:  # type: ignore[type-arg]
+def _device_rows(trace: Trace, device: int, low: np.ndarray, high: np.ndarray, windows: pl.DataFrame) -> pl.DataFrame:
     compute, comm, copy = device_classes(trace, device)
     compute_or_comm = merge(np.concatenate([compute[0], comm[0]]), np.concatenate([compute[1], comm[1]]))
     busy = merge(np.concatenate([compute_or_comm[0], copy[0]]), np.concatenate([compute_or_comm[1], copy[1]]))
@@ -66,7 +71,7 @@ def _device_rows(trace: Trace, device: int, low: np.ndarray, high: np.ndarray, w
     return _rows(trace, device, windows, compute_ns, comm_ns, busy_ns - compute_ns - comm_ns, by_cause)
 
 
-def _host_rows(trace: Trace, low: np.ndarray, high: np.ndarray, windows: pl.DataFrame) -> pl.DataFrame:  # type: ignore[type-arg]
+def _host_rows(trace: Trace, low: np.ndarray, high: np.ndarray, windows: pl.DataFrame) -> pl.DataFrame:
     by_cause = {cause: np.zeros(len(low), dtype=np.int64) for cause in CAUSES}
     compute = np.zeros(len(low), dtype=np.int64)
     start, end, row, window = trace.stacks.over(main_thread(trace), low, high)

@@ -37,9 +37,12 @@ def account_chart(account: pl.DataFrame) -> Any:
         .select("rank", "device", "step", *parts)
         .unpivot(index=["rank", "device", "step"], variable_name="part", value_name="ns")
         .filter(pl.col("ns") > 0)
-        .with_columns(ms=pl.col("ns") / 1e6, part=pl.col("part").str.strip_suffix("_ns").str.replace_all("_", " "),
-                      where=pl.format("rank {} device {}", "rank", "device"))
-    )  # fmt: skip
+        .with_columns(
+            ms=pl.col("ns") / 1e6,
+            part=pl.col("part").str.strip_suffix("_ns").str.replace_all("_", " "),
+            where=pl.format("rank {} device {}", "rank", "device"),
+        )
+    )
     order = [p.removesuffix("_ns").replace("_", " ") for p in parts]
     return (
         alt.Chart(long)
@@ -56,11 +59,15 @@ def account_chart(account: pl.DataFrame) -> Any:
     )
 
 
-def bar_chart(frame: pl.DataFrame, label: str, value_ns: str, title: str, *, color: str | None = None, top: int = 20) -> Any:
+def bar_chart(
+    frame: pl.DataFrame, label: str, value_ns: str, title: str, *, color: str | None = None, top: int = 20
+) -> Any:
     """Horizontal bars of a time column, longest first."""
-    shown = frame.sort(value_ns, descending=True).head(top).with_columns(
-        ms=pl.col(value_ns) / 1e6, label=pl.col(label).fill_null("unknown").str.slice(0, 90)
-    )  # fmt: skip
+    shown = (
+        frame.sort(value_ns, descending=True)
+        .head(top)
+        .with_columns(ms=pl.col(value_ns) / 1e6, label=pl.col(label).fill_null("unknown").str.slice(0, 90))
+    )
     encoding: dict[str, Any] = {
         "x": alt.X("ms:Q", title="milliseconds"),
         "y": alt.Y("label:N", sort="-x", title=None, axis=alt.Axis(labelLimit=420)),
@@ -68,17 +75,28 @@ def bar_chart(frame: pl.DataFrame, label: str, value_ns: str, title: str, *, col
     }
     if color is not None:
         encoding["color"] = alt.Color(f"{color}:N")
-    return alt.Chart(shown.select(["label", "ms", *([color] if color else [])])).mark_bar().encode(**encoding).properties(width=WIDTH - 300, title=title)
+    return (
+        alt.Chart(shown.select(["label", "ms", *([color] if color else [])]))
+        .mark_bar()
+        .encode(**encoding)
+        .properties(width=WIDTH - 300, title=title)
+    )
 
 
 def step_line(frame: pl.DataFrame, value: str, title: str, *, series: str, unit: str) -> Any:
     """A step function over time, one line a series."""
     low = int(frame["ts_ns"].min() or 0) if frame.height else 0  # type: ignore[arg-type]
-    shown = _thin(frame, MAX_POINTS).with_columns(ms=(pl.col("ts_ns") - low) / 1e6, series=pl.col(series).cast(pl.String()))
+    shown = _thin(frame, MAX_POINTS).with_columns(
+        ms=(pl.col("ts_ns") - low) / 1e6, series=pl.col(series).cast(pl.String())
+    )
     return (
         alt.Chart(shown.select("ms", value, "series"))
         .mark_line(interpolate="step-after", strokeWidth=1)
-        .encode(x=alt.X("ms:Q", title="milliseconds"), y=alt.Y(f"{value}:Q", title=unit), color=alt.Color("series:N", title=series))
+        .encode(
+            x=alt.X("ms:Q", title="milliseconds"),
+            y=alt.Y(f"{value}:Q", title=unit),
+            color=alt.Color("series:N", title=series),
+        )
         .properties(width=WIDTH, height=160, title=title)
     )
 

@@ -1,9 +1,9 @@
 """Why is this trace slower than that one? The change of the step time, booked to causes that add up to it.
 
-Each step of each trace has a time account that adds up to its wall time, so the difference of the means does too. The change
-of compute (and of communication and copies) is split further by matching work: the same work that takes longer, more or fewer
-launches of it, work that only one side has. Work is matched by operator path and shapes first, so that a kernel which only
-changed its name still matches; then by operator; then by kernel name.
+Each step of each trace has a time account that adds up to its wall time, so the difference of the means does too. The
+change of compute (and of communication and copies) is split further by matching work: the same work that takes
+longer, more or fewer launches of it, work that only one side has. Work is matched by operator path and shapes first,
+so that a kernel which only changed its name still matches; then by operator; then by kernel name.
 """
 
 from __future__ import annotations
@@ -45,7 +45,14 @@ class Comparison:
         return self.after_ns - self.before_ns
 
 
-def compare(before: Trace, after: Trace, *, skip: int = 0, steps_before: list[int] | None = None, steps_after: list[int] | None = None) -> Comparison:
+def compare(
+    before: Trace,
+    after: Trace,
+    *,
+    skip: int = 0,
+    steps_before: list[int] | None = None,
+    steps_after: list[int] | None = None,
+) -> Comparison:
     """Compare two traces, or two sets of steps of one trace.
 
     Args:
@@ -54,8 +61,8 @@ def compare(before: Trace, after: Trace, *, skip: int = 0, steps_before: list[in
 
     Returns:
         parts: part, change_ns (of the mean step), low_ns and high_ns (95% bootstrap over steps; null with fewer than 3
-        steps on a side). work: matched device work with counts and time per step on both sides. operators: likewise for host
-        operators.
+        steps on a side). work: matched device work with counts and time per step on both sides. operators: likewise
+        for host operators.
     """
     notes: list[str] = []
     a, b = _account(before, skip, steps_before), _account(after, skip, steps_after)
@@ -70,9 +77,17 @@ def compare(before: Trace, after: Trace, *, skip: int = 0, steps_before: list[in
     parts = _parts(columns, one, two, work)
     low, high = _interval(wall_a, wall_b)
     return Comparison(
-        float(wall_a.mean()), float(wall_b.mean()), low, high, len(wall_a), len(wall_b), parts, work,
-        _match_operators(before, after, a, b), tuple(notes),
-    )  # fmt: skip
+        float(wall_a.mean()),
+        float(wall_b.mean()),
+        low,
+        high,
+        len(wall_a),
+        len(wall_b),
+        parts,
+        work,
+        _match_operators(before, after, a, b),
+        tuple(notes),
+    )
 
 
 def _account(trace: Trace, skip: int, wanted: list[int] | None) -> pl.DataFrame:
@@ -98,7 +113,9 @@ def _interval(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> tuple[f
     return float(low), float(high)
 
 
-def _parts(columns: list[str], one: npt.NDArray[np.float64], two: npt.NDArray[np.float64], work: pl.DataFrame) -> pl.DataFrame:
+def _parts(
+    columns: list[str], one: npt.NDArray[np.float64], two: npt.NDArray[np.float64], work: pl.DataFrame
+) -> pl.DataFrame:
     rows: list[tuple[str, float, float | None, float | None]] = []
     for i, column in enumerate(columns):
         change = float(two[:, i].mean() - one[:, i].mean())
@@ -119,7 +136,9 @@ def _parts(columns: list[str], one: npt.NDArray[np.float64], two: npt.NDArray[np
             rows.append((column.removesuffix("_ns").replace("_", " "), change, low, high))
     schema = {"part": pl.String(), "change_ns": pl.Float64(), "low_ns": pl.Float64(), "high_ns": pl.Float64()}
     return pl.DataFrame(rows, schema=schema, orient="row").with_columns(
-        sums=pl.col("part").str.ends_with("(sum of the above)"), low_ns=pl.col("low_ns").fill_nan(None), high_ns=pl.col("high_ns").fill_nan(None)
+        sums=pl.col("part").str.ends_with("(sum of the above)"),
+        low_ns=pl.col("low_ns").fill_nan(None),
+        high_ns=pl.col("high_ns").fill_nan(None),
     )
 
 
@@ -135,26 +154,55 @@ def _match_work(before: Trace, after: Trace, a: pl.DataFrame, b: pl.DataFrame) -
         common = set(left[level].to_list()) & set(right[level].to_list())
         common.discard(None)
         mine, yours = left.filter(pl.col(level).is_in(list(common))), right.filter(pl.col(level).is_in(list(common)))
-        joined = _per_key(mine, level).join(_per_key(yours, level), on=["key", "class"], how="full", coalesce=True, suffix="_after")
+        joined = _per_key(mine, level).join(
+            _per_key(yours, level), on=["key", "class"], how="full", coalesce=True, suffix="_after"
+        )
         matched.append(joined.with_columns(matched_by=pl.lit(level)))
-        left, right = left.filter(~pl.col(level).is_in(list(common)).fill_null(False)), right.filter(~pl.col(level).is_in(list(common)).fill_null(False))
-    matched.append(_per_key(left, "kernel").join(_per_key(right, "kernel"), on=["key", "class"], how="full", coalesce=True, suffix="_after").with_columns(matched_by=pl.lit("nothing")))
+        left, right = (
+            left.filter(~pl.col(level).is_in(list(common)).fill_null(False)),
+            right.filter(~pl.col(level).is_in(list(common)).fill_null(False)),
+        )
+    matched.append(
+        _per_key(left, "kernel")
+        .join(_per_key(right, "kernel"), on=["key", "class"], how="full", coalesce=True, suffix="_after")
+        .with_columns(matched_by=pl.lit("nothing"))
+    )
     numbers = ["count", "time_ns", "count_after", "time_ns_after"]
     frame = pl.concat(matched).with_columns(pl.col(numbers).fill_null(0.0))
     both = (pl.col("count") > 0) & (pl.col("count_after") > 0)
     mean_a, mean_b = pl.col("time_ns") / pl.col("count"), pl.col("time_ns_after") / pl.col("count_after")
-    return frame.with_columns(
-        change_ns=pl.col("time_ns_after") - pl.col("time_ns"),
-        # Slower at the launches that both have in common on average, more launches at the mean length of both.
-        slower_ns=pl.when(both).then((mean_b - mean_a) * (pl.col("count") + pl.col("count_after")) / 2).otherwise(0.0),
-        launches_ns=pl.when(both).then((pl.col("count_after") - pl.col("count")) * (mean_a + mean_b) / 2).otherwise(0.0),
-        only_ns=pl.when(both).then(0.0).otherwise(pl.col("time_ns_after") - pl.col("time_ns")),
-        name=pl.coalesce("kernel", "kernel_after"),
-        renamed=both & (pl.col("kernel") != pl.col("kernel_after")),
-    ).select(
-        "name", "kernel_after", "renamed", "operator", "class", "matched_by", "count", "count_after", "time_ns", "time_ns_after",
-        "change_ns", "slower_ns", "launches_ns", "only_ns",
-    ).sort(pl.col("change_ns").abs(), descending=True)  # fmt: skip
+    return (
+        frame.with_columns(
+            change_ns=pl.col("time_ns_after") - pl.col("time_ns"),
+            # Slower at the launches that both have in common on average, more launches at the mean length of both.
+            slower_ns=pl.when(both)
+            .then((mean_b - mean_a) * (pl.col("count") + pl.col("count_after")) / 2)
+            .otherwise(0.0),
+            launches_ns=pl.when(both)
+            .then((pl.col("count_after") - pl.col("count")) * (mean_a + mean_b) / 2)
+            .otherwise(0.0),
+            only_ns=pl.when(both).then(0.0).otherwise(pl.col("time_ns_after") - pl.col("time_ns")),
+            name=pl.coalesce("kernel", "kernel_after"),
+            renamed=both & (pl.col("kernel") != pl.col("kernel_after")),
+        )
+        .select(
+            "name",
+            "kernel_after",
+            "renamed",
+            "operator",
+            "class",
+            "matched_by",
+            "count",
+            "count_after",
+            "time_ns",
+            "time_ns_after",
+            "change_ns",
+            "slower_ns",
+            "launches_ns",
+            "only_ns",
+        )
+        .sort(pl.col("change_ns").abs(), descending=True)
+    )
 
 
 def _work(trace: Trace, account: pl.DataFrame) -> pl.DataFrame:
@@ -178,7 +226,9 @@ def _work(trace: Trace, account: pl.DataFrame) -> pl.DataFrame:
         launches=pl.Series(count / len(low)),
         **{"class": pl.Series([CLASSES[c] for c in class_of_row(trace, rows).tolist()], dtype=pl.String())},
     ).filter((pl.col("inside") > 0) | (pl.col("launches") > 0))
-    path = pl.concat_str(pl.col("top_operator"), pl.lit(" > "), pl.col("operator"), pl.lit(" "), pl.col("shapes").fill_null(""))
+    path = pl.concat_str(
+        pl.col("top_operator"), pl.lit(" > "), pl.col("operator"), pl.lit(" "), pl.col("shapes").fill_null("")
+    )
     return frame.with_columns(
         path_kernel=pl.concat_str(path, pl.lit(" "), pl.col("kernel")),
         path=path,
@@ -209,12 +259,15 @@ def _match_operators(before: Trace, after: Trace, a: pl.DataFrame, b: pl.DataFra
         pl.col("count", "self_ns", "count_after", "self_ns_after").fill_null(0.0)
     )
     return frame.with_columns(
-        change=pl.when(pl.col("count") == 0).then(pl.lit("added"))
-        .when(pl.col("count_after") == 0).then(pl.lit("removed"))
-        .when((pl.col("count") - pl.col("count_after")).abs() > 1e-9).then(pl.lit("changed"))
+        change=pl.when(pl.col("count") == 0)
+        .then(pl.lit("added"))
+        .when(pl.col("count_after") == 0)
+        .then(pl.lit("removed"))
+        .when((pl.col("count") - pl.col("count_after")).abs() > 1e-9)
+        .then(pl.lit("changed"))
         .otherwise(pl.lit("same")),
         change_ns=pl.col("self_ns_after") - pl.col("self_ns"),
-    ).sort(pl.col("change_ns").abs(), descending=True)  # fmt: skip
+    ).sort(pl.col("change_ns").abs(), descending=True)
 
 
 def _host(trace: Trace, account: pl.DataFrame) -> pl.DataFrame:
@@ -229,7 +282,9 @@ def _host(trace: Trace, account: pl.DataFrame) -> pl.DataFrame:
     for a, b in zip(low.tolist(), high.tolist(), strict=True):
         inside |= (trace.ts[rows] >= a) & (trace.ts[rows] < b)
     rows = rows[inside]
-    frame = pl.DataFrame({"code": trace.column("name")[rows], "self": self_ns[rows]}).group_by("code").agg(
-        count=pl.len() / len(low), self_ns=pl.col("self").sum() / len(low)
+    frame = (
+        pl.DataFrame({"code": trace.column("name")[rows], "self": self_ns[rows]})
+        .group_by("code")
+        .agg(count=pl.len() / len(low), self_ns=pl.col("self").sum() / len(low))
     )
     return frame.select(operator=text_column(trace, frame["code"].to_numpy()), count="count", self_ns="self_ns")

@@ -1,11 +1,13 @@
 """The critical path: the chain of waiting that made a step as long as it was. It covers the wall clock without a hole.
 
-The path is walked backwards from the end of the window. At every moment one place holds the step up: a host thread, or a
-piece of device work. From there the question is what that place itself had been waiting for:
+The path is walked backwards from the end of the window. At every moment one place holds the step up: a host thread,
+or a piece of device work. From there the question is what that place itself had been waiting for:
 
-- device work starts when its stream is free and its launch has arrived, whichever is later; where it starts later than both,
+- device work starts when its stream is free and its launch has arrived, whichever is later; where it starts later
+than both,
   the work on another stream that ended last before it is taken for an event it waited on (with or without sync events);
-- a host thread is never free, so its time counts as it is, until a call that blocks: there the path goes to the device work
+- a host thread is never free, so its time counts as it is, until a call that blocks: there the path goes to the
+device work
   that ended last inside the call;
 - a thread that shows nothing while autograd's thread works (or the other way round) was waiting for that thread.
 """
@@ -34,8 +36,8 @@ CATEGORIES = (*CLASSES, "kernel_gap", "launch_latency", "stream_event", "sync_re
 class CriticalPath:
     """Pieces that cover [start_ns, end_ns) exactly, in order.
 
-    `pieces` columns: start_ns, end_ns, category (one of `CATEGORIES`), row (the event; -1 for none), place (`device 0` or a
-    thread's number).
+    `pieces` columns: start_ns, end_ns, category (one of `CATEGORIES`), row (the event; -1 for none), place (`device
+    0` or a thread's number).
     """
 
     start_ns: int
@@ -119,21 +121,28 @@ class _Walk:
         self.seen: set[int] = set()
 
     def _thread_tables(self) -> None:
-        """Where each thread may have waited: (end, start, target), by end; target -1 - t means thread t, -10**9 means device."""
+        """Where each thread may have waited: (end, start, target), by end; target -1 - t means thread t, -10**9 means
+        device.
+        """
         trace = self.trace
         stacks = trace.stacks
         blocking = CAUSES_OF_HOST.index("blocking_call")
         self.stops: dict[int, list[tuple[int, int, int]]] = {}
-        segments = np.flatnonzero(stacks.cause[stacks.segment_row] == blocking) if len(stacks.segment_row) else []
-        for i in np.asarray(segments, dtype=np.int64).tolist():
+        segments: Ints = np.flatnonzero(stacks.cause[stacks.segment_row] == blocking)
+        for i in segments.tolist():
             entry = (int(stacks.segment_end[i]), int(stacks.segment_start[i]), _DEVICE)
             self.stops.setdefault(int(stacks.segment_thread[i]), []).append(entry)
-        # A copy "to be done later" from pageable memory returns only when it is done: its own work ends inside the call.
+        # A copy "to be done later" from pageable memory returns only when it is done: its own work ends inside the
+        # call.
         links = trace.launches
         has = np.flatnonzero(links.launch_rows >= 0)
         calls = links.launch_rows[has]
         work = links.device_rows[has]
-        within = (trace.end[work] <= trace.end[calls]) & (trace.kind[work] == Kind.MEMCPY) & (stacks.cause[calls] != blocking)
+        within = (
+            (trace.end[work] <= trace.end[calls])
+            & (trace.kind[work] == Kind.MEMCPY)
+            & (stacks.cause[calls] != blocking)
+        )
         for i in np.flatnonzero(within).tolist():
             call = int(calls[i])
             entry = (int(trace.end[call]), int(trace.ts[call]), int(has[i]))
@@ -171,9 +180,7 @@ class _Walk:
                 other = others[at[i]]
                 entry = (int(end[i]), int(start[i]), -1 - int(trace.column("thread")[other]) - 2 * 10**9)
                 self.stops.setdefault(thread, []).append(entry)
-        self.root_ends = {
-            t: np.sort(trace.end[roots[trace.column("thread")[roots] == t]]).tolist() for t in group
-        }
+        self.root_ends = {t: np.sort(trace.end[roots[trace.column("thread")[roots] == t]]).tolist() for t in group}
 
     # --- the walk ---
 
@@ -252,7 +259,9 @@ class _Walk:
 
     def _waited_for(self, thread: int, start: int, stop: int, target: int) -> tuple[tuple[str, int], int] | None:
         if target >= 0:
-            return (("device", target), self.end[target]) if self.end[target] <= stop and target not in self.seen else None
+            return (
+                (("device", target), self.end[target]) if self.end[target] <= stop and target not in self.seen else None
+            )
         if target == _DEVICE:
             at = bisect_right(self.ends, stop) - 1
             while at >= 0 and self.ends[at] > start:
@@ -290,16 +299,24 @@ class _Walk:
             mine = sorted((s, e) for t, s, e in self.stretches if t == thread)
             low, high = np.array([s for s, _ in mine]), np.array([e for _, e in mine])
             if thread >= 0:
-                s, e, row, _ = stacks.over(thread, low, high)
+                begins, stops, owner, _ = stacks.over(thread, low, high)
             else:
-                s, e, row = low, high, np.full(len(low), -1)
-            cause = np.where(row >= 0, stacks.cause[row], 0) if len(stacks.cause) else np.zeros(len(row), np.int64)
-            starts += s.tolist()
-            ends += e.tolist()
+                begins, stops, owner = low, high, np.full(len(low), -1)
+            cause = (
+                np.where(owner >= 0, stacks.cause[owner], 0) if len(stacks.cause) else np.zeros(len(owner), np.int64)
+            )
+            starts += begins.tolist()
+            ends += stops.tolist()
             categories += [CAUSES_OF_HOST[c] for c in cause.tolist()]
-            rows += row.tolist()
-            places += [f"thread {thread}"] * len(s)
-        schema = {"start_ns": pl.Int64(), "end_ns": pl.Int64(), "category": pl.String(), "row": pl.Int64(), "place": pl.String()}
+            rows += owner.tolist()
+            places += [f"thread {thread}"] * len(begins)
+        schema = {
+            "start_ns": pl.Int64(),
+            "end_ns": pl.Int64(),
+            "category": pl.String(),
+            "row": pl.Int64(),
+            "place": pl.String(),
+        }
         return pl.DataFrame(
             {"start_ns": starts, "end_ns": ends, "category": categories, "row": rows, "place": places}, schema=schema
         ).sort("start_ns")
@@ -314,9 +331,15 @@ def path_events(trace: Trace, path: CriticalPath) -> pl.DataFrame:
     Columns: category, name, count, time_ns, share.
     """
     row = path.pieces["row"].to_numpy()
-    codes = np.where(row >= 0, trace.column("name")[np.maximum(row, 0)].astype(np.int64), -1) if trace.events.height else row
+    codes = (
+        np.where(row >= 0, trace.column("name")[np.maximum(row, 0)].astype(np.int64), -1)
+        if trace.events.height
+        else row
+    )
     frame = path.pieces.with_columns(code=pl.Series(codes))
-    grouped = frame.group_by("category", "code").agg(count=pl.len(), time_ns=(pl.col("end_ns") - pl.col("start_ns")).sum())
+    grouped = frame.group_by("category", "code").agg(
+        count=pl.len(), time_ns=(pl.col("end_ns") - pl.col("start_ns")).sum()
+    )
     grouped = grouped.sort("time_ns", descending=True)
     return grouped.select(
         category="category",

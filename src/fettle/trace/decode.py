@@ -1,8 +1,9 @@
 """Bytes of trace events to columns, one chunk at a time.
 
-A chunk is the text of some whole events. msgspec decodes it into typed structs that name only the fields we keep; the rest
-is skipped without being built. When a chunk does not decode, it is mended step by step: bad UTF-8 and control characters
-replaced, then fields of an unexpected type accepted, then event by event, skipping what cannot be read and counting it.
+A chunk is the text of some whole events. msgspec decodes it into typed structs that name only the fields we keep; the
+rest is skipped without being built. When a chunk does not decode, it is mended step by step: bad UTF-8 and control
+characters replaced, then fields of an unexpected type accepted, then event by event, skipping what cannot be read and
+counting it.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ MAX_NAME_CHARS = 8192
 MAX_SHAPES = 1_000_000
 _DAY_NS = 86_400 * 10**9
 _INT64_MAX = 2**63 - 1
-# Below 2**43 us neighbouring float64 are less than a nanosecond apart: rounding gives the written nanosecond back. Above,
-# fractional clocks need decimal decoding.
+# Below 2**43 us neighbouring float64 are less than a nanosecond apart: rounding gives the written nanosecond back.
+# Above, fractional clocks need decimal decoding.
 _EXACT_US = 2.0**43
 
 
@@ -122,9 +123,15 @@ class Tally:
 
     def add(self, other: Tally) -> None:
         for name in (
-            "events_seen", "skipped_events", "repaired_chunks", "negative_durations", "absurd_times", "missing_duration",
-            "wide_clock_chunks", "flow_events",
-        ):  # fmt: skip
+            "events_seen",
+            "skipped_events",
+            "repaired_chunks",
+            "negative_durations",
+            "absurd_times",
+            "missing_duration",
+            "wide_clock_chunks",
+            "flow_events",
+        ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.unknown_categories |= other.unknown_categories
         self.notes += [note for note in other.notes if note not in self.notes]
@@ -248,8 +255,8 @@ class Columns:
             return None
         # Whole nanoseconds as integers; `_to_ns` leaves object arrays of this kind alone.
         try:
-            ts = np.array([int((e.ts * 1000).to_integral_value()) for e in events], dtype=np.int64)
-            dur = np.array([int((e.dur * 1000).to_integral_value()) for e in events], dtype=np.int64)
+            ts = np.array([_whole_ns(e.ts) for e in events], dtype=np.int64)
+            dur = np.array([_whole_ns(e.dur) for e in events], dtype=np.int64)
         except (OverflowError, ArithmeticError, ValueError):
             return None
         return ts.view("timedelta64[ns]"), dur.view("timedelta64[ns]")
@@ -293,19 +300,26 @@ class Columns:
             shapes = self.shapes
             for i in operators:
                 raw = bytes(args[i].dims)
-                if raw:
-                    if len(raw) <= 4096 and (len(shapes) < MAX_SHAPES or raw in shapes):
-                        shape[i] = shapes[raw]
+                if raw and len(raw) <= 4096 and (len(shapes) < MAX_SHAPES or raw in shapes):
+                    shape[i] = shapes[raw]
         self._side_of_operators(args, operators, base, chunk)
         self._side_of_device(args, kind, base)
         if b"cuda_profiler_range" in chunk:
             self._counters(chunk, np.flatnonzero(kind == Kind.COUNTER_RANGE), base)
         self.chunks.append(
             {
-                "ts_ns": ts_ns, "dur_ns": dur_ns, "name": name, "kind": kind, "thread": thread, "device": device,
-                "stream": stream, "correlation": correlation, "external": external, "shape": shape,
+                "ts_ns": ts_ns,
+                "dur_ns": dur_ns,
+                "name": name,
+                "kind": kind,
+                "thread": thread,
+                "device": device,
+                "stream": stream,
+                "correlation": correlation,
+                "external": external,
+                "shape": shape,
             }
-        )  # fmt: skip
+        )
         self.rows += count
 
     def _learn_category(self) -> None:
@@ -387,10 +401,8 @@ class Columns:
         for row, event in zip(rows.tolist(), ranges, strict=True):
             values = event.get("args")
             cells = [(str(k)[:200], _number(v)) for k, v in (values if isinstance(values, dict) else {}).items()]
-            cells = [(k, v) for k, v in cells if v is not None][:200]
-            self.put(
-                "counters", row=[base + row] * len(cells), counter=[k for k, _ in cells], value=[v for _, v in cells]
-            )
+            told = [(k, v) for k, v in cells if v is not None][:200]
+            self.put("counters", row=[base + row] * len(told), counter=[k for k, _ in told], value=[v for _, v in told])
 
     def _append_others(self, events: list[Any]) -> None:
         """Metadata (thread names), and instants of the memory allocator."""
@@ -456,14 +468,13 @@ def _lenient(item: dict[str, Any]) -> Event | None:
     args = item.get("args")
     known = None
     if isinstance(args, dict):
-        known = Args(
-            **{
-                field_name: args[encoded]
-                for field_name, encoded in zip(Args.__struct_fields__, Args.__struct_encode_fields__, strict=True)
-                if encoded in args and encoded not in _TYPED_ARGS
-            },
-            **{name: _integer_or_none(args.get(encoded)) for name, encoded in _INTEGER_ARGS},
-        )
+        cells: dict[str, Any] = {
+            field_name: args[encoded]
+            for field_name, encoded in zip(Args.__struct_fields__, Args.__struct_encode_fields__, strict=True)
+            if encoded in args and encoded not in _TYPED_ARGS
+        }
+        cells |= {name: _integer_or_none(args.get(encoded)) for name, encoded in _INTEGER_ARGS}
+        known = Args(**cells)
         if "stream" in args and isinstance(args["stream"], (int, str)):
             known.stream = args["stream"]
         if "device" in args and isinstance(args["device"], (int, str)):
@@ -519,12 +530,18 @@ def _clock(value: Any) -> float | int | None:
         return None
 
 
+def _whole_ns(microseconds: Decimal | None) -> int:
+    return int(((microseconds or Decimal(0)) * 1000).to_integral_value())
+
+
 def _is_wide(value: Any) -> bool:
     return value is not None and abs(value) > 2**53
 
 
 def _to_array(values: list[Any]) -> npt.NDArray[Any]:
-    """Numbers as int64 where all are integers, as float64 where some are not, as objects where some are missing or huge."""
+    """Numbers as int64 where all are integers, as float64 where some are not, as objects where some are missing or
+    huge.
+    """
     try:
         array = np.array(values)
     except (OverflowError, ValueError):
@@ -533,7 +550,9 @@ def _to_array(values: list[Any]) -> npt.NDArray[Any]:
 
 
 def _to_ns(values: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Microseconds to nanoseconds, exactly, and which values are no clock (not finite, or beyond 104 days since 1970 x 10)."""
+    """Microseconds to nanoseconds, exactly, and which values are no clock (not finite, or beyond 104 days since 1970
+    x 10).
+    """
     if values.dtype == np.dtype("timedelta64[ns]"):
         ns = values.view(np.int64)
         return ns, np.zeros(len(ns), dtype=bool)

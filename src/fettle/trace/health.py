@@ -61,22 +61,48 @@ def trace_health(trace: Trace) -> Health:
 def _reading(trace: Trace) -> list[Finding]:
     facts = trace.facts
     found = [
-        Finding("the file ends in the middle", int(facts.truncated), "serious",
-                "what came later is missing: the last step and device work without launches",
-                ("account", "idle", "critical path", "compare")),
-        Finding("events that could not be read", facts.skipped_events, "warning", "they are missing from every answer",
-                ("account", "kernels")),
-        Finding("chunks mended (bad UTF-8, control characters or field types)", facts.repaired_bytes_chunks, "note",
-                "names may hold replacement characters"),
+        Finding(
+            "the file ends in the middle",
+            int(facts.truncated),
+            "serious",
+            "what came later is missing: the last step and device work without launches",
+            ("account", "idle", "critical path", "compare"),
+        ),
+        Finding(
+            "events that could not be read",
+            facts.skipped_events,
+            "warning",
+            "they are missing from every answer",
+            ("account", "kernels"),
+        ),
+        Finding(
+            "chunks mended (bad UTF-8, control characters or field types)",
+            facts.repaired_bytes_chunks,
+            "note",
+            "names may hold replacement characters",
+        ),
         Finding("negative durations", facts.negative_durations, "warning", "counted as 0 ns", ("kernels", "idle")),
-        Finding("absurd times (over a day long, or over a week from the others)", facts.absurd_times, "warning",
-                "dropped", ("account", "kernels")),
+        Finding(
+            "absurd times (over a day long, or over a week from the others)",
+            facts.absurd_times,
+            "warning",
+            "dropped",
+            ("account", "kernels"),
+        ),
         Finding("events without start or duration", facts.missing_duration, "note", "dropped"),
-        Finding("chunks read with decimal clocks", facts.wide_clock_chunks, "note",
-                "the clock counts from 1970 in fractions: read exactly, slower"),
-        Finding(f"unknown categories: {', '.join(facts.unknown_categories)[:300]}", len(facts.unknown_categories), "note",
-                "kept, in no analysis"),
-    ]  # fmt: skip
+        Finding(
+            "chunks read with decimal clocks",
+            facts.wide_clock_chunks,
+            "note",
+            "the clock counts from 1970 in fractions: read exactly, slower",
+        ),
+        Finding(
+            f"unknown categories: {', '.join(facts.unknown_categories)[:300]}",
+            len(facts.unknown_categories),
+            "note",
+            "kept, in no analysis",
+        ),
+    ]
     return [*found, *(Finding(note, 1, "note", "") for note in facts.notes)]
 
 
@@ -93,17 +119,30 @@ def _links(trace: Trace) -> list[Finding]:
     lost = int((~np.isin(launches, calls)).sum()) if work else 0
     many = unlinked > 0.05 * work if work else False
     return [
-        Finding("device work without a known launch", unlinked, "warning" if many else "note",
-                f"{unlinked} of {work}: its idle gaps cannot be explained, nor its operator named",
-                ("idle", "operators", "critical path", "queue") if many else ()),
-        Finding("launches whose kernel is not in the trace", lost, "warning" if lost > 0.02 * len(launches) else "note",
-                "dropped buffers, or a trace that ended first: device time may be missing",
-                ("account", "kernels") if lost > 0.02 * len(launches) else ()),
+        Finding(
+            "device work without a known launch",
+            unlinked,
+            "warning" if many else "note",
+            f"{unlinked} of {work}: its idle gaps cannot be explained, nor its operator named",
+            ("idle", "operators", "critical path", "queue") if many else (),
+        ),
+        Finding(
+            "launches whose kernel is not in the trace",
+            lost,
+            "warning" if lost > 0.02 * len(launches) else "note",
+            "dropped buffers, or a trace that ended first: device time may be missing",
+            ("account", "kernels") if lost > 0.02 * len(launches) else (),
+        ),
         Finding("host events that overlap without nesting", cut, "note", "cut at the end of the event around them"),
         Finding("no device work in this trace", int(work == 0), "note", "host only: device answers are empty"),
-        Finding("no operators in this trace", int(not (trace.kind == Kind.OPERATOR).any()), "note",
-                "kernels cannot be given to operators", ("operators",)),
-    ]  # fmt: skip
+        Finding(
+            "no operators in this trace",
+            int(not (trace.kind == Kind.OPERATOR).any()),
+            "note",
+            "kernels cannot be given to operators",
+            ("operators",),
+        ),
+    ]
 
 
 def _clock(trace: Trace) -> list[Finding]:
@@ -113,11 +152,20 @@ def _clock(trace: Trace) -> list[Finding]:
     before = early[early > 0]
     worst = int(before.max()) if len(before) else 0
     return [
-        Finding("work that starts before its launch", len(before), "warning" if worst > 10_000 else "note",
-                f"host and device clocks differ by up to {worst / 1e3:.1f} us", ("idle", "critical path", "queue")),
-        Finding("device streams where two kernels overlap", _overlaps(trace), "note",
-                "one stream cannot run two kernels at once: clock rounding, or programmatic dependent launch"),
-    ]  # fmt: skip
+        Finding(
+            "work that starts before its launch",
+            len(before),
+            "warning" if worst > 10_000 else "note",
+            f"host and device clocks differ by up to {worst / 1e3:.1f} us",
+            ("idle", "critical path", "queue"),
+        ),
+        Finding(
+            "device streams where two kernels overlap",
+            _overlaps(trace),
+            "note",
+            "one stream cannot run two kernels at once: clock rounding, or programmatic dependent launch",
+        ),
+    ]
 
 
 def _overlaps(trace: Trace) -> int:
@@ -142,15 +190,29 @@ def _steps(trace: Trace) -> list[Finding]:
     first_slow = len(wall) > 2 and wall[0] > 1.5 * np.median(wall[1:])
     loading = np.array([c == "compile_or_load" for c in (trace.cause_of_name[k] for k in sorted(trace.cause_of_name))])
     return [
-        Finding(f"outlying steps: {', '.join(map(str, outliers[:10]))}", len(outliers), "note",
-                "medians are not moved by them, sums are"),
-        Finding("the first step is much longer", int(first_slow), "warning", "warm-up: leave it out", ("steps", "compare")),
-        Finding("kinds of compilation or module loading inside the trace", int(loading.sum()), "note",
-                "those steps are not the steady state"),
-        Finding("step time drifts", int(bool(summary["drift_is_clear"])), "warning",
-                f"{float(summary['drift_ns_per_step']) / 1e3:.1f} us a step: clocks, heat or growing work",  # type: ignore[arg-type]
-                ("steps", "compare")),
-    ]  # fmt: skip
+        Finding(
+            f"outlying steps: {', '.join(map(str, outliers[:10]))}",
+            len(outliers),
+            "note",
+            "medians are not moved by them, sums are",
+        ),
+        Finding(
+            "the first step is much longer", int(first_slow), "warning", "warm-up: leave it out", ("steps", "compare")
+        ),
+        Finding(
+            "kinds of compilation or module loading inside the trace",
+            int(loading.sum()),
+            "note",
+            "those steps are not the steady state",
+        ),
+        Finding(
+            "step time drifts",
+            int(bool(summary["drift_is_clear"])),
+            "warning",
+            f"{float(summary['drift_ns_per_step']) / 1e3:.1f} us a step: clocks, heat or growing work",  # type: ignore[arg-type]
+            ("steps", "compare"),
+        ),
+    ]
 
 
 def _profiler(trace: Trace) -> list[Finding]:
@@ -163,9 +225,18 @@ def _profiler(trace: Trace) -> list[Finding]:
     python = int((trace.kind == Kind.PYTHON).sum())
     guess = (host - python) * 1000 + python * 300
     return [
-        Finding("profiler overhead events", len(rows), "warning" if share > 0.02 else "note",
-                f"{share:.1%} of the trace's span", ("idle", "account") if share > 0.02 else ()),
-        Finding("recording itself is likely felt", int(guess > 0.05 * max(high - low, 1)), "note",
-                f"{host} host events: about {guess / 1e6:.1f} ms of their own (an estimate), "
-                f"{guess / max(high - low, 1):.0%} of the span; idle time may be the profiler's"),
-    ]  # fmt: skip
+        Finding(
+            "profiler overhead events",
+            len(rows),
+            "warning" if share > 0.02 else "note",
+            f"{share:.1%} of the trace's span",
+            ("idle", "account") if share > 0.02 else (),
+        ),
+        Finding(
+            "recording itself is likely felt",
+            int(guess > 0.05 * max(high - low, 1)),
+            "note",
+            f"{host} host events: about {guess / 1e6:.1f} ms of their own (an estimate), "
+            f"{guess / max(high - low, 1):.0%} of the span; idle time may be the profiler's",
+        ),
+    ]

@@ -1,8 +1,9 @@
 """The same questions under Holistic Trace Analysis' definitions and rounding, for those who compare with it.
 
-What differs from the exact analyses: events are rounded inward to whole microseconds, whatever carries a stream number counts
-as device work (sync events and the host side of generated kernels too), kernels are told apart by name alone, all devices are
-pooled, the last of several steps is dropped, and one gap has one cause. Kept for comparison; use the exact ones.
+What differs from the exact analyses: events are rounded inward to whole microseconds, whatever carries a stream
+number counts as device work (sync events and the host side of generated kernels too), kernels are told apart by name
+alone, all devices are pooled, the last of several steps is dropped, and one gap has one cause. Kept for comparison;
+use the exact ones.
 """
 
 from __future__ import annotations
@@ -20,13 +21,23 @@ from fettle.trace.model import Bools, Ints, Trace
 _COMMUNICATION = re.compile(r"(^nccl.*)|(^hip)|(^hccl)|(.*ncclKernel.*)")
 _MEMORY = re.compile(r"(^(hip)?Memcpy)|(^(hip)?Memset)|(^dma)")
 _NOT_COMPUTATION = re.compile(
-    r"(^nccl)|(.*Memcpy)|(.*Memset)|(.*dma)|(^.*Sync)|(^Stream Wait Event)|(cuda.*LaunchKernel)|(^runFunction)|(^hip)|(^job_exe)|"
+    r"(^nccl)|(.*Memcpy)|(.*Memset)|(.*dma)|(^.*Sync)|(^Stream Wait Event)|(cuda.*LaunchKernel)|(^runFunction)|"
+    r"(^hip)|(^job_exe)|"
     r"(^packet)|(^pe_exe)|(^cpum_exe_subgraph)|(^hccl)|(^collective_subgraph_execution)"
 )
 _QUEUED = {
-    "cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaMemcpyAsync", "cudaMemsetAsync",
-    "hipLaunchKernel", "hipExtModuleLaunchKernel", "hipMemcpyAsync", "hipMemsetAsync", "hipMemcpyWithStream",
-}  # fmt: skip
+    "cudaLaunchKernel",
+    "cudaLaunchKernelExC",
+    "cuLaunchKernel",
+    "cuLaunchKernelEx",
+    "cudaMemcpyAsync",
+    "cudaMemsetAsync",
+    "hipLaunchKernel",
+    "hipExtModuleLaunchKernel",
+    "hipMemcpyAsync",
+    "hipMemsetAsync",
+    "hipMemcpyWithStream",
+}
 _LAUNCHES = {"cudaLaunchKernel", "cudaLaunchKernelExC", "cudaMemcpyAsync", "cudaMemsetAsync"}
 
 
@@ -84,10 +95,15 @@ def _rounded(trace: Trace) -> _Rounded:
     launch[found] = calls[at[found]]
     names = np.array([*trace.names, ""], dtype=object)
     return _Rounded(
-        rows, ts[rows], end[rows] - ts[rows], stream[rows], types[codes[rows]],
-        np.where(launch >= 0, ts[np.maximum(launch, 0)], -1), np.where(launch >= 0, (end - ts)[np.maximum(launch, 0)], 0),
+        rows,
+        ts[rows],
+        end[rows] - ts[rows],
+        stream[rows],
+        types[codes[rows]],
+        np.where(launch >= 0, ts[np.maximum(launch, 0)], -1),
+        np.where(launch >= 0, (end - ts)[np.maximum(launch, 0)], 0),
         names[np.where(launch >= 0, codes[np.maximum(launch, 0)].astype(np.int64), -1)],
-    )  # fmt: skip
+    )
 
 
 def _microseconds(trace: Trace) -> tuple[Ints, Ints]:
@@ -99,9 +115,17 @@ def _microseconds(trace: Trace) -> tuple[Ints, Ints]:
 
 
 def temporal_breakdown(trace: Trace) -> pl.DataFrame:
-    """Columns: rank, idle_us, compute_us, non_compute_us, kernel_us (first start to last end). Empty without device work."""
+    """Columns: rank, idle_us, compute_us, non_compute_us, kernel_us (first start to last end). Empty without device
+    work.
+    """
     work = _rounded(trace)
-    schema = {"rank": pl.Int64(), "idle_us": pl.Int64(), "compute_us": pl.Int64(), "non_compute_us": pl.Int64(), "kernel_us": pl.Int64()}
+    schema = {
+        "rank": pl.Int64(),
+        "idle_us": pl.Int64(),
+        "compute_us": pl.Int64(),
+        "non_compute_us": pl.Int64(),
+        "kernel_us": pl.Int64(),
+    }
     if not len(work.row):
         return pl.DataFrame(schema=schema)
     span = int(work.end.max() - work.ts.min())
@@ -129,7 +153,11 @@ def communication_overlap(trace: Trace) -> float | None:
     work = _rounded(trace)
     communication = merge(*work.of(work.type == "COMMUNICATION"))
     whole = total(communication)
-    return round(100 * total(intersect(communication, merge(*work.of(work.type == "COMPUTATION")))) / whole, 2) if whole else None
+    return (
+        round(100 * total(intersect(communication, merge(*work.of(work.type == "COMPUTATION")))) / whole, 2)
+        if whole
+        else None
+    )
 
 
 def kernel_types(trace: Trace) -> pl.DataFrame:
@@ -139,27 +167,39 @@ def kernel_types(trace: Trace) -> pl.DataFrame:
     work = _rounded(trace)
     types = ("COMPUTATION", "COMMUNICATION", "MEMORY")
     found = combinations([merge(*work.of(work.type == t)) for t in types])
-    rows = [(" overlapping ".join(t for i, t in enumerate(types) if key >> i & 1), total(pair)) for key, pair in found.items()]
-    return pl.DataFrame(rows, schema={"kernel_type": pl.String(), "sum_us": pl.Int64()}, orient="row").sort("sum_us", descending=True)
+    rows = [
+        (" overlapping ".join(t for i, t in enumerate(types) if key >> i & 1), total(pair))
+        for key, pair in found.items()
+    ]
+    return pl.DataFrame(rows, schema={"kernel_type": pl.String(), "sum_us": pl.Int64()}, orient="row").sort(
+        "sum_us", descending=True
+    )
 
 
 def kernel_statistics(trace: Trace) -> pl.DataFrame:
-    """Columns: name, kernel_type, sum_us, max_us, min_us, std_us, mean_us: over launches (HTA's table with no row folded away)."""
+    """Columns: name, kernel_type, sum_us, max_us, min_us, std_us, mean_us: over launches (HTA's table with no row
+    folded away).
+    """
     work = _rounded(trace)
     frame = pl.DataFrame({"name": trace.name_of(work.row), "kernel_type": work.type.astype(str), "dur": work.dur})
     return (
         frame.filter(pl.col("kernel_type") != "OTHER")
         .group_by("name", "kernel_type")
         .agg(
-            sum_us=pl.col("dur").sum(), max_us=pl.col("dur").max(), min_us=pl.col("dur").min(), std_us=pl.col("dur").std().fill_null(0.0),
+            sum_us=pl.col("dur").sum(),
+            max_us=pl.col("dur").max(),
+            min_us=pl.col("dur").min(),
+            std_us=pl.col("dur").std().fill_null(0.0),
             mean_us=pl.col("dur").mean(),
         )
         .sort("kernel_type", "name")
-    )  # fmt: skip
+    )
 
 
 def idle_breakdown(trace: Trace, consecutive_kernel_delay_us: int = 30) -> pl.DataFrame:
-    """Per stream and label (host_wait, kernel_wait, other): columns rank, stream, idle_category, idle_us, idle_ratio."""
+    """Per stream and label (host_wait, kernel_wait, other): columns rank, stream, idle_category, idle_us,
+    idle_ratio.
+    """
     work = _rounded(trace)
     on_device = np.isin(trace.kind[work.row], [Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET])
     rows = []
@@ -170,24 +210,38 @@ def idle_breakdown(trace: Trace, consecutive_kernel_delay_us: int = 30) -> pl.Da
         launched = work.launch_ts[mine][1:]
         host = (launched >= 0) & (launched > work.end[mine][:-1])
         waits = ~host & (interval < consecutive_kernel_delay_us) & (launched >= 0)
-        sums = {"host_wait": interval[host].sum(), "kernel_wait": interval[waits].sum(), "other": interval[~host & ~waits].sum()}
+        sums = {
+            "host_wait": interval[host].sum(),
+            "kernel_wait": interval[waits].sum(),
+            "other": interval[~host & ~waits].sum(),
+        }
         whole = interval.sum()
         rows += [(trace.rank, int(stream), k, int(v), float(v / whole) if whole else 0.0) for k, v in sums.items()]
-    schema = {"rank": pl.Int64(), "stream": pl.Int64(), "idle_category": pl.String(), "idle_us": pl.Int64(), "idle_ratio": pl.Float64()}
+    schema = {
+        "rank": pl.Int64(),
+        "stream": pl.Int64(),
+        "idle_category": pl.String(),
+        "idle_us": pl.Int64(),
+        "idle_ratio": pl.Float64(),
+    }
     return pl.DataFrame(rows, schema=schema, orient="row")
 
 
 def launch_statistics(trace: Trace) -> pl.DataFrame:
     """Columns: correlation, cpu_duration, gpu_duration, launch_delay (us), of the four launch calls that HTA knows."""
     work = _rounded(trace)
-    chosen = np.isin(work.launch_name, list(_LAUNCHES)) & np.isin(trace.kind[work.row], [Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET])
+    chosen = np.isin(work.launch_name, list(_LAUNCHES)) & np.isin(
+        trace.kind[work.row], [Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET]
+    )
     delay = np.maximum(work.ts - work.launch_ts - work.launch_dur, 0)
     return pl.DataFrame(
         {
-            "correlation": trace.column("correlation")[work.row[chosen]], "cpu_duration": work.launch_dur[chosen],
-            "gpu_duration": work.dur[chosen], "launch_delay": delay[chosen],
+            "correlation": trace.column("correlation")[work.row[chosen]],
+            "cpu_duration": work.launch_dur[chosen],
+            "gpu_duration": work.dur[chosen],
+            "launch_delay": delay[chosen],
         }
-    )  # fmt: skip
+    )
 
 
 def queue_summary(trace: Trace) -> pl.DataFrame:
@@ -201,4 +255,6 @@ def queue_summary(trace: Trace) -> pl.DataFrame:
         change = np.concatenate([np.ones(mine.sum(), np.int64), -np.ones(mine.sum(), np.int64)])
         length = np.cumsum(change[np.argsort(time, kind="stable")])
         rows.append((int(stream), len(length), float(length.mean()), int(length.max())))
-    return pl.DataFrame(rows, schema={"stream": pl.Int64(), "count": pl.Int64(), "mean": pl.Float64(), "max": pl.Int64()}, orient="row")
+    return pl.DataFrame(
+        rows, schema={"stream": pl.Int64(), "count": pl.Int64(), "mean": pl.Float64(), "max": pl.Int64()}, orient="row"
+    )

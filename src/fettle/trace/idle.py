@@ -48,7 +48,8 @@ LATENCY_NS = 100_000
 
 
 def idle_pieces(trace: Trace, device: int) -> pl.DataFrame:
-    """All idle time of one device within the trace, cut by cause; pieces are disjoint, in order, and add up to the idle time.
+    """All idle time of one device within the trace, cut by cause; pieces are disjoint, in order, and add up to the
+    idle time.
 
     Columns: start_ns, end_ns, cause (a key of `CAUSES`), detail (event name number; -1: none), gap (number of the gap),
     next_row (the work that ended the gap; -1: none came).
@@ -108,8 +109,14 @@ class _Pieces:
 
 
 def _frame(parts: list[tuple[Ints, Ints, list[str] | str, Ints, Ints]], next_row: Ints, starts: Ints) -> pl.DataFrame:
-    schema = {"start_ns": pl.Int64(), "end_ns": pl.Int64(), "cause": pl.Categorical(), "detail": pl.Int64(),
-              "gap": pl.Int64(), "next_row": pl.Int64()}  # fmt: skip
+    schema = {
+        "start_ns": pl.Int64(),
+        "end_ns": pl.Int64(),
+        "cause": pl.Categorical(),
+        "detail": pl.Int64(),
+        "gap": pl.Int64(),
+        "next_row": pl.Int64(),
+    }
     if not parts:
         return pl.DataFrame(schema=schema)
     frames = []
@@ -120,7 +127,12 @@ def _frame(parts: list[tuple[Ints, Ints, list[str] | str, Ints, Ints]], next_row
             .with_columns(cause=causes)
             .select(list(schema))
         )
-    return pl.concat(frames).filter(pl.col("end_ns") > pl.col("start_ns")).sort("start_ns").cast({"cause": pl.Categorical()})
+    return (
+        pl.concat(frames)
+        .filter(pl.col("end_ns") > pl.col("start_ns"))
+        .sort("start_ns")
+        .cast({"cause": pl.Categorical()})
+    )
 
 
 def _next_work(trace: Trace, rows: Ints, ends: Ints) -> Ints:
@@ -157,9 +169,10 @@ def _queued(
     short = ends[which] - starts[which] <= BETWEEN_KERNELS_NS
     behind_event = _behind_event(trace, next_row[which], launch[which])
     cause = np.where(
-        same_graph, "inside_graph",
+        same_graph,
+        "inside_graph",
         np.where(behind_event, "stream_event", np.where(short, "between_kernels", "queued_unknown")),
-    )  # fmt: skip
+    )
     for one in np.unique(cause):
         some = which[cause == one]
         pieces.add(starts[some], ends[some], str(one), -1, some)
@@ -248,8 +261,8 @@ def _host_time(trace: Trace, pieces: _Pieces, start: Ints, end: Ints, thread: In
 def idle_summary(trace: Trace, device: int, windows: Intervals | None = None) -> pl.DataFrame:
     """Idle time of a device by cause, with what held the host longest.
 
-    Columns: rank, device, cause, idle_ns, share (of this device's idle time), gaps (pieces), what (the three longest details
-    with their ns), meaning.
+    Columns: rank, device, cause, idle_ns, share (of this device's idle time), gaps (pieces), what (the three longest
+    details with their ns), meaning.
     """
     from fettle.trace.intervals import split
 
@@ -260,9 +273,17 @@ def idle_summary(trace: Trace, device: int, windows: Intervals | None = None) ->
     frame = frame.with_columns(idle_ns=pl.col("end_ns") - pl.col("start_ns"), cause=pl.col("cause").cast(pl.String()))
     if not frame.height:
         return pl.DataFrame(
-            schema={"rank": pl.Int64(), "device": pl.Int64(), "cause": pl.String(), "idle_ns": pl.Int64(),
-                    "share": pl.Float64(), "gaps": pl.UInt32(), "what": pl.String(), "meaning": pl.String()}
-        )  # fmt: skip
+            schema={
+                "rank": pl.Int64(),
+                "device": pl.Int64(),
+                "cause": pl.String(),
+                "idle_ns": pl.Int64(),
+                "share": pl.Float64(),
+                "gaps": pl.UInt32(),
+                "what": pl.String(),
+                "meaning": pl.String(),
+            }
+        )
     by_detail = frame.group_by("cause", "detail").agg(pl.col("idle_ns").sum()).sort("idle_ns", descending=True)
     what = {}
     for cause, part in by_detail.group_by("cause", maintain_order=True):

@@ -36,7 +36,13 @@ def kernel_classes(trace: Trace) -> pl.DataFrame:
             parts.append((trace.rank, device, label, total(pair), total(pair) / busy))
     return pl.DataFrame(
         parts,
-        schema={"rank": pl.Int64(), "device": pl.Int64(), "classes": pl.String(), "time_ns": pl.Int64(), "share": pl.Float64()},
+        schema={
+            "rank": pl.Int64(),
+            "device": pl.Int64(),
+            "classes": pl.String(),
+            "time_ns": pl.Int64(),
+            "share": pl.Float64(),
+        },
         orient="row",
     ).sort("rank", "device", "time_ns", descending=[False, False, True])
 
@@ -44,9 +50,9 @@ def kernel_classes(trace: Trace) -> pl.DataFrame:
 def kernel_table(trace: Trace, rows: Ints | None = None) -> pl.DataFrame:
     """One row a kernel name and device, longest first.
 
-    Columns: rank, device, name, class, count, sum_ns, share (of the summed device work of that device), mean_ns, median_ns,
-    std_ns (of the launches; 0 for one), min_ns, max_ns, short (launches under 10 us), call_ns (mean launch call),
-    delay_ns (median from the end of the launch call to the start).
+    Columns: rank, device, name, class, count, sum_ns, share (of the summed device work of that device), mean_ns,
+    median_ns, std_ns (of the launches; 0 for one), min_ns, max_ns, short (launches under 10 us), call_ns (mean launch
+    call), delay_ns (median from the end of the launch call to the start).
     """
     rows = trace.device_rows if rows is None else rows
     frame = pl.DataFrame(
@@ -83,9 +89,22 @@ def kernel_table(trace: Trace, rows: Ints | None = None) -> pl.DataFrame:
         share=pl.col("sum_ns") / pl.col("sum_ns").sum().over("device"),
         **{"class": pl.col("class").replace_strict(dict(enumerate(CLASSES)), return_dtype=pl.String())},
     ).select(
-        "rank", "device", "name", "class", "count", "sum_ns", "share", "mean_ns", "median_ns", "std_ns", "min_ns", "max_ns",
-        "short", "call_ns", "delay_ns",
-    )  # fmt: skip
+        "rank",
+        "device",
+        "name",
+        "class",
+        "count",
+        "sum_ns",
+        "share",
+        "mean_ns",
+        "median_ns",
+        "std_ns",
+        "min_ns",
+        "max_ns",
+        "short",
+        "call_ns",
+        "delay_ns",
+    )
 
 
 def kernels_across_ranks(traces: list[Trace]) -> pl.DataFrame:

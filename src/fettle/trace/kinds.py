@@ -1,8 +1,8 @@
 """What an event is, decided by its category and never by its stream number.
 
-Profiler categories changed their spelling over the years (`Kernel` became `kernel`, `Operator` became `cpu_op`) and every
-vendor adds its own runtime. All of them end up as one of the few kinds below; names matter only where the category is
-silent: to tell a collective from other kernels, and a blocking call from other calls.
+Profiler categories changed their spelling over the years (`Kernel` became `kernel`, `Operator` became `cpu_op`) and
+every vendor adds its own runtime. All of them end up as one of the few kinds below; names matter only where the
+category is silent: to tell a collective from other kernels, and a blocking call from other calls.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ _KIND_OF_CATEGORY = {
 
 
 def kind_of_category(category: str) -> Kind:
-    """The kind of an event category, old or new spelling; unknown ones are OTHER (kept, and named in the health report)."""
+    """The kind of an event category, old or new spelling; unknown ones are OTHER (kept, and named in the health
+    report).
+    """
     lower = category.lower()
     if lower in _KIND_OF_CATEGORY:
         return _KIND_OF_CATEGORY[lower]
@@ -72,9 +74,11 @@ _NOT_COLLECTIVE = re.compile(r"^(memcpy|memset)|check_?nan", re.IGNORECASE)
 
 
 def is_collective_name(name: str) -> bool:
-    """Whether a kernel's name is one of the known collectives: NCCL, RCCL, HCCL, oneCCL, MSCCL, NVSHMEM, DeepEP, custom ones.
+    """Whether a kernel's name is one of the known collectives: NCCL, RCCL, HCCL, oneCCL, MSCCL, NVSHMEM, DeepEP,
+    custom ones.
 
-    Only the function's own name is looked at: template arguments and parameters of a compute kernel may mention anything.
+    Only the function's own name is looked at: template arguments and parameters of a compute kernel may mention
+    anything.
     """
     return bool(_COLLECTIVE.search(short_kernel_name(name))) and not _NOT_COLLECTIVE.search(name)
 
@@ -94,7 +98,9 @@ _LOADING = re.compile(
     r"triton.*compil|nvrtc|cudnnFind|dynamo.*convert_frame",
     re.IGNORECASE,
 )
-_DATA = re.compile(r"dataloader|data_loader|torch/utils/data|fetch\.py\(\d+\): fetch|enumerate\(DataLoader|pin_memory\.py")
+_DATA = re.compile(
+    r"dataloader|data_loader|torch/utils/data|fetch\.py\(\d+\): fetch|enumerate\(DataLoader|pin_memory\.py"
+)
 _PROFILER = re.compile(
     r"Command Buffer Full|Activity Buffer Request|Instrumentation|Buffer Flush|Resource\b.*overhead|"
     r"torch/profiler/profiler\.py|torch/autograd/profiler\.py|^PyTorch Profiler|profiler::",

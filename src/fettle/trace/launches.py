@@ -54,8 +54,8 @@ def link_launches(trace: Trace) -> LaunchLinks:
 def launch_stats(trace: Trace) -> pl.DataFrame:
     """One row a piece of device work with a known launch.
 
-    Columns: rank, device, stream, row, name, call, graph (bool), call_ns (length of the launch call), duration_ns (of the
-    work), delay_ns (end of the call to start of the work; negative: it started inside the call, or clocks differ),
+    Columns: rank, device, stream, row, name, call, graph (bool), call_ns (length of the launch call), duration_ns (of
+    the work), delay_ns (end of the call to start of the work; negative: it started inside the call, or clocks differ),
     short (bool: the work is shorter than the call that launched it; meaningless for graphs, null there).
     """
     links = trace.launches

@@ -15,21 +15,31 @@ DEVICE_TYPES = {0: "cpu", 1: "cuda", 20: "privateuseone", 12: "xpu", 9: "meta"}
 def memory_timeline(trace: Trace) -> pl.DataFrame:
     """One row an allocation (bytes > 0) or release (< 0), in order of time.
 
-    Columns: rank, ts_ns, device (such as `cuda:0`), bytes, address (-1: not told), allocated_bytes and reserved_bytes (totals of
-    the allocator after it; -1: not told), operator, top_operator (null: outside any).
+    Columns: rank, ts_ns, device (such as `cuda:0`), bytes, address (-1: not told), allocated_bytes and reserved_bytes
+    (totals of the allocator after it; -1: not told), operator, top_operator (null: outside any).
     """
     frame = trace.side["memory"].sort("ts_ns", maintain_order=True)
     if not frame.height:
-        return pl.DataFrame(schema={"rank": pl.Int64(), "ts_ns": pl.Int64(), "device": pl.String(), "bytes": pl.Int64(),
-            "address": pl.Int64(), "allocated_bytes": pl.Int64(), "reserved_bytes": pl.Int64(), "operator": pl.String(),
-            "top_operator": pl.String()})  # fmt: skip
+        return pl.DataFrame(
+            schema={
+                "rank": pl.Int64(),
+                "ts_ns": pl.Int64(),
+                "device": pl.String(),
+                "bytes": pl.Int64(),
+                "address": pl.Int64(),
+                "allocated_bytes": pl.Int64(),
+                "reserved_bytes": pl.Int64(),
+                "operator": pl.String(),
+                "top_operator": pl.String(),
+            }
+        )
     up = ancestors(trace)
     row = trace.stacks.innermost(frame["thread"].to_numpy().astype(np.int64), frame["ts_ns"].to_numpy())
     operator = np.where(row >= 0, up.operator[np.maximum(row, 0)], -1)
     top = np.where(row >= 0, up.top_operator[np.maximum(row, 0)], -1)
     names = trace.column("name")
 
-    def text(rows: np.ndarray) -> pl.Series:  # type: ignore[type-arg]
+    def text(rows: np.ndarray) -> pl.Series:
         known = pl.Series(rows >= 0)
         column = text_column(trace, names[np.maximum(rows, 0)])
         return column.set(~known, None)
@@ -57,8 +67,8 @@ def memory_timeline(trace: Trace) -> pl.DataFrame:
 def memory_peak(trace: Trace) -> pl.DataFrame:
     """What was held at each device's peak, by the operator that had taken it.
 
-    Only memory taken inside the trace has an owner; what was there before is the row with operator null. Columns: rank, device,
-    operator, bytes, allocations, peak_bytes (the device's), peak_ts_ns.
+    Only memory taken inside the trace has an owner; what was there before is the row with operator null. Columns:
+    rank, device, operator, bytes, allocations, peak_bytes (the device's), peak_ts_ns.
     """
     timeline = memory_timeline(trace)
     rows: list[tuple[int, str, str | None, int, int, int, int]] = []
@@ -83,6 +93,13 @@ def memory_peak(trace: Trace) -> pl.DataFrame:
         cell = by_owner.setdefault(None, [0, 0])
         cell[0] += max(peak - known, 0)
         rows += [(trace.rank, str(key[0]), name, cell[0], cell[1], peak, when) for name, cell in by_owner.items()]
-    schema = {"rank": pl.Int64(), "device": pl.String(), "operator": pl.String(), "bytes": pl.Int64(), "allocations": pl.Int64(),
-              "peak_bytes": pl.Int64(), "peak_ts_ns": pl.Int64()}  # fmt: skip
+    schema = {
+        "rank": pl.Int64(),
+        "device": pl.String(),
+        "operator": pl.String(),
+        "bytes": pl.Int64(),
+        "allocations": pl.Int64(),
+        "peak_bytes": pl.Int64(),
+        "peak_ts_ns": pl.Int64(),
+    }
     return pl.DataFrame(rows, schema=schema, orient="row").sort("device", "bytes", descending=[False, True])

@@ -153,11 +153,14 @@ class Trace:
         flags[rows] = by_name[self.column("name")[rows]]
         told = self.side["collectives"]["row"].to_numpy()
         flags[told] = True
-        return flags & kernels
+        answer: Bools = flags & kernels
+        return answer
 
     @cached_property
     def cause_of_name(self) -> dict[tuple[int, int], str]:
-        """Idle cause of each (name, kind) pair that occurs on the host: classified once for each, not for each event."""
+        """Idle cause of each (name, kind) pair that occurs on the host: classified once for each, not for each
+        event.
+        """
         host = self.is_host
         names, kinds = self.column("name")[host].astype(np.int64), self.kind[host].astype(np.int64)
         pairs = np.unique(names * 256 + kinds)

@@ -1,7 +1,7 @@
 """Which operator, module and source line a kernel belongs to, and what operators cost.
 
-A kernel belongs to the innermost operator around its launch. Backward operators are tied to the forward operator with the
-same autograd sequence number, whose module and source line they inherit.
+A kernel belongs to the innermost operator around its launch. Backward operators are tied to the forward operator with
+the same autograd sequence number, whose module and source line they inherit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from fettle.trace.model import Ints, Trace
 
 _MODULE = re.compile(r"^nn\.Module: ")
 _LINE = re.compile(r"^(.+)\((\d+)\): (.+)$")
-_LIBRARY = re.compile(r"site-packages|dist-packages|/torch/|^torch/|<frozen|<built-in|/lib/python3|^(threading|runpy|contextlib)\.py")
+_LIBRARY = re.compile(
+    r"site-packages|dist-packages|/torch/|^torch/|<frozen|<built-in|/lib/python3|^(threading|runpy|contextlib)\.py"
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def ancestors(trace: Trace) -> Ancestors:
     )
 
 
-def _nearest(trace: Trace, flags: np.ndarray, rows: Ints) -> Ints:  # type: ignore[type-arg]
+def _nearest(trace: Trace, flags: np.ndarray, rows: Ints) -> Ints:
     """The nearest event at or above each row that is flagged: parents followed in doubling steps."""
     answer = np.where(flags, np.arange(len(flags)), -1)
     above = trace.stacks.parent.copy()
@@ -66,7 +68,7 @@ def _nearest(trace: Trace, flags: np.ndarray, rows: Ints) -> Ints:  # type: igno
     return answer
 
 
-def _outermost(trace: Trace, flags: np.ndarray, rows: Ints) -> Ints:  # type: ignore[type-arg]
+def _outermost(trace: Trace, flags: np.ndarray, rows: Ints) -> Ints:
     """The outermost flagged event at or above each row: level by level from the top."""
     answer = np.full(len(flags), -1, dtype=np.int64)
     depth, parent = trace.stacks.depth, trace.stacks.parent
@@ -117,9 +119,9 @@ def forward_of_backward(trace: Trace) -> dict[int, int]:
 def attribute_kernels(trace: Trace) -> pl.DataFrame:
     """One row a piece of device work: where it came from.
 
-    Columns: rank, device, row, name, duration_ns, operator, top_operator, shapes (of the innermost operator), forward_operator
-    (of backward work), module, line (source file, line and function outside libraries), annotation, generated (the file of
-    a generated Triton kernel), launch_row. Null where the trace does not tell.
+    Columns: rank, device, row, name, duration_ns, operator, top_operator, shapes (of the innermost operator),
+    forward_operator (of backward work), module, line (source file, line and function outside libraries), annotation,
+    generated (the file of a generated Triton kernel), launch_row. Null where the trace does not tell.
     """
     links = trace.launches
     rows, calls = links.device_rows, links.launch_rows
@@ -141,22 +143,35 @@ def attribute_kernels(trace: Trace) -> pl.DataFrame:
     stacks = dict(zip(trace.side["stacks"]["row"].to_list(), trace.side["stacks"]["stack"].to_list(), strict=True))
     line_text = _names(trace, line)
     if stacks:
-        told = [_own_line(stacks.get(f if f >= 0 else o, "")) for f, o in zip(forward.tolist(), operator.tolist(), strict=True)]
+        told = [
+            _own_line(stacks.get(f if f >= 0 else o, ""))
+            for f, o in zip(forward.tolist(), operator.tolist(), strict=True)
+        ]
         line_text = line_text.fill_null(pl.Series(told, dtype=pl.String()))
-    generated = dict(zip(trace.side["generated"]["row"].to_list(), trace.side["generated"]["file"].to_list(), strict=True))
+    generated = dict(
+        zip(trace.side["generated"]["row"].to_list(), trace.side["generated"]["file"].to_list(), strict=True)
+    )
     shapes = pl.Series(trace.shapes, dtype=pl.String()).gather(pl.Series(shape_code, dtype=pl.UInt32()))
     return pl.DataFrame(
         {
-            "rank": np.full(len(rows), trace.rank), "device": trace.column("device")[rows].astype(np.int64), "row": rows,
-            "name": text_column(trace, trace.column("name")[rows]), "duration_ns": trace.dur[rows],
-            "operator": _names(trace, operator), "top_operator": _names(trace, top),
-            "shapes": shapes.set(shapes == "", None), "forward_operator": _names(trace, forward),
-            "module": _names(trace, module), "line": line_text, "annotation": _names(trace, at_call(up.annotation)),
-            "generated": pl.Series([generated.get(o) for o in operator.tolist()], dtype=pl.String()) if generated
+            "rank": np.full(len(rows), trace.rank),
+            "device": trace.column("device")[rows].astype(np.int64),
+            "row": rows,
+            "name": text_column(trace, trace.column("name")[rows]),
+            "duration_ns": trace.dur[rows],
+            "operator": _names(trace, operator),
+            "top_operator": _names(trace, top),
+            "shapes": shapes.set(shapes == "", None),
+            "forward_operator": _names(trace, forward),
+            "module": _names(trace, module),
+            "line": line_text,
+            "annotation": _names(trace, at_call(up.annotation)),
+            "generated": pl.Series([generated.get(o) for o in operator.tolist()], dtype=pl.String())
+            if generated
             else pl.Series([None] * len(rows), dtype=pl.String()),
             "launch_row": calls,
         }
-    )  # fmt: skip
+    )
 
 
 def _names(trace: Trace, rows: Ints) -> pl.Series:
@@ -202,7 +217,8 @@ def operator_table(trace: Trace) -> pl.DataFrame:
     """Operators by name and shapes.
 
     Columns: rank, operator, shapes, count, host_ns (with what they call), self_ns (without nested operators and runtime
-    calls), device_ns (of kernels launched inside, counted at the innermost operator), kernels. Longest device time first.
+    calls), device_ns (of kernels launched inside, counted at the innermost operator), kernels. Longest device time
+    first.
     """
     stacks = trace.stacks
     rows = np.flatnonzero(trace.kind == Kind.OPERATOR)
@@ -210,7 +226,12 @@ def operator_table(trace: Trace) -> pl.DataFrame:
     np.add.at(self_ns, stacks.segment_row, stacks.segment_end - stacks.segment_start)
     host = (
         pl.DataFrame(
-            {"name": trace.column("name")[rows], "shape": trace.column("shape")[rows], "dur": trace.dur[rows], "self": self_ns[rows]}
+            {
+                "name": trace.column("name")[rows],
+                "shape": trace.column("shape")[rows],
+                "dur": trace.dur[rows],
+                "self": self_ns[rows],
+            }
         )
         .group_by("name", "shape")
         .agg(count=pl.len(), host_ns=pl.col("dur").sum(), self_ns=pl.col("self").sum())
@@ -266,7 +287,9 @@ def call_tree(trace: Trace, *, max_depth: int = 6, python: bool = False) -> pl.D
             device[parent[row]] += device[row]
     paths: dict[tuple[int, int], int] = {}
     path_of = np.full(trace.events.height, -1, dtype=np.int64)
-    parents_of_path, name_of_path, depth_of_path = [], [], []
+    parents_of_path: list[int] = []
+    name_of_path: list[int] = []
+    depth_of_path: list[int] = []
     names = trace.column("name")
     for row in rows[np.argsort(depth[rows], kind="stable")].tolist():
         above = int(path_of[parent[row]]) if parent[row] >= 0 else -1
@@ -299,7 +322,7 @@ def call_tree(trace: Trace, *, max_depth: int = 6, python: bool = False) -> pl.D
     ).sort("path")
 
 
-def _parent_among(trace: Trace, wanted: np.ndarray) -> Ints:  # type: ignore[type-arg]
+def _parent_among(trace: Trace, wanted: np.ndarray) -> Ints:
     """The nearest wanted event strictly above each event."""
     nearest = _nearest(trace, wanted, np.flatnonzero(trace.is_host))
     up = trace.stacks.parent
@@ -310,8 +333,8 @@ def _parent_among(trace: Trace, wanted: np.ndarray) -> Ints:  # type: ignore[typ
 def kernel_sequences(trace: Trace, operator: str, *, min_kernels: int = 3, top: int = 10) -> pl.DataFrame:
     """The sequences of kernels that operators whose name contains `operator` launch, counted.
 
-    Only the outermost matching operators count. Columns: rank, operator, kernels (names in launch order, joined by ` -> `),
-    length, count, device_ns, host_ns (of the operators).
+    Only the outermost matching operators count. Columns: rank, operator, kernels (names in launch order, joined by `
+    -> `), length, count, device_ns, host_ns (of the operators).
     """
     matches = np.array([operator in n for n in trace.names], dtype=bool)
     flags = (trace.kind == Kind.OPERATOR) & matches[trace.column("name")]
@@ -340,16 +363,24 @@ def kernel_sequences(trace: Trace, operator: str, *, min_kernels: int = 3, top: 
             (trace.rank, trace.names[key[0]], " -> ".join(trace.names[k] for k in key[1:]), len(key) - 1, *cell)
             for key, cell in best
         ],
-        schema={"rank": pl.Int64(), "operator": pl.String(), "kernels": pl.String(), "length": pl.Int64(), "count": pl.Int64(),
-                "device_ns": pl.Int64(), "host_ns": pl.Int64()},
+        schema={
+            "rank": pl.Int64(),
+            "operator": pl.String(),
+            "kernels": pl.String(),
+            "length": pl.Int64(),
+            "count": pl.Int64(),
+            "device_ns": pl.Int64(),
+            "host_ns": pl.Int64(),
+        },
         orient="row",
-    )  # fmt: skip
+    )
 
 
 def annotation_table(trace: Trace) -> pl.DataFrame:
     """User annotations: time on the host and of the device work launched inside them.
 
-    Columns: rank, annotation, count, host_ns (inclusive), device_ns (work counted at its innermost annotation), kernels.
+    Columns: rank, annotation, count, host_ns (inclusive), device_ns (work counted at its innermost annotation),
+    kernels.
     """
     rows = np.flatnonzero(trace.kind == Kind.ANNOTATION)
     host = (
@@ -381,8 +412,8 @@ def annotation_table(trace: Trace) -> pl.DataFrame:
 def counters_by_operator(trace: Trace) -> pl.DataFrame | None:
     """Hardware counters (CUPTI ranges) by operator; None where ranges and launches cannot be paired.
 
-    The profiler records ranges without any link to launches; they are paired by order, which is only valid where there are as
-    many of one as of the other. Columns: rank, kernel, operator, top_operator, counter, value.
+    The profiler records ranges without any link to launches; they are paired by order, which is only valid where
+    there are as many of one as of the other. Columns: rank, kernel, operator, top_operator, counter, value.
     """
     ranges = np.flatnonzero(trace.kind == Kind.COUNTER_RANGE)
     kernels = np.array(["LaunchKernel" in n for n in trace.names], dtype=bool)
@@ -402,6 +433,10 @@ def counters_by_operator(trace: Trace) -> pl.DataFrame | None:
     )
     joined = trace.side["counters"].join(pairs, on="row").sort("row", "counter")
     return joined.select(
-        rank=pl.lit(trace.rank, dtype=pl.Int64()), kernel="kernel", operator="operator", top_operator="top_operator",
-        counter="counter", value="value",
-    )  # fmt: skip
+        rank=pl.lit(trace.rank, dtype=pl.Int64()),
+        kernel="kernel",
+        operator="operator",
+        top_operator="top_operator",
+        counter="counter",
+        value="value",
+    )

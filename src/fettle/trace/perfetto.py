@@ -1,4 +1,6 @@
-"""Write the trace again with what was found, for Perfetto or chrome://tracing: counters, and the critical path as tracks."""
+"""Write the trace again with what was found, for Perfetto or chrome://tracing: counters, and the critical path as
+tracks.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ MAX_POINTS = 1_000_000
 
 
 def augment(trace: Trace, target: Path, *, path: CriticalPath | None = None) -> int:
-    """Copy the trace to `target` (JSON) with counters of queue length and copy bandwidth, and the critical path if given.
+    """Copy the trace to `target` (JSON) with counters of queue length and copy bandwidth, and the critical path if
+    given.
 
     Returns the number of added events. The source is copied as it is, byte for byte, around the added events.
 
@@ -56,17 +59,34 @@ def augment(trace: Trace, target: Path, *, path: CriticalPath | None = None) -> 
 
 def _events(trace: Trace, path: CriticalPath | None) -> Iterator[dict[str, Any]]:
     for row in _thinned(queue_length(trace)).iter_rows(named=True):
-        yield {"ph": "C", "name": f"queue length, stream {row['stream']}", "pid": f"fettle: device {row['device']}", "ts": row["ts_ns"] / 1000,
-               "args": {"length": row["length"]}}  # fmt: skip
+        yield {
+            "ph": "C",
+            "name": f"queue length, stream {row['stream']}",
+            "pid": f"fettle: device {row['device']}",
+            "ts": row["ts_ns"] / 1000,
+            "args": {"length": row["length"]},
+        }
     for row in _thinned(copy_bandwidth(trace)).iter_rows(named=True):
-        yield {"ph": "C", "name": row["name"], "pid": f"fettle: device {row['device']}", "ts": row["ts_ns"] / 1000,
-               "args": {"GB/s": round(row["gb_per_s"], 3)}}  # fmt: skip
+        yield {
+            "ph": "C",
+            "name": row["name"],
+            "pid": f"fettle: device {row['device']}",
+            "ts": row["ts_ns"] / 1000,
+            "args": {"GB/s": round(row["gb_per_s"], 3)},
+        }
     if path is not None:
         for row in path.pieces.iter_rows(named=True):
             name = trace.names[int(trace.events["name"][row["row"]])] if row["row"] >= 0 else row["category"]
-            yield {"ph": "X", "cat": "critical_path", "name": name, "pid": "fettle: critical path", "tid": row["place"],
-                   "ts": row["start_ns"] / 1000, "dur": (row["end_ns"] - row["start_ns"]) / 1000,
-                   "args": {"category": row["category"], "event row": row["row"]}}  # fmt: skip
+            yield {
+                "ph": "X",
+                "cat": "critical_path",
+                "name": name,
+                "pid": "fettle: critical path",
+                "tid": row["place"],
+                "ts": row["start_ns"] / 1000,
+                "dur": (row["end_ns"] - row["start_ns"]) / 1000,
+                "args": {"category": row["category"], "event row": row["row"]},
+            }
 
 
 def _thinned(frame: pl.DataFrame) -> pl.DataFrame:

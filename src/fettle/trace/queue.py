@@ -50,30 +50,46 @@ def queue_summary(trace: Trace) -> pl.DataFrame:
         order = np.argsort(value, kind="stable")
         reach = np.cumsum(weight[order])
 
-        def quantile(q: float, reach: Ints = reach, order: Ints = order, value: Ints = value, whole: int = whole) -> int:
-            return int(value[order[min(np.searchsorted(reach, q * whole), len(order) - 1)]]) if len(order) else 0
+        def quantile(
+            q: float, reach: Ints = reach, order: Ints = order, value: Ints = value, whole: int = whole
+        ) -> int:
+            return int(value[order[min(int(np.searchsorted(reach, q * whole)), len(order) - 1)]]) if len(order) else 0
 
         full = int(weight[value >= FULL_QUEUE].sum())
         parts.append(
             {
-                "rank": trace.rank, "device": int(key[0]), "stream": int(key[1]),  # type: ignore[call-overload]
-                "mean": float((weight * value).sum() / whole), "median": quantile(0.5), "p95": quantile(0.95),
-                "max": int(length.max()), "empty_share": float(weight[value == 0].sum() / whole),
-                "full_share": full / whole, "full_ns": full,
+                "rank": trace.rank,
+                "device": int(key[0]),
+                "stream": int(key[1]),
+                "mean": float((weight * value).sum() / whole),
+                "median": quantile(0.5),
+                "p95": quantile(0.95),
+                "max": int(length.max()),
+                "empty_share": float(weight[value == 0].sum() / whole),
+                "full_share": full / whole,
+                "full_ns": full,
             }
-        )  # fmt: skip
+        )
     schema = {
-        "rank": pl.Int64(), "device": pl.Int64(), "stream": pl.Int64(), "mean": pl.Float64(), "median": pl.Int64(),
-        "p95": pl.Int64(), "max": pl.Int64(), "empty_share": pl.Float64(), "full_share": pl.Float64(), "full_ns": pl.Int64(),
-    }  # fmt: skip
+        "rank": pl.Int64(),
+        "device": pl.Int64(),
+        "stream": pl.Int64(),
+        "mean": pl.Float64(),
+        "median": pl.Int64(),
+        "p95": pl.Int64(),
+        "max": pl.Int64(),
+        "empty_share": pl.Float64(),
+        "full_share": pl.Float64(),
+        "full_ns": pl.Int64(),
+    }
     return pl.DataFrame(parts, schema=schema)
 
 
 def copy_bandwidth(trace: Trace) -> pl.DataFrame:
     """Bandwidth of copies and memory sets over time, summed over what runs together: a step function for each name.
 
-    Columns: rank, device, name, ts_ns, gb_per_s (10**9 bytes a second). Copies whose bandwidth the profiler did not tell use
-    bytes / duration; without bytes they are left out. Kernels' own memory traffic is not in a trace.
+    Columns: rank, device, name, ts_ns, gb_per_s (10**9 bytes a second). Copies whose bandwidth the profiler did not
+    tell use bytes / duration; without bytes they are left out. Kernels' own memory traffic is not in a trace.
     """
     facts = trace.side["copies"]
     rows = facts["row"].to_numpy()

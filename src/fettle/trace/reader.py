@@ -1,14 +1,15 @@
 """Open a trace: stream the file in chunks into columns, in bounded memory, with several processes where it pays.
 
 The text of a file is never held whole. A chunk ends where one event ends and the next begins: at `}`, a comma, and `{`
-followed by the key that events of this file begin with. Inside a JSON string a quote is escaped, so that sequence cannot
-occur there; inside an event's arguments it can, which is why every chunk is verified by decoding it.
+followed by the key that events of this file begin with. Inside a JSON string a quote is escaped, so that sequence
+cannot occur there; inside an event's arguments it can, which is why every chunk is verified by decoding it.
 """
 
 from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -42,9 +43,13 @@ _WEEK_NS = 7 * 86_400 * 10**9
 
 
 def load(
-    path: str | Path, *, rank: int | None = None, use_sidecar: bool = True, processes: int | None = None,
+    path: str | Path,
+    *,
+    rank: int | None = None,
+    use_sidecar: bool = True,
+    processes: int | None = None,
     max_events: int = DEFAULT_MAX_EVENTS,
-) -> Trace:  # fmt: skip
+) -> Trace:
     """Open one profiler trace (JSON or gzipped JSON).
 
     Args:
@@ -117,13 +122,17 @@ def _read(path: Path, processes: int | None, max_events: int) -> tuple[Columns, 
             return _read_in_parallel(path, size, count, max_events)
     columns = Columns()
     with path.open("rb") as file:
-        stream: BinaryIO = gzip.open(file) if compressed else file  # type: ignore[assignment]
+        stream: Any = gzip.open(file) if compressed else file  # noqa: SIM115 - closed with the file
         counted = _Counted(stream)
         header, trailer, truncated = _stream_events(counted, columns, max_events)
     metadata = _metadata(header, trailer, columns.tally)
     if columns.tally.events_seen == 0:
         raise UsageError(f"{path} holds no trace events: is it a profiler trace in Chrome JSON format?")
-    return columns, metadata, {"file_bytes": size, "text_bytes": counted.bytes, "truncated": truncated or counted.broken}
+    return (
+        columns,
+        metadata,
+        {"file_bytes": size, "text_bytes": counted.bytes, "truncated": truncated or counted.broken},
+    )
 
 
 class _Counted:
@@ -169,7 +178,9 @@ def _boundary(first_key: bytes) -> re.Pattern[bytes]:
 
 
 def _stream_events(source: _Counted, columns: Columns, max_events: int) -> tuple[bytes, bytes, bool]:
-    """Feed all events to `columns`. Returns the text before and after the event array, and whether the end is missing."""
+    """Feed all events to `columns`. Returns the text before and after the event array, and whether the end is
+    missing.
+    """
     header, text = _find_start(source)
     first = _FIRST_KEY.match(text) or _FIRST_KEY.match(text := text + source.read())
     boundary = _boundary(first.group(1) if first else b"ph")
@@ -278,7 +289,7 @@ def _read_in_parallel(
     with tempfile.TemporaryDirectory(prefix="fettle-trace-") as scratch:
         jobs = [
             (str(path), a, b, i, scratch, boundary.pattern, max_events)
-            for i, (a, b) in enumerate(zip(cuts[:-1], cuts[1:], strict=True))
+            for i, (a, b) in enumerate(itertools.pairwise(cuts))
         ]
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(max_workers=len(jobs) - 1 or 1, mp_context=context) as pool:
@@ -313,10 +324,17 @@ def _decode_span(
             if columns.tally.events_seen > max_events:
                 raise UsageError(f"more than {max_events} events: cut the trace, or raise max_events")
     part: dict[str, Any] = {
-        "names": list(columns.names), "threads": list(columns.threads), "shapes": list(columns.shapes),
-        "side": columns.side, "thread_names": columns.thread_names, "tally": columns.tally, "rows": columns.rows,
-        "trailer": trailer, "truncated": truncated, "ended": ended,
-    }  # fmt: skip
+        "names": list(columns.names),
+        "threads": list(columns.threads),
+        "shapes": list(columns.shapes),
+        "side": columns.side,
+        "thread_names": columns.thread_names,
+        "tally": columns.tally,
+        "rows": columns.rows,
+        "trailer": trailer,
+        "truncated": truncated,
+        "ended": ended,
+    }
     if scratch is None:
         part["chunks"] = columns.chunks
         return part
@@ -335,10 +353,8 @@ def _join(parts: list[dict[str, Any]]) -> tuple[Columns, bytes, bool]:
         names = np.array([joined.names[n] for n in part["names"]], dtype=np.uint32)
         threads = np.array([joined.threads[t] for t in part["threads"]], dtype=np.int32)
         shapes = np.array([joined.shapes[s] for s in part["shapes"]], dtype=np.uint32)
-        if "files" in part:
-            chunks = [{name: np.load(file) for name, file in part["files"].items()}]
-        else:
-            chunks = part["chunks"]
+        files = part.get("files")
+        chunks = part["chunks"] if files is None else [{name: np.load(file) for name, file in files.items()}]
         for chunk in chunks:
             if len(chunk["ts_ns"]):
                 chunk["name"] = names[chunk["name"]]
@@ -363,9 +379,7 @@ def _join(parts: list[dict[str, Any]]) -> tuple[Columns, bytes, bool]:
 # --- columns to a Trace --------------------------------------------------------------------------------------------
 
 
-def _assemble(
-    path: Path, rank: int | None, columns: Columns, metadata: dict[str, Any], facts: dict[str, Any]
-) -> Trace:
+def _assemble(path: Path, rank: int | None, columns: Columns, metadata: dict[str, Any], facts: dict[str, Any]) -> Trace:
     data = {}
     for name, dtype in EVENT_COLUMNS.items():
         # Column by column, letting go of the pieces, so that the peak is the columns plus one of them.
@@ -420,7 +434,9 @@ def _unify_threads(
     return list(unified)
 
 
-def _drop_outliers(events: pl.DataFrame, side: dict[str, pl.DataFrame]) -> tuple[pl.DataFrame, dict[str, pl.DataFrame], int]:
+def _drop_outliers(
+    events: pl.DataFrame, side: dict[str, pl.DataFrame]
+) -> tuple[pl.DataFrame, dict[str, pl.DataFrame], int]:
     """Drop events whose clock is more than a week from the trace's median: overflown device clocks, not work."""
     kinds = events["kind"].to_numpy()
     work = np.isin(kinds, [*HOST_KINDS, *DEVICE_KINDS])
@@ -461,4 +477,4 @@ def open_text(path: Path) -> io.BufferedIOBase:
     """The bytes of a trace's JSON, plain or gzipped."""
     with path.open("rb") as file:
         compressed = file.read(2) == b"\x1f\x8b"
-    return gzip.open(path) if compressed else path.open("rb")  # type: ignore[return-value]
+    return gzip.open(path) if compressed else path.open("rb")

@@ -17,13 +17,20 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def record(
-    path: str | Path, *, warmup: int = 1, wait: int = 0, active: int = 0, shapes: bool = True, memory: bool = False,
+    path: str | Path,
+    *,
+    warmup: int = 1,
+    wait: int = 0,
+    active: int = 0,
+    shapes: bool = True,
+    memory: bool = False,
     stacks: bool = False,
-) -> Iterator[profile]:  # fmt: skip
+) -> Iterator[profile]:
     """Profile what runs inside and write a trace to `path` (`.json`, or `.json.gz` to have it compressed).
 
-    With `active` steps, call `.step()` on the profiler after each step: `wait` steps are skipped, `warmup` steps are run with the
-    profiler on and thrown away (its first step is slow), and then `active` steps are kept. Without, all of the block is kept.
+    With `active` steps, call `.step()` on the profiler after each step: `wait` steps are skipped, `warmup` steps are
+    run with the profiler on and thrown away (its first step is slow), and then `active` steps are kept. Without, all
+    of the block is kept.
 
     Stacks explain idle time down to source lines and make the trace several times larger and the program slower; memory
     adds every allocation. Both are off.
@@ -42,7 +49,12 @@ def record(
         written.append(path)
 
     with profile(
-        activities=activities, schedule=plan, record_shapes=shapes, profile_memory=memory, with_stack=stacks, on_trace_ready=write
+        activities=activities,
+        schedule=plan,
+        record_shapes=shapes,
+        profile_memory=memory,
+        with_stack=stacks,
+        on_trace_ready=write,
     ) as profiler:
         yield profiler
         if torch.cuda.is_available():

@@ -1,4 +1,6 @@
-"""One self-contained HTML page about a trace or a folder of ranks: evidence first, no network, nothing executed from the trace."""
+"""One self-contained HTML page about a trace or a folder of ranks: evidence first, no network, nothing executed from
+the trace.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class Section:
     def table(self, caption: str, frame: pl.DataFrame, rows: int = 25) -> None:
         if frame.height:
             columns = [heading(c) for c in frame.columns]
-            cells = [[cell(v, c) for v, c in zip(row, frame.columns, strict=True)] for row in frame.head(rows).iter_rows()]
+            cells = [
+                [cell(v, c) for v, c in zip(row, frame.columns, strict=True)] for row in frame.head(rows).iter_rows()
+            ]
             self.tables.append((caption, columns, cells))
 
 
@@ -76,8 +80,17 @@ def write_report(traces: list[Trace], target: Path) -> list[str]:
     sections: list[Section] = []
     failed: list[str] = []
     builders: list[Callable[[list[Trace]], Section | None]] = [
-        _health, _account, _idle, _kernels, _communication, _critical, _timeline, _host, _queue, _memory,
-    ]  # fmt: skip
+        _health,
+        _account,
+        _idle,
+        _kernels,
+        _communication,
+        _critical,
+        _timeline,
+        _host,
+        _queue,
+        _memory,
+    ]
     for build in builders:
         # A part that cannot be made must not cost the others; what failed is said on the page.
         try:
@@ -89,7 +102,11 @@ def write_report(traces: list[Trace], target: Path) -> list[str]:
             sections.append(section)
     environment = Environment(loader=PackageLoader("fettle.trace", "."), autoescape=True, undefined=StrictUndefined)
     page = environment.get_template("report.html.j2").render(
-        title=", ".join(sorted({t.path.name for t in traces})[:4]), sections=sections, failed=failed, bundle=_bundle(), specs=_specs(sections)
+        title=", ".join(sorted({t.path.name for t in traces})[:4]),
+        sections=sections,
+        failed=failed,
+        bundle=_bundle(),
+        specs=_specs(sections),
     )
     target.write_text(page, encoding="utf-8")
     return failed
@@ -100,13 +117,16 @@ def _bundle() -> str:
     import vl_convert
     from altair.utils._importers import vl_version_for_vl_convert
 
-    return str(vl_convert.javascript_bundle(vl_version=vl_version_for_vl_convert())).replace("</script", "<\\/script")
+    bundle: Any = vl_convert.javascript_bundle  # its stub forgets that the snippet has a default
+    return str(bundle(vl_version=vl_version_for_vl_convert())).replace("</script", "<\\/script")
 
 
 def _specs(sections: list[Section]) -> str:
     """All chart specifications as JSON that cannot end the script element around it."""
     specs = {f"c{i}-{j}": spec for i, s in enumerate(sections) for j, spec in enumerate(s.charts)}
-    return json.dumps(specs, default=str).replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    return (
+        json.dumps(specs, default=str).replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    )
 
 
 def _health(traces: list[Trace]) -> Section:
@@ -116,7 +136,8 @@ def _health(traces: list[Trace]) -> Section:
         health = trace_health(trace)
         summary = step_summary(steps(trace))
         section.text += (
-            f"Rank {trace.rank}: {health.kept:,} of {health.events:,} events kept, {health.span_ns / 1e6:,.3f} ms, "
+            f"Rank {trace.rank}: {health.kept:,} of {health.events:,} events kept, "
+            f"{health.span_ns / 1e6:,.3f} ms, "
             f"{len(health.devices)} device(s), {summary['steps']} step(s), median {summary['median_ns'] / 1e6:,.3f} ms. "  # type: ignore[operator]
         )
         if health.uncertain:
@@ -128,7 +149,9 @@ def _health(traces: list[Trace]) -> Section:
 
 def _account(traces: list[Trace]) -> Section:
     account = pl.concat([time_account(t) for t in traces])
-    section = Section("Where did the time go?", "Every nanosecond of each step is booked once; the parts add up to the wall time.")
+    section = Section(
+        "Where did the time go?", "Every nanosecond of each step is booked once; the parts add up to the wall time."
+    )
     section.chart(charts.account_chart(account))
     whole = account_total(account)
     section.table("All steps", whole.select(["rank", "device", *[c for c in whole.columns[2:] if whole[c].sum() > 0]]))
@@ -188,7 +211,10 @@ def _timeline(traces: list[Trace]) -> Section | None:
     frame = timeline_frame(trace)
     if not frame.height:
         return None
-    section = Section("A step", f"Rank {trace.rank}, the step of median length; the longest {TIMELINE_EVENTS} events of each side. Scroll to zoom.")
+    section = Section(
+        "A step",
+        f"Rank {trace.rank}, the step of median length; the longest {TIMELINE_EVENTS} events a side. Scroll to zoom.",
+    )
     section.chart(charts.timeline_chart(frame, "Timeline of one step"))
     return section
 
@@ -208,11 +234,17 @@ def timeline_frame(trace: Trace) -> pl.DataFrame:
         for row, one in zip(rows.tolist(), classes.tolist(), strict=True):
             names.append(trace.names[int(trace.events["name"][row])][:100])
             depth = int(trace.stacks.depth[row])
-            lanes.append(f"device {device[row]} stream {stream[row]}" if is_device else f"{trace.thread_label(int(thread[row]))[:30]} / {min(depth, 9)}")
+            lanes.append(
+                f"device {device[row]} stream {stream[row]}"
+                if is_device
+                else f"{trace.thread_label(int(thread[row]))[:30]} / {min(depth, 9)}"
+            )
             starts.append((max(int(trace.ts[row]), low) - low) / 1e6)
             ends.append((min(int(trace.end[row]), high) - low) / 1e6)
             kinds.append(("compute", "communication", "copy")[one] if is_device else "operator")
-    return pl.DataFrame({"lane": lanes, "name": names, "start_ms": starts, "end_ms": ends, "kind": kinds}).sort("lane", "start_ms")
+    return pl.DataFrame({"lane": lanes, "name": names, "start_ms": starts, "end_ms": ends, "kind": kinds}).sort(
+        "lane", "start_ms"
+    )
 
 
 def _host(traces: list[Trace]) -> Section:
@@ -229,7 +261,11 @@ def _queue(traces: list[Trace]) -> Section | None:
         return None
     section = Section("Queues and copies", "A device whose queue is often empty waits for the host.")
     series = queue_length(traces[0]).with_columns(stream_name=pl.format("device {} stream {}", "device", "stream"))
-    section.chart(charts.step_line(series, "length", f"Queue length, rank {traces[0].rank}", series="stream_name", unit="launched, not started"))
+    section.chart(
+        charts.step_line(
+            series, "length", f"Queue length, rank {traces[0].rank}", series="stream_name", unit="launched, not started"
+        )
+    )
     section.table("Queue length, weighted by time", frame)
     section.table("Copies", pl.concat([bandwidth_summary(t) for t in traces]))
     return section

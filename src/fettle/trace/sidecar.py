@@ -1,8 +1,8 @@
 """The columns of a trace kept from its last opening, so that the next one is instant.
 
 A sidecar is used only where the file is still the same: name, size, modification and change times, and a hash of its
-content (whole for files up to 64 MiB, of blocks spread over larger ones). It lives in the user's cache folder, not beside
-the trace, and holds plain Arrow columns: nothing in it is executed.
+content (whole for files up to 64 MiB, of blocks spread over larger ones). It lives in the user's cache folder, not
+beside the trace, and holds plain Arrow columns: nothing in it is executed.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def read(path: Path, key: dict[str, Any], rank: int | None) -> Trace | None:
         facts = json.loads((place / "facts.json").read_text())
         if facts["key"] != key:
             return None
-        events = pl.read_ipc(place / "events.arrow", memory_map=True)
-        side = {table: pl.read_ipc(place / f"{table}.arrow", memory_map=False) for table in SIDE_TABLES}
+        events = pl.read_ipc(place / "events.arrow")
+        side = {table: pl.read_ipc(place / f"{table}.arrow") for table in SIDE_TABLES}
         if dict(events.schema) != EVENT_COLUMNS or any(dict(side[t].schema) != s for t, s in SIDE_TABLES.items()):
             return None
         told = facts["facts"]
@@ -102,9 +102,15 @@ def write(trace: Trace, key: dict[str, Any]) -> None:
         for table, frame in trace.side.items():
             frame.write_ipc(scratch / f"{table}.arrow")
         facts = {
-            "key": key, "rank": trace.rank, "names": trace.names, "threads": trace.threads, "shapes": trace.shapes,
-            "metadata": trace.metadata, "thread_names": trace.thread_names, "facts": asdict(trace.facts),
-        }  # fmt: skip
+            "key": key,
+            "rank": trace.rank,
+            "names": trace.names,
+            "threads": trace.threads,
+            "shapes": trace.shapes,
+            "metadata": trace.metadata,
+            "thread_names": trace.thread_names,
+            "facts": asdict(trace.facts),
+        }
         (scratch / "facts.json").write_text(json.dumps(facts))
         shutil.rmtree(place, ignore_errors=True)
         scratch.rename(place)

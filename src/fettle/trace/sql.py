@@ -21,7 +21,9 @@ from fettle.trace.steps import steps
 
 
 def events_frame(trace: Trace) -> pl.DataFrame:
-    """All events with their text: rank, row, ts_ns, dur_ns, name, kind, process, thread, device, stream, correlation, shapes."""
+    """All events with their text: rank, row, ts_ns, dur_ns, name, kind, process, thread, device, stream, correlation,
+    shapes.
+    """
     kinds = pl.Series([k.name.lower() for k in Kind], dtype=pl.String())
     process = pl.Series([p for p, _ in trace.threads], dtype=pl.String())
     thread = pl.Series([t for _, t in trace.threads], dtype=pl.String())
@@ -30,20 +32,30 @@ def events_frame(trace: Trace) -> pl.DataFrame:
         {
             "rank": pl.Series([trace.rank], dtype=pl.Int64()).new_from_index(0, events.height),
             "row": pl.int_range(events.height, eager=True),
-            "ts_ns": events["ts_ns"], "dur_ns": events["dur_ns"],
-            "name": text_column(trace, events["name"].to_numpy()), "kind": kinds.gather(events["kind"].cast(pl.UInt32())),
-            "process": process.gather(events["thread"].cast(pl.UInt32())), "thread": thread.gather(events["thread"].cast(pl.UInt32())),
-            "device": events["device"], "stream": events["stream"], "correlation": events["correlation"],
+            "ts_ns": events["ts_ns"],
+            "dur_ns": events["dur_ns"],
+            "name": text_column(trace, events["name"].to_numpy()),
+            "kind": kinds.gather(events["kind"].cast(pl.UInt32())),
+            "process": process.gather(events["thread"].cast(pl.UInt32())),
+            "thread": thread.gather(events["thread"].cast(pl.UInt32())),
+            "device": events["device"],
+            "stream": events["stream"],
+            "correlation": events["correlation"],
             "shapes": pl.Series(trace.shapes, dtype=pl.String()).gather(events["shape"]),
         }
-    )  # fmt: skip
+    )
 
 
 def _idle(trace: Trace) -> pl.DataFrame:
     parts = [
-        idle_pieces(trace, d).with_columns(device=pl.lit(d), cause=pl.col("cause").cast(pl.String())) for d in trace.device_keys
+        idle_pieces(trace, d).with_columns(device=pl.lit(d), cause=pl.col("cause").cast(pl.String()))
+        for d in trace.device_keys
     ]
-    return pl.concat(parts) if parts else pl.DataFrame(schema={"start_ns": pl.Int64(), "end_ns": pl.Int64(), "cause": pl.String()})
+    return (
+        pl.concat(parts)
+        if parts
+        else pl.DataFrame(schema={"start_ns": pl.Int64(), "end_ns": pl.Int64(), "cause": pl.String()})
+    )
 
 
 TABLES: dict[str, Callable[[Trace], pl.DataFrame]] = {
@@ -62,7 +74,8 @@ TABLES: dict[str, Callable[[Trace], pl.DataFrame]] = {
 
 
 def query(traces: list[Trace], text: str) -> pl.DataFrame:
-    """Run one SQL query over the tables named in `TABLES`; all ranks are in each table. Tables that the text names are computed.
+    """Run one SQL query over the tables named in `TABLES`; all ranks are in each table. Tables that the text names
+    are computed.
 
     Raises:
         UsageError: The query does not parse, or names what is not there.
@@ -72,5 +85,7 @@ def query(traces: list[Trace], text: str) -> pl.DataFrame:
     try:
         result = pl.SQLContext(frames, eager=True).execute(text)
     except (pl.exceptions.PolarsError, ValueError, TypeError) as error:
-        raise UsageError(f"cannot run this query: {str(error).splitlines()[0]} (tables: {', '.join(TABLES)})") from error
+        raise UsageError(
+            f"cannot run this query: {str(error).splitlines()[0]} (tables: {', '.join(TABLES)})"
+        ) from error
     return result if isinstance(result, pl.DataFrame) else result.collect()

@@ -1,7 +1,8 @@
-"""Who called whom on the host: the nesting of operators, Python functions, annotations and runtime calls in each thread.
+"""Who called whom on the host: the nesting of operators, Python functions, annotations and runtime calls in each
+thread.
 
-Computed for all threads at once with array operations. An event's parent is the last event of its thread that began before
-it and has not ended; candidates are followed through each other's candidates, which takes a few rounds even for
+Computed for all threads at once with array operations. An event's parent is the last event of its thread that began
+before it and has not ended; candidates are followed through each other's candidates, which takes a few rounds even for
 deep stacks. Events that overlap without nesting (clocks of whole microseconds make them) are cut at their parent's end.
 """
 
@@ -18,17 +19,27 @@ from fettle.trace.model import Bools, Ints, Trace
 # Outer to inner, for events with the same start and length.
 _NESTING = {Kind.ANNOTATION: 0, Kind.PYTHON: 1, Kind.OPERATOR: 2, Kind.RUNTIME: 3, Kind.OVERHEAD: 4}
 CAUSES_OF_HOST = (
-    "host_untraced", "operator", "python", "runtime_call", "launch_call", "blocking_call", "allocator", "compile_or_load",
-    "data_loading", "garbage_collection", "profiler",
-)  # fmt: skip
+    "host_untraced",
+    "operator",
+    "python",
+    "runtime_call",
+    "launch_call",
+    "blocking_call",
+    "allocator",
+    "compile_or_load",
+    "data_loading",
+    "garbage_collection",
+    "profiler",
+)
 
 
 @dataclass(frozen=True)
 class HostStacks:
     """Nesting of host events.
 
-    `parent` and `depth` are indexed by event row (-1 and 0 where there is none). Segments say which event is innermost on a
-    thread at a time: sorted by thread and start, disjoint within a thread; time with no event at all has no segment.
+    `parent` and `depth` are indexed by event row (-1 and 0 where there is none). Segments say which event is
+    innermost on a thread at a time: sorted by thread and start, disjoint within a thread; time with no event at all
+    has no segment.
     """
 
     parent: Ints
@@ -63,8 +74,8 @@ class HostStacks:
     def over(self, thread: int, start: Ints, end: Ints) -> tuple[Ints, Ints, Ints, Ints]:
         """What a thread did in each of some disjoint windows, in order.
 
-        Returns start, end, innermost row (-1: nothing traced) and window index of every piece; the pieces of a window add
-        up to it exactly.
+        Returns start, end, innermost row (-1: nothing traced) and window index of every piece; the pieces of a window
+        add up to it exactly.
         """
         part = self.thread_slice(thread)
         seg_start, seg_end, seg_row = self.segment_start[part], self.segment_end[part], self.segment_row[part]
@@ -169,7 +180,9 @@ def _depths(parent: Ints) -> Ints:
 
 
 def _segments(start: Ints, end: Ints, parent: Ints, thread: Ints, rows: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Time when each event is innermost: from its start to its first child, then after each child to the next or its end."""
+    """Time when each event is innermost: from its start to its first child, then after each child to the next or its
+    end.
+    """
     count = len(start)
     index = np.arange(count)
     has_child = np.zeros(count, dtype=bool)
@@ -221,6 +234,8 @@ def _causes(trace: Trace, parent: Ints, host_rows: Ints) -> Ints:
         marked[host_rows] = cause[host_rows] == number[owner]
         if marked.any():
             inside = inherit(marked, parent, host_rows)
-            takes = np.isin(cause, [number["operator"], number["python"], number["runtime_call"], number["host_untraced"]])
+            takes = np.isin(
+                cause, [number["operator"], number["python"], number["runtime_call"], number["host_untraced"]]
+            )
             cause[inside & takes & trace.is_host] = number[owner]
     return cause

@@ -33,11 +33,13 @@ def steps(trace: Trace, annotation: str | None = None) -> pl.DataFrame:
     rows = np.flatnonzero((trace.kind == Kind.ANNOTATION) & np.isin(codes, list(wanted)))
     rows = rows[np.argsort(trace.ts[rows], kind="stable")]
     # The same step can be annotated on several threads: the first one counts.
-    starts, ends, numbers = [], [], []
+    starts: list[int] = []
+    ends: list[int] = []
+    numbers: list[int] = []
     for row in rows.tolist():
         number = wanted[int(codes[row])] if annotation is None else len(numbers)
         start, end = int(trace.ts[row]), int(trace.end[row])
-        if starts and (start < ends[-1] or (annotation is None and number == numbers[-1])) or end <= start:
+        if (starts and (start < ends[-1] or (annotation is None and number == numbers[-1]))) or end <= start:
             continue
         starts.append(start)
         ends.append(end)
@@ -56,9 +58,9 @@ def steps(trace: Trace, annotation: str | None = None) -> pl.DataFrame:
 def step_summary(frame: pl.DataFrame) -> dict[str, float | int | list[int]]:
     """Median, spread, outliers and drift of steps' wall times.
 
-    Returns median_ns, mad_ns (median absolute deviation), outliers (steps further than 5 scaled MADs, 1.4826 x MAD being a
-    standard deviation for normal data, and than 2% of the median), drift_ns_per_step (Theil-Sen: the median slope of
-    all pairs) and drift_is_clear (Kendall's S beyond 1.96 of its standard deviation; needs 5 steps).
+    Returns median_ns, mad_ns (median absolute deviation), outliers (steps further than 5 scaled MADs, 1.4826 x MAD
+    being a standard deviation for normal data, and than 2% of the median), drift_ns_per_step (Theil-Sen: the median
+    slope of all pairs) and drift_is_clear (Kendall's S beyond 1.96 of its standard deviation; needs 5 steps).
     """
     wall = frame["wall_ns"].to_numpy().astype(np.float64)
     median = float(np.median(wall))

@@ -1,11 +1,11 @@
 """How long would the step be if ...? The step replayed with a change, between bounds that do not depend on the replay.
 
 The replay keeps the order of everything. A launch happens when the host gets there, work starts when its launch and its
-stream (and the event it waited for) allow, a blocking call returns when its work is done. What is unexplained in a measured
-gap stays in it. The unchanged replay is compared with the measured step: its error is part of the answer.
+stream (and the event it waited for) allow, a blocking call returns when its work is done. What is unexplained in a
+measured gap stays in it. The unchanged replay is compared with the measured step: its error is part of the answer.
 
-Bounds: a step cannot become shorter than its critical path without the time that the change takes off that path, nor than
-what each device and the host have left to do; and it is taken not to become longer.
+Bounds: a step cannot become shorter than its critical path without the time that the change takes off that path, nor
+than what each device and the host have left to do; and it is taken not to become longer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ CHANGES = ("kernels", "no_syncs", "perfect_overlap", "graph")
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The answer to one question, ns: measured wall time, estimate, and bounds; `replay_error` is the unchanged replay's."""
+    """The answer to one question, ns: measured wall time, estimate, and bounds; `replay_error` is the unchanged
+    replay's.
+    """
 
     change: str
     wall_ns: int
@@ -44,15 +46,21 @@ class WhatIf:
 
 
 def what_if(
-    trace: Trace, change: str, *, kernels: str = "", factor: float = 0.0, step: int | None = None,
+    trace: Trace,
+    change: str,
+    *,
+    kernels: str = "",
+    factor: float = 0.0,
+    step: int | None = None,
     path: CriticalPath | None = None,
-) -> WhatIf:  # fmt: skip
+) -> WhatIf:
     """Answer one question about a step (or all steps together).
 
     Args:
-        change: `kernels` (those whose name matches the expression `kernels` take `factor` of their time), `no_syncs` (no call
-            blocks), `perfect_overlap` (communication and copies hold nothing up), `graph` (one launch for the whole step: no
-            host time between kernels, save for data loading).
+        change: `kernels` (those whose name matches the expression `kernels` take `factor` of their time), `no_syncs`
+        (no call
+            blocks), `perfect_overlap` (communication and copies hold nothing up), `graph` (one launch for the whole
+            step: no host time between kernels, save for data loading).
         path: The step's critical path where it is known already.
     """
     if change not in CHANGES:
@@ -81,10 +89,12 @@ def what_if(
     ceiling = wall if change != "kernels" or factor <= 1 else round(wall + (factor - 1) * _matched_ns(replay, scale))
     if change == "kernels" and factor > 1:
         floor = wall
-    return WhatIf(change, wall, int(min(max(estimate, floor), ceiling)), int(floor), int(ceiling), base / max(wall, 1) - 1)
+    return WhatIf(
+        change, wall, int(min(max(estimate, floor), ceiling)), int(floor), int(ceiling), base / max(wall, 1) - 1
+    )
 
 
-def _matched_ns(replay: _Replay, scale: np.ndarray) -> float:  # type: ignore[type-arg]
+def _matched_ns(replay: _Replay, scale: np.ndarray) -> float:
     return float(replay.duration[scale != 1].sum())
 
 
@@ -101,7 +111,9 @@ def _floor(trace: Trace, path: CriticalPath, replay: _Replay, scale, classes, ch
     if change in ("kernels", "perfect_overlap"):
         off = float((length[on_device] * (1 - np.minimum(rest[on_device], 1))).sum())
         if change == "perfect_overlap":  # gaps and waits around what is hidden may go with it
-            off += float(length[np.isin(category, ["stream_event", "sync_return", "kernel_gap", "launch_latency"])].sum())
+            off += float(
+                length[np.isin(category, ["stream_event", "sync_return", "kernel_gap", "launch_latency"])].sum()
+            )
         floors.append(path.wall_ns - off)
     for device in trace.device_keys:
         sets = device_classes(trace, device)
@@ -111,8 +123,11 @@ def _floor(trace: Trace, path: CriticalPath, replay: _Replay, scale, classes, ch
             starts = np.concatenate([s[0] for s in sets])
             ends = np.concatenate([s[1] for s in sets])
             # Without blocking calls streams could overlap better: then the busiest class is what must remain.
-            floors.append(float(max(total(clip(one, low, high)) for one in sets)) if change == "no_syncs" else
-                          float(total(clip(merge(starts, ends), low, high))))  # fmt: skip
+            floors.append(
+                float(max(total(clip(one, low, high)) for one in sets))
+                if change == "no_syncs"
+                else float(total(clip(merge(starts, ends), low, high)))
+            )
     if change == "graph":
         floors.append(float(total(_data_loading(trace, low, high))))
     if change == "no_syncs":
@@ -127,7 +142,11 @@ def _floor(trace: Trace, path: CriticalPath, replay: _Replay, scale, classes, ch
 def _data_loading(trace: Trace, low: int, high: int) -> Intervals:
     """When the main thread was loading data."""
     start, end, row, _ = trace.stacks.over(main_thread(trace), np.array([low]), np.array([high]))
-    mine = np.where(row >= 0, trace.stacks.cause[row], 0) == CAUSES_OF_HOST.index("data_loading") if len(trace.stacks.cause) else row > 0
+    mine = (
+        np.where(row >= 0, trace.stacks.cause[row], 0) == CAUSES_OF_HOST.index("data_loading")
+        if len(trace.stacks.cause)
+        else row > 0
+    )
     return merge(start[mine], end[mine])
 
 
@@ -144,7 +163,9 @@ class _Replay:
         self.duration = trace.dur[self.rows].astype(np.float64)
         self.low, self.high = low, high
         cause = trace.stacks.cause
-        blocking = np.flatnonzero((cause == CAUSES_OF_HOST.index("blocking_call")) & trace.is_host & (trace.ts >= low) & (trace.ts < high))
+        blocking = np.flatnonzero(
+            (cause == CAUSES_OF_HOST.index("blocking_call")) & trace.is_host & (trace.ts >= low) & (trace.ts < high)
+        )
         blocking = np.setdiff1d(blocking, launch)
         anchors = np.union1d(np.unique(launch), blocking)
         anchors = anchors[np.argsort(trace.ts[anchors], kind="stable")]
@@ -194,7 +215,9 @@ class _Replay:
         self.usual_lag = float(np.percentile(known, 25)) if known else 1000.0
 
     def _blocking(self, trace: Trace, anchors) -> None:  # type: ignore[no-untyped-def]
-        """The work that each blocking call waited for, and how long it took to return after it; copies block themselves."""
+        """The work that each blocking call waited for, and how long it took to return after it; copies block
+        themselves.
+        """
         ends = trace.end[self.rows]
         order = np.argsort(ends, kind="stable")
         sorted_ends = ends[order]
@@ -212,7 +235,7 @@ class _Replay:
             self.target.append(target)
             self.return_lag.append(float(end - ends[target]) if target >= 0 else 0.0)
 
-    def run(self, scale: np.ndarray, *, blocking: bool = True, launching: bool = True) -> float:  # type: ignore[type-arg]
+    def run(self, scale: np.ndarray, *, blocking: bool = True, launching: bool = True) -> float:
         """Length of the window in ns with durations scaled, without blocking, or without host time for launches."""
         durations = (self.duration * scale).tolist()
         host = 0.0
