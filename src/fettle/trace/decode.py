@@ -449,7 +449,11 @@ def read_event_by_event(text: bytes) -> tuple[list[dict[str, Any]], bytes, int]:
             break
         try:
             item, at = decoder.raw_decode(source, at)
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, json.JSONDecodeError) and (
+                error.pos >= size - 8 or error.msg.startswith("Unterminated string")
+            ):
+                break  # not broken, only not finished: more text may follow
             found = next_event.search(source, at)
             if found is None:
                 break

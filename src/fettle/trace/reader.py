@@ -32,7 +32,7 @@ from fettle.trace.kinds import DEVICE_KINDS, HOST_KINDS
 from fettle.trace.model import EVENT_COLUMNS, SIDE_TABLES, ReadFacts, Trace
 
 BLOCK_BYTES = 8 << 20
-MAX_CARRY_BYTES = 256 << 20
+MAX_CARRY_BYTES = 64 << 20
 MAX_HEADER_BYTES = 64 << 20
 PARALLEL_ABOVE_BYTES = 300 << 20
 DEFAULT_MAX_EVENTS = 200_000_000
@@ -122,7 +122,7 @@ def _read(path: Path, processes: int | None, max_events: int) -> tuple[Columns, 
             return _read_in_parallel(path, size, count, max_events)
     columns = Columns()
     with path.open("rb") as file:
-        stream: Any = gzip.open(file) if compressed else file  # noqa: SIM115 - closed with the file
+        stream: Any = _Inflate(file) if compressed else file
         counted = _Counted(stream)
         header, trailer, truncated = _stream_events(counted, columns, max_events)
     metadata = _metadata(header, trailer, columns.tally)
@@ -133,6 +133,40 @@ def _read(path: Path, processes: int | None, max_events: int) -> tuple[Columns, 
         metadata,
         {"file_bytes": size, "text_bytes": counted.bytes, "truncated": truncated or counted.broken},
     )
+
+
+class _Inflate:
+    """Gzip as a stream that hands out all that can be inflated before it says that the end is missing."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.inflate, self.waiting = file, zlib.decompressobj(31), b""
+
+    def read(self, wanted: int) -> bytes:
+        parts: list[bytes] = []
+        have = 0
+        while have < wanted:
+            data = self.waiting or self.file.read(1 << 18)
+            self.waiting = b""
+            if not data:
+                if not self.inflate.eof and not parts:
+                    raise EOFError("the compressed file ends in the middle")
+                break
+            if self.inflate.eof:  # another member, or padding
+                data = data.lstrip(b"\0")
+                if not data:
+                    continue
+                self.inflate = zlib.decompressobj(31)
+            try:
+                part = self.inflate.decompress(data, wanted - have)
+            except zlib.error:
+                if not parts:
+                    raise
+                self.waiting = data  # met again by the next call, which has nothing to hand out
+                break
+            self.waiting = self.inflate.unused_data or self.inflate.unconsumed_tail
+            parts.append(part)
+            have += len(part)
+        return b"".join(parts)
 
 
 class _Counted:
@@ -147,7 +181,7 @@ class _Counted:
             return b""
         try:
             block = self.stream.read(wanted)
-        except (EOFError, zlib.error, gzip.BadGzipFile):
+        except (EOFError, zlib.error):
             if self.bytes == 0:
                 raise
             self.broken = True
@@ -184,7 +218,8 @@ def _stream_events(source: _Counted, columns: Columns, max_events: int) -> tuple
     header, text = _find_start(source)
     first = _FIRST_KEY.match(text) or _FIRST_KEY.match(text := text + source.read())
     boundary = _boundary(first.group(1) if first else b"ph")
-    for chunk, last in _chunks(source, text, boundary):
+    unread: list[bytes] = []
+    for chunk, last in _chunks(source, text, boundary, unread):
         if last:
             return header, *_last_chunk(chunk, columns)
         rest = columns.add(chunk)
@@ -192,29 +227,34 @@ def _stream_events(source: _Counted, columns: Columns, max_events: int) -> tuple
             raise UsageError(f"more than {max_events} events: cut the trace, or raise max_events")
         if rest.startswith(b"]"):
             return header, rest + b"," + _drain(source), False
+        if rest:
+            unread.append(rest)
     return header, b"", True
 
 
-def _chunks(source: _Counted, text: bytes, boundary: re.Pattern[bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Whole events, about a block at a time; the last piece (from the last event's start) is marked."""
-    carry = text
+def _chunks(
+    source: _Counted, text: bytes, boundary: re.Pattern[bytes], unread: list[bytes]
+) -> Iterator[tuple[bytes, bool]]:
+    """Whole events, about a block at a time; the last piece (from the last event's start) is marked.
+
+    What the caller could not read of a piece, because it was cut inside an event, it puts into `unread`: it then
+    comes first in the next piece.
+    """
+    carry, ended = text, False
     while True:
-        block = source.read()
-        if not block:
-            break
+        block = b"" if ended else source.read()
+        ended = not block
         carry += block
         cut = _last_boundary(carry, boundary)
-        if cut is None:
-            if len(carry) > MAX_CARRY_BYTES:
-                raise UsageError(f"no end of an event within {MAX_CARRY_BYTES >> 20} MiB: not a profiler trace")
-            continue
-        yield carry[: cut[0]], False
-        carry = carry[cut[1] :]
-    cut = _last_boundary(carry, boundary)
-    if cut is not None:
-        yield carry[: cut[0]], False
-        carry = carry[cut[1] :]
-    yield carry, True
+        if cut is not None:
+            separator, rest = carry[cut[0] : cut[1]], carry[cut[1] :]
+            yield carry[: cut[0]], False
+            carry = (unread.pop() + separator if unread else b"") + rest
+        if len(carry) > MAX_CARRY_BYTES:
+            raise UsageError(f"no end of an event within {MAX_CARRY_BYTES >> 20} MiB: not a profiler trace")
+        if ended:
+            yield carry, True
+            return
 
 
 def _last_boundary(text: bytes, boundary: re.Pattern[bytes]) -> tuple[int, int] | None:
@@ -237,7 +277,9 @@ def _last_chunk(chunk: bytes, columns: Columns) -> tuple[bytes, bool]:
     raw, rest, skipped = read_event_by_event(chunk)
     columns.tally.skipped_events += skipped
     if raw:
-        columns.add(json.dumps(raw).encode()[1:-1])
+        # From the text itself where possible: decoded numbers would have lost digits of fractional clocks since 1970.
+        whole = chunk[: len(chunk) - len(rest)].rstrip().rstrip(b",") if chunk.endswith(rest) and not skipped else b""
+        columns.add(whole or json.dumps(raw).encode()[1:-1])
     return rest, not rest.startswith(b"]")
 
 
@@ -282,9 +324,9 @@ def _read_in_parallel(
         for i in range(1, count):
             at = start + (size - start) * i // count
             file.seek(at)
-            found = boundary.search(file.read(BLOCK_BYTES))
-            if found is not None and at + found.end() > cuts[-1]:
-                cuts.append(at + found.end())
+            found = _event_start(file.read(BLOCK_BYTES), boundary)
+            if found is not None and at + found > cuts[-1]:
+                cuts.append(at + found)
     cuts.append(size)
     with tempfile.TemporaryDirectory(prefix="fettle-trace-") as scratch:
         jobs = [
@@ -301,6 +343,21 @@ def _read_in_parallel(
     return columns, metadata, {"file_bytes": size, "text_bytes": size, "truncated": truncated}
 
 
+def _event_start(text: bytes, boundary: re.Pattern[bytes]) -> int | None:
+    """Where an event starts in a piece of the file: a boundary behind which an event can be read, not a part of its
+    arguments.
+    """
+    decoder = json.JSONDecoder(strict=False)
+    for found in itertools.islice(boundary.finditer(text), 1000):
+        try:
+            event, _ = decoder.raw_decode(text[found.end() : found.end() + (1 << 17)].decode("utf-8", "replace"))
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(event, dict) and "ph" in event and "pid" in event:
+            return found.end()
+    return None
+
+
 def _decode_span(
     path: str, start: int, stop: int, index: int, scratch: str | None, pattern: bytes, max_events: int
 ) -> dict[str, Any]:
@@ -311,7 +368,8 @@ def _decode_span(
         file.seek(start)
         source = _Counted(file, stop - start)
         at_end = stop == os.path.getsize(path)
-        for chunk, last in _chunks(source, b"", boundary):
+        unread: list[bytes] = []
+        for chunk, last in _chunks(source, b"", boundary, unread):
             if last and at_end:
                 trailer, truncated = _last_chunk(chunk, columns)
                 ended = True
@@ -321,6 +379,8 @@ def _decode_span(
             if rest.startswith(b"]"):
                 trailer, ended = rest + b"," + _drain(source), True
                 break
+            if rest and not last:
+                unread.append(rest)
             if columns.tally.events_seen > max_events:
                 raise UsageError(f"more than {max_events} events: cut the trace, or raise max_events")
     part: dict[str, Any] = {

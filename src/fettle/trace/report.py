@@ -138,7 +138,8 @@ def _health(traces: list[Trace]) -> Section:
         section.text += (
             f"Rank {trace.rank}: {health.kept:,} of {health.events:,} events kept, "
             f"{health.span_ns / 1e6:,.3f} ms, "
-            f"{len(health.devices)} device(s), {summary['steps']} step(s), median {summary['median_ns'] / 1e6:,.3f} ms. "  # type: ignore[operator]
+            f"{len(health.devices)} device(s), {summary['steps']} step(s), "
+            f"median {float(summary['median_ns']) / 1e6:,.3f} ms. "  # type: ignore[arg-type]
         )
         if health.uncertain:
             section.text += f"Uncertain: {', '.join(health.uncertain)}. "
