@@ -9,8 +9,7 @@ import polars as pl
 import pytest
 
 from fettle.errors import UsageError
-from fettle.trace import Kind, load, load_all, trace_health
-from fettle.trace import reader, sidecar
+from fettle.trace import Kind, load, load_all, reader, sidecar, trace_health
 from tests.trace.build import Build, training
 
 

@@ -62,12 +62,14 @@ def _device_rows(trace: Trace, device: int, low: np.ndarray, high: np.ndarray, w
     busy_ns = length_within(busy, low, high)
     pieces = idle_pieces(trace, device)
     start, end, piece, window = split((pieces["start_ns"].to_numpy(), pieces["end_ns"].to_numpy()), (low, high))
-    causes = pieces["cause"].cast(pl.String()).to_numpy()[piece] if len(piece) else np.zeros(0, dtype=object)
-    by_cause = {}
-    for cause in CAUSES:
-        sums = np.zeros(len(low), dtype=np.int64)
-        np.add.at(sums, window[causes == cause], (end - start)[causes == cause])
-        by_cause[cause] = sums
+    sums = (
+        pl.DataFrame({"cause": pieces["cause"][piece], "window": window, "ns": end - start})
+        .group_by("cause", "window")
+        .agg(pl.col("ns").sum())
+    )
+    by_cause = {cause: np.zeros(len(low), dtype=np.int64) for cause in CAUSES}
+    for cause, at, ns in sums.iter_rows():
+        by_cause[cause][at] = ns
     return _rows(trace, device, windows, compute_ns, comm_ns, busy_ns - compute_ns - comm_ns, by_cause)
 
 

@@ -25,6 +25,7 @@ from fettle.trace.model import SIDE_TABLES
 
 MAX_NAME_CHARS = 8192
 MAX_SHAPES = 1_000_000
+MAX_SHAPE_BYTES = 4096
 _DAY_NS = 86_400 * 10**9
 _INT64_MAX = 2**63 - 1
 # Below 2**43 us neighbouring float64 are less than a nanosecond apart: rounding gives the written nanosecond back.
@@ -152,7 +153,7 @@ class Columns:
         self.tally = Tally()
         self.rows = 0
 
-    def put(self, table: str, **values: list[Any]) -> None:
+    def put(self, table: str, **values: list[Any] | npt.NDArray[Any]) -> None:
         if len(next(iter(values.values()))):
             frame = pl.DataFrame(values, schema=SIDE_TABLES[table], strict=False)
             self.side.setdefault(table, []).append(frame)
@@ -204,6 +205,8 @@ class Columns:
         if keep is not None:
             complete = [complete[i] for i in np.flatnonzero(keep)]
             ts_ns, dur_ns = ts_ns[keep], dur_ns[keep]
+            if not complete:
+                return
         self._append_complete(complete, ts_ns, dur_ns, chunk)
 
     def _clocks(
@@ -290,7 +293,8 @@ class Columns:
             device[i] = _small(a.device if a.device is not None else e.pid)
             stream[i] = _stream(a.stream if a.stream is not None else e.tid)
         # What else carries a stream: sync events, and the host-side operators of generated kernels.
-        for i in [i for i, a in enumerate(args) if a.stream is not None and device[i] < 0]:
+        on_device = set(np.flatnonzero(np.isin(kind, DEVICE_KINDS)).tolist())
+        for i in [i for i, a in enumerate(args) if a.stream is not None and i not in on_device]:
             device[i] = _small(args[i].device if kind[i] == Kind.SYNC else None)
             stream[i] = _integer(args[i].stream) if isinstance(args[i].stream, int) else stream[i]
 
@@ -298,10 +302,11 @@ class Columns:
         operators = np.flatnonzero((kind == Kind.OPERATOR) | (kind == Kind.ANNOTATION)).tolist()
         if operators and b'"Input Dims"' in chunk:
             shapes = self.shapes
-            for i in operators:
-                raw = bytes(args[i].dims)
-                if raw and len(raw) <= 4096 and (len(shapes) < MAX_SHAPES or raw in shapes):
-                    shape[i] = shapes[raw]
+            raws = [bytes(args[i].dims) for i in operators]
+            if len(shapes) + len(raws) > MAX_SHAPES or max(map(len, raws)) > MAX_SHAPE_BYTES:
+                raws = [raw if raw in shapes or len(shapes) < MAX_SHAPES // 2 else b"" for raw in raws]
+                raws = [raw if len(raw) <= MAX_SHAPE_BYTES else b"" for raw in raws]
+            shape[operators] = list(map(shapes.__getitem__, raws))
         self._side_of_operators(args, operators, base, chunk)
         self._side_of_device(args, kind, base)
         if b"cuda_profiler_range" in chunk:
@@ -326,29 +331,31 @@ class Columns:
         category = list(self.categories)[len(self.category_kind)]
         kind = kind_of_category(category)
         if kind == Kind.OTHER and category not in ("Trace", "") and len(self.tally.unknown_categories) < 50:
-            self.tally.unknown_categories.add(category[:100])
+            self.tally.unknown_categories.add(_say(category, 100))
         self.category_kind.append(int(kind))
 
     def _side_of_operators(self, args: list[Any], rows: list[int], base: int, chunk: bytes) -> None:
         if b'"Sequence number"' in chunk:
-            some = [i for i in rows if args[i].sequence is not None]
+            numbers = _integers([args[i].sequence for i in rows])
+            has = np.flatnonzero(numbers >= 0)
+            some = [rows[i] for i in has.tolist()]
             self.put(
                 "autograd",
-                row=[base + i for i in some],
-                sequence=[_integer(args[i].sequence) for i in some],
-                forward_thread=[_integer(args[i].forward_thread) for i in some],
+                row=np.array(some, dtype=np.int64) + base,
+                sequence=numbers[has],
+                forward_thread=_integers([args[i].forward_thread for i in some]),
             )
         if b'"kernel_hash"' in chunk or b'"kernel_file"' in chunk:
             some = [i for i in rows if args[i].kernel_file is not None or args[i].kernel_hash is not None]
             self.put(
                 "generated",
                 row=[base + i for i in some],
-                file=[str(args[i].kernel_file or "")[:1000] for i in some],
-                hash=[str(args[i].kernel_hash or "")[:200] for i in some],
+                file=[_say(args[i].kernel_file or "", 1000) for i in some],
+                hash=[_say(args[i].kernel_hash or "", 200) for i in some],
             )
         if b'"Call stack"' in chunk:
             some = [i for i in rows if args[i].stack]
-            self.put("stacks", row=[base + i for i in some], stack=[str(args[i].stack)[:MAX_NAME_CHARS] for i in some])
+            self.put("stacks", row=[base + i for i in some], stack=[_say(args[i].stack, MAX_NAME_CHARS) for i in some])
         if b'"Collective name"' in chunk:
             self._collectives([i for i in rows if args[i].collective is not None], args, base)
 
@@ -369,7 +376,7 @@ class Columns:
             self.put(
                 "syncs",
                 row=[base + i for i in some],
-                sync=[str(args[i].sync or "")[:100] for i in some],
+                sync=[_say(args[i].sync or "", 100) for i in some],
                 wait_on_stream=[_stream(args[i].wait_on_stream) for i in some],
                 wait_on_record=[_integer(args[i].wait_on_record) for i in some],
             )
@@ -379,12 +386,12 @@ class Columns:
             self.put(
                 "collectives",
                 row=[base + i for i in some],
-                collective=[str(args[i].collective)[:100] for i in some],
-                group=["" if args[i].group is None else str(args[i].group)[:100] for i in some],
+                collective=[_say(args[i].collective, 100) for i in some],
+                group=["" if args[i].group is None else _say(args[i].group, 100) for i in some],
                 group_size=[_integer(args[i].group_size) for i in some],
                 in_elements=[_integer(args[i].in_elements) for i in some],
                 out_elements=[_integer(args[i].out_elements) for i in some],
-                dtype=["" if args[i].dtype is None else str(args[i].dtype)[:40] for i in some],
+                dtype=["" if args[i].dtype is None else _say(args[i].dtype, 40) for i in some],
                 sequence=[_integer(args[i].collective_sequence) for i in some],
             )
 
@@ -400,7 +407,7 @@ class Columns:
             return
         for row, event in zip(rows.tolist(), ranges, strict=True):
             values = event.get("args")
-            cells = [(str(k)[:200], _number(v)) for k, v in (values if isinstance(values, dict) else {}).items()]
+            cells = [(_say(k, 200), _number(v)) for k, v in (values if isinstance(values, dict) else {}).items()]
             told = [(k, v) for k, v in cells if v is not None][:200]
             self.put("counters", row=[base + row] * len(told), counter=[k for k, _ in told], value=[v for _, v in told])
 
@@ -409,9 +416,9 @@ class Columns:
         memory = []
         for e in events:
             if e.ph == "M" and e.name in ("thread_name", "process_name") and e.args is not None:
-                key = f"{e.pid}/{e.tid}" if e.name == "thread_name" else f"{e.pid}"
+                key = _say(f"{e.pid}/{e.tid}" if e.name == "thread_name" else f"{e.pid}", 200)
                 if len(self.thread_names) < 100_000:
-                    self.thread_names[key] = str(e.args.name)[:200]
+                    self.thread_names[key] = _say(e.args.name, 200)
             elif e.ph == "i" and e.name == "[memory]" and e.args is not None and e.ts is not None:
                 memory.append(e)
         if memory:
@@ -512,6 +519,11 @@ _TYPED_ARGS = {"stream", "device", "Input Dims", *(encoded for _, encoded in _IN
 
 def _text(value: Any) -> str | None:
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else None
+
+
+def _say(value: Any, limit: int) -> str:
+    """Any value as text that can be stored: cut, and without lone surrogates."""
+    return str(value)[:limit].encode("utf-8", "replace").decode()
 
 
 def _text_or_integer(value: Any) -> str | int | None:

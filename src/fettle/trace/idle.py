@@ -144,7 +144,9 @@ def _next_work(trace: Trace, rows: Ints, ends: Ints) -> Ints:
     exact = np.zeros(len(ends), dtype=bool)
     exact[found] = starts[at[found]] == ends[found]
     # Zero-length work at the same instant does not end a gap; take the first that lasts.
-    for i in np.flatnonzero(exact).tolist():
+    clamped = np.minimum(at, max(len(rows) - 1, 0))
+    answer[exact] = rows[clamped[exact]]
+    for i in np.flatnonzero(exact & (trace.dur[rows[clamped]] == 0)).tolist():
         j = int(at[i])
         while j < len(rows) and starts[j] == ends[i] and trace.dur[rows[j]] == 0:
             j += 1

@@ -34,7 +34,7 @@ from fettle.trace.model import EVENT_COLUMNS, SIDE_TABLES, ReadFacts, Trace
 BLOCK_BYTES = 8 << 20
 MAX_CARRY_BYTES = 64 << 20
 MAX_HEADER_BYTES = 64 << 20
-PARALLEL_ABOVE_BYTES = 300 << 20
+PARALLEL_ABOVE_BYTES = 160 << 20
 DEFAULT_MAX_EVENTS = 200_000_000
 
 _START = re.compile(rb'"traceEvents"\s*:\s*\[')

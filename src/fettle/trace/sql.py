@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import polars as pl
@@ -80,6 +81,8 @@ def query(traces: list[Trace], text: str) -> pl.DataFrame:
     Raises:
         UsageError: The query does not parse, or names what is not there.
     """
+    if not re.match(r"\s*(select|with)\b", text, re.IGNORECASE):
+        raise UsageError("only queries: select ... from ... (or with ... select ...)")
     named = [name for name in TABLES if name in text.lower()]
     frames = {name: pl.concat([TABLES[name](t) for t in traces], how="vertical_relaxed") for name in named}
     try:

@@ -203,7 +203,11 @@ def _segments(start: Ints, end: Ints, parent: Ints, thread: Ints, rows: Ints) ->
     seg_start, seg_end, seg_owner = seg_start[keep], seg_end[keep], seg_owner[keep]
     seg_thread = thread[seg_owner].astype(np.int64)
     order = np.lexsort((seg_start, seg_thread))
-    return seg_thread[order], seg_start[order], seg_end[order], rows[seg_owner[order]]
+    seg_thread, seg_start, seg_end = seg_thread[order], seg_start[order], seg_end[order]
+    # Whatever the events did, no moment of a thread is given twice.
+    same = seg_thread[1:] == seg_thread[:-1]
+    seg_end[:-1][same] = np.minimum(seg_end[:-1], seg_start[1:])[same]
+    return seg_thread, seg_start, seg_end, rows[seg_owner[order]]
 
 
 def inherit(flags: Bools, parent: Ints, rows: Ints) -> Bools:
