@@ -26,7 +26,7 @@ def reference_python(given: str | None) -> str:
 
 
 def read_events(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    data = gzip.open(path).read() if path.suffix == ".gz" else path.read_bytes()
+    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     document = json.loads(data)
     events = document.pop("traceEvents")
     return document, events
@@ -39,7 +39,9 @@ def repeat(path: Path, target: Path, events_wanted: int) -> int:
     Returns the number of complete events.
     """
     document, events = read_events(path)
-    body = [e for e in events if e.get("ph") in ("X", "s", "f") and not str(e.get("name", "")).startswith("ProfilerStep#")]
+    body = [
+        e for e in events if e.get("ph") in ("X", "s", "f") and not str(e.get("name", "")).startswith("ProfilerStep#")
+    ]
     rest = [e for e in events if e.get("ph") == "M"]
     timed = [e for e in body if e.get("ph") == "X" and e.get("cat") != "Trace"]
     low = min(e["ts"] for e in timed)
@@ -47,7 +49,9 @@ def repeat(path: Path, target: Path, events_wanted: int) -> int:
     ids = 1 + max(max(int((e.get("args") or {}).get(k, 0) or 0) for k in ("correlation", "External id")) for e in timed)
     complete = 0
     with target.open("w") as out:
-        out.write("{" + "".join(f"{json.dumps(k)}: {json.dumps(v)},\n" for k, v in document.items()) + '"traceEvents": [\n')
+        out.write(
+            "{" + "".join(f"{json.dumps(k)}: {json.dumps(v)},\n" for k, v in document.items()) + '"traceEvents": [\n'
+        )
         first, copy, written = True, 0, 0
         while written < events_wanted:
             for event in body:

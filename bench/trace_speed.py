@@ -2,8 +2,9 @@
 
     python bench/trace_speed.py TRACE... [--events 1000000 --events 5000000]
 
-Each measurement is a process of its own. Peak memory is that above the process with its libraries loaded, children included.
-Prints times and ratios of the same run, the distance to the floor (inflate plus one pass over the bytes), and growth.
+Each measurement is a process of its own. Peak memory is that above the process with its libraries loaded, children
+included. Prints times and ratios of the same run, the distance to the floor (inflate plus one pass over the bytes),
+and growth.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def peak():
     return own
 """
 
-OURS = MEASURE + """
+OURS = (
+    MEASURE
+    + """
 from fettle import trace as T
 from fettle.trace import reader
 before = peak()
@@ -45,11 +48,15 @@ steps = {
 }
 parts = {name: timed(step)[0] for name, step in steps.items()}
 critical, path = timed(lambda: T.critical_path(trace))
-print(json.dumps({'open_s': opened, 'peak_mb': memory, 'events': trace.events.height, 'parts': parts, 'critical_s': critical,
+print(json.dumps({'open_s': opened, 'peak_mb': memory, 'events': trace.events.height, 'parts': parts, 'critical_s':
+critical,
                   'nodes': 2 * int((trace.is_host | trace.is_device).sum()), 'covered': path.wall_ns}))
 """
+)
 
-THEIRS = MEASURE + """
+THEIRS = (
+    MEASURE
+    + """
 import logging; logging.disable(logging.CRITICAL)
 from hta.trace_analysis import TraceAnalysis
 before = peak()
@@ -72,6 +79,7 @@ for name, step in steps.items():
     except Exception as error: parts[name] = None
 print(json.dumps({'open_s': opened, 'peak_mb': memory, 'parts': parts}))
 """
+)
 
 FLOOR = """
 import gzip, json, sys, time
@@ -86,7 +94,9 @@ print(json.dumps({'open_s': time.perf_counter() - t}))
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("traces", nargs="+", type=Path)
-    parser.add_argument("--events", type=int, action="append", default=[], help="also: the first trace repeated to so many events")
+    parser.add_argument(
+        "--events", type=int, action="append", default=[], help="also: the first trace repeated to so many events"
+    )
     parser.add_argument("--reference", help="an interpreter that has traceinsight")
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--json", action="store_true")
@@ -98,7 +108,8 @@ def main() -> None:
         for path in options.traces:
             results.append(measure(path.name, path, python, env, options.runs))
         for events in options.events:
-            for path in options.traces[:2] if events <= 1_000_000 else options.traces[:1]:
+            # The first trace at every size, the second (with Python stacks, say) at the smallest only.
+            for path in options.traces[:2] if events == min(options.events) else options.traces[:1]:
                 large = Path(scratch) / f"{path.name.split('.')[0]}-{events}.json"
                 repeat(path, large, events)
                 results.append(measure(large.name, large, python, env, options.runs))
@@ -131,14 +142,21 @@ def show(r: dict[str, Any]) -> None:
         return
     standard = sum(ours["parts"].values())
     millions = ours["events"] / 1e6
-    print(f"  fettle   open {ours['open_s']:.2f} s, +{ours['peak_mb']:.0f} MB, {ours['events']} events; floor {floor['open_s']:.2f} s "
-          f"({ours['open_s'] / floor['open_s']:.1f}x); standard analyses {standard:.2f} s ({standard / millions:.2f} s per million); "
-          f"critical path {ours['critical_s']:.2f} s ({ours['critical_s'] / ours['nodes'] * 1e6:.2f} s per million nodes)")  # fmt: skip
+    print(
+        f"  fettle   open {ours['open_s']:.2f} s, +{ours['peak_mb']:.0f} MB, {ours['events']} events; "
+        f"floor {floor['open_s']:.2f} s "
+        f"({ours['open_s'] / floor['open_s']:.1f}x); standard analyses {standard:.2f} s "
+        f"({standard / millions:.2f} s per million); "
+        f"critical path {ours['critical_s']:.2f} s ({ours['critical_s'] / ours['nodes'] * 1e6:.2f} s per million nodes)"
+    )
     if "error" in theirs:
         print("  reference failed:", theirs["error"])
         return
     print(f"  reference open {theirs['open_s']:.2f} s, +{theirs['peak_mb']:.0f} MB")
-    print(f"  RATIO    open {theirs['open_s'] / ours['open_s']:.1f}x faster, memory {ours['peak_mb'] / max(theirs['peak_mb'], 1):.2f} of it")
+    print(
+        f"  RATIO    open {theirs['open_s'] / ours['open_s']:.1f}x faster, "
+        f"memory {ours['peak_mb'] / max(theirs['peak_mb'], 1):.2f} of it"
+    )
     for name, seconds in theirs["parts"].items():
         ratio = "reference failed" if seconds is None else f"{seconds / max(ours['parts'][name], 1e-9):.1f}x"
         print(f"    {name:20s} fettle {ours['parts'][name] * 1e3:8.1f} ms   {ratio}")

@@ -30,20 +30,30 @@ def test_a_step_on_paper(tmp_path: Path) -> None:
 
 def test_compute_hides_what_runs_beside_it(tmp_path: Path) -> None:
     build = Build().op("a", 0, 100)
-    build.kernel("gemm", 0, 40, call=0).kernel("ncclDevKernel", 20, 40, stream=20).kernel("Memcpy HtoD", 50, 30, stream=9, cat="gpu_memcpy")
+    build.kernel("gemm", 0, 40, call=0).kernel("ncclDevKernel", 20, 40, stream=20).kernel(
+        "Memcpy HtoD", 50, 30, stream=9, cat="gpu_memcpy"
+    )
     row = time_account(build.load(tmp_path)).row(0, named=True)
     assert (row["compute_ns"], row["exposed_communication_ns"], row["exposed_copy_ns"]) == (40_000, 20_000, 20_000)
 
 
 def test_a_gap_is_split_not_labelled(tmp_path: Path) -> None:
-    """Case M: the launch comes 1 us after the previous kernel's end in one trace, at the end of a 10 ms gap in another."""
+    """Case M: the launch comes 1 us after the previous kernel's end in one trace, at the end of a 10 ms gap in
+    another.
+    """
     build = Build().kernel("k", 0, 10, call=-5).op("busy", 11, 9000)
-    build.call("cudaLaunchKernel", 9011, 4, correlation=500).add("kernel", "k", 10_010, 5, pid=0, device=0, stream=7, correlation=500)
+    build.call("cudaLaunchKernel", 9011, 4, correlation=500).add(
+        "kernel", "k", 10_010, 5, pid=0, device=0, stream=7, correlation=500
+    )
     split = causes(build.load(tmp_path))
     # The first 5 us, before the first kernel, are its launch call and latency.
     assert split == {
-        "operator": 9_000_000, "queued_unknown": 995_000, "launch_call": 2_000 + 4_000, "launch_latency": 3_000, "host_untraced": 1_000,
-    }  # fmt: skip
+        "operator": 9_000_000,
+        "queued_unknown": 995_000,
+        "launch_call": 2_000 + 4_000,
+        "launch_latency": 3_000,
+        "host_untraced": 1_000,
+    }
 
 
 @pytest.mark.parametrize(
@@ -69,7 +79,12 @@ def test_causes_by_what_the_host_did(tmp_path: Path, category: str, name: str, c
 
 
 def test_data_loading_owns_what_runs_inside_it(tmp_path: Path) -> None:
-    build = Build().kernel("k", 0, 10, call=-5).add("user_annotation", "enumerate(DataLoader)#x", 10, 100).op("aten::stack", 20, 50)
+    build = (
+        Build()
+        .kernel("k", 0, 10, call=-5)
+        .add("user_annotation", "enumerate(DataLoader)#x", 10, 100)
+        .op("aten::stack", 20, 50)
+    )
     build.kernel("k", 115, 5, call=110, call_dur=5)
     assert causes(build.load(tmp_path))["data_loading"] == 100_000
 
@@ -146,23 +161,33 @@ def random_traces(draw: st.DrawFn) -> Build:
     time = st.integers(0, 400)
     for _ in range(draw(st.integers(1, 4))):
         build.step(len(build.events), draw(time), draw(st.integers(1, 200)))
-    names = st.sampled_from(["aten::a", "cudaDeviceSynchronize", "cudaMalloc", "autograd::engine::evaluate_function: X", "k"])
+    names = st.sampled_from(
+        ["aten::a", "cudaDeviceSynchronize", "cudaMalloc", "autograd::engine::evaluate_function: X", "k"]
+    )
     for _ in range(draw(st.integers(0, 12))):
         category = draw(st.sampled_from(["cpu_op", "cuda_runtime", "python_function", "user_annotation", "overhead"]))
         build.add(category, draw(names), draw(time), draw(st.integers(0, 80)), tid=draw(st.integers(1, 3)))
     for _ in range(draw(st.integers(0, 12))):
         call = draw(st.one_of(st.none(), time))
         build.kernel(
-            draw(st.sampled_from(["gemm", "ncclDevKernel", "Memcpy"])), draw(time), draw(st.integers(0, 60)), call=call,
-            device=draw(st.integers(0, 1)), stream=draw(st.integers(0, 2)), tid=draw(st.integers(1, 3)),
-            cat=draw(st.sampled_from(["kernel", "gpu_memcpy"])), launch=draw(st.sampled_from(["cudaLaunchKernel", "cudaGraphLaunch"])),
-        )  # fmt: skip
+            draw(st.sampled_from(["gemm", "ncclDevKernel", "Memcpy"])),
+            draw(time),
+            draw(st.integers(0, 60)),
+            call=call,
+            device=draw(st.integers(0, 1)),
+            stream=draw(st.integers(0, 2)),
+            tid=draw(st.integers(1, 3)),
+            cat=draw(st.sampled_from(["kernel", "gpu_memcpy"])),
+            launch=draw(st.sampled_from(["cudaLaunchKernel", "cudaGraphLaunch"])),
+        )
     return build
 
 
 @settings(max_examples=60, deadline=None)
 @given(build=random_traces())
-def test_every_nanosecond_is_booked_once_and_the_path_covers_the_wall(build: Build, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_every_nanosecond_is_booked_once_and_the_path_covers_the_wall(
+    build: Build, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     from fettle.trace import critical_path, what_if
 
     trace = build.load(tmp_path_factory.mktemp("t"))

@@ -53,7 +53,12 @@ def test_new_collective_names_and_one_rank(tmp_path: Path) -> None:
     assert table["bytes"].to_list() == [4000]
     assert T.overlap(trace)["hidden_share"].to_list() == [0.0]
     assert T.stragglers([trace]).height == 0
-    for name in ("ncclDevKernel_AllReduce", "void rcclGenericKernel<1>(x)", "cross_device_reduce_1stage<bf16>", "nvshmemi_put"):
+    for name in (
+        "ncclDevKernel_AllReduce",
+        "void rcclGenericKernel<1>(x)",
+        "cross_device_reduce_1stage<bf16>",
+        "nvshmemi_put",
+    ):
         assert is_collective_name(name)
     for name in ("void gemm<ncclFake>(int)", "Memcpy DtoD (nccl)", "elementwise_kernel", "reduce_kernel<512>"):
         assert not is_collective_name(name)
@@ -61,9 +66,28 @@ def test_new_collective_names_and_one_rank(tmp_path: Path) -> None:
 
 def test_host_only_traces_answer_everything(tmp_path: Path) -> None:
     """Case G."""
-    trace = Build().step(1, 0, 100).op("aten::linear", 0, 50).op("aten::to", 5, 10).op("aten::add", 60, 5, tid=2).load(tmp_path)
-    for empty in (T.kernel_table, T.kernel_classes, T.launch_stats, T.queue_summary, T.bandwidth_summary, T.overlap, T.collectives,
-                  T.attribute_kernels, T.memory_peak, hta.temporal_breakdown, hta.kernel_types, hta.idle_breakdown):  # fmt: skip
+    trace = (
+        Build()
+        .step(1, 0, 100)
+        .op("aten::linear", 0, 50)
+        .op("aten::to", 5, 10)
+        .op("aten::add", 60, 5, tid=2)
+        .load(tmp_path)
+    )
+    for empty in (
+        T.kernel_table,
+        T.kernel_classes,
+        T.launch_stats,
+        T.queue_summary,
+        T.bandwidth_summary,
+        T.overlap,
+        T.collectives,
+        T.attribute_kernels,
+        T.memory_peak,
+        hta.temporal_breakdown,
+        hta.kernel_types,
+        hta.idle_breakdown,
+    ):
         assert empty(trace).height == 0
     questions = dict(T.host_summary(trace).select("question", "time_ns").iter_rows())
     assert questions["conversions and copies"] == 10_000
@@ -89,13 +113,21 @@ def test_graphs_and_every_launch_call_are_counted(tmp_path: Path) -> None:
     for i in range(5):
         graph.add("kernel", "k", 10 + i * 10, 8, pid=0, device=0, stream=7, correlation=9)
     spent = dict(T.critical_path(graph.load(tmp_path)).summary().select("category", "time_ns").iter_rows())
-    assert spent == {"compute": 40_000, "kernel_gap": 8_000, "sync_return": 8_000, "launch_call": 5_000, "launch_latency": 5_000}
+    assert spent == {
+        "compute": 40_000,
+        "kernel_gap": 8_000,
+        "sync_return": 8_000,
+        "launch_call": 5_000,
+        "launch_latency": 5_000,
+    }
 
 
 def test_old_categories_have_a_critical_path(tmp_path: Path) -> None:
     """Case J."""
     build = Build().add("Operator", "ProfilerStep#1", 0, 60).add("Operator", "aten::mm", 1, 10)
-    build.add("Runtime", "cudaLaunchKernel", 5, 5, correlation=3).add("Kernel", "gemm", 12, 30, pid=0, device=0, stream=7, correlation=3)
+    build.add("Runtime", "cudaLaunchKernel", 5, 5, correlation=3).add(
+        "Kernel", "gemm", 12, 30, pid=0, device=0, stream=7, correlation=3
+    )
     build.add("Runtime", "cudaDeviceSynchronize", 15, 30)
     path = T.critical_path(build.load(tmp_path))
     shares = dict(path.summary().select("category", "time_ns").iter_rows())
@@ -141,7 +173,16 @@ def test_full_queue_of_every_stream_and_time_weights(tmp_path: Path) -> None:
 def test_copy_bandwidth_adds_up_what_overlaps(tmp_path: Path) -> None:
     build = Build()
     for i in range(2):
-        build.kernel("Memcpy HtoD", i * 5, 10, call=-2 + i, stream=i, cat="gpu_memcpy", bytes=str(100_000), **{"memory bandwidth (GB/s)": 10.0})
+        build.kernel(
+            "Memcpy HtoD",
+            i * 5,
+            10,
+            call=-2 + i,
+            stream=i,
+            cat="gpu_memcpy",
+            bytes=str(100_000),
+            **{"memory bandwidth (GB/s)": 10.0},
+        )
     trace = build.load(tmp_path)
     assert T.copy_bandwidth(trace)["gb_per_s"].to_list() == [10.0, 20.0, 10.0, 0.0]
     assert T.bandwidth_summary(trace)["mean_gb_per_s"].to_list() == [10.0]
@@ -150,7 +191,8 @@ def test_copy_bandwidth_adds_up_what_overlaps(tmp_path: Path) -> None:
 def test_critical_path_goes_through_the_sync_to_the_kernel(tmp_path: Path) -> None:
     path = T.critical_path(training(1, kernel=30).load(tmp_path))
     spent = dict(path.summary().select("category", "time_ns").iter_rows())
-    # By hand: copy 5, its wait on the collective's end (an event) 0, collective 20, its wait on the kernel 0, kernel 30.
+    # By hand: copy 5, its wait on the collective's end (an event) 0, collective 20, its wait on the kernel 0, kernel
+    # 30.
     assert spent["copy"] == 5_000
     assert spent["communication"] == 20_000
     assert spent["compute"] == 30_000
@@ -163,7 +205,10 @@ def test_critical_path_follows_the_backward_thread(tmp_path: Path) -> None:
     pieces = T.critical_path(build.load(tmp_path)).pieces
     places = pieces.filter(pl.col("category") == "operator")["place"].to_list()
     assert len(set(places)) == 2
-    assert pieces.filter(pl.col("category") == "operator").select(pl.col("end_ns") - pl.col("start_ns")).sum().item() == 85_000
+    assert (
+        pieces.filter(pl.col("category") == "operator").select(pl.col("end_ns") - pl.col("start_ns")).sum().item()
+        == 85_000
+    )
 
 
 def test_what_if(tmp_path: Path) -> None:
@@ -205,7 +250,10 @@ def test_compare_with_itself_finds_nothing(tmp_path: Path) -> None:
 
 
 def test_compare_sees_through_a_renamed_kernel(tmp_path: Path) -> None:
-    before, after = training(4).load(tmp_path, "a.json"), training(4, name="gemm_v2", kernel=33).load(tmp_path, "b.json")
+    before, after = (
+        training(4).load(tmp_path, "a.json"),
+        training(4, name="gemm_v2", kernel=33).load(tmp_path, "b.json"),
+    )
     work = T.compare(before, after).work.filter(pl.col("class") == "compute")
     assert work["renamed"].to_list() == [True]
     assert work["matched_by"].to_list() == ["path"]
@@ -237,10 +285,20 @@ def ranks(folder: Path, *, skew: float, clock: float) -> list[T.Trace]:
             end = t + 50 + skew
             build.step(i, t + ahead, 200).kernel("gemm", t + 5 + ahead, 20 + late, call=t + 1 + ahead)
             build.kernel(
-                "ncclDevKernel_AllReduce", t + 30 + late + ahead, end - t - 30 - late, call=t + 4 + ahead, stream=20,
-                **{"Collective name": "allreduce", "In msg nelems": 5000, "Out msg nelems": 5000, "dtype": "Float", "Group size": 2,
-                   "Process Group Name": "0"},
-            )  # fmt: skip
+                "ncclDevKernel_AllReduce",
+                t + 30 + late + ahead,
+                end - t - 30 - late,
+                call=t + 4 + ahead,
+                stream=20,
+                **{
+                    "Collective name": "allreduce",
+                    "In msg nelems": 5000,
+                    "Out msg nelems": 5000,
+                    "dtype": "Float",
+                    "Group size": 2,
+                    "Process Group Name": "0",
+                },
+            )
         traces.append(build.load(folder, f"r{rank}.json"))
     return traces
 
@@ -268,11 +326,21 @@ def test_backward_kernels_know_their_forward(tmp_path: Path) -> None:
     build.add("python_function", "nn.Module: Linear_0", 0, 30).add("python_function", "model.py(7): forward", 1, 28)
     build.op("aten::linear", 5, 10, **{"Sequence number": 42, "Fwd thread id": 0})
     build.add("python_function", "train.py(30): step", 50, 40)
-    build.op("autograd::engine::evaluate_function: AddmmBackward0", 60, 30, tid=2, **{"Sequence number": 42, "Fwd thread id": 1})
+    build.op(
+        "autograd::engine::evaluate_function: AddmmBackward0",
+        60,
+        30,
+        tid=2,
+        **{"Sequence number": 42, "Fwd thread id": 1},
+    )
     build.op("aten::mm", 65, 10, tid=2).kernel("gemm", 80, 5, call=70, tid=2).kernel("fwd", 20, 5, call=8)
     work = T.attribute_kernels(build.load(tmp_path)).sort("name")
     forward, backward = work.rows(named=True)
-    assert (forward["operator"], forward["module"], forward["line"]) == ("aten::linear", "nn.Module: Linear_0", "model.py(7): forward")
+    assert (forward["operator"], forward["module"], forward["line"]) == (
+        "aten::linear",
+        "nn.Module: Linear_0",
+        "model.py(7): forward",
+    )
     assert (backward["operator"], backward["forward_operator"]) == ("aten::mm", "aten::linear")
     assert (backward["module"], backward["line"]) == ("nn.Module: Linear_0", "model.py(7): forward")
 
@@ -298,7 +366,13 @@ def test_operators_trees_and_sequences(tmp_path: Path) -> None:
 
 
 def test_annotations_take_the_work_launched_inside(tmp_path: Path) -> None:
-    build = Build().add("user_annotation", "outer", 0, 50).add("user_annotation", "inner", 10, 20).kernel("k", 60, 5, call=12).kernel("k", 70, 5, call=40)
+    build = (
+        Build()
+        .add("user_annotation", "outer", 0, 50)
+        .add("user_annotation", "inner", 10, 20)
+        .kernel("k", 60, 5, call=12)
+        .kernel("k", 70, 5, call=40)
+    )
     table = {r["annotation"]: r["device_ns"] for r in T.annotation_table(build.load(tmp_path)).to_dicts()}
     assert table == {"outer": 5_000, "inner": 5_000}
 
@@ -316,9 +390,25 @@ def test_counters_pair_only_where_they_can(tmp_path: Path) -> None:
 def test_memory_is_joined_to_operators(tmp_path: Path) -> None:
     build = Build().op("aten::empty", 0, 20).op("aten::cat", 30, 20)
     for ts, size, address, total in ((5, 100, 1, 600), (35, 50, 2, 650), (60, -100, 1, 550)):
-        build.events.append({"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "pid": 1, "tid": 1, "ts": ts, "s": "t",
-                             "args": {"Bytes": size, "Addr": address, "Total Allocated": total, "Total Reserved": 1000,
-                                      "Device Id": 0, "Device Type": 1}})  # fmt: skip
+        build.events.append(
+            {
+                "ph": "i",
+                "cat": "cpu_instant_event",
+                "name": "[memory]",
+                "pid": 1,
+                "tid": 1,
+                "ts": ts,
+                "s": "t",
+                "args": {
+                    "Bytes": size,
+                    "Addr": address,
+                    "Total Allocated": total,
+                    "Total Reserved": 1000,
+                    "Device Id": 0,
+                    "Device Type": 1,
+                },
+            }
+        )
     trace = build.load(tmp_path)
     timeline = T.memory_timeline(trace)
     assert timeline["operator"].to_list() == ["aten::empty", "aten::cat", None]
@@ -349,5 +439,7 @@ def test_sql(tmp_path: Path) -> None:
 
 
 def test_short_names() -> None:
-    assert short_kernel_name("void at::native::(anonymous namespace)::vec_kernel<4, F>(int)") == "at::native::vec_kernel"
+    assert (
+        short_kernel_name("void at::native::(anonymous namespace)::vec_kernel<4, F>(int)") == "at::native::vec_kernel"
+    )
     assert short_kernel_name("<lambda>") == "<lambda>"

@@ -63,16 +63,30 @@ def test_layouts(tmp_path: Path, shape: str) -> None:
 )
 def test_clocks_are_exact_to_the_nanosecond(tmp_path: Path, ts: str, expected: int) -> None:
     path = tmp_path / "t.json"
-    path.write_text('{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "a", "pid": 1, "tid": 1, "ts": ' + ts + ', "dur": 0.001}]}')
+    path.write_text(
+        '{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "a", "pid": 1, "tid": 1, "ts": '
+        + ts
+        + ', "dur": 0.001}]}'
+    )
     assert plain(path)["ts_ns"].to_list() == [expected]
     assert plain(path)["dur_ns"].to_list() == [1]
 
 
 def test_old_and_new_categories_and_every_vendor(tmp_path: Path) -> None:
     build = Build()
-    pairs = [("Operator", Kind.OPERATOR), ("Kernel", Kind.KERNEL), ("Memcpy", Kind.MEMCPY), ("Memset", Kind.MEMSET),
-             ("Runtime", Kind.RUNTIME), ("cuda_driver", Kind.RUNTIME), ("xpu_runtime", Kind.RUNTIME), ("mtia_ccp_events", Kind.KERNEL),
-             ("python_function", Kind.PYTHON), ("cuda_sync", Kind.SYNC), ("never heard of", Kind.OTHER)]  # fmt: skip
+    pairs = [
+        ("Operator", Kind.OPERATOR),
+        ("Kernel", Kind.KERNEL),
+        ("Memcpy", Kind.MEMCPY),
+        ("Memset", Kind.MEMSET),
+        ("Runtime", Kind.RUNTIME),
+        ("cuda_driver", Kind.RUNTIME),
+        ("xpu_runtime", Kind.RUNTIME),
+        ("mtia_ccp_events", Kind.KERNEL),
+        ("python_function", Kind.PYTHON),
+        ("cuda_sync", Kind.SYNC),
+        ("never heard of", Kind.OTHER),
+    ]
     for i, (category, _) in enumerate(pairs):
         build.add(category, "x", i * 10, 5)
     trace = build.load(tmp_path)
@@ -83,7 +97,9 @@ def test_old_and_new_categories_and_every_vendor(tmp_path: Path) -> None:
 def test_ids_as_text_or_number_are_one_thread_and_streams_as_text_count(tmp_path: Path) -> None:
     build = Build()
     build.add("Operator", "a", 0, 5, pid=1, tid="25738").add("Operator", "b", 10, 5, pid="1", tid=25738)
-    build.add("Kernel", "k", 20, 5, pid=0, tid="stream 7").add("Kernel", "k", 30, 5, pid=0, tid=0, device="1", stream="0")
+    build.add("Kernel", "k", 20, 5, pid=0, tid="stream 7").add(
+        "Kernel", "k", 30, 5, pid=0, tid=0, device="1", stream="0"
+    )
     trace = build.load(tmp_path)
     assert trace.column("thread")[0] == trace.column("thread")[1]
     assert trace.column("stream").tolist()[2:] == [7, 0]
@@ -153,7 +169,10 @@ def test_several_processes_read_what_one_reads(tmp_path: Path, monkeypatch: pyte
     assert two.facts.events_seen == one.facts.events_seen
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"hello", b'{"traceEvents": []}', b"\x1f\x8bnot gzip", b"\x00" * 5000, b'{"traceEvents": 5}'])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{}", b"[]", b"hello", b'{"traceEvents": []}', b"\x1f\x8bnot gzip", b"\x00" * 5000, b'{"traceEvents": 5}'],
+)
 def test_what_is_no_trace_is_one_clear_line(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "t.json"
     path.write_bytes(content)
@@ -185,7 +204,9 @@ def test_the_rank_of_compact_json_and_of_a_file_name(tmp_path: Path) -> None:
     path = tmp_path / "trace_rank_12.json"
     path.write_text(training(1).text().replace('"distributedInfo": {"rank": 0, "world_size": 1}, ', ""))
     assert load(path, use_sidecar=False).rank == 12
-    path.write_text(json.dumps({"distributedInfo": {"rank": 3}, "traceEvents": training(1).events}, separators=(",", ":")))
+    path.write_text(
+        json.dumps({"distributedInfo": {"rank": 3}, "traceEvents": training(1).events}, separators=(",", ":"))
+    )
     assert load(path, use_sidecar=False).rank == 3
 
 
