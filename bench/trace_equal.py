@@ -22,7 +22,6 @@ from trace_common import child, reference_python  # noqa: E402 - the paths above
 
 from fettle.trace import account_total, hta, load, time_account  # noqa: E402
 
-
 THEIRS = """
 import json, logging, sys
 logging.disable(logging.CRITICAL)

@@ -283,7 +283,8 @@ def ranks(folder: Path, *, skew: float, clock: float) -> list[T.Trace]:
             ahead = clock if rank else 0
             late = skew if rank else 0
             end = t + 50 + skew
-            build.step(i, t + ahead, 200).kernel("gemm", t + 5 + ahead, 20 + late, call=t + 1 + ahead)
+            build.step(i, t + ahead, 200).call("cudaDeviceSynchronize", t + 29 + ahead, end + 1 - t - 29)
+            build.kernel("gemm", t + 5 + ahead, 20 + late, call=t + 1 + ahead)
             build.kernel(
                 "ncclDevKernel_AllReduce",
                 t + 30 + late + ahead,
@@ -319,6 +320,27 @@ def test_clocks_skew_and_the_straggler(tmp_path: Path) -> None:
     assert found["reason"] == "it computes longer"
     across = T.kernels_across_ranks(traces).filter(pl.col("name") == "gemm").row(0, named=True)
     assert across["slowest_rank"] == 1
+
+
+def test_critical_path_goes_to_the_rank_that_came_last(tmp_path: Path) -> None:
+    path = T.critical_path_of_ranks(ranks(tmp_path, skew=15, clock=1000))
+    spent = {
+        (r["rank"], r["category"]): r["ns"]
+        for r in path.pieces.group_by("rank", "category")
+        .agg(ns=(pl.col("end_ns") - pl.col("start_ns")).sum())
+        .to_dicts()
+    }
+    # Each step: 20 us of transfer, then the late rank's 35 us of compute; once there, the path has no reason to come
+    # back.
+    assert spent[(0, "communication")] == 20_000
+    assert spent[(1, "communication")] == 3 * 20_000
+    assert spent[(1, "compute")] == 4 * 35_000
+    assert (0, "compute") not in spent
+    assert sum(spent.values()) == path.wall_ns
+    alone = T.critical_path_of_ranks(ranks(tmp_path, skew=0, clock=1000))
+    assert set(alone.pieces["rank"]) == {0}
+    with pytest.raises(UsageError):
+        T.critical_path_of_ranks([training(2).load(tmp_path)])
 
 
 def test_backward_kernels_know_their_forward(tmp_path: Path) -> None:

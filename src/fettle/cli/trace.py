@@ -376,6 +376,7 @@ def critical(
     """The critical path: what held the step up, over all of its wall clock."""
     from fettle.trace import charts
     from fettle.trace.critical import critical_path, path_events
+    from fettle.trace.critical_ranks import critical_path_of_ranks
     from fettle.trace.perfetto import augment
 
     traces = open_traces(source, fresh)
@@ -391,7 +392,18 @@ def critical(
             _chart(chart, lambda summary=summary: charts.bar_chart(summary, "category", "time_ns", "Critical path"))  # type: ignore[misc]
             if overlay is not None:
                 augment(trace, overlay, path=path)
-    show(frames, as_json, rows)
+    notes: dict[str, Any] = {}
+    if len(traces) > 1:
+        try:
+            joined = critical_path_of_ranks(traces, step)
+        except UsageError as error:
+            notes["across ranks"] = f"unknown: {error}"
+        else:
+            by_rank = joined.pieces.group_by("rank", "category").agg(
+                time_ns=(pl.col("end_ns") - pl.col("start_ns")).sum()
+            )
+            frames["across_ranks"] = by_rank.sort("time_ns", descending=True)
+    show(frames, as_json, rows, notes)
 
 
 @app.command()

@@ -13,6 +13,7 @@ from fettle.trace.account import account_total, time_account
 from fettle.trace.communication import arrival, collective_table, collectives, overlap, stragglers
 from fettle.trace.compare import Comparison, compare
 from fettle.trace.critical import CriticalPath, critical_path, path_events
+from fettle.trace.critical_ranks import critical_path_of_ranks
 from fettle.trace.health import Health, trace_health
 from fettle.trace.host import host_summary, parallel_operators, threads
 from fettle.trace.idle import CAUSES, idle_pieces, idle_summary
@@ -61,6 +62,7 @@ __all__ = [
     "copy_bandwidth",
     "counters_by_operator",
     "critical_path",
+    "critical_path_of_ranks",
     "host_summary",
     "idle_pieces",
     "idle_summary",

@@ -185,22 +185,21 @@ class _Walk:
     # --- the walk ---
 
     def run(self) -> None:
-        device_end = self.ends[bisect_right(self.ends, self.high) - 1] if self.ends else -1
-        if device_end == self.high:
-            self._from_device(self.by_end[bisect_right(self.ends, self.high) - 1], self.high)
-        else:
-            self._from_host(main_thread(self.trace), self.high)
-
-    def _from_device(self, index: int, time: int) -> None:
         """Loop, not recursion: device work and host stretches follow each other until the window's start."""
-        place: tuple[str, int] = ("device", index)
+        place, time = self.begin(main_thread(self.trace))
         while time > self.low:
-            place, time = self._device_step(place[1], time) if place[0] == "device" else self._host_step(place[1], time)
+            place, time = self.take(place, time)
 
-    def _from_host(self, thread: int, time: int) -> None:
-        place: tuple[str, int] = ("host", thread)
-        while time > self.low:
-            place, time = self._device_step(place[1], time) if place[0] == "device" else self._host_step(place[1], time)
+    def begin(self, thread: int) -> tuple[tuple[str, int], int]:
+        """Where the walk starts: on the work that ends the window, else on the given host thread."""
+        at = bisect_right(self.ends, self.high) - 1
+        if at >= 0 and self.ends[at] == self.high:
+            return ("device", self.by_end[at]), self.high
+        return ("host", thread), self.high
+
+    def take(self, place: tuple[str, int], time: int) -> tuple[tuple[str, int], int]:
+        """One stretch back: what held up `place` until `time`."""
+        return self._device_step(place[1], time) if place[0] == "device" else self._host_step(place[1], time)
 
     def _device_step(self, index: int, time: int) -> tuple[tuple[str, int], int]:
         self.seen.add(index)
