@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
@@ -288,29 +289,32 @@ class Columns:
 
         device = np.full(count, -1, np.int16)
         stream = np.full(count, -1, np.int64)
-        for i in np.flatnonzero(np.isin(kind, DEVICE_KINDS)).tolist():
-            a, e = args[i], events[i]
-            device[i] = _small(a.device if a.device is not None else e.pid)
-            stream[i] = _stream(a.stream if a.stream is not None else e.tid)
+        work = np.flatnonzero(np.isin(kind, DEVICE_KINDS))
+        if len(work):
+            chosen = [(args[i], events[i]) for i in work.tolist()]
+            device[work] = _plain_or([a.device if a.device is not None else e.pid for a, e in chosen], _small)
+            stream[work] = _plain_or([a.stream if a.stream is not None else e.tid for a, e in chosen], _stream)
         # What else carries a stream: sync events, and the host-side operators of generated kernels.
-        on_device = set(np.flatnonzero(np.isin(kind, DEVICE_KINDS)).tolist())
-        for i in [i for i, a in enumerate(args) if a.stream is not None and i not in on_device]:
-            device[i] = _small(args[i].device if kind[i] == Kind.SYNC else None)
-            stream[i] = _integer(args[i].stream) if isinstance(args[i].stream, int) else stream[i]
+        others = [i for i, a in enumerate(args) if a.stream is not None]
+        if len(others) > len(work) or not np.isin(others, work).all():
+            for i in np.setdiff1d(others, work).tolist():
+                device[i] = _small(args[i].device if kind[i] == Kind.SYNC else None)
+                stream[i] = _integer(args[i].stream) if isinstance(args[i].stream, int) else stream[i]
 
         shape = np.zeros(count, np.uint32)
         operators = np.flatnonzero((kind == Kind.OPERATOR) | (kind == Kind.ANNOTATION)).tolist()
-        if operators and b'"Input Dims"' in chunk:
+        if operators:
             shapes = self.shapes
             raws = [bytes(args[i].dims) for i in operators]
             if len(shapes) + len(raws) > MAX_SHAPES or max(map(len, raws)) > MAX_SHAPE_BYTES:
                 raws = [raw if raw in shapes or len(shapes) < MAX_SHAPES // 2 else b"" for raw in raws]
                 raws = [raw if len(raw) <= MAX_SHAPE_BYTES else b"" for raw in raws]
             shape[operators] = list(map(shapes.__getitem__, raws))
-        self._side_of_operators(args, operators, base, chunk)
+        self._side_of_operators(args, operators, base)
         self._side_of_device(args, kind, base)
-        if b"cuda_profiler_range" in chunk:
-            self._counters(chunk, np.flatnonzero(kind == Kind.COUNTER_RANGE), base)
+        ranges = np.flatnonzero(kind == Kind.COUNTER_RANGE)
+        if len(ranges):
+            self._counters(chunk, ranges, base)
         self.chunks.append(
             {
                 "ts_ns": ts_ns,
@@ -334,30 +338,34 @@ class Columns:
             self.tally.unknown_categories.add(_say(category, 100))
         self.category_kind.append(int(kind))
 
-    def _side_of_operators(self, args: list[Any], rows: list[int], base: int, chunk: bytes) -> None:
-        if b'"Sequence number"' in chunk:
-            numbers = _integers([args[i].sequence for i in rows])
-            has = np.flatnonzero(numbers >= 0)
-            some = [rows[i] for i in has.tolist()]
-            self.put(
-                "autograd",
-                row=np.array(some, dtype=np.int64) + base,
-                sequence=numbers[has],
-                forward_thread=_integers([args[i].forward_thread for i in some]),
-            )
-        if b'"kernel_hash"' in chunk or b'"kernel_file"' in chunk:
-            some = [i for i in rows if args[i].kernel_file is not None or args[i].kernel_hash is not None]
+    def _side_of_operators(self, args: list[Any], rows: list[int], base: int) -> None:
+        numbers = _integers([args[i].sequence for i in rows])
+        has = np.flatnonzero(numbers >= 0)
+        if len(has):
+            with_number = np.array(rows, dtype=np.int64)[has]
+            forward = _integers([args[i].forward_thread for i in with_number.tolist()])
+            self.put("autograd", row=with_number + base, sequence=numbers[has], forward_thread=forward)
+        # One pass finds the few operators that have any of the rare facts.
+        rare = [
+            i
+            for i in rows
+            if (a := args[i]).stack
+            or a.collective is not None
+            or a.kernel_file is not None
+            or a.kernel_hash is not None
+        ]
+        some = [i for i in rare if args[i].kernel_file is not None or args[i].kernel_hash is not None]
+        if some:
             self.put(
                 "generated",
                 row=[base + i for i in some],
                 file=[_say(args[i].kernel_file or "", 1000) for i in some],
                 hash=[_say(args[i].kernel_hash or "", 200) for i in some],
             )
-        if b'"Call stack"' in chunk:
-            some = [i for i in rows if args[i].stack]
+        some = [i for i in rare if args[i].stack]
+        if some:
             self.put("stacks", row=[base + i for i in some], stack=[_say(args[i].stack, MAX_NAME_CHARS) for i in some])
-        if b'"Collective name"' in chunk:
-            self._collectives([i for i in rows if args[i].collective is not None], args, base)
+        self._collectives([i for i in rare if args[i].collective is not None], args, base)
 
     def _side_of_device(self, args: list[Any], kind: npt.NDArray[np.uint8], base: int) -> None:
         rows = np.flatnonzero((kind == Kind.MEMCPY) | (kind == Kind.MEMSET)).tolist()
@@ -519,6 +527,17 @@ _TYPED_ARGS = {"stream", "device", "Input Dims", *(encoded for _, encoded in _IN
 
 def _text(value: Any) -> str | None:
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else None
+
+
+def _plain_or(values: list[Any], convert: Callable[[Any], int]) -> npt.NDArray[np.int64] | list[int]:
+    """Small plain integers as they are, at once; anything else one by one."""
+    try:
+        array = np.array(values)
+    except (ValueError, OverflowError):
+        return [convert(v) for v in values]
+    if array.dtype == np.int64 and len(array) and array.min() >= 0 and array.max() <= 10_000:
+        return array
+    return [convert(v) for v in values]
 
 
 def _say(value: Any, limit: int) -> str:
