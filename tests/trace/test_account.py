@@ -63,6 +63,9 @@ def test_a_gap_is_split_not_labelled(tmp_path: Path) -> None:
         ("cuda_runtime", "hipMemcpyWithStream", "blocking_call"),
         ("cuda_runtime", "cudaMalloc", "allocator"),
         ("cuda_driver", "cuModuleLoadData", "compile_or_load"),
+        ("python_function", "torch/_inductor/compile_fx.py(1): compile_fx_inner", "compile_or_load"),
+        ("python_function", "torch/_compile.py(22): inner", "python"),  # a wrapper that compiles nothing
+        ("python_function", "torch/_inductor/compile_fx.py(9): run", "python"),
         ("cuda_runtime", "cudaEventRecord", "runtime_call"),
         ("user_annotation", "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", "data_loading"),
         ("cpu_op", "aten::add", "operator"),

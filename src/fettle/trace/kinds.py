@@ -92,10 +92,13 @@ _ALLOCATOR = re.compile(
     r"^(cuda|hip)(Malloc|Free|HostAlloc|HostFree|MallocHost|FreeHost|HostRegister|HostUnregister|HostMalloc|MallocManaged|"
     r"MallocAsync|FreeAsync|MemPool)|^(cu|hip)Mem(Create|Map|Unmap|Release|SetAccess|AddressReserve|AddressFree|Alloc|Free)"
 )
+# Of Python functions only those that compile: their modules also hold wrappers that run at every call of compiled code.
 _LOADING = re.compile(
     r"^(cu|cuda|hip)(Module|Library)(Load|Unload|Get)|Lazy Function Loading|Runtime Triggered Module Loading|"
-    r"^hip(Hcc)?ModuleLaunch.*compile|compile_fx|compile_inner|_compile\b|async_compile|CachingAutotuner|codecache|"
-    r"triton.*compil|nvrtc|cudnnFind|dynamo.*convert_frame",
+    r": (_?compile_fx\w*|_?compile_inner|fx_codegen_and_compile|_?convert_frame\w*|precompile)$|"
+    r": make_(ttir|ttgir|llir|ptx|cubin)$|async_compile\.py\(\d+\): |codecache\.py\(\d+\): (load|compile|write)|"
+    r"triton/compiler/compiler\.py\(\d+\): compile|"
+    r": (autotune_to_one_config|benchmark_all_configs)$|nvrtc|cudnnFind",
     re.IGNORECASE,
 )
 _DATA = re.compile(
