@@ -10,6 +10,7 @@ and growth.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -116,9 +117,6 @@ def main() -> None:
                 large.unlink()
     if options.json:
         print(json.dumps(results))
-        return
-    for r in results:
-        show(r)
 
 
 def measure(name: str, path: Path, python: str, env: dict[str, str], runs: int) -> dict[str, Any]:
@@ -130,11 +128,17 @@ def measure(name: str, path: Path, python: str, env: dict[str, str], runs: int) 
         found["theirs"].append(child(python, THEIRS, str(path)))
     best = {who: min(rs, key=lambda r: r.get("open_s", float("inf"))) for who, rs in found.items()}
     result = {"trace": name, "bytes": path.stat().st_size, **best}
-    print(f"measured {name}", file=sys.stderr)
+    show(result)  # at once: a long run that is ended by something else has still told what it saw
     return result
 
 
 def show(r: dict[str, Any]) -> None:
+    """Print one trace's measurements and ratios to the terminal (stderr: `--json` has stdout)."""
+    with contextlib.redirect_stdout(sys.stderr):
+        _show(r)
+
+
+def _show(r: dict[str, Any]) -> None:
     ours, theirs, floor = r["ours"], r["theirs"], r["floor"]
     print(f"\n{r['trace']}: {r['bytes'] / 2**20:.0f} MiB")
     if "error" in ours:
