@@ -25,6 +25,7 @@ _COMMANDS: dict[str, str] = {
     "report": "report",
     "techniques": "techniques",
     "memory": "memory",
+    "trace": "trace",
 }
 
 
