@@ -32,9 +32,9 @@ def apply(
     """
     levels = _levels(recipe)
     check_names(levels)
-    levels = normal(levels)
     workload = Workload(model, as_batches(inputs), call)
     facts = probe_facts(workload, allow_batch=True)
+    levels = normal(levels if facts.training else levels.without("mode"))  # in eval mode already: nothing to do
     why_not = conflict(levels, facts)
     if why_not:
         raise UsageError(f"the recipe cannot work here: {why_not}")
