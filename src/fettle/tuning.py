@@ -26,6 +26,8 @@ from fettle.study import Study, storage_url
 from fettle.techniques import CATALOGUE, Facts, bundles, conflict, find, normal, source
 from fettle.workload import Target, Workload, as_batches, find_target, target_from_objects
 
+SCREENING_ROUNDS = 20
+"""Most rounds of a race of the search. The last race, which is the one that is announced, may go on for longer."""
 GOALS: tuple[Goal, ...] = ("throughput", "latency", "memory", "energy", "startup")
 
 
@@ -324,7 +326,8 @@ class Session:
         deadline = math.inf
         if self._budget_s is not None:
             deadline = self._started + self._budget_s - self._reserve_s()
-        for trial in self.run(entries, replace(self.rules, deadline=deadline), self._baseline):
+        rules = replace(self.rules, deadline=deadline, max_rounds=SCREENING_ROUNDS)
+        for trial in self.run(entries, rules, self._baseline):
             if trial.recipe not in self._known:
                 self._keep(trial)
 
@@ -582,18 +585,19 @@ def _climb(recipe: Recipe, space: Space | None) -> list[Recipe]:
 def _pin(
     name: str, given: str, levels: Sequence[str], usable: list[str], left_out: list[LeftOut], required: dict[str, str]
 ) -> None:
-    """Take the user's choice for one technique: levels that cannot be had are an error, a lone level is required."""
-    for level in levels:
-        if level not in usable and not (name == "threads" and level.isdigit()):
-            why = next((item.why for item in left_out if item.technique == name and item.level == level), "unknown")
-            raise UsageError(f"--technique {name}={level} cannot be had here: {why}")
-        if level not in usable:
-            usable.append(level)
-    if len(levels) == 1:
-        required[name] = levels[0]
-        usable[:] = [given, levels[0]] if levels[0] != given else [given]
-    elif given not in levels:
-        required.setdefault(name, levels[0])
+    """Take the user's choice for one technique: it is an error when none of the levels can be had; a lone one is
+    required. Of several, those that cannot be had are among `left_out` already."""
+    if name == "threads":
+        usable += [level for level in levels if level.isdigit() and level not in usable]
+    possible = [level for level in levels if level in usable]
+    if not possible:
+        why = next((item.why for item in left_out if item.technique == name and item.level == levels[0]), "unknown")
+        raise UsageError(f"--technique {name}={levels[0]} cannot be had here: {why}")
+    if len(possible) == 1:
+        required[name] = possible[0]
+        usable[:] = list(dict.fromkeys([given, possible[0]]))
+    elif given not in possible:
+        required.setdefault(name, possible[0])
 
 
 def _verdict(trial: Trial, indifference: float) -> Verdict:
