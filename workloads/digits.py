@@ -1,6 +1,7 @@
 """A small image classifier, trained on scikit-learn's handwritten digits when it is built (a few seconds).
 
 Own architecture: five 3x3 convolutions with BatchNorm and a linear layer, 0.07 million parameters. The 8x8 digits are
+<<<<<<< HEAD
 upsampled to 24x24, 128 a call. Two thirds train, one third tests; the metric is the accuracy on the test third, of
 which the check batch is a part.
 """
@@ -8,6 +9,13 @@ which the check batch is a part.
 import os
 from itertools import pairwise
 from pathlib import Path
+=======
+upsampled to 24x24, 128 a call. Two thirds train, one third tests: the metric is the accuracy on the test third, of
+which the check batches are a part.
+"""
+
+from itertools import pairwise
+>>>>>>> workloads
 
 import torch
 from sklearn.datasets import load_digits

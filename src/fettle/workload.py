@@ -12,12 +12,17 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fettle.errors import UsageError, first_line
+
+if TYPE_CHECKING:
+    import torch
 
 Batch = Any
 """One sample input, any pytree: a tuple is spread as positional arguments, a dict as keyword arguments, anything
@@ -57,6 +62,19 @@ class Workload:
             raise UsageError("the workload's inputs must be a list of batches, for example inputs=[batch]")
         if len(inputs) == 0:
             raise UsageError("the workload's inputs are empty: give at least one batch, for example inputs=[batch]")
+        if isinstance(self.check_inputs, (str, bytes, Mapping)) or not isinstance(self.check_inputs, Sequence):
+            raise UsageError("the workload's check_inputs must be a list of batches, for example check_inputs=[batch]")
+        for name in ("call", "metric"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise UsageError(f"the workload's {name} is a {type(value).__name__}, which cannot be called")
+        if self.samples is not None and (not isinstance(self.samples, Integral) or self.samples < 1):
+            raise UsageError(f"the workload's samples are {self.samples!r}: give the number of rows in one call")
+        for name in ("inputs", "check_inputs"):
+            batches = getattr(self, name)
+            if any(isinstance(batch, UserDict) for batch in batches):  # what the tokenizers of transformers return
+                plain = [dict(batch) if isinstance(batch, UserDict) else batch for batch in batches]
+                object.__setattr__(self, name, plain)
 
     @property
     def calibration(self) -> list[Batch]:
@@ -119,15 +137,18 @@ class Target:
             if entry not in sys.path:
                 sys.path.insert(0, entry)
         if self.is_live:
-            return _load_live(Path(self.reference))
+            return self._named(_load_live(Path(self.reference)))
         factory = _find_factory(self.reference)
         try:
             made = factory()
         except UsageError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a script without a main guard may leave
             raise UsageError(f"the factory {self.reference} raised {first_line(error)}") from error
-        return dataclasses.replace(workload_from(made, self.reference), name=self.name)
+        return self._named(workload_from(made, self.reference))
+
+    def _named(self, workload: Workload) -> Workload:
+        return workload if workload.name else dataclasses.replace(workload, name=self.name)
 
 
 def find_target(text: str) -> Target:
@@ -136,13 +157,17 @@ def find_target(text: str) -> Target:
     Raises `UsageError` for a file that does not exist or a text of another form.
     """
     here = str(Path.cwd())
-    location, _, factory = text.rpartition(":") if ":" in text else (text, "", "workload")
+    # without a factory the text may still have a colon: it is in the path
+    bare = ":" not in text or text.endswith(".py")
+    location, _, factory = (text, "", "workload") if bare else text.rpartition(":")
     if not factory.isidentifier():
         raise UsageError(f"{text!r} is no target: write path/to/file.py:factory or package.module:factory")
     if location.endswith(".py") or "/" in location:
         path = Path(location).expanduser().resolve()
         if not path.is_file():
             raise UsageError(f"no such file: {location}")
+        if path.suffix != ".py":
+            raise UsageError(f"{location} is no Python file: write path/to/file.py:factory")
         name = path.stem if factory == "workload" else f"{path.stem}-{factory}"
         return Target(f"{path}:{factory}", name, (str(path.parent), here))
     if not all(part.isidentifier() for part in location.split(".")):
@@ -165,9 +190,12 @@ def target_from_objects(workload: Workload, folder: Path) -> Target:
             f"the model or its inputs cannot be handed to a worker process ({first_line(error)}): write a factory "
             "instead, def workload(): return model, [batch], and pass 'file.py:workload'"
         ) from error
-    folder.mkdir(parents=True, exist_ok=True)
     path = (folder / "workload.pkl").resolve()
-    path.write_bytes(data)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or first_line(error)}") from error
     name = workload.name or type(workload.model).__name__
     return Target(str(path), name, tuple(entry or str(Path.cwd()) for entry in sys.path))
 
@@ -183,7 +211,8 @@ def workload_from(made: object, where: str) -> Workload:
         return Workload(made[0], as_batches(made[1]))
     names = {item.name for item in dataclasses.fields(Workload)}
     if isinstance(made, dict) and {"model", "inputs"} <= made.keys() <= names:
-        return Workload(**{**made, "inputs": as_batches(made["inputs"])})
+        batches = {key: as_batches(made[key]) for key in ("inputs", "check_inputs") if key in made}
+        return Workload(**{**made, **batches})
     raise UsageError(
         f"the factory {where} returned a {type(made).__name__}: return fettle.Workload(model, [batch]), "
         f"a dict with keys among {', '.join(sorted(names))}, or (model, [batch])"
@@ -191,7 +220,9 @@ def workload_from(made: object, where: str) -> Workload:
 
 
 def as_batches(inputs: Any) -> list[Batch]:
-    """A list is a list of batches; anything else (tensor, tuple, dict, dataclass) is one batch."""
+    """A list is a list of batches; ``()`` is none; anything else (tensor, tuple, dict, dataclass) is one batch."""
+    if isinstance(inputs, tuple) and not inputs:
+        return []
     return list(inputs) if isinstance(inputs, list) else [inputs]
 
 
@@ -210,15 +241,30 @@ def fingerprint(workload: Workload) -> str:
         tensors += [(f"input{index}{path}", leaf) for path, leaf in leaves(batch)]
     for name, value in tensors:
         digest.update(name.encode())
+        if type(value).__module__ == "numpy":
+            value = torch.as_tensor(value)
         if not isinstance(value, torch.Tensor):
             digest.update(repr(value).encode() if isinstance(value, (str, int, float, bool)) else b"?")
-            continue
-        digest.update(f"{tuple(value.shape)}{value.dtype}".encode())
-        if value.numel() and value.layout == torch.strided and not value.is_meta:
-            flat = value.detach().reshape(-1)
-            sample = flat[:: max(1, flat.numel() // 4096)].cpu().contiguous()
-            digest.update(sample.view(torch.uint8).numpy().tobytes())
+        elif torch.nn.parameter.is_lazy(value):
+            digest.update(b"lazy")  # has no shape before the first call
+        else:
+            digest.update(f"{tuple(value.shape)}{value.dtype}".encode())
+            digest.update(_some_bytes(value))
     return digest.hexdigest()[:16]
+
+
+def _some_bytes(value: torch.Tensor, most: int = 4096) -> bytes:
+    """Up to `most` values at even strides; none where a tensor's values cannot be had as plain memory."""
+    import torch
+
+    if value.is_meta or not value.numel():
+        return b""
+    try:
+        dense = value.detach().to_dense() if value.layout != torch.strided else value.detach()
+        sample = dense.reshape(-1)[:: -(-dense.numel() // most)].resolve_conj().resolve_neg().cpu().contiguous()
+        return sample.view(torch.uint8).numpy().tobytes()
+    except (RuntimeError, TypeError, NotImplementedError):  # nested, opaque or packed tensor types
+        return b"?"
 
 
 def _find_factory(reference: str) -> Callable[[], object]:
@@ -236,7 +282,7 @@ def _find_factory(reference: str) -> Callable[[], object]:
             module = importlib.import_module(location)
     except UsageError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(f"importing {location} failed: {first_line(error)}") from error
     factory = getattr(module, name, None)
     if not callable(factory):

@@ -27,6 +27,7 @@ def load():
     import importlib
     import importlib.util
     import sys
+    from collections import UserDict
 
 {path}{load}
     made = module.{factory}()
@@ -37,6 +38,7 @@ def load():
     else:
         model, batches, call = made.model, made.inputs, made.call
     batches = list(batches) if isinstance(batches, list) else [batches]
+    batches = [dict(batch) if isinstance(batch, UserDict) else batch for batch in batches]
     return model, batches, call
 
 

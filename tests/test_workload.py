@@ -1,0 +1,458 @@
+"""Workloads: where they come from, what they hold, and the one clear line when they cannot be had."""
+
+import subprocess
+import sys
+import textwrap
+import threading
+from collections import OrderedDict, UserDict, namedtuple
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fettle
+from fettle.errors import UsageError
+from fettle.workload import (
+    Target,
+    Workload,
+    as_batches,
+    find_target,
+    fingerprint,
+    leaves,
+    spread,
+    target_from_objects,
+    workload_from,
+)
+
+Point = namedtuple("Point", "x y")
+
+
+@dataclass
+class Pair:
+    left: object
+    right: object = None
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+
+def batch() -> torch.Tensor:
+    return torch.ones(3, 4)
+
+
+def write(folder: Path, text: str, name: str = "work.py") -> Path:
+    path = folder / name
+    path.write_text(textwrap.dedent(text), "utf-8")
+    return path
+
+
+class Refused:
+    """Runs a block, and checks that it raised one line that a person can act on."""
+
+    def __init__(self, *parts: str) -> None:
+        self.parts = parts
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> bool:
+        assert kind is UsageError, f"raised {kind}: {error}"
+        line = str(error)
+        assert "\n" not in line
+        assert all(part in line for part in self.parts), line
+        return True
+
+
+class TestWorkload:
+    def test_model_must_be_callable(self) -> None:
+        with Refused("model is a int", "cannot be called"):
+            Workload(3, [batch()])  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("inputs", [torch.ones(2, 3), {"x": 1}, "text", b"bytes", None, {1, 2}, iter([1])])
+    def test_inputs_must_be_a_list_of_batches(self, inputs: object) -> None:
+        with Refused("inputs must be a list of batches", "inputs=[batch]"):
+            Workload(model(), inputs)  # type: ignore[arg-type]
+
+    def test_inputs_must_not_be_empty(self) -> None:
+        with Refused("inputs are empty", "inputs=[batch]"):
+            Workload(model(), [])
+
+    @pytest.mark.parametrize("check", [torch.ones(2, 3), {"x": 1}, "text", None])
+    def test_check_inputs_must_be_a_list_of_batches(self, check: object) -> None:
+        with Refused("check_inputs must be a list of batches"):
+            Workload(model(), [batch()], check_inputs=check)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("name", ["call", "metric"])
+    def test_functions_must_be_callable(self, name: str) -> None:
+        with Refused(f"{name} is a float"):
+            Workload(model(), [batch()], **{name: 0.9})  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("samples", [0, -1, 2.5, "8"])
+    def test_samples_must_be_a_number_of_rows(self, samples: object) -> None:
+        with Refused("samples are", "rows"):
+            Workload(model(), [batch()], samples=samples)  # type: ignore[arg-type]
+
+    def test_what_calibrates_and_what_judges_are_apart(self) -> None:
+        batches = [torch.full((1,), float(index)) for index in range(5)]
+        assert Workload(model(), batches).calibration == batches[:2]
+        assert Workload(model(), batches[:1]).calibration == []
+        assert Workload(model(), batches[:3], check_inputs=batches[3:]).calibration == batches[:3]
+
+    def test_run_calls_the_workloads_way(self) -> None:
+        def add(a: int, b: int = 10) -> int:
+            return a + b
+
+        assert Workload(add, [1]).run(add, 1) == 11
+        assert Workload(add, [(1, 2)]).run(add, (1, 2)) == 3
+        assert Workload(add, [{"a": 1, "b": 3}]).run(add, {"a": 1, "b": 3}) == 4
+        doubled = Workload(add, [1], call=lambda called, *args, **kwargs: 2 * called(*args, **kwargs))
+        assert doubled.run(add, (1, 2)) == 6
+
+    def test_a_tokenizers_batch_becomes_keywords(self) -> None:
+        made = Workload(model(), [UserDict(input=batch())], check_inputs=[UserDict(input=batch())])
+        assert type(made.inputs[0]) is dict
+        assert type(made.check_inputs[0]) is dict
+        assert made.run(made.model, made.inputs[0]).shape == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "args", "kwargs"),
+    [
+        (5, (5,), {}),
+        ((1, 2), (1, 2), {}),
+        ((), (), {}),
+        ([1, 2], ([1, 2],), {}),
+        ({"a": 1}, (), {"a": 1}),
+        ({}, (), {}),
+        ({1: "a"}, ({1: "a"},), {}),
+        (OrderedDict(a=1), (OrderedDict(a=1),), {}),
+        (Point(1, 2), (Point(1, 2),), {}),
+        (Pair(1, 2), (Pair(1, 2),), {}),
+        (None, (None,), {}),
+    ],
+)
+def test_spread(given: object, args: tuple, kwargs: dict) -> None:
+    assert spread(given) == (args, kwargs)
+
+
+class TestLeaves:
+    @pytest.mark.parametrize(
+        ("tree", "paths"),
+        [
+            (1, ["output"]),
+            (None, []),
+            ([], []),
+            ((1, [2, {"a": 3}]), ["[0]", "[1][0]", "[1][1].a"]),
+            ({"a": {"b": 1}, 0: 2, "none": None}, [".a.b", ".0"]),
+            (Point(1, (2,)), ["[0]", "[1][0]"]),
+            (Pair([1], Pair(2)), [".left[0]", ".right.left"]),
+            (UserDict(a=1), [".a"]),
+            ("text", ["output"]),
+        ],
+    )
+    def test_paths(self, tree: object, paths: list[str]) -> None:
+        assert [path for path, _ in leaves(tree)] == paths
+
+    def test_a_dataclass_that_is_a_mapping_counts_once(self) -> None:
+        @dataclass
+        class Output(OrderedDict):  # as transformers' ModelOutput
+            logits: object = None
+            cache: object = field(default=None)
+
+            def __post_init__(self) -> None:
+                self["logits"] = self.logits
+
+        assert list(leaves(Output(7))) == [(".logits", 7)]
+
+    def test_a_class_is_a_leaf(self) -> None:
+        assert list(leaves({"kind": Pair})) == [(".kind", Pair)]
+
+
+class TestFindTarget:
+    def test_file(self, tmp_path: Path) -> None:
+        path = write(tmp_path, "")
+        target = find_target(str(path))
+        assert (target.reference, target.name) == (f"{path}:workload", "work")
+        assert target.search_path == (str(tmp_path), str(Path.cwd()))
+        assert not target.is_live
+        assert find_target(f"{path}:small") == Target(f"{path}:small", "work-small", target.search_path)
+
+    def test_file_beside_us(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = write(tmp_path, "")
+        monkeypatch.chdir(tmp_path)
+        assert find_target("work.py").reference == f"{path}:workload"
+        assert find_target("./work.py:other").reference == f"{path}:other"
+
+    def test_file_in_a_folder_with_a_colon(self, tmp_path: Path) -> None:
+        (tmp_path / "a:b").mkdir()
+        path = write(tmp_path / "a:b", "def workload(): return abs, [1]")
+        assert find_target(str(path)).load().inputs == [1]
+        assert find_target(f"{path}:workload").load().inputs == [1]
+
+    def test_home(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = write(tmp_path, "")
+        monkeypatch.setenv("HOME", str(tmp_path))
+        assert find_target("~/work.py").reference == f"{path}:workload"
+
+    def test_module(self) -> None:
+        assert find_target("package.models:small") == Target("package.models:small", "models-small", (str(Path.cwd()),))
+        assert find_target("models").reference == "models:workload"
+        assert find_target("models").name == "models"
+
+    @pytest.mark.parametrize("text", ["nowhere.py", "nowhere.py:factory", "no/such/file", "/no/such.py:small"])
+    def test_no_such_file(self, text: str) -> None:
+        with Refused("no such file: ", text.partition(":")[0]):
+            find_target(text)
+
+    @pytest.mark.parametrize(
+        "text", ["", ":", ":workload", "models:", "models:a b", "a..b", "a-b:c", "models:1st", "a:b:c"]
+    )
+    def test_no_target(self, text: str) -> None:
+        with Refused("is no target", "path/to/file.py:factory", "package.module:factory"):
+            find_target(text)
+
+    def test_a_folder_is_no_file(self, tmp_path: Path) -> None:
+        with Refused("no such file"):
+            find_target(str(tmp_path))
+
+    def test_another_kind_of_file(self, tmp_path: Path) -> None:
+        path = write(tmp_path, "", "weights.pt")
+        with Refused("no Python file"):
+            find_target(f"{path}:workload")
+
+
+class TestLoad:
+    @pytest.mark.parametrize(
+        ("made", "name", "count"),
+        [
+            ("abs, [1, 2]", "work", 2),
+            ("abs, 1", "work", 1),
+            ("{'model': abs, 'inputs': [1], 'check_inputs': [2]}", "work", 1),
+            ("{'model': abs, 'inputs': [1], 'name': 'mine'}", "mine", 1),
+            ("fettle.workload.Workload(abs, [1, 2, 3])", "work", 3),
+            ("fettle.workload.Workload(abs, [1], name='mine')", "mine", 1),
+        ],
+    )
+    def test_the_forms_of_a_factory(self, tmp_path: Path, made: str, name: str, count: int) -> None:
+        path = write(tmp_path, f"import fettle.workload\ndef workload(): return {made}")
+        found = find_target(str(path)).load()
+        assert (found.name, len(found.inputs)) == (name, count)
+        assert found.run(found.model, -1) == 1
+
+    def test_modules_beside_the_file_are_found(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        write(tmp_path, "VALUE = 7", "beside_the_workload.py")
+        path = write(tmp_path, "import beside_the_workload as b\ndef workload(): return abs, [b.VALUE]")
+        assert find_target(str(path)).load().inputs == [7]
+
+    def test_module(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        monkeypatch.chdir(tmp_path)
+        write(tmp_path, "def small(): return abs, [7]", "module_with_factory.py")
+        assert find_target("module_with_factory:small").load().inputs == [7]
+
+    def test_dataclasses_inside_the_file_work(self, tmp_path: Path) -> None:
+        text = """
+            from __future__ import annotations
+            import dataclasses
+            @dataclasses.dataclass
+            class Batch:
+                x: int = 1
+            def workload(): return (lambda batch: batch.x), [Batch()]
+        """
+        found = find_target(str(write(tmp_path, text))).load()
+        assert found.run(found.model, found.inputs[0]) == 1
+
+    @pytest.mark.parametrize(
+        ("text", "parts"),
+        [
+            ("def workload(: pass", ["importing", "work.py", "SyntaxError"]),
+            ("import no_such_module_at_all", ["importing", "ModuleNotFoundError", "no_such_module_at_all"]),
+            ("raise SystemExit('bye')", ["importing", "SystemExit: bye"]),
+            ("def other(): pass", ["no factory named 'workload'", "it has other"]),
+            ("x = 1", ["no factory named 'workload'"]),
+            ("workload = 3", ["no factory named 'workload'"]),
+            ("def workload(): raise ValueError('first\\nsecond')", ["factory", "raised ValueError: first"]),
+            ("def workload(): raise ValueError", ["factory", "raised ValueError"]),
+            ("def workload(): raise SystemExit(3)", ["factory", "raised SystemExit: 3"]),
+            ("def workload(size): return abs, [1]", ["factory", "raised TypeError", "size"]),
+            ("def workload(): pass", ["returned a NoneType", "fettle.Workload(model, [batch])", "(model, [batch])"]),
+            ("def workload(): return abs", ["returned a builtin_function_or_method"]),
+            ("def workload(): return abs, [1], 2", ["returned a tuple"]),
+            ("def workload(): return {'model': abs}", ["returned a dict", "keys among", "check_inputs"]),
+            ("def workload(): return dict(model=abs, inputs=[1], batch=3)", ["returned a dict", "keys among"]),
+            ("def workload(): return abs, []", ["inputs are empty"]),
+            ("def workload(): return 3, [1]", ["model is a int"]),
+            ("def workload(): return dict(model=abs, inputs=[1], metric=2)", ["metric is a int"]),
+        ],
+    )
+    def test_refusals(self, tmp_path: Path, text: str, parts: list[str]) -> None:
+        path = write(tmp_path, text)
+        with Refused(*parts):
+            find_target(str(path)).load()
+
+    def test_a_module_that_does_not_exist(self) -> None:
+        with Refused("importing no.such.module failed", "ModuleNotFoundError"):
+            find_target("no.such.module").load()
+
+    def test_ctrl_c_stays_ctrl_c(self, tmp_path: Path) -> None:
+        path = write(tmp_path, "def workload(): raise KeyboardInterrupt")
+        with pytest.raises(KeyboardInterrupt):
+            find_target(str(path)).load()
+
+
+def test_workload_from() -> None:
+    made = Workload(abs, [1])
+    assert workload_from(made, "here") is made
+    assert workload_from((abs, (1, 2)), "here").inputs == [(1, 2)]
+    assert workload_from((abs, {"x": 1}), "here").inputs == [{"x": 1}]
+    from_dict = workload_from({"model": abs, "inputs": 1, "check_inputs": {"x": 2}}, "here")
+    assert (from_dict.inputs, from_dict.check_inputs) == ([1], [{"x": 2}])
+    assert workload_from({"model": abs, "inputs": [1], "check_inputs": ()}, "here").check_inputs == []
+    with Refused("the factory here returned a str"):
+        workload_from("text", "here")
+
+
+def test_as_batches() -> None:
+    assert as_batches([1, 2]) == [1, 2]
+    assert as_batches((1, 2)) == [(1, 2)]
+    assert as_batches(()) == []
+    assert as_batches({"x": 1}) == [{"x": 1}]
+    assert as_batches(Pair(1)) == [Pair(1)]
+
+
+class TestLiveObjects:
+    def test_round_trip(self, tmp_path: Path) -> None:
+        made = Workload(model(), [batch()], call=lambda called, x: called(x) + 1, metric=lambda called: 1.0)
+        target = target_from_objects(made, tmp_path / "new" / "folder")
+        assert target.is_live
+        assert target.name == "Sequential"
+        found = target.load()
+        assert found.name == "Sequential"
+        assert fingerprint(found) == fingerprint(made)
+        assert torch.equal(found.run(found.model.eval(), batch()), made.run(made.model.eval(), batch()))
+
+    def test_the_users_name_stays(self, tmp_path: Path) -> None:
+        target = target_from_objects(Workload(model(), [batch()], name="mine"), tmp_path)
+        assert (target.name, target.load().name) == ("mine", "mine")
+
+    def test_tied_weights_stay_tied(self, tmp_path: Path) -> None:
+        tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        tied[1].weight = tied[0].weight
+        found = target_from_objects(Workload(tied, [batch()]), tmp_path).load().model
+        assert found[0].weight is found[1].weight
+
+    def test_a_class_of_the_main_script_travels(self, tmp_path: Path) -> None:
+        """A script's own classes cannot be imported by a worker: they must be in the pickle."""
+        script = """
+            import sys, torch
+            from pathlib import Path
+            from torch import nn
+            from fettle.workload import Workload, target_from_objects
+            class Own(nn.Module):
+                def forward(self, x):
+                    return x * FACTOR
+            FACTOR = 3
+            target_from_objects(Workload(Own(), [torch.ones(2)]), Path(sys.argv[1]))
+        """
+        source = str(Path(fettle.__file__).parents[1])
+        env = {"PYTHONPATH": source, "PATH": "/usr/bin:/bin"}
+        path = write(tmp_path, script, "script.py")
+        subprocess.run([sys.executable, str(path), str(tmp_path)], check=True, env=env)
+        found = Target(str(tmp_path / "workload.pkl")).load()
+        assert found.run(found.model, found.inputs[0]).tolist() == [3, 3]
+
+    @pytest.mark.parametrize("where", ["model", "inputs"])
+    def test_what_cannot_be_pickled(self, tmp_path: Path, where: str) -> None:
+        bad = model()
+        if where == "model":
+            bad.lock = threading.Lock()
+        made = Workload(bad, [threading.Lock() if where == "inputs" else batch()])
+        with Refused(
+            "cannot be handed to a worker process", "def workload(): return model, [batch]", "'file.py:workload'"
+        ):
+            target_from_objects(made, tmp_path)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_what_cannot_be_unpickled(self, tmp_path: Path) -> None:
+        path = tmp_path / "workload.pkl"
+        path.write_bytes(b"cut off")
+        with Refused("cannot be rebuilt in a worker process", "'file.py:workload'"):
+            Target(str(path)).load()
+
+    def test_what_cannot_be_written(self, tmp_path: Path) -> None:
+        blocked = tmp_path / "file"
+        blocked.touch()
+        with Refused("cannot write", "workload.pkl"):
+            target_from_objects(Workload(model(), [batch()]), blocked)
+
+
+class TestFingerprint:
+    def test_equal_workloads_agree(self) -> None:
+        assert fingerprint(Workload(model(), [batch()])) == fingerprint(Workload(model(), [batch()]))
+        assert len(fingerprint(Workload(model(), [batch()]))) == 16
+
+    def test_layout_mode_and_name_do_not_count(self) -> None:
+        images = torch.randn(2, 3, 4, 4)
+        one = Workload(model(), [images])
+        two = Workload(model().eval(), [images.to(memory_format=torch.channels_last)], name="other")
+        assert fingerprint(one) == fingerprint(two)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda made, batches: made[0].weight.data[0, 0].add_(1),
+            lambda made, batches: made[1].running_mean.add_(1),  # a buffer
+            lambda made, batches: made.to(torch.float64),
+            lambda made, batches: made.append(nn.ReLU()) and made.append(nn.Linear(2, 2)),
+            lambda made, batches: batches[0].add_(1),
+            lambda made, batches: batches[-1].add_(1),
+            lambda made, batches: batches.append(batch()),
+            lambda made, batches: batches.reverse(),
+            lambda made, batches: batches.__setitem__(0, batches[0].reshape(4, 3)),
+            lambda made, batches: batches.__setitem__(0, {"x": batches[0]}),
+            lambda made, batches: batches.__setitem__(0, (batches[0], 5)),
+        ],
+    )
+    def test_every_change_counts(self, change) -> None:
+        made, batches = model(), [batch(), 2 * batch()]
+        before = fingerprint(Workload(made, batches))
+        change(made, batches)
+        assert fingerprint(Workload(made, batches)) != before
+
+    def test_large_tensors_count_from_end_to_end(self) -> None:
+        values = torch.zeros(1_000_000)
+        before = fingerprint(Workload(abs, [values]))
+        values[500_000:501_000] = 1
+        assert fingerprint(Workload(abs, [values])) != before
+
+    def test_numbers_texts_and_arrays_count(self) -> None:
+        prints = [fingerprint(Workload(abs, [leaf])) for leaf in (1, 2, 1.0, True, "a", np.zeros(3), np.ones(3))]
+        assert len(set(prints)) == len(prints)
+
+    @pytest.mark.parametrize(
+        "value",
+        [
+            torch.zeros(0, 3),
+            torch.tensor(2.0),
+            torch.tensor([True, False]),
+            torch.ones(3, dtype=torch.bfloat16),
+            torch.ones(3).to(torch.float8_e4m3fn),
+            torch.ones(3, dtype=torch.complex64).conj(),
+            torch.eye(3).to_sparse(),
+            torch.ones(3, device="meta"),
+            torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+            object(),
+        ],
+        ids=lambda value: str(getattr(value, "dtype", "object")),
+    )
+    def test_any_leaf_will_do(self, value: object) -> None:
+        assert fingerprint(Workload(abs, [value])) == fingerprint(Workload(abs, [value]))
+
+    def test_a_module_without_weights_yet(self) -> None:
+        assert fingerprint(Workload(nn.LazyLinear(3), [batch()])) == fingerprint(Workload(nn.LazyLinear(3), [batch()]))

