@@ -1,7 +1,6 @@
 """A small image classifier, trained on scikit-learn's handwritten digits when it is built (a few seconds).
 
 Own architecture: five 3x3 convolutions with BatchNorm and a linear layer, 0.07 million parameters. The 8x8 digits are
-<<<<<<< HEAD
 upsampled to 24x24, 128 a call. Two thirds train, one third tests; the metric is the accuracy on the test third, of
 which the check batch is a part.
 """
@@ -9,13 +8,6 @@ which the check batch is a part.
 import os
 from itertools import pairwise
 from pathlib import Path
-=======
-upsampled to 24x24, 128 a call. Two thirds train, one third tests: the metric is the accuracy on the test third, of
-which the check batches are a part.
-"""
-
-from itertools import pairwise
->>>>>>> workloads
 
 import torch
 from sklearn.datasets import load_digits
@@ -23,7 +15,7 @@ from sklearn.model_selection import train_test_split
 from torch import nn
 
 # Trained once: every worker process builds the workload again, and four seconds each would add up.
-KEPT = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fettle" / f"digits-{torch.__version__}.pt"
+KEPT = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fettle" / f"digits-24-{torch.__version__}.pt"
 
 
 def network() -> nn.Sequential:
