@@ -189,7 +189,10 @@ class Session:
         self._earlier_s = float(self.study.note("seconds") or 0.0)
 
     def last_race(self, space: Space) -> list[Trial]:
-        """Measure the winner again in fresh processes, beside the baseline and the cheap rungs of its ladder."""
+        """Measure the best again in fresh processes, beside the baseline and the cheap rungs of the leader's ladder.
+
+        What was best in many races is likely to have been lucky in its own: only this race is announced.
+        """
         leader = self.best()
         if leader is None or not leader.recipe.levels:
             return []
@@ -200,9 +203,10 @@ class Session:
                 return trials
         rungs = [recipe for recipe in _climb(leader.recipe, space) if recipe != leader.recipe]
         cheap = [recipe for recipe in rungs if space.cost(recipe) == 1 and recipe not in self._known]
-        self.tell(f"last race: {leader.recipe} in a fresh process")
+        finalists = [trial.recipe for trial in self._finalists(leader)]
+        self.tell(f"last race: the best {len(finalists)} in fresh processes")
         self._baseline.close()
-        trials = self.run([Recipe(), leader.recipe, *cheap], replace(self.rules, deadline=math.inf))
+        trials = self.run([Recipe(), *finalists, *cheap], replace(self.rules, deadline=math.inf))
         for trial in trials:
             if trial.recipe in cheap and trial.recipe not in self._known:
                 self._keep(trial)
@@ -224,11 +228,14 @@ class Session:
         if leader is not None and not leader.recipe.levels:
             said = "same"
         elif leader is not None:
-            again = next((trial for trial in last if trial.recipe == leader.recipe), None)
-            if again is not None and math.isfinite(self.score(again)):
-                winner, said = again, _verdict(again, self.rules.indifference)
-            elif again is not None:
-                winner = None  # it held once and not again: nothing to hand out with a good conscience
+            finalists = {trial.recipe for trial in self._finalists(leader)}
+            again = [trial for trial in last if trial.recipe in finalists]
+            able = [trial for trial in again if math.isfinite(self.score(trial))]
+            if able:
+                winner = min(able, key=lambda trial: (self.score(trial), len(trial.recipe.levels)))
+                said = _verdict(winner, self.rules.indifference)
+            elif again:
+                winner = None  # they held once and not again: nothing to hand out with a good conscience
         if winner is not None and said != "faster" and self.goal in ("throughput", "latency") and last:
             # Nothing was gained that can be shown: change no more than the answers need.
             winner = next((t for t in self._fallbacks() if math.isfinite(self.score(t))), winner)
@@ -439,6 +446,15 @@ class Session:
         dear = [trial.seconds for trial in self._known.values() if trial.startup.total_s > 5] or [30.0]
         cost = sorted(dear)[len(dear) // 2] * len(list(recipes))
         return self._elapsed_s() + cost < self._budget_s
+
+    def _finalists(self, leader: Trial) -> list[Trial]:
+        """The leader and up to two others that came within 5% of it."""
+        near = [
+            trial
+            for trial in self._known.values()
+            if trial.recipe.levels and self.score(trial) <= self.score(leader) + math.log(1.05)
+        ]
+        return sorted(near, key=lambda trial: (self.score(trial), len(trial.recipe.levels)))[:3]
 
     def _fallbacks(self) -> list[Trial]:
         """Change nothing, or no more than the answers need."""

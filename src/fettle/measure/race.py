@@ -25,6 +25,8 @@ from fettle.measure._process import Worker, WorkerError
 from fettle.measure._trial import Accuracy, Startup, Trial, nan_for_none
 from fettle.recipe import Recipe
 
+_DEAR_CALL_NS = 1_000_000_000
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -316,15 +318,18 @@ def _decided(runners: Sequence[_Runner], anchor: _Runner, rules: Rules) -> bool:
     able = [runner for runner in live if not runner.rejected]
     if not able:
         return True
+    # Speed-ups refer to the anchor: it stays to the end, unless one call of it would cost as much as a round.
+    anchor_stays = anchor.live and anchor.answer["call_ns"] < _DEAR_CALL_NS
     leader = min(able, key=lambda runner: statistics.median(runner.per_sample.values()))
     alpha = rules.alpha / max(1, len(able) - 1)
     for runner in able:
-        if runner is leader:
+        if runner is leader or (runner is anchor and anchor_stays):
             continue
         behind = _statistics.log_interval(log_ratios(runner, leader), alpha)  # log(this / leader)
         if behind.low > 0 or behind.high < math.log(1 + rules.indifference):
             runner.live = False
-    return sum(runner.live for runner in runners) <= 1
+    in_doubt = sum(runner.live for runner in runners if runner is not anchor or runner is leader)
+    return in_doubt <= 1
 
 
 def log_ratios(slower: _Runner, faster: _Runner) -> list[float]:
