@@ -12,6 +12,7 @@ import argparse
 import json
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -53,7 +54,7 @@ def one_race(target: dict, source: str, seed: int) -> tuple[str, Trial, float, f
     trials = race(target, "", entries, Judge(), rules, tell=lambda p: marks.append(time.monotonic()), seed=seed)
     rounds = len(trials[0].round_ms)
     started = marks[1]  # the second worker's start; its preparation is not racing, so take the first round's length
-    per_round = [b - a for a, b in zip(marks[2:], marks[3 : 2 + rounds], strict=False)]
+    per_round = [b - a for a, b in pairwise(marks[2 : 2 + rounds])]
     racing = sum(per_round) if per_round else time.monotonic() - started
     model_s = 2 * rules.slice_s * len(per_round)
     return verdict(trials[1].speedup, rules.indifference), trials[1], racing, model_s

@@ -126,7 +126,8 @@ def show(found: dict) -> None:
 def summary(results: list[dict]) -> None:
     """The table over all workloads, and the geometric means the bar speaks of."""
     print(
-        "| workload | as given ms | eager eval ms | best peer | best peer ms | fettle ms | fettle / best peer | recipe |"
+        "| workload | as given ms | eager eval ms | best peer | best peer ms | fettle ms | fettle / best peer "
+        "| recipe |"
     )
     print("| --- | --: | --: | --- | --: | --: | --: | --- |")
     over_eager, over_given, over_peer = [], [], []

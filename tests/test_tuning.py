@@ -31,10 +31,6 @@ def workload():
 def other():
     model, batches = workload()
     return model, [2 * batch for batch in batches]
-
-def metered():
-    model, batches = workload()
-    return {"model": model, "inputs": batches, "metric": lambda run: float((run(batches[0]).argmax(-1) >= 0).float().mean())}
 """
 FEW = {
     "grad": ["grad", "inference_mode"],
@@ -144,7 +140,8 @@ def test_tighter_limits_judge_the_kept_trials_anew(tuned) -> None:
 
 def test_killed_at_any_moment_the_same_command_goes_on(work: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    options = [f"--technique={name}={','.join(levels)}" for name, levels in few().items()]
+    levels_by_name = {**few(), "channels_last": ["off"]}
+    options = [f"--technique={name}={','.join(levels)}" for name, levels in levels_by_name.items()]
     command = [sys.executable, "-c", "from fettle.cli import main; main()", "tune", str(work), "-o", str(out), *options]
     first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     assert first.stderr is not None

@@ -25,15 +25,16 @@ def apply(
     """Apply a recipe and return the fast callable, which takes what the call took: ``fast(*args, **kwargs)``.
 
     The model is changed in place, as by ``model.eval()``; hand over a ``copy.deepcopy`` to keep the original.
-    `recipe` is a `Recipe` or a path to ``recipe.toml``; `inputs` are sample batches as for `fettle.tune`. Warns when the recipe was
-    measured on another machine or another version of torch: ``fettle apply recipe.toml TARGET`` measures it here.
+    `recipe` is a `Recipe` or a path to ``recipe.toml``; `inputs` are sample batches as for `fettle.tune`. Warns when
+    the recipe was measured on another machine or another version of torch: ``fettle apply recipe.toml TARGET``
+    measures it here.
     Raises `UsageError` when the recipe cannot work on this model or machine.
     """
     levels = _levels(recipe)
     check_names(levels)
-    levels = normal(levels)
     workload = Workload(model, as_batches(inputs), call)
     facts = probe_facts(workload, allow_batch=True)
+    levels = normal(levels if facts.training else levels.without("mode"))  # in eval mode already: nothing to do
     why_not = conflict(levels, facts)
     if why_not:
         raise UsageError(f"the recipe cannot work here: {why_not}")

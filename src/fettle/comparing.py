@@ -53,7 +53,8 @@ def bench(
 ) -> Comparison:
     """Race `recipes` and the workload as given, side by side, until each verdict is known.
 
-    With `settle` the race goes on until each verdict is known; without, until the fastest is. `fingerprint`, when given, is what the workload must be. Raises `UsageError` for a recipe that cannot work here.
+    With `settle` the race goes on until each verdict is known; without, until the fastest is. `fingerprint`, when
+    given, is what the workload must be. Raises `UsageError` for a recipe that cannot work here.
     """
     found = find_target(target) if isinstance(target, str) else target
     with tempfile.TemporaryDirectory(prefix="fettle-", ignore_cleanup_errors=True) as folder:

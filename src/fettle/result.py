@@ -95,6 +95,8 @@ class Result:
     """ISO 8601, UTC."""
     interrupted: bool = False
     notes: Sequence[str] = field(default_factory=tuple)
+    confidence: float = 0.95
+    """The level of every confidence interval in it."""
 
     @property
     def baseline(self) -> Trial | None:

@@ -18,7 +18,7 @@ import msgspec
 
 from fettle.errors import UsageError
 from fettle.machine import Machine, this_machine
-from fettle.measure import Entry, Judge, Progress, Rules, Trial, Worker, WorkerError, close_all, race, verdict
+from fettle.measure import Entry, Held, Judge, Progress, Rules, Trial, Worker, WorkerError, close_all, race, verdict
 from fettle.recipe import Recipe, RecipeFile, write_text
 from fettle.result import Goal, LeftOut, Limits, Reference, Result, Rung, Verdict
 from fettle.search import DESIGNS, Space
@@ -26,6 +26,8 @@ from fettle.study import Study, storage_url
 from fettle.techniques import CATALOGUE, Facts, bundles, conflict, find, normal, source
 from fettle.workload import Target, Workload, as_batches, find_target, target_from_objects
 
+SCREENING_ROUNDS = 20
+"""Most rounds of a race of the search. The last race, which is the one that is announced, may go on for longer."""
 GOALS: tuple[Goal, ...] = ("throughput", "latency", "memory", "energy", "startup")
 
 
@@ -86,7 +88,7 @@ def tune(
     are those of `fettle.result.Limits`; `techniques` allows levels by technique, one level pins it. Trials are kept in
     the study under `output` (or at `storage`), so the same call goes on after an interrupt.
 
-    Returns a `Result`; ``result.apply(model)`` gives the tuned callable. Raises `UsageError` for bad input, in one line.
+    Returns a `Result`; ``result.apply(model, inputs)`` gives the tuned callable. Raises `UsageError` for bad input.
     """
     started = time.monotonic()
     folder = _writable(Path(output))
@@ -137,6 +139,7 @@ class Session:
         self.rules = Rules(confidence=confidence, prepare_timeout_s=trial_timeout_s)
         self._known: dict[Recipe, Trial] = {}
         self._heat = 0
+        self._baseline = Held()
         self._earlier_s = 0.0
 
     # -- the design's view ------------------------------------------------------------------------------------------
@@ -186,7 +189,10 @@ class Session:
         self._earlier_s = float(self.study.note("seconds") or 0.0)
 
     def last_race(self, space: Space) -> list[Trial]:
-        """Measure the winner again in fresh processes, beside the baseline and the cheap rungs of its ladder."""
+        """Measure the best again in fresh processes, beside the baseline and the cheap rungs of the leader's ladder.
+
+        What was best in many races is likely to have been lucky in its own: only this race is announced.
+        """
         leader = self.best()
         if leader is None or not leader.recipe.levels:
             return []
@@ -197,8 +203,10 @@ class Session:
                 return trials
         rungs = [recipe for recipe in _climb(leader.recipe, space) if recipe != leader.recipe]
         cheap = [recipe for recipe in rungs if space.cost(recipe) == 1 and recipe not in self._known]
-        self.tell(f"last race: {leader.recipe} in a fresh process")
-        trials = self.run([Recipe(), leader.recipe, *cheap], replace(self.rules, deadline=math.inf))
+        finalists = [trial.recipe for trial in self._finalists(leader)]
+        self.tell(f"last race: the best {len(finalists)} in fresh processes")
+        self._baseline.close()
+        trials = self.run([Recipe(), *finalists, *cheap], replace(self.rules, deadline=math.inf))
         for trial in trials:
             if trial.recipe in cheap and trial.recipe not in self._known:
                 self._keep(trial)
@@ -220,11 +228,14 @@ class Session:
         if leader is not None and not leader.recipe.levels:
             said = "same"
         elif leader is not None:
-            again = next((trial for trial in last if trial.recipe == leader.recipe), None)
-            if again is not None and math.isfinite(self.score(again)):
-                winner, said = again, _verdict(again, self.rules.indifference)
-            elif again is not None:
-                winner = None  # it held once and not again: nothing to hand out with a good conscience
+            finalists = {trial.recipe for trial in self._finalists(leader)}
+            again = [trial for trial in last if trial.recipe in finalists]
+            able = [trial for trial in again if math.isfinite(self.score(trial))]
+            if able:
+                winner = min(able, key=lambda trial: (self.score(trial), len(trial.recipe.levels)))
+                said = _verdict(winner, self.rules.indifference)
+            elif again:
+                winner = None  # they held once and not again: nothing to hand out with a good conscience
         if winner is not None and said != "faster" and self.goal in ("throughput", "latency") and last:
             # Nothing was gained that can be shown: change no more than the answers need.
             winner = next((t for t in self._fallbacks() if math.isfinite(self.score(t))), winner)
@@ -322,12 +333,13 @@ class Session:
         deadline = math.inf
         if self._budget_s is not None:
             deadline = self._started + self._budget_s - self._reserve_s()
-        for trial in self.run(entries, replace(self.rules, deadline=deadline)):
+        rules = replace(self.rules, deadline=deadline, max_rounds=SCREENING_ROUNDS)
+        for trial in self.run(entries, rules, self._baseline):
             if trial.recipe not in self._known:
                 self._keep(trial)
 
-    def run(self, recipes: Sequence[Recipe], rules: Rules) -> list[Trial]:
-        """Race `recipes` as they are, known or not, and keep nothing."""
+    def run(self, recipes: Sequence[Recipe], rules: Rules, held: Held | None = None) -> list[Trial]:
+        """Race `recipes` as they are, known or not, in fresh processes (but for what is `held`), and keep nothing."""
         self._heat += 1
         entries = [self._entry(recipe) for recipe in recipes]
         return race(
@@ -340,6 +352,7 @@ class Session:
             environment=self._environment(),
             tell=self._pass_on,
             heat=self._heat,
+            held=held,
         )
 
     def _entry(self, recipe: Recipe) -> Entry:
@@ -434,6 +447,15 @@ class Session:
         cost = sorted(dear)[len(dear) // 2] * len(list(recipes))
         return self._elapsed_s() + cost < self._budget_s
 
+    def _finalists(self, leader: Trial) -> list[Trial]:
+        """The leader and up to two others that came within 5% of it."""
+        near = [
+            trial
+            for trial in self._known.values()
+            if trial.recipe.levels and self.score(trial) <= self.score(leader) + math.log(1.05)
+        ]
+        return sorted(near, key=lambda trial: (self.score(trial), len(trial.recipe.levels)))[:3]
+
     def _fallbacks(self) -> list[Trial]:
         """Change nothing, or no more than the answers need."""
         plain = [Recipe(), Recipe({"mode": "eval"})]
@@ -527,7 +549,7 @@ def check_techniques(allowed: Mapping[str, Sequence[str]]) -> Mapping[str, Seque
 
 def save(result: Result, folder: Path) -> list[Path]:
     """Write what the user takes away: recipe.toml, optimized.py, result.json, report.html. Returns the paths."""
-    from fettle.report import write_report, write_result
+    from fettle.report import save_result, write_report
 
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -535,7 +557,7 @@ def save(result: Result, folder: Path) -> list[Path]:
         recipe_file(result).save(folder / "recipe.toml")
         write_text(folder / "optimized.py", result.code)
         paths += [folder / "recipe.toml", folder / "optimized.py"]
-    write_result(result, folder / "result.json")
+    save_result(result, folder / "result.json")
     write_report(result, folder / "report.html")
     return [*paths, folder / "report.html", folder / "result.json"]
 
@@ -579,18 +601,19 @@ def _climb(recipe: Recipe, space: Space | None) -> list[Recipe]:
 def _pin(
     name: str, given: str, levels: Sequence[str], usable: list[str], left_out: list[LeftOut], required: dict[str, str]
 ) -> None:
-    """Take the user's choice for one technique: levels that cannot be had are an error, a lone level is required."""
-    for level in levels:
-        if level not in usable and not (name == "threads" and level.isdigit()):
-            why = next((item.why for item in left_out if item.technique == name and item.level == level), "unknown")
-            raise UsageError(f"--technique {name}={level} cannot be had here: {why}")
-        if level not in usable:
-            usable.append(level)
-    if len(levels) == 1:
-        required[name] = levels[0]
-        usable[:] = [given, levels[0]] if levels[0] != given else [given]
-    elif given not in levels:
-        required.setdefault(name, levels[0])
+    """Take the user's choice for one technique: it is an error when none of the levels can be had; a lone one is
+    required. Of several, those that cannot be had are among `left_out` already."""
+    if name == "threads":
+        usable += [level for level in levels if level.isdigit() and level not in usable]
+    possible = [level for level in levels if level in usable]
+    if not possible:
+        why = next((item.why for item in left_out if item.technique == name and item.level == levels[0]), "unknown")
+        raise UsageError(f"--technique {name}={levels[0]} cannot be had here: {why}")
+    if len(possible) == 1:
+        required[name] = possible[0]
+        usable[:] = list(dict.fromkeys([given, possible[0]]))
+    elif given not in possible:
+        required.setdefault(name, possible[0])
 
 
 def _verdict(trial: Trial, indifference: float) -> Verdict:

@@ -85,7 +85,8 @@ def test_a_race_ranks_rejects_and_survives(target: dict[str, Any], tmp_path: Pat
 
 def test_a_time_limit_kills_the_worker_with_its_children(target: dict[str, Any], tmp_path: Path) -> None:
     mark = tmp_path / "child.pid"
-    body = f"import subprocess, time\nopen({str(mark)!r}, 'w').write(str(subprocess.Popen(['sleep', '300']).pid))\ntime.sleep(300)"
+    spawn = "subprocess.Popen(['sleep', '300']).pid"
+    body = f"import subprocess, time\nopen({str(mark)!r}, 'w').write(str({spawn}))\ntime.sleep(300)"
     trials = race(target, "", [_entry("hangs", body)], Judge(), Rules(prepare_timeout_s=10))
     assert trials[0].status == "failed"
     assert "timed out" in trials[0].reason
@@ -109,7 +110,10 @@ def test_a_worker_killed_from_outside_is_one_failed_trial(target: dict[str, Any]
 
 def test_a_recipe_that_dies_during_the_race_fails_and_the_others_go_on(target: dict[str, Any], tmp_path: Path) -> None:
     fingerprint, judging = _reference(target, tmp_path / "reference.pt")
-    body = "import os\ncalls = []\ndef run(x):\n    calls.append(1)\n    if len(calls) > 120: os._exit(7)\n    return model(x)"
+    body = (
+        "import os\ncalls = []\ndef run(x):\n    calls.append(1)\n"
+        "    if len(calls) > 120: os._exit(7)\n    return model(x)"
+    )
     trials = race(
         target, fingerprint, [_entry("baseline"), _entry("dies", body, "run")], judging,
         Rules(slice_s=0.2, max_rounds=8, settle_verdicts=True),

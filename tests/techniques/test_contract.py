@@ -232,3 +232,12 @@ def test_bundles_are_free_of_conflict():
         assert all(conflict(recipe, facts) == "" for recipe in found)
     gpu = Facts(device="cuda", cuda_capability=(9, 0), num_linear=9, packages={"torchao": "0.18"})
     assert len(bundles(gpu)) >= 4
+
+
+def test_every_level_is_known_on_every_machine() -> None:
+    from fettle.techniques import known_levels, machine_facts
+
+    known = known_levels()
+    for technique in CATALOGUE:
+        assert {level.name for level in technique.levels(machine_facts())} <= set(known[technique.name])
+        assert {level.name for level in technique.levels(FACTS)} <= set(known[technique.name])

@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 
-import click
 import typer
 from rich.console import Console
 
@@ -25,7 +24,12 @@ _COMMANDS: dict[str, str] = {
     "report": "report",
     "techniques": "techniques",
     "memory": "memory",
+    "trace": "trace",
 }
+
+# What the parser raises for a wrong option or command. Typer brings click along, its own copy in later versions, and
+# exports only this descendant of it.
+_ParseError: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
 def build() -> typer.Typer:
@@ -59,10 +63,12 @@ def main() -> None:
         sys.exit(status if isinstance(status, int) else 0)
     except UsageError as error:
         _fail(str(error))
-    except click.ClickException as error:
-        _fail(error.format_message())
-    except click.exceptions.Abort:
+    except (typer.Abort, KeyboardInterrupt):
         sys.exit(128 + signal.SIGINT)
+    except typer.Exit as leaving:
+        sys.exit(leaving.exit_code)
+    except _ParseError as error:
+        _fail(error.format_message())  # type: ignore[attr-defined]
     except BrokenPipeError:  # the reader of our output (`| head`) has gone: not an error of ours
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)

@@ -7,9 +7,9 @@ from fettle.measure._accuracy import judge
 from fettle.measure._process import Worker, WorkerError, close_all
 from fettle.measure._statistics import log_interval, ratio_interval, verdict
 from fettle.measure._trial import Accuracy, Interval, Startup, Trial
-from fettle.measure.race import Entry, Judge, Progress, Rules, race
+from fettle.measure.race import Entry, Held, Judge, Progress, Rules, race
 
 __all__ = [
-    "Accuracy", "Entry", "Interval", "Judge", "Progress", "Rules", "Startup", "Trial", "Worker", "WorkerError",
+    "Accuracy", "Entry", "Held", "Interval", "Judge", "Progress", "Rules", "Startup", "Trial", "Worker", "WorkerError",
     "close_all", "judge", "log_interval", "race", "ratio_interval", "verdict",
 ]  # fmt: skip

@@ -21,7 +21,8 @@ import psutil
 from fettle.errors import UsageError
 
 RESERVE = 0.04
-"""Share of the machine's memory that must stay free: below it a growing worker is ended as out of memory."""
+"""Share of the machine's memory that must stay free: below it a worker that holds a quarter of all is ended as out of
+memory, before the kernel ends whatever it likes. A small worker is not to blame for what others hold."""
 
 
 class WorkerError(Exception):
@@ -148,8 +149,7 @@ class Worker:
                 self._buffer += data
             else:
                 memory = psutil.virtual_memory()
-                if memory.available < RESERVE * memory.total:
-                    size = self.resident_bytes()
+                if memory.available < RESERVE * memory.total and (size := self.resident_bytes()) > memory.total / 4:
                     self.close()
                     raise WorkerError(f"out of memory: it held {size / 2**30:.1f} GiB in {do}", "memory")
 

@@ -25,6 +25,8 @@ from fettle.measure._process import Worker, WorkerError
 from fettle.measure._trial import Accuracy, Startup, Trial, nan_for_none
 from fettle.recipe import Recipe
 
+_DEAR_CALL_NS = 1_000_000_000
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -89,6 +91,26 @@ class Progress:
 
 
 @dataclass
+class Held:
+    """The baseline's process, kept from one race of a study to the next so that it is started once. Close it."""
+
+    runner: _Runner | None = None
+
+    def take(self) -> _Runner | None:
+        """The runner, with nothing measured yet; None where there is none or it has died."""
+        if self.runner is None or self.runner.failure:
+            return None
+        kept = self.runner
+        return _Runner(kept.entry, kept.worker, kept.answer, kept.accuracy, kept.rejected, time.monotonic())
+
+    def close(self) -> None:
+        """End the process."""
+        if self.runner is not None:
+            self.runner.worker.close()
+            self.runner = None
+
+
+@dataclass
 class _Runner:
     entry: Entry
     worker: Worker
@@ -120,55 +142,91 @@ def race(
     tell: Callable[[Progress], None] = lambda progress: None,
     heat: int = 0,
     seed: int = 0,
+    held: Held | None = None,
 ) -> list[Trial]:
     """Race `entries` on the workload of `target`; one trial each, in their order.
 
     The entry with the empty recipe is the baseline that every speed-up refers to; without one the first entry is.
     `target` is a `fettle.workload.Target` as plain data, `fingerprint` what it must build. Entries that were not
-    begun when the deadline came are left out of the answer.
+    begun when the deadline came are left out of the answer. With `held` the baseline's process outlives the race.
     """
     rules = rules or Rules()
+    start = _Start(target, fingerprint, judging, rules, log_folder, environment or {}, heat, held)
     trials: dict[int, Trial] = {}
-    runners: dict[int, _Runner] = {}
     with ExitStack() as stack:
-        for index, entry in enumerate(entries):
-            if index and time.monotonic() > rules.deadline:
-                break
-            tell(Progress("start", entry.recipe))
-            began = time.monotonic()
-            name = f"{heat:03d}-{index:02d}.log"
-            worker = stack.enter_context(
-                Worker({**(environment or {}), **entry.environment}, log_folder / name if log_folder else None)
-            )
-            try:
-                runners[index] = _start(worker, entry, target, fingerprint, judging, rules, began)
-            except WorkerError as error:
-                worker.close()
-                trials[index] = Trial(entry.recipe, "failed", str(error), seconds=time.monotonic() - began, heat=heat)
-                tell(Progress("trial", entry.recipe, trial=trials[index]))
-            else:
-                worker.pause()
-                if _memory_is_short() and len(runners) > 1:
-                    # The rest does not fit beside these: race them by themselves, the baseline among them again.
-                    break
+        runners = start.line_up(entries, trials, stack, tell)
         anchor = next((r for r in runners.values() if not r.entry.recipe.levels), None) or next(
             iter(runners.values()), None
         )
         if anchor is not None:
             _run_rounds(list(runners.values()), anchor, rules, random.Random(seed * 1000 + heat), tell)
+            if held is not None and anchor.failure:
+                held.close()
         for index, runner in runners.items():
             trials[index] = _trial(runner, anchor, rules, heat)
     for index in sorted(runners):
         tell(Progress("trial", entries[index].recipe, trial=trials[index]))
 
-    done = max(trials, default=-1) + 1
-    rest = list(entries[done:])
-    if rest and anchor is not None and time.monotonic() < rules.deadline:
-        again = [anchor.entry, *rest]
-        later = race(target, fingerprint, again, judging, rules, log_folder=log_folder, environment=environment,
-                     tell=tell, heat=heat, seed=seed + 1)  # fmt: skip
-        return [trials[index] for index in sorted(trials)] + later[1:]
-    return [trials[index] for index in sorted(trials)]
+    rest = list(entries[max(trials, default=-1) + 1 :])
+    done = [trials[index] for index in sorted(trials)]
+    if not rest or anchor is None or time.monotonic() > rules.deadline:
+        return done
+    # What did not fit into memory beside the others runs in a race of its own, the anchor in it again.
+    later = race(target, fingerprint, [anchor.entry, *rest], judging, rules, log_folder=log_folder,
+                 environment=environment, tell=tell, heat=heat, seed=seed + 1, held=held)  # fmt: skip
+    return done + later[1:]
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What every worker of a race is started with."""
+
+    target: Mapping[str, Any]
+    fingerprint: str
+    judging: Judge
+    rules: Rules
+    log_folder: Path | None
+    environment: Mapping[str, str]
+    heat: int
+    held: Held | None
+
+    def line_up(
+        self, entries: Sequence[Entry], trials: dict[int, Trial], stack: ExitStack, tell: Callable[[Progress], None]
+    ) -> dict[int, _Runner]:
+        """Start the workers one after the other; failures go into `trials`. Stops at the deadline, and when memory
+        runs short: the entries after the last one touched have not been begun."""
+        runners: dict[int, _Runner] = {}
+        for index, entry in enumerate(entries):
+            if index and time.monotonic() > self.rules.deadline:
+                break
+            is_held = self.held is not None and not entry.recipe.levels
+            waiting = self.held.take() if self.held is not None and is_held else None
+            if waiting is not None:
+                runners[index] = waiting
+                continue
+            tell(Progress("start", entry.recipe))
+            began = time.monotonic()
+            log = self.log_folder / f"{self.heat:03d}-{index:02d}.log" if self.log_folder else None
+            worker = Worker({**self.environment, **entry.environment}, log)
+            if not is_held:
+                stack.enter_context(worker)
+            try:
+                runners[index] = _start(worker, entry, self.target, self.fingerprint, self.judging, self.rules, began)
+            except WorkerError as error:
+                worker.close()
+                if error.kind == "timeout" and time.monotonic() > self.rules.deadline:
+                    break  # the budget ended it, not its own time limit: that says nothing about the recipe
+                trials[index] = Trial(
+                    entry.recipe, "failed", str(error), seconds=time.monotonic() - began, heat=self.heat
+                )
+                tell(Progress("trial", entry.recipe, trial=trials[index]))
+                continue
+            worker.pause()
+            if self.held is not None and is_held:
+                self.held.runner = runners[index]
+            if _memory_is_short() and len(runners) > 1:
+                break
+        return runners
 
 
 def _start(
@@ -260,15 +318,18 @@ def _decided(runners: Sequence[_Runner], anchor: _Runner, rules: Rules) -> bool:
     able = [runner for runner in live if not runner.rejected]
     if not able:
         return True
+    # Speed-ups refer to the anchor: it stays to the end, unless one call of it would cost as much as a round.
+    anchor_stays = anchor.live and anchor.answer["call_ns"] < _DEAR_CALL_NS
     leader = min(able, key=lambda runner: statistics.median(runner.per_sample.values()))
     alpha = rules.alpha / max(1, len(able) - 1)
     for runner in able:
-        if runner is leader:
+        if runner is leader or (runner is anchor and anchor_stays):
             continue
         behind = _statistics.log_interval(log_ratios(runner, leader), alpha)  # log(this / leader)
         if behind.low > 0 or behind.high < math.log(1 + rules.indifference):
             runner.live = False
-    return sum(runner.live for runner in runners) <= 1
+    in_doubt = sum(runner.live for runner in runners if runner is not anchor or runner is leader)
+    return in_doubt <= 1
 
 
 def log_ratios(slower: _Runner, faster: _Runner) -> list[float]:

@@ -1,0 +1,157 @@
+"""Are the numbers those of Holistic Trace Analysis (traceinsight) under its own definitions, on every trace given?
+
+    python bench/trace_equal.py TRACE...
+
+Runs the reference and `fettle.trace.hta` on each trace and compares: temporal breakdown, kernel types, kernel
+statistics (with no row folded into "others"), overlap, idle labels, launch statistics, queue lengths. Then says where
+the exact analyses differ, and by how much. Exit code 1 where a number differs that is not on the list of known reasons.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(HERE.parent / "src"))
+
+from trace_common import child, reference_python  # noqa: E402 - the paths above come first
+
+from fettle.trace import account_total, hta, load, time_account  # noqa: E402
+
+THEIRS = """
+import json, logging, sys
+logging.disable(logging.CRITICAL)
+from hta.trace_analysis import TraceAnalysis
+a = TraceAnalysis(trace_files={0: sys.argv[1]})
+out = {}
+def put(name, f):
+    try: out[name] = json.loads(json.dumps(f(), default=float))
+    except Exception as error: out[name] = {'error': type(error).__name__ + ': ' + str(error)[:120]}
+rows = lambda d: d.reset_index().to_dict('records')
+put('temporal', lambda: rows(a.get_temporal_breakdown(visualize=False)))
+put('overlap', lambda: rows(a.get_comm_comp_overlap(visualize=False)))
+put('types', lambda: rows(a.get_gpu_kernel_breakdown(visualize=False, num_kernels=10**6, duration_ratio=1.0)[0]))
+put('kernels', lambda: rows(a.get_gpu_kernel_breakdown(visualize=False, num_kernels=10**6, duration_ratio=1.0)[1]))
+put('idle', lambda: rows(a.get_idle_time_breakdown(visualize=False)[0]))
+put('launches', lambda: rows(a.get_cuda_kernel_launch_stats(visualize=False)[0]))
+def queue():
+    d = a.get_queue_length_time_series()[0]
+    return [{'stream': int(s), 'count': len(p), 'max': int(p.queue_length.max())} for s, p in d.groupby('stream')]
+put('queue', queue)
+print(json.dumps(out))
+"""
+
+
+def compare(trace: Any, theirs: dict[str, Any]) -> tuple[int, list[str], list[str]]:
+    """How many numbers are equal, which differ, and which questions the reference failed to answer."""
+    equal, wrong, failed = 0, [], []
+
+    def check(what: str, ours: Any, other: Any, tolerance: float = 0.006) -> None:
+        nonlocal equal
+        missing = ours is None and (other is None or other != other)
+        if missing or (ours is not None and other is not None and abs(float(ours) - float(other)) <= tolerance):
+            equal += 1
+        else:
+            wrong.append(f"{what}: fettle {ours}, reference {other}")
+
+    def answered(name: str) -> bool:
+        if isinstance(theirs[name], dict):
+            failed.append(f"{name}: {theirs[name]['error']}")
+            return False
+        return True
+
+    if answered("temporal"):
+        found = hta.temporal_breakdown(trace).row(0, named=True)
+        for ours, name in (
+            ("idle_us", "idle_time(us)"),
+            ("compute_us", "compute_time(us)"),
+            ("non_compute_us", "non_compute_time(us)"),
+            ("kernel_us", "kernel_time(us)"),
+        ):
+            check(name, found[ours], theirs["temporal"][0][name])
+    if answered("overlap"):
+        check("overlap", hta.communication_overlap(trace), theirs["overlap"][0]["comp_comm_overlap_pctg"])
+    if answered("types"):
+        types = dict(hta.kernel_types(trace).iter_rows())
+        for row in theirs["types"]:
+            check(row["kernel_type"], types.pop(row["kernel_type"], 0), row["sum"])
+        check("kernel types that only fettle has", len(types), 0)
+    if answered("kernels"):
+        kernels = {(r["name"], r["kernel_type"]): r for r in hta.kernel_statistics(trace).to_dicts()}
+        for row in theirs["kernels"]:
+            mine = kernels.pop((row["name"], row["kernel_type"]), {})
+            for ours, name in (
+                ("sum_us", "sum (us)"),
+                ("max_us", "max (us)"),
+                ("min_us", "min (us)"),
+                ("mean_us", "mean (us)"),
+            ):
+                check(f"{row['name'][:50]} {name}", mine.get(ours), row[name], 0.01)
+        check("kernels that only fettle has", len(kernels), 0)
+    if answered("idle"):
+        idle = {(r["stream"], r["idle_category"]): r["idle_us"] for r in hta.idle_breakdown(trace).to_dicts()}
+        for row in theirs["idle"]:
+            check(
+                f"idle {row['stream']} {row['idle_category']}",
+                idle.get((int(row["stream"]), row["idle_category"])),
+                row["idle_time"],
+            )
+    if answered("launches"):
+        launches = hta.launch_statistics(trace)
+        check("launches", launches.height, len(theirs["launches"]))
+        for name in ("cpu_duration", "gpu_duration", "launch_delay"):
+            check(f"launches {name}", launches[name].sum(), sum(r[name] for r in theirs["launches"]))
+    if answered("queue"):
+        queue = {r["stream"]: r for r in hta.queue_summary(trace).to_dicts()}
+        for row in theirs["queue"]:
+            for name in ("count", "max"):
+                check(f"queue {row['stream']} {name}", queue.get(row["stream"], {}).get(name), row[name])
+    return equal, wrong, failed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("traces", nargs="+", type=Path)
+    parser.add_argument("--reference", help="an interpreter that has traceinsight")
+    options = parser.parse_args()
+    python = reference_python(options.reference)
+    total, differing = 0, 0
+    for path in options.traces:
+        theirs = child(python, THEIRS, str(path))
+        if "error" in theirs:
+            print(f"{path.name}: the reference cannot open it: {theirs['error']}")
+            continue
+        trace = load(path, use_sidecar=False)
+        equal, wrong, failed = compare(trace, theirs)
+        total, differing = total + equal, differing + len(wrong)
+        print(f"{path.name}: {equal} numbers equal, {len(wrong)} differ; the reference fails on {len(failed)} of 7")
+        for line in [*wrong[:10], *(f"reference fails: {f}" for f in failed)]:
+            print("   ", line)
+        exact(trace)
+    print(f"{total} equal, {differing} differ")
+    sys.exit(1 if differing else 0)
+
+
+def exact(trace: Any) -> None:
+    """Busy time in nanoseconds beside the rounded one."""
+    rounded = hta.temporal_breakdown(trace)
+    if rounded.height and trace.device_keys:
+        account = account_total(time_account(trace))
+        busy = (
+            account.select(busy=sum(account[c] for c in ("compute_ns", "exposed_communication_ns", "exposed_copy_ns")))
+            .sum()
+            .item()
+        )
+        theirs = rounded["kernel_us"][0] - rounded["idle_us"][0]
+        print(
+            f"    exact busy time {busy / 1e3:.3f} us in the steps; rounded {theirs} us "
+            "(steps kept by the reference, sync events in)"
+        )
+
+
+if __name__ == "__main__":
+    main()

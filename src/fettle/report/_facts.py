@@ -1,0 +1,164 @@
+"""What a report says beyond the plain figures, each computed from the result alone.
+
+Which trials are on the Pareto front, which technique carries a recipe, which limits held.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fettle.measure import Trial
+from fettle.recipe import Recipe
+from fettle.report import _format as fmt
+from fettle.result import Limits, Result
+
+NO_LEVER = "as given"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One limit and whether a trial keeps it."""
+
+    name: str
+    limit: str
+    value: str
+    held: bool | None
+    """None: it was not measured, which never counts as held."""
+
+
+def name_of(recipe: Recipe) -> str:
+    """What people call a recipe; the baseline is the workload as given."""
+    return str(recipe) if recipe.levels else NO_LEVER
+
+
+def is_winner(result: Result, trial: Trial) -> bool:
+    """Whether this trial's recipe is the one that won."""
+    return result.winner is not None and trial.recipe == result.winner.recipe
+
+
+def ran(trial: Trial) -> bool:
+    """Whether the trial has a time to show."""
+    return trial.status != "failed" and math.isfinite(trial.time_ms)
+
+
+def speed(trial: Trial) -> float:
+    """The estimated speed-up; NaN where there is none."""
+    return trial.speedup.estimate if trial.speedup else math.nan
+
+
+def ranked(result: Result) -> list[Trial]:
+    """Trials that ran, those that may win first, the fastest first; the baseline keeps its place among them."""
+    shown = [_as_measured_last(result, trial) for trial in result.trials if ran(trial)]
+    allowed = {"measured": 0, "rejected": 1, "failed": 2}
+
+    def order(trial: Trial) -> tuple[int, bool, float]:
+        value = speed(trial)
+        return allowed[trial.status], math.isnan(value), -value if math.isfinite(value) else trial.time_ms
+
+    return sorted(shown, key=order)
+
+
+def failed(result: Result) -> list[Trial]:
+    """Trials without a time, in the order they were tried."""
+    return [trial for trial in result.trials if not ran(trial)]
+
+
+def _as_measured_last(result: Result, trial: Trial) -> Trial:
+    """The winner's figures come from its last, fresh race: the same recipe must not show two speeds."""
+    if result.winner is not None and trial.recipe == result.winner.recipe and trial.recipe.levels:
+        return result.winner
+    return trial
+
+
+def checks(result: Result, trial: Trial) -> list[Check]:
+    """Every limit that was set, and whether `trial` keeps it. Finite outputs are a limit that is always set."""
+    limits: Limits = result.limits
+    accuracy = trial.accuracy
+    measured = accuracy.finite or math.isfinite(accuracy.error)
+    found = [
+        Check("finite outputs", "always", "yes" if accuracy.finite else "no", accuracy.finite if measured else None)
+    ]
+    if limits.max_error is not None:
+        found.append(_at_most("relative error", accuracy.error, limits.max_error, fmt.error))
+    if limits.min_agreement is not None:
+        held = None if math.isnan(accuracy.agreement) else accuracy.agreement >= limits.min_agreement
+        found.append(
+            Check("top-1 agreement", f"≥ {fmt.share(limits.min_agreement)}", fmt.share(accuracy.agreement), held)
+        )
+    if limits.max_metric_drop is not None:
+        drop = result.reference.metric - accuracy.metric
+        found.append(_at_most("metric drop", drop, limits.max_metric_drop, fmt.number))
+    if limits.max_latency_ms is not None:
+        found.append(_at_most("time of a call", trial.time_ms, limits.max_latency_ms, fmt.milliseconds))
+    if limits.max_memory_bytes is not None:
+        peak = math.nan if trial.peak_bytes is None else float(trial.peak_bytes)
+        found.append(_at_most("peak memory", peak, limits.max_memory_bytes, fmt.size))
+    return found
+
+
+def misses(result: Result, trial: Trial) -> list[Check]:
+    """The limits that a trial does not keep."""
+    return [check for check in checks(result, trial) if not check.held]
+
+
+def status_of(result: Result, trial: Trial) -> str:
+    """One word: winner, baseline, ok, over limit, rejected or failed."""
+    if is_winner(result, trial):
+        return "winner"
+    if trial.status != "measured":
+        return trial.status
+    if not trial.recipe.levels:
+        return "baseline"
+    return "over limit" if misses(result, trial) else "ok"
+
+
+def pareto(trials: Sequence[Trial]) -> list[Trial]:
+    """Trials that no other beats in speed, error and memory at once, the fastest first.
+
+    A figure that was not measured counts as the worst: a trial is not on the front for want of a number.
+    """
+    candidates = [trial for trial in trials if trial.ok and math.isfinite(speed(trial))]
+    costs = [_costs(trial) for trial in candidates]
+    front = [
+        trial
+        for trial, mine in zip(candidates, costs, strict=True)
+        if not any(other != mine and all(a <= b for a, b in zip(other, mine, strict=True)) for other in costs)
+    ]
+    return sorted(front, key=lambda trial: -speed(trial))
+
+
+def _costs(trial: Trial) -> tuple[float, float, float]:
+    error = trial.accuracy.error
+    peak = math.inf if trial.peak_bytes is None else float(trial.peak_bytes)
+    return -speed(trial), error if math.isfinite(error) else math.inf, peak
+
+
+def levers(trials: Sequence[Trial]) -> dict[Recipe, str]:
+    """By recipe, the technique that carries most of its speed.
+
+    The effects come from a least-squares fit of the log speed-ups on the levels present, drawn slightly towards
+    zero so that a level seen once does not take the credit for everything beside it.
+    """
+    fitted = [trial for trial in trials if trial.recipe.levels and math.isfinite(speed(trial)) and speed(trial) > 0]
+    levels = sorted({item for trial in fitted for item in trial.recipe.levels.items()})
+    effects = dict.fromkeys(levels, 0.0)
+    if fitted:
+        present = np.array([[float(trial.recipe.levels.get(n) == v) for n, v in levels] for trial in fitted])
+        gains = np.log([speed(trial) for trial in fitted])
+        solved = np.linalg.solve(present.T @ present + 0.3 * np.eye(len(levels)), present.T @ gains)
+        effects = dict(zip(levels, map(float, solved), strict=True))
+    named: dict[Recipe, str] = {}
+    for trial in trials:
+        items = trial.recipe.levels.items()
+        named[trial.recipe] = max(items, key=lambda item: effects.get(item, 0.0))[0] if items else NO_LEVER
+    return named
+
+
+def _at_most(name: str, value: float, limit: float, text: object) -> Check:
+    assert callable(text)
+    held = None if not math.isfinite(value) else value <= limit
+    return Check(name, f"≤ {text(limit)}", text(value), held)

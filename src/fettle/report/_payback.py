@@ -1,0 +1,88 @@
+"""When a start-up cost is paid back: seconds since the start against calls answered."""
+
+from __future__ import annotations
+
+import math
+
+import altair as alt
+
+from fettle.measure import Trial
+from fettle.report import _format as fmt
+from fettle.report import _theme
+from fettle.report._facts import is_winner, pareto, ranked, speed
+from fettle.report._theme import ACCENT, LEVERS, QUIET, Drawn
+from fettle.result import Result
+
+_POINTS = 60
+GIVEN, WINNER = "as given", "winner"
+
+
+def payback(result: Result) -> Drawn | None:
+    """Lines for the model as given, the winner, and up to two others that start sooner than the winner."""
+    series = _series(result)
+    baseline = result.baseline
+    if baseline is None or len(series) < 2:
+        return None
+    calls = result.payback_calls
+    end = max(1000.0, 10 * calls) if calls and math.isfinite(calls) else 1000.0
+    rows = []
+    for name, trial in series.items():
+        per_call = trial.time_ms / 1e3 * baseline.samples / trial.samples
+        for index in range(_POINTS + 1):
+            x = end ** (index / _POINTS)
+            rows.append({"calls": x, "seconds": trial.startup.total_s + x * per_call, "series": name})
+    colours = {GIVEN: QUIET, WINNER: ACCENT}
+    range_ = [colours.get(name, LEVERS[1 + 2 * i % 6]) for i, name in enumerate(series)]
+    scale = alt.Scale(type="log", nice=False)
+    line = (
+        alt.Chart(_theme.data(rows))
+        .mark_line(strokeWidth=2.5)
+        .encode(
+            x=alt.X("calls:Q", title="calls answered (log)", scale=scale, axis=alt.Axis(format="~s", tickCount=6)),
+            y=alt.Y(
+                "seconds:Q", title="seconds since the start (log)", scale=scale, axis=alt.Axis(format="~g", tickCount=6)
+            ),
+            color=alt.Color(
+                "series:N",
+                scale=alt.Scale(domain=list(series), range=range_),
+                legend=alt.Legend(title=None, columns=1, labelLimit=310, symbolType="stroke"),
+            ),
+        )
+    )
+    layers: list[alt.Chart] = [line]
+    if calls and math.isfinite(calls) and calls >= 1:
+        near_end = calls > end**0.6
+        data = _theme.data([{"calls": calls, "text": f"paid back after {fmt.count(calls)} calls"}])
+        mark = alt.Chart(data).encode(x="calls:Q")
+        layers.append(mark.mark_rule(strokeDash=[6, 3]))
+        layers.append(
+            mark.mark_text(align="right" if near_end else "left", dx=-6 if near_end else 6, fontSize=11).encode(
+                y=alt.value(8), text="text:N"
+            )
+        )
+    return alt.layer(*layers).properties(width="container", height=300)
+
+
+def _series(result: Result) -> dict[str, Trial]:
+    baseline, winner = result.baseline, result.winner
+    chosen = {GIVEN: baseline, WINNER: winner if winner and winner.recipe.levels else None}
+    usable = {name: trial for name, trial in chosen.items() if trial is not None and _usable(trial)}
+    if winner is not None and WINNER in usable:
+        trials = ranked(result)
+        number = {trial.recipe: index for index, trial in enumerate(trials, 1)}
+        sooner = [
+            trial
+            for trial in pareto(trials)
+            if _usable(trial)
+            and trial.recipe.levels
+            and not is_winner(result, trial)
+            and speed(trial) > 1.05
+            and trial.startup.total_s < 0.7 * winner.startup.total_s
+        ]
+        for trial in sooner[:2]:
+            usable[f"#{number[trial.recipe]} {trial.recipe}"] = trial
+    return usable
+
+
+def _usable(trial: Trial) -> bool:
+    return math.isfinite(trial.time_ms) and trial.time_ms > 0 and trial.startup.total_s >= 0

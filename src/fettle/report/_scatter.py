@@ -1,0 +1,227 @@
+"""All trials at a glance: speed against error, speed against memory, and the Pareto front of all three."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any, TypeVar
+
+import altair as alt
+
+from fettle.report import _format as fmt
+from fettle.report import _theme
+from fettle.report._facts import levers, name_of, pareto, ranked, speed, status_of
+from fettle.report._theme import ACCENT, LEVERS, QUIET, WARN, Drawn
+from fettle.result import Result
+
+SHAPES = {
+    "winner": "diamond",
+    "ok": "circle",
+    "baseline": "square",
+    "over limit": "triangle-down",
+    "rejected": "cross",
+}
+OTHER = "other"
+_HEIGHT = 340
+_NICE = [base * 10.0**power for power in range(-12, 7) for base in (1, 2, 5)]
+Rows = list[dict[str, Any]]
+Channel = TypeVar("Channel", alt.X, alt.Y)
+
+
+def points(result: Result) -> Rows:
+    """One row for each trial with a speed-up (the baseline's is 1), numbered as in the table of all trials."""
+    trials = ranked(result)
+    lever = levers(trials)
+    common = {name for name, _ in Counter(lever.values()).most_common(len(LEVERS) + 1)}
+    front = {id(trial) for trial in pareto(trials)}
+    rows: Rows = []
+    for number, trial in enumerate(trials, 1):
+        value = speed(trial) if trial.recipe.levels else 1.0
+        if not (math.isfinite(value) and value > 0):
+            continue
+        error = trial.accuracy.error
+        rows.append(
+            {
+                "number": number,
+                "recipe": name_of(trial.recipe),
+                "lever": lever[trial.recipe] if lever[trial.recipe] in common else OTHER,
+                "status": status_of(result, trial),
+                "speedup": value,
+                "error": error if math.isfinite(error) else None,
+                "memory": None if trial.peak_bytes is None else trial.peak_bytes / 2**20,
+                "front": id(trial) in front,
+                "speedup_text": fmt.interval(trial.speedup) if trial.recipe.levels else "1 (as given)",
+                "time_text": fmt.milliseconds(trial.time_ms),
+                "error_text": fmt.error(error),
+                "memory_text": fmt.size(trial.peak_bytes),
+                "startup_text": fmt.seconds(trial.startup.total_s),
+                "reason": trial.reason or "–",
+            }
+        )
+    return rows
+
+
+def against_error(result: Result) -> Drawn | None:
+    """Every trial by speed-up and relative error, with the limit and the baseline's own error as lines."""
+    rows = _with_error(points(result))
+    if not rows:
+        return None
+    limit = result.limits.max_error
+    levels = [row["y"] for row in rows] + ([limit] if limit else [])
+    y = _log(levels, alt.Y("y:Q"), "relative error (log)", "format(datum.value, '~g')")
+    rules: list[alt.Chart] = []
+    if limit:
+        rules += _horizontal(limit, f"limit {fmt.error(limit)}", WARN)
+    own = next((row["y"] for row in rows if row["status"] == "baseline" and row["error"]), None)
+    if own:
+        rules += _horizontal(own, "as given", QUIET)
+    return _cloud(result, rows, y, rules)
+
+
+def against_memory(result: Result) -> Drawn | None:
+    """Every trial by speed-up and peak memory, with the limit as a line."""
+    rows = [{**row, "y": row["memory"]} for row in points(result) if row["memory"] is not None]
+    if not rows:
+        return None
+    limit = result.limits.max_memory_bytes
+    y = alt.Y("y:Q", title="peak memory, MiB", scale=alt.Scale(zero=True, nice=True), axis=alt.Axis(tickCount=6))
+    rules = _horizontal(limit / 2**20, f"limit {fmt.size(limit)}", WARN) if limit is not None else []
+    return _cloud(result, rows, y, rules)
+
+
+def front(result: Result) -> Drawn | None:
+    """The Pareto front: speed and error as place, memory as size; what is beaten in all three stays in the back."""
+    rows = [row for row in _with_error(points(result)) if row["status"] != "rejected"]
+    if not any(row["front"] for row in rows):
+        return None
+    known = any(row["memory"] is not None for row in rows)
+    y = _log([row["y"] for row in rows], alt.Y("y:Q"), "relative error (log)", "format(datum.value, '~g')")
+    base = alt.Chart(_theme.data(rows)).encode(x=_x(rows), y=y, tooltip=_tooltip())
+    kinds = alt.Scale(domain=[True, False], range=[ACCENT, QUIET])
+    dots = base.mark_point(filled=True, size=160).encode(
+        color=alt.Color("front:N", scale=kinds, legend=None),
+        opacity=alt.condition("datum.front", alt.value(0.8), alt.value(0.3)),
+        order=alt.Order("front:N"),
+    )
+    if known:
+        scale = alt.Scale(range=[60, 700], zero=True)
+        dots = dots.encode(
+            size=alt.Size("memory:Q", scale=scale, legend=alt.Legend(title="peak memory, MiB", values=_sizes(rows)))
+        )
+    numbers = (
+        base.transform_filter("datum.front").mark_text(fontWeight=700, fontSize=12, dy=-18).encode(text="number:N")
+    )
+    return alt.layer(dots, numbers).properties(width="container", height=_HEIGHT)
+
+
+def _with_error(rows: Rows) -> Rows:
+    """Rows that have an error, at a place that a logarithmic axis can hold: none at all is drawn at the foot."""
+    errors = [row["error"] for row in rows if row["error"]]
+    floor = min(errors) / 3 if errors else 1e-9
+    return [{**row, "y": max(row["error"], floor)} for row in rows if row["error"] is not None]
+
+
+def _cloud(result: Result, rows: Rows, y: alt.Y, rules: list[alt.Chart]) -> Drawn:
+    picked = alt.selection_point(fields=["lever"], bind="legend")
+    names = sorted({row["lever"] for row in rows}, key=lambda name: (name in ("as given", OTHER), name))
+    colours = [QUIET if name in ("as given", OTHER) else LEVERS[i % len(LEVERS)] for i, name in enumerate(names)]
+    shown = [status for status in SHAPES if any(row["status"] == status for row in rows)]
+    base = alt.Chart(_theme.data(rows)).encode(x=_x(rows, _latency_ratio(result)), y=y)
+    dots = (
+        base.mark_point(filled=True, size=90)
+        .encode(
+            color=alt.Color(
+                "lever:N",
+                scale=alt.Scale(domain=names, range=colours),
+                legend=alt.Legend(
+                    title="main lever (click to pick one)", columns=3, symbolType="circle", labelLimit=110
+                ),
+            ),
+            shape=alt.Shape(
+                "status:N",
+                scale=alt.Scale(domain=shown, range=[SHAPES[status] for status in shown]),
+                legend=alt.Legend(title="status", columns=3),
+            ),
+            size=alt.condition("datum.status === 'winner'", alt.value(240), alt.value(90)),
+            opacity=alt.condition(picked, alt.value(0.9), alt.value(0.12)),
+            tooltip=_tooltip(),
+        )
+        .add_params(picked)
+    )
+    label = (
+        base.transform_filter("datum.status === 'winner'")
+        .mark_text(align="right", dx=-12, fontWeight=600)
+        .encode(text=alt.value("winner"))
+    )
+    one = alt.Chart(_theme.data([{"x": 1}])).mark_rule(strokeDash=[2, 3]).encode(x="x:Q")
+    ratio = _latency_ratio(result)
+    if ratio is not None:
+        text = f"latency limit {fmt.milliseconds(result.limits.max_latency_ms)}"
+        data = _theme.data([{"x": ratio, "text": text}])
+        rules = [
+            *rules,
+            alt.Chart(data).mark_rule(color=WARN, strokeDash=[6, 3]).encode(x="x:Q"),
+            alt.Chart(data)
+            .mark_text(color=WARN, align="left", dx=5, fontSize=11)
+            .encode(x="x:Q", y=alt.value(8), text="text:N"),
+        ]
+    return alt.layer(one, *rules, dots, label).properties(width="container", height=_HEIGHT)
+
+
+def _latency_ratio(result: Result) -> float | None:
+    """Where on the speed-up axis the latency limit lies."""
+    limit, baseline = result.limits.max_latency_ms, result.baseline
+    if not limit or limit <= 0 or baseline is None or not math.isfinite(baseline.time_ms):
+        return None
+    return baseline.time_ms / limit
+
+
+def _horizontal(value: float, text: str, colour: str) -> list[alt.Chart]:
+    base = alt.Chart(_theme.data([{"y": value, "text": text}])).encode(y="y:Q")
+    return [
+        base.mark_rule(color=colour, strokeDash=[6, 3]),
+        base.mark_text(color=colour, align="left", dy=-7, fontSize=11).encode(x=alt.value(4), text="text:N"),
+    ]
+
+
+def _x(rows: Rows, *more: float | None) -> alt.X:
+    values = [row["speedup"] for row in rows] + [1.0] + [value for value in more if value]
+    return _log(values, alt.X("speedup:Q"), "speed-up over the model as given (log)", "format(datum.value, '~g') + 'x'")
+
+
+def _log(values: list[float], channel: Channel, title: str, label: str) -> Channel:
+    """A logarithmic axis with a little room at its ends and ticks at 1, 2 and 5."""
+    low, high = min(values), max(values)
+    room = max(1.06, (high / low) ** 0.06)
+    low, high = low / room, high * room
+    ticks = [tick for tick in _NICE if low <= tick <= high]
+    if len(ticks) > 8:
+        ticks = [tick for tick in ticks if f"{tick:e}".startswith("1")]
+    axis: dict[str, Any] = {"labelExpr": label, "tickCount": 6}
+    if len(ticks) >= 3:
+        axis["values"] = ticks
+    return channel.title(title).scale(type="log", domain=[low, high], nice=False).axis(**axis)
+
+
+def _sizes(rows: Rows) -> list[float]:
+    known = [row["memory"] for row in rows if row["memory"]]
+    if not known:
+        return []
+    steps = [step for step in _NICE if min(known) * 0.5 <= step <= max(known) * 1.2]
+    return steps[-3:] or [round(max(known))]
+
+
+def _tooltip() -> list[alt.Tooltip]:
+    titles = {
+        "number": "#",
+        "recipe": "recipe",
+        "speedup_text": "speed-up",
+        "time_text": "time of a call",
+        "error_text": "relative error",
+        "memory_text": "peak memory",
+        "startup_text": "start-up",
+        "lever": "main lever",
+        "status": "status",
+        "reason": "reason",
+    }
+    return [alt.Tooltip(f"{name}:N", title=title) for name, title in titles.items()]

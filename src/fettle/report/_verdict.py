@@ -1,0 +1,218 @@
+"""The verdict in a sentence, and the few other sentences that a report opens with. All computed, none templated in."""
+
+from __future__ import annotations
+
+import math
+
+from fettle.measure import Interval, Trial
+from fettle.report import _format as fmt
+from fettle.report._facts import misses, name_of, ran
+from fettle.result import Result
+
+
+def verdict(result: Result) -> str:
+    """What came out, in one sentence (two when the study was cut short)."""
+    said = _sentence(result)
+    if result.interrupted:
+        return f"Interrupted before the end, so this is what was known by then. {said}"
+    return said
+
+
+def headline(result: Result) -> str:
+    """The verdict in two or three words, for a title."""
+    winner = result.winner
+    if winner is None:
+        return "No winner"
+    if not winner.recipe.levels:
+        return "Leave it as it is"
+    if result.goal in ("memory", "energy", "startup"):
+        before, after = _goal_values(result)
+        if before and after and after < before:
+            return f"{before / after:.2f}x less {_GOAL_NOUN[result.goal]}"
+    if result.verdict == "faster" and winner.speedup:
+        return f"{fmt.times(winner.speedup.estimate)} as fast"
+    return {"faster": "Faster", "same": "No difference", "slower": "Slower", "cannot tell": "Cannot tell"}[
+        result.verdict
+    ]
+
+
+def payback(result: Result) -> str:
+    """After how many calls the winner's start-up cost is paid back, as a sentence; empty without a changed winner."""
+    winner, baseline = result.winner, result.baseline
+    if winner is None or not winner.recipe.levels or baseline is None:
+        return ""
+    if not (math.isfinite(winner.startup.total_s) and math.isfinite(baseline.startup.total_s)):
+        return "The start-up time was not measured, so nothing can be said about when it is paid back."
+    extra = winner.startup.total_s - baseline.startup.total_s
+    calls = result.payback_calls
+    cache = f", with a {winner.startup.cache} compile cache" if winner.startup.cache else ""
+    if calls is None or not math.isfinite(calls):
+        return f"It starts in {fmt.seconds(winner.startup.total_s)}{cache}; no time is saved per call to pay that back."
+    if extra <= 0 or calls < 1:
+        return f"It starts in {fmt.seconds(winner.startup.total_s)}{cache}, and pays from the first call on."
+    spent = calls * winner.time_ms / 1e3
+    return (
+        f"It starts {fmt.seconds(extra)} later than the model as given{cache}; that is paid back after "
+        f"{fmt.count(calls)} calls, which take about {fmt.seconds(spent)} at the new speed."
+    )
+
+
+def interval_meaning(result: Result) -> str:
+    """What the intervals mean, in a sentence."""
+    level = fmt.share(result.confidence).replace(".0%", "%")
+    return (
+        f"A speed-up is the median over rounds in which recipe and baseline ran in turn on the same machine; the "
+        f"figures in brackets are a {level} confidence interval: if the same race were run again and again, an "
+        f"interval made in this way would hold the true ratio in {level} of the races. One that holds 1 does not "
+        f"tell faster from slower."
+    )
+
+
+def yardstick(result: Result) -> str:
+    """How far the model as given is from the reference, as a sentence."""
+    baseline, reference = result.baseline, result.reference
+    why = f" ({reference.why})" if reference.why else ""
+    said = f"Answers are judged against the same model run in {reference.dtype}{why}"
+    if baseline is not None and math.isfinite(baseline.accuracy.error):
+        said += f"; the model as given is itself {fmt.error(baseline.accuracy.error)} away from it"
+    if reference.noise > 0:
+        said += f", and two runs of the reference differ by {fmt.error(reference.noise)}"
+    return said + "."
+
+
+def miss_text(result: Result, trial: Trial) -> str:
+    """Which limits a trial misses, as a phrase: ``relative error 0.034 (limit ≤ 0.02)``."""
+    parts = [
+        f"{check.name} not measured" if check.held is None else f"{check.name} {check.value} (limit {check.limit})"
+        for check in misses(result, trial)
+    ]
+    return ", ".join(parts)
+
+
+_GOAL_NOUN = {"memory": "memory", "energy": "energy", "startup": "start-up time"}
+
+
+def _sentence(result: Result) -> str:
+    winner = result.winner
+    if winner is None:
+        return _no_winner(result)
+    if not winner.recipe.levels:
+        return _unchanged(result)
+    how = name_of(winner.recipe)
+    answers = _answers(result, winner)
+    if result.goal in ("memory", "energy", "startup"):
+        return _other_goal(result, winner, how, answers)
+    figures = _figures(winner.speedup, result.confidence)
+    if result.verdict == "faster":
+        now, then = _per_call(result, winner)
+        return f"{fmt.times(_estimate(winner))} as fast as given{figures}: {now} instead of {then}, {answers}."
+    if result.verdict == "same":
+        pace = f"runs as fast as the model as given{figures}"
+        return f"No difference: the best recipe, {how}, {pace}. Keep the model as it is."
+    if result.verdict == "slower":
+        return (
+            f"Slower: measured again in a fresh race, {how} ran at {fmt.times(_estimate(winner))} the speed of the "
+            f"model as given{figures}. Keep the model as it is."
+        )
+    return (
+        f"Cannot tell: whether {how} is faster than the model as given is not settled by what was measured{figures}. "
+        "A longer budget or a quieter machine may settle it."
+    )
+
+
+def _no_winner(result: Result) -> str:
+    baseline = result.baseline
+    if not result.trials:
+        return "No winner: nothing was measured."
+    if baseline is not None and not ran(baseline):
+        return f"No winner: the model as given could not be measured ({baseline.reason or 'no reason recorded'})."
+    if not any(ran(trial) for trial in result.trials):
+        return f"No winner: all {len(result.trials)} trials failed."
+    if result.nearest:
+        near = result.nearest[0]
+        missed = miss_text(result, near)
+        return f"No winner: no recipe keeps the limits. Nearest: {name_of(near.recipe)}" + (
+            f", with {missed}." if missed else "."
+        )
+    return "No winner: no recipe that was tried keeps the limits."
+
+
+def _unchanged(result: Result) -> str:
+    others = sum(1 for trial in result.trials if trial.recipe.levels)
+    if not others:
+        return "Leave it as it is: no other recipe was tried."
+    what = {"memory": "needs less memory", "energy": "needs less energy", "startup": "starts sooner"}.get(
+        result.goal, "is faster"
+    )
+    tried = "the one other recipe" if others == 1 else f"none of the {others} other recipes"
+    if others == 1:
+        return f"Leave it as it is: {tried} that was tried is not one that {what} and keeps the limits."
+    return f"Leave it as it is: {tried} tried {what} and keeps the limits."
+
+
+def _other_goal(result: Result, winner: Trial, how: str, answers: str) -> str:
+    noun = _GOAL_NOUN[result.goal]
+    before, after = _goal_values(result)
+    show = {"memory": fmt.size, "energy": fmt.joules, "startup": fmt.seconds}[result.goal]
+    pace = f"in speed it is {_pace(winner.speedup)}"
+    if before is None or after is None:
+        return f"The winner is {how}, but its {noun} cannot be compared with the model as given; {pace}, {answers}."
+    name = noun[0].upper() + noun[1:]
+    if after < before:
+        return f"{name} falls from {show(before)} to {show(after)} ({before / after:.2f}x less); {pace}, {answers}."
+    return f"No gain: {noun} is {show(after)} with {how} and {show(before)} as given; {pace}, {answers}."
+
+
+def _goal_values(result: Result) -> tuple[float | None, float | None]:
+    """The goal's figure of the baseline and of the winner, where both are known."""
+
+    def value(trial: Trial | None) -> float | None:
+        if trial is None:
+            return None
+        found = {"memory": trial.peak_bytes, "energy": trial.energy_j, "startup": trial.startup.total_s}[result.goal]
+        return float(found) if found is not None and math.isfinite(found) and found > 0 else None
+
+    return value(result.baseline), value(result.winner)
+
+
+def _pace(speedup: Interval | None) -> str:
+    if speedup is None or not math.isfinite(speedup.estimate):
+        return "not compared"
+    text = fmt.interval(speedup)
+    if speedup.low > 1:
+        return f"faster, {text}"
+    return f"slower, {text}" if speedup.high < 1 else f"not told apart, {text}"
+
+
+def _estimate(trial: Trial) -> float:
+    return trial.speedup.estimate if trial.speedup else math.nan
+
+
+def _figures(speedup: Interval | None, confidence: float) -> str:
+    if speedup is None or not (math.isfinite(speedup.low) and math.isfinite(speedup.high)):
+        return ""
+    level = fmt.share(confidence).replace(".0%", "%")
+    return f" ({level} interval {speedup.low:.2f} to {speedup.high:.2f})"
+
+
+def _per_call(result: Result, winner: Trial) -> tuple[str, str]:
+    baseline = result.baseline
+    if baseline is None:
+        return f"{fmt.milliseconds(winner.time_ms)} a call", "an unknown time"
+    if baseline.samples != winner.samples:
+        return f"{fmt.rate(winner.throughput)}", f"{fmt.rate(baseline.throughput)} samples"
+    return f"{fmt.milliseconds(winner.time_ms)} a call", fmt.milliseconds(baseline.time_ms)
+
+
+def _answers(result: Result, winner: Trial) -> str:
+    """How well the answers were kept, never claimed without a number."""
+    accuracy = winner.accuracy
+    missed = miss_text(result, winner)
+    if missed:
+        return f"but {missed}"
+    if not math.isfinite(accuracy.error):
+        return "with answers that were not compared"
+    said = f"with answers within {fmt.error(accuracy.error)} (relative error)"
+    if math.isfinite(accuracy.metric) and math.isfinite(result.reference.metric):
+        said += f" and a metric of {fmt.number(accuracy.metric)} against {fmt.number(result.reference.metric)}"
+    return said

@@ -1,0 +1,130 @@
+"""The charts of a result, each with its title and a text for those who cannot see it; as data, PNG and SVG."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import altair as alt
+
+from fettle.errors import UsageError
+from fettle.report import _format as fmt
+from fettle.report import _ladder, _payback, _scatter, _theme
+from fettle.report._clean import clean
+from fettle.report._facts import pareto, ranked
+from fettle.report._theme import Spec
+from fettle.report._verdict import payback as payback_text
+from fettle.result import Result
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One chart, ready to be drawn anywhere."""
+
+    name: str
+    """Short, for file names and anchors."""
+    title: str
+    alt: str
+    """What it shows, in words."""
+    spec: Spec
+    """Vega-Lite, without a configuration, as wide as what holds it."""
+
+    def svg(self, width: int = 640) -> str:
+        """As a light SVG."""
+        return _theme.svg(self.spec, width)
+
+    def png(self, width: int = 640) -> bytes:
+        """As a light PNG at twice the resolution."""
+        return _theme.png(self.spec, width)
+
+
+def figures(result: Result) -> list[Figure]:
+    """The charts that this result has data for, in the order of the report."""
+    result = clean(result)
+    drawn = [
+        (
+            "throughput",
+            "Throughput, samples per second",
+            _bars_alt(_ladder.throughput_rows(result)),
+            _ladder.throughput,
+        ),
+        ("memory", "Peak memory", _bars_alt(_ladder.memory_rows(result)), _ladder.memory),
+        ("error", "Speed-up against error", _cloud_alt(result, "relative error"), _scatter.against_error),
+        ("footprint", "Speed-up against memory", _cloud_alt(result, "peak memory"), _scatter.against_memory),
+        ("pareto", "The Pareto front", _front_alt(result), _scatter.front),
+        ("payback", "Start-up and payback", payback_text(result), _payback.payback),
+    ]
+    made = []
+    for name, title, words, draw in drawn:
+        chart = draw(result)
+        if chart is not None:
+            made.append(Figure(name, title, words, _spec(chart)))
+    return made
+
+
+def ladder(result: Result) -> Figure | None:
+    """Throughput and memory bars side by side, as one picture."""
+    result = clean(result)
+    both = [chart for chart in (_ladder.throughput(result), _ladder.memory(result)) if chart is not None]
+    if not both:
+        return None
+    titles = ["throughput, samples per second", "peak memory"]
+    named = [
+        chart.properties(width=400, title=alt.Title(title, anchor="start", fontWeight="normal", fontSize=12, offset=12))
+        for chart, title in zip(both, titles, strict=False)
+    ]
+    return Figure(
+        "ladder", "From the baseline to the winner", _bars_alt(_ladder.throughput_rows(result)),
+        _spec(alt.hconcat(*named, spacing=40)),
+    )  # fmt: skip
+
+
+def write_charts(result: Result, folder: str | Path) -> list[Path]:
+    """Write every chart to `folder` as PNG and as SVG, and return the paths of the PNGs."""
+    folder = Path(folder)
+    side_by_side = ladder(result)
+    rest = [figure for figure in figures(result) if figure.name not in ("throughput", "memory")]
+    written = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for figure in ([side_by_side] if side_by_side else []) + rest:
+            (folder / f"{figure.name}.svg").write_text(figure.svg(), encoding="utf-8")
+            path = folder / f"{figure.name}.png"
+            path.write_bytes(figure.png())
+            written.append(path)
+    except OSError as error:
+        raise UsageError(f"cannot write charts to {folder}: {error.strerror}") from error
+    return written
+
+
+def _spec(chart: _theme.Drawn | alt.HConcatChart) -> Spec:
+    spec: Spec = chart.to_dict()
+    for key in ("$schema", "config"):  # the page brings its own look, and names no address that could be fetched
+        spec.pop(key, None)
+    return spec
+
+
+def _bars_alt(rows: _ladder.Rows) -> str:
+    return "Bars: " + "; ".join(f"{row['label']} {row['text']}" for row in rows) + "."
+
+
+def _cloud_alt(result: Result, against: str) -> str:
+    rows = _scatter.points(result)
+    if not rows:
+        return ""
+    low, high = min(row["speedup"] for row in rows), max(row["speedup"] for row in rows)
+    rejected = sum(row["status"] == "rejected" for row in rows)
+    return (
+        f"Scatter of {len(rows)} trials, speed-up from {fmt.times(low)} to {fmt.times(high)} against {against}; "
+        f"{rejected} rejected. The figures are in the table of all trials."
+    )
+
+
+def _front_alt(result: Result) -> str:
+    front = pareto(ranked(result))
+    listed = "; ".join(
+        f"{fmt.times(trial.speedup.estimate if trial.speedup else None)} with error {fmt.error(trial.accuracy.error)} "
+        f"and {fmt.size(trial.peak_bytes)}"
+        for trial in front[:8]
+    )
+    return f"{len(front)} trials that no other beats in speed, error and memory at once: {listed}."

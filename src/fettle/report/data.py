@@ -1,0 +1,136 @@
+"""A result as JSON and back: ``result.json`` is how fettle keeps a result on disk.
+
+A file is hostile until it is parsed: its size is bounded, every field is checked against the type it must have, and
+nothing in it is ever run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fettle.errors import UsageError, first_line
+from fettle.measure import Trial
+from fettle.recipe import Recipe, write_text
+from fettle.result import Result
+
+FORMAT = 1
+_MAX_BYTES = 64 << 20
+_MAX_TRIALS = 20_000
+
+
+def to_json(result: Result) -> dict[str, Any]:
+    """The result as data that any JSON writer takes: a recipe is a mapping, a number that is not finite is None."""
+    data: dict[str, Any] = _plain(result)
+    return {"format": FORMAT, **data}
+
+
+def from_json(data: Any) -> Result:
+    """The inverse of `to_json`. Raises `UsageError` for anything else."""
+    if not isinstance(data, dict) or "format" not in data:
+        raise UsageError("it has no format number, so it is no fettle result")
+    if data["format"] != FORMAT:
+        raise UsageError(f"it has result format {str(data['format'])[:40]}; this fettle reads format {FORMAT}")
+    body = {key: value for key, value in data.items() if key != "format"}
+    try:
+        result = msgspec.convert(_typed(body, Result), Result)
+    except (msgspec.ValidationError, UsageError) as error:
+        raise UsageError(f"it is no fettle result: {' '.join(str(error).split())[:200]}") from error
+    _check(result)
+    return result
+
+
+def save_result(result: Result, path: str | Path) -> None:
+    """Write ``result.json`` whole or not at all."""
+    write_text(Path(path), json.dumps(to_json(result), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def load_result(path: str | Path) -> Result:
+    """Read a ``result.json``. Raises `UsageError` in one line for anything that is not one."""
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"cannot read the result {path}: {error.strerror}") from error
+    if len(raw) > _MAX_BYTES:
+        raise UsageError(f"{path} is too large to be a result")
+    try:
+        return from_json(msgspec.json.decode(raw))
+    except UsageError as error:
+        raise UsageError(f"cannot use {path}: {error}") from error
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is no JSON: {first_line(error)}") from error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Recipe):
+        return dict(value.levels)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict) or hasattr(value, "items"):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if hasattr(value, "item"):  # a NumPy or torch scalar
+        return _plain(value.item())
+    return str(value)
+
+
+def _typed(value: Any, kind: Any) -> Any:
+    """Undo what JSON cannot say: null where a plain number belongs is NaN, and a recipe is its levels."""
+    if kind is float:
+        return math.nan if value is None else value
+    if kind is Recipe:
+        return {"levels": value}
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        inner = [argument for argument in arguments if argument is not type(None)]
+        return None if value is None or len(inner) != 1 else _typed(value, inner[0])
+    if isinstance(value, list) and arguments and origin in (Sequence, list, tuple):
+        return [_typed(item, arguments[0]) for item in value]
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        hints = _hints(typing.cast(type, kind))
+        unknown = [key for key in value if key not in hints]
+        if unknown:  # a field that this version does not know may carry meaning: say so, do not drop it
+            raise UsageError(f"unknown field {str(unknown[0])[:60]!r}")
+        return {key: _typed(item, hints[key]) for key, item in value.items()}
+    return value
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {item.name: hints[item.name] for item in dataclasses.fields(kind)}
+
+
+def _check(result: Result) -> None:
+    """What types cannot say, and what the arithmetic of a report relies on."""
+    trials: list[Trial] = [*result.trials, *result.nearest, *(rung.trial for rung in result.ladder)]
+    if result.winner is not None:
+        trials.append(result.winner)
+    if len(trials) > _MAX_TRIALS:
+        raise UsageError(f"it has {len(trials)} trials, more than any study")
+    for trial in trials:
+        if trial.samples < 1:
+            raise UsageError(f"a trial has {trial.samples} samples in a call")
+        if trial.time_ms <= 0 or trial.p90_ms <= 0 or (trial.peak_bytes or 0) < 0:
+            raise UsageError("a trial has a time or a memory figure that is not positive")
+        if trial.speedup and not 0 <= trial.speedup.low <= trial.speedup.estimate <= trial.speedup.high:
+            # NaN anywhere fails this comparison too; a result that fettle wrote may hold NaN, so let only that pass
+            ends = (trial.speedup.low, trial.speedup.estimate, trial.speedup.high)
+            if not any(math.isnan(end) for end in ends):
+                raise UsageError("a trial has a speed-up outside its own interval")

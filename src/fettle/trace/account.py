@@ -1,0 +1,125 @@
+"""Where did the time go? Every nanosecond of a step, on every device, booked exactly once.
+
+Compute comes first; communication and copies count only where nothing computes (they are exposed); what is left is
+idle, by cause. The columns of a row add up to its wall time, which is asserted, not hoped for.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from fettle.trace.idle import CAUSES, idle_pieces, main_thread
+from fettle.trace.intervals import Intervals, gaps, length_within, merge, split
+from fettle.trace.kinds import Kind
+from fettle.trace.model import Trace
+from fettle.trace.stacks import CAUSES_OF_HOST
+from fettle.trace.steps import steps
+
+
+def device_classes(trace: Trace, device: int) -> tuple[Intervals, Intervals, Intervals]:
+    """Compute, communication and copies (with memory sets) of one device, each as disjoint intervals that may overlap
+    others.
+    """
+    on_device = (trace.column("device") == device) & trace.is_device
+    collective = on_device & trace.is_collective
+    compute = on_device & (trace.kind == Kind.KERNEL) & ~collective
+    copies = on_device & ((trace.kind == Kind.MEMCPY) | (trace.kind == Kind.MEMSET))
+    compute_set, comm_set, copy_set = (
+        merge(trace.ts[flags], trace.end[flags]) for flags in (compute, collective, copies)
+    )
+    return compute_set, comm_set, copy_set
+
+
+def time_account(trace: Trace, annotation: str | None = None) -> pl.DataFrame:
+    """The time account: one row a step and device; for a trace without device work one row a step and device -1, the
+    host.
+
+    Columns, all in ns unless said: rank, device, step, start_ns, wall_ns, compute_ns, exposed_communication_ns,
+    exposed_copy_ns, idle_ns, and idle_<cause>_ns for every cause in `fettle.trace.idle.CAUSES`. compute + exposed
+    communication + exposed copies + idle = wall, and the causes add up to idle, exactly.
+
+    On the host row, compute is time inside operators of the main thread, idle what the host did besides.
+    """
+    windows = steps(trace, annotation)
+    low, high = windows["start_ns"].to_numpy(), windows["end_ns"].to_numpy()
+    parts = []
+    for device in trace.device_keys:
+        parts.append(_device_rows(trace, device, low, high, windows))
+    if not parts:
+        parts.append(_host_rows(trace, low, high, windows))
+    frame = pl.concat(parts)
+    check_account(frame)
+    return frame
+
+
+def _device_rows(trace: Trace, device: int, low: np.ndarray, high: np.ndarray, windows: pl.DataFrame) -> pl.DataFrame:
+    compute, comm, copy = device_classes(trace, device)
+    compute_or_comm = merge(np.concatenate([compute[0], comm[0]]), np.concatenate([compute[1], comm[1]]))
+    busy = merge(np.concatenate([compute_or_comm[0], copy[0]]), np.concatenate([compute_or_comm[1], copy[1]]))
+    compute_ns = length_within(compute, low, high)
+    comm_ns = length_within(compute_or_comm, low, high) - compute_ns
+    busy_ns = length_within(busy, low, high)
+    pieces = idle_pieces(trace, device)
+    start, end, piece, window = split((pieces["start_ns"].to_numpy(), pieces["end_ns"].to_numpy()), (low, high))
+    sums = (
+        pl.DataFrame({"cause": pieces["cause"][piece], "window": window, "ns": end - start})
+        .group_by("cause", "window")
+        .agg(pl.col("ns").sum())
+    )
+    by_cause = {cause: np.zeros(len(low), dtype=np.int64) for cause in CAUSES}
+    for cause, at, ns in sums.iter_rows():
+        by_cause[cause][at] = ns
+    return _rows(trace, device, windows, compute_ns, comm_ns, busy_ns - compute_ns - comm_ns, by_cause)
+
+
+def _host_rows(trace: Trace, low: np.ndarray, high: np.ndarray, windows: pl.DataFrame) -> pl.DataFrame:
+    by_cause = {cause: np.zeros(len(low), dtype=np.int64) for cause in CAUSES}
+    compute = np.zeros(len(low), dtype=np.int64)
+    start, end, row, window = trace.stacks.over(main_thread(trace), low, high)
+    cause = np.where(row >= 0, trace.stacks.cause[row], 0) if trace.events.height else np.zeros(0, np.int64)
+    for code, name in enumerate(CAUSES_OF_HOST):
+        mine = cause == code
+        target = compute if name == "operator" else by_cause[name]
+        np.add.at(target, window[mine], (end - start)[mine])
+    zero = np.zeros(len(low), dtype=np.int64)
+    return _rows(trace, -1, windows, compute, zero, zero, by_cause)
+
+
+def _rows(trace: Trace, device, windows, compute, comm, copy, by_cause) -> pl.DataFrame:  # type: ignore[no-untyped-def]
+    wall = windows["wall_ns"].to_numpy()
+    frame = pl.DataFrame(
+        {
+            "rank": windows["rank"],
+            "device": pl.Series([device] * len(wall), dtype=pl.Int64()),
+            "step": windows["step"],
+            "start_ns": windows["start_ns"],
+            "wall_ns": windows["wall_ns"],
+            "compute_ns": compute,
+            "exposed_communication_ns": comm,
+            "exposed_copy_ns": copy,
+            "idle_ns": sum(by_cause.values()),
+        }
+    )
+    return frame.with_columns(**{f"idle_{cause}_ns": pl.Series(ns) for cause, ns in by_cause.items()})
+
+
+def check_account(frame: pl.DataFrame) -> None:
+    """Raise AssertionError where a row's parts do not add up to its wall time to the nanosecond."""
+    parts = pl.col("compute_ns") + pl.col("exposed_communication_ns") + pl.col("exposed_copy_ns") + pl.col("idle_ns")
+    causes = pl.sum_horizontal([pl.col(f"idle_{cause}_ns") for cause in CAUSES])
+    wrong = frame.filter((parts != pl.col("wall_ns")) | (causes != pl.col("idle_ns")))
+    if wrong.height:
+        raise AssertionError(f"the time account of {wrong.height} steps does not add up to the wall time")
+
+
+def account_total(frame: pl.DataFrame) -> pl.DataFrame:
+    """The account summed over steps: one row a rank and device, same columns without step and start_ns."""
+    return frame.drop("step", "start_ns").group_by("rank", "device").sum().sort("rank", "device")
+
+
+def whole_trace_gaps(trace: Trace, device: int) -> Intervals:
+    """Idle time of a device between its first and its last work."""
+    rows = trace.device_rows[trace.column("device")[trace.device_rows] == device]
+    busy = merge(trace.ts[rows], trace.end[rows])
+    return gaps(busy, int(busy[0][0]), int(busy[1][-1])) if len(busy[0]) else busy

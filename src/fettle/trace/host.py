@@ -1,0 +1,172 @@
+"""The host's side: how threads were used, what operators cost besides their work, small operators, conversions, data
+loading.
+
+For a trace without a device this is the whole answer; with one it explains the idle time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from fettle.trace.intervals import merge, total
+from fettle.trace.kinds import Kind
+from fettle.trace.model import Trace
+from fettle.trace.operators import ancestors
+from fettle.trace.stacks import CAUSES_OF_HOST
+
+SMALL_NS = 10_000
+CONVERSIONS = (
+    "aten::to",
+    "aten::_to_copy",
+    "aten::copy_",
+    "aten::contiguous",
+    "aten::clone",
+    "aten::type_as",
+    "aten::item",
+    "aten::_local_scalar_dense",
+)
+
+
+def threads(trace: Trace) -> pl.DataFrame:
+    """How each host thread spent the trace.
+
+    Columns: rank, thread, label, events, busy_ns (any event), busy_share (of the trace's span), operator_ns (any
+    operator), and <cause>_ns: time whose innermost event stands for that cause.
+    """
+    stacks = trace.stacks
+    low, high = trace.span
+    thread_of = trace.column("thread")
+    rows = []
+    length = stacks.segment_end - stacks.segment_start
+    cause = stacks.cause[stacks.segment_row] if len(length) else np.zeros(0, np.int64)
+    operators = np.flatnonzero(trace.kind == Kind.OPERATOR)
+    for thread in np.unique(thread_of[trace.is_host]).tolist():
+        part = stacks.thread_slice(thread)
+        mine = operators[thread_of[operators] == thread]
+        sums = np.bincount(cause[part], weights=length[part], minlength=len(CAUSES_OF_HOST))
+        busy = int(length[part].sum())
+        rows.append(
+            {
+                "rank": trace.rank,
+                "thread": thread,
+                "label": trace.thread_label(thread),
+                "events": int((trace.is_host & (thread_of == thread)).sum()),
+                "busy_ns": busy,
+                "busy_share": busy / max(high - low, 1),
+                "operator_ns": total(merge(trace.ts[mine], trace.end[mine])),
+                **{f"{name}_ns": int(value) for name, value in zip(CAUSES_OF_HOST, sums, strict=True)},
+            }
+        )
+    return pl.DataFrame(rows).sort("busy_ns", descending=True) if rows else pl.DataFrame({"rank": [], "thread": []})
+
+
+def parallel_operators(trace: Trace) -> pl.DataFrame:
+    """How many threads were inside operators at once: columns rank, threads, time_ns, share of the trace's span."""
+    thread_of = trace.column("thread")
+    operators = np.flatnonzero(trace.kind == Kind.OPERATOR)
+    starts, ends = [], []
+    for thread in np.unique(thread_of[operators]):
+        one = merge(
+            trace.ts[operators[thread_of[operators] == thread]], trace.end[operators[thread_of[operators] == thread]]
+        )
+        starts.append(one[0])
+        ends.append(one[1])
+    schema = {"rank": pl.Int64(), "threads": pl.Int64(), "time_ns": pl.Int64(), "share": pl.Float64()}
+    if not starts:
+        return pl.DataFrame(schema=schema)
+    points = np.concatenate([*starts, *ends])
+    change = np.concatenate([np.ones(sum(map(len, starts)), np.int64), -np.ones(sum(map(len, ends)), np.int64)])
+    order = np.argsort(points, kind="stable")
+    points, level = points[order], np.cumsum(change[order])
+    low, high = trace.span
+    sums = np.bincount(level[:-1], weights=np.diff(points)) if len(points) > 1 else np.zeros(1)
+    sums[0] = (high - low) - sums[1:].sum()
+    return pl.DataFrame(
+        [(trace.rank, n, int(ns), float(ns) / max(high - low, 1)) for n, ns in enumerate(sums)],
+        schema=schema,
+        orient="row",
+    )
+
+
+def host_summary(trace: Trace) -> pl.DataFrame:
+    """The questions of a slow host, one row each.
+
+    Columns: rank, question, count, time_ns, share (of the trace's span), means. Times are the main costs' own: nested
+    operators are not counted twice.
+    """
+    from fettle.trace.idle import main_thread
+
+    low, high = trace.span
+    span = max(high - low, 1)
+    stacks = trace.stacks
+    length = np.zeros(trace.events.height, dtype=np.int64)
+    np.add.at(length, stacks.segment_row, stacks.segment_end - stacks.segment_start)
+    operators = np.flatnonzero(trace.kind == Kind.OPERATOR)
+    top = operators[ancestors(trace).top_operator[operators] == operators]
+    child = np.zeros(trace.events.height, dtype=bool)
+    parents = stacks.parent[operators]
+    child[parents[parents >= 0]] = True
+    leaf, inner = operators[~child[operators]], operators[child[operators]]
+    names = trace.column("name")
+    conversion = np.isin(names, [i for i, n in enumerate(trace.names) if n in CONVERSIONS])
+    small = leaf[trace.dur[leaf] < SMALL_NS]
+    converts = operators[conversion[operators]]
+    outer_converts = converts[~_inside(trace, converts)]
+    data = np.flatnonzero(trace.is_host & (stacks.cause == CAUSES_OF_HOST.index("data_loading")))
+    main = main_thread(trace)
+    data_main = data[trace.column("thread")[data] == main]
+    cover = total(merge(trace.ts[operators], trace.end[operators]))
+    rows = [
+        ("outermost operators", len(top), int(trace.dur[top].sum()), "what the program asked for"),
+        ("innermost operators", len(leaf), int(length[leaf].sum()), "where work is done (or launched)"),
+        (
+            "overhead of operators that call others",
+            len(inner),
+            int(length[inner].sum()),
+            "dispatch and checks on the way",
+        ),
+        (
+            f"innermost operators under {SMALL_NS // 1000} us",
+            len(small),
+            int(length[small].sum()),
+            "many of them: fuse or compile",
+        ),
+        (
+            "conversions and copies",
+            len(outer_converts),
+            int(trace.dur[outer_converts].sum()),
+            ", ".join(CONVERSIONS[:4]) + ", ...",
+        ),
+        (
+            "data loading on the main thread",
+            len(data_main),
+            int(length[data_main].sum()),
+            "the loop waits for its input",
+        ),
+        ("no operator on any thread", 1, span - cover, "Python, other libraries, or waiting"),
+    ]
+    return pl.DataFrame(
+        [(trace.rank, q, n, ns, ns / span, means) for q, n, ns, means in rows],
+        schema={
+            "rank": pl.Int64(),
+            "question": pl.String(),
+            "count": pl.Int64(),
+            "time_ns": pl.Int64(),
+            "share": pl.Float64(),
+            "means": pl.String(),
+        },
+        orient="row",
+    )
+
+
+def _inside(trace: Trace, rows: np.ndarray) -> np.ndarray:
+    """Whether each row lies inside another of the rows."""
+    from fettle.trace.stacks import inherit
+
+    marked = np.zeros(trace.events.height, dtype=bool)
+    marked[rows] = True
+    above = inherit(marked, trace.stacks.parent, np.flatnonzero(trace.is_host))
+    parent = trace.stacks.parent[rows]
+    answer: np.ndarray = np.where(parent >= 0, above[np.maximum(parent, 0)], False)
+    return answer

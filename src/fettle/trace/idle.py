@@ -1,0 +1,307 @@
+"""Why was the device idle? Each gap is cut into the pieces that different causes held, never given one label.
+
+A gap is time in which no stream of a device works. The work that ends it was launched by a host call:
+
+    work ends        host does other things        launch call        launch latency        work starts
+    |----------------------------------------------|------------------|---------------------|
+
+What the host did before the call is read from the launching thread, piece by piece: the innermost operator, Python
+function or call. Where that thread shows nothing, the main thread is asked, then autograd's. Where the work had been
+launched before the gap began, the host is not the cause.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import polars as pl
+
+from fettle.trace.intervals import Intervals, gaps, merge
+from fettle.trace.kinds import Kind, is_graph_launch
+from fettle.trace.model import Ints, Trace
+from fettle.trace.stacks import CAUSES_OF_HOST
+
+CAUSES: dict[str, str] = {
+    "operator": "the host was inside an operator (its overhead, not a call to the device)",
+    "python": "the host ran Python code",
+    "runtime_call": "another call to the device's runtime",
+    "launch_call": "the launch call itself",
+    "launch_latency": "from the end of the launch call to the start of the work",
+    "blocking_call": "the host waited in a call that blocks (synchronise, .item(), a copy from pageable memory)",
+    "allocator": "device or pinned memory was allocated or freed",
+    "compile_or_load": "compilation, or lazy loading of a module",
+    "data_loading": "the host waited for, or did, data loading",
+    "garbage_collection": "Python's garbage collector",
+    "profiler": "the profiler's own work",
+    "stream_event": "the work was queued behind an event of another stream",
+    "between_kernels": "the work was queued; the usual gap between two kernels",
+    "inside_graph": "between two kernels of one launched graph",
+    "queued_unknown": "the work was queued for long and nothing says why it waited",
+    "unlinked": "the work that ended the gap has no known launch",
+    "host_untraced": "the host did something that the trace does not show",
+}
+# Old versions had no `autograd::engine` range: there the operators themselves tell.
+_BACKWARD = re.compile(r"^autograd::engine::evaluate_function|Backward\d*$")
+BETWEEN_KERNELS_NS = 30_000
+LATENCY_NS = 100_000
+
+
+def idle_pieces(trace: Trace, device: int) -> pl.DataFrame:
+    """All idle time of one device within the trace, cut by cause; pieces are disjoint, in order, and add up to the
+    idle time.
+
+    Columns: start_ns, end_ns, cause (a key of `CAUSES`), detail (event name number; -1: none), gap (number of the gap),
+    next_row (the work that ended the gap; -1: none came).
+    """
+    rows = trace.device_rows[trace.column("device")[trace.device_rows] == device]
+    busy = merge(trace.ts[rows], trace.end[rows])
+    low, high = trace.span
+    starts, ends = gaps(busy, low, high)
+    if not len(starts):
+        return _frame([], np.zeros(0, np.int64), np.zeros(0, np.int64))
+    next_row = _next_work(trace, rows, ends)
+    pieces = _Pieces()
+    launch = np.full(len(starts), -1, dtype=np.int64)
+    ended = next_row >= 0
+    launch[ended] = trace.launches.launch_of(next_row[ended])
+    number = np.arange(len(starts))
+
+    tail = ~ended
+    unlinked = ended & (launch < 0)
+    pieces.add(starts[unlinked], ends[unlinked], "unlinked", -1, number[unlinked])
+    linked = np.flatnonzero(launch >= 0)
+    call_start, call_end = trace.ts[launch[linked]], trace.end[launch[linked]]
+    queued = call_end <= starts[linked]
+    _queued(trace, pieces, starts, ends, next_row, launch, linked[queued], rows)
+
+    mine = linked[~queued]
+    l0 = np.clip(call_start[~queued], starts[mine], ends[mine])
+    l1 = np.clip(call_end[~queued], l0, ends[mine])
+    names = trace.column("name")
+    pieces.add(l0, l1, "launch_call", names[launch[mine]].astype(np.int64), mine)
+    graph = _graph_names(trace)[names[launch[mine]]] if len(mine) else np.zeros(0, dtype=bool)
+    slow = (ends[mine] - l1 > LATENCY_NS) & ~graph
+    pieces.add(l1[~slow], ends[mine][~slow], "launch_latency", -1, mine[~slow])
+    pieces.add(l1[slow], ends[mine][slow], "queued_unknown", -1, mine[slow])
+    # What the host did until it launched; behind the last work, what the main thread did.
+    main = main_thread(trace)
+    thread = np.where(launch[mine] >= 0, trace.column("thread")[launch[mine]], main)
+    _host_time(
+        trace,
+        pieces,
+        np.concatenate([starts[mine], starts[tail]]),
+        np.concatenate([l0, ends[tail]]),
+        np.concatenate([thread, np.full(int(tail.sum()), main)]),
+        np.concatenate([mine, number[tail]]),
+    )
+    return _frame(pieces.parts, next_row, starts)
+
+
+class _Pieces:
+    def __init__(self) -> None:
+        self.parts: list[tuple[Ints, Ints, list[str] | str, Ints, Ints]] = []
+
+    def add(self, start: Ints, end: Ints, cause: list[str] | str, detail: Ints | int, gap: Ints) -> None:
+        if len(start):
+            details = np.full(len(start), detail, dtype=np.int64) if isinstance(detail, int) else detail
+            self.parts.append((start, end, cause, details, gap))
+
+
+def _frame(parts: list[tuple[Ints, Ints, list[str] | str, Ints, Ints]], next_row: Ints, starts: Ints) -> pl.DataFrame:
+    schema = {
+        "start_ns": pl.Int64(),
+        "end_ns": pl.Int64(),
+        "cause": pl.Categorical(),
+        "detail": pl.Int64(),
+        "gap": pl.Int64(),
+        "next_row": pl.Int64(),
+    }
+    if not parts:
+        return pl.DataFrame(schema=schema)
+    frames = []
+    for start, end, cause, detail, gap in parts:
+        causes = pl.Series("cause", cause, dtype=pl.String()) if not isinstance(cause, str) else pl.lit(cause)
+        frames.append(
+            pl.DataFrame({"start_ns": start, "end_ns": end, "detail": detail, "gap": gap, "next_row": next_row[gap]})
+            .with_columns(cause=causes)
+            .select(list(schema))
+        )
+    return (
+        pl.concat(frames)
+        .filter(pl.col("end_ns") > pl.col("start_ns"))
+        .sort("start_ns")
+        .cast({"cause": pl.Categorical()})
+    )
+
+
+def _next_work(trace: Trace, rows: Ints, ends: Ints) -> Ints:
+    """The first work that starts at each gap's end; -1 behind the last."""
+    starts = trace.ts[rows]
+    at = np.searchsorted(starts, ends, side="left")
+    found = at < len(rows)
+    answer = np.full(len(ends), -1, dtype=np.int64)
+    exact = np.zeros(len(ends), dtype=bool)
+    exact[found] = starts[at[found]] == ends[found]
+    # Zero-length work at the same instant does not end a gap; take the first that lasts.
+    clamped = np.minimum(at, max(len(rows) - 1, 0))
+    answer[exact] = rows[clamped[exact]]
+    for i in np.flatnonzero(exact & (trace.dur[rows[clamped]] == 0)).tolist():
+        j = int(at[i])
+        while j < len(rows) and starts[j] == ends[i] and trace.dur[rows[j]] == 0:
+            j += 1
+        answer[i] = rows[j] if j < len(rows) and starts[j] == ends[i] else rows[at[i]]
+    return answer
+
+
+def _graph_names(trace: Trace) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    return np.array([is_graph_launch(n) for n in trace.names], dtype=bool)
+
+
+def _queued(
+    trace: Trace, pieces: _Pieces, starts: Ints, ends: Ints, next_row: Ints, launch: Ints, which: Ints, rows: Ints
+) -> None:
+    """Gaps whose next work had been launched before they began."""
+    if not len(which):
+        return
+    same_graph = _graph_names(trace)[trace.column("name")[launch[which]]]
+    previous_at = np.searchsorted(trace.ts[rows], ends[which], side="left") - 1
+    previous = rows[np.maximum(previous_at, 0)]
+    same_graph &= trace.launches.launch_of(previous) == launch[which]
+    short = ends[which] - starts[which] <= BETWEEN_KERNELS_NS
+    behind_event = _behind_event(trace, next_row[which], launch[which])
+    cause = np.where(
+        same_graph,
+        "inside_graph",
+        np.where(behind_event, "stream_event", np.where(short, "between_kernels", "queued_unknown")),
+    )
+    for one in np.unique(cause):
+        some = which[cause == one]
+        pieces.add(starts[some], ends[some], str(one), -1, some)
+
+
+def _behind_event(trace: Trace, next_row: Ints, launch: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Whether the host made the stream wait for an event shortly before it launched this work."""
+    waits = np.array(["StreamWaitEvent" in n for n in trace.names], dtype=bool)
+    calls = np.flatnonzero((trace.kind == Kind.RUNTIME) & waits[trace.column("name")])
+    answer = np.zeros(len(next_row), dtype=bool)
+    if not len(calls):
+        return answer
+    thread = trace.column("thread")
+    # The launch of the work before this one on the same stream bounds "shortly".
+    device_rows = trace.launches.device_rows
+    key = trace.column("device")[device_rows].astype(np.int64) * 2**40 + trace.column("stream")[device_rows] % 2**40
+    order = np.argsort(key, kind="stable")
+    position = np.empty(trace.events.height, dtype=np.int64)
+    position[device_rows[order]] = np.arange(len(order))
+    at = position[next_row]
+    has = at > 0
+    previous = device_rows[order[np.maximum(at - 1, 0)]]
+    same = has & (key[order[np.maximum(at - 1, 0)]] == key[order[at]])
+    since = np.where(same, trace.ts[np.maximum(trace.launches.launch_of(previous), 0)], trace.span[0])
+    for one in np.unique(thread[launch]):
+        times = np.sort(trace.ts[calls[thread[calls] == one]])
+        mine = np.flatnonzero(thread[launch] == one)
+        until = trace.ts[launch[mine]]
+        answer[mine] = np.searchsorted(times, until) > np.searchsorted(times, np.minimum(since[mine], until))
+    return answer
+
+
+def main_thread(trace: Trace) -> int:
+    """The thread that runs the steps; else the one that launches most; else the one with most host events; -1: none."""
+    thread = trace.column("thread")
+    step_codes = np.array([n.startswith("ProfilerStep#") for n in trace.names], dtype=bool)
+    for rows in (
+        np.flatnonzero((trace.kind == Kind.ANNOTATION) & step_codes[trace.column("name")]),
+        trace.launches.launch_rows[trace.launches.launch_rows >= 0],
+        np.flatnonzero(trace.is_host),
+    ):
+        if len(rows):
+            return int(np.bincount(thread[rows]).argmax())
+    return -1
+
+
+def autograd_threads(trace: Trace) -> list[int]:
+    """Threads that run backward operators."""
+    engine = np.array([bool(_BACKWARD.search(n)) for n in trace.names], dtype=bool)
+    rows = np.flatnonzero((trace.kind == Kind.OPERATOR) & engine[trace.column("name")])
+    return [int(t) for t in np.unique(trace.column("thread")[rows])]
+
+
+def _host_time(trace: Trace, pieces: _Pieces, start: Ints, end: Ints, thread: Ints, gap: Ints) -> None:
+    keep = end > start
+    start, end, thread, gap = start[keep], end[keep], thread[keep], gap[keep]
+    fallbacks = [t for t in [main_thread(trace), *autograd_threads(trace)] if t >= 0]
+    asked: dict[int, int] = {}
+    while len(start):
+        next_round: list[tuple[Ints, Ints, Ints, Ints]] = []
+        for one in np.unique(thread):
+            mine = np.flatnonzero(thread == one)
+            mine = mine[np.argsort(start[mine], kind="stable")]
+            s, e, row, window = trace.stacks.over(int(one), start[mine], end[mine])
+            owner = gap[mine][window]
+            cause = np.where(row >= 0, trace.stacks.cause[row], 0)
+            silent = cause == 0
+            name = np.where(row >= 0, trace.column("name")[row].astype(np.int64), -1)
+            known = ~silent
+            pieces.add(s[known], e[known], [CAUSES_OF_HOST[c] for c in cause[known]], name[known], owner[known])
+            if silent.any():
+                next_round.append((s[silent], e[silent], owner[silent], name[silent]))
+        if not next_round:
+            return
+        start, end, gap, name = (np.concatenate([part[i] for part in next_round]) for i in range(4))
+        order = np.argsort(start, kind="stable")
+        start, end, gap, name = start[order], end[order], gap[order], name[order]
+        remaining = [t for t in fallbacks if t not in asked]
+        if not remaining:
+            pieces.add(start, end, "host_untraced", name, gap)
+            return
+        asked[remaining[0]] = 1
+        thread = np.full(len(start), remaining[0])
+
+
+def idle_summary(trace: Trace, device: int, windows: Intervals | None = None) -> pl.DataFrame:
+    """Idle time of a device by cause, with what held the host longest.
+
+    Columns: rank, device, cause, idle_ns, share (of this device's idle time), gaps (pieces), what (the three longest
+    details with their ns), meaning.
+    """
+    from fettle.trace.intervals import split
+
+    frame = idle_pieces(trace, device)
+    if windows is not None:
+        start, end, piece, _ = split((frame["start_ns"].to_numpy(), frame["end_ns"].to_numpy()), windows)
+        frame = frame[piece].with_columns(start_ns=pl.Series(start), end_ns=pl.Series(end))
+    frame = frame.with_columns(idle_ns=pl.col("end_ns") - pl.col("start_ns"), cause=pl.col("cause").cast(pl.String()))
+    if not frame.height:
+        return pl.DataFrame(
+            schema={
+                "rank": pl.Int64(),
+                "device": pl.Int64(),
+                "cause": pl.String(),
+                "idle_ns": pl.Int64(),
+                "share": pl.Float64(),
+                "gaps": pl.UInt32(),
+                "what": pl.String(),
+                "meaning": pl.String(),
+            }
+        )
+    by_detail = frame.group_by("cause", "detail").agg(pl.col("idle_ns").sum()).sort("idle_ns", descending=True)
+    what = {}
+    for cause, part in by_detail.group_by("cause", maintain_order=True):
+        best = part.filter(pl.col("detail") >= 0).head(3)
+        what[str(cause[0])] = "; ".join(
+            f"{trace.names[d][:120]} ({ns / 1e6:.3f} ms)" for d, ns in zip(best["detail"], best["idle_ns"], strict=True)
+        )
+    total = int(frame["idle_ns"].sum())
+    summary = frame.group_by("cause").agg(pl.col("idle_ns").sum(), gaps=pl.len()).sort("idle_ns", descending=True)
+    return summary.select(
+        rank=pl.lit(trace.rank, dtype=pl.Int64()),
+        device=pl.lit(device, dtype=pl.Int64()),
+        cause=pl.col("cause"),
+        idle_ns=pl.col("idle_ns"),
+        share=pl.col("idle_ns") / total,
+        gaps=pl.col("gaps"),
+        what=pl.Series([what.get(c, "") for c in summary["cause"]], dtype=pl.String()),
+        meaning=pl.Series([CAUSES[c] for c in summary["cause"]], dtype=pl.String()),
+    )

@@ -1,0 +1,114 @@
+"""Sets of half-open intervals [start, end) in integer nanoseconds, as pairs of sorted arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Intervals = tuple[Ints, Ints]
+
+
+def merge(start: Ints, end: Ints) -> Intervals:
+    """The union of intervals as disjoint ones in order; touching ones join, empty ones vanish."""
+    keep = end > start
+    start, end = start[keep], end[keep]
+    if not len(start):
+        return start, end
+    if np.any(start[1:] < start[:-1]):
+        order = np.argsort(start, kind="stable")
+        start, end = start[order], end[order]
+    reach = np.maximum.accumulate(end)
+    opens = np.ones(len(start), dtype=bool)
+    opens[1:] = start[1:] > reach[:-1]
+    first = np.flatnonzero(opens)
+    last = np.append(first[1:], len(start)) - 1
+    return start[first], reach[last]
+
+
+def clip(intervals: Intervals, low: int, high: int) -> Intervals:
+    """The part of disjoint intervals inside [low, high)."""
+    start, end = np.maximum(intervals[0], low), np.minimum(intervals[1], high)
+    keep = end > start
+    return start[keep], end[keep]
+
+
+def gaps(intervals: Intervals, low: int, high: int) -> Intervals:
+    """What disjoint intervals leave free in [low, high)."""
+    start, end = clip(intervals, low, high)
+    begins = np.concatenate([[low], end]).astype(np.int64)
+    stops = np.concatenate([start, [high]]).astype(np.int64)
+    keep = stops > begins
+    return begins[keep], stops[keep]
+
+
+def total(intervals: Intervals) -> int:
+    """Summed length, ns."""
+    return int((intervals[1] - intervals[0]).sum())
+
+
+def length_before(intervals: Intervals, times: Ints) -> Ints:
+    """How much of the disjoint intervals lies before each time, ns."""
+    start, end = intervals
+    if not len(start):
+        return np.zeros(len(times), dtype=np.int64)
+    lengths = np.concatenate([[0], np.cumsum(end - start)])
+    index = np.searchsorted(start, times, side="right")
+    inside = np.zeros(len(times), dtype=np.int64)
+    has = index > 0
+    inside[has] = np.maximum(end[index[has] - 1] - times[has], 0)
+    covered: Ints = lengths[index] - inside
+    return covered
+
+
+def length_within(intervals: Intervals, low: Ints, high: Ints) -> Ints:
+    """How much of the disjoint intervals lies in each window [low, high), ns."""
+    return length_before(intervals, high) - length_before(intervals, low)
+
+
+def intersect(a: Intervals, b: Intervals) -> Intervals:
+    """Where both sets of disjoint intervals are."""
+    pieces = split(a, b)
+    return pieces[0], pieces[1]
+
+
+def split(pieces: Intervals, windows: Intervals) -> tuple[Ints, Ints, Ints, Ints]:
+    """Cut disjoint pieces at disjoint windows.
+
+    Returns start, end, index of the piece and index of the window of every overlap, in order of pieces.
+    """
+    (start, end), (low, high) = pieces, windows
+    first = np.searchsorted(high, start, side="right")
+    last = np.searchsorted(low, end, side="left")
+    count = np.maximum(last - first, 0)
+    piece = np.repeat(np.arange(len(start)), count)
+    window = ranges(first, count)
+    begins, stops = np.maximum(start[piece], low[window]), np.minimum(end[piece], high[window])
+    keep = stops > begins
+    return begins[keep], stops[keep], piece[keep], window[keep]
+
+
+def ranges(first: Ints, count: Ints) -> Ints:
+    """The ranges first..first+count, one behind the other."""
+    total_count = int(count.sum())
+    if total_count == 0:
+        return np.zeros(0, dtype=np.int64)
+    offsets = np.repeat(np.cumsum(count) - count, count)
+    numbers: Ints = np.arange(total_count) - offsets + np.repeat(first, count)
+    return numbers
+
+
+def combinations(classes: list[Intervals]) -> dict[int, Intervals]:
+    """Which classes are active together: bit i of the key is class i; keys that never occur are absent."""
+    points = np.concatenate([part for pair in classes for part in pair]).astype(np.int64)
+    if not len(points):
+        return {}
+    bits = np.concatenate([np.full(len(pair[0]), (1 << i)) for i, pair in enumerate(classes) for _ in range(2)])
+    signs = np.concatenate([np.full(len(part), s) for pair in classes for part, s in zip(pair, (1, -1), strict=True)])
+    order = np.argsort(points, kind="stable")
+    active = np.cumsum((bits * signs)[order])
+    points = points[order]
+    start, end, mask = points[:-1], points[1:], active[:-1]
+    keep = (end > start) & (mask > 0)
+    start, end, mask = start[keep], end[keep], mask[keep]
+    return {int(key): (start[mask == key], end[mask == key]) for key in np.unique(mask)}

@@ -1,0 +1,86 @@
+"""Which host call launched which device work, and how long the work then waited.
+
+Calls and work are tied by the profiler's correlation number. Every runtime or driver call counts that has work of its
+number: kernel launches of any API, copies, memory sets, and graphs, where one call starts hundreds of kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from fettle.trace.kinds import Kind, is_graph_launch
+from fettle.trace.model import Ints, Trace
+
+
+@dataclass(frozen=True)
+class LaunchLinks:
+    """For each piece of device work (rows in start order) the row of its launch, -1 where none is known."""
+
+    device_rows: Ints
+    launch_rows: Ints
+    launch_of_row: dict[str, Ints]
+
+    def launch_of(self, rows: Ints) -> Ints:
+        """Launch rows of the given event rows; -1 for what is no device work or has no known launch."""
+        return self.launch_of_row["launch"][rows]
+
+
+def link_launches(trace: Trace) -> LaunchLinks:
+    """Tie device work to launches; where a number is used twice, the last call before the work counts."""
+    device_rows = trace.device_rows
+    correlation = trace.column("correlation")
+    calls = np.flatnonzero((trace.kind == Kind.RUNTIME) & (correlation > 0))
+    order = np.lexsort((trace.ts[calls], correlation[calls]))
+    calls = calls[order]
+    numbers = correlation[calls]
+    wanted = correlation[device_rows]
+    left = np.searchsorted(numbers, wanted, side="left")
+    right = np.searchsorted(numbers, wanted, side="right")
+    launch = np.full(len(device_rows), -1, dtype=np.int64)
+    has = (right > left) & (wanted > 0)
+    launch[has] = calls[left[has]]
+    for i in np.flatnonzero(has & (right - left > 1)).tolist():
+        same = calls[left[i] : right[i]]
+        before = same[trace.ts[same] <= trace.ts[device_rows[i]]]
+        launch[i] = before[-1] if len(before) else same[0]
+    by_row = np.full(trace.events.height, -1, dtype=np.int64)
+    by_row[device_rows] = launch
+    return LaunchLinks(device_rows, launch, {"launch": by_row})
+
+
+def launch_stats(trace: Trace) -> pl.DataFrame:
+    """One row a piece of device work with a known launch.
+
+    Columns: rank, device, stream, row, name, call, graph (bool), call_ns (length of the launch call), duration_ns (of
+    the work), delay_ns (end of the call to start of the work; negative: it started inside the call, or clocks differ),
+    short (bool: the work is shorter than the call that launched it; meaningless for graphs, null there).
+    """
+    links = trace.launches
+    has = links.launch_rows >= 0
+    rows, calls = links.device_rows[has], links.launch_rows[has]
+    names = np.array([is_graph_launch(n) for n in trace.names], dtype=bool)
+    call_codes = trace.column("name")[calls]
+    graph = names[call_codes] if len(calls) else np.zeros(0, dtype=bool)
+    frame = pl.DataFrame(
+        {
+            "rank": np.full(len(rows), trace.rank),
+            "device": trace.column("device")[rows],
+            "stream": trace.column("stream")[rows],
+            "row": rows,
+            "name": text_column(trace, trace.column("name")[rows]),
+            "call": text_column(trace, call_codes),
+            "graph": graph,
+            "call_ns": trace.dur[calls],
+            "duration_ns": trace.dur[rows],
+            "delay_ns": trace.ts[rows] - trace.end[calls],
+        }
+    )
+    return frame.with_columns(short=pl.when(~pl.col("graph")).then(pl.col("duration_ns") < pl.col("call_ns")))
+
+
+def text_column(trace: Trace, codes: Ints) -> pl.Series:
+    """Names of the given name numbers, each text stored once."""
+    return pl.Series(trace.names, dtype=pl.String()).gather(pl.Series(codes, dtype=pl.UInt32()))

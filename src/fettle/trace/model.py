@@ -1,0 +1,209 @@
+"""The loaded trace: columns, and what reading it cost.
+
+One `Trace` is one file, which is one rank. Times are integer nanoseconds on that file's own clock. Events are rows of a
+polars frame; text that repeats (names, threads, shapes) is kept once and referred to by number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from fettle.trace.kinds import DEVICE_KINDS, HOST_KINDS, Kind, host_cause, is_collective_name
+
+if TYPE_CHECKING:
+    from fettle.trace.launches import LaunchLinks
+    from fettle.trace.stacks import HostStacks
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+EVENT_COLUMNS: dict[str, pl.DataType] = {
+    "ts_ns": pl.Int64(),  # start, on the file's clock
+    "dur_ns": pl.Int64(),
+    "name": pl.UInt32(),  # index into Trace.names
+    "kind": pl.UInt8(),  # a fettle.trace.kinds.Kind
+    "thread": pl.Int32(),  # index into Trace.threads: process and thread, or device and stream
+    "device": pl.Int16(),  # -1: no device
+    "stream": pl.Int64(),  # as the profiler wrote it; -1: none
+    "correlation": pl.Int64(),  # ties a launch to its kernels; -1: none
+    "external": pl.Int64(),  # ties runtime calls and kernels to the operator; -1: none
+    "shape": pl.UInt32(),  # index into Trace.shapes; 0: not recorded
+}
+
+# Sparse facts: few events have them, so they live in tables of their own, keyed by the event's row.
+SIDE_TABLES: dict[str, dict[str, pl.DataType]] = {
+    "autograd": {"row": pl.Int64(), "sequence": pl.Int64(), "forward_thread": pl.Int64()},
+    "copies": {"row": pl.Int64(), "bytes": pl.Int64(), "gb_per_s": pl.Float64()},
+    "collectives": {
+        "row": pl.Int64(),
+        "collective": pl.String(),
+        "group": pl.String(),
+        "group_size": pl.Int64(),
+        "in_elements": pl.Int64(),
+        "out_elements": pl.Int64(),
+        "dtype": pl.String(),
+        "sequence": pl.Int64(),
+    },
+    "syncs": {"row": pl.Int64(), "sync": pl.String(), "wait_on_stream": pl.Int64(), "wait_on_record": pl.Int64()},
+    "generated": {"row": pl.Int64(), "file": pl.String(), "hash": pl.String()},
+    "stacks": {"row": pl.Int64(), "stack": pl.String()},
+    "counters": {"row": pl.Int64(), "counter": pl.String(), "value": pl.Float64()},
+    "memory": {
+        "ts_ns": pl.Int64(),
+        "thread": pl.Int32(),
+        "device_type": pl.Int64(),
+        "device": pl.Int64(),
+        "bytes": pl.Int64(),
+        "address": pl.Int64(),
+        "allocated_bytes": pl.Int64(),
+        "reserved_bytes": pl.Int64(),
+    },
+}
+
+
+@dataclass(frozen=True)
+class ReadFacts:
+    """What reading the file met: every count is of events or bytes that are not, or not exactly, in the columns."""
+
+    file_bytes: int = 0
+    text_bytes: int = 0
+    events_seen: int = 0
+    truncated: bool = False
+    skipped_events: int = 0
+    repaired_bytes_chunks: int = 0
+    negative_durations: int = 0
+    absurd_times: int = 0
+    missing_duration: int = 0
+    wide_clock_chunks: int = 0
+    flow_events: int = 0
+    unknown_categories: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    from_sidecar: bool = False
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One rank's trace in columns; see `EVENT_COLUMNS` and `SIDE_TABLES` for what they hold."""
+
+    path: Path
+    rank: int
+    events: pl.DataFrame
+    names: list[str]
+    threads: list[tuple[str, str]]
+    shapes: list[str]
+    side: dict[str, pl.DataFrame]
+    metadata: dict[str, Any] = field(default_factory=dict)
+    thread_names: dict[str, str] = field(default_factory=dict)
+    facts: ReadFacts = field(default_factory=ReadFacts)
+
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """One column of the events as a numpy array, without a copy."""
+        return self.events[name].to_numpy()
+
+    @cached_property
+    def ts(self) -> Ints:
+        return self.column("ts_ns")
+
+    @cached_property
+    def dur(self) -> Ints:
+        return self.column("dur_ns")
+
+    @cached_property
+    def end(self) -> Ints:
+        ends: Ints = self.ts + self.dur
+        return ends
+
+    @cached_property
+    def kind(self) -> npt.NDArray[np.uint8]:
+        return self.column("kind")
+
+    @cached_property
+    def is_device(self) -> Bools:
+        """Kernels, copies and memory sets: what keeps a device busy. Sync events and annotations do not."""
+        table = np.zeros(256, dtype=bool)
+        table[list(DEVICE_KINDS)] = True
+        return table[self.kind]
+
+    @cached_property
+    def is_host(self) -> Bools:
+        table = np.zeros(256, dtype=bool)
+        table[list(HOST_KINDS)] = True
+        return table[self.kind]
+
+    @cached_property
+    def device_rows(self) -> Ints:
+        """Rows of device work, by start time."""
+        rows = np.flatnonzero(self.is_device)
+        return rows[np.argsort(self.ts[rows], kind="stable")]
+
+    @cached_property
+    def is_collective(self) -> Bools:
+        """Kernels that communicate: told by the profiler's collective arguments, by the operator, or by their name."""
+        by_name = np.fromiter((is_collective_name(n) for n in self.names), dtype=bool, count=len(self.names))
+        kernels = self.kind == Kind.KERNEL
+        flags: Bools = np.zeros(len(kernels), dtype=bool)
+        rows = np.flatnonzero(kernels)
+        flags[rows] = by_name[self.column("name")[rows]]
+        told = self.side["collectives"]["row"].to_numpy()
+        flags[told] = True
+        answer: Bools = flags & kernels
+        return answer
+
+    @cached_property
+    def cause_of_name(self) -> dict[tuple[int, int], str]:
+        """Idle cause of each (name, kind) pair that occurs on the host: classified once for each, not for each
+        event.
+        """
+        host = self.is_host
+        names, kinds = self.column("name")[host].astype(np.int64), self.kind[host].astype(np.int64)
+        pairs = np.unique(names * 256 + kinds)
+        return {(int(p) // 256, int(p) % 256): host_cause(self.names[int(p) // 256], Kind(int(p) % 256)) for p in pairs}
+
+    @cached_property
+    def launches(self) -> LaunchLinks:
+        """Which host call launched each piece of device work (computed once)."""
+        from fettle.trace.launches import link_launches
+
+        return link_launches(self)
+
+    @cached_property
+    def stacks(self) -> HostStacks:
+        """Who called whom on the host threads (computed once)."""
+        from fettle.trace.stacks import build_stacks
+
+        return build_stacks(self)
+
+    @cached_property
+    def span(self) -> tuple[int, int]:
+        """First start and last end of host and device work, ns; (0, 0) for an empty trace."""
+        keep = self.is_device | self.is_host
+        if not keep.any():
+            return (0, 0)
+        return int(self.ts[keep].min()), int(self.end[keep].max())
+
+    @cached_property
+    def device_keys(self) -> list[int]:
+        """Devices that did work, in order."""
+        return sorted(int(d) for d in np.unique(self.column("device")[self.is_device]))
+
+    def name_of(self, rows: Ints) -> list[str]:
+        """Names of the given rows."""
+        names = self.names
+        return [names[code] for code in self.column("name")[rows]]
+
+    def thread_label(self, thread: int) -> str:
+        process, tid = self.threads[thread]
+        label = self.thread_names.get(f"{process}/{tid}", "")
+        return label or f"process {process} thread {tid}"
+
+
+def empty_side() -> dict[str, pl.DataFrame]:
+    """The side tables with no rows."""
+    return {name: pl.DataFrame(schema=schema) for name, schema in SIDE_TABLES.items()}

@@ -1,0 +1,91 @@
+"""Record a trace with settings that the analyses can use."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from fettle.errors import UsageError, first_line
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
+
+
+@contextlib.contextmanager
+def record(
+    path: str | Path,
+    *,
+    warmup: int = 1,
+    wait: int = 0,
+    active: int = 0,
+    shapes: bool = True,
+    memory: bool = False,
+    stacks: bool = False,
+) -> Iterator[profile]:
+    """Profile what runs inside and write a trace to `path` (`.json`, or `.json.gz` to have it compressed).
+
+    With `active` steps, call `.step()` on the profiler after each step: `wait` steps are skipped, `warmup` steps are
+    run with the profiler on and thrown away (its first step is slow), and then `active` steps are kept. Without, all
+    of the block is kept.
+
+    Stacks explain idle time down to source lines and make the trace several times larger and the program slower; memory
+    adds every allocation. Both are off.
+    """
+    import torch
+    from torch.profiler import ProfilerActivity, profile, schedule
+
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    plan = schedule(wait=wait, warmup=warmup, active=active, repeat=1) if active else None
+    written = []
+
+    def write(profiler: profile) -> None:
+        profiler.export_chrome_trace(str(path))
+        written.append(path)
+
+    with profile(
+        activities=activities,
+        schedule=plan,
+        record_shapes=shapes,
+        profile_memory=memory,
+        with_stack=stacks,
+        on_trace_ready=write,
+    ) as profiler:
+        yield profiler
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    if not written:
+        raise RuntimeError(f"no trace was written: fewer than {wait + warmup + active} steps were run")
+
+
+def load_target(target: str) -> Callable[[], object]:
+    """The function that `path/to/file.py:name` or `package.module:name` names.
+
+    Raises:
+        UsageError: There is no such file, module or function.
+    """
+    place, _, name = target.rpartition(":")
+    if not place or not name:
+        raise UsageError(f"'{target}' is not path/to/file.py:function or package.module:function")
+    try:
+        if place.endswith(".py"):
+            if not Path(place).is_file():
+                raise UsageError(f"no such file: {place}")
+            spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(place)
+    except ImportError as error:
+        raise UsageError(f"cannot import {place}: {first_line(error)}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UsageError(f"{place} has no function '{name}'")
+    return cast("Callable[[], object]", function)

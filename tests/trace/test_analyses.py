@@ -1,0 +1,467 @@
+"""The analyses on traces small enough to check by hand, and the crash cases of other tools (letters as in the docs)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from fettle import trace as T
+from fettle.errors import UsageError
+from fettle.trace import hta
+from fettle.trace.communication import bus_factor, clock_offsets, match_collectives
+from fettle.trace.kinds import is_collective_name, short_kernel_name
+from tests.trace.build import Build, training
+
+
+def test_kernel_statistics_are_over_launches(tmp_path: Path) -> None:
+    """Case C: with more than ten kernels nothing is averaged over sums."""
+    build = Build()
+    for i in range(12):
+        build.kernel(f"k{i}", i * 100, 10, call=i * 100 - 5).kernel(f"k{i}", i * 100 + 50, 20, call=i * 100 + 40)
+    table = T.kernel_table(build.load(tmp_path))
+    assert table.height == 12
+    assert set(table["mean_ns"]) == {15_000.0}
+    assert set(table["std_ns"].round(3)) == {7071.068}
+    assert set(table["short"]) == {0}
+
+
+def test_generated_kernels_count_once(tmp_path: Path) -> None:
+    """Case D: the operator on the host carries a stream, and is no device work."""
+    build = Build().op("triton_poi_fused_add_0", 0, 95, stream=0, kernel_file="/tmp/x.py", kernel_hash="abc")
+    build.kernel("triton_poi_fused_add_0", 100, 1, call=50, launch="cuLaunchKernelEx")
+    trace = build.load(tmp_path)
+    row = T.time_account(trace).row(0, named=True)
+    assert row["compute_ns"] == 1_000
+    work = T.attribute_kernels(trace)
+    assert work["generated"].to_list() == ["/tmp/x.py"]
+    assert hta.temporal_breakdown(trace)["compute_us"].to_list() == [96]  # as the other tool has it
+
+
+def test_sync_events_are_not_work(tmp_path: Path) -> None:
+    """Case E: a Context Sync with the unsigned -1 for a stream."""
+    build = Build().kernel("k", 0, 10, call=-5).op("a", -5, 100)
+    build.add("cuda_sync", "Context Sync", 10, 80, pid=0, tid=-1, device=0, stream=4294967295, correlation=3)
+    assert T.time_account(build.load(tmp_path))["compute_ns"].to_list() == [10_000]
+
+
+def test_new_collective_names_and_one_rank(tmp_path: Path) -> None:
+    """Case F: ncclDevKernel*; a single rank has no straggler, and says nothing rather than fail."""
+    trace = training(2).load(tmp_path)
+    table = T.collective_table(trace)
+    assert table["bytes"].to_list() == [4000]
+    assert T.overlap(trace)["hidden_share"].to_list() == [0.0]
+    assert T.stragglers([trace]).height == 0
+    for name in (
+        "ncclDevKernel_AllReduce",
+        "void rcclGenericKernel<1>(x)",
+        "cross_device_reduce_1stage<bf16>",
+        "nvshmemi_put",
+    ):
+        assert is_collective_name(name)
+    for name in ("void gemm<ncclFake>(int)", "Memcpy DtoD (nccl)", "elementwise_kernel", "reduce_kernel<512>"):
+        assert not is_collective_name(name)
+
+
+def test_host_only_traces_answer_everything(tmp_path: Path) -> None:
+    """Case G."""
+    trace = (
+        Build()
+        .step(1, 0, 100)
+        .op("aten::linear", 0, 50)
+        .op("aten::to", 5, 10)
+        .op("aten::add", 60, 5, tid=2)
+        .load(tmp_path)
+    )
+    for empty in (
+        T.kernel_table,
+        T.kernel_classes,
+        T.launch_stats,
+        T.queue_summary,
+        T.bandwidth_summary,
+        T.overlap,
+        T.collectives,
+        T.attribute_kernels,
+        T.memory_peak,
+        hta.temporal_breakdown,
+        hta.kernel_types,
+        hta.idle_breakdown,
+    ):
+        assert empty(trace).height == 0
+    questions = dict(T.host_summary(trace).select("question", "time_ns").iter_rows())
+    assert questions["conversions and copies"] == 10_000
+    assert questions["overhead of operators that call others"] == 40_000
+    assert T.critical_path(trace).wall_ns == 100_000
+    assert T.parallel_operators(trace)["time_ns"].to_list() == [45_000, 55_000]
+
+
+def test_graphs_and_every_launch_call_are_counted(tmp_path: Path) -> None:
+    """Cases H and I."""
+    build = Build().call("hipGraphLaunch", 0, 5, correlation=9)
+    for i in range(5):
+        build.add("kernel", "k", 10 + i * 10, 8, pid=0, device=0, stream=7, correlation=9)
+    for i, call in enumerate(("cuLaunchKernel", "hipModuleLaunchKernel", "cudaLaunchCooperativeKernel")):
+        build.kernel("k", 100 + i * 10, 5, call=60 + i * 5, launch=call)
+    trace = build.load(tmp_path)
+    stats = T.launch_stats(trace)
+    assert stats.height == 8
+    assert stats["graph"].sum() == 5
+    assert stats.filter("graph")["short"].null_count() == 5
+    assert T.queue_summary(trace)["max"].to_list() == [5]
+    graph = Build().call("cudaGraphLaunch", 0, 5, correlation=9).call("cudaDeviceSynchronize", 6, 60)
+    for i in range(5):
+        graph.add("kernel", "k", 10 + i * 10, 8, pid=0, device=0, stream=7, correlation=9)
+    spent = dict(T.critical_path(graph.load(tmp_path)).summary().select("category", "time_ns").iter_rows())
+    assert spent == {
+        "compute": 40_000,
+        "kernel_gap": 8_000,
+        "sync_return": 8_000,
+        "launch_call": 5_000,
+        "launch_latency": 5_000,
+    }
+
+
+def test_old_categories_have_a_critical_path(tmp_path: Path) -> None:
+    """Case J."""
+    build = Build().add("Operator", "ProfilerStep#1", 0, 60).add("Operator", "aten::mm", 1, 10)
+    build.add("Runtime", "cudaLaunchKernel", 5, 5, correlation=3).add(
+        "Kernel", "gemm", 12, 30, pid=0, device=0, stream=7, correlation=3
+    )
+    build.add("Runtime", "cudaDeviceSynchronize", 15, 30)
+    path = T.critical_path(build.load(tmp_path))
+    shares = dict(path.summary().select("category", "time_ns").iter_rows())
+    assert shares["compute"] == 30_000
+    assert shares["sync_return"] == 3_000
+    assert sum(shares.values()) == 60_000
+
+
+def test_a_step_that_is_not_there(tmp_path: Path) -> None:
+    """Case K."""
+    with pytest.raises(UsageError, match="no step 99"):
+        T.critical_path(training(2).load(tmp_path), 99)
+
+
+def test_rounding_of_others_loses_time_and_ours_does_not(tmp_path: Path) -> None:
+    """Case B: an event of 0.8 us that spans no whole microsecond is -1 us long when both ends are rounded inward."""
+    build = Build()
+    for i in range(10):
+        build.kernel("tiny", i * 2 + 0.1, 0.8, call=i * 2 - 3)
+    trace = build.load(tmp_path)
+    assert T.kernel_table(trace)["sum_ns"].to_list() == [8_000]
+    assert hta.temporal_breakdown(trace)["compute_us"][0] < 0
+    assert T.annotation_table(trace).height == 0
+
+
+def test_amd_traces(tmp_path: Path) -> None:
+    """Case A and stream 0: text streams on runtime calls, default stream."""
+    build = Build().step(1, 0, 50).call("hipMemcpyWithStream", 2, 20, correlation=117, stream="0x0", size="2560")
+    build.add("gpu_memcpy", "MEMORY_COPY", 5, 10, pid=2, device=2, stream=0, correlation=117, kind="HtoD")
+    trace = build.load(tmp_path)
+    assert T.time_account(trace)["exposed_copy_ns"].to_list() == [10_000]
+    assert T.launch_stats(trace).height == 1
+
+
+def test_full_queue_of_every_stream_and_time_weights(tmp_path: Path) -> None:
+    """Case L: each stream keeps its row; the mean is over time, not over points."""
+    build = Build().kernel("a", 90, 5, call=0, stream=7).kernel("b", 10, 5, call=9, stream=8)
+    frame = T.queue_summary(build.load(tmp_path))
+    assert frame["stream"].to_list() == [7, 8]
+    assert frame["mean"].to_list() == [1.0, 1.0]
+
+
+def test_copy_bandwidth_adds_up_what_overlaps(tmp_path: Path) -> None:
+    build = Build()
+    for i in range(2):
+        build.kernel(
+            "Memcpy HtoD",
+            i * 5,
+            10,
+            call=-2 + i,
+            stream=i,
+            cat="gpu_memcpy",
+            bytes=str(100_000),
+            **{"memory bandwidth (GB/s)": 10.0},
+        )
+    trace = build.load(tmp_path)
+    assert T.copy_bandwidth(trace)["gb_per_s"].to_list() == [10.0, 20.0, 10.0, 0.0]
+    assert T.bandwidth_summary(trace)["mean_gb_per_s"].to_list() == [10.0]
+
+
+def test_critical_path_goes_through_the_sync_to_the_kernel(tmp_path: Path) -> None:
+    path = T.critical_path(training(1, kernel=30).load(tmp_path))
+    spent = dict(path.summary().select("category", "time_ns").iter_rows())
+    # By hand: copy 5, its wait on the collective's end (an event) 0, collective 20, its wait on the kernel 0, kernel
+    # 30.
+    assert spent["copy"] == 5_000
+    assert spent["communication"] == 20_000
+    assert spent["compute"] == 30_000
+    assert sum(spent.values()) == 100_000
+
+
+def test_critical_path_follows_the_backward_thread(tmp_path: Path) -> None:
+    build = Build().step(1, 0, 100).op("aten::forward", 0, 20)
+    build.op("autograd::engine::evaluate_function: MmBackward0", 30, 50, tid=2).op("Optimizer.step", 85, 15)
+    pieces = T.critical_path(build.load(tmp_path)).pieces
+    places = pieces.filter(pl.col("category") == "operator")["place"].to_list()
+    assert len(set(places)) == 2
+    assert (
+        pieces.filter(pl.col("category") == "operator").select(pl.col("end_ns") - pl.col("start_ns")).sum().item()
+        == 85_000
+    )
+
+
+def test_what_if(tmp_path: Path) -> None:
+    trace = training(3).load(tmp_path)
+    free = T.what_if(trace, "kernels", kernels="gemm")
+    assert free.wall_ns == 300_000
+    assert free.low_ns <= free.estimate_ns < free.wall_ns
+    assert abs(free.replay_error) < 0.05
+    # Each step's kernel of 30 us is on the path; at most that can go.
+    assert free.low_ns == 300_000 - 3 * 30_000
+    same = T.what_if(trace, "kernels", kernels="no such kernel")
+    assert same.estimate_ns == same.low_ns == same.wall_ns
+    assert T.what_if(trace, "kernels", kernels="gemm", factor=2.0).estimate_ns >= same.wall_ns
+    with pytest.raises(UsageError):
+        T.what_if(trace, "wishful thinking")
+    with pytest.raises(UsageError):
+        T.what_if(trace, "kernels", kernels="(")
+
+
+def test_compare_books_every_nanosecond(tmp_path: Path) -> None:
+    before, after = training(5).load(tmp_path, "a.json"), training(5, kernel=40, extra_gap=7).load(tmp_path, "b.json")
+    result = T.compare(before, after)
+    assert result.change_ns == pytest.approx(7_000)
+    parts = result.parts.filter(~pl.col("sums"))
+    assert parts["change_ns"].sum() == pytest.approx(result.change_ns)
+    change = dict(parts.select("part", "change_ns").iter_rows())
+    assert change["compute: slower or faster"] == pytest.approx(10_000)
+    assert change["compute: overlap gained or lost"] == pytest.approx(0)
+
+
+def test_compare_with_itself_finds_nothing(tmp_path: Path) -> None:
+    trace = training(4).load(tmp_path)
+    result = T.compare(trace, trace)
+    assert result.change_ns == 0
+    assert result.parts["change_ns"].abs().sum() == 0
+    assert result.work["change_ns"].abs().sum() == 0
+    assert result.low_ns <= 0 <= result.high_ns
+    assert set(result.operators["change"]) == {"same"}
+
+
+def test_compare_sees_through_a_renamed_kernel(tmp_path: Path) -> None:
+    before, after = (
+        training(4).load(tmp_path, "a.json"),
+        training(4, name="gemm_v2", kernel=33).load(tmp_path, "b.json"),
+    )
+    work = T.compare(before, after).work.filter(pl.col("class") == "compute")
+    assert work["renamed"].to_list() == [True]
+    assert work["matched_by"].to_list() == ["path"]
+    assert work["slower_ns"].to_list() == pytest.approx([3_000])
+
+
+def test_compare_two_sets_of_steps_of_one_trace(tmp_path: Path) -> None:
+    trace = training(6).load(tmp_path)
+    assert T.compare(trace, trace, steps_before=[0, 1], steps_after=[2, 3, 4]).steps_after == 3
+    with pytest.raises(UsageError):
+        T.compare(trace, trace, steps_after=[77])
+
+
+def test_bus_factors() -> None:
+    assert bus_factor("allreduce", 8) == 1.75
+    assert bus_factor("allgather", 8) == 0.875
+    assert bus_factor("broadcast", 8) == 1.0
+
+
+def ranks(folder: Path, *, skew: float, clock: float) -> list[T.Trace]:
+    """Two ranks: rank 1 arrives `skew` us late, and its clock is `clock` us ahead."""
+    traces = []
+    for rank in (0, 1):
+        build = Build(distributedInfo={"rank": rank})
+        for i in range(4):
+            t = i * 200
+            ahead = clock if rank else 0
+            late = skew if rank else 0
+            end = t + 50 + skew
+            build.step(i, t + ahead, 200).call("cudaDeviceSynchronize", t + 29 + ahead, end + 1 - t - 29)
+            build.kernel("gemm", t + 5 + ahead, 20 + late, call=t + 1 + ahead)
+            build.kernel(
+                "ncclDevKernel_AllReduce",
+                t + 30 + late + ahead,
+                end - t - 30 - late,
+                call=t + 4 + ahead,
+                stream=20,
+                **{
+                    "Collective name": "allreduce",
+                    "In msg nelems": 5000,
+                    "Out msg nelems": 5000,
+                    "dtype": "Float",
+                    "Group size": 2,
+                    "Process Group Name": "0",
+                },
+            )
+        traces.append(build.load(folder, f"r{rank}.json"))
+    return traces
+
+
+def test_clocks_skew_and_the_straggler(tmp_path: Path) -> None:
+    traces = ranks(tmp_path, skew=15, clock=1000)
+    clocks = clock_offsets(match_collectives(traces))
+    assert clocks["offset_ns"].to_list() == [0, 1_000_000]
+    assert clocks["uncertainty_ns"].to_list() == [0, 0]
+    skews = T.arrival(traces)
+    assert skews["skew_ns"].to_list() == [15_000] * 4
+    assert skews["last_rank"].to_list() == [1] * 4
+    assert skews["transfer_ns"].to_list() == [20_000.0] * 4
+    assert skews["bus_gb_per_s"].to_list() == [1.0] * 4  # 20000 bytes in 20 us, factor 1 for two ranks
+    found = T.stragglers(traces).row(0, named=True)
+    assert found["rank"] == 1
+    assert found["caused_ns"] == 60_000
+    assert found["reason"] == "it computes longer"
+    across = T.kernels_across_ranks(traces).filter(pl.col("name") == "gemm").row(0, named=True)
+    assert across["slowest_rank"] == 1
+
+
+def test_critical_path_goes_to_the_rank_that_came_last(tmp_path: Path) -> None:
+    path = T.critical_path_of_ranks(ranks(tmp_path, skew=15, clock=1000))
+    spent = {
+        (r["rank"], r["category"]): r["ns"]
+        for r in path.pieces.group_by("rank", "category")
+        .agg(ns=(pl.col("end_ns") - pl.col("start_ns")).sum())
+        .to_dicts()
+    }
+    # Each step: 20 us of transfer, then the late rank's 35 us of compute; once there, the path has no reason to come
+    # back.
+    assert spent[(0, "communication")] == 20_000
+    assert spent[(1, "communication")] == 3 * 20_000
+    assert spent[(1, "compute")] == 4 * 35_000
+    assert (0, "compute") not in spent
+    assert sum(spent.values()) == path.wall_ns
+    alone = T.critical_path_of_ranks(ranks(tmp_path, skew=0, clock=1000))
+    assert set(alone.pieces["rank"]) == {0}
+    with pytest.raises(UsageError):
+        T.critical_path_of_ranks([training(2).load(tmp_path)])
+
+
+def test_backward_kernels_know_their_forward(tmp_path: Path) -> None:
+    build = Build()
+    build.add("python_function", "nn.Module: Linear_0", 0, 30).add("python_function", "model.py(7): forward", 1, 28)
+    build.op("aten::linear", 5, 10, **{"Sequence number": 42, "Fwd thread id": 0})
+    build.add("python_function", "train.py(30): step", 50, 40)
+    build.op(
+        "autograd::engine::evaluate_function: AddmmBackward0",
+        60,
+        30,
+        tid=2,
+        **{"Sequence number": 42, "Fwd thread id": 1},
+    )
+    build.op("aten::mm", 65, 10, tid=2).kernel("gemm", 80, 5, call=70, tid=2).kernel("fwd", 20, 5, call=8)
+    work = T.attribute_kernels(build.load(tmp_path)).sort("name")
+    forward, backward = work.rows(named=True)
+    assert (forward["operator"], forward["module"], forward["line"]) == (
+        "aten::linear",
+        "nn.Module: Linear_0",
+        "model.py(7): forward",
+    )
+    assert (backward["operator"], backward["forward_operator"]) == ("aten::mm", "aten::linear")
+    assert (backward["module"], backward["line"]) == ("nn.Module: Linear_0", "model.py(7): forward")
+
+
+def test_operators_trees_and_sequences(tmp_path: Path) -> None:
+    build = Build()
+    for i in range(3):
+        t = i * 100
+        build.op("aten::outer", t, 50, **{"Input Dims": [[4, 4]]}).op("aten::inner", t + 10, 30)
+        for k in range(3):
+            build.kernel(f"k{k}", t + 60 + k * 10, 5, call=t + 12 + k * 5)
+    trace = build.load(tmp_path)
+    table = {r["operator"]: r for r in T.operator_table(trace).to_dicts()}
+    assert table["aten::outer"]["self_ns"] == 60_000
+    assert table["aten::inner"]["kernels"] == 9
+    assert table["aten::inner"]["self_ns"] == 90_000 - 9 * 2_000
+    assert table["aten::outer"]["shapes"] == "[[4,4]]"
+    tree = {r["path"]: r for r in T.call_tree(trace).to_dicts()}
+    assert tree["aten::outer > aten::inner"]["device_ns"] == 45_000
+    assert tree["aten::outer"]["device_ns"] == 45_000
+    found = T.kernel_sequences(trace, "outer").row(0, named=True)
+    assert (found["kernels"], found["count"], found["device_ns"]) == ("k0 -> k1 -> k2", 3, 45_000)
+
+
+def test_annotations_take_the_work_launched_inside(tmp_path: Path) -> None:
+    build = (
+        Build()
+        .add("user_annotation", "outer", 0, 50)
+        .add("user_annotation", "inner", 10, 20)
+        .kernel("k", 60, 5, call=12)
+        .kernel("k", 70, 5, call=40)
+    )
+    table = {r["annotation"]: r["device_ns"] for r in T.annotation_table(build.load(tmp_path)).to_dicts()}
+    assert table == {"outer": 5_000, "inner": 5_000}
+
+
+def test_counters_pair_only_where_they_can(tmp_path: Path) -> None:
+    build = Build().op("aten::mm", 0, 20).call("cudaLaunchKernel", 5, 2, correlation=1)
+    build.add("cuda_profiler_range", "gemm", 100, 5, **{"flops.sum": 12.0})
+    frame = T.counters_by_operator(build.load(tmp_path))
+    assert frame is not None
+    assert frame.select("operator", "counter", "value").row(0) == ("aten::mm", "flops.sum", 12.0)
+    build.call("cudaLaunchKernel", 9, 2, correlation=2)
+    assert T.counters_by_operator(build.load(tmp_path)) is None
+
+
+def test_memory_is_joined_to_operators(tmp_path: Path) -> None:
+    build = Build().op("aten::empty", 0, 20).op("aten::cat", 30, 20)
+    for ts, size, address, total in ((5, 100, 1, 600), (35, 50, 2, 650), (60, -100, 1, 550)):
+        build.events.append(
+            {
+                "ph": "i",
+                "cat": "cpu_instant_event",
+                "name": "[memory]",
+                "pid": 1,
+                "tid": 1,
+                "ts": ts,
+                "s": "t",
+                "args": {
+                    "Bytes": size,
+                    "Addr": address,
+                    "Total Allocated": total,
+                    "Total Reserved": 1000,
+                    "Device Id": 0,
+                    "Device Type": 1,
+                },
+            }
+        )
+    trace = build.load(tmp_path)
+    timeline = T.memory_timeline(trace)
+    assert timeline["operator"].to_list() == ["aten::empty", "aten::cat", None]
+    assert timeline["device"].to_list() == ["cuda:0"] * 3
+    peak = {r["operator"]: r["bytes"] for r in T.memory_peak(trace).to_dicts()}
+    assert peak == {"aten::empty": 100, "aten::cat": 50, None: 500}
+
+
+def test_health_counts_what_is_missing(tmp_path: Path) -> None:
+    build = training(3).kernel("orphan", 1100, 5)
+    build.call("cudaLaunchKernel", 1200, 2, correlation=9999)
+    found = {f.what: f.count for f in T.trace_health(build.load(tmp_path)).findings}
+    assert found["device work without a known launch"] == 1
+    assert found["launches whose kernel is not in the trace"] == 1
+    early = Build().kernel("k", 0, 5, call=100)
+    health = T.trace_health(early.load(tmp_path))
+    assert "idle" in health.uncertain
+    assert T.trace_health(training(3).load(tmp_path)).uncertain == ()
+
+
+def test_sql(tmp_path: Path) -> None:
+    traces = [training(3).load(tmp_path)]
+    frame = T.query(traces, "select class, sum(sum_ns) as ns from kernels group by class order by ns desc")
+    assert frame["ns"].to_list() == [90_000, 60_000, 15_000]
+    for text in ("select", "drop table events", "select * from nowhere", "select nothing_here from events"):
+        with pytest.raises(UsageError):
+            T.query(traces, text)
+
+
+def test_short_names() -> None:
+    assert (
+        short_kernel_name("void at::native::(anonymous namespace)::vec_kernel<4, F>(int)") == "at::native::vec_kernel"
+    )
+    assert short_kernel_name("<lambda>") == "<lambda>"

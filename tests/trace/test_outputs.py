@@ -1,0 +1,255 @@
+"""The command line, the report, the augmented trace, recording, and hostile input."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fettle import trace as T
+from fettle.cli import main
+from fettle.errors import UsageError
+from tests.trace.build import training
+
+QUESTIONS = [
+    "health",
+    "steps",
+    "account",
+    "idle",
+    "kernels",
+    "launches",
+    "comm",
+    "queue",
+    "bandwidth",
+    "operators",
+    "tree",
+    "annotations",
+    "critical",
+    "whatif",
+    "host",
+    "hta",
+]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["fettle", "trace", *args])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    return int(caught.value.code or 0)
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_every_question_in_both_forms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], question: str
+) -> None:
+    path = str(training(3).write(tmp_path / "t.json.gz"))
+    assert run(monkeypatch, question, path) == 0
+    assert capsys.readouterr().out
+    assert run(monkeypatch, question, path, "--json") == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+def test_other_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(training(3).write(tmp_path / "t.json"))
+    other = str(training(3, kernel=35).write(tmp_path / "u.json"))
+    assert run(monkeypatch, "compare", path, other, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["change_ns"] == 0
+    assert run(monkeypatch, "sql", path, "select count(*) as n from events", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["result"] == [{"n": 27}]
+    assert run(monkeypatch, "sequences", path, "linear", "--json") == 0
+    capsys.readouterr()
+    assert run(monkeypatch, "account", path, "--chart", str(tmp_path / "c.png")) == 0
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["health", "nowhere.json"],
+        ["critical", "T", "--step", "77"],
+        ["memory", "T"],
+        ["counters", "T"],
+        ["sql", "T", "selec"],
+        ["account", "T", "--chart", "x.bmp"],
+        ["compare", "T", "T", "--steps-before", "a,b"],
+        ["whatif", "T", "--kernels", "("],
+        ["record", "nonsense"],
+        ["record", "nowhere.py:f"],
+    ],
+)
+def test_what_the_caller_can_mend_is_one_line_and_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: list[str]
+) -> None:
+    path = str(training(2).write(tmp_path / "t.json"))
+    assert run(monkeypatch, *[path if a == "T" else a for a in args]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_the_report_stands_alone_and_executes_nothing_of_the_trace(tmp_path: Path) -> None:
+    evil = '</script><script>alert("x")</script>'
+    build = training(3, name=evil)
+    build.op(evil, 1400, 50)
+    target = tmp_path / "r.html"
+    assert T.write_report([build.load(tmp_path)], target) == []
+    page = target.read_text()
+    assert evil not in page
+    assert "<script>alert" not in page
+    markup = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
+    assert "src=" not in markup
+    assert "href=" not in markup
+    for title in (
+        "Where did the time go?",
+        "Why was the device idle?",
+        "What held the steps up?",
+        "Timeline of one step",
+    ):
+        assert title in page
+
+
+def test_the_augmented_trace_holds_the_old_and_the_new(tmp_path: Path) -> None:
+    for name in ("t.json", "t.json.gz"):
+        build = training(3)
+        path = build.write(tmp_path / name)
+        trace = T.load(path, use_sidecar=False)
+        added = T.augment(trace, tmp_path / "new.json", path=T.critical_path(trace))
+        events = json.loads((tmp_path / "new.json").read_text())["traceEvents"]
+        assert len(events) == added + len(build.events)
+        assert events[added:] == build.events
+        assert sum(e["dur"] for e in events if e.get("cat") == "critical_path") == pytest.approx(300)
+        with pytest.raises(UsageError):
+            T.augment(trace, path)
+
+
+def test_record_then_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import torch\nx = torch.rand(32, 32)\ndef step():\n    return (x @ x).relu().sum()\n")
+    target = tmp_path / "out.json.gz"
+    assert (
+        run(monkeypatch, "record", f"{program}:step", "-o", str(target), "--active", "3", "--warmup", "1", "--memory")
+        == 0
+    )
+    trace = T.load(target, use_sidecar=False)
+    assert T.steps(trace).height == 3
+    assert "aten::relu" in T.operator_table(trace)["operator"].to_list()
+    assert T.memory_timeline(trace).height > 0
+    assert T.time_account(trace)["compute_ns"].min() > 0
+    with T.record(tmp_path / "block.json"):
+        sum(range(10))
+    with (
+        pytest.raises(RuntimeError, match="fewer than"),
+        T.record(tmp_path / "never.json", wait=3, active=5) as profiler,
+    ):
+        profiler.step()
+
+
+def test_import_is_light() -> None:
+    heavy = ("torch", "altair", "jinja2", "scipy", "pandas")
+    code = f"import sys, fettle.trace; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def answer_everything(path: Path) -> None:
+    """No input may do worse than a UsageError."""
+    try:
+        trace = T.load(path, use_sidecar=False)
+    except UsageError:
+        return
+    T.trace_health(trace)
+    T.time_account(trace)
+    T.kernel_table(trace)
+    T.queue_summary(trace)
+    T.copy_bandwidth(trace)
+    T.bandwidth_summary(trace)
+    T.collective_table(trace)
+    T.attribute_kernels(trace)
+    T.operator_table(trace)
+    T.call_tree(trace)
+    T.memory_peak(trace)
+    T.host_summary(trace)
+    T.threads(trace)
+    path_found = T.critical_path(trace)
+    T.what_if(trace, "no_syncs", path=path_found)
+    T.compare(trace, trace)
+
+
+def mutate(text: bytes, seed: int) -> bytes:
+    """Bytes flipped, cut, doubled, and numbers replaced by hostile ones."""
+    rng = random.Random(seed)
+    data = bytearray(text)
+    for _ in range(rng.randint(1, 6)):
+        kind = rng.randrange(6)
+        at = rng.randrange(len(data)) if data else 0
+        if kind == 0 and data:
+            data[at] = rng.randrange(256)
+        elif kind == 1:
+            del data[at : at + rng.randint(1, 200)]
+        elif kind == 2:
+            data[at:at] = data[at : at + rng.randint(1, 300)]
+        elif kind == 3:
+            numbers = list(re.finditer(rb"-?\d+(\.\d+)?", bytes(data)))
+            if numbers:
+                found = rng.choice(numbers)
+                hostile = [
+                    b"-1",
+                    b"1e308",
+                    b"1e400",
+                    b"99999999999999999999999",
+                    b"null",
+                    b'"x"',
+                    b"[]",
+                    b"{}",
+                    b"0.5",
+                    b"true",
+                    b"-9223372036854775808",
+                    b"9e14",
+                ]
+                data[found.start() : found.end()] = rng.choice(hostile)
+        elif kind == 4:
+            words = list(re.finditer(rb'"[A-Za-z_ ]+"', bytes(data)))
+            if words:
+                found = rng.choice(words)
+                data[found.start() : found.end()] = rng.choice(
+                    [
+                        b'"ph"',
+                        b'"name"',
+                        b'"\\ud800"',
+                        b'"\xff"',
+                        b'""',
+                        b"1",
+                        b'"X"',
+                        b'"kernel"',
+                        b'"cuda_runtime"',
+                        b'"traceEvents"',
+                    ]
+                )
+        else:
+            data[at:at] = rng.choice([b"[" * 50, b"{" * 50, b"]", b"}", b'"', b"\\", b"\x00", b",,", b"}, {"])
+    return bytes(data)
+
+
+@settings(max_examples=80, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_mutated_traces_never_crash(seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("m") / "t.json"
+    path.write_bytes(mutate(training(2).text().encode(), seed))
+    answer_everything(path)
+
+
+@pytest.mark.slow
+def test_ten_thousand_mutated_traces_never_crash(tmp_path: Path) -> None:
+    text = training(2).text().encode()
+    for seed in range(10_000):
+        path = tmp_path / "t.json"
+        path.write_bytes(mutate(text, seed))
+        try:
+            answer_everything(path)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}") from error

@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from fettle.errors import UsageError
+from fettle.trace import Kind, load, load_all, reader, sidecar, trace_health
+from tests.trace.build import Build, training
+
+
+def plain(path: Path) -> pl.DataFrame:
+    return load(path, use_sidecar=False).events
+
+
+@pytest.mark.parametrize("block", [64, 200, 1000, 8 << 20])
+def test_chunks_of_any_size_give_the_same_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    path = training(20).write(tmp_path / "t.json")
+    whole = plain(path)
+    monkeypatch.setattr(reader, "BLOCK_BYTES", block)
+    assert plain(path).equals(whole)
+    assert whole.height == 20 * 9
+
+
+@pytest.mark.parametrize("shape", ["compact", "pretty", "list", "gzip", "metadata_last", "bom", "two_members"])
+def test_layouts(tmp_path: Path, shape: str) -> None:
+    build = training(2)
+    expected = plain(build.write(tmp_path / "a.json"))
+    document = json.loads(build.text())
+    path = tmp_path / "b.json"
+    if shape == "compact":
+        path.write_text(json.dumps(document, separators=(",", ":")))
+    elif shape == "pretty":
+        path.write_text(json.dumps(document, indent=4))
+    elif shape == "list":
+        path.write_text(json.dumps(document["traceEvents"]))
+    elif shape == "gzip":
+        path.write_bytes(gzip.compress(build.text().encode()))
+    elif shape == "metadata_last":
+        path.write_text(json.dumps({"traceEvents": document["traceEvents"], "distributedInfo": {"rank": 5}}))
+        assert load(path, use_sidecar=False).rank == 5
+    elif shape == "bom":
+        path.write_bytes(b"\xef\xbb\xbf" + build.text().encode())
+    else:
+        text = build.text().encode()
+        path.write_bytes(gzip.compress(text[:500]) + gzip.compress(text[500:]))
+    assert plain(path).drop("name", "thread", "shape").equals(expected.drop("name", "thread", "shape"))
+
+
+@pytest.mark.parametrize(
+    ("ts", "expected"),
+    [
+        ("100.123", 100_123),
+        ("3743411230047.485", 3_743_411_230_047_485),
+        ("1623142623529071.123", 1_623_142_623_529_071_123),  # beyond what a float64 can hold
+        ("1623142623529071", 1_623_142_623_529_071_000),
+        ("-5.5", -5_500),
+    ],
+)
+def test_clocks_are_exact_to_the_nanosecond(tmp_path: Path, ts: str, expected: int) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(
+        '{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "a", "pid": 1, "tid": 1, "ts": '
+        + ts
+        + ', "dur": 0.001}]}'
+    )
+    assert plain(path)["ts_ns"].to_list() == [expected]
+    assert plain(path)["dur_ns"].to_list() == [1]
+
+
+def test_old_and_new_categories_and_every_vendor(tmp_path: Path) -> None:
+    build = Build()
+    pairs = [
+        ("Operator", Kind.OPERATOR),
+        ("Kernel", Kind.KERNEL),
+        ("Memcpy", Kind.MEMCPY),
+        ("Memset", Kind.MEMSET),
+        ("Runtime", Kind.RUNTIME),
+        ("cuda_driver", Kind.RUNTIME),
+        ("xpu_runtime", Kind.RUNTIME),
+        ("mtia_ccp_events", Kind.KERNEL),
+        ("python_function", Kind.PYTHON),
+        ("cuda_sync", Kind.SYNC),
+        ("never heard of", Kind.OTHER),
+    ]
+    for i, (category, _) in enumerate(pairs):
+        build.add(category, "x", i * 10, 5)
+    trace = build.load(tmp_path)
+    assert trace.kind.tolist() == [int(k) for _, k in pairs]
+    assert trace.facts.unknown_categories == ("never heard of",)
+
+
+def test_ids_as_text_or_number_are_one_thread_and_streams_as_text_count(tmp_path: Path) -> None:
+    build = Build()
+    build.add("Operator", "a", 0, 5, pid=1, tid="25738").add("Operator", "b", 10, 5, pid="1", tid=25738)
+    build.add("Kernel", "k", 20, 5, pid=0, tid="stream 7").add(
+        "Kernel", "k", 30, 5, pid=0, tid=0, device="1", stream="0"
+    )
+    trace = build.load(tmp_path)
+    assert trace.column("thread")[0] == trace.column("thread")[1]
+    assert trace.column("stream").tolist()[2:] == [7, 0]
+    assert trace.column("device").tolist()[2:] == [0, 1]
+
+
+def test_a_truncated_file_gives_what_is_whole_and_says_so(tmp_path: Path) -> None:
+    text = training(5).text()
+    path = tmp_path / "t.json"
+    for cut in (len(text) // 2, len(text) - 3, len(text) - 40):
+        path.write_text(text[:cut])
+        trace = load(path, use_sidecar=False)
+        assert trace.facts.truncated
+        assert "account" in trace_health(trace).uncertain
+    packed = gzip.compress(text.encode())
+    (tmp_path / "t.json.gz").write_bytes(packed[: len(packed) // 2])
+    assert load(tmp_path / "t.json.gz", use_sidecar=False).facts.truncated
+
+
+def test_damage_is_mended_or_counted(tmp_path: Path) -> None:
+    event = '{"ph": "X", "cat": "cpu_op", "name": "%s", "pid": 1, "tid": 1, "ts": %s, "dur": %s, "args": {%s}}'
+    bodies = [
+        event % ("fine", 1, 2, ""),
+        event % ("bad \xff utf", 10, 2, ""),
+        event % ("control \x01\n character", 20, 2, ""),
+        event % ('quote " inside', 30, 2, ""),
+        event % ("huge correlation", 40, 2, '"correlation": 123456789012345678901234567890'),
+        event % ("text correlation", 50, 2, '"correlation": "12", "External id": 1.5, "bytes": [1]'),
+        event % ("negative", 60, -2, ""),
+        event % ("absurd", 70, 9e15, ""),
+        event % ("not finite", "NaN", 2, ""),
+        event % ("no duration", 80, "null", ""),
+        event % ("nested", 90, 2, '"list": [{"a": 1}, {"ph": "X"}, {"name": "b"}]'),
+        "[1, 2]",
+        event % ("last", 100, 2, ""),
+    ]
+    path = tmp_path / "t.json"
+    path.write_bytes(('{"traceEvents": [' + ", ".join(bodies) + "]}").encode("latin-1"))
+    trace = load(path, use_sidecar=False)
+    names = trace.name_of(trace.events.select(pl.int_range(pl.len())).to_series().to_numpy())
+    assert {"fine", "huge correlation", "text correlation", "negative", "nested", "last"} <= set(names)
+    assert not {"absurd", "not finite", "no duration"} & set(names)
+    assert trace.facts.skipped_events >= 1
+    assert trace.facts.negative_durations == 1
+    assert trace.facts.repaired_bytes_chunks >= 1
+    assert trace.column("correlation")[names.index("text correlation")] == 12
+
+
+def test_a_kernel_from_another_age_is_dropped(tmp_path: Path) -> None:
+    trace = training(3).kernel("overflown", 1e13, 5).load(tmp_path)
+    assert "overflown" not in trace.name_of(trace.device_rows)
+    assert trace.facts.absurd_times == 1
+    assert trace.side["collectives"].height == 3
+
+
+def test_several_processes_read_what_one_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = training(300).write(tmp_path / "t.json")
+    one = load(path, use_sidecar=False, processes=1)
+    monkeypatch.setattr(reader, "PARALLEL_ABOVE_BYTES", 1000)
+    size = path.stat().st_size
+    columns, metadata, _ = reader._read_in_parallel(path, size, 2, 10**9)
+    assert metadata == one.metadata
+    two = reader._assemble(path, None, columns, metadata, {"file_bytes": size, "text_bytes": size, "truncated": False})
+    assert two.names == one.names
+    assert two.events.equals(one.events)
+    assert all(two.side[t].equals(one.side[t]) for t in one.side)
+    assert two.facts.events_seen == one.facts.events_seen
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{}", b"[]", b"hello", b'{"traceEvents": []}', b"\x1f\x8bnot gzip", b"\x00" * 5000, b'{"traceEvents": 5}'],
+)
+def test_what_is_no_trace_is_one_clear_line(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "t.json"
+    path.write_bytes(content)
+    with pytest.raises(UsageError) as caught:
+        load(path, use_sidecar=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_more_events_than_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "BLOCK_BYTES", 500)
+    with pytest.raises(UsageError, match="more than 10 events"):
+        load(training(50).write(tmp_path / "t.json"), use_sidecar=False, max_events=10)
+
+
+def test_a_folder_of_ranks(tmp_path: Path) -> None:
+    for i, rank in enumerate((1, 0, 1)):
+        build = training(2)
+        build.metadata = {"distributedInfo": {"rank": rank}}
+        build.write(tmp_path / f"{i}.json{'.gz' if i else ''}")
+    (tmp_path / "broken.json").write_text("{")
+    traces = load_all(tmp_path, use_sidecar=False)
+    assert [t.rank for t in traces] == [0, 1, 2]
+    assert any("claimed" in note for t in traces for note in t.facts.notes)
+    with pytest.raises(UsageError):
+        load_all(tmp_path / "nothing")
+
+
+def test_the_rank_of_compact_json_and_of_a_file_name(tmp_path: Path) -> None:
+    path = tmp_path / "trace_rank_12.json"
+    path.write_text(training(1).text().replace('"distributedInfo": {"rank": 0, "world_size": 1}, ', ""))
+    assert load(path, use_sidecar=False).rank == 12
+    path.write_text(
+        json.dumps({"distributedInfo": {"rank": 3}, "traceEvents": training(1).events}, separators=(",", ":"))
+    )
+    assert load(path, use_sidecar=False).rank == 3
+
+
+def test_sidecar_serves_the_same_file_and_never_a_changed_one(tmp_path: Path) -> None:
+    path = training(3).write(tmp_path / "t.json")
+    trace = load(path, use_sidecar=False)
+    key = sidecar.key_of(path)
+    assert key is not None
+    sidecar.write(trace, key)
+    again = load(path)
+    assert again.facts.from_sidecar
+    assert again.events.equals(trace.events)
+    assert again.names == trace.names
+    assert all(again.side[t].equals(trace.side[t]) for t in trace.side)
+    # Same length, same times, other content.
+    before = path.stat()
+    path.write_text(path.read_text().replace("gemm", "mmeg"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
+    changed = load(path)
+    assert not changed.facts.from_sidecar
+    assert any("mmeg" in n for n in changed.names)
+
+
+def test_a_damaged_sidecar_is_ignored(tmp_path: Path) -> None:
+    path = training(3).write(tmp_path / "t.json")
+    key = sidecar.key_of(path)
+    assert key is not None
+    for damage in ("events.arrow", "facts.json", "copies.arrow"):
+        sidecar.write(load(path, use_sidecar=False), key)
+        (sidecar._place(key) / damage).write_bytes(b"ARROW1 nonsense")
+        assert not load(path).facts.from_sidecar
