@@ -206,7 +206,7 @@ class Session:
         finalists = [trial.recipe for trial in self._finalists(leader)]
         self.tell(f"last race: the best {len(finalists)} in fresh processes")
         self._baseline.close()
-        trials = self.run([Recipe(), *finalists, *cheap], replace(self.rules, deadline=math.inf))
+        trials = self.run([Recipe(), *finalists, *cheap], replace(self.rules, deadline=math.inf, precision=0.05))
         for trial in trials:
             if trial.recipe in cheap and trial.recipe not in self._known:
                 self._keep(trial)

@@ -52,6 +52,9 @@ class Rules:
     """Of the whole race: the looks share what is left."""
     indifference: float = 0.01
     """Differences below this are not worth more rounds."""
+    precision: float | None = None
+    """Go on until the leader's speed-up is known to within this share, half the interval's width: what an announced
+    number needs. Only where a call of the baseline takes less than a second."""
     prepare_timeout_s: float = 900.0
     call_timeout_s: float = 120.0
     settle_verdicts: bool = False
@@ -329,7 +332,13 @@ def _decided(runners: Sequence[_Runner], anchor: _Runner, rules: Rules) -> bool:
         if behind.low > 0 or behind.high < math.log(1 + rules.indifference):
             runner.live = False
     in_doubt = sum(runner.live for runner in runners if runner is not anchor or runner is leader)
-    return in_doubt <= 1
+    return in_doubt <= 1 and (leader is anchor or not anchor_stays or _is_precise(anchor, leader, rules))
+
+
+def _is_precise(anchor: _Runner, leader: _Runner, rules: Rules) -> bool:
+    """Whether the leader's speed-up is known as well as the rules ask."""
+    found = _statistics.log_interval(log_ratios(anchor, leader), rules.alpha)
+    return rules.precision is None or (found.high - found.low) / 2 <= rules.precision
 
 
 def log_ratios(slower: _Runner, faster: _Runner) -> list[float]:
