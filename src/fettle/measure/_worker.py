@@ -11,6 +11,7 @@ import ctypes
 import itertools
 import logging
 import os
+import random
 import signal
 import sys
 import time
@@ -51,6 +52,7 @@ class State:
     clock: Any = None
     cycle: Iterator[Any] | None = None
     call_ns: int = 0
+    padding: Any = None
 
 
 def build(state: State, request: Request) -> dict[str, Any]:
@@ -173,9 +175,14 @@ def prepare(state: State, request: Request) -> dict[str, Any]:
 
 def take_slice(state: State, request: Request) -> dict[str, Any]:
     """Call for `request.seconds`, at least once, and return each sample in nanoseconds."""
+    import torch
+
     from fettle.measure import _meters
 
     wanted_ns = int(request.seconds * 1e9)
+    # Where the allocator happens to put a buffer can change the time of a small model by half, for as long as the
+    # process lives. Blocks of random sizes, held until the next slice, move the buffers of each slice elsewhere.
+    state.padding = [torch.empty(random.randrange(64, 1 << 18), dtype=torch.uint8) for _ in range(16)]
     # What ran between two slices has emptied the caches: where calls are short, one call settles them unmeasured.
     if state.call_ns * 5 < wanted_ns:
         one_sample(state)
