@@ -436,8 +436,8 @@ def _speedup(anchor: _Entrant, entrant: _Entrant, rules: Rules) -> Interval | No
         return None
     if entrant is anchor or min(len(anchor.runners), len(entrant.runners)) < 2:
         return _statistics.exp(_statistics.log_interval(ratios, rules.alpha))
-    logs = [[runner.per_sample for runner in each.runners] for each in (anchor, entrant)]
-    return _statistics.exp(_statistics.replicate_interval(*logs, 1 - rules.confidence))
+    slower, faster = ([runner.per_sample for runner in each.runners] for each in (anchor, entrant))
+    return _statistics.exp(_statistics.replicate_interval(slower, faster, 1 - rules.confidence))
 
 
 def _trial(entrant: _Entrant, anchor: _Entrant | None, rules: Rules, heat: int) -> Trial:

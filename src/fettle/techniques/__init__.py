@@ -24,7 +24,7 @@ from fettle.techniques.matmul import Matmul
 from fettle.techniques.mode import Mode
 from fettle.techniques.precision import Precision
 from fettle.techniques.quantize import Quantize
-from fettle.techniques.runtime import Runtime
+from fettle.techniques.runtime import Runtime, Streams
 from fettle.techniques.sdpa_backend import SdpaBackend
 from fettle.techniques.sparsity import Sparsity
 from fettle.techniques.threads import Threads
@@ -48,6 +48,7 @@ CATALOGUE: tuple[Technique, ...] = (
     Shapes(),
     Region(),
     Runtime(),
+    Streams(),
     CudaGraphs(),  # records whatever the others made of the model
 )
 
