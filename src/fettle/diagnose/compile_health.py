@@ -49,7 +49,7 @@ def check_compile(run: Callable[[Any, Any], Any], model: Any, batches: Sequence[
     )
     if not places:  # older spellings of the log: the counter has the reasons without the places
         for reason, count in counters["graph_break"].items():
-            places[first_line(reason), ""] += count
+            places[reason.strip().partition("\n")[0], ""] += count
     torch._dynamo.reset()
     return CompileHealth(
         graphs=int(counters["stats"].get("unique_graphs", 0)),
@@ -73,7 +73,7 @@ class _breaks_into:  # a context manager, named as one
     def __enter__(self) -> None:
         import logging
 
-        torch._logging.set_logs(graph_breaks=True)
+        torch._logging.set_logs(graph_breaks=True)  # type: ignore[attr-defined]
         places = self.places
 
         class Handler(logging.Handler):
@@ -95,7 +95,7 @@ class _breaks_into:  # a context manager, named as one
             logger.propagate = False
 
     def __exit__(self, *_: object) -> None:
-        torch._logging.set_logs()
+        torch._logging.set_logs()  # type: ignore[attr-defined]
         for logger, propagate, handlers in self.before:
             logger.handlers, logger.propagate = handlers, propagate
 

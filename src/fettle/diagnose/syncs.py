@@ -82,9 +82,9 @@ class _Above(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Below(TorchDispatchMode):
+class _Below(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, found: Counter[tuple[str, str, str]]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found = found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
