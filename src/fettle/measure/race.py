@@ -376,6 +376,7 @@ def _trial(runner: _Runner, anchor: _Runner | None, rules: Rules, heat: int) -> 
         energy_j=statistics.median(runner.energy_j) if runner.energy_j else None,
         startup=Startup(answer["load_s"], answer["optimize_s"], answer["first_call_s"], answer["cache"]),
         accuracy=runner.accuracy,
+        phases_ms=answer.get("phases_ms", {}),
         notes=tuple(answer["notes"]),
         seconds=time.monotonic() - runner.began,
         heat=heat,
