@@ -5,9 +5,9 @@ nanoGPT's train_shakespeare_char has them, without its dropout. The loss is that
 """
 
 import functools
+from pydoc_data.topics import topics
 
 import torch
-from pydoc_data.topics import topics
 from transformers import GPT2Config, GPT2LMHeadModel
 
 

@@ -21,6 +21,7 @@ from fettle.measure._accuracy import user_metric
 from fettle.measure._clock import Clock, warm_up
 from fettle.measure._trial import Accuracy
 from fettle.measure._worker import Request, State, compile_cache, compiler_notes, notes_kept, weight_bytes
+from fettle.recipe import Recipe
 from fettle.techniques import Facts, load, probe_facts, source
 from fettle.train import (
     SEEDS,
@@ -33,7 +34,6 @@ from fettle.train import (
     load_training,
     training_fingerprint,
 )
-from fettle.recipe import Recipe
 from fettle.workload import Target, Workload, leaves
 
 _TIMELINE_STEPS = 3
@@ -234,7 +234,9 @@ def _check_step(workload: TrainingWorkload, facts: Facts) -> None:
     def loss(model: Any, batch: Any) -> Any:
         value = workload.loss(model, batch)
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
-            what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            what = (
+                f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            )
             checked.append(f"the loss function returned {what}: return the mean loss, a tensor of one number")
         elif not value.requires_grad:
             checked.append("the loss has no gradient: it was detached, or computed under no_grad")
@@ -298,9 +300,7 @@ def _pass_length(workload: TrainingWorkload) -> int:
     data: Iterable[Any] = workload.data
     if not isinstance(data, Sized) or not isinstance(data, Sequence) or len(data) > _MOST_BATCHES:
         return 1
-    shapes = {
-        tuple(tuple(leaf.shape) for _, leaf in leaves(batch) if isinstance(leaf, torch.Tensor)) for batch in data
-    }
+    shapes = {tuple(tuple(leaf.shape) for _, leaf in leaves(batch) if isinstance(leaf, torch.Tensor)) for batch in data}
     return 1 if len(shapes) == 1 else len(data)
 
 

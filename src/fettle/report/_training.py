@@ -83,7 +83,9 @@ def timeline(result: Result) -> Drawn | None:
             x=x,
             x2="end:Q",
             y=alt.Y("run:N", sort=labels, title=None),
-            color=alt.Color("phase:N", scale=alt.Scale(domain=list(PHASES), range=list(LEVERS[: len(PHASES)])), title=None),
+            color=alt.Color(
+                "phase:N", scale=alt.Scale(domain=list(PHASES), range=list(LEVERS[: len(PHASES)])), title=None
+            ),
             tooltip=["run:N", "phase:N", alt.Tooltip("ms:Q", format=".2f")],
         )
     )

@@ -8,7 +8,6 @@ from fettle.recipe import Recipe
 from fettle.techniques._base import Code, Facts, Level, Technique
 
 
-
 def joined(data: Any, count: int) -> Any:
     """The batches of `data` without end, `count` of them joined into one along the first dimension."""
     from torch.utils import _pytree as pytree

@@ -3,7 +3,6 @@
 Sources: `torch.utils.checkpoint` (non-reentrant), its selective policies, and Inductor's activation memory budget.
 """
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -54,7 +53,6 @@ class Checkpointing(Technique):
     rung = 8
     title = "activation checkpointing"
     given = "none"
-    needs: ClassVar[Mapping[str, str]] = {}
 
     def levels(self, facts: Facts) -> list[Level]:
         blocks = "" if facts.block_classes else "the model has no block repeated at least three times"
@@ -72,8 +70,11 @@ class Checkpointing(Technique):
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         if level.startswith("budget"):
-            budget = level.removeprefix("budget-")
-            return Code(setup=("import torch._functorch.config", f"torch._functorch.config.activation_memory_budget = {budget}"))  # fmt: skip
+            config = "torch._functorch.config"
+            budget = f"{config}.activation_memory_budget = {level.removeprefix('budget-')}"
+            return Code(setup=(f"import {config}", budget))
         if level == "selective":
-            return Code(helpers=(keep_products, checkpoint_blocks), prepare=("checkpoint_blocks(model, keep_products)",))
+            return Code(
+                helpers=(keep_products, checkpoint_blocks), prepare=("checkpoint_blocks(model, keep_products)",)
+            )
         return Code(helpers=(checkpoint_blocks,), prepare=("checkpoint_blocks(model)",))
