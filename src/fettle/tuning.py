@@ -215,7 +215,9 @@ class Session:
         finalists = [trial.recipe for trial in self._finalists(leader)]
         self.tell(f"last race: the best {len(finalists)} in fresh processes")
         self._baseline.close()
-        trials = self.run([Recipe(), *finalists, *cheap], replace(self.rules, deadline=math.inf, precision=0.05))
+        share_s = 60.0 if self._budget_s is None else min(60.0, 0.1 * self._budget_s)
+        rules = replace(self.rules, deadline=math.inf, precision=0.05, replicates=3, replicate_s=share_s)
+        trials = self.run([Recipe(), *finalists, *cheap], rules)
         for trial in trials:
             if trial.recipe in cheap and trial.recipe not in self._known:
                 self._keep(trial)

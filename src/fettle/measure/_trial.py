@@ -88,6 +88,8 @@ class Trial:
     """One log(baseline time / this time) for each round: the data under `speedup`."""
     round_ms: Sequence[float] = ()
     """Median call time of each round this recipe took part in."""
+    processes: int = 1
+    """Processes it was measured in; above 1 the interval of `speedup` is over processes, not over rounds."""
     samples: int = 1
     """Rows in one call."""
     peak_bytes: int | None = None

@@ -198,8 +198,18 @@ def take_slice(state: State, request: Request) -> dict[str, Any]:
     return {"samples_ns": samples, "energy_j": spent}
 
 
+def examine(state: State, request: Request) -> dict[str, Any]:
+    """Hand the workload to a function of another room, ``module:function``, and return what it finds."""
+    import importlib
+
+    module, _, name = request.label.partition(":")
+    found = getattr(importlib.import_module(module), name)(state.workload, request.seconds)
+    return {"found": msgspec.to_builtins(found), "load_s": state.load_s}
+
+
 ACTIONS = {
     "build": build,
+    "examine": examine,
     "probe": probe,
     "peaks": peaks,
     "reference": reference,

@@ -28,7 +28,7 @@ from fettle.techniques.mode import Mode
 from fettle.techniques.optimizer import OptimizerKind
 from fettle.techniques.precision import Precision
 from fettle.techniques.quantize import Quantize
-from fettle.techniques.runtime import Runtime
+from fettle.techniques.runtime import Runtime, Streams
 from fettle.techniques.sdpa_backend import SdpaBackend
 from fettle.techniques.sparsity import Sparsity
 from fettle.techniques.threads import Threads
@@ -55,6 +55,7 @@ CATALOGUE: tuple[Technique, ...] = (
     Shapes(),
     Region(),
     Runtime(),
+    Streams(),
     CudaGraphs(),  # records whatever the others made of the model
     OptimizerKind(),
     Accumulate(),

@@ -66,6 +66,7 @@ def _cpu(facts: Facts) -> list[dict[str, str]]:
         ]
     return [
         {"runtime": "openvino-bf16"},
+        {"runtime": "openvino-bf16", "streams": "per-core"},
         compiled,
         {"runtime": "openvino-int8"},
         *int8,
