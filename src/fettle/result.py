@@ -22,7 +22,7 @@ class Limits:
 
     max_error: float | None = 0.02
     """Relative L2 error against the reference; in training the distance of the losses from the baseline's, in units
-    of the nearest other seed's."""
+    of the typical distance of two seeds."""
     min_agreement: float | None = None
     """Share of equal top-1 decisions, for classifiers."""
     max_metric_drop: float | None = None
@@ -46,7 +46,7 @@ class Reference:
     curves: Sequence[Sequence[float]] = ()
     """Training: the losses of the baseline, and of the baseline from other seeds."""
     spread: float = math.nan
-    """Training: mean distance of the nearest other seed's losses from the baseline's."""
+    """Training: typical distance of the losses of two seeds, the mean over the steps."""
 
 
 @dataclass(frozen=True)

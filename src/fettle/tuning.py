@@ -92,8 +92,8 @@ def tune(
     the study under `output` (or at `storage`), so the same call goes on after an interrupt.
 
     With ``mode="training"`` the workload is a `fettle.TrainingWorkload` and one call is one optimizer step. The
-    guard is then on its losses: their mean distance from the baseline's may be `max_spread` times that of the nearest
-    other seed; with `max_metric_drop` the workload's metric after these steps decides instead.
+    guard is then on its losses: their mean distance from the baseline's may be `max_spread` times the typical distance of
+    two seeds; with `max_metric_drop` the workload's metric after these steps decides instead.
 
     Returns a `Result`; ``result.apply(model, inputs)`` gives the tuned callable. Raises `UsageError` for bad input.
     """
@@ -298,7 +298,7 @@ class Session:
         if result is not None and result.winner is not None and result.winner.speedup is not None:
             off = f"relative error {result.winner.accuracy.error:.2g}"
             if self.facts.mode == "training":
-                off = f"losses off by {result.winner.accuracy.error:.2g} of what another seed makes"
+                off = f"losses off by {result.winner.accuracy.error:.2g} of what two seeds are apart"
             heading += (
                 f"\n\nMeasured {result.winner.speedup.estimate:.2f}x as given on {this_machine().summary}, {off}.\n"
             )

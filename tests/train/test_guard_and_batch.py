@@ -19,11 +19,11 @@ def moved(by):
 BAND = Band(BASE, [moved(0.1), moved(-0.2), moved(0.3)])
 
 
-def test_the_nearest_other_seed_is_the_yardstick():
-    assert BAND.spread == pytest.approx(0.1)
+def test_the_typical_distance_of_two_seeds_is_the_yardstick():
+    assert BAND.spread == pytest.approx(0.25)  # of 0.1, 0.2, 0.2, 0.3, 0.3, 0.5
     assert judge_curve(BASE, BAND).share == 0
-    assert judge_curve(moved(0.05), BAND).share == pytest.approx(0.5)
-    assert judge_curve(moved(-0.15), BAND).share == pytest.approx(1.5)
+    assert judge_curve(moved(0.05), BAND).share == pytest.approx(0.2)
+    assert judge_curve(moved(-0.3), BAND).share == pytest.approx(1.2)
     assert judge_curve(moved(0.05), BAND).problem == ""
 
 

@@ -60,6 +60,11 @@ def test_losses_stay(name, level):
     assert wanted.losses[-1] < wanted.losses[0]
 
 
+def test_masters_and_weights_may_lie_in_memory_in_different_ways():
+    found = losses(Recipe.parse("precision=bf16-master channels_last=on optimizer=fused"))
+    assert found.losses == pytest.approx(losses(Recipe()).losses, abs=0.1)
+
+
 def test_a_data_loader_gets_workers_and_the_same_rows():
     facts = replace(FACTS, loader_workers=0)
     wanted = losses(Recipe(), "loader", 4, facts)

@@ -46,7 +46,7 @@ class Accuracy:
     judged_batches: int = 0
     losses: Sequence[float] = ()
     """Training: the loss of each step, from the baseline's seed and data. `error` is then the mean distance from the
-    baseline's losses over that of the nearest other seed, and `max_abs` the largest difference of a loss."""
+    baseline's losses over the typical distance of two seeds, and `max_abs` the largest difference of a loss."""
     problem: str = ""
     """What is wrong with the outputs beyond a number: a missing leaf, another shape, NaN."""
 

@@ -33,16 +33,16 @@ def _training(facts: Facts) -> list[dict[str, str]]:
         base |= {"cudnn_benchmark": "on"}
     native = facts.device != "cpu" or bool({"amx_bf16", "avx512_bf16"} & set(facts.cpu_flags))
     half = {**base, "precision": "autocast-bf16"} if native else base
-    region = {"region": "blocks"} if facts.block_classes else {}
+    compiled = {**half, "compile": "default"}
+    masters = {**base, "precision": "bf16-master"}
     return [
         half,
-        {**half, "compile": "default"},
-        *([{**half, "compile": "default", **region}] if region else []),
-        *([{**base, "precision": "bf16-master"}, {**base, "precision": "bf16-master", "compile": "default"}]
-          if native else []),
+        compiled,
+        *([masters, {**masters, "compile": "default"}] if native else []),
+        *([{**compiled, "region": "blocks"}] if facts.block_classes else []),
         base,
-        {**half, "compile": "default", "checkpoint": "budget-0.5"},
-    ]  # fmt: skip
+        {**compiled, "checkpoint": "budget-0.5"},
+    ]
 
 
 def _cpu(facts: Facts) -> list[dict[str, str]]:

@@ -26,7 +26,8 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
 def gradients_to_masters(weights: list[torch.nn.Parameter], masters: list[torch.nn.Parameter]) -> None:
     """Hand the gradients of 16-bit weights to their float32 masters, and forget them."""
     for weight, master in zip(weights, masters, strict=True):
-        master.grad = None if weight.grad is None else weight.grad.float()
+        # In the master's own layout: a fused optimizer goes through memory, whatever the strides of the two say.
+        master.grad = None if weight.grad is None else torch.empty_like(master).copy_(weight.grad)
         weight.grad = None
 
 

@@ -1,12 +1,14 @@
 """The accuracy guard of training: are the losses of a recipe as good as the baseline's?
 
 The yardstick is measured: the baseline trains from other seeds too, and how far *their* losses are from its own is
-what chance does. A recipe, from the same seed on the same data, has to stay nearer to the baseline than the nearest
-of the other seeds does. The distance of two curves is the mean absolute difference of their losses, step by step.
+what chance does. A recipe, from the same seed on the same data, has to stay nearer to the baseline than two seeds
+typically are to each other: the median over all pairs of seeds, which does not shrink or grow with their number. The
+distance of two curves is the mean absolute difference of their losses, step by step.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -36,8 +38,13 @@ class Band:
 
     @property
     def spread(self) -> float:
-        """Distance of the nearest other seed from the baseline."""
-        return min(distance(other.losses, self.baseline.losses) for other in self.others)
+        """The typical distance of two seeds."""
+        return self.spread_of(1)
+
+    def spread_of(self, factor: int) -> float:
+        """The same where `factor` steps are taken together."""
+        curves = [joined(curve.losses, factor) for curve in (self.baseline, *self.others)]
+        return statistics.median(distance(one, other) for one, other in itertools.combinations(curves, 2))
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,7 @@ def judge_curve(curve: Curve, band: Band, factor: int = 1) -> Judged:
     wanted = joined(band.baseline.losses, factor)
     if len(curve.losses) < 2 or len(wanted) < 2:
         return Judged(math.nan, math.nan, f"too few steps to judge a batch of {factor} times the size")
-    spread = min(distance(joined(other.losses, factor), wanted) for other in band.others)
+    spread = band.spread_of(factor)
     far = distance(curve.losses, wanted)
     share = far / spread if spread > 0 else (0.0 if far == 0 else math.inf)
     largest = max(abs(one - other) for one, other in zip(curve.losses, wanted, strict=False))
