@@ -92,8 +92,8 @@ def tune(
     the study under `output` (or at `storage`), so the same call goes on after an interrupt.
 
     With ``mode="training"`` the workload is a `fettle.TrainingWorkload` and one call is one optimizer step. The
-    guard is then on its losses: their mean distance from the baseline's may be `max_spread` times the typical distance of
-    two seeds; with `max_metric_drop` the workload's metric after these steps decides instead.
+    guard is then on its losses: their mean distance from the baseline's may be `max_spread` times the typical
+    distance of two seeds; with `max_metric_drop` the workload's metric after these steps decides instead.
 
     Returns a `Result`; ``result.apply(model, inputs)`` gives the tuned callable. Raises `UsageError` for bad input.
     """
