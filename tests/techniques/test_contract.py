@@ -101,7 +101,7 @@ def completed(name: str, level: str) -> Recipe:
 def here() -> list[object]:
     cases = []
     for technique in CATALOGUE:
-        for level in technique.levels(FACTS):
+        for level in technique.levels(FACTS) if "inference" in technique.modes else ():
             if not level.why_not and level.name != technique.given:
                 slow = level.name in DEAR.get(technique.name, ())
                 case = (technique.name, level.name)
