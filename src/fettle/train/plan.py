@@ -95,7 +95,8 @@ def plan(
 
     Args:
         workload: What is trained; its first batch is one rank's batch.
-        device: ``cuda`` or ``cpu``: which defaults the optimizer has there (foreach on CUDA) and how sizes are rounded.
+        device: ``cuda`` or ``cpu``: which defaults the optimizer has there (foreach on CUDA), how sizes are rounded,
+            and whether gloo's copies are counted, which NCCL does not make.
         mode: The fake mode that the workload was built under, if it was.
         tell: Called with (strategies done, of how many, the next one).
 
@@ -243,7 +244,7 @@ def _step(
     optimizer.zero_grad(set_to_none=True)
     gc.collect()
 
-    timeline = Timeline(round_to)
+    timeline = Timeline(round_to, gloo=device == "cpu")
     with ExitStack() as stack:
         stack.enter_context(_fsdp_marks(timeline))
         stack.enter_context(timeline)

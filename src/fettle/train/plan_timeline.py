@@ -46,8 +46,9 @@ class Collective:
 class Timeline(TorchDispatchMode):
     """Watch storages while active. Use as a context manager, with `phase` around each part of a step."""
 
-    def __init__(self, round_to: int = 1) -> None:
+    def __init__(self, round_to: int = 1, *, gloo: bool = False) -> None:
         super().__init__()
+        self._gloo = gloo  # it copies: a gathered buffer and the input of a reduce-scatter exist twice for a moment
         self._round_to = round_to  # the CUDA caching allocator hands out multiples of 512 bytes
         self.changes: list[tuple[int, int, str]] = []
         """(bytes, index of the storage, phase), in order."""
@@ -154,6 +155,11 @@ class Timeline(TorchDispatchMode):
             return
         whole = max(sizes) if kind in ("all_gather", "reduce_scatter") else sum(sizes)
         self.collectives.append(Collective(kind, whole))
+        if self._gloo and kind in ("all_gather", "reduce_scatter"):
+            index = len(self.lives)
+            self.lives.append(_Life(0, "transients", self._phase, self._phase))
+            self._change(whole, index)
+            self._change(-whole, index)
 
 
 _COLLECTIVES = (

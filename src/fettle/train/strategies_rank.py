@@ -125,27 +125,36 @@ def _recording(on: bool) -> Iterator[_Record]:
 
 
 def _peak(roots: list[Any]) -> int:
-    """Most bytes alive at once between the begin and the end of the steps."""
-    moves: list[tuple[int, int, int]] = []
+    """Most bytes alive at once between the begin and the end of the steps.
+
+    A buffer that gloo allocates inside a collective is freed in a thread of its own, where the profiler does not look:
+    it is taken to end with the collective, for which the rank waits anyway.
+    """
+    moves: list[tuple[int, int, int, int]] = []  # time, number of the event, address, size
     begin, end = 0, 1 << 62
-    left = list(roots)
+    left: list[tuple[Any, int]] = [(root, 0) for root in roots]
     while left:
-        event = left.pop()
-        left.extend(event.children)
+        event, collective_end = left.pop()
         kind = str(event.tag).rsplit(".", 1)[-1]
+        if kind == "TorchOp" and event.name.startswith("c10d::"):
+            collective_end = event.end_time_ns
+        left.extend((child, collective_end) for child in event.children)
         if kind == "Allocation" and event.extra_fields.device.type == "cpu":
-            moves.append((event.start_time_ns, int(event.extra_fields.ptr), int(event.extra_fields.alloc_size)))
+            address, size = int(event.extra_fields.ptr), int(event.extra_fields.alloc_size)
+            moves.append((event.start_time_ns, len(moves), address, size))
+            if collective_end and size > 0:
+                moves.append((collective_end, len(moves), address, -size))
         elif kind == "TorchOp" and event.name == _STEPS:
             begin, end = event.start_time_ns, event.end_time_ns
     alive: dict[int, int] = {}
     total = most = 0
     inside = False
-    for time_ns, address, size in sorted(moves, key=lambda move: move[0]):
+    for time_ns, _, address, size in sorted(moves):
         if not inside and time_ns >= begin:
             most, inside = total, True
         if size >= 0:
+            total += size - alive.get(address, 0)  # handed out again: freed where nobody looked
             alive[address] = size
-            total += size
         else:
             total -= alive.pop(address, 0)
         if inside and time_ns <= end:
