@@ -3,7 +3,7 @@
     python bench/memory_plan.py                      # all, about 10 minutes on two cores
     python bench/memory_plan.py --models mlp --strategies ddp,zero3
 
-Measured is the most bytes of the CPU allocator alive at once in the second and third... all steps of a real run, by
+Measured is the most bytes of the CPU allocator alive at once in the first three steps of a real run, by
 the profiler's record of every allocation, the larger of the two ranks; not resident memory. Bar: within 5% each; the
 states (parameters, gradients, optimizer state) exactly. The 7B plan runs in a process of its own; bar: 60 s and 4 GiB.
 """
@@ -153,7 +153,9 @@ def compare(model: str, strategy: str, steps: int) -> dict[str, object]:
     if measured.status == "done":
         peak = max(rank.peak_bytes for rank in measured.ranks)
         error = predicted.peak_bytes / peak - 1
-        exact = {part: predicted.states[part] == max(r.states[part] for r in measured.ranks) for part in predicted.states}
+        exact = {
+            part: predicted.states[part] == max(r.states[part] for r in measured.ranks) for part in predicted.states
+        }
         row |= {"predicted_bytes": predicted.peak_bytes, "measured_bytes": peak, "error": error,
                 "states_predicted": predicted.states, "states_measured": [r.states for r in measured.ranks],
                 "exact": exact, "collectives_predicted": predicted.collectives,

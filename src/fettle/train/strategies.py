@@ -194,9 +194,7 @@ def mesh_shape(strategy: Strategy, world_size: int, ranks_per_node: int) -> tupl
     return (world_size // inner, inner)
 
 
-def apply(
-    model: torch.nn.Module, strategy: Strategy, mesh: DeviceMesh | None, *, ddp: bool = True
-) -> torch.nn.Module:
+def apply(model: torch.nn.Module, strategy: Strategy, mesh: DeviceMesh | None, *, ddp: bool = True) -> torch.nn.Module:
     """Apply `strategy` to `model`, in place where PyTorch works in place, and return what is to be called.
 
     `mesh` has the shape of `mesh_shape` and is needed for all kinds but single. With `ddp` off the DDP wrapper is left
@@ -278,7 +276,9 @@ def make_optimizer(model: torch.nn.Module, strategy: Strategy, factory: MakeOpti
 
     if len(made.param_groups) != 1:
         raise UsageError("zero1: the optimizer factory makes several parameter groups, which zero1 does not take here")
-    given = {key: value for key, value in made.defaults.items() if key not in ("differentiable", "decoupled_weight_decay")}
+    given = {
+        key: value for key, value in made.defaults.items() if key not in ("differentiable", "decoupled_weight_decay")
+    }
     return ZeroRedundancyOptimizer(trained, optimizer_class=type(made), **given)
 
 

@@ -111,7 +111,9 @@ def launch(
         return LaunchResult(str(strategy), "failed", reason, kind, log=words)
 
 
-def _watch(process: subprocess.Popen[bytes], folder: Path, nproc: int, deadline: float, limit_s: float) -> tuple[str, str]:
+def _watch(
+    process: subprocess.Popen[bytes], folder: Path, nproc: int, deadline: float, limit_s: float
+) -> tuple[str, str]:
     """Wait for the supervisor; (kind, reason) when it had to be given up, empty when it ended by itself."""
     while process.poll() is None:
         if time.monotonic() > deadline:
@@ -194,8 +196,8 @@ def supervise(request_path: str) -> None:
     try:
         elastic_launch(config, sys.executable)("-m", "fettle.train.strategies_rank", request_path)
     except ChildFailedError as error:
-        first = min(error.failures, key=lambda rank: error.failures[rank].timestamp)
-        failures = [(first, error.failures[first].exitcode)]
+        first, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
+        failures = [(first, failure.exitcode)]
     (folder / "outcome.json").write_text(json.dumps({"failures": failures}))
 
 

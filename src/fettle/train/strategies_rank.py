@@ -120,7 +120,8 @@ def _recording(on: bool) -> Iterator[_Record]:
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as running:
         yield record
-    assert running.profiler is not None and running.profiler.kineto_results is not None
+    assert running.profiler is not None
+    assert running.profiler.kineto_results is not None
     record.peak_bytes = _peak(running.profiler.kineto_results.experimental_event_tree())
 
 
