@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from fettle.errors import UsageError
     from fettle.recipe import Recipe
     from fettle.tuning import tune
+    from fettle.watching import step_timer, watch
     from fettle.workload import Workload
 
 __version__ = "0.1.0"
-__all__ = ["Recipe", "UsageError", "Workload", "apply", "bench", "tune"]
+__all__ = ["Recipe", "UsageError", "Workload", "apply", "bench", "step_timer", "tune", "watch"]
 
 _HOMES = {
     "apply": "fettle.applying",
@@ -30,6 +31,8 @@ _HOMES = {
     "Recipe": "fettle.recipe",
     "UsageError": "fettle.errors",
     "Workload": "fettle.workload",
+    "step_timer": "fettle.watching",
+    "watch": "fettle.watching",
 }
 
 

@@ -65,9 +65,7 @@ FREE: dict[str, Callable[[torch.Tensor], Any]] = {
     "download that does not block": lambda x: x.to("cpu", non_blocking=True),
     "same device": lambda x: x.to(x.device),
     "cast": lambda x: x.to(torch.bfloat16).float(),
-    "repeat_interleave of known size": lambda x: x[0].repeat_interleave(
-        torch.ones_like(x[0]).long(), output_size=4
-    ),
+    "repeat_interleave of known size": lambda x: x[0].repeat_interleave(torch.ones_like(x[0]).long(), output_size=4),
     "quantile": lambda x: x.quantile(torch.full_like(x[0, :1], 0.5)),
     "nothing to read": lambda x: x[:0].tolist(),
 }

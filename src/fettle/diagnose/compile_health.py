@@ -180,7 +180,9 @@ def watch_compile() -> Iterator[CompileWatch]:
     utils.clear_compilation_metrics()
     utils.set_compilation_metrics_limit(10_000)  # 64 otherwise: fewer than a program that never settles makes
     counters_before = {key: Counter(values) for key, values in utils.counters.items()}
-    loggers = [logging.getLogger(f"torch._dynamo.{name}.__graph_breaks") for name in ("symbolic_convert", "convert_frame")]
+    loggers = [
+        logging.getLogger(f"torch._dynamo.{name}.__graph_breaks") for name in ("symbolic_convert", "convert_frame")
+    ]
     before = [(logger, logger.level, logger.propagate) for logger in loggers]
     handler = _Breaks(watch)
     for logger in loggers:

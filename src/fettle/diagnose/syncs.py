@@ -410,8 +410,7 @@ def _storage(value: Any) -> Any:
 
 
 _INSIDE = tuple(
-    str(Path(place)) + "/"
-    for place in (Path(torch.__file__).parent, Path(sysconfig.get_paths()["stdlib"]))
+    str(Path(place)) + "/" for place in (Path(torch.__file__).parent, Path(sysconfig.get_paths()["stdlib"]))
 )
 _SITE = tuple(str(Path(sysconfig.get_paths()[key])) + "/" for key in ("purelib", "platlib"))
 _MINE = (__file__, "<frozen", "<string>")
