@@ -165,7 +165,7 @@ def diagnosed(target: str) -> list[tuple[str, float]]:
         from fettle.diagnose import diagnose
     except ImportError:
         raise SystemExit("fettle.diagnose has no diagnose() yet: use --collectors or --gains") from None
-    return [(finding.id, finding.bound) for finding in diagnose(target).findings]
+    return [(finding.rule, finding.speedup) for finding in diagnose(target).findings]
 
 
 def main() -> None:
@@ -225,8 +225,30 @@ def main() -> None:
 
 # Which rules answer which cause. A cause may be named by more than one rule where they are about the same thing.
 ACCEPTED: dict[str, tuple[str, ...]] = {
-    cause: (cause,)
-    for cause in ["sync", "graph-break", "recompile", "recompile-limit", "data-wait", "small-batch", "duplicate-data", "launch-bound", "unfused-elementwise", "copies", "float64", "casts", "layout", "attention", "recomputation", "padding", "memory-spike", "threads", "debug-setting", "optimizer", "leak", "grad", "train-mode", "start-up"]
+    "sync": ("syncs",),
+    "graph-break": ("graph-breaks",),
+    "recompile": ("recompiles",),
+    "recompile-limit": ("recompiles",),
+    "data-wait": ("waiting", "data-wait"),
+    "small-batch": ("small-batch", "host-bound"),
+    "duplicate-data": ("duplicate-data",),
+    "launch-bound": ("python-loop", "host-bound"),
+    "unfused-elementwise": ("not-fused", "host-bound"),
+    "copies": ("copies",),
+    "float64": ("float64",),
+    "casts": ("casts",),
+    "layout": ("copies",),
+    "attention": ("attention",),
+    "recomputation": ("recomputation",),
+    "padding": ("padding",),
+    "memory-spike": ("spike",),
+    "threads": ("threads",),
+    "debug-setting": ("debugging",),
+    "optimizer": ("optimizer", "host-bound"),
+    "leak": ("leak",),
+    "grad": ("grad-recorded",),
+    "train-mode": ("train-mode",),
+    "start-up": ("start-up", "random"),
 }
 
 if __name__ == "__main__":

@@ -85,4 +85,18 @@ def decoder_layer():
     return _eval(layer), [torch.randn(8, 128, 256)]
 
 
-CASES = dict.fromkeys(("mlp", "matmul", "convolutions", "attention", "recurrent", "embedding_bag", "compiled", "training_step", "layer_norm", "decoder_layer"), ("", "nothing planted"))
+CASES = dict.fromkeys(
+    (
+        "mlp",
+        "matmul",
+        "convolutions",
+        "attention",
+        "recurrent",
+        "embedding_bag",
+        "compiled",
+        "training_step",
+        "layer_norm",
+        "decoder_layer",
+    ),
+    ("", "nothing planted"),
+)

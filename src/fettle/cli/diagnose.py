@@ -69,7 +69,7 @@ def command(
             if found.evidence is None:
                 raise UsageError("--verify needs a workload: a trace or a snapshot cannot be run again")
             budget_s = _options.duration_s(budget, "--budget")
-            checked = race_fixes(target, found.findings, budget_s=budget_s, tell=tell)
+            checked = race_fixes(target, [*found.findings, *found.opportunities], budget_s=budget_s, tell=tell)
         if output is not None:
             from fettle.diagnose.report import write_report
 
@@ -130,16 +130,20 @@ def _print(found: Diagnosis, checked: Sequence[Verified], console: Console) -> N
             if share >= 0.005:
                 console.print(f"  {share:6.1%} [cyan]{'█' * round(share * 40)}[/] {escape(name)}", highlight=False)
     by_rule = {item.finding.rule: item for item in checked}
-    for place, finding in enumerate(found.findings[:_MOST], 1):
-        console.print(f"\n[bold]{place}. {escape(finding.says)}[/]  {_bound(finding)}", highlight=False)
-        for line in finding.evidence[:5]:
-            console.print(f"   {escape(line)}", style="dim", highlight=False)
-        fix = " ".join(f"{name}={level}" for name, level in finding.levels.items())
-        console.print(f"   → {escape(finding.advice)}" + (f"  [green]{escape(fix)}[/]" if fix else ""), highlight=False)
-        if finding.rule in by_rule:
-            console.print(f"   {_checked(by_rule[finding.rule])}", highlight=False)
-    if len(found.findings) > _MOST:
-        console.print(f"\n{len(found.findings) - _MOST} smaller findings: see --json or the report", highlight=False)
+    for title, items in (("Faults", found.findings), ("Opportunities: fettle tune tries them", found.opportunities)):
+        if items:
+            console.print(f"\n[bold underline]{title}[/]", highlight=False)
+        for place, finding in enumerate(items[:_MOST], 1):
+            console.print(f"\n[bold]{place}. {escape(finding.says)}[/]  {_bound(finding)}", highlight=False)
+            for line in finding.evidence[: 3 if finding.opportunity else 5]:
+                console.print(f"   {escape(line)}", style="dim", highlight=False)
+            fix = " ".join(f"{name}={level}" for name, level in finding.levels.items())
+            answer = f"   → {escape(finding.advice)}" + (f"  [green]{escape(fix)}[/]" if fix else "")
+            console.print(answer, highlight=False)
+            if finding.rule in by_rule:
+                console.print(f"   {_checked(by_rule[finding.rule])}", highlight=False)
+        if len(items) > _MOST:
+            console.print(f"\n{len(items) - _MOST} smaller ones: see --json or the report", highlight=False)
 
 
 def _bound(finding: object) -> str:

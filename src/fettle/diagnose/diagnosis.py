@@ -30,23 +30,26 @@ class Diagnosis:
 
     subject: str
     findings: Sequence[Finding]
+    """Faults, the costliest first."""
     budget: Mapping[str, float] = field(default_factory=dict)
     """Shares of the wall time by what it went into; they add up to 1 for a workload."""
     wall_s: float = math.nan
     """A call of the workload; NaN for traces and snapshots."""
     evidence: Evidence | None = None
     machine: str = ""
+    opportunities: Sequence[Finding] = ()
+    """What techniques could bring on top, the most promising first: nothing is wrong there."""
     notes: Sequence[str] = ()
 
     @property
     def verdict(self) -> str:
         """One sentence."""
-        timed = [finding for finding in self.findings if finding.bound > 0]
+        timed = [finding for finding in (*self.findings, *self.opportunities) if finding.bound > 0]
         if timed:
             first = timed[0]
             return f"{first.says} Mending it could save at most {first.bound:.0%} of the time ({first.speedup:.2f}x)."
-        if self.findings:
-            return self.findings[0].says
+        for first in (*self.findings, *self.opportunities):
+            return first.says
         return "Nothing stands out: no rule found more than 3% of the time to be won."
 
     def count(self, rule: str) -> int:
@@ -87,6 +90,7 @@ def diagnosis_json(diagnosis: Diagnosis) -> dict[str, Any]:
         "wall_s": None if math.isnan(diagnosis.wall_s) else diagnosis.wall_s,
         "budget": dict(diagnosis.budget),
         "findings": [{**msgspec.to_builtins(f), "speedup_at_most": f.speedup} for f in diagnosis.findings],
+        "opportunities": [{**msgspec.to_builtins(f), "speedup_at_most": f.speedup} for f in diagnosis.opportunities],
         "notes": list(diagnosis.notes),
     }
     if diagnosis.evidence is not None:
@@ -123,9 +127,11 @@ def _of_workload(target: Target, seconds: float, compile_check: bool, tell: Tell
             seen = replace(seen, compile=compile_health(target, backend="aot_eager", rounds=2, timeout_s=180.0))
         except UsageError as error:
             notes.append(f"compile health: not known, {error}")
+    found = rule_findings(seen)
     return Diagnosis(
         subject=target.name,
-        findings=rule_findings(seen),
+        findings=[finding for finding in found if not finding.opportunity],
+        opportunities=[finding for finding in found if finding.opportunity],
         budget=_budget(seen),
         wall_s=seen.wall_s,
         evidence=seen,

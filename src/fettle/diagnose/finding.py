@@ -26,6 +26,8 @@ class Finding:
     """The techniques that answer it, as levels of a recipe; empty where only the user's own code can be changed."""
     advice: str = ""
     """What to do, one sentence."""
+    opportunity: bool = False
+    """Nothing is wrong: a technique could make it faster still. `fettle tune` tries those."""
     count: int = 0
     """How often it happens in a call, where that is what `--fail-on` limits."""
 
@@ -35,6 +37,6 @@ class Finding:
         return 1 / max(1 - self.bound, 1e-9)
 
     @property
-    def weight(self) -> tuple[float, float, float]:
-        """For sorting: time first, then start-up, then bytes; larger is worse."""
-        return (round(self.bound, 3), self.startup_s, float(self.bound_bytes))
+    def weight(self) -> tuple[bool, float, float, float]:
+        """For sorting: faults before opportunities, then by time, start-up, bytes; larger is worse."""
+        return (not self.opportunity, round(self.bound, 3), self.startup_s, float(self.bound_bytes))

@@ -7,6 +7,7 @@ would need at its measured peak where that is known. It is a ceiling, not a fore
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from fettle.diagnose.evidence import CAST, GROUPS, INDEX, LAYOUT, MATRIX, POINTWISE, Evidence, Operation
 from fettle.diagnose.finding import Finding
@@ -602,7 +603,7 @@ def synchronisations(seen: Evidence) -> Finding | None:
     where = "" if here else "; on a CPU they cost little"
     return Finding(
         "syncs",
-        f"{count} operation{'s' if count > 1 else ''} a call make{'' if count > 1 else 's'} the host wait for a GPU{where}.",
+        f"The host would wait for a GPU {count} time{'s' if count > 1 else ''} a call{where}.",
         bound=seen.share(seen.outside_s) if here else 0.0,
         evidence=lines,
         count=count,
@@ -761,9 +762,17 @@ RULES: Sequence[Rule] = (
 )
 
 
+OPPORTUNITIES = frozenset({
+    "float32", "channels-first", "not-fused", "weight-bound", "batch-norm", "small-products", "int8", "recurrent",
+    "cudnn-benchmark", "no-tf32", "weight-memory", "indexing", "sorting", "first-call", "loading",
+})  # fmt: skip
+"""Rules that find no fault, only something that a technique could do better."""
+
+
 def findings(seen: Evidence) -> list[Finding]:
-    """What all rules say of the evidence, the costliest first."""
+    """What all rules say of the evidence: faults, the costliest first, then opportunities."""
     found = [finding for rule in RULES if (finding := rule(seen)) is not None]
+    found = [replace(finding, opportunity=finding.rule in OPPORTUNITIES) for finding in found]
     return sorted(found, key=lambda finding: finding.weight, reverse=True)
 
 
