@@ -21,7 +21,7 @@ from fettle.machine import Machine, this_machine
 from fettle.measure import Entry, Held, Judge, Progress, Rules, Trial, Worker, WorkerError, close_all, race, verdict
 from fettle.recipe import Recipe, RecipeFile, write_text
 from fettle.result import Goal, LeftOut, Limits, Reference, Result, Rung, Verdict
-from fettle.search import DESIGNS, Space
+from fettle.search import DESIGNS, Space, auto
 from fettle.study import Study, storage_url
 from fettle.techniques import CATALOGUE, Facts, bundles, conflict, find, normal, source
 from fettle.workload import Target, Workload, as_batches, find_target, target_from_objects
@@ -115,7 +115,10 @@ def tune(
         interrupted = False
         try:
             session.measure([Recipe()])
-            DESIGNS[design](space, session)
+            if design == "auto":
+                auto(space, session, first=session.named)
+            else:
+                DESIGNS[design](space, session)
         except KeyboardInterrupt:
             interrupted = True  # what is done is kept, and shown
         last = [] if interrupted else session.last_race(space)
@@ -150,6 +153,8 @@ class Session:
         self._heat = 0
         self._baseline = Held()
         self._earlier_s = 0.0
+        self.named: tuple[str, ...] = ()
+        """Techniques that a first look at the workload named, the most promising first."""
 
     # -- the design's view ------------------------------------------------------------------------------------------
 
@@ -326,11 +331,13 @@ class Session:
             found = worker.ask("probe", timeout_s, allow_batch=allow_batch)
             found["peaks"] = worker.ask("peaks", timeout_s)
             found["reference"] = worker.ask("reference", timeout_s, path=str(path))
+            found["named"] = _named(worker)
             self.study.set_note("probe", found)
         written = found["reference"]
         if found["has_metric"] and written["metric_problem"]:
             raise UsageError(f"the workload's metric does not work on the model as given: {written['metric_problem']}")
         self._reference_path = path
+        self.named = tuple(found.get("named", ()))
         facts = replace(msgspec.convert(found["facts"], Facts), allow_batch=allow_batch)
         reference = Reference(
             dtype=written["dtype"],
@@ -633,6 +640,17 @@ def _pin(
         usable[:] = list(dict.fromkeys([given, possible[0]]))
     elif given not in possible:
         required.setdefault(name, possible[0])
+
+
+def _named(worker: Worker) -> list[str]:
+    """Techniques that the findings of a short diagnosis name; none where the workload cannot be watched."""
+    from fettle.diagnose import Evidence, findings_of, techniques_named
+
+    try:
+        answer = worker.ask("examine", 120.0, label="fettle.diagnose.collect:glance")
+    except (WorkerError, UsageError):
+        return []
+    return techniques_named(findings_of(msgspec.convert(answer["found"], Evidence, strict=False)))
 
 
 def _verdict(trial: Trial, indifference: float) -> Verdict:

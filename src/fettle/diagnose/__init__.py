@@ -11,9 +11,10 @@ from fettle.diagnose.diagnosis import Diagnosis, diagnose, diagnosis_json, techn
 from fettle.diagnose.evidence import CompileHealth, Evidence, Operation, Sync
 from fettle.diagnose.finding import Finding
 from fettle.diagnose.rules import RULES
+from fettle.diagnose.rules import findings as findings_of
 from fettle.diagnose.verify import Verified, verify
 
 __all__ = [
     "RULES", "CompileHealth", "Diagnosis", "Evidence", "Finding", "Operation", "Sync", "Verified", "diagnose",
-    "diagnosis_json", "techniques_named", "verify",
+    "diagnosis_json", "findings_of", "techniques_named", "verify",
 ]  # fmt: skip

@@ -80,6 +80,27 @@ def collect(workload: Workload, seconds: float) -> Evidence:
     )
 
 
+def glance(workload: Workload, seconds: float) -> Evidence:
+    """What a search needs to know where to begin: operators, settings and peaks, in about four calls."""
+    del seconds
+    device = _device(workload)
+    with torch.no_grad():
+        plain = _timed(lambda: workload.run(workload.model, workload.inputs[0]), device, 0.0, least=2)
+        found, watched_s = operations(workload, device, calls=1)
+    facts = probe_facts(workload)
+    return Evidence(
+        facts=facts,
+        wall_s=min(plain),
+        operations=found,
+        watched_s=watched_s,
+        peaks=measure_peaks(device),
+        settings={**_settings(), "grad": "False"},
+        threads=torch.get_num_threads(),
+        cores=facts.physical_cores,
+        rows=facts.samples,
+    )
+
+
 def compile_health(workload: Workload, seconds: float) -> CompileHealth:
     """`check_compile` over the workload's batches."""
     del seconds
@@ -104,11 +125,11 @@ def operations(workload: Workload, device: str, calls: int = 3) -> tuple[list[Op
     return watch.rows(), statistics.median(totals)
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Times operators; module paths come from hooks on the modules."""
 
     def __init__(self, model: Any, device: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.modules: list[tuple[str, str]] = [("", "")]
         self.seen: dict[tuple[str, str, str, str], list[list[float]]] = defaultdict(list)

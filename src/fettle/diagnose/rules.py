@@ -217,7 +217,7 @@ def attention_by_hand(seen: Evidence) -> Finding | None:
     ops += [op for op in _named(seen, "bmm", "baddbmm") if op.module in modules and op not in ops]
     could = sum(max(0.0, op.seconds - (op.flops / seen.peak_flops(op.dtype) if op.flops else 0.0)) for op in ops)
     could += 0.5 * sum(op.seconds for op in seen.operations if op.group == LAYOUT and op.module in modules)
-    shape = "x".join(map(str, max(matrices, key=len)))
+    shape = "x".join(map(str, max(matrices)))
     implementation = "sdpa"
     return _finding(
         seen,
