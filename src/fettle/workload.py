@@ -283,7 +283,7 @@ def _takes_seed(factory: Callable[..., object]) -> bool:
         return False
 
 
-def _find_factory(reference: str) -> Callable[[], object]:
+def _find_factory(reference: str) -> Callable[..., object]:
     location, _, name = reference.rpartition(":")
     try:
         if location.endswith(".py"):
@@ -318,4 +318,4 @@ def _load_live(path: Path) -> object:
             f"the model or its inputs cannot be rebuilt in a worker process ({first_line(error)}): write a factory "
             "instead, def workload(): return model, [batch], and pass 'file.py:workload'"
         ) from error
-    return made  # type: ignore[no-any-return]
+    return made

@@ -203,11 +203,12 @@ def _figures(speedup: Interval | None, confidence: float) -> str:
 
 def _per_call(result: Result, winner: Trial) -> tuple[str, str]:
     baseline = result.baseline
+    one = "step" if result.facts.mode == "training" else "call"
     if baseline is None:
-        return f"{fmt.milliseconds(winner.time_ms)} a call", "an unknown time"
+        return f"{fmt.milliseconds(winner.time_ms)} a {one}", "an unknown time"
     if baseline.samples != winner.samples:
         return f"{fmt.rate(winner.throughput)}", f"{fmt.rate(baseline.throughput)} samples"
-    return f"{fmt.milliseconds(winner.time_ms)} a call", fmt.milliseconds(baseline.time_ms)
+    return f"{fmt.milliseconds(winner.time_ms)} a {one}", fmt.milliseconds(baseline.time_ms)
 
 
 def _answers(result: Result, winner: Trial) -> str:

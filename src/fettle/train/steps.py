@@ -44,7 +44,8 @@ class Steps:
 
     def curve(self, count: int) -> Curve:
         """Make `count` steps and keep their losses and gradient norms. Stops after a loss that is not finite."""
-        self._norms = norms = []
+        norms: list[float] = []
+        self._norms = norms
         losses: list[float] = []
         for _ in range(count):
             losses.append(float(self.step()))
