@@ -19,10 +19,15 @@ if TYPE_CHECKING:
     from fettle.recipe import Recipe
     from fettle.train import TrainingWorkload
     from fettle.tuning import tune
+    from fettle.watching import step_timer, watch
     from fettle.workload import Workload
 
 __version__ = "0.1.0"
+<<<<<<< HEAD
 __all__ = ["Recipe", "TrainingWorkload", "UsageError", "Workload", "apply", "bench", "tune"]
+=======
+__all__ = ["Recipe", "UsageError", "Workload", "apply", "bench", "step_timer", "tune", "watch"]
+>>>>>>> evidence
 
 _HOMES = {
     "apply": "fettle.applying",
@@ -32,6 +37,8 @@ _HOMES = {
     "TrainingWorkload": "fettle.train",
     "UsageError": "fettle.errors",
     "Workload": "fettle.workload",
+    "step_timer": "fettle.watching",
+    "watch": "fettle.watching",
 }
 
 

@@ -126,6 +126,8 @@ class Target:
     name: str = ""
     search_path: tuple[str, ...] = field(default=(), repr=False)
     """``sys.path`` of the process that named the target, so that a worker finds the same modules."""
+    mode: str = "inference"
+    """``inference`` for a `Workload`, ``training`` for a `fettle.TrainingWorkload`."""
 
     @property
     def is_live(self) -> bool:
@@ -212,6 +214,8 @@ def workload_from(made: object, where: str) -> Workload:
     """
     if isinstance(made, Workload):
         return made
+    if type(made).__name__ == "TrainingWorkload":
+        raise UsageError(f"the factory {where} returned a TrainingWorkload: use fettle tune --mode training")
     if isinstance(made, tuple) and len(made) == 2:
         return Workload(made[0], as_batches(made[1]))
     names = {item.name for item in dataclasses.fields(Workload)}

@@ -24,6 +24,7 @@ _COMMANDS: dict[str, str] = {
     "apply": "apply",
     "report": "report",
     "techniques": "techniques",
+    "diagnose": "diagnose",
     "memory": "memory",
     "trace": "trace",
 }

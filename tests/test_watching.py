@@ -1,0 +1,169 @@
+"""Where the steps of a loop go. Times are only compared with themselves: parts add up, and what must be zero is."""
+
+import gc
+import io
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import fettle
+from fettle.errors import UsageError
+from fettle.watching import StepReport, watch, write_samples
+
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.01)
+        return torch.ones(2)
+
+
+def total(report: StepReport) -> float:
+    return report.data_s + report.sync_s + report.gc_s + report.host_s
+
+
+def test_a_loop_over_a_loader_needs_nothing_else() -> None:
+    out = io.StringIO()
+    with fettle.watch(to=out) as steps:
+        for _ in torch.utils.data.DataLoader(Slow(), batch_size=2):
+            pass
+    report = steps.report
+    assert report is not None
+    assert report.steps == 4
+    assert report.data_s > 0.9 * report.wall_s  # nothing but waiting was planted
+    assert report.data_s >= 0.08
+    assert total(report) == pytest.approx(report.wall_s)
+    assert report.data_bound > 5
+    assert "4 steps" in out.getvalue()
+    assert "data" in out.getvalue()
+
+
+def test_work_is_not_waiting_for_data() -> None:
+    with watch(to=None) as steps:
+        for _ in torch.utils.data.DataLoader(torch.ones(4, 2)):
+            time.sleep(0.02)
+    assert steps.report is not None
+    assert steps.report.host_s > 0.5 * steps.report.wall_s
+    assert steps.report.steps == 4
+
+
+def test_several_epochs_and_a_loop_inside_a_loop() -> None:
+    with watch(to=None) as steps:
+        for _ in range(3):
+            for _ in torch.utils.data.DataLoader(torch.ones(4, 2)):
+                pass
+    assert steps.report is not None
+    assert steps.report.steps == 12
+
+
+def test_any_iterable() -> None:
+    def source():
+        for number in range(5):
+            time.sleep(0.005)
+            yield number
+
+    path_free = list(fettle.step_timer(source(), to=None))
+    assert path_free == [0, 1, 2, 3, 4]
+
+
+def test_a_serving_loop_says_where_a_step_ends(tmp_path: Path) -> None:
+    with watch(to=None, json_to=tmp_path / "steps.json") as steps:
+        for _ in range(6):
+            steps.step()
+    told = json.loads((tmp_path / "steps.json").read_text())
+    assert told["steps"] == 6
+    assert told["device_idle"] is None or torch.cuda.is_available()
+
+
+def test_the_garbage_collector_is_told_apart() -> None:
+    junk = [[] for _ in range(200_000)]
+    with watch(to=None) as steps:
+        for _ in range(3):
+            gc.collect()
+            steps.step()
+    assert steps.report is not None
+    assert steps.report.gc_s > 0
+    assert total(steps.report) == pytest.approx(steps.report.wall_s)
+    del junk
+
+
+def test_a_slow_step_is_seen_while_it_happens(tmp_path: Path) -> None:
+    def unlucky() -> None:
+        time.sleep(0.3)
+
+    with watch(to=None, slow_trace=tmp_path / "slow.json", slow_factor=5.0) as steps:
+        for number in range(20):
+            unlucky() if number == 15 else time.sleep(0.01)
+            steps.step()
+    assert steps.report is not None
+    slow = {step.number: step for step in steps.report.slow}
+    assert slow[16].trace is not None
+    assert slow[16].hottest is not None
+    assert __file__ in slow[16].hottest
+    trace = json.loads(Path(slow[16].trace).read_text())
+    assert any("unlucky" in event["name"] for event in trace["traceEvents"])
+    from fettle.trace import load
+
+    assert load(slow[16].trace).events.height > 0
+
+
+def test_everything_is_put_back_also_after_an_exception() -> None:
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    before, callbacks, threads = _BaseDataLoaderIter.__next__, list(gc.callbacks), threading.active_count()
+    with pytest.raises(ZeroDivisionError), watch(to=None):
+        raise ZeroDivisionError
+    assert _BaseDataLoaderIter.__next__ is before
+    assert gc.callbacks == callbacks
+    assert threading.active_count() == threads
+    with watch(to=None):  # and it may be used again
+        pass
+
+
+def test_sampled_stacks_become_nested_calls(tmp_path: Path) -> None:
+    a, b, c = ("a", "f.py", 1), ("b", "f.py", 2), ("c", "f.py", 3)
+    samples = [(0, (a, b)), (5_000_000, (a, b)), (10_000_000, (a, c))]
+    write_samples(tmp_path / "x.json", samples, 7)
+    events = json.loads((tmp_path / "x.json").read_text())["traceEvents"]
+    assert {(e["name"], e["ts"], e["dur"]) for e in events} == {
+        ("f.py(1): a", 0.0, 15000.0),
+        ("f.py(2): b", 0.0, 10000.0),
+        ("f.py(3): c", 10000.0, 5000.0),
+    }
+
+
+def test_no_steps_says_what_to_do() -> None:
+    with watch(to=None) as steps:
+        pass
+    assert "call step()" in str(steps.report)
+
+
+def test_bad_usage_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such folder"), watch(json_to=tmp_path / "no" / "x.json"):
+        pass
+    with pytest.raises(UsageError, match="above 1"), watch(slow_factor=1.0):
+        pass
+    with watch(to=None), pytest.raises(UsageError, match="one at a time"), watch():
+        pass
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_waiting_for_the_device_is_told_apart() -> None:
+    x = torch.randn(4096, 4096, device="cuda")
+    with watch(to=None) as steps:
+        for _ in range(10):
+            y = x
+            for _ in range(20):
+                y = y @ x
+            y.sum().item()
+            steps.step()
+    assert steps.report is not None
+    assert steps.report.syncs_per_step == 1
+    assert steps.report.sync_s > 0.5 * steps.report.wall_s
