@@ -23,11 +23,9 @@ if TYPE_CHECKING:
     from fettle.workload import Workload
 
 __version__ = "0.1.0"
-<<<<<<< HEAD
-__all__ = ["Recipe", "TrainingWorkload", "UsageError", "Workload", "apply", "bench", "tune"]
-=======
-__all__ = ["Recipe", "UsageError", "Workload", "apply", "bench", "step_timer", "tune", "watch"]
->>>>>>> evidence
+__all__ = [
+    "Recipe", "TrainingWorkload", "UsageError", "Workload", "apply", "bench", "step_timer", "tune", "watch",
+]  # fmt: skip
 
 _HOMES = {
     "apply": "fettle.applying",
