@@ -226,11 +226,7 @@ def main() -> None:
 # Which rules answer which cause. A cause may be named by more than one rule where they are about the same thing.
 ACCEPTED: dict[str, tuple[str, ...]] = {
     cause: (cause,)
-    for cause in (
-        "sync graph-break recompile recompile-limit data-wait small-batch duplicate-data launch-bound "
-        "unfused-elementwise copies float64 casts layout attention recomputation padding memory-spike threads "
-        "debug-setting optimizer leak grad train-mode start-up"
-    ).split()
+    for cause in ["sync", "graph-break", "recompile", "recompile-limit", "data-wait", "small-batch", "duplicate-data", "launch-bound", "unfused-elementwise", "copies", "float64", "casts", "layout", "attention", "recomputation", "padding", "memory-spike", "threads", "debug-setting", "optimizer", "leak", "grad", "train-mode", "start-up"]
 }
 
 if __name__ == "__main__":

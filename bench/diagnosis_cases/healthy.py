@@ -85,18 +85,4 @@ def decoder_layer():
     return _eval(layer), [torch.randn(8, 128, 256)]
 
 
-CASES = {
-    name: ("", "nothing planted")
-    for name in (
-        "mlp",
-        "matmul",
-        "convolutions",
-        "attention",
-        "recurrent",
-        "embedding_bag",
-        "compiled",
-        "training_step",
-        "layer_norm",
-        "decoder_layer",
-    )
-}
+CASES = dict.fromkeys(("mlp", "matmul", "convolutions", "attention", "recurrent", "embedding_bag", "compiled", "training_step", "layer_norm", "decoder_layer"), ("", "nothing planted"))

@@ -305,7 +305,9 @@ class _Functions(TorchFunctionMode):
             to_device = target not in ("cpu",)
         else:
             to_device = True if target.index is not None or target.type != "cpu" else (None if here else True)
-        if isinstance(target, torch.device) and target.type == "cuda" or isinstance(target, str) and "cuda" in target:
+        if (isinstance(target, torch.device) and target.type == "cuda") or (
+            isinstance(target, str) and "cuda" in target
+        ):
             args = tuple(DEVICE if arg is target else arg for arg in args)
             kwargs = {key: DEVICE if arg is target else arg for key, arg in kwargs.items()}
         if here and to_device is False:
