@@ -258,7 +258,7 @@ def _step(
         with timeline.phase("forward"), precision_context(strategy, "cpu"):
             loss = workload.loss(model, batch)
         with timeline.phase("backward"):
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
         timeline.see([p.grad for p in model.parameters() if p.grad is not None], "gradients", final=True)
         states["gradients"] = _held(timeline, "gradients")
         del loss
@@ -295,7 +295,7 @@ def _ddp_buckets(trained: list[torch.nn.Parameter], strategy: Strategy, timeline
         return hook
 
     for parameter, view in zip(trained, views, strict=True):
-        parameter.register_post_accumulate_grad_hook(ready(view))
+        parameter.register_post_accumulate_grad_hook(ready(view))  # type: ignore[no-untyped-call]
 
 
 def _bucket_views(trained: list[torch.nn.Parameter]) -> list[torch.Tensor]:

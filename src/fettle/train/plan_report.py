@@ -80,7 +80,9 @@ def page(made: Plan) -> str:
     import vl_convert
 
     svg = vl_convert.vegalite_to_svg(json.dumps(bars(made).to_dict()))
+    title = f"Memory plan: {made.name}, {made.world_size} ranks"
     head = ("strategy", "peak", *PARTS, "fits", "sent a step", "between nodes", "collectives", "note")
+    columns = "".join(f"<th>{name}</th>" for name in head)
     lines = []
     for item in made.predictions:
         cells = row_texts(item)
@@ -90,9 +92,9 @@ def page(made: Plan) -> str:
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>memory plan: {escape(made.name)}</title><style>{_STYLE}</style></head><body>"
-        f"<h1>Memory plan: {escape(made.name)}, {made.world_size} ranks</h1><p class='verdict'>{escape(verdict(made))}</p>"
+        f"<h1>{escape(title)}</h1><p class='verdict'>{escape(verdict(made))}</p>"
         f"<p class='soft'>{escape(basis(made))}</p><div class='scroll'>{svg}</div>"
-        f"<div class='scroll'><table><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr>{''.join(lines)}</table></div>"
+        f"<div class='scroll'><table><tr>{columns}</tr>{''.join(lines)}</table></div>"
         "</body></html>"
     )
 
@@ -115,7 +117,8 @@ def verdict(made: Plan) -> str:
 def basis(made: Plan) -> str:
     """What was assumed, for those who read the numbers."""
     return (
-        f"{made.parameters:,} parameters, {made.optimizer}, {made.ranks_per_node} ranks per node, device {made.device}. "
+        f"{made.parameters:,} parameters, {made.optimizer}, {made.ranks_per_node} ranks per node, "
+        f"device {made.device}. "
         "Predicted from fake tensors, nothing was launched. Not counted: the device's context, the communication "
         "library's buffers, fragmentation, and what kernels allocate inside themselves."
     )

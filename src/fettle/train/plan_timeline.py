@@ -43,11 +43,11 @@ class Collective:
     """Size of the full (not sharded) buffer."""
 
 
-class Timeline(TorchDispatchMode):
+class Timeline(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watch storages while active. Use as a context manager, with `phase` around each part of a step."""
 
     def __init__(self, round_to: int = 1, *, gloo: bool = False) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._gloo = gloo  # it copies: a gathered buffer and the input of a reduce-scatter exist twice for a moment
         self._round_to = round_to  # the CUDA caching allocator hands out multiples of 512 bytes
         self.changes: list[tuple[int, int, str]] = []
@@ -117,11 +117,11 @@ class Timeline(TorchDispatchMode):
             return result
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment,method-assign]
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def _add(self, storage: Any, part: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -128,22 +129,26 @@ def _watch(
 
 
 def _results(folder: Path, nproc: int) -> tuple[str, str, tuple[RankResult, ...]]:
-    """What the ranks left: all results, or why there are none. A rank's own words come before its exit code."""
-    told = [_read(folder / f"error{rank}.json") for rank in range(nproc)]
-    said = [(rank, error) for rank, error in enumerate(told) if error]
-    if said:
-        # The others fail because the first did: their connection broke. The earliest error is the cause.
-        rank, error = min(said, key=lambda item: float(item[1].get("at", 0)))
-        return str(error["kind"]), f"rank {rank}: {error['reason']}", ()
+    """What the ranks left: all results, or why there are none.
+
+    When one rank ends, the others fail too, as their connection breaks. So a rank that ended without a word of its own
+    is the cause; otherwise the earliest word is.
+    """
+    told = {rank: error for rank in range(nproc) if (error := _read(folder / f"error{rank}.json"))}
     outcome = _read(folder / "outcome.json")
-    if outcome is None:
-        return "crash", "the process that starts the ranks ended without a word", ()
-    if outcome["failures"]:
-        rank, code = outcome["failures"][0]
-        if code == -9:
+    failures = outcome["failures"] if outcome else []
+    silent = [(rank, code) for rank, code in failures if rank not in told and code != -signal.SIGTERM]
+    if silent:
+        rank, code = silent[0]
+        if code == -signal.SIGKILL:
             return "memory", f"rank {rank} was killed by SIGKILL, as the kernel does when memory runs out", ()
         ended = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return "crash", f"rank {rank} {ended} in {_stage(folder, rank)}", ()
+    if told:
+        rank = min(told, key=lambda number: float(told[number].get("at", 0)))
+        return str(told[rank]["kind"]), f"rank {rank}: {told[rank]['reason']}", ()
+    if outcome is None:
+        return "crash", "the process that starts the ranks ended without a word", ()
     results = [_read(folder / f"rank{rank}.json") for rank in range(nproc)]
     missing = [rank for rank, result in enumerate(results) if result is None]
     if missing:
@@ -196,8 +201,8 @@ def supervise(request_path: str) -> None:
     try:
         elastic_launch(config, sys.executable)("-m", "fettle.train.strategies_rank", request_path)
     except ChildFailedError as error:
-        first, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
-        failures = [(first, failure.exitcode)]
+        in_time = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
+        failures = [(rank, failure.exitcode) for rank, failure in in_time]
     (folder / "outcome.json").write_text(json.dumps({"failures": failures}))
 
 

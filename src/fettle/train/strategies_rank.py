@@ -79,13 +79,13 @@ def _train(request: dict[str, Any], rank: int, stage: Any) -> RankResult:
             with record_function(_STEPS):
                 for number in range(request["steps"]):
                     began = time.perf_counter()
-                    counting = CommDebugMode() if number == request["steps"] - 1 else nullcontext()
+                    counting = CommDebugMode() if number == request["steps"] - 1 else nullcontext()  # type: ignore[no-untyped-call]
                     with counting:
                         stage(f"forward of step {number + 1}")
                         with precision_context(strategy, "cpu"):
                             loss = workload.loss(model, batch)
                         stage(f"backward of step {number + 1}")
-                        loss.backward()
+                        loss.backward()  # type: ignore[no-untyped-call]
                         states = _states(model, optimizer)
                         stage(f"optimizer of step {number + 1}")
                         if workload.max_grad_norm is not None:
