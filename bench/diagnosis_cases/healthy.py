@@ -85,9 +85,8 @@ def decoder_layer():
     return _eval(layer), [torch.randn(8, 128, 256)]
 
 
-CASES = {
-    name: ("", "nothing planted")
-    for name in (
+CASES = dict.fromkeys(
+    (
         "mlp",
         "matmul",
         "convolutions",
@@ -98,5 +97,6 @@ CASES = {
         "training_step",
         "layer_norm",
         "decoder_layer",
-    )
-}
+    ),
+    ("", "nothing planted"),
+)

@@ -6,7 +6,6 @@ Each case is a factory `name()` and its mended twin `name_fixed()`; CASES gives 
 from __future__ import annotations
 
 import functools
-
 import time
 
 import torch
