@@ -165,7 +165,7 @@ def diagnosed(target: str) -> list[tuple[str, float]]:
         from fettle.diagnose import diagnose
     except ImportError:
         raise SystemExit("fettle.diagnose has no diagnose() yet: use --collectors or --gains") from None
-    return [(finding.id, finding.bound) for finding in diagnose(target).findings]
+    return [(finding.rule, finding.speedup) for finding in diagnose(target).findings]
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 from scipy import stats
 
+from fettle.comparing import REPLICATES
 from fettle.machine import this_machine
 from fettle.measure import Entry, Judge, Rules, Trial, Worker, race, verdict
 from fettle.recipe import Recipe
@@ -47,17 +48,16 @@ SLOW = "def optimize(model, batches):\n    model.depth = 103\n    return model\n
 
 
 def one_race(target: dict, source: str, seed: int) -> tuple[str, Trial, float, float]:
-    """A race of the workload against `source`: the verdict, the trial, seconds in rounds and seconds in the model."""
-    rules = Rules(settle_verdicts=True)
+    """A race of the workload against `source`, as `fettle bench` runs it: the verdict, the trial, seconds in rounds
+    and seconds in slices."""
+    rules = Rules(settle_verdicts=True, replicates=REPLICATES)
     entries = [Entry(Recipe(), SAME), Entry(Recipe({"technique": "other"}), source)]
-    marks: list[float] = []
-    trials = race(target, "", entries, Judge(), rules, tell=lambda p: marks.append(time.monotonic()), seed=seed)
-    rounds = len(trials[0].round_ms)
-    started = marks[1]  # the second worker's start; its preparation is not racing, so take the first round's length
-    per_round = [b - a for a, b in pairwise(marks[2 : 2 + rounds])]
-    racing = sum(per_round) if per_round else time.monotonic() - started
-    model_s = 2 * rules.slice_s * len(per_round)
-    return verdict(trials[1].speedup, rules.indifference), trials[1], racing, model_s
+    ends: list[float] = []
+    tell = lambda progress: ends.append(time.monotonic()) if progress.stage == "round" else None  # noqa: E731
+    trials = race(target, "", entries, Judge(), rules, tell=tell, seed=seed)
+    per_round = [b - a for a, b in pairwise(ends)]
+    slices_s = sum(trial.processes for trial in trials) * rules.slice_s * len(per_round)
+    return verdict(trials[1].speedup, rules.indifference), trials[1], sum(per_round), slices_s
 
 
 def blocks(target: dict, source: str, seconds: float) -> bool:
@@ -92,7 +92,11 @@ def main() -> None:
                 if trial.speedup is not None:
                     estimates[kind].append(round(trial.speedup.estimate, 4))
                 racing_s, model_s = racing_s + racing, model_s + model
-                print(f"{kind} {seed + 1}/{count}: {word} {trial.speedup}, {len(trial.round_ms)} rounds", flush=True)
+                print(
+                    f"{kind} {seed + 1}/{count}: {word} {trial.speedup}, {trial.processes} processes,"
+                    f" {len(trial.round_ms)} rounds",
+                    flush=True,
+                )
         block_claims = [blocks(target, SAME, 1.5) for _ in range(options.blocks)]
     different = sum(word in ("faster", "slower") for word in claims["same"])
     found = sum(word == "slower" for word in claims["slow"])

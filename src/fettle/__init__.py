@@ -17,18 +17,30 @@ if TYPE_CHECKING:
     from fettle.comparing import bench
     from fettle.errors import UsageError
     from fettle.recipe import Recipe
+    from fettle.train import TrainingWorkload
     from fettle.tuning import tune
     from fettle.watching import step_timer, watch
     from fettle.workload import Workload
 
 __version__ = "0.1.0"
-__all__ = ["Recipe", "UsageError", "Workload", "apply", "bench", "step_timer", "tune", "watch"]
+__all__ = [
+    "Recipe",
+    "TrainingWorkload",
+    "UsageError",
+    "Workload",
+    "apply",
+    "bench",
+    "step_timer",
+    "tune",
+    "watch",
+]
 
 _HOMES = {
     "apply": "fettle.applying",
     "bench": "fettle.comparing",
     "tune": "fettle.tuning",
     "Recipe": "fettle.recipe",
+    "TrainingWorkload": "fettle.train",
     "UsageError": "fettle.errors",
     "Workload": "fettle.workload",
     "step_timer": "fettle.watching",

@@ -21,7 +21,8 @@ class Limits:
     """What a recipe must keep to be allowed to win. None means no limit."""
 
     max_error: float | None = 0.02
-    """Relative L2 error against the reference."""
+    """Relative L2 error against the reference; in training the distance of the losses from the baseline's, in units
+    of the typical distance of two seeds."""
     min_agreement: float | None = None
     """Share of equal top-1 decisions, for classifiers."""
     max_metric_drop: float | None = None
@@ -42,6 +43,10 @@ class Reference:
     """Relative L2 error between two runs of the reference model: the floor for a model that is not deterministic."""
     metric: float = math.nan
     """The user's metric of the reference."""
+    curves: Sequence[Sequence[float]] = ()
+    """Training: the losses of the baseline, and of the baseline from other seeds."""
+    spread: float = math.nan
+    """Training: typical distance of the losses of two seeds, the mean over the steps."""
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,14 @@ from fettle.machine import Machine, this_machine
 from fettle.measure import Entry, Held, Judge, Progress, Rules, Trial, Worker, WorkerError, close_all, race, verdict
 from fettle.recipe import Recipe, RecipeFile, write_text
 from fettle.result import Goal, LeftOut, Limits, Reference, Result, Rung, Verdict
-from fettle.search import DESIGNS, Space
+from fettle.search import DESIGNS, Space, auto
 from fettle.study import Study, storage_url
 from fettle.techniques import CATALOGUE, Facts, bundles, conflict, find, normal, source
 from fettle.workload import Target, Workload, as_batches, find_target, target_from_objects
 
 SCREENING_ROUNDS = 20
 """Most rounds of a race of the search. The last race, which is the one that is announced, may go on for longer."""
+MODES = ("inference", "training")
 GOALS: tuple[Goal, ...] = ("throughput", "latency", "memory", "energy", "startup")
 
 
@@ -73,6 +74,8 @@ def tune(
     budget_s: float | None = 900.0,
     techniques: Mapping[str, Sequence[str]] | None = None,
     allow_batch: bool = False,
+    mode: str = "inference",
+    max_spread: float = 1.0,
     design: str = "auto",
     output: str | Path = "fettle-out",
     storage: str | None = None,
@@ -88,11 +91,17 @@ def tune(
     are those of `fettle.result.Limits`; `techniques` allows levels by technique, one level pins it. Trials are kept in
     the study under `output` (or at `storage`), so the same call goes on after an interrupt.
 
+    With ``mode="training"`` the workload is a `fettle.TrainingWorkload` and one call is one optimizer step. The
+    guard is then on its losses: their mean distance from the baseline's may be `max_spread` times the typical
+    distance of two seeds; with `max_metric_drop` the workload's metric after these steps decides instead.
+
     Returns a `Result`; ``result.apply(model, inputs)`` gives the tuned callable. Raises `UsageError` for bad input.
     """
     started = time.monotonic()
     folder = _writable(Path(output))
-    target = _target(model, inputs, call, metric, folder)
+    target = _target(model, inputs, call, metric, folder, mode)
+    if mode == "training":
+        max_error = max_spread if max_metric_drop is None else None
     limits = Limits(max_error, min_agreement, max_metric_drop, max_latency_ms, max_memory_bytes)
     _check_limits(limits, goal, budget_s, design)
     allowed = check_techniques(techniques or {})
@@ -106,7 +115,10 @@ def tune(
         interrupted = False
         try:
             session.measure([Recipe()])
-            DESIGNS[design](space, session)
+            if design == "auto":
+                auto(space, session, first=session.named)
+            else:
+                DESIGNS[design](space, session)
         except KeyboardInterrupt:
             interrupted = True  # what is done is kept, and shown
         last = [] if interrupted else session.last_race(space)
@@ -141,6 +153,8 @@ class Session:
         self._heat = 0
         self._baseline = Held()
         self._earlier_s = 0.0
+        self.named: tuple[str, ...] = ()
+        """Techniques that a first look at the workload named, the most promising first."""
 
     # -- the design's view ------------------------------------------------------------------------------------------
 
@@ -206,7 +220,9 @@ class Session:
         finalists = [trial.recipe for trial in self._finalists(leader)]
         self.tell(f"last race: the best {len(finalists)} in fresh processes")
         self._baseline.close()
-        trials = self.run([Recipe(), *finalists, *cheap], replace(self.rules, deadline=math.inf, precision=0.05))
+        share_s = 60.0 if self._budget_s is None else min(60.0, 0.1 * self._budget_s)
+        rules = replace(self.rules, deadline=math.inf, precision=0.05, replicates=3, replicate_s=share_s)
+        trials = self.run([Recipe(), *finalists, *cheap], rules)
         for trial in trials:
             if trial.recipe in cheap and trial.recipe not in self._known:
                 self._keep(trial)
@@ -283,11 +299,13 @@ class Session:
     def code(self, recipe: Recipe, result: Result | None = None) -> str:
         """``optimized.py`` of a recipe."""
         location, _, factory = self.target.reference.rpartition(":")
-        heading = f"{self.target.name}, optimised for inference: {recipe}."
+        heading = f"{self.target.name}, optimised for {self.facts.mode}: {recipe}."
         if result is not None and result.winner is not None and result.winner.speedup is not None:
+            off = f"relative error {result.winner.accuracy.error:.2g}"
+            if self.facts.mode == "training":
+                off = f"losses off by {result.winner.accuracy.error:.2g} of what two seeds are apart"
             heading += (
-                f"\n\nMeasured {result.winner.speedup.estimate:.2f}x as given"
-                f" on {this_machine().summary}, relative error {result.winner.accuracy.error:.2g}.\n"
+                f"\n\nMeasured {result.winner.speedup.estimate:.2f}x as given on {this_machine().summary}, {off}.\n"
             )
         return source(
             recipe,
@@ -313,17 +331,21 @@ class Session:
             found = worker.ask("probe", timeout_s, allow_batch=allow_batch)
             found["peaks"] = worker.ask("peaks", timeout_s)
             found["reference"] = worker.ask("reference", timeout_s, path=str(path))
+            found["named"] = _named(worker)
             self.study.set_note("probe", found)
         written = found["reference"]
         if found["has_metric"] and written["metric_problem"]:
             raise UsageError(f"the workload's metric does not work on the model as given: {written['metric_problem']}")
         self._reference_path = path
+        self.named = tuple(found.get("named", ()))
         facts = replace(msgspec.convert(found["facts"], Facts), allow_batch=allow_batch)
         reference = Reference(
             dtype=written["dtype"],
             why=written["why"],
             noise=written["noise"] or 0.0,
             metric=math.nan if written["metric"] is None else written["metric"],
+            curves=written.get("curves", ()),
+            spread=written.get("spread", math.nan),
         )
         return Probed(facts, fingerprint, reference, found["has_metric"], found["peaks"])
 
@@ -501,6 +523,10 @@ def space_for(facts: Facts, allowed: Mapping[str, Sequence[str]]) -> tuple[Space
     required: dict[str, str] = {"mode": "eval"} if facts.train_mode_differs else {}
     for technique in CATALOGUE:
         usable = [technique.given]
+        if facts.mode not in technique.modes:
+            if technique.name in allowed:
+                raise UsageError(f"--technique {technique.name} is for {' and '.join(technique.modes)} only")
+            continue
         for level in technique.levels(facts):
             permitted = technique.name not in allowed or level.name in allowed[technique.name]
             if level.name == technique.given:
@@ -616,6 +642,17 @@ def _pin(
         required.setdefault(name, possible[0])
 
 
+def _named(worker: Worker) -> list[str]:
+    """Techniques that the findings of a short diagnosis name; none where the workload cannot be watched."""
+    from fettle.diagnose import Evidence, findings_of, techniques_named
+
+    try:
+        answer = worker.ask("examine", 120.0, label="fettle.diagnose.collect:glance")
+    except (WorkerError, UsageError):
+        return []
+    return techniques_named(findings_of(msgspec.convert(answer["found"], Evidence, strict=False)))
+
+
 def _verdict(trial: Trial, indifference: float) -> Verdict:
     return verdict(trial.speedup, indifference)  # type: ignore[return-value]
 
@@ -626,13 +663,24 @@ def _target(
     call: Callable[..., Any] | None,
     metric: Callable[[Callable[..., Any]], float] | None,
     folder: Path,
+    mode: str = "inference",
 ) -> Target:
+    from fettle.train import TrainingWorkload
+
+    if mode not in MODES:
+        raise UsageError(f"unknown mode {mode!r}: there are {', '.join(MODES)}")
+    if isinstance(model, TrainingWorkload):
+        if mode != "training":
+            raise UsageError("a TrainingWorkload is tuned with mode='training'")
+        return replace(target_from_objects(model, folder / "cache"), mode=mode)
+    if mode == "training" and not isinstance(model, (str, Target)):
+        raise UsageError("training needs a fettle.TrainingWorkload(model, optimizer, loss, data), or 'file.py:factory'")
     if isinstance(model, Target):
-        return model
+        return replace(model, mode=mode)
     if isinstance(model, str):
         if inputs is not None:
             raise UsageError("inputs belong to a live model; the factory of a target gives its own")
-        return find_target(model)
+        return replace(find_target(model), mode=mode)
     if not isinstance(model, Workload):
         if inputs is None:
             raise UsageError("give sample inputs: fettle.tune(model, [batch])")

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -125,6 +126,8 @@ class Target:
     name: str = ""
     search_path: tuple[str, ...] = field(default=(), repr=False)
     """``sys.path`` of the process that named the target, so that a worker finds the same modules."""
+    mode: str = "inference"
+    """``inference`` for a `Workload`, ``training`` for a `fettle.TrainingWorkload`."""
 
     @property
     def is_live(self) -> bool:
@@ -133,19 +136,22 @@ class Target:
 
     def load(self) -> Workload:
         """Build the workload. Raises `UsageError` with one line where the user can mend it."""
+        return self._named(workload_from(self.make(), self.reference))
+
+    def make(self, seed: int = 0) -> object:
+        """What the factory returns, unchecked. A factory with an argument ``seed`` is given it."""
         for entry in reversed(self.search_path):
             if entry not in sys.path:
                 sys.path.insert(0, entry)
         if self.is_live:
-            return self._named(_load_live(Path(self.reference)))
+            return _load_live(Path(self.reference))
         factory = _find_factory(self.reference)
         try:
-            made = factory()
+            return factory(seed=seed) if _takes_seed(factory) else factory()
         except UsageError:
             raise
         except (Exception, SystemExit) as error:  # a script without a main guard may leave
             raise UsageError(f"the factory {self.reference} raised {first_line(error)}") from error
-        return self._named(workload_from(made, self.reference))
 
     def _named(self, workload: Workload) -> Workload:
         return workload if workload.name else dataclasses.replace(workload, name=self.name)
@@ -176,8 +182,9 @@ def find_target(text: str) -> Target:
     return Target(f"{location}:{factory}", name, (here,))
 
 
-def target_from_objects(workload: Workload, folder: Path) -> Target:
-    """Write live objects to ``folder/workload.pkl`` with cloudpickle, and return the target that reads them.
+def target_from_objects(workload: Any, folder: Path) -> Target:
+    """Write a `Workload` or a `fettle.TrainingWorkload` to ``folder/workload.pkl`` with cloudpickle, and return the
+    target that reads it.
 
     Raises `UsageError` when something in them cannot be pickled, with the factory form that always works.
     """
@@ -207,6 +214,8 @@ def workload_from(made: object, where: str) -> Workload:
     """
     if isinstance(made, Workload):
         return made
+    if type(made).__name__ == "TrainingWorkload":
+        raise UsageError(f"the factory {where} returned a TrainingWorkload: use fettle tune --mode training")
     if isinstance(made, tuple) and len(made) == 2:
         return Workload(made[0], as_batches(made[1]))
     names = {item.name for item in dataclasses.fields(Workload)}
@@ -267,6 +276,13 @@ def _some_bytes(value: torch.Tensor, most: int = 4096) -> bytes:
         return b"?"
 
 
+def _takes_seed(factory: Callable[..., object]) -> bool:
+    try:
+        return "seed" in inspect.signature(factory).parameters
+    except (TypeError, ValueError):  # a built-in, or something else without a signature
+        return False
+
+
 def _find_factory(reference: str) -> Callable[[], object]:
     location, _, name = reference.rpartition(":")
     try:
@@ -292,7 +308,7 @@ def _find_factory(reference: str) -> Callable[[], object]:
     return factory  # type: ignore[no-any-return]
 
 
-def _load_live(path: Path) -> Workload:
+def _load_live(path: Path) -> object:
     import pickle
 
     try:
@@ -302,5 +318,4 @@ def _load_live(path: Path) -> Workload:
             f"the model or its inputs cannot be rebuilt in a worker process ({first_line(error)}): write a factory "
             "instead, def workload(): return model, [batch], and pass 'file.py:workload'"
         ) from error
-    assert isinstance(made, Workload)
-    return made
+    return made  # type: ignore[no-any-return]

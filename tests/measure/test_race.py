@@ -246,3 +246,41 @@ def test_a_metric_is_measured_and_a_broken_one_never_passes(tmp_path: Path) -> N
     assert trial.status == "rejected"
     assert "metric is nan" in trial.reason
     assert math.isnan(trial.accuracy.metric)
+
+
+def test_replicates_show_what_differs_from_process_to_process(target: dict[str, Any], tmp_path: Path) -> None:
+    """Each process of the same code has a speed of its own: one process each would be certain of a difference."""
+    fingerprint, judging = _reference(target, tmp_path / "reference.pt")
+    lottery = (
+        f"import glob, os\nmine = os.path.join({str(tmp_path)!r}, f'process-{{os.getpid()}}')\n"
+        f"open(mine, 'w').close()\nmodel.delay = 0.002 * len(glob.glob(os.path.join({str(tmp_path)!r}, 'process-*')))"
+    )
+    base, other = race(
+        target, fingerprint, [_entry("baseline", lottery), _entry("other", lottery)], judging,
+        Rules(slice_s=0.05, max_rounds=6, settle_verdicts=True, replicates=2),
+    )  # fmt: skip
+    assert base.processes == other.processes == 2
+    assert len(list(tmp_path.glob("process-*"))) == 4
+    assert other.speedup is not None
+    assert other.speedup.low < 1 < other.speedup.high
+    assert max(other.log_ratios) < 0  # every round says slower
+
+
+def test_replicates_are_not_started_where_they_would_take_too_long(target: dict[str, Any], tmp_path: Path) -> None:
+    fingerprint, judging = _reference(target, tmp_path / "reference.pt")
+    rules = Rules(slice_s=0.05, max_rounds=3, replicates=3, replicate_s=0.1)
+    trials = race(target, fingerprint, [_entry("baseline"), _entry("other")], judging, rules)
+    assert [trial.processes for trial in trials] == [1, 1]
+
+
+def test_a_replicate_that_dies_fails_its_recipe(target: dict[str, Any], tmp_path: Path) -> None:
+    fingerprint, judging = _reference(target, tmp_path / "reference.pt")
+    second = (
+        f"import os\nmark = {str(tmp_path / 'mark')!r}\nif os.path.exists(mark): raise ValueError('not twice')\n"
+        "open(mark, 'w').close()"
+    )
+    rules = Rules(slice_s=0.05, max_rounds=3, replicates=2)
+    base, other = race(target, fingerprint, [_entry("baseline"), _entry("other", second)], judging, rules)
+    assert base.ok
+    assert other.status == "failed"
+    assert other.reason == "its process 2: ValueError: not twice"

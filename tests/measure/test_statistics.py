@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fettle.measure import Interval, log_interval, ratio_interval, verdict
-from fettle.measure._statistics import LOOKS, _signed_rank_quantile
+from fettle.measure._statistics import LOOKS, _signed_rank_quantile, replicate_interval
 
 
 @pytest.mark.parametrize(("n", "cut"), [(6, 1), (8, 4), (10, 9), (15, 26), (20, 53), (25, 90)])
@@ -60,3 +60,37 @@ def test_repeated_looks_keep_the_error_rate() -> None:
 )
 def test_verdict(interval: Interval, word: str) -> None:
     assert verdict(interval, 0.01) == word
+
+
+@pytest.mark.parametrize("processes", [2, 3, 4])
+def test_what_a_process_is_given_for_life_does_not_pass_for_a_difference(processes: int) -> None:
+    """Processes of the same code differ by 1%, rounds by 2%: rounds alone claim a difference, replicates do not."""
+    generator = np.random.default_rng(7)
+    claims = {"rounds": 0, "replicates": 0}
+    for _ in range(300):
+        effects = generator.normal(0, 0.01, (2, processes, 1))
+        common = generator.normal(0, 0.3, 30)  # what a round does to all
+        logs = effects + common + generator.normal(0, 0.02, (2, processes, 30))
+        first, second = [[dict(enumerate(process)) for process in group] for group in logs]
+        found = replicate_interval(first, second, 0.05)
+        claims["replicates"] += not found.low <= 0 <= found.high
+        rounds = log_interval((logs[0].mean(axis=0) - logs[1].mean(axis=0)).tolist(), 0.05)
+        claims["rounds"] += not rounds.low <= 0 <= rounds.high
+    assert claims["replicates"] <= 0.08 * 300
+    assert claims["rounds"] > 0.2 * 300
+
+
+def test_replicates_find_a_difference_of_three_per_cent() -> None:
+    generator = np.random.default_rng(8)
+    found = 0
+    for _ in range(200):
+        logs = generator.normal(0, 0.007, (2, 4, 1)) + generator.normal(0, 0.02, (2, 4, 48))
+        logs[0] += np.log(1.03)
+        first, second = [[dict(enumerate(process)) for process in group] for group in logs]
+        found += replicate_interval(first, second, 0.05).low > 0
+    assert found >= 0.9 * 200
+
+
+def test_processes_equal_to_the_last_bit_have_no_interval() -> None:
+    same = [{0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0}]
+    assert replicate_interval(same, same, 0.05) == Interval(0.0, 0.0, 0.0)

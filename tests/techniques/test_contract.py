@@ -101,7 +101,7 @@ def completed(name: str, level: str) -> Recipe:
 def here() -> list[object]:
     cases = []
     for technique in CATALOGUE:
-        for level in technique.levels(FACTS):
+        for level in technique.levels(FACTS) if "inference" in technique.modes else ():
             if not level.why_not and level.name != technique.given:
                 slow = level.name in DEAR.get(technique.name, ())
                 case = (technique.name, level.name)
@@ -188,7 +188,8 @@ def check(recipe: Recipe, target: Path, folder: Path) -> None:
             assert mine.dtype == wanted.dtype or str(recipe.levels.get("precision")).startswith("autocast")
             torch.testing.assert_close(mine, other, atol=0.05, rtol=0.05)
             error = (mine.float() - wanted).norm() / wanted.norm()
-            assert error < 0.1
+            # eight bits with two batches to calibrate on, on random weights, are far off; wrong wiring is off by 1
+            assert error < (0.3 if recipe.levels.get("runtime") == "openvino-int8" else 0.1)
 
 
 @dataclass
@@ -241,3 +242,13 @@ def test_every_level_is_known_on_every_machine() -> None:
     for technique in CATALOGUE:
         assert {level.name for level in technique.levels(machine_facts())} <= set(known[technique.name])
         assert {level.name for level in technique.levels(FACTS)} <= set(known[technique.name])
+
+
+def test_streams_cut_a_batch_and_put_it_together_again():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.ReLU(), torch.nn.Linear(4, 3)).eval()
+    batches = [torch.rand(5, 5), torch.rand(4, 5)]  # five rows on two cores: parts of unequal size
+    facts = replace(probe_facts(Workload(model, batches)), physical_cores=2)
+    run = load(source(Recipe({"runtime": "openvino", "streams": "per-core"}), facts), "optimized")(model, batches)
+    for batch in batches:
+        torch.testing.assert_close(run(batch), model(batch), rtol=1e-4, atol=1e-5)

@@ -19,10 +19,12 @@ from fettle.errors import UsageError
 # Command name -> module in this folder with a function `command` (or a `typer.Typer` named `app` for a group).
 _COMMANDS: dict[str, str] = {
     "tune": "tune",
+    "plan": "plan",
     "bench": "bench",
     "apply": "apply",
     "report": "report",
     "techniques": "techniques",
+    "diagnose": "diagnose",
     "memory": "memory",
     "trace": "trace",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -14,6 +15,7 @@ def command(
     target: Annotated[
         str | None, typer.Argument(help="a workload to judge availability for; without it the machine alone")
     ] = None,
+    mode: Annotated[str, typer.Option(help="inference or training")] = "inference",
     as_json: Annotated[bool, typer.Option("--json", help="print the catalogue as JSON")] = False,
 ) -> None:
     """List the techniques with their levels, and why a level cannot be used here.
@@ -26,26 +28,31 @@ def command(
     """
     import msgspec
 
+    from fettle.errors import UsageError
     from fettle.measure import Worker
     from fettle.techniques import CATALOGUE, Facts, machine_facts
+    from fettle.tuning import MODES
     from fettle.workload import find_target
 
+    if mode not in MODES:
+        raise UsageError(f"unknown mode {mode!r}: there are {', '.join(MODES)}")
     if target is None:
-        facts = machine_facts()
+        facts = machine_facts(mode)
     else:
-        found = find_target(target)
+        found = replace(find_target(target), mode=mode)
         with Worker() as worker:
             worker.ask("build", 600, target=msgspec.to_builtins(found))
             facts = msgspec.convert(worker.ask("probe", 600)["facts"], Facts)
+    catalogue = [technique for technique in CATALOGUE if mode in technique.modes]
     if as_json:
         rows = [
             {"technique": t.name, "title": t.title, "given": t.given, "levels": msgspec.to_builtins(t.levels(facts))}
-            for t in CATALOGUE
+            for t in catalogue
         ]
         print(json.dumps({"facts": msgspec.to_builtins(facts), "techniques": rows}))
         return
     table = Table("technique", "level", "what it does", "here", box=None, header_style="bold", pad_edge=False)
-    for technique in CATALOGUE:
+    for technique in catalogue:
         for index, level in enumerate(technique.levels(facts)):
             state = "as given" if level.name == technique.given else level.why_not or "yes"
             style = "dim" if level.why_not else None

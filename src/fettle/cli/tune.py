@@ -16,9 +16,13 @@ from fettle.cli import _options
 
 def command(
     target: Annotated[str, typer.Argument(help="path/to/file.py:factory or package.module:factory")],
+    mode: Annotated[str, typer.Option(help="inference or training (a TrainingWorkload)")] = "inference",
     goal: Annotated[str, typer.Option(help="throughput, latency, memory, energy or startup")] = "throughput",
     budget: Annotated[str, typer.Option(help="time to spend, for example 90s, 10m, 1h; 0 for no limit")] = "15m",
     max_error: Annotated[float, typer.Option(help="largest relative L2 error of the outputs")] = 0.02,
+    max_spread: Annotated[
+        float, typer.Option(help="training: how far the losses may be from the baseline's, in spreads of other seeds")
+    ] = 1.0,
     min_agreement: Annotated[float | None, typer.Option(help="least share of equal top-1 decisions")] = None,
     max_metric_drop: Annotated[float | None, typer.Option(help="how far the workload's metric may fall")] = None,
     max_latency: Annotated[str | None, typer.Option(help="longest time of a call, for example 100ms")] = None,
@@ -42,6 +46,8 @@ def command(
 
       fettle tune model.py:classifier --max-metric-drop 0.01 --budget 5m
 
+      fettle tune loop.py --mode training --budget 10m
+
       fettle tune model.py --goal latency --max-memory 2GiB --technique precision=fp32,bf16
     """
     from fettle.report import print_result, to_json
@@ -53,6 +59,8 @@ def command(
     with _options.progress(quiet=as_json) as tell:
         result = tune(
             target,
+            mode=mode,
+            max_spread=max_spread,
             goal=goal,  # type: ignore[arg-type]  # checked by tune, which names the goals there are
             max_error=max_error,
             min_agreement=min_agreement,

@@ -113,6 +113,8 @@ def judge(accuracy: Accuracy, *, max_error: float | None, min_agreement: float |
     if not accuracy.finite:
         return "the outputs are not finite"
     if max_error is not None and not accuracy.error <= max_error:
+        if accuracy.losses:
+            return f"its losses are {accuracy.error:.2g} times as far off as two seeds are from each other"
         return f"relative error {accuracy.error:.2g} is above {max_error:g}"
     if min_agreement is not None:
         if math.isnan(accuracy.agreement):

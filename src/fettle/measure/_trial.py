@@ -44,6 +44,9 @@ class Accuracy:
     metric: float = math.nan
     """The user's metric; NaN where there is none."""
     judged_batches: int = 0
+    losses: Sequence[float] = ()
+    """Training: the loss of each step, from the baseline's seed and data. `error` is then the mean distance from the
+    baseline's losses over the typical distance of two seeds, and `max_abs` the largest difference of a loss."""
     problem: str = ""
     """What is wrong with the outputs beyond a number: a missing leaf, another shape, NaN."""
 
@@ -85,6 +88,8 @@ class Trial:
     """One log(baseline time / this time) for each round: the data under `speedup`."""
     round_ms: Sequence[float] = ()
     """Median call time of each round this recipe took part in."""
+    processes: int = 1
+    """Processes it was measured in; above 1 the interval of `speedup` is over processes, not over rounds."""
     samples: int = 1
     """Rows in one call."""
     peak_bytes: int | None = None
@@ -93,6 +98,8 @@ class Trial:
     """Energy of one call where the machine tells it."""
     startup: Startup = field(default_factory=Startup)
     accuracy: Accuracy = field(default_factory=Accuracy)
+    phases_ms: Mapping[str, float] = field(default_factory=dict)
+    """Training: time of a step by phase: data, forward, backward, optimizer."""
     notes: Sequence[str] = ()
     """What the recipe really did: layers matched, graph breaks, recompiles, graphs skipped."""
     seconds: float = 0.0

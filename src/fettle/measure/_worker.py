@@ -43,6 +43,8 @@ class State:
     """What the worker holds from one request to the next."""
 
     workload: Any = None
+    mode: str = "inference"
+    target: Any = None
     fingerprint: str = ""
     load_s: float = 0.0
     derived_check: bool = False
@@ -196,14 +198,34 @@ def take_slice(state: State, request: Request) -> dict[str, Any]:
     return {"samples_ns": samples, "energy_j": spent}
 
 
+def examine(state: State, request: Request) -> dict[str, Any]:
+    """Hand the workload to a function of another room, ``module:function``, and return what it finds."""
+    import importlib
+
+    module, _, name = request.label.partition(":")
+    found = getattr(importlib.import_module(module), name)(state.workload, request.seconds)
+    return {"found": msgspec.to_builtins(found), "load_s": state.load_s}
+
+
 ACTIONS = {
     "build": build,
+    "examine": examine,
     "probe": probe,
     "peaks": peaks,
     "reference": reference,
     "prepare": prepare,
     "slice": take_slice,
 }
+
+
+def action(state: State, request: Request) -> Callable[[State, Request], dict[str, Any]]:
+    """What answers a request; a training loop is built, probed and prepared in its own way."""
+    state.mode = request.target.get("mode", state.mode)
+    if state.mode == "training":
+        from fettle.measure import _training
+
+        return {**ACTIONS, **_training.ACTIONS}[request.do]
+    return ACTIONS[request.do]
 
 
 def one_sample(state: State) -> int:
@@ -389,7 +411,7 @@ def main() -> None:
     for line in requests:
         request = msgspec.json.decode(line, type=Request)
         try:
-            answer = ACTIONS[request.do](state, request)
+            answer = action(state, request)(state, request)
         except (Exception, SystemExit) as error:
             answer = explain(error)
         answers.write(msgspec.json.encode(answer) + b"\n")

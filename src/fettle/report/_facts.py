@@ -74,6 +74,11 @@ def _as_measured_last(result: Result, trial: Trial) -> Trial:
     return trial
 
 
+def error_name(result: Result) -> str:
+    """What a trial's error is: of its answers, or of its losses in units of what other seeds make."""
+    return "loss deviation" if result.facts.mode == "training" else "relative error"
+
+
 def checks(result: Result, trial: Trial) -> list[Check]:
     """Every limit that was set, and whether `trial` keeps it. Finite outputs are a limit that is always set."""
     limits: Limits = result.limits
@@ -83,7 +88,7 @@ def checks(result: Result, trial: Trial) -> list[Check]:
         Check("finite outputs", "always", "yes" if accuracy.finite else "no", accuracy.finite if measured else None)
     ]
     if limits.max_error is not None:
-        found.append(_at_most("relative error", accuracy.error, limits.max_error, fmt.error))
+        found.append(_at_most(error_name(result), accuracy.error, limits.max_error, fmt.error))
     if limits.min_agreement is not None:
         held = None if math.isnan(accuracy.agreement) else accuracy.agreement >= limits.min_agreement
         found.append(

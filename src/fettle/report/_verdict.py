@@ -71,6 +71,12 @@ def interval_meaning(result: Result) -> str:
 def yardstick(result: Result) -> str:
     """How far the model as given is from the reference, as a sentence."""
     baseline, reference = result.baseline, result.reference
+    if result.facts.mode == "training":
+        return (
+            f"Losses are judged over {len(reference.curves[0]) if reference.curves else 0} steps against the training "
+            "as given, from the same seed and on the same data; the loss deviation is the mean distance of the two, "
+            f"as a share of the typical distance of two of {len(reference.curves)} seeds."
+        )
     why = f" ({reference.why})" if reference.why else ""
     said = f"Answers are judged against the same model run in {reference.dtype}{why}"
     if baseline is not None and math.isfinite(baseline.accuracy.error):
@@ -212,6 +218,8 @@ def _answers(result: Result, winner: Trial) -> str:
         return f"but {missed}"
     if not math.isfinite(accuracy.error):
         return "with answers that were not compared"
+    if result.facts.mode == "training":
+        return f"with losses {fmt.share(accuracy.error)} as far from the baseline's as two seeds' are from each other"
     said = f"with answers within {fmt.error(accuracy.error)} (relative error)"
     if math.isfinite(accuracy.metric) and math.isfinite(result.reference.metric):
         said += f" and a metric of {fmt.number(accuracy.metric)} against {fmt.number(result.reference.metric)}"

@@ -9,7 +9,7 @@ import altair as alt
 
 from fettle.errors import UsageError
 from fettle.report import _format as fmt
-from fettle.report import _ladder, _payback, _scatter, _theme
+from fettle.report import _ladder, _payback, _scatter, _theme, _training
 from fettle.report._clean import clean
 from fettle.report._facts import pareto, ranked
 from fettle.report._theme import Spec
@@ -49,6 +49,8 @@ def figures(result: Result) -> list[Figure]:
             _ladder.throughput,
         ),
         ("memory", "Peak memory", _bars_alt(_ladder.memory_rows(result)), _ladder.memory),
+        ("losses", "Losses, baseline and tuned", _training.losses_words(result), _training.losses),
+        ("timeline", "A step, by phase", _training.timeline_words(result), _training.timeline),
         ("error", "Speed-up against error", _cloud_alt(result, "relative error"), _scatter.against_error),
         ("footprint", "Speed-up against memory", _cloud_alt(result, "peak memory"), _scatter.against_memory),
         ("pareto", "The Pareto front", _front_alt(result), _scatter.front),

@@ -7,31 +7,37 @@ before they are quantised, and whatever replaces the forward pass (compile, anot
 from __future__ import annotations
 
 from fettle.recipe import Recipe
-from fettle.techniques import _source
+from fettle.techniques import _source, _training
 from fettle.techniques._base import Code, Facts, Level, Technique
 from fettle.techniques._bundles import bundles
 from fettle.techniques._facts import machine_facts, probe_facts
 from fettle.techniques._source import load, render
+from fettle.techniques.accumulate import Accumulate
 from fettle.techniques.allocator import Allocator
 from fettle.techniques.attention import Attention
 from fettle.techniques.batch import BatchSize
 from fettle.techniques.channels_last import ChannelsLast
+from fettle.techniques.checkpointing import Checkpointing
 from fettle.techniques.compile import Compile, Freeze, Region, Shapes
 from fettle.techniques.cuda_graphs import CudaGraphs
 from fettle.techniques.cudnn_benchmark import CudnnBenchmark
 from fettle.techniques.grad import Grad
+from fettle.techniques.loading import Loading
 from fettle.techniques.matmul import Matmul
 from fettle.techniques.mode import Mode
+from fettle.techniques.optimizer import OptimizerKind
 from fettle.techniques.precision import Precision
 from fettle.techniques.quantize import Quantize
-from fettle.techniques.runtime import Runtime
+from fettle.techniques.runtime import Runtime, Streams
 from fettle.techniques.sdpa_backend import SdpaBackend
 from fettle.techniques.sparsity import Sparsity
 from fettle.techniques.threads import Threads
+from fettle.techniques.zero_grad import ZeroGrad
 
 CATALOGUE: tuple[Technique, ...] = (
     Threads(),
     Allocator(),
+    Loading(),  # the loader itself, before batches of it are joined
     BatchSize(),
     Matmul(),
     CudnnBenchmark(),
@@ -43,12 +49,17 @@ CATALOGUE: tuple[Technique, ...] = (
     ChannelsLast(),
     Sparsity(),
     Quantize(),
+    Checkpointing(),  # inside what is compiled, as torchtitan has it
     Compile(),
     Freeze(),
     Shapes(),
     Region(),
     Runtime(),
+    Streams(),
     CudaGraphs(),  # records whatever the others made of the model
+    OptimizerKind(),
+    Accumulate(),
+    ZeroGrad(),
 )
 
 __all__ = [
@@ -83,6 +94,10 @@ def conflict(recipe: Recipe, facts: Facts) -> str:
     """Why `recipe` cannot work on this workload and machine, naming the level at fault; empty when it can."""
     for technique in CATALOGUE:
         name = recipe.levels.get(technique.name, technique.given)
+        if facts.mode not in technique.modes:
+            if name != technique.given:
+                return f"{technique.name}={name}: it is for {' and '.join(sorted(technique.modes))} only"
+            continue
         levels = {level.name: level for level in technique.levels(facts)}
         why_not = levels[name].why_not if name in levels else f"there is no such level: {', '.join(levels)}"
         if technique.name == "threads" and name.isdigit():
@@ -94,5 +109,7 @@ def conflict(recipe: Recipe, facts: Facts) -> str:
 
 
 def source(recipe: Recipe, facts: Facts, **options: object) -> str:
-    """The plain PyTorch source of a recipe: `render` over the whole catalogue."""
+    """The plain PyTorch source of a recipe: `render` over the whole catalogue, or the training loop."""
+    if facts.mode == "training":
+        return _training.render_training(recipe, facts, CATALOGUE, **options)  # type: ignore[arg-type]
     return render(recipe, facts, CATALOGUE, **options)  # type: ignore[arg-type]

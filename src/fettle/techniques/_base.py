@@ -20,6 +20,8 @@ class Facts:
     Plain data, so that it travels between processes and into reports.
     """
 
+    mode: str = "inference"
+    """``inference`` or ``training``: which techniques apply, and what ``optimized.py`` is."""
     device: str = "cpu"
     """Device type of the model's parameters: ``cpu``, ``cuda``, ..."""
     is_module: bool = True
@@ -61,6 +63,16 @@ class Facts:
     """Path by name for allocators found: jemalloc, tcmalloc."""
     allow_batch: bool = False
     """The user lets fettle change the batch size."""
+    optimizer: str = ""
+    """Training: class of the optimizer."""
+    optimizer_levels: tuple[str, ...] = ()
+    """Training: those of ``foreach``, ``fused`` that the optimizer has."""
+    loader_workers: int = -1
+    """Training: worker processes of the DataLoader; -1 where the data is none."""
+    max_grad_norm: float | None = None
+    """Training: what gradients are clipped to."""
+    largest_batch: int = 0
+    """Training: the batch fits this many times over; 0 where that was not looked for."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +108,20 @@ class Code:
     outputs: tuple[str, ...] = ()
     """Statements that change `output` after every call, last technique first."""
 
+    # In a training loop `contexts` are around ``loss(model, batch)``, `prepare` may also change `parameters` and
+    # `data`, and these have a place of their own. Of the last four the last technique that has one decides.
+    optimizer: tuple[str, ...] = ()
+    """Statements after `optimizer` was made."""
+    batch: tuple[str, ...] = ()
+    """Statements that change `batch`."""
+    before_step: tuple[str, ...] = ()
+    after_step: tuple[str, ...] = ()
+    parts: str = ""
+    """An expression of `batch`: the equal parts that are run one after the other in one step."""
+    backward: str = ""
+    step: tuple[str, ...] = ()
+    zero_grad: str = ""
+
 
 class Technique:
     """One thing that can be changed. A subclass is one file in this folder; see CONTRIBUTING for the contract."""
@@ -112,6 +138,8 @@ class Technique:
 
     calibrated: ClassVar[frozenset[str]] = frozenset()
     """Levels that look at the values of `batches`: such batches must not judge them."""
+    modes: ClassVar[frozenset[str]] = frozenset({"inference"})
+    """Where it applies: ``inference``, ``training``."""
     rung: ClassVar[int] = 5
     """Where a ladder of techniques has it: the field's usual order, smaller first, catalogue order among equals."""
 

@@ -8,16 +8,41 @@ _FROZEN = {"compile": "default", "freeze": "on"}
 
 def bundles(facts: Facts) -> list[Recipe]:
     """Four to eight recipes without conflict on these facts, those that promise most for their cost first."""
-    from fettle.techniques import conflict, normal
-
+    if facts.mode == "training":
+        return _possible(_training(facts), facts)
     base = {"grad": "inference_mode", **({"mode": "eval"} if facts.training else {})}
     candidates = _cuda(facts) if facts.device == "cuda" else _cpu(facts)
+    return _possible([{**base, **levels} for levels in candidates], facts)
+
+
+def _possible(candidates: list[dict[str, str]], facts: Facts) -> list[Recipe]:
+    from fettle.techniques import conflict, normal
+
     found: list[Recipe] = []
     for levels in candidates:
-        recipe = normal(Recipe({**base, **levels}))
+        recipe = normal(Recipe(levels))
         if recipe not in found and not conflict(recipe, facts):
             found.append(recipe)
     return found[:8]
+
+
+def _training(facts: Facts) -> list[dict[str, str]]:
+    base = {"channels_last": "on"} if facts.num_conv else {}
+    base |= {"optimizer": "fused"} if "fused" in facts.optimizer_levels else {}
+    if facts.device == "cuda" and facts.num_conv:
+        base |= {"cudnn_benchmark": "on"}
+    native = facts.device != "cpu" or bool({"amx_bf16", "avx512_bf16"} & set(facts.cpu_flags))
+    half = {**base, "precision": "autocast-bf16"} if native else base
+    compiled = {**half, "compile": "default"}
+    masters = {**base, "precision": "bf16-master"}
+    return [
+        half,
+        compiled,
+        *([masters, {**masters, "compile": "default"}] if native else []),
+        *([{**compiled, "region": "blocks"}] if facts.block_classes else []),
+        base,
+        {**compiled, "checkpoint": "budget-0.5"},
+    ]
 
 
 def _cpu(facts: Facts) -> list[dict[str, str]]:
@@ -41,6 +66,7 @@ def _cpu(facts: Facts) -> list[dict[str, str]]:
         ]
     return [
         {"runtime": "openvino-bf16"},
+        {"runtime": "openvino-bf16", "streams": "per-core"},
         compiled,
         {"runtime": "openvino-int8"},
         *int8,

@@ -61,11 +61,15 @@ def probe_facts(workload: Workload, *, allow_batch: bool = False) -> Facts:
     )
 
 
-def machine_facts() -> Facts:
+def machine_facts(mode: str = "inference") -> Facts:
     """What can be said of this machine without a workload: a catalogue for a plain float32 module on its device."""
     cuda = torch.cuda.is_available()
     return Facts(
+        mode=mode,
         device="cuda" if cuda else "cpu",
+        optimizer_levels=("foreach", "fused"),
+        loader_workers=0,
+        samples=8,
         training=True,
         calibration_batches=1,
         num_linear=1,

@@ -92,7 +92,18 @@ def render(
         for helper in code.helpers:
             helpers[helper.__name__] = helper
 
-    lines = [f'"""{heading or f"Optimised for inference: {recipe}."}"""', ""]
+    lines = preamble(heading or f"Optimised for inference: {recipe}.", environment, helpers.values())
+    lines += ["", *_optimize(parts, facts)]
+    if target is not None:
+        lines += [_main(target, facts, calibration)]
+    source = "\n".join(lines).rstrip() + "\n"
+    ast.parse(source)  # a technique with a slip in its lines fails here, by name, not in the user's hands
+    return source
+
+
+def preamble(heading: str, environment: dict[str, str], helpers: Iterable[Callable[..., Any]]) -> list[str]:
+    """The lines before the function: what it is, variables for the process, imports, helpers."""
+    lines = [f'"""{heading}"""', ""]
     if environment:
         lines += ["import os", ""]
         preload = environment.pop("LD_PRELOAD", None)
@@ -102,22 +113,17 @@ def render(
                 f"#   LD_PRELOAD={preload} python optimized.py",
             ]
         lines += [f'os.environ.setdefault("{key}", "{value}")' for key, value in sorted(environment.items())] + [""]
-    sources = [textwrap.dedent(inspect.getsource(helper)).rstrip() for helper in helpers.values()]
+    sources = [textwrap.dedent(inspect.getsource(helper)).rstrip() for helper in helpers]
     if any(_uses_name(source, "Any") for source in sources):
         lines += ["from typing import Any", ""]
     lines += ["import torch", ""]
     for source in sources:
         lines += ["", source, ""]
-    lines += ["", *_optimize(parts, facts)]
-    if target is not None:
-        lines += [_main(target, facts, calibration)]
-    source = "\n".join(lines).rstrip() + "\n"
-    ast.parse(source)  # a technique with a slip in its lines fails here, by name, not in the user's hands
-    return source
+    return lines
 
 
 def load(source: str, label: str) -> Callable[..., Callable[..., Any]]:
-    """The function ``optimize`` of a rendered source; its lines show in tracebacks under `label`."""
+    """The function ``optimize`` or ``train`` of a rendered source; its lines show in tracebacks under `label`."""
     filename = f"<{label}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     # A real module under a name of its own: torch.compile looks functions up through sys.modules.
@@ -125,7 +131,7 @@ def load(source: str, label: str) -> Callable[..., Callable[..., Any]]:
     module.__file__ = filename
     sys.modules[module.__name__] = module
     exec(compile(source, filename, "exec", dont_inherit=True), module.__dict__)  # no future imports of this file
-    found = module.optimize
+    found = module.train if hasattr(module, "train") else module.optimize
     assert callable(found)
     return found  # type: ignore[no-any-return]
 
@@ -164,7 +170,18 @@ def _optimize(parts: list[tuple[Technique, str, Code]], facts: Facts) -> list[st
 
 
 def _main(target: tuple[str, str], facts: Facts, calibration: int) -> str:
-    location, factory = target
+    path, load_lines = module_lines(target[0])
+    return _MAIN.format(
+        path=path,
+        load=load_lines,
+        factory=target[1],
+        calibration=max(1, calibration),
+        call=", call" if facts.custom_call else "",
+    )
+
+
+def module_lines(location: str) -> tuple[str, str]:
+    """The lines that import the workload's module: a path, and the import itself."""
     if location.endswith(".py"):
         path = f"    path = {location!r}\n    sys.path.insert(0, path.rpartition('/')[0])\n"
         load_lines = (
@@ -175,13 +192,7 @@ def _main(target: tuple[str, str], facts: Facts, calibration: int) -> str:
         )
     else:
         path, load_lines = "", f"    module = importlib.import_module({location!r})"
-    return _MAIN.format(
-        path=path,
-        load=load_lines,
-        factory=factory,
-        calibration=max(1, calibration),
-        call=", call" if facts.custom_call else "",
-    )
+    return path, load_lines
 
 
 def _uses_name(source: str, name: str) -> bool:

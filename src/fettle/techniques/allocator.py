@@ -1,5 +1,7 @@
 """The allocator of CPU memory. It can only be chosen before the process starts."""
 
+from typing import ClassVar
+
 from fettle.recipe import Recipe
 from fettle.techniques._base import Code, Facts, Level, Technique
 
@@ -9,6 +11,7 @@ _JEMALLOC = "oversize_threshold:1,background_thread:true,metadata_thp:auto,dirty
 
 class Allocator(Technique):
     name = "allocator"
+    modes: ClassVar[frozenset[str]] = frozenset({"inference", "training"})
     title = "CPU allocator"
     given = "default"
 

@@ -1,6 +1,6 @@
 """Convolutions with the channels innermost in memory."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -24,6 +24,7 @@ def channels_last(tree: Any) -> Any:
 
 class ChannelsLast(Technique):
     name = "channels_last"
+    modes: ClassVar[frozenset[str]] = frozenset({"inference", "training"})
     rung = 3
     title = "channels last"
     given = "off"
@@ -42,6 +43,10 @@ class ChannelsLast(Technique):
         return ""
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        if facts.mode == "training":
+            batch = ("batch = channels_last(batch)",) if facts.num_4d_inputs else ()
+            prepare = ("model.to(memory_format=torch.channels_last)",)
+            return Code(helpers=(channels_last,) if batch else (), prepare=prepare, batch=batch)
         inputs = ("args, kwargs = channels_last(args), channels_last(kwargs)",) if facts.num_4d_inputs else ()
         return Code(
             helpers=(channels_last,) if inputs else (),

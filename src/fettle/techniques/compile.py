@@ -41,6 +41,7 @@ _MODES = {
 
 class Compile(Technique):
     name = "compile"
+    modes: ClassVar[frozenset[str]] = frozenset({"inference", "training"})
     title = "torch.compile"
     given = "off"
     cost = 2
@@ -115,6 +116,7 @@ class Freeze(Technique):
 
 class Shapes(Technique):
     name = "shapes"
+    modes: ClassVar[frozenset[str]] = frozenset({"inference", "training"})
     title = "compiled shapes"
     given = "auto"
     needs: ClassVar[Mapping[str, str]] = {"compile": "default"}
@@ -137,6 +139,7 @@ class Shapes(Technique):
 
 class Region(Technique):
     name = "region"
+    modes: ClassVar[frozenset[str]] = frozenset({"inference", "training"})
     title = "compiled region"
     given = "whole"
     needs: ClassVar[Mapping[str, str]] = {"compile": "default"}

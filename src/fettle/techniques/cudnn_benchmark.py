@@ -1,11 +1,14 @@
 """cuDNN measures its convolution algorithms at the first call of each shape and keeps the fastest."""
 
+from typing import ClassVar
+
 from fettle.recipe import Recipe
 from fettle.techniques._base import Code, Facts, Level, Technique
 
 
 class CudnnBenchmark(Technique):
     name = "cudnn_benchmark"
+    modes: ClassVar[frozenset[str]] = frozenset({"inference", "training"})
     title = "cuDNN benchmark"
     given = "off"
 

@@ -1,11 +1,14 @@
 """Precision of float32 matrix products inside the libraries. On a CPU, medium means bfloat16 inside oneDNN."""
 
+from typing import ClassVar
+
 from fettle.recipe import Recipe
 from fettle.techniques._base import Code, Facts, Level, Technique
 
 
 class Matmul(Technique):
     name = "matmul"
+    modes: ClassVar[frozenset[str]] = frozenset({"inference", "training"})
     title = "float32 matmul precision"
     given = "highest"
 

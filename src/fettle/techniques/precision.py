@@ -1,6 +1,6 @@
 """Arithmetic in 16 bits: autocast keeps float32 weights, the plain levels convert them."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -23,8 +23,32 @@ def cast(tree: Any, dtype: torch.dtype) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
 
 
+def gradients_to_masters(weights: list[torch.nn.Parameter], masters: list[torch.nn.Parameter]) -> None:
+    """Hand the gradients of 16-bit weights to their float32 masters, and forget them."""
+    for weight, master in zip(weights, masters, strict=True):
+        # In the master's own layout: a fused optimizer goes through memory, whatever the strides of the two say.
+        master.grad = None if weight.grad is None else torch.empty_like(master).copy_(weight.grad)
+        weight.grad = None
+
+
+@torch.no_grad()
+def masters_to_weights(masters: list[torch.nn.Parameter], weights: list[torch.nn.Parameter]) -> None:
+    """Round the float32 masters to the 16-bit weights that the model computes with."""
+    for weight, master in zip(weights, masters, strict=True):
+        weight.copy_(master)
+
+
+def to_16_bits(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Convert a model's weights; batch norms stay in float32, for their running averages change by small amounts."""
+    model.to(dtype)
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            module.float()
+
+
 class Precision(Technique):
     name = "precision"
+    modes: ClassVar[frozenset[str]] = frozenset({"inference", "training"})
     rung = 2
     title = "16-bit precision"
     given = "fp32"
@@ -33,16 +57,39 @@ class Precision(Technique):
         whole = "" if facts.is_module else "the model is a plain callable, its weights are out of reach"
         given = "" if facts.dtype == "float32" else f"the weights are {facts.dtype}, not float32"
         fp16 = "" if facts.device != "cpu" or "avx512_fp16" in facts.cpu_flags else "this CPU has no float16 arithmetic"
+        other = "" if facts.mode == "inference" else "small updates are lost without float32 weights: see bf16-master"
+        masters = "" if facts.mode == "training" else "it is for training"
         return [
             Level("fp32", "as given"),
-            Level("bf16", "weights and activations in bfloat16", given or whole),
+            Level("bf16", "weights and activations in bfloat16", given or whole or other),
             Level("autocast-bf16", "float32 weights, bfloat16 where autocast thinks it safe", given),
-            Level("fp16", "weights and activations in float16", given or whole or fp16),
+            Level("fp16", "weights and activations in float16", given or whole or fp16 or other),
             Level("autocast-fp16", "float32 weights, float16 where autocast thinks it safe", given or fp16),
+            Level("bf16-master", "weights in bfloat16, the optimizer on float32 masters of them", given or masters),
         ]
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
-        dtype = _DTYPES[level.removeprefix("autocast-")]
+        dtype = _DTYPES[level.removeprefix("autocast-").removesuffix("-master")]
+        if level == "bf16-master":
+            return Code(
+                helpers=(cast, to_16_bits, gradients_to_masters, masters_to_weights),
+                prepare=(
+                    "weights, parameters = parameters, [torch.nn.Parameter(w.detach().clone()) for w in parameters]",
+                    f"to_16_bits(model, {dtype})",
+                ),
+                batch=(f"batch = cast(batch, {dtype})",),
+                before_step=("gradients_to_masters(weights, parameters)",),
+                after_step=("masters_to_weights(parameters, weights)",),
+            )
+        if level == "autocast-fp16" and facts.mode == "training":
+            # Small gradients are zero in float16: the loss is scaled up, and the gradients down again.
+            return Code(
+                contexts=(f'torch.autocast("{facts.device}", dtype={dtype})',),
+                optimizer=(f'scaler = torch.amp.GradScaler("{facts.device}")',),
+                backward="scaler.scale(value).backward()",
+                before_step=("scaler.unscale_(optimizer)",) if facts.max_grad_norm is not None else (),
+                step=("scaler.step(optimizer)", "scaler.update()"),
+            )
         if level.startswith("autocast-"):
             return Code(contexts=(f'torch.autocast("{facts.device}", dtype={dtype})',))
         return Code(

@@ -1,12 +1,19 @@
 """What executes the model: torch, torch's ahead-of-time compiler, or another runtime that the model is exported to."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 
 from fettle.recipe import Recipe
 from fettle.techniques._base import Code, Facts, Level, Technique
 from fettle.techniques._exported import Exported, flatten, spread
+from fettle.techniques._openvino import (
+    OpenvinoRequest,
+    openvino_compiled,
+    openvino_engine,
+    openvino_streams_engine,
+)
 
 
 def aoti_engine(flat: torch.nn.Module, tensors: Any, options: Any) -> Any:
@@ -59,49 +66,6 @@ def onnxruntime_engine(flat: torch.nn.Module, tensors: Any) -> Any:
         return [torch.utils.dlpack.from_dlpack(value.to_dlpack()) for value in binding.get_outputs()]
 
     return run_cuda if cuda else run
-
-
-def openvino_engine(flat: torch.nn.Module, tensors: Any, precision: str, samples: Any, int8: bool) -> Any:
-    """The model compiled by OpenVINO for the CPU; on request quantised to int8, calibrated on `samples`."""
-    import numpy
-    import openvino
-
-    model = openvino.convert_model(torch.export.export(flat, tuple(tensors)))
-    if int8:
-        import nncf
-
-        if not samples:
-            raise RuntimeError("int8: no calibration batch has the shape of this input")
-        rows = nncf.Dataset([[tensor.numpy() for tensor in sample] for sample in samples])
-        attention = any(node.get_type_name() in ("Softmax", "ScaledDotProductAttention") for node in model.get_ops())
-        kind = nncf.ModelType.TRANSFORMER if attention else None
-        model = nncf.quantize(model, rows, model_type=kind, subset_size=len(samples))
-    config = {
-        "INFERENCE_PRECISION_HINT": precision,
-        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
-        "PERFORMANCE_HINT": "LATENCY",
-    }
-    request = openvino.Core().compile_model(model, "CPU", config).create_infer_request()
-    kinds = [output.element_type.to_dtype() for output in request.model_outputs]
-    shapes = [output.get_partial_shape() for output in request.model_outputs]
-    static = all(shape.is_static for shape in shapes)
-
-    def run(values: Any) -> Any:
-        for index, value in enumerate(values):  # no copy: the runtime reads and writes torch's own memory
-            array = value.detach().contiguous().numpy()
-            request.set_input_tensor(index, openvino.Tensor(array, shared_memory=True))
-        if not static:
-            request.infer()
-            return [torch.from_numpy(tensor.data.copy()) for tensor in request.output_tensors]
-        results = []
-        for index, (shape, kind) in enumerate(zip(shapes, kinds, strict=True)):
-            # a new tensor for every call, so that the caller may keep the last one
-            results.append(torch.from_numpy(numpy.empty(shape.to_shape(), kind)))
-            request.set_output_tensor(index, openvino.Tensor(results[-1].numpy(), shared_memory=True))
-        request.infer()
-        return results
-
-    return run
 
 
 def tensorrt_engine(flat: torch.nn.Module, tensors: Any) -> Any:
@@ -169,11 +133,46 @@ class Runtime(Technique):
             hint = "bf16" if {"amx_bf16", "avx512_bf16"} & set(facts.cpu_flags) and level != "openvino" else "f32"
             int8 = level == "openvino-int8"
             batches = ", batches" if int8 else ""
-            build = f'lambda flat, tensors, samples: openvino_engine(flat, tensors, "{hint}", samples, {int8})'
-            return Code(helpers=(*shared, openvino_engine), prepare=(f"model = Exported(model, {build}{batches})",))
+            engine: Any = openvino_streams_engine if recipe.levels.get("streams") == "per-core" else openvino_engine
+            build = f'lambda flat, tensors, samples: {engine.__name__}(flat, tensors, "{hint}", samples, {int8})'
+            return Code(
+                helpers=(*shared, openvino_compiled, OpenvinoRequest, engine),
+                prepare=(f"model = Exported(model, {build}{batches})",),
+            )
         engine = {"onnxruntime": onnxruntime_engine, "tensorrt": tensorrt_engine}[level]
         build = f"lambda flat, tensors, samples: {engine.__name__}(flat, tensors)"
         return Code(helpers=(*shared, engine), prepare=(f"model = Exported(model, {build})",))
+
+
+class Streams(Technique):
+    name = "streams"
+    title = "streams"
+    given = "one"
+    needs: ClassVar[Mapping[str, str]] = {"runtime": "openvino-bf16"}
+    cost = 2
+
+    def levels(self, facts: Facts) -> list[Level]:
+        why_not = ""
+        if facts.samples < 2:
+            why_not = "a batch of one row cannot be cut"
+        elif facts.physical_cores < 2:
+            why_not = "there is one core"
+        return [
+            Level("one", "all cores work on each operator of the whole batch"),
+            Level(
+                "per-core", "the batch is cut into as many parts as there are threads, each on its own core", why_not
+            ),
+        ]
+
+    def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
+        if level == "per-core" and not recipe.levels.get("runtime", "torch").startswith("openvino"):
+            return "only OpenVINO runs several parts of a batch at once here: needs runtime=openvino..."
+        if level == "per-core" and recipe.levels.get("threads") == "1":
+            return "one thread runs one stream"
+        return ""
+
+    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        return Code()  # decides which engine the runtime is, see `Runtime.code`
 
 
 def _missing(facts: Facts, package: str) -> str:

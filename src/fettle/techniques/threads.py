@@ -1,11 +1,14 @@
 """How many CPU threads one operator uses."""
 
+from typing import ClassVar
+
 from fettle.recipe import Recipe
 from fettle.techniques._base import Code, Facts, Level, Technique
 
 
 class Threads(Technique):
     name = "threads"
+    modes: ClassVar[frozenset[str]] = frozenset({"inference", "training"})
     rung = 9
     title = "CPU threads"
     given = "as-given"

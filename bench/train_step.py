@@ -1,0 +1,92 @@
+"""Training loops tuned against as given, the losses inside the band of other seeds.
+
+    python bench/train_step.py train_resnet train_gpt2 train_bert --budget 300
+
+The figures are those of the last, fresh race of each study. The bar, on a CPU with AMX: at least 2x for the
+convolutional and the transformer loop, the loss deviation at most 1. A workload's JSON goes to
+bench/results/training/<machine>/<workload>.json as soon as it is known; the exit code is 1 where the bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+from fettle.machine import this_machine
+from fettle.result import Result
+from fettle.tuning import save, tune
+
+HERE = Path(__file__).parent
+BAR = {"train_resnet": 2.0, "train_gpt2": 2.0}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workloads", nargs="*", default=["train_resnet", "train_gpt2", "train_bert"])
+    parser.add_argument("--budget", type=float, default=300.0, help="seconds for each tuning")
+    parser.add_argument("--technique", action="append", default=[], help="NAME=LEVEL,LEVEL as in fettle tune")
+    parser.add_argument("--keep", type=Path, help="folder for the reports")
+    options = parser.parse_args()
+    allowed = {name: levels.split(",") for name, levels in (item.split("=", 1) for item in options.technique)}
+    machine = re.sub(r"[^a-z0-9]+", "-", this_machine().summary.lower()).strip("-")
+    folder = HERE / "results" / "training" / machine
+    missed = False
+    for name in options.workloads:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+            output = options.keep / name if options.keep else Path(scratch)
+            result = tune(
+                str(HERE.parent / "workloads" / f"{name}.py"), mode="training", budget_s=options.budget,
+                techniques=allowed, output=output, tell=_tell,
+            )  # fmt: skip
+            if options.keep:
+                save(result, output)
+        found = row(name, result)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+        print(json.dumps({key: value for key, value in found.items() if key not in ("losses", "seeds")}), flush=True)
+        missed |= not found["held"]
+    sys.exit(1 if missed else 0)
+
+
+def row(name: str, result: Result) -> dict:
+    """One workload's result as it goes into the JSON."""
+    winner, base = result.winner, result.baseline
+    speedup = winner.speedup if winner is not None else None
+    low = speedup.estimate if speedup else 0.0
+    inside = winner is not None and winner.accuracy.error <= 1
+    return {
+        "workload": name,
+        "machine": this_machine().summary,
+        "winner": str(result.recipe) if winner else None,
+        "verdict": result.verdict,
+        "speedup": [speedup.estimate, speedup.low, speedup.high] if speedup else None,
+        "as_given_ms": base.time_ms if base else None,
+        "tuned_ms": winner.time_ms if winner else None,
+        "samples_per_s": [base.throughput, winner.throughput] if winner and base else None,
+        "peak_bytes": [base.peak_bytes, winner.peak_bytes] if winner and base else None,
+        "loss_deviation": winner.accuracy.error if winner else None,
+        "phases_ms": [dict(base.phases_ms), dict(winner.phases_ms)] if winner and base else None,
+        "losses": list(winner.accuracy.losses) if winner else None,
+        "seeds": [list(curve) for curve in result.reference.curves],
+        "bar": BAR.get(name),
+        "held": inside and low >= BAR.get(name, 0.0),
+        "seconds": round(result.seconds, 1),
+        "trials": len(result.trials),
+    }
+
+
+def _tell(event: object) -> None:
+    if event.trial is not None:
+        trial = event.trial
+        print(
+            f"    {trial.status:8} {trial.time_ms:10.3f} ms  {trial.speedup}  deviation {trial.accuracy.error:.3g}  "
+            f"{trial.recipe} {trial.reason[:120]}", flush=True,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

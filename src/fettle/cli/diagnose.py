@@ -1,0 +1,158 @@
+"""fettle diagnose TARGET: where the time and memory go, and what to do."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from fettle.cli import _options
+from fettle.errors import UsageError
+
+if TYPE_CHECKING:
+    from fettle.diagnose import Diagnosis, Verified
+
+_MOST = 8
+
+
+def command(
+    target: Annotated[
+        str,
+        typer.Argument(help="path/to/file.py:factory, a trace (.json, .json.gz), a snapshot (.pickle), or a folder"),
+    ],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="race each finding's fix, and hold it against its bound")
+    ] = False,
+    fail_on: Annotated[
+        str | None,
+        typer.Option(help="most that is allowed, by rule: graph-breaks=0,recompiles=0,syncs=0; more is exit code 1"),
+    ] = None,
+    seconds: Annotated[str, typer.Option(help="time for the timed collectors")] = "6s",
+    budget: Annotated[str, typer.Option(help="time for --verify")] = "3m",
+    no_compile: Annotated[bool, typer.Option("--no-compile", help="do not trace with torch.compile")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="write the report to this HTML file")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the diagnosis as JSON")] = False,
+) -> None:
+    """Say why it is slow or big: the causes that cost most, the most that mending each could bring, and what to do.
+
+    [bold]Examples[/]
+
+      fettle diagnose model.py
+
+      fettle diagnose model.py:classifier --verify --output diagnosis.html
+
+      fettle diagnose trace.json.gz
+
+      fettle diagnose model.py --fail-on graph-breaks=0,recompiles=0,syncs=0
+    """
+    from fettle.diagnose import diagnose, diagnosis_json
+    from fettle.diagnose import verify as race_fixes
+
+    allowed = _allowed(fail_on)
+    if output is not None and not output.resolve().parent.is_dir():
+        raise UsageError(f"{output.parent}: no such folder for the report")
+    progress = Console(stderr=True)
+    with progress.status("starting") as status:
+        tell = status.update if progress.is_terminal and not as_json else (lambda text: None)
+        found = diagnose(
+            target, seconds=_options.duration_s(seconds, "--seconds"), compile_check=not no_compile, tell=tell
+        )
+        checked = []
+        if verify:
+            if found.evidence is None:
+                raise UsageError("--verify needs a workload: a trace or a snapshot cannot be run again")
+            budget_s = _options.duration_s(budget, "--budget")
+            checked = race_fixes(target, found.findings, budget_s=budget_s, tell=tell)
+        if output is not None:
+            from fettle.diagnose.report import write_report
+
+            write_report(found, checked, output, shlex.join(["fettle", *sys.argv[1:]]))
+    over = [
+        f"{rule}: {found.count(rule)}, allowed {most}" for rule, most in allowed.items() if found.count(rule) > most
+    ]
+    if as_json:
+        data = diagnosis_json(found)
+        data["verified"] = [_verified_json(item) for item in checked]
+        data["over_the_limit"] = over
+        print(json.dumps(data))
+    else:
+        _print(found, checked, Console())
+        if output is not None:
+            print(f"\nreport: {output}")
+        for line in over:
+            Console(stderr=True).print(f"[bold red]more than allowed[/]: {line}", highlight=False)
+    if over:
+        raise typer.Exit(1)
+
+
+def _allowed(text: str | None) -> dict[str, int]:
+    """``graph-breaks=0,syncs=2`` as numbers by rule."""
+    known = ("graph-breaks", "recompiles", "syncs")
+    allowed = {}
+    for item in (text or "").split(","):
+        if not item.strip():
+            continue
+        name, _, number = item.strip().partition("=")
+        if name not in known or not number.isdigit():
+            raise UsageError(f"--fail-on {item.strip()!r}: write NAME=NUMBER with a name among {', '.join(known)}")
+        allowed[name] = int(number)
+    return allowed
+
+
+def _verified_json(item: Verified) -> dict[str, object]:
+    import msgspec
+
+    return {
+        "rule": item.finding.rule,
+        "recipe": item.recipe,
+        "speedup": msgspec.to_builtins(item.speedup),
+        "speedup_at_most": item.finding.speedup,
+        "bound_kept": item.bound_kept,
+        "problem": item.problem,
+    }
+
+
+def _print(found: Diagnosis, checked: Sequence[Verified], console: Console) -> None:
+    console.print(f"[bold]{escape(found.verdict)}[/]\n", highlight=False)
+    for note in found.notes:
+        console.print(f"[yellow]note:[/] {escape(note)}", highlight=False)
+    if found.budget:
+        wall = f" ({found.wall_s * 1e3:.4g} ms a call)" if found.wall_s == found.wall_s else ""
+        console.print(f"Where the time goes{wall}:")
+        for name, share in found.budget.items():
+            if share >= 0.005:
+                console.print(f"  {share:6.1%} [cyan]{'█' * round(share * 40)}[/] {escape(name)}", highlight=False)
+    by_rule = {item.finding.rule: item for item in checked}
+    for place, finding in enumerate(found.findings[:_MOST], 1):
+        console.print(f"\n[bold]{place}. {escape(finding.says)}[/]  {_bound(finding)}", highlight=False)
+        for line in finding.evidence[:5]:
+            console.print(f"   {escape(line)}", style="dim", highlight=False)
+        fix = " ".join(f"{name}={level}" for name, level in finding.levels.items())
+        console.print(f"   → {escape(finding.advice)}" + (f"  [green]{escape(fix)}[/]" if fix else ""), highlight=False)
+        if finding.rule in by_rule:
+            console.print(f"   {_checked(by_rule[finding.rule])}", highlight=False)
+    if len(found.findings) > _MOST:
+        console.print(f"\n{len(found.findings) - _MOST} smaller findings: see --json or the report", highlight=False)
+
+
+def _bound(finding: object) -> str:
+    bound, size, start = finding.bound, finding.bound_bytes, finding.startup_s  # type: ignore[attr-defined]
+    if bound > 0:
+        return f"[yellow]at most {bound:.0%} of the time, {finding.speedup:.2f}x[/]"  # type: ignore[attr-defined]
+    if size:
+        return f"[yellow]at most {size / 2**20:.0f} MiB[/]"
+    return f"[yellow]at most {start:.1f} s at start-up[/]" if start else ""
+
+
+def _checked(item: Verified) -> str:
+    if item.speedup is None:
+        return f"[red]the fix did not run:[/] {escape(item.problem)}"
+    word = "[green]within the bound[/]" if item.bound_kept else "[bold red]beyond the bound: the rule is wrong[/]"
+    return f"measured {item.speedup} with {escape(item.recipe)}: {word}"

@@ -1,0 +1,20 @@
+"""Diagnose: why is it slow, why is it big, what to do about it, and was the advice right.
+
+Evidence is gathered in worker processes (`collect`, `syncs`, `compile_health`) or read from traces and snapshots;
+rules (`rules`, `trace_rules`, `memory_rules`) turn evidence into findings, the costliest first. A finding states the
+most that mending it could bring, and `verify` holds that bound against what the fix then brought.
+"""
+
+from __future__ import annotations
+
+from fettle.diagnose.diagnosis import Diagnosis, diagnose, diagnosis_json, techniques_named
+from fettle.diagnose.evidence import CompileHealth, Evidence, Operation, Sync
+from fettle.diagnose.finding import Finding
+from fettle.diagnose.rules import RULES
+from fettle.diagnose.rules import findings as findings_of
+from fettle.diagnose.verify import Verified, verify
+
+__all__ = [
+    "RULES", "CompileHealth", "Diagnosis", "Evidence", "Finding", "Operation", "Sync", "Verified", "diagnose",
+    "diagnosis_json", "findings_of", "techniques_named", "verify",
+]  # fmt: skip

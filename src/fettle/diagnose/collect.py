@@ -1,0 +1,396 @@
+"""Gathering evidence, inside a worker process: a few calls plain, a few watched, a few with one thing switched.
+
+Each collector stands alone: `operations` (time, FLOPs and bytes of every operator, by module and source line),
+`variants` (what switching one process-wide thing brings), `padding`, `subnormal`, `duplicates`. `collect` runs them
+all and is what the worker is asked for.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from fettle.diagnose.compile_health import check_compile
+from fettle.diagnose.evidence import CAST, INDEX, LAYOUT, MATRIX, OTHER, POINTWISE, CompileHealth, Evidence, Operation
+from fettle.diagnose.syncs import user_line, watch_syncs
+from fettle.machine import measure_peaks
+from fettle.techniques import probe_facts
+from fettle.workload import Workload, leaves
+
+_LAYOUT_OPS = {"clone", "contiguous", "cat", "stack", "copy_", "copy", "constant_pad_nd", "repeat", "roll", "flip"}
+_INDEX_OPS = {"index", "index_select", "gather", "embedding", "index_put", "index_put_", "scatter", "masked_select",
+              "nonzero", "index_add", "slice_scatter", "select_scatter", "take"}  # fmt: skip
+_FREE_OPS = {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "detach", "unsqueeze",
+             "squeeze", "alias", "split", "split_with_sizes", "unbind", "as_strided", "chunk", "_reshape_alias",
+             "unfold", "diagonal", "lift_fresh"}  # fmt: skip
+"""Views: they move no data."""
+_MATRIX_MORE = {"_scaled_dot_product_flash_attention_for_cpu", "mkldnn_rnn_layer", "_mkldnn_rnn_layer", "linear",
+                "mkldnn_linear", "_linear", "lstm", "gru", "mv", "dot", "_fused_sdp_choice"}  # fmt: skip
+
+
+def collect(workload: Workload, seconds: float) -> Evidence:
+    """All evidence of one workload, in about `seconds` and at least a few calls each."""
+    device = _device(workload)
+    model = workload.model
+
+    def call(batch: Any = workload.inputs[0]) -> Any:
+        return workload.run(model, batch)
+
+    began = time.perf_counter()
+    call()
+    first_call_s = time.perf_counter() - began
+    plain = _timed(call, device, 0.25 * seconds)
+    wall_s = statistics.median(plain)
+    found, watched_s = operations(workload, device)
+    with watch_syncs() as syncs:
+        call()
+    facts = probe_facts(workload)
+    gc_s, slept_s = _waiting(call)
+    module = model if isinstance(model, torch.nn.Module) else None
+    return Evidence(
+        facts=facts,
+        wall_s=wall_s,
+        operations=found,
+        watched_s=watched_s,
+        peaks=measure_peaks(device),
+        settings=_settings(),
+        variants=variants(call, wall_s, 0.5 * seconds) if device == "cpu" else {},
+        threads=torch.get_num_threads(),
+        cores=facts.physical_cores,
+        rows=facts.samples,
+        padding=padding(workload)[0],
+        padding_where=padding(workload)[1],
+        subnormal_weights=subnormal(module),
+        weight_bytes=sum(p.numel() * p.element_size() for p in module.parameters()) if module else 0,
+        duplicate_bytes=duplicates(module),
+        first_call_s=first_call_s,
+        syncs=syncs,
+        gc_s=gc_s,
+        slept_s=slept_s,
+    )
+
+
+def glance(workload: Workload, seconds: float) -> Evidence:
+    """What a search needs to know where to begin: operators, settings and peaks, in about four calls."""
+    del seconds
+    device = _device(workload)
+    with torch.no_grad():
+        plain = _timed(lambda: workload.run(workload.model, workload.inputs[0]), device, 0.0, least=2)
+        found, watched_s = operations(workload, device, calls=1)
+    facts = probe_facts(workload)
+    return Evidence(
+        facts=facts,
+        wall_s=min(plain),
+        operations=found,
+        watched_s=watched_s,
+        peaks=measure_peaks(device),
+        settings={**_settings(), "grad": "False"},
+        threads=torch.get_num_threads(),
+        cores=facts.physical_cores,
+        rows=facts.samples,
+    )
+
+
+def compile_health(workload: Workload, seconds: float) -> CompileHealth:
+    """`check_compile` over the workload's batches."""
+    del seconds
+    return check_compile(workload.run, workload.model, [*workload.inputs, *workload.check_inputs][:8])
+
+
+def operations(workload: Workload, device: str, calls: int = 3) -> tuple[list[Operation], float]:
+    """Every operator of a call with its own time, FLOPs and bytes; and the median time of the watched call.
+
+    Operators are timed one by one below the dispatcher, so their time is that of their work; on a device each one is
+    waited for. Times are the median over `calls` calls. What a compiled graph runs inside is not seen.
+    """
+    watch = _Watch(workload.model, device)
+    totals: list[float] = []
+    for _ in range(calls):
+        watch.begin()
+        began = time.perf_counter()
+        with watch:
+            workload.run(workload.model, workload.inputs[0])
+        totals.append(time.perf_counter() - began)
+    watch.close()
+    return watch.rows(), statistics.median(totals)
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Times operators; module paths come from hooks on the modules."""
+
+    def __init__(self, model: Any, device: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+        self.modules: list[tuple[str, str]] = [("", "")]
+        self.seen: dict[tuple[str, str, str, str], list[list[float]]] = defaultdict(list)
+        self.facts: dict[tuple[str, str, str, str], dict[str, Any]] = {}
+        self.call = -1
+        self.handles: list[Any] = []
+        if isinstance(model, torch.nn.Module):
+            for name, module in model.named_modules():
+                kind = type(module).__name__
+                enter = lambda *_, pair=(name, kind): self.modules.append(pair)  # noqa: E731
+                self.handles.append(module.register_forward_pre_hook(enter))
+                self.handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
+
+    def _leave(self) -> None:
+        if len(self.modules) > 1:
+            self.modules.pop()
+
+    def begin(self) -> None:
+        """A new call begins."""
+        self.call += 1
+        del self.modules[1:]
+
+    def close(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        began = time.perf_counter()
+        out = func(*args, **kwargs)
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        spent = time.perf_counter() - began
+        name = func.overloadpacket.__name__
+        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        outputs = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        dtype = _dtype(inputs, outputs)
+        module, kind = self.modules[-1]
+        key = (name, module, user_line(), dtype)
+        rounds = self.seen[key]
+        while len(rounds) <= self.call:
+            rounds.append([0.0, 0])
+        rounds[self.call][0] += spent
+        rounds[self.call][1] += 1
+        if self.call == 0:
+            facts = self.facts.setdefault(key, {"flops": 0, "bytes": 0, "largest": (), "group": "", "kind": kind})
+            facts["group"] = group_of(name, inputs, outputs)
+            counter = flop_registry.get(func.overloadpacket)
+            if counter is not None:
+                try:
+                    facts["flops"] += int(counter(*args, **kwargs, out_val=out))
+                except Exception:
+                    facts["flops"] += 0  # a formula that does not know this form of the call
+            if name not in _FREE_OPS:
+                facts["bytes"] += sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
+            shape = max((tuple(tensor.shape) for tensor in outputs), key=math.prod, default=())
+            facts["largest"] = max(facts["largest"], shape, key=math.prod)
+        return out
+
+    def rows(self) -> list[Operation]:
+        """One row for each operator, module, line and dtype; dearest first."""
+        found = []
+        for (name, module, line, dtype), rounds in self.seen.items():
+            facts = self.facts.get((name, module, line, dtype))
+            if facts is None:
+                continue  # it did not run in the first call: control flow took another way
+            seconds = statistics.median(spent for spent, _ in rounds)
+            calls = round(statistics.median(count for _, count in rounds))
+            found.append(
+                Operation(f"aten.{name}", facts["group"], module, facts["kind"], line, dtype, calls, seconds,
+                          facts["flops"], facts["bytes"], facts["largest"])
+            )  # fmt: skip
+        return sorted(found, key=lambda row: -row.seconds)
+
+
+def group_of(name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> str:
+    """The group of an operator, by its name and by what it does to the dtype."""
+    if name == "_to_copy" or (name == "copy_" and len(inputs) > 1 and inputs[0].dtype != inputs[1].dtype):
+        same = inputs and outputs and inputs[0].dtype == outputs[0].dtype
+        return LAYOUT if same and name == "_to_copy" else CAST
+    if name in _LAYOUT_OPS:
+        return LAYOUT
+    if name in _INDEX_OPS:
+        return INDEX
+    if name in _MATRIX_MORE or getattr(torch.ops.aten, name, None) in flop_registry or "convolution" in name:
+        return MATRIX
+    if name in _FREE_OPS or not outputs:
+        return OTHER
+    if any(tensor.is_floating_point() for tensor in outputs):
+        return POINTWISE
+    return OTHER
+
+
+def variants(call: Callable[[], Any], wall_s: float, seconds: float) -> dict[str, tuple[float, float]]:
+    """What switching one thing brings, tried in this process: (share of time saved, half-width of its 95% interval).
+
+    Interleaved rounds; only what can be switched there and back between two calls. A slow call gets three rounds.
+    """
+    from fettle.measure import log_interval
+
+    cores, given = torch.get_num_threads(), torch.get_num_threads()
+    import os
+
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    switches: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {}
+    if given != usable:
+        switches[f"threads={usable}"] = (
+            lambda: torch.set_num_threads(usable),
+            lambda: torch.set_num_threads(given),
+        )
+    if given > 1 and wall_s < 0.5:
+        switches["threads=1"] = (lambda: torch.set_num_threads(1), lambda: torch.set_num_threads(cores))
+    if torch.is_grad_enabled():
+        guard = torch.inference_mode()
+        switches["grad=inference_mode"] = (guard.__enter__, lambda: guard.__exit__(None, None, None))
+    rounds = int(min(12, max(3, seconds / max(wall_s, 1e-4) / (len(switches) + 1) / 3)))
+    logs: dict[str, list[float]] = {name: [] for name in switches}
+    for _ in range(rounds):
+        base = min(_timed(call, "cpu", 0.0, least=2))
+        for name, (enter, leave) in switches.items():
+            enter()
+            try:
+                logs[name].append(math.log(base / min(_timed(call, "cpu", 0.0, least=2))))
+            except Exception:
+                logs[name] = []
+            finally:
+                leave()
+            if not logs[name]:
+                break
+    found = {}
+    for name, values in logs.items():
+        if len(values) >= 3:
+            interval = log_interval(values, 0.05)
+            found[name] = (1 - math.exp(-interval.estimate), (interval.high - interval.low) / 2)
+    return found
+
+
+def padding(workload: Workload) -> tuple[float, str]:
+    """Share of padded positions in the inputs, and where that is seen: a mask's zeros, else a repeated last token."""
+    padded = positions = 0
+    where = ""
+    for batch in workload.inputs:
+        tensors = {path: leaf for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() == 2}
+        mask = next((t for path, t in tensors.items() if path.endswith("attention_mask")), None)
+        if mask is not None:
+            padded += int((mask == 0).sum())
+            positions += mask.numel()
+            where = "attention_mask"
+            continue
+        ids = next((t for t in tensors.values() if t.dtype in (torch.int32, torch.int64) and t.shape[1] > 4), None)
+        if ids is not None:
+            last = ids[:, -1:]
+            run = (ids.flip(1) == last).long().cumprod(1).sum(1)
+            alike = int((last == last.mode(0).values).sum())
+            if alike > 1 or len(ids) == 1:  # one token at the end of several rows: the filler
+                padded += int((run[run > 1] - 0).sum())
+            positions += ids.numel()
+            where = "a repeated last token"
+    return (padded / positions if positions else 0.0), where
+
+
+def subnormal(module: torch.nn.Module | None) -> float:
+    """Share of nonzero float32 weights below the smallest normal number."""
+    small = total = 0
+    for parameter in module.parameters() if module is not None else ():
+        if parameter.dtype == torch.float32 and parameter.device.type == "cpu":
+            magnitude = parameter.detach().abs()
+            small += int(((magnitude > 0) & (magnitude < torch.finfo(torch.float32).tiny)).sum())
+            total += int((magnitude > 0).sum())
+    return small / total if total else 0.0
+
+
+def duplicates(module: torch.nn.Module | None) -> int:
+    """Bytes of large parameters that equal another one, value for value, in memory of their own."""
+    groups: dict[Any, list[torch.Tensor]] = defaultdict(list)
+    for parameter in module.parameters() if module is not None else ():
+        if parameter.numel() >= 1 << 16:
+            key = (tuple(parameter.shape), parameter.dtype, float(parameter.detach().flatten()[:64].double().sum()))
+            groups[key].append(parameter.detach())
+    wasted = 0
+    for same in groups.values():
+        kept: list[torch.Tensor] = []
+        for tensor in same:
+            if any(tensor.data_ptr() != other.data_ptr() and torch.equal(tensor, other) for other in kept):
+                wasted += tensor.numel() * tensor.element_size()
+            else:
+                kept.append(tensor)
+    return wasted
+
+
+def _timed(call: Callable[[], Any], device: str, seconds: float, least: int = 3) -> list[float]:
+    samples: list[float] = []
+    began = time.perf_counter()
+    while len(samples) < least or (time.perf_counter() - began < seconds and len(samples) < 200):
+        started = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        samples.append(time.perf_counter() - started)
+    return samples
+
+
+def _waiting(call: Callable[[], Any], calls: int = 3) -> tuple[float, float]:
+    """Seconds a call in the garbage collector, and seconds in which the process slept of its own will."""
+    spent, began = 0.0, 0.0
+
+    def note(phase: str, info: dict[str, Any]) -> None:
+        nonlocal spent, began
+        if phase == "start":
+            began = time.perf_counter()
+        else:
+            spent += time.perf_counter() - began
+
+    gc.callbacks.append(note)
+    blocked = 0.0
+    try:
+        for _ in range(calls):
+            before, started = _run_and_wait_s(), time.perf_counter()
+            call()
+            # The main thread was neither on a core nor waiting for one: it slept.
+            wall, after = time.perf_counter() - started, _run_and_wait_s()
+            if before is not None and after is not None:
+                blocked += max(0.0, wall - (after - before))
+    finally:
+        gc.callbacks.remove(note)
+    return spent / calls, blocked / calls
+
+
+def _run_and_wait_s() -> float | None:
+    """Seconds that this thread ran or waited for a core (Linux); None where the system does not tell."""
+    try:
+        with open("/proc/thread-self/schedstat") as file:
+            ran, waited, *_ = file.read().split()
+    except (OSError, ValueError):
+        return None
+    return (int(ran) + int(waited)) / 1e9
+
+
+def _settings() -> dict[str, str]:
+    return {
+        "anomaly": str(torch.is_anomaly_enabled()),
+        "deterministic": str(torch.are_deterministic_algorithms_enabled()),
+        "matmul": torch.get_float32_matmul_precision(),
+        "cudnn_benchmark": str(torch.backends.cudnn.benchmark),
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "mkldnn": str(torch.backends.mkldnn.enabled),
+        "profiler": str(torch.autograd.profiler._is_profiler_enabled),
+        "grad": str(torch.is_grad_enabled()),
+    }
+
+
+def _device(workload: Workload) -> str:
+    if isinstance(workload.model, torch.nn.Module):
+        for parameter in workload.model.parameters():
+            return str(parameter.device.type)
+    for _, leaf in leaves(workload.inputs[0]):
+        if isinstance(leaf, torch.Tensor):
+            return str(leaf.device.type)
+    return "cpu"
+
+
+def _dtype(inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> str:
+    floating = [tensor for tensor in (*outputs, *inputs) if tensor.is_floating_point()]
+    return str((floating or [*outputs, *inputs] or [torch.empty(0)])[0].dtype).removeprefix("torch.")

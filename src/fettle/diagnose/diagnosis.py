@@ -1,0 +1,195 @@
+"""From a target, a trace, a snapshot or a folder of both to findings, the costliest first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fettle.diagnose.evidence import CompileHealth, Evidence
+from fettle.diagnose.finding import Finding
+from fettle.diagnose.rules import findings as rule_findings
+from fettle.diagnose.rules import group_name
+from fettle.errors import UsageError
+from fettle.machine import this_machine
+from fettle.measure import Worker, WorkerError
+from fettle.workload import Target, find_target
+
+Tell = Callable[[str], None]
+_SNAPSHOTS = (".pickle", ".pkl")
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found, and where the time goes."""
+
+    subject: str
+    findings: Sequence[Finding]
+    budget: Mapping[str, float] = field(default_factory=dict)
+    """Shares of the wall time by what it went into; they add up to 1 for a workload."""
+    wall_s: float = math.nan
+    """A call of the workload; NaN for traces and snapshots."""
+    evidence: Evidence | None = None
+    machine: str = ""
+    notes: Sequence[str] = ()
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        timed = [finding for finding in self.findings if finding.bound > 0]
+        if timed:
+            first = timed[0]
+            return f"{first.says} Mending it could save at most {first.bound:.0%} of the time ({first.speedup:.2f}x)."
+        if self.findings:
+            return self.findings[0].says
+        return "Nothing stands out: no rule found more than 3% of the time to be won."
+
+    def count(self, rule: str) -> int:
+        """How often a rule's cause happens: what `--fail-on` limits."""
+        return sum(max(finding.count, 1) for finding in self.findings if finding.rule == rule)
+
+
+def diagnose(
+    target: str | Path | Target,
+    *,
+    seconds: float = 6.0,
+    compile_check: bool = True,
+    tell: Tell = lambda text: None,
+) -> Diagnosis:
+    """Diagnose a workload (``file.py:factory``), a profiler trace, an allocator snapshot, or a folder of them.
+
+    `seconds` is what the timed collectors may take, the workload's own calls apart. Raises `UsageError` for a target
+    that is none of these.
+    """
+    if isinstance(target, Target):
+        return _of_workload(target, seconds, compile_check, tell)
+    path = Path(target)
+    if path.is_dir():
+        return _of_folder(path, tell)
+    if path.suffix in _SNAPSHOTS:
+        return _of_files([], [path], str(path), tell)
+    if path.name.endswith((".json", ".json.gz")):
+        return _of_files([path], [], str(path), tell)
+    return _of_workload(find_target(str(target)), seconds, compile_check, tell)
+
+
+def diagnosis_json(diagnosis: Diagnosis) -> dict[str, Any]:
+    """As plain data; NaN becomes None."""
+    data: dict[str, Any] = {
+        "subject": diagnosis.subject,
+        "verdict": diagnosis.verdict,
+        "machine": diagnosis.machine,
+        "wall_s": None if math.isnan(diagnosis.wall_s) else diagnosis.wall_s,
+        "budget": dict(diagnosis.budget),
+        "findings": [{**msgspec.to_builtins(f), "speedup_at_most": f.speedup} for f in diagnosis.findings],
+        "notes": list(diagnosis.notes),
+    }
+    if diagnosis.evidence is not None:
+        data["evidence"] = msgspec.to_builtins(diagnosis.evidence)
+    return data
+
+
+def techniques_named(found: Iterable[Finding]) -> list[str]:
+    """Techniques that findings name, the costliest finding's first: what a search should try first."""
+    return list(dict.fromkeys(name for finding in found if finding.bound > 0 for name in finding.levels))
+
+
+def examine(worker: Worker, function: str, seconds: float, timeout_s: float = 300.0) -> dict[str, Any]:
+    """Run one collector on the workload that `worker` has built."""
+    answer = worker.ask("examine", timeout_s, label=f"fettle.diagnose.collect:{function}", seconds=seconds)
+    return dict(answer)
+
+
+def _of_workload(target: Target, seconds: float, compile_check: bool, tell: Tell) -> Diagnosis:
+    notes = []
+    plain = msgspec.to_builtins(target)
+    with Worker() as worker:
+        tell("building the workload")
+        _ask_build(worker, plain)
+        tell("timing operators, and what switches bring")
+        try:
+            answer = examine(worker, "collect", seconds)
+        except WorkerError as error:
+            raise UsageError(f"the workload could not be run: {error}") from error
+    seen = replace(msgspec.convert(answer["found"], Evidence, strict=False), load_s=answer["load_s"])
+    if compile_check:
+        tell("tracing with torch.compile")
+        try:
+            with Worker() as worker:  # a process of its own: dynamo leaves marks on functions and modules
+                _ask_build(worker, plain)
+                found = examine(worker, "compile_health", seconds, 180.0)["found"]
+                seen = replace(seen, compile=msgspec.convert(found, CompileHealth))
+        except WorkerError as error:
+            notes.append(f"compile health: not known, {error}")
+    return Diagnosis(
+        subject=target.name,
+        findings=rule_findings(seen),
+        budget=_budget(seen),
+        wall_s=seen.wall_s,
+        evidence=seen,
+        machine=this_machine().summary,
+        notes=notes,
+    )
+
+
+def _ask_build(worker: Worker, target: Mapping[str, Any]) -> None:
+    try:
+        worker.ask("build", 600.0, target=target)
+    except WorkerError as error:
+        raise UsageError(f"the workload could not be built: {error}") from error
+
+
+def _budget(seen: Evidence) -> dict[str, float]:
+    """Groups of operators and the rest as shares that add up to 1. Where operators took longer while they were watched
+    than the whole call takes, they are scaled to it."""
+    inside: dict[str, float] = {}
+    for op in seen.operations:
+        inside[group_name(op.group)] = inside.get(group_name(op.group), 0.0) + op.seconds
+    total = max(sum(inside.values()), seen.wall_s)
+    budget = {name: spent / total for name, spent in sorted(inside.items(), key=lambda item: -item[1])}
+    budget["outside operators: Python, autograd, dispatch, waiting"] = max(0.0, 1 - sum(budget.values()))
+    return {name: share for name, share in budget.items() if share > 5e-4}
+
+
+def _of_folder(folder: Path, tell: Tell) -> Diagnosis:
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    traces = [path for path in files if path.name.endswith((".json", ".json.gz"))]
+    snapshots = [path for path in files if path.suffix in _SNAPSHOTS]
+    if not traces and not snapshots:
+        raise UsageError(f"{folder}: no traces (.json, .json.gz) and no memory snapshots (.pickle) in this folder")
+    return _of_files(traces, snapshots, str(folder), tell)
+
+
+def _of_files(traces: Sequence[Path], snapshots: Sequence[Path], subject: str, tell: Tell) -> Diagnosis:
+    from fettle.diagnose.memory_rules import memory_findings
+    from fettle.diagnose.trace_rules import trace_findings
+    from fettle.memory import analyse, read
+    from fettle.trace import load, trace_health
+
+    found: list[Finding] = []
+    budget: dict[str, float] = {}
+    notes: list[str] = []
+    several = len(traces) + len(snapshots) > 1
+
+    def named(path: Path, items: Iterable[Finding]) -> list[Finding]:
+        return [replace(item, evidence=(f"in {path.name}", *item.evidence)) if several else item for item in items]
+
+    for path in traces:
+        tell(f"reading {path.name}")
+        trace = load(path)
+        uncertain = trace_health(trace).uncertain
+        if uncertain:
+            notes.append(f"{path.name}: uncertain: {', '.join(uncertain)}")
+        items, shares = trace_findings(trace)
+        found += named(path, items)
+        for name, value in shares.items():
+            budget[name] = budget.get(name, 0.0) + value / len(traces)
+    for path in snapshots:
+        tell(f"reading {path.name}")
+        found += named(path, memory_findings(analyse(read(path))))
+    found.sort(key=lambda finding: finding.weight, reverse=True)
+    return Diagnosis(subject, found, budget, notes=notes)

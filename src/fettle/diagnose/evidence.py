@@ -1,0 +1,127 @@
+"""What was seen: plain data that travels from the worker process to the rules and into the JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fettle.techniques import Facts
+
+MATRIX, POINTWISE, LAYOUT, CAST, INDEX, OTHER = "matrix", "pointwise", "layout", "cast", "index", "other"
+GROUPS = {
+    MATRIX: "matrix products, convolutions, attention",
+    POINTWISE: "element-wise work, norms, softmax, reductions",
+    LAYOUT: "copies and layout changes",
+    CAST: "casts between types",
+    INDEX: "indexing, gathering, embedding",
+    OTHER: "other operators",
+}
+"""Groups of operators, and what people call them."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """All calls of one operator from one module and source line with one dtype, in one call of the workload."""
+
+    name: str
+    """For example ``aten.mm``."""
+    group: str
+    module: str
+    """Path of the innermost module, for example ``layers.3.attention``."""
+    kind: str
+    """Class of that module."""
+    line: str
+    """``file.py:12`` outside torch, where it was called from."""
+    dtype: str
+    calls: int
+    seconds: float
+    flops: int
+    bytes: int
+    """Read and written, counted once each."""
+    largest: tuple[int, ...] = ()
+    """Shape of the largest output."""
+
+
+@dataclass(frozen=True)
+class Sync:
+    """A place that makes the host wait for the device, on a machine with one."""
+
+    operator: str
+    line: str
+    calls: int
+    why: str
+
+
+@dataclass(frozen=True)
+class CompileHealth:
+    """What torch.compile made of the workload. With the eager backend: tracing only, no code is generated."""
+
+    graphs: int = 0
+    breaks: Sequence[tuple[str, str, int]] = ()
+    """(reason, ``file.py:12``, how often)."""
+    recompiles: Sequence[tuple[str, str]] = ()
+    """(function, the guard that failed)."""
+    limit_hit: bool = False
+    """The recompile limit was reached: the function silently runs eagerly from then on."""
+    specialised: Sequence[str] = ()
+    """Guards on a Python number that came out of a tensor or changes from call to call."""
+    seconds: float = 0.0
+    cache_persists: bool = True
+    """Whether compiled code outlives the process: the cache folder is kept and not switched off."""
+    problem: str = ""
+    """Why it could not be traced at all."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything that the rules look at, of one workload on one machine. Times in seconds a call."""
+
+    facts: Facts
+    wall_s: float
+    """Median time of a call as given, nothing watching."""
+    operations: Sequence[Operation] = ()
+    watched_s: float = 0.0
+    """The same call while each operator was timed: what watching costs is the difference."""
+    peaks: Mapping[str, float] = field(default_factory=dict)
+    """`fettle.machine.measure_peaks`."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Process-wide switches that change speed, as found after the workload was built."""
+    variants: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Quick interleaved trials of what can be switched in place: (share of time saved, half-width of its interval)."""
+    threads: int = 1
+    cores: int = 1
+    rows: int = 1
+    padding: float = 0.0
+    """Share of positions in the inputs that are padding."""
+    padding_where: str = ""
+    subnormal_weights: float = 0.0
+    """Share of nonzero weights too small for full precision: the CPU handles them in slow steps."""
+    weight_bytes: int = 0
+    duplicate_bytes: int = 0
+    """Bytes of parameters that equal another parameter's, value for value, without sharing its memory."""
+    peak_bytes: int | None = None
+    load_s: float = 0.0
+    first_call_s: float = 0.0
+    syncs: Sequence[Sync] = ()
+    compile: CompileHealth | None = None
+    gc_s: float = 0.0
+    """Time in Python's garbage collector a call."""
+    slept_s: float = 0.0
+    """Time that the process neither computed nor was kept from it by others: sleeping, waiting for files or network."""
+
+    def seconds(self, *groups: str) -> float:
+        """Time of all operators of these groups."""
+        return sum(op.seconds for op in self.operations if op.group in groups)
+
+    @property
+    def outside_s(self) -> float:
+        """Time of a call outside all operators: Python, autograd's and the dispatcher's own work, waiting."""
+        return max(0.0, self.wall_s - sum(op.seconds for op in self.operations))
+
+    def share(self, seconds: float) -> float:
+        """Seconds as a share of the call."""
+        return min(1.0, max(0.0, seconds / self.wall_s)) if self.wall_s > 0 else 0.0
+
+    def peak_flops(self, dtype: str) -> float:
+        """Measured FLOP/s of a large product in `dtype`; infinite where it is unknown, so that no time is ideal."""
+        return self.peaks.get(f"matmul_{dtype}") or float("inf")

@@ -1,0 +1,40 @@
+"""What a rule says: the cause, its evidence, the most that mending it could bring, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that costs time or memory."""
+
+    rule: str
+    """Name of the rule, for `--fail-on` and for machines."""
+    says: str
+    """The cause in one sentence."""
+    bound: float = 0.0
+    """Time: the most that mending it could take off, as a share of the wall time of a call or step, 0 to 1."""
+    bound_bytes: int = 0
+    """Memory: the most that mending it could free at the peak."""
+    startup_s: float = 0.0
+    """Start-up: the most that mending it could take off, in seconds."""
+    evidence: tuple[str, ...] = ()
+    """What was seen, a line each, the weightiest first."""
+    levels: Mapping[str, str] = field(default_factory=dict)
+    """The techniques that answer it, as levels of a recipe; empty where only the user's own code can be changed."""
+    advice: str = ""
+    """What to do, one sentence."""
+    count: int = 0
+    """How often it happens in a call, where that is what `--fail-on` limits."""
+
+    @property
+    def speedup(self) -> float:
+        """The bound as a speed-up: 1 / (1 - bound)."""
+        return 1 / max(1 - self.bound, 1e-9)
+
+    @property
+    def weight(self) -> tuple[float, float, float]:
+        """For sorting: time first, then start-up, then bytes; larger is worse."""
+        return (round(self.bound, 3), self.startup_s, float(self.bound_bytes))

@@ -1,0 +1,308 @@
+"""What a worker process does where the workload is a training loop; asked like `fettle.measure._worker`'s actions.
+
+A slice of a race is taken as for inference: one call is one optimizer step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from dataclasses import asdict, replace
+from typing import Any
+
+import msgspec
+import torch
+
+from fettle.errors import UsageError, first_line
+from fettle.measure import _meters
+from fettle.measure._accuracy import user_metric
+from fettle.measure._clock import Clock, warm_up
+from fettle.measure._trial import Accuracy
+from fettle.measure._worker import Request, State, compile_cache, compiler_notes, notes_kept, weight_bytes
+from fettle.recipe import Recipe
+from fettle.techniques import Facts, load, probe_facts, source
+from fettle.train import (
+    SEEDS,
+    Band,
+    Curve,
+    Steps,
+    TrainingWorkload,
+    judge_curve,
+    largest_that_fits,
+    load_training,
+    training_fingerprint,
+)
+from fettle.workload import Target, Workload, leaves
+
+_TIMELINE_STEPS = 3
+_MOST_BATCHES = 32
+_HEADROOM = 0.9
+"""Share of free memory that a larger batch may take."""
+
+
+def build(state: State, request: Request) -> dict[str, Any]:
+    """Build the workload, with the same seed in every worker."""
+    started = time.perf_counter()
+    state.target = msgspec.convert(request.target, Target)
+    workload = state.workload = load_training(state.target)
+    state.load_s = time.perf_counter() - started
+    state.fingerprint = training_fingerprint(workload)
+    state.device = next(workload.model.parameters()).device.type
+    _meters.trim()
+    state.base_bytes = _meters.resident_bytes() - weight_bytes(workload.model)
+    return {"load_s": state.load_s, "fingerprint": state.fingerprint, "name": workload.name}
+
+
+def probe(state: State, request: Request) -> dict[str, Any]:
+    """Make one step as given, and gather the facts."""
+    workload = state.workload
+    batches = list(itertools.islice(iter(workload.data), _MOST_BATCHES))
+    loss = workload.loss
+    plain = Workload(workload.model, [(batch,) for batch in batches], call=lambda model, batch: loss(model, batch))
+    facts = probe_facts(plain, allow_batch=request.allow_batch)
+    try:
+        optimizer = workload.optimizer(list(workload.model.parameters()))
+    except Exception as error:
+        raise UsageError(f"the optimizer factory raised {first_line(error)}") from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"the optimizer factory returned a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    loader = workload.data if isinstance(workload.data, torch.utils.data.DataLoader) else None
+    facts = replace(
+        facts,
+        mode="training",
+        train_mode_differs=False,
+        custom_call=False,
+        calibration_batches=0,
+        samples=workload.rows,
+        optimizer=type(optimizer).__name__,
+        optimizer_levels=tuple(name for name in ("foreach", "fused") if name in optimizer.defaults),
+        loader_workers=-1 if loader is None else loader.num_workers,
+        max_grad_norm=None if workload.max_grad_norm is None else float(workload.max_grad_norm),
+    )
+    _check_step(workload, facts)
+    if request.allow_batch:
+        facts = replace(facts, largest_batch=_largest_batch(load_training(state.target), facts))
+    return {"facts": msgspec.to_builtins(facts), "has_metric": workload.metric is not None}
+
+
+def reference(state: State, request: Request) -> dict[str, Any]:
+    """Train the baseline from seed 0 and from other seeds, and write their curves to `request.path`."""
+    started = time.perf_counter()
+    train = load(source(Recipe(), Facts(mode="training", max_grad_norm=_clip(state.workload))), "baseline")
+    first = load_training(state.target)
+    steps = Steps(train, _seeded(first, 0))
+    baseline = steps.curve(int(first.steps))
+    if len(baseline.losses) < first.steps or not math.isfinite(baseline.losses[-1]):
+        raise UsageError(
+            f"the loss of step {len(baseline.losses)} of the training as given is {baseline.losses[-1]}: "
+            "lower its learning rate, there is nothing to compare with"
+        )
+    metric, problem = (math.nan, "")
+    if first.metric is not None:
+        metric, problem = user_metric(first.metric, first.model)
+    others = [_other_seed(state.target, train, seed, baseline) for seed in SEEDS]
+    band = Band(baseline, others)
+    if not band.spread > 0:
+        raise UsageError(
+            "other seeds train exactly alike, so there is no spread to judge by: let the factory take an argument "
+            "'seed' for its initial weights, or give more than one batch"
+        )
+    with open(request.path, "wb") as file:
+        file.write(msgspec.json.encode(asdict(band)))
+    return {
+        "dtype": "float32",
+        "why": "",
+        "noise": 0.0,
+        "float32_error": None,
+        "metric": metric if math.isfinite(metric) else None,
+        "metric_problem": problem,
+        "seconds": time.perf_counter() - started,
+        "curves": [list(curve.losses) for curve in (baseline, *others)],
+        "spread": band.spread,
+    }
+
+
+def prepare(state: State, request: Request) -> dict[str, Any]:
+    """Train with a recipe's source from seed 0, judge its losses, warm up, and report what that took."""
+    workload: TrainingWorkload = state.workload
+    with notes_kept() as notes:
+        started = time.perf_counter()
+        train = load(request.source, request.label)
+        torch.manual_seed(0)
+        _meters.trim()
+        steps = Steps(train, workload)
+        has_peak = _meters.reset_peak(state.device)
+        optimize_s = time.perf_counter() - started
+
+        started = time.perf_counter()
+        curve = steps.curve(1)
+        first_call_s = time.perf_counter() - started
+        count = max(1, int(workload.steps) // request.factor)
+        if count > 1 and math.isfinite(curve.losses[-1]):
+            more = steps.curve(count - 1)
+            curve = Curve([*curve.losses, *more.losses], [*curve.grad_norms, *more.grad_norms])
+        accuracy = _accuracy(curve, request)
+        if workload.metric is not None and not accuracy.problem:
+            value, problem = user_metric(workload.metric, workload.model)
+            accuracy = replace(accuracy, metric=value, problem=problem)
+
+        state.run, state.clock = lambda _: steps.step(), Clock(state.device)
+        group = [None] * _pass_length(workload)
+        state.cycle = itertools.repeat(group)
+        from fettle.measure._worker import one_sample
+
+        samples, steady = warm_up(lambda: one_sample(state))
+        peak = _meters.peak_bytes(state.device) if has_peak else None
+        state.call_ns = sorted(samples)[len(samples) // 2]
+        phases = steps.timeline(max(_TIMELINE_STEPS, len(group)))
+        if not steady:
+            notes.append("the time was still falling after 10 s of warm-up")
+        notes += compiler_notes()
+    if peak is not None and state.device != "cuda":
+        peak = max(0, peak - state.base_bytes)
+    return {
+        "load_s": state.load_s,
+        "optimize_s": optimize_s,
+        "first_call_s": first_call_s,
+        "cache": compile_cache(),
+        "accuracy": msgspec.to_builtins(accuracy),
+        "peak_bytes": peak,
+        "call_ns": state.call_ns,
+        "samples": workload.rows * request.factor,
+        "notes": list(dict.fromkeys(notes)),
+        "phases_ms": phases,
+    }
+
+
+ACTIONS = {"build": build, "probe": probe, "reference": reference, "prepare": prepare}
+
+
+class _InOrder:
+    """Batches in the order of a seed: what `TrainingWorkload.stream` gives, as often as it is asked."""
+
+    def __init__(self, workload: TrainingWorkload, seed: int) -> None:
+        self.workload, self.seed = workload, seed
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.workload.stream(self.seed)
+
+
+def _seeded(workload: TrainingWorkload, seed: int, reorder: bool = False) -> TrainingWorkload:
+    torch.manual_seed(seed)
+    return replace(workload, data=_InOrder(workload, seed)) if reorder else workload
+
+
+def _other_seed(target: Target, train: Any, seed: int, baseline: Curve) -> Curve:
+    """The baseline from another seed. The order of the data is changed only where nothing else heeds the seed."""
+    workload = load_training(target, seed)
+    count = int(workload.steps)
+    curve = Steps(train, _seeded(workload, seed)).curve(count)
+    if list(curve.losses) != list(baseline.losses):
+        return curve
+    workload = load_training(target, seed)
+    return Steps(train, _seeded(workload, seed, reorder=True)).curve(count)
+
+
+def _accuracy(curve: Curve, request: Request) -> Accuracy:
+    losses = tuple(loss for loss in curve.losses if math.isfinite(loss))
+    if not request.path:
+        return Accuracy(finite=len(losses) == len(curve.losses), losses=losses)
+    with open(request.path, "rb") as file:
+        band = msgspec.json.decode(file.read(), type=Band)
+    judged = judge_curve(curve, band, request.factor)
+    return Accuracy(
+        error=judged.share,
+        max_abs=judged.largest,
+        finite=len(losses) == len(curve.losses),
+        judged_batches=len(losses),
+        problem=judged.problem,
+        losses=losses,
+    )
+
+
+def _check_step(workload: TrainingWorkload, facts: Facts) -> None:
+    """One step as given; raises `UsageError` with the loop's own error and where it came from."""
+    import os
+    import traceback
+
+    train = load(source(Recipe(), facts), "baseline")
+    torch.manual_seed(0)
+    checked: list[str] = []
+
+    def loss(model: Any, batch: Any) -> Any:
+        value = workload.loss(model, batch)
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            what = (
+                f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            )
+            checked.append(f"the loss function returned {what}: return the mean loss, a tensor of one number")
+        elif not value.requires_grad:
+            checked.append("the loss has no gradient: it was detached, or computed under no_grad")
+        return value
+
+    try:
+        Steps(train, replace(workload, loss=loss)).step()
+    except Exception as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]
+        frames = [f for f in frames if "/fettle/" not in f.filename and not f.filename.startswith("<")]
+        where = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+        said = checked[0] if checked else f"the first training step raised {first_line(error)}{where}"
+        raise UsageError(said) from error
+
+
+def _largest_batch(workload: TrainingWorkload, facts: Facts) -> int:
+    """How many times over the batch fits. Two steps each, for the optimizer's state appears after the first.
+
+    On a GPU an allocator that had to give memory back and try again counts as not fitting. On a CPU the limit is a
+    share of the memory that is free now, and a size is not tried when the trend of the smaller ones says it is above.
+    """
+    import psutil
+
+    limit = _HEADROOM * psutil.virtual_memory().available
+    peaks: dict[int, int] = {}
+    on_gpu = facts.device == "cuda"
+
+    def fits(factor: int) -> bool:
+        if not on_gpu and len(peaks) >= 2:
+            (one, low), (two, high) = sorted(peaks.items())[-2:]
+            if high + (high - low) / (two - one) * (factor - two) > limit:
+                return False
+        batch = Recipe({"batch": f"x{factor}"} if factor > 1 else {})
+        train = load(source(batch, facts), f"batch x{factor}")
+        retries = torch.cuda.memory_stats().get("num_alloc_retries", 0) if on_gpu else 0
+        _meters.trim()
+        before = _meters.resident_bytes()
+        _meters.reset_peak(facts.device)
+        try:
+            steps = Steps(train, workload)
+            for _ in range(2):
+                steps.step()
+        except (torch.OutOfMemoryError, MemoryError):
+            if on_gpu:
+                torch.cuda.empty_cache()
+            return False
+        except RuntimeError as error:
+            if "can't allocate memory" in str(error):
+                return False
+            raise UsageError(f"a batch of {factor} times the size raised {first_line(error)}") from error
+        if on_gpu:
+            return bool(torch.cuda.memory_stats().get("num_alloc_retries", 0) == retries)
+        peaks[factor] = max(0, (_meters.peak_bytes(facts.device) or 0) - before)
+        return peaks[factor] <= limit
+
+    return largest_that_fits(fits, most=32)
+
+
+def _pass_length(workload: TrainingWorkload) -> int:
+    """Steps in one sample of time: one, or a pass through the data where its batches differ in shape."""
+    data: Iterable[Any] = workload.data
+    if not isinstance(data, Sized) or not isinstance(data, Sequence) or len(data) > _MOST_BATCHES:
+        return 1
+    shapes = {tuple(tuple(leaf.shape) for _, leaf in leaves(batch) if isinstance(leaf, torch.Tensor)) for batch in data}
+    return 1 if len(shapes) == 1 else len(data)
+
+
+def _clip(workload: TrainingWorkload) -> float | None:
+    return None if workload.max_grad_norm is None else float(workload.max_grad_norm)

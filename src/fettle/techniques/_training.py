@@ -1,0 +1,112 @@
+"""From a recipe to a plain PyTorch training loop: the text that is measured and the file that the user is handed.
+
+It defines ``train(model, make_optimizer, loss, data)``, a generator that makes one optimizer step each time it is
+asked for the next loss.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from fettle.recipe import Recipe
+from fettle.techniques._base import Code, Facts, Technique
+from fettle.techniques._source import codes, module_lines, preamble
+
+_MAIN = '''
+
+def load():
+    """Build the workload that was tuned: its model, optimizer factory, loss and data."""
+    import importlib
+    import importlib.util
+    import sys
+
+{path}{load}
+    made = module.{factory}()
+    get = made.get if isinstance(made, dict) else lambda name, other=None: getattr(made, name, other)
+    return get("model"), get("optimizer"), get("loss"), get("data"), get("steps") or 20
+
+
+if __name__ == "__main__":
+    import time
+
+    torch.manual_seed(0)
+    model, make_optimizer, loss, data, steps = load()
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    for number, value in zip(range(steps), train(model, make_optimizer, loss, data)):
+        print(f"step {{number}}: loss {{float(value):.4f}}, {{(time.perf_counter() - start) * 1e3:.1f}} ms")
+        start = time.perf_counter()
+'''
+
+
+def endless(data: Any) -> Any:
+    """The batches of `data` again and again."""
+    while True:
+        yield from data
+
+
+def render_training(
+    recipe: Recipe,
+    facts: Facts,
+    catalogue: Iterable[Technique],
+    *,
+    heading: str = "",
+    target: tuple[str, str] | None = None,
+    calibration: int = 1,
+) -> str:
+    """The source of ``optimized.py`` for a training `recipe`. With `target` the file runs as it stands."""
+    parts = codes(recipe, facts, catalogue)
+    environment = {key: value for _, _, code in parts for key, value in code.environment.items()}
+    helpers: dict[str, Callable[..., Any]] = {"endless": endless}
+    for _, _, code in parts:
+        helpers |= {helper.__name__: helper for helper in code.helpers}
+    lines = preamble(heading or f"A training loop: {recipe}.", environment, helpers.values())
+    lines += ["", *_train(parts, facts)]
+    if target is not None:
+        path, load_lines = module_lines(target[0])
+        lines += [_MAIN.format(path=path, load=load_lines, factory=target[1])]
+    source = "\n".join(lines).rstrip() + "\n"
+    ast.parse(source)
+    return source
+
+
+def _train(parts: list[tuple[Technique, str, Code]], facts: Facts) -> list[str]:
+    found = [code for _, _, code in parts]
+    body = [
+        "def train(model, make_optimizer, loss, data):",
+        '    """Train `model` in place, without end: yield the mean loss of each step, a tensor, after the step."""',
+        *(f"    {line}" for code in found for line in code.setup),
+        "    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]",
+    ]
+    for technique, level, code in parts:
+        if code.prepare:
+            body += ["", f"    # {technique.title}: {level}"] + [f"    {line}" for line in code.prepare]
+    body += ["", "    optimizer = make_optimizer(parameters)"]
+    body += [f"    {line}" for code in found for line in code.optimizer]
+    body += ["    for batch in endless(data):"]
+    loop = [line for code in found for line in code.batch]
+    contexts = ", ".join(context for code in found for context in code.contexts)
+    split = _last([code.parts for code in found])
+    backward = _last([code.backward for code in found]) or "value.backward()"
+    run = f"value = loss(model, {'part' if split else 'batch'})"
+    inner = [f"with {contexts}:", f"    {run}"] if contexts else [run]
+    if split:
+        inner = [f"parts = {split}", "total = 0.0", "for part in parts:", *(f"    {line}" for line in inner)]
+        inner += ["    value = value / len(parts)", f"    {backward}", "    total = total + value.detach()"]
+    else:
+        inner += [backward]
+    loop += inner
+    loop += [line for code in found for line in code.before_step]
+    if facts.max_grad_norm is not None:
+        loop += [f"torch.nn.utils.clip_grad_norm_(parameters, {facts.max_grad_norm!r})"]
+    loop += next((list(code.step) for code in reversed(found) if code.step), ["optimizer.step()"])
+    loop += [line for code in found for line in code.after_step]
+    loop += [_last([code.zero_grad for code in found]) or "optimizer.zero_grad()"]
+    loop += ["yield total" if split else "yield value.detach()"]
+    return body + [f"        {line}" for line in loop]
+
+
+def _last(texts: list[str]) -> str:
+    return next((text for text in reversed(texts) if text), "")

@@ -1,0 +1,80 @@
+"""Activation checkpointing: forget activations in the forward pass and compute them again in the backward pass.
+
+Sources: `torch.utils.checkpoint` (non-reentrant), its selective policies, and Inductor's activation memory budget.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+
+from fettle.recipe import Recipe
+from fettle.techniques._base import Code, Facts, Level, Technique
+
+
+def keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """The selective policy: keep what is dear to compute (products, convolutions, attention), recompute the rest."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    dear = ("mm", "addmm", "bmm", "baddbmm", "convolution", "attention")
+    name = str(operator).removeprefix("aten.").partition(".")[0]
+    kept = name in dear or "attention" in name
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def checkpoint_blocks(model: torch.nn.Module, policy: Any = None) -> int:
+    """Checkpoint the repeated blocks of a model: modules of a class found three times in one container.
+
+    Returns how many blocks there were.
+    """
+    import functools
+
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+    blocks: dict[int, torch.nn.Module] = {}
+    for container in model.modules():
+        if isinstance(container, (torch.nn.ModuleList, torch.nn.Sequential)):
+            kinds = [type(child) for child in container]
+            for child in container:
+                if kinds.count(type(child)) >= 3 and next(child.children(), None) is not None:
+                    blocks[id(child)] = child
+    options = {} if policy is None else {
+        "context_fn": functools.partial(create_selective_checkpoint_contexts, policy)
+    }  # fmt: skip
+    for block in blocks.values():
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
+    if not blocks:
+        raise RuntimeError("checkpointing found no repeated blocks")
+    return len(blocks)
+
+
+class Checkpointing(Technique):
+    name = "checkpoint"
+    modes: ClassVar[frozenset[str]] = frozenset({"training"})
+    rung = 8
+    title = "activation checkpointing"
+    given = "none"
+
+    def levels(self, facts: Facts) -> list[Level]:
+        blocks = "" if facts.block_classes else "the model has no block repeated at least three times"
+        return [
+            Level("none", "every activation is kept, as given"),
+            Level("blocks", "each repeated block keeps its input only", blocks),
+            Level("selective", "each repeated block keeps products, and recomputes what is cheap", blocks),
+            Level("budget-0.5", "the compiler keeps half of the activations' bytes, the dearest to recompute"),
+        ]
+
+    def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
+        if level.startswith("budget") and recipe.levels.get("compile", "off") == "off":
+            return "the compiler decides what is kept: needs compile"
+        return ""
+
+    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        if level.startswith("budget"):
+            config = "torch._functorch.config"
+            budget = f"{config}.activation_memory_budget = {level.removeprefix('budget-')}"
+            return Code(setup=(f"import {config}", budget))
+        if level == "selective":
+            return Code(
+                helpers=(keep_products, checkpoint_blocks), prepare=("checkpoint_blocks(model, keep_products)",)
+            )
+        return Code(helpers=(checkpoint_blocks,), prepare=("checkpoint_blocks(model)",))

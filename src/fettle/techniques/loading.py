@@ -1,0 +1,41 @@
+"""Worker processes of a DataLoader. `fettle data` looks at an input pipeline in depth."""
+
+from typing import ClassVar
+
+import torch
+
+from fettle.recipe import Recipe
+from fettle.techniques._base import Code, Facts, Level, Technique
+
+
+def with_workers(loader: torch.utils.data.DataLoader, count: int) -> torch.utils.data.DataLoader:  # type: ignore[type-arg]
+    """The same loader with `count` worker processes that live from one epoch to the next."""
+    batches = {"batch_sampler": loader.batch_sampler} if loader.batch_sampler is not None else {
+        "batch_size": loader.batch_size, "sampler": loader.sampler, "drop_last": loader.drop_last
+    }  # fmt: skip
+    if isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        batches = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    return torch.utils.data.DataLoader(
+        loader.dataset, num_workers=count, collate_fn=loader.collate_fn, pin_memory=loader.pin_memory,
+        worker_init_fn=loader.worker_init_fn, generator=loader.generator, persistent_workers=count > 0, **batches,
+    )  # fmt: skip
+
+
+class Loading(Technique):
+    name = "loading"
+    modes: ClassVar[frozenset[str]] = frozenset({"training"})
+    rung = 7
+    title = "data loading"
+    given = "as-given"
+
+    def levels(self, facts: Facts) -> list[Level]:
+        why_not = "" if facts.loader_workers >= 0 else "the data is not a DataLoader"
+        levels = [Level("as-given", "as the workload loads it")]
+        for count in (0, 1, 2, 4):
+            same = f"the loader has {count} already" if count == facts.loader_workers else ""
+            many = f"there are {facts.physical_cores} cores" if count > facts.physical_cores else ""
+            levels.append(Level(f"workers-{count}", f"{count} worker processes", why_not or same or many))
+        return levels
+
+    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        return Code(helpers=(with_workers,), prepare=(f"data = with_workers(data, {level.removeprefix('workers-')})",))

@@ -1,0 +1,29 @@
+"""What becomes of gradients after a step: forgotten, or filled with zeros."""
+
+from typing import ClassVar
+
+from fettle.recipe import Recipe
+from fettle.techniques._base import Code, Facts, Level, Technique
+
+
+class ZeroGrad(Technique):
+    name = "zero_grad"
+    modes: ClassVar[frozenset[str]] = frozenset({"training"})
+    rung = 9
+    title = "zero_grad"
+    given = "none"
+
+    def levels(self, facts: Facts) -> list[Level]:
+        masters = "" if facts.mode == "training" else "it is for training"
+        return [
+            Level("none", "set_to_none=True, torch's default: the next backward pass writes instead of adding"),
+            Level("zeros", "set_to_none=False: buffers stay where they are", masters),
+        ]
+
+    def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
+        if level == "zeros" and recipe.levels.get("precision") == "bf16-master":
+            return "gradients move to the float32 masters and are forgotten there"
+        return ""
+
+    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        return Code(zero_grad="optimizer.zero_grad(set_to_none=False)")

@@ -1,0 +1,424 @@
+"""The memory plan: what each parallel strategy would hold at its peak on one rank, before anything is launched.
+
+One training step runs under fake tensors, which have shapes and lifetimes and no memory, in this one process, as
+rank 0 of a process group that only pretends to communicate. FSDP2 runs its real code there. DDP's reducer is C++ and
+takes no fake tensors, so its buckets and ZeRO-1's partition are laid out here by the rules that PyTorch documents.
+
+Not counted: the CUDA context, NCCL's buffers, fragmentation, and what a kernel allocates inside itself. That is what
+the headroom is for.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections import Counter, UserDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from fettle.errors import UsageError, first_line
+from fettle.train import plan_formulas as formulas
+from fettle.train.plan_timeline import Collective, Timeline, peak_of
+from fettle.train.strategies import Strategy, apply, mesh_shape, precision_context, units_of, usual_strategies
+from fettle.train.workload import TrainingWorkload, load_training
+from fettle.workload import Target
+
+HEADROOM = 0.1
+"""Share of the device left free for what is not counted: a choice, the margin that accelerate's batch finder uses."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One strategy on one rank, the fullest one. Sizes in bytes."""
+
+    strategy: str
+    ranks: int
+    peak_bytes: int = 0
+    parts: dict[str, int] = field(default_factory=dict)
+    """The peak taken apart: parameters, gradients, optimizer state, activations, transients."""
+    peak_phase: str = ""
+    """When the peak is: forward, backward or optimizer."""
+    states: dict[str, int] = field(default_factory=dict)
+    """All parameters (with buffers), gradients and optimizer state of the rank, wherever the peak is."""
+    formula_bytes: int | None = None
+    """The closed formula for the sum of `states`; None where there is none for the optimizer."""
+    host_bytes: int = 0
+    """Held in host memory by offloading."""
+    collectives: dict[str, int] = field(default_factory=dict)
+    """Collective operations in one step, by name."""
+    sent_bytes: int = 0
+    """What one rank sends in a step."""
+    between_nodes_bytes: int = 0
+    """What leaves one node in a step."""
+    fits: bool | None = None
+    note: str = ""
+    failed: str = ""
+    """Why nothing could be predicted, one line."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All strategies for one workload and a number of ranks."""
+
+    name: str
+    world_size: int
+    ranks_per_node: int
+    device: str
+    device_memory_bytes: int | None
+    headroom: float
+    parameters: int
+    optimizer: str
+    predictions: tuple[Prediction, ...]
+    cheapest: str = ""
+    """Of those that fit and use all ranks, the one that sends least between nodes, then in all. Empty: none fits."""
+
+
+def plan(
+    workload: TrainingWorkload,
+    world_size: int,
+    *,
+    device_memory_bytes: int | None = None,
+    strategies: Sequence[Strategy] = (),
+    ranks_per_node: int = 8,
+    device: str = "cuda",
+    headroom: float = HEADROOM,
+    mode: FakeTensorMode | None = None,
+    tell: Callable[[int, int, str], None] = lambda done, of, doing: None,
+) -> Plan:
+    """Predict the peak of each strategy. The workload's model is left as it is; none of its weights is read.
+
+    Args:
+        workload: What is trained; its first batch is one rank's batch.
+        device: ``cuda`` or ``cpu``: which defaults the optimizer has there (foreach on CUDA), how sizes are rounded,
+            and whether gloo's copies are counted, which NCCL does not make.
+        mode: The fake mode that the workload was built under, if it was.
+        tell: Called with (strategies done, of how many, the next one).
+
+    Raises:
+        UsageError: A wrong number, a process group that exists already, or a step that fake tensors cannot take.
+    """
+    _check(world_size, ranks_per_node, headroom)
+    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
+    asked = list(strategies) or usual_strategies()
+    made: list[Prediction] = []
+    with fake_world(world_size):
+        for number, strategy in enumerate(asked):
+            tell(number, len(asked), str(strategy))
+            ranks = 1 if strategy.kind == "single" else world_size
+            try:
+                made.append(_predict(workload, strategy, ranks, ranks_per_node, device, mode))
+            except Exception as error:  # one strategy that cannot be had costs one row
+                made.append(Prediction(str(strategy), ranks, failed=_reason(error)))
+    if all(item.failed for item in made):
+        raise UsageError(f"no strategy could be planned: {made[0].failed}")
+    if device_memory_bytes is not None:
+        most = device_memory_bytes * (1 - headroom)
+        made = [item if item.failed else replace(item, fits=item.peak_bytes <= most) for item in made]
+    optimizer = workload.optimizer([torch.nn.Parameter(torch.zeros(1))])
+    return Plan(
+        name=workload.name or type(workload.model).__name__,
+        world_size=world_size,
+        ranks_per_node=ranks_per_node,
+        device=device,
+        device_memory_bytes=device_memory_bytes,
+        headroom=headroom,
+        parameters=sum(p.numel() for p in workload.model.parameters()),
+        optimizer=type(optimizer).__name__,
+        predictions=tuple(made),
+        cheapest=_cheapest(made, world_size),
+    )
+
+
+def build_fake(target: Target) -> tuple[TrainingWorkload, FakeTensorMode, str]:
+    """Build the workload of `target` without memory for its weights, or for real where its factory needs values.
+
+    Returns the workload, the mode and a note, empty when all went without memory.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with mode:
+            workload = load_training(target)
+            workload = replace(workload, data=[_batch(workload)])
+        return workload, mode, ""
+    except Exception as error:
+        reason = first_line(error)
+    workload = load_training(target)  # raises what is really wrong with it
+    return workload, mode, f"built with real weights, as its factory needs values ({reason[:120]})"
+
+
+def as_json(made: Plan) -> dict[str, Any]:
+    """The plan as plain data."""
+    return asdict(made)
+
+
+@contextmanager
+def fake_world(world_size: int) -> Iterator[None]:
+    """A process group of `world_size` ranks that pretends to communicate; this process is rank 0."""
+    import torch.distributed as dist
+    from torch.distributed._tools import fake_collectives  # noqa: F401 (registers collectives for fake tensors)
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise UsageError("a process group exists already: plan in a process of its own, outside torchrun")
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _predict(
+    workload: TrainingWorkload, strategy: Strategy, ranks: int, ranks_per_node: int, device: str, mode: FakeTensorMode
+) -> Prediction:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape = mesh_shape(strategy, ranks, ranks_per_node)
+    names = ("replicate", "shard")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names) if strategy.sharded else None
+    round_to = 512 if device == "cuda" else 1
+    with mode:
+        model = _fake_model(workload.model, mode)
+        batch = _fake_tensors(_batch(workload))
+        all_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+        trained_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        units = [sum(p.numel() * p.element_size() for p in unit.parameters()) for unit in units_of(model, strategy)]
+        rest = all_bytes - sum(units)
+        called = apply(model, replace(strategy, compile="off"), mesh, ddp=False)
+        timeline, states, optimizer = _step(called, workload, batch, strategy, ranks, device, round_to)
+    host, extra = 0, 0
+    peak = peak_of(timeline)
+    if strategy.offload == "cpu":
+        away = ("parameters", "gradients", "optimizer state")
+        peak = peak_of(timeline, without=away, phases=("forward", "backward"))
+        host = sum(states.values())
+        extra = -(-max([*units, rest]) // shape[-1])  # the shard of one unit on its way to the device
+        peak = replace(peak, bytes=peak.bytes + extra)
+        peak.parts["transients"] += extra
+    collectives = [*timeline.collectives, *_collectives_of_ddp(model, strategy)]
+    sent, between = formulas.sent_bytes(collectives, shape, ranks_per_node) if ranks > 1 else (0, 0)
+    count = formulas.state_tensors(type(optimizer).__name__, optimizer.defaults)
+    sharing = shape[-1]
+    return Prediction(
+        strategy=str(strategy),
+        ranks=ranks,
+        peak_bytes=peak.bytes,
+        parts=peak.parts,
+        peak_phase=peak.phase,
+        states=states,
+        formula_bytes=formulas.states_bytes(strategy.kind, sharing, all_bytes, trained_bytes, count),
+        host_bytes=host,
+        collectives=dict(Counter(item.name for item in collectives)) if ranks > 1 else {},
+        sent_bytes=sent,
+        between_nodes_bytes=between,
+        note=_note(strategy, units, rest),
+    )
+
+
+def _step(
+    model: torch.nn.Module,
+    workload: TrainingWorkload,
+    batch: Any,
+    strategy: Strategy,
+    ranks: int,
+    device: str,
+    round_to: int,
+) -> tuple[Timeline, dict[str, int], torch.optim.Optimizer]:
+    """One training step after the optimizer's state exists, watched from its first allocation to `zero_grad`."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    mine = trained
+    if strategy.kind == "zero1":
+        mine = [trained[i] for i in formulas.largest_partition([p.numel() for p in trained], ranks)]
+    optimizer = workload.optimizer(mine)
+    for group in optimizer.param_groups:
+        if device == "cuda" and "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = True  # what torch chooses for CUDA tensors
+    for parameter in mine:  # the state is made by the first step, so there has been one
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    gc.collect()
+
+    timeline = Timeline(round_to, gloo=device == "cpu")
+    with ExitStack() as stack:
+        stack.enter_context(_fsdp_marks(timeline))
+        stack.enter_context(timeline)
+        timeline.see([list(model.parameters()), list(model.buffers())], "parameters", final=True)
+        timeline.see([list(state.values()) for state in optimizer.state.values()], "optimizer state", final=True)
+        timeline.see(batch, "activations", final=True)
+        states = {"parameters": _held(timeline, "parameters"), "gradients": 0}
+        states["optimizer state"] = _held(timeline, "optimizer state")
+        if strategy.kind in ("ddp", "zero1"):
+            _ddp_buckets(trained, strategy, timeline)
+        with timeline.phase("forward"), precision_context(strategy, "cpu"):
+            loss = workload.loss(model, batch)
+        with timeline.phase("backward"):
+            loss.backward()
+        timeline.see([p.grad for p in model.parameters() if p.grad is not None], "gradients", final=True)
+        states["gradients"] = _held(timeline, "gradients")
+        del loss
+        with timeline.phase("optimizer"):
+            if workload.max_grad_norm is not None:
+                torch.nn.utils.clip_grad_norm_(trained, workload.max_grad_norm)
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return timeline, states, optimizer
+
+
+def _ddp_buckets(trained: list[torch.nn.Parameter], strategy: Strategy, timeline: Timeline) -> None:
+    """DDP's flat buckets, and what its reducer does with a gradient as soon as it is there."""
+    with timeline.phase("before"):
+        views = _bucket_views(trained)
+        timeline.see(views, "gradients" if strategy.buckets == "view" else "transients", final=True)
+        if strategy.compress == "powersgd":
+            errors = [torch.empty_like(view) for view in views]  # the error that PowerSGD carries to the next step
+            timeline.see(errors, "transients", final=True)
+            views[0]._fettle_errors = errors  # type: ignore[attr-defined]
+    sent: list[torch.Tensor] = []
+
+    def ready(view: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        def hook(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            with torch.no_grad():
+                view.copy_(parameter.grad)
+                if strategy.buckets == "view":
+                    parameter.grad = view
+                if strategy.compress == "fp16":
+                    sent.append(view.to(torch.float16))  # an upper bound: all are still on their way at the end
+                    timeline.see(sent[-1], "transients", final=True)
+
+        return hook
+
+    for parameter, view in zip(trained, views, strict=True):
+        parameter.register_post_accumulate_grad_hook(ready(view))
+
+
+def _bucket_views(trained: list[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """One view a parameter into flat buckets, one bucket set for each type."""
+    views: dict[int, torch.Tensor] = {}
+    for dtype in {p.dtype for p in trained}:
+        same = [p for p in trained if p.dtype == dtype]
+        left = list(reversed(same))
+        for size in formulas.bucket_sizes([p.numel() * p.element_size() for p in same]):
+            flat = torch.empty(size // left[0].element_size(), dtype=dtype)
+            offset = 0
+            while offset < flat.numel():
+                parameter = left.pop(0)
+                views[id(parameter)] = flat[offset : offset + parameter.numel()].view(parameter.shape)
+                offset += parameter.numel()
+    return [views[id(p)] for p in trained]
+
+
+def _collectives_of_ddp(model: torch.nn.Module, strategy: Strategy) -> list[Collective]:
+    if strategy.kind not in ("ddp", "zero1"):
+        return []
+    trained = [p for p in model.parameters() if p.requires_grad]
+    sizes = [p.numel() * p.element_size() for p in trained]
+    divisor = 2 if strategy.compress == "fp16" and trained[0].element_size() == 4 else 1
+    made = [Collective("all_reduce", size // divisor) for size in formulas.bucket_sizes(sizes)]
+    if strategy.kind == "zero1":  # the owner of each parameter sends its new value to all
+        made += [Collective("broadcast", size) for size in sizes]
+    return made
+
+
+@contextmanager
+def _fsdp_marks(timeline: Timeline) -> Iterator[None]:
+    """Let the timeline know what FSDP2 allocates for communication: gathered parameters and its flat buffers."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    originals = {name: getattr(FSDPParamGroup, name) for name in ("unshard", "wait_for_unshard", "post_backward")}
+
+    def marked(original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with timeline.communicating():
+                return original(self, *args, **kwargs)
+
+        return method
+
+    for name, original in originals.items():
+        setattr(FSDPParamGroup, name, marked(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(FSDPParamGroup, name, original)
+
+
+def _held(timeline: Timeline, part: str) -> int:
+    return sum(life.size for life in timeline.lives if life.part == part and not life.died)
+
+
+def _fake_model(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
+    """A copy of the model with fake weights on the CPU; shared weights stay shared."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        fake = torch.nn.Parameter(_fake_tensors(parameter.detach()), parameter.requires_grad)
+        memo[id(parameter)] = fake
+    for buffer in model.buffers():
+        memo[id(buffer)] = _fake_tensors(buffer)
+    try:
+        copied: torch.nn.Module = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise UsageError(f"the model cannot be copied ({first_line(error)}): give a factory that builds it") from error
+    return copied
+
+
+def _fake_tensors(tree: Any) -> Any:
+    """The same shapes, strides and types under the mode that is active, on the CPU."""
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+    return tree_map_only(torch.Tensor, fake, dict(tree) if isinstance(tree, UserDict) else tree)
+
+
+def _batch(workload: TrainingWorkload) -> Any:
+    batch = workload.first
+    return dict(batch) if isinstance(batch, UserDict) else batch
+
+
+def _note(strategy: Strategy, units: list[int], rest: int) -> str:
+    if strategy.sharded and not units:
+        return "one unit holds the whole model: it is gathered at once, and no communication hides behind computing"
+    if strategy.compress == "powersgd":
+        return "what PowerSGD sends is not predicted: counted as without compression"
+    if strategy.compile == "block":
+        return "predicted without compiling, which fuses and so usually needs less"
+    if strategy.offload == "cpu":
+        return "parameters, gradients and optimizer state are in host memory"
+    if strategy.sharded and rest > max(units):
+        return "the largest unit is the root: what no block holds (embeddings, head) is gathered together"
+    return ""
+
+
+def _cheapest(made: list[Prediction], world_size: int) -> str:
+    able = [item for item in made if item.fits and item.ranks == world_size]
+    # Offloading and root-only wrapping send as little as their plain forms and lose on the step instead.
+    plain = [item for item in able if "wrap=root" not in item.strategy and "offload" not in item.strategy]
+    chosen = min(
+        plain or able,
+        key=lambda item: (item.between_nodes_bytes, item.sent_bytes, sum(item.collectives.values()), item.peak_bytes),
+        default=None,
+    )
+    return chosen.strategy if chosen else ""
+
+
+def _reason(error: Exception) -> str:
+    text = first_line(error)
+    if "DataDependent" in text or "DynamicOutputShape" in text:
+        return f"the step needs values of tensors, which a plan has not ({text[:120]})"
+    return text[:200]
+
+
+def _check(world_size: int, ranks_per_node: int, headroom: float) -> None:
+    if not 1 <= world_size <= 1_000_000:
+        raise UsageError(f"a world of {world_size} ranks cannot be planned: give a number from 1 to 1000000")
+    if ranks_per_node < 1:
+        raise UsageError(f"{ranks_per_node} ranks per node: give at least 1")
+    if not 0 <= headroom < 1:
+        raise UsageError(f"a headroom of {headroom}: give a share from 0 to less than 1")

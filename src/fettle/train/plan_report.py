@@ -1,0 +1,147 @@
+"""The plan as a picture: one stacked bar a strategy, against the memory of the device. As PNG, SVG or one HTML file."""
+
+from __future__ import annotations
+
+import json
+import os
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from fettle.errors import UsageError
+from fettle.memory.units import size_text
+from fettle.train.plan import Plan, Prediction
+from fettle.train.plan_timeline import PARTS
+
+_GIB = 1 << 30
+_COLOURS = ("#1f77a8", "#2f9a6c", "#7d6bc4", "#d27a22", "#8a949e")
+SUFFIXES = (".html", ".png", ".svg")
+
+
+def bars(made: Plan) -> Any:
+    """Stacked bars of the peak's parts in GiB; the line is what the headroom leaves of the device. An Altair chart."""
+    import altair as alt
+
+    rows = [
+        {"strategy": item.strategy, "part": part, "order": PARTS.index(part), "GiB": item.parts[part] / _GIB,
+         "size": size_text(item.parts[part]), "fits": _fits(item)}
+        for item in made.predictions if not item.failed for part in PARTS
+    ]  # fmt: skip
+    drawn = [item.strategy for item in made.predictions if not item.failed]
+    chart = (
+        alt.Chart(alt.Data(values=rows))  # type: ignore[no-untyped-call]
+        .mark_bar(height=18)
+        .encode(
+            y=alt.Y("strategy:N", sort=drawn, title=None, axis=alt.Axis(labelLimit=300)),
+            x=alt.X("GiB:Q", title="peak per rank, GiB"),
+            color=alt.Color(
+                "part:N", sort=list(PARTS), title=None, scale=alt.Scale(domain=list(PARTS), range=list(_COLOURS))
+            ),
+            order="order:Q",
+            tooltip=["strategy:N", "part:N", "size:N", "fits:N"],
+        )
+    )
+    if made.device_memory_bytes is None:
+        return chart.properties(width=520)
+    limit = [{"GiB": made.device_memory_bytes * (1 - made.headroom) / _GIB}]
+    line = alt.Chart(alt.Data(values=limit)).mark_rule(strokeDash=[5, 3], size=2, color="#c24d4d").encode(x="GiB:Q")  # type: ignore[no-untyped-call]
+    return alt.layer(chart, line).properties(width=520)
+
+
+def write_plan(made: Plan, path: str | os.PathLike[str]) -> None:
+    """Write the picture to `path`; its suffix says what. Raises `UsageError` where that cannot be."""
+    target = Path(path)
+    check_path(target)
+    partial = target.with_name(f".{target.name}.part{target.suffix}")
+    chart = bars(made)
+    try:
+        if target.suffix == ".html":
+            partial.write_text(page(made), encoding="utf-8")
+        elif target.suffix == ".png":
+            chart.save(str(partial), scale_factor=2)
+        else:
+            chart.save(str(partial))
+        os.replace(partial, target)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UsageError(f"{target}: the plan could not be written ({error.strerror})") from None
+
+
+def check_path(path: Path) -> None:
+    """Raises `UsageError` for a suffix that is not drawn, or a folder that is not there."""
+    if path.suffix not in SUFFIXES:
+        raise UsageError(f"{path}: a plan is written as {', '.join(SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise UsageError(f"{path.parent}: no such folder for the plan")
+
+
+def page(made: Plan) -> str:
+    """One HTML file without network: the bars as SVG, so that it needs no script, and the table."""
+    import vl_convert
+
+    svg = vl_convert.vegalite_to_svg(json.dumps(bars(made).to_dict()))
+    head = ("strategy", "peak", *PARTS, "fits", "sent a step", "between nodes", "collectives", "note")
+    lines = []
+    for item in made.predictions:
+        cells = row_texts(item)
+        lines.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>memory plan: {escape(made.name)}</title><style>{_STYLE}</style></head><body>"
+        f"<h1>Memory plan: {escape(made.name)}, {made.world_size} ranks</h1><p class='verdict'>{escape(verdict(made))}</p>"
+        f"<p class='soft'>{escape(basis(made))}</p><div class='scroll'>{svg}</div>"
+        f"<div class='scroll'><table><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr>{''.join(lines)}</table></div>"
+        "</body></html>"
+    )
+
+
+def verdict(made: Plan) -> str:
+    """The plan's answer in one sentence."""
+    if made.device_memory_bytes is None:
+        return "Give the device's memory to learn which strategies fit."
+    fitting = [item for item in made.predictions if item.fits]
+    room = f"{size_text(made.device_memory_bytes)} with {made.headroom:.0%} left free"
+    if not fitting:
+        able = [item for item in made.predictions if not item.failed]
+        least = min(able, key=lambda item: item.peak_bytes)
+        return f"Nothing fits in {room}; the least is {least.strategy} with {size_text(least.peak_bytes)}."
+    if not made.cheapest:
+        return f"{len(fitting)} of {len(made.predictions)} fit in {room}, none of them on {made.world_size} ranks."
+    return f"{len(fitting)} of {len(made.predictions)} fit in {room}; of these {made.cheapest} communicates least."
+
+
+def basis(made: Plan) -> str:
+    """What was assumed, for those who read the numbers."""
+    return (
+        f"{made.parameters:,} parameters, {made.optimizer}, {made.ranks_per_node} ranks per node, device {made.device}. "
+        "Predicted from fake tensors, nothing was launched. Not counted: the device's context, the communication "
+        "library's buffers, fragmentation, and what kernels allocate inside themselves."
+    )
+
+
+def row_texts(item: Prediction) -> list[str]:
+    """A prediction as table cells, for the page and the terminal alike."""
+    if item.failed:
+        return [item.strategy, "failed", *[""] * (len(PARTS) + 4), item.failed]
+    counts = ", ".join(f"{count} {name}" for name, count in item.collectives.items())
+    sizes = [size_text(item.parts[part]) for part in PARTS]
+    between = size_text(item.between_nodes_bytes)
+    return [item.strategy, size_text(item.peak_bytes), *sizes, _fits(item), size_text(item.sent_bytes), between, counts,
+            item.note]  # fmt: skip
+
+
+def _fits(item: Prediction) -> str:
+    return "" if item.fits is None else "yes" if item.fits else "no"
+
+
+_STYLE = """
+:root{--ink:#1d2733;--soft:#5b6b7c;--line:#d7dee6}*{box-sizing:border-box}
+body{margin:0 auto;max-width:1240px;padding:24px;background:#fff;color:var(--ink);font:15px/1.5 system-ui,sans-serif}
+h1{font-size:20px;margin:0;overflow-wrap:anywhere}.verdict{font-size:17px}.soft{color:var(--soft)}
+.scroll{overflow-x:auto}table{border-collapse:collapse;font-size:14px;margin-top:16px}
+th,td{text-align:right;padding:4px 12px 4px 0;border-bottom:1px solid var(--line);white-space:nowrap;
+vertical-align:top;font-variant-numeric:tabular-nums}
+th:first-child,td:first-child,th:last-child,td:last-child{text-align:left}
+"""

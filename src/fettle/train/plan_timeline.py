@@ -1,0 +1,206 @@
+"""The memory of a step, byte by byte in time, without the memory: every storage's birth, growth and death.
+
+Under fake tensors an operation computes shapes only, yet its results live exactly as long as real ones would: autograd
+keeps what it saves, modules drop what they are done with. `Timeline` watches these lives. What an operation allocates
+and frees inside itself, below PyTorch's dispatcher, is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed._tools.common_utils import get_untyped_storages
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+PARTS = ("parameters", "gradients", "optimizer state", "activations", "transients")
+
+
+@dataclass
+class _Life:
+    """One storage: its size now, what it is for, and the phases in which it began and ended."""
+
+    size: int
+    part: str
+    born: str
+    died: str = ""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective operation as a rank sees it."""
+
+    name: str
+    """all_gather, reduce_scatter, all_reduce or broadcast."""
+    bytes: int
+    """Size of the full (not sharded) buffer."""
+
+
+class Timeline(TorchDispatchMode):
+    """Watch storages while active. Use as a context manager, with `phase` around each part of a step."""
+
+    def __init__(self, round_to: int = 1, *, gloo: bool = False) -> None:
+        super().__init__()
+        self._gloo = gloo  # it copies: a gathered buffer and the input of a reduce-scatter exist twice for a moment
+        self._round_to = round_to  # the CUDA caching allocator hands out multiples of 512 bytes
+        self.changes: list[tuple[int, int, str]] = []
+        """(bytes, index of the storage, phase), in order."""
+        self.lives: list[_Life] = []
+        self.collectives: list[Collective] = []
+        self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._phase = "before"
+        self._communicating = False
+        self._resize: Any = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its own dispatch comes back here with local tensors
+        made = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            self._collective(func, args)
+        elif func.namespace not in ("prim", "profiler"):
+            self.see(made, "transients" if self._communicating or func.namespace == "fsdp" else "")
+        return made
+
+    def see(self, tree: Any, part: str = "", *, final: bool = False) -> None:
+        """Take note of the storages of all tensors in `tree`. A known one changes its part only if that is `final`."""
+        for leaf in tree_leaves(tree):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            for storage in get_untyped_storages(leaf):
+                if storage.device.type == "meta" and leaf.device.type == "meta":
+                    continue
+                known = self._alive.get(storage._cdata)
+                if known is None:
+                    self._add(storage, part)
+                elif final:
+                    self.lives[known[0]].part = part
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Everything inside happens in the phase `name`: forward, backward or optimizer."""
+        before, self._phase = self._phase, name
+        try:
+            yield
+        finally:
+            self._phase = before
+
+    @contextmanager
+    def communicating(self) -> Iterator[None]:
+        """What is allocated inside belongs to communication."""
+        before, self._communicating = self._communicating, True
+        try:
+            yield
+        finally:
+            self._communicating = before
+
+    def __enter__(self) -> Timeline:
+        # Sizes change outside the dispatcher: FSDP frees gathered parameters by shrinking their storage.
+        original = self._resize = torch.UntypedStorage.resize_
+        timeline = self
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = original(storage, size)
+            known = timeline._alive.get(storage._cdata)
+            if known is not None:
+                life = timeline.lives[known[0]]
+                rounded = timeline._rounded(size)
+                timeline._change(rounded - life.size, known[0])
+                life.size, life.part = rounded, "transients"
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment,method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def _add(self, storage: Any, part: str) -> None:
+        index = len(self.lives)
+        key = storage._cdata
+
+        def gone(_: object) -> None:
+            self._alive.pop(key, None)
+            life = self.lives[index]
+            life.died = self._phase
+            self._change(-life.size, index)
+
+        self._alive[key] = (index, weakref.ref(storage, gone))
+        size = self._rounded(int(storage.nbytes()))
+        self.lives.append(_Life(size, part, self._phase))
+        self._change(size, index)
+
+    def _rounded(self, size: int) -> int:
+        return -(-size // self._round_to) * self._round_to
+
+    def _change(self, size: int, index: int) -> None:
+        if size:
+            self.changes.append((size, index, self._phase))
+
+    def _collective(self, func: Any, args: Any) -> None:
+        name = func._schema.name.split("::")[-1]
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+        kind = next((k for mark, k in _COLLECTIVES if mark in name), None)
+        if kind is None or not sizes:
+            return
+        whole = max(sizes) if kind in ("all_gather", "reduce_scatter") else sum(sizes)
+        self.collectives.append(Collective(kind, whole))
+        if self._gloo and kind in ("all_gather", "reduce_scatter"):
+            index = len(self.lives)
+            self.lives.append(_Life(0, "transients", self._phase, self._phase))
+            self._change(whole, index)
+            self._change(-whole, index)
+
+
+_COLLECTIVES = (
+    ("allgather", "all_gather"),
+    ("reduce_scatter", "reduce_scatter"),
+    ("allreduce", "all_reduce"),
+    ("broadcast", "broadcast"),
+)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The largest sum of live storages in a timeline, taken apart."""
+
+    bytes: int
+    parts: dict[str, int]
+    phase: str
+
+
+def peak_of(timeline: Timeline, without: Iterable[str] = (), phases: Iterable[str] = ()) -> Peak:
+    """The peak after everything was registered, parts in `without` left out (they live elsewhere).
+
+    `phases` limits where the peak may be; none means anywhere.
+    """
+    parts = [_part(life) for life in timeline.lives]
+    left_out, allowed = set(without), set(phases)
+    now: dict[str, int] = defaultdict(int)
+    total, best, best_parts, best_phase = 0, -1, dict[str, int](), "forward"
+    for size, index, phase in timeline.changes:
+        part = parts[index]
+        if part in left_out:
+            continue
+        now[part] += size
+        total += size
+        if total > best and phase != "before" and (not allowed or phase in allowed):
+            best, best_parts, best_phase = total, dict(now), phase
+    return Peak(max(best, 0), {part: best_parts.get(part, 0) for part in PARTS}, best_phase)
+
+
+def _part(life: _Life) -> str:
+    """What a storage was for, seen from its end: saved for backward, or gone within its own phase."""
+    if life.part:
+        return life.part
+    return "activations" if life.born == "forward" and life.died != "forward" else "transients"

@@ -1,0 +1,101 @@
+"""Training steps under observation: their losses, gradient norms, and the time of each phase.
+
+The training loop itself is left alone. It is handed a loss function and an optimizer factory that take notes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fettle.train.guard import Curve
+from fettle.train.workload import TrainingWorkload
+
+PHASES = ("data", "forward", "backward", "optimizer")
+Train = Callable[..., Iterator[torch.Tensor]]
+"""``train(model, make_optimizer, loss, data)`` of an ``optimized.py``: one step for each loss that is asked for."""
+
+
+class Steps:
+    """A training run, one step at a time."""
+
+    def __init__(self, train: Train, workload: TrainingWorkload, data: Any = None) -> None:
+        self.phases_ms = dict.fromkeys(PHASES, 0.0)
+        self._workload = workload
+        self._norms: list[float] | None = None
+        self._clock: tuple[str, float] | None = None
+        self._watching = False
+        self._device = next(workload.model.parameters()).device
+        data = workload.data if data is None else data
+        self._run = train(workload.model, self._make_optimizer, self._loss, data)
+
+    def step(self) -> torch.Tensor:
+        """Make one step and return its loss."""
+        if self._watching:
+            self._enter("data")
+        value = next(self._run)
+        if self._watching:
+            self._leave()
+        return value
+
+    def curve(self, count: int) -> Curve:
+        """Make `count` steps and keep their losses and gradient norms. Stops after a loss that is not finite."""
+        self._norms = norms = []
+        losses: list[float] = []
+        for _ in range(count):
+            losses.append(float(self.step()))
+            if not math.isfinite(losses[-1]):
+                break
+        self._norms = None
+        return Curve(losses, norms)
+
+    def timeline(self, count: int) -> dict[str, float]:
+        """Milliseconds of a mean step by phase, over `count` steps; a GPU is waited for between phases.
+
+        data: until the loss function is called; backward: from its end until the optimizer's step, clipping included;
+        optimizer: the rest, with zero_grad.
+        """
+        self.phases_ms = dict.fromkeys(PHASES, 0.0)
+        self._watching = True
+        for _ in range(count):
+            self.step()
+        self._watching = False
+        return {name: total / count for name, total in self.phases_ms.items()}
+
+    def _make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        optimizer = self._workload.optimizer(parameters)
+        optimizer.register_step_pre_hook(self._before_optimizer)
+        return optimizer
+
+    def _loss(self, model: Any, batch: Any) -> torch.Tensor:
+        if not self._watching:
+            return self._workload.loss(model, batch)
+        self._enter("forward")
+        value = self._workload.loss(model, batch)
+        self._enter("backward")
+        return value
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._watching:
+            self._enter("optimizer")
+        if self._norms is not None:
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+            scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales inside its step
+            self._norms.append(norm / float(scale) if scale is not None else norm)
+
+    def _enter(self, phase: str) -> None:
+        self._leave()
+        self._clock = (phase, time.perf_counter())
+
+    def _leave(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        if self._clock is not None:
+            phase, began = self._clock
+            self.phases_ms[phase] += (time.perf_counter() - began) * 1e3
+        self._clock = None

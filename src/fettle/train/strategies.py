@@ -1,0 +1,291 @@
+"""Parallel strategies: what a training step can be spread over many ranks with, and how each one is applied.
+
+A strategy is written as its kind and settings, ``zero3 wrap=block precision=bf16 checkpoint=block``. The model stays
+the user's own; `apply` changes it from outside in the order that PyTorch needs: checkpointing, compiling per block,
+then sharding. ZeRO-1 is DDP with `ZeroRedundancyOptimizer`; ZeRO-2 and ZeRO-3 are FSDP2's `fully_shard` with
+``reshard_after_forward`` off and on; hybrid sharding is ZeRO-3 on a mesh of two dimensions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from fettle.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+
+KINDS = ("single", "ddp", "zero1", "zero2", "zero3", "hsdp")
+_CHOICES = {
+    "wrap": ("block", "size", "root"),
+    "precision": ("fp32", "bf16"),
+    "checkpoint": ("none", "block"),
+    "compress": ("none", "fp16", "powersgd"),
+    "buckets": ("view", "copy"),
+    "graph": ("dynamic", "static"),
+    "offload": ("none", "cpu"),
+    "compile": ("off", "block"),
+}
+_ONLY_FOR = {
+    "wrap": ("zero2", "zero3", "hsdp"),
+    "offload": ("zero2", "zero3", "hsdp"),
+    "compress": ("ddp", "zero1"),
+    "buckets": ("ddp", "zero1"),
+    "graph": ("ddp", "zero1"),
+}
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to spread a training step over ranks. The defaults are what PyTorch's own documentation suggests."""
+
+    kind: str = "single"
+    wrap: str = "block"
+    """What FSDP shards as one unit: each repeated block, modules above a size, or only the root (a mistake: the whole
+    model is gathered at once)."""
+    precision: str = "fp32"
+    """``bf16``: FSDP's mixed-precision policy (parameters gathered in bfloat16, gradients reduced in float32); for the
+    other kinds autocast."""
+    checkpoint: str = "none"
+    """``block``: activations of each repeated block are computed again in backward."""
+    compress: str = "none"
+    """A DDP communication hook."""
+    buckets: str = "view"
+    """``view``: gradients live inside DDP's buckets; ``copy``: they are held twice."""
+    graph: str = "dynamic"
+    offload: str = "none"
+    """``cpu``: FSDP keeps shards, gradients and optimizer state in host memory."""
+    compile: str = "off"
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UsageError(f"{self.kind!r} is no parallel strategy: use one of {', '.join(KINDS)}")
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise UsageError(f"strategy {self.kind}: {name}={value} is not among {', '.join(choices)}")
+            if value != choices[0] and self.kind not in _ONLY_FOR.get(name, KINDS):
+                raise UsageError(f"strategy {self.kind} has no {name}: it belongs to {', '.join(_ONLY_FOR[name])}")
+
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 does it."""
+        return self.kind in ("zero2", "zero3", "hsdp")
+
+    def __str__(self) -> str:
+        changed = [f"{f.name}={getattr(self, f.name)}" for f in fields(self)[1:] if getattr(self, f.name) != f.default]
+        return " ".join([self.kind, *changed])
+
+
+def parse_strategy(text: str) -> Strategy:
+    """A strategy from its text, ``"zero3 wrap=size precision=bf16"``. Raises `UsageError` for another form."""
+    kind, *settings = text.split() or [""]
+    values: dict[str, str] = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals or name not in _CHOICES or name in values:
+            raise UsageError(f"strategy {text!r}: {setting!r} is no setting, write one of {', '.join(_CHOICES)}=VALUE")
+        values[name] = value
+    return Strategy(kind, **values)
+
+
+def usual_strategies() -> list[Strategy]:
+    """What `fettle plan` compares when nothing else is asked for, the simplest first."""
+    return [
+        parse_strategy(text)
+        for text in (
+            "single",
+            "ddp",
+            "zero1",
+            "zero2",
+            "zero3",
+            "hsdp",
+            "zero3 checkpoint=block",
+            "hsdp precision=bf16 checkpoint=block",
+            "zero3 precision=bf16 checkpoint=block",
+            "zero3 checkpoint=block offload=cpu",
+            "zero3 wrap=root",
+        )
+    ]
+
+
+def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The outermost modules with parameters whose class is found twice or more in lists of modules.
+
+    Layers that come with torch are no blocks, except its transformer layers: wrapping each Linear would pay one
+    collective for every matrix.
+    """
+    from torch import nn
+
+    def members(parent: nn.Module) -> list[nn.Module]:
+        return [
+            child
+            for child in parent.children()
+            if isinstance(parent, (nn.ModuleList, nn.Sequential))
+            and any(True for _ in child.parameters())
+            and not isinstance(child, (nn.ModuleList, nn.Sequential))
+            and (not type(child).__module__.startswith("torch.nn.") or "Layer" in type(child).__name__)
+            and not isinstance(child, nn.LayerNorm)
+        ]
+
+    counts = Counter(type(child) for parent in model.modules() for child in members(parent))
+    found: list[nn.Module] = []
+
+    def walk(parent: nn.Module) -> None:
+        chosen = {id(child) for child in members(parent) if counts[type(child)] >= 2}
+        for child in parent.children():
+            if id(child) in chosen:
+                if not any(child is other for other in found):
+                    found.append(child)
+            else:
+                walk(child)
+
+    walk(model)
+    return found
+
+
+def modules_by_size(model: torch.nn.Module, share: float = 0.05) -> list[torch.nn.Module]:
+    """Modules to shard as units so that each new unit holds at least `share` of all parameters; inner ones first.
+
+    A container whose children can be called is wrapped where its remaining parameters reach the size; a
+    `ModuleList` is never one, as it has no forward of its own.
+    """
+    from torch import nn
+
+    total = sum(parameter.numel() for parameter in model.parameters())
+    units: list[nn.Module] = []
+    taken: set[int] = set()
+
+    def walk(module: nn.Module) -> None:
+        for child in module.children():
+            walk(child)
+        left = [p for p in module.parameters() if id(p) not in taken]
+        called = not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
+        if module is not model and called and sum(p.numel() for p in left) >= share * total:
+            units.append(module)
+            taken.update(id(p) for p in left)
+
+    walk(model)
+    return units
+
+
+def units_of(model: torch.nn.Module, strategy: Strategy) -> list[torch.nn.Module]:
+    """The modules that FSDP shards one by one, before the root. Without repeated blocks, by size."""
+    if strategy.wrap == "root":
+        return []
+    blocks = repeated_blocks(model) if strategy.wrap == "block" else []
+    return blocks or modules_by_size(model)
+
+
+def mesh_shape(strategy: Strategy, world_size: int, ranks_per_node: int) -> tuple[int, ...]:
+    """Ranks in each dimension of the mesh: (replicate, shard) for hybrid sharding, else all in one."""
+    if strategy.kind != "hsdp":
+        return (world_size,)
+    inner = ranks_per_node if world_size > ranks_per_node else max(1, world_size // 2)
+    if world_size % inner:
+        raise UsageError(f"hsdp: {world_size} ranks cannot be split into nodes of {inner}; set --ranks-per-node")
+    return (world_size // inner, inner)
+
+
+def apply(model: torch.nn.Module, strategy: Strategy, mesh: DeviceMesh | None, *, ddp: bool = True) -> torch.nn.Module:
+    """Apply `strategy` to `model`, in place where PyTorch works in place, and return what is to be called.
+
+    `mesh` has the shape of `mesh_shape` and is needed for all kinds but single. With `ddp` off the DDP wrapper is left
+    out, as the planner does: its reducer works outside Python and cannot be given fake tensors.
+    """
+    blocks = repeated_blocks(model)
+    if strategy.checkpoint == "block":
+        _checkpoint(model, blocks)
+    if strategy.compile == "block":
+        for block in blocks or [model]:
+            block.compile()
+    if strategy.sharded:
+        if mesh is None:
+            raise ValueError("a sharded strategy needs a device mesh")
+        _shard(model, strategy, mesh)
+    elif strategy.kind in ("ddp", "zero1") and ddp:
+        return _replicate(model, strategy)
+    return model
+
+
+def _checkpoint(model: torch.nn.Module, blocks: list[torch.nn.Module]) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        apply_activation_checkpointing,
+        checkpoint_wrapper,
+    )
+
+    if not blocks:
+        raise UsageError("checkpoint=block: the model has no repeated blocks to compute again")
+    chosen = {id(block) for block in blocks}
+    apply_activation_checkpointing(
+        model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda module: id(module) in chosen
+    )
+
+
+def _shard(model: torch.nn.Module, strategy: Strategy, mesh: DeviceMesh) -> None:
+    import torch
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": strategy.kind != "zero2"}
+    if strategy.precision == "bf16":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if strategy.offload == "cpu":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    for unit in units_of(model, strategy):
+        fully_shard(unit, **options)
+    fully_shard(model, **options)
+
+
+def _replicate(model: torch.nn.Module, strategy: Strategy) -> torch.nn.Module:
+    from torch.nn.parallel import DistributedDataParallel
+
+    wrapped = DistributedDataParallel(
+        model, gradient_as_bucket_view=strategy.buckets == "view", static_graph=strategy.graph == "static"
+    )
+    if strategy.compress == "fp16":
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        wrapped.register_comm_hook(None, fp16_compress_hook)
+    elif strategy.compress == "powersgd":
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+        # Compression before the second iteration is refused by the hook when it keeps an error of its own.
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return wrapped
+
+
+def make_optimizer(model: torch.nn.Module, strategy: Strategy, factory: MakeOptimizer) -> torch.optim.Optimizer:
+    """The user's optimizer over the model's parameters, its state split over the ranks for ZeRO-1.
+
+    `ZeroRedundancyOptimizer` wants a class and its arguments; the user's factory is asked once for an optimizer, and
+    class and defaults are taken from that. Raises `UsageError` where parameter groups differ from the defaults.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    made = factory(trained)
+    if strategy.kind != "zero1":
+        return made
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    if len(made.param_groups) != 1:
+        raise UsageError("zero1: the optimizer factory makes several parameter groups, which zero1 does not take here")
+    given = {
+        key: value for key, value in made.defaults.items() if key not in ("differentiable", "decoupled_weight_decay")
+    }
+    return ZeroRedundancyOptimizer(trained, optimizer_class=type(made), **given)
+
+
+def precision_context(strategy: Strategy, device_type: str) -> AbstractContextManager[Any]:
+    """Autocast for the kinds that have no policy of their own."""
+    import torch
+
+    if strategy.precision == "bf16" and not strategy.sharded:
+        return torch.autocast(device_type, torch.bfloat16)
+    return nullcontext()

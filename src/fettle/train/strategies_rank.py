@@ -1,0 +1,198 @@
+"""One rank: build the workload, apply the strategy, train a few steps, write what it held at its peak.
+
+The peak is taken from the profiler's record of every allocation and free of the CPU allocator, begun before the model
+is built, so that nothing is missing from it. Resident memory would show the heap's habits instead. What libraries
+allocate with malloc (oneDNN's workspaces, gloo's buffers) is in neither the record nor a prediction.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fettle.errors import UsageError, first_line
+from fettle.train.strategies_launch import RankResult, die_with_parent
+
+if TYPE_CHECKING:
+    import torch
+
+_STEPS = "fettle.steps"
+
+
+def main(request_path: str) -> None:
+    """Run as rank RANK of WORLD_SIZE, as torchrun's environment says."""
+    die_with_parent()
+    request = json.loads(Path(request_path).read_text())
+    folder, rank = Path(request["folder"]), int(os.environ["RANK"])
+
+    def stage(name: str) -> None:
+        (folder / f"stage{rank}").write_text(name)
+
+    try:
+        result = _train(request, rank, stage)
+    except BaseException as error:
+        kind = "usage" if isinstance(error, UsageError) else "memory" if _is_memory(error) else "error"
+        reason = str(error) if kind == "usage" else first_line(error)
+        told = {"kind": kind, "reason": reason[:300], "at": time.time()}
+        (folder / f"error{rank}.json").write_text(json.dumps(told))
+        raise
+    (folder / f"rank{rank}.json").write_text(json.dumps(asdict(result)))
+
+
+def _train(request: dict[str, Any], rank: int, stage: Any) -> RankResult:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.profiler import record_function
+
+    from fettle.train.strategies import apply, make_optimizer, mesh_shape, parse_strategy, precision_context
+    from fettle.train.workload import load_training
+    from fettle.workload import Target
+
+    strategy = parse_strategy(request["strategy"])
+    target = Target(request["reference"], request["name"], tuple(request["search_path"]))
+    stage("joining the other ranks")
+    world = int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    try:
+        with _recording(request["record"]) as record:
+            stage("building the workload")
+            workload = load_training(target)
+            shape = mesh_shape(strategy, world, request["ranks_per_node"])
+            names = ("replicate", "shard")[-len(shape) :]
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=names) if strategy.sharded else None
+            stage(f"applying {strategy.kind}")
+            model = apply(workload.model, strategy, mesh)
+            optimizer = make_optimizer(model, strategy, workload.optimizer)
+            batch = workload.first
+            losses, step_ms, states, counts = [], [], {}, dict[str, int]()
+            gc.collect()
+            with record_function(_STEPS):
+                for number in range(request["steps"]):
+                    began = time.perf_counter()
+                    counting = CommDebugMode() if number == request["steps"] - 1 else nullcontext()
+                    with counting:
+                        stage(f"forward of step {number + 1}")
+                        with precision_context(strategy, "cpu"):
+                            loss = workload.loss(model, batch)
+                        stage(f"backward of step {number + 1}")
+                        loss.backward()
+                        states = _states(model, optimizer)
+                        stage(f"optimizer of step {number + 1}")
+                        if workload.max_grad_norm is not None:
+                            torch.nn.utils.clip_grad_norm_(model.parameters(), workload.max_grad_norm)
+                        optimizer.step()
+                        optimizer.zero_grad(set_to_none=True)
+                    losses.append(float(loss.detach()))
+                    del loss
+                    step_ms.append((time.perf_counter() - began) * 1e3)
+                    if isinstance(counting, CommDebugMode):
+                        counts = {str(op).split(".")[-1]: n for op, n in counting.get_comm_counts().items()}
+            states["optimizer state"] = _bytes(_optimizer_tensors(optimizer))
+        stage("done")
+        return RankResult(rank, record.peak_bytes, states, losses, step_ms, counts)
+    finally:
+        if sys.exc_info()[0] is None:
+            dist.destroy_process_group()
+
+
+class _Record:
+    peak_bytes = 0
+
+
+@contextmanager
+def _recording(on: bool) -> Iterator[_Record]:
+    """Every allocation from here to the end; afterwards the peak within the steps is in the record."""
+    record = _Record()
+    if not on:
+        yield record
+        return
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as running:
+        yield record
+    assert running.profiler is not None
+    assert running.profiler.kineto_results is not None
+    record.peak_bytes = _peak(running.profiler.kineto_results.experimental_event_tree())
+
+
+def _peak(roots: list[Any]) -> int:
+    """Most bytes alive at once between the begin and the end of the steps.
+
+    A buffer that gloo allocates inside a collective is freed in a thread of its own, where the profiler does not look:
+    it is taken to end with the collective, for which the rank waits anyway.
+    """
+    moves: list[tuple[int, int, int, int]] = []  # time, number of the event, address, size
+    begin, end = 0, 1 << 62
+    left: list[tuple[Any, int]] = [(root, 0) for root in roots]
+    while left:
+        event, collective_end = left.pop()
+        kind = str(event.tag).rsplit(".", 1)[-1]
+        if kind == "TorchOp" and event.name.startswith("c10d::"):
+            collective_end = event.end_time_ns
+        left.extend((child, collective_end) for child in event.children)
+        if kind == "Allocation" and event.extra_fields.device.type == "cpu":
+            address, size = int(event.extra_fields.ptr), int(event.extra_fields.alloc_size)
+            moves.append((event.start_time_ns, len(moves), address, size))
+            if collective_end and size > 0:
+                moves.append((collective_end, len(moves), address, -size))
+        elif kind == "TorchOp" and event.name == _STEPS:
+            begin, end = event.start_time_ns, event.end_time_ns
+    alive: dict[int, int] = {}
+    total = most = 0
+    inside = False
+    for time_ns, _, address, size in sorted(moves):
+        if not inside and time_ns >= begin:
+            most, inside = total, True
+        if size >= 0:
+            total += size - alive.get(address, 0)  # handed out again: freed where nobody looked
+            alive[address] = size
+        else:
+            total -= alive.pop(address, 0)
+        if inside and time_ns <= end:
+            most = max(most, total)
+    return most
+
+
+def _states(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    return {
+        "parameters": _bytes([*model.parameters(), *model.buffers()]),
+        "gradients": _bytes(p.grad for p in model.parameters() if p.grad is not None),
+        "optimizer state": _bytes(_optimizer_tensors(optimizer)),
+    }
+
+
+def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Any]:
+    inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer holds the rank's own part inside
+    return [value for state in inner.state.values() for value in state.values()]
+
+
+def _bytes(tensors: Iterable[Any]) -> int:
+    """Bytes of the storages behind the tensors, each once, local shards only."""
+    import torch
+    from torch.distributed._tools.common_utils import get_untyped_storages
+
+    seen: dict[int, int] = {}
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor):
+            for storage in get_untyped_storages(tensor):
+                seen[storage._cdata] = int(storage.nbytes())
+    return sum(seen.values())
+
+
+def _is_memory(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,176 @@
+"""The training workload: a model, an optimizer factory, a loss, data, and how many steps judge a recipe.
+
+A factory builds it, as it builds a `fettle.Workload`, so that a fresh process can build it again. A factory that
+takes an argument ``seed`` is called with the seed: other seeds tell how far losses spread by themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any
+
+from fettle.errors import UsageError
+from fettle.workload import Batch, Target, Workload, fingerprint, leaves
+
+if TYPE_CHECKING:
+    import torch
+
+FEWEST_STEPS = 4
+"""Fewer losses than this make no curve."""
+
+
+@dataclass(frozen=True)
+class TrainingWorkload:
+    """A training loop to be made fast, with everything that is needed to measure and to judge it.
+
+    One step is: ``loss(model, batch)``, ``backward``, clipping where asked for, ``optimizer.step()``, ``zero_grad()``.
+    """
+
+    model: torch.nn.Module
+    """With the weights that training starts from, in float32, on the device it trains on."""
+
+    optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+    """``optimizer(parameters)`` makes the optimizer, for example ``functools.partial(torch.optim.AdamW, lr=3e-4)``."""
+
+    loss: Callable[[Any, Batch], torch.Tensor]
+    """``loss(model, batch)`` runs the forward pass of one batch and returns its mean loss, a tensor of one number."""
+
+    data: Iterable[Batch]
+    """Batches, any pytree each: a list or a DataLoader, gone through again and again. An iterator will not do."""
+
+    steps: int = 20
+    """How many steps the loss curves have that judge a recipe."""
+
+    metric: Callable[[torch.nn.Module], float] | None = None
+    """The user's own measure of quality after these steps, higher is better: given the model, return a number."""
+
+    max_grad_norm: float | None = None
+    """Gradients are clipped to this total norm before each optimizer step. None: they are not."""
+
+    name: str = ""
+    """Short name, shown in reports. Empty: taken from the target."""
+
+    samples: int | None = None
+    """Rows in one batch, for throughput. None: the first dimension of the first tensor of the first batch."""
+
+    def __post_init__(self) -> None:
+        import torch
+
+        if not isinstance(self.model, torch.nn.Module):
+            raise UsageError(f"the training workload's model is a {type(self.model).__name__}, not an nn.Module")
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise UsageError("the training workload's model has no parameter that requires a gradient")
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            raise UsageError(
+                "the training workload's optimizer is an optimizer already: give what makes one from parameters, "
+                "for example functools.partial(torch.optim.AdamW, lr=1e-3)"
+            )
+        for name in ("optimizer", "loss"):
+            if not callable(getattr(self, name)):
+                kind = type(getattr(self, name)).__name__
+                raise UsageError(f"the training workload's {name} is a {kind}, which cannot be called")
+        if self.metric is not None and not callable(self.metric):
+            raise UsageError(f"the training workload's metric is a {type(self.metric).__name__}, not a function")
+        self._check_data()
+        if isinstance(self.steps, bool) or not isinstance(self.steps, Integral) or self.steps < FEWEST_STEPS:
+            raise UsageError(f"the training workload's steps are {self.steps!r}: give at least {FEWEST_STEPS}")
+        norm = self.max_grad_norm
+        if norm is not None and (isinstance(norm, bool) or not isinstance(norm, Real) or not norm > 0):
+            raise UsageError(f"the training workload's max_grad_norm is {norm!r}: give a number above 0, or None")
+        if self.samples is not None and (not isinstance(self.samples, Integral) or self.samples < 1):
+            raise UsageError(f"the training workload's samples are {self.samples!r}: give the rows in one batch")
+
+    def _check_data(self) -> None:
+        data = self.data
+        if isinstance(data, (str, bytes, Mapping)) or not isinstance(data, Iterable):
+            raise UsageError("the training workload's data must be a list of batches or a DataLoader")
+        if isinstance(data, Iterator):
+            raise UsageError("the training workload's data is an iterator, which ends: give a list or a DataLoader")
+        if isinstance(data, Sized) and _length(data) == 0:
+            raise UsageError("the training workload's data is empty: give at least one batch")
+
+    @property
+    def first(self) -> Batch:
+        """The first batch; raises `UsageError` when there is none."""
+        for batch in self.data:
+            return batch
+        raise UsageError("the training workload's data is empty: give at least one batch")
+
+    @property
+    def rows(self) -> int:
+        """Rows in one batch."""
+        return self.samples or rows_of(self.first)
+
+    def stream(self, seed: int = 0) -> Iterator[Batch]:
+        """Batches without end: `data` again and again, a list in another order for each seed but 0.
+
+        A DataLoader shuffles by torch's own seed, which the caller sets.
+        """
+        order = random.Random(seed)
+        while True:
+            batches: Iterable[Batch] = self.data
+            if seed and isinstance(batches, Sequence):
+                batches = list(batches)
+                order.shuffle(batches)
+            yield from batches
+
+
+def training_workload_from(made: object, where: str) -> TrainingWorkload:
+    """A training workload from what a factory returned: a `TrainingWorkload` or a dict of its fields.
+
+    The dict lets a workload file do without importing fettle. Raises `UsageError` for anything else.
+    """
+    if isinstance(made, TrainingWorkload):
+        return made
+    names = {item.name for item in dataclasses.fields(TrainingWorkload)}
+    if isinstance(made, dict) and {"model", "optimizer", "loss", "data"} <= made.keys() <= names:
+        return TrainingWorkload(**made)
+    kind = "a workload for inference" if isinstance(made, Workload) else f"a {type(made).__name__}"
+    if isinstance(made, dict):
+        lacks = sorted({"model", "optimizer", "loss", "data"} - made.keys())
+        odd = sorted(map(str, made.keys() - names))
+        kind = f"a dict without {', '.join(lacks)}" if lacks else f"a dict with the unknown key {odd[0]}"
+    raise UsageError(
+        f"the factory {where} returned {kind}: training needs fettle.TrainingWorkload(model, optimizer, loss, data), "
+        f"or a dict with keys among {', '.join(sorted(names))}"
+    )
+
+
+def load_training(target: Target, seed: int = 0) -> TrainingWorkload:
+    """Build the training workload of `target`, seeding torch with `seed` first. Raises `UsageError` in one line."""
+    import torch
+
+    torch.manual_seed(seed)
+    workload = training_workload_from(target.make(seed), target.reference)
+    return workload if workload.name else dataclasses.replace(workload, name=target.name)
+
+
+def training_fingerprint(workload: TrainingWorkload) -> str:
+    """A short hash of the initial weights, the first batch and the optimizer's settings."""
+    plain = Workload(workload.model, [(workload.first,)])
+    optimizer = workload.optimizer(list(workload.model.parameters()))
+    settings = sorted((key, repr(value)) for key, value in optimizer.defaults.items())
+    text = f"{fingerprint(plain)} {type(optimizer).__name__} {settings} {workload.steps} {workload.max_grad_norm}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def rows_of(batch: Batch) -> int:
+    """The first dimension of the first tensor of a batch, 1 where it has none."""
+    import torch
+
+    for _, leaf in leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            return int(leaf.shape[0])
+    return 1
+
+
+def _length(data: Sized) -> int:
+    try:
+        return len(data)
+    except TypeError:  # a DataLoader over an iterable dataset
+        return 1

@@ -1,0 +1,206 @@
+"""Programs with one cause each: the cause is found, its bound is a share, and a healthy one is left alone."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from fettle.diagnose import Diagnosis, Finding, diagnose, diagnosis_json, techniques_named
+from fettle.diagnose.evidence import Evidence, Operation
+from fettle.diagnose.report import page
+from fettle.diagnose.rules import RULES, findings
+from fettle.diagnose.verify import Verified
+from fettle.errors import UsageError
+from fettle.measure import Interval
+from fettle.techniques import Facts
+
+HEAD = """
+import time
+import torch
+from torch import nn
+"""
+CASES = {
+    "waiting": """
+        class Net(nn.Module):
+            def forward(self, x):
+                time.sleep(0.02)
+                return x * 2
+        def workload():
+            return Net().eval(), [torch.ones(4, 4)]
+    """,
+    "float64": """
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = nn.Linear(256, 256)
+            def forward(self, x):
+                y = self.layer(x).double()
+                for _ in range(20):
+                    y = y @ self.layer.weight.double()
+                return y.float()
+        def workload():
+            return Net().eval(), [torch.ones(64, 256)]
+    """,
+    "python-loop": """
+        class Net(nn.Module):
+            def forward(self, x):
+                total = x[0] * 0
+                for i in range(400):
+                    total = total + x[i]
+                return total
+        def workload():
+            return Net().eval(), [torch.ones(400, 8)]
+    """,
+    "copies": """
+        class Net(nn.Module):
+            def forward(self, x):
+                for _ in range(20):
+                    x = x.transpose(0, 1).contiguous()
+                return x
+        def workload():
+            return Net().eval(), [torch.ones(1500, 1500)]
+    """,
+    "padding": """
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.table = nn.Embedding(100, 64)
+            def forward(self, input_ids, attention_mask):
+                return (self.table(input_ids) * attention_mask[..., None]).sum(1)
+        def workload():
+            mask = torch.zeros(16, 64, dtype=torch.long)
+            mask[:, :16] = 1
+            return Net().eval(), [dict(input_ids=torch.randint(0, 100, (16, 64)), attention_mask=mask)]
+    """,
+}
+
+
+def write(folder: Path, body: str) -> str:
+    path = folder / "case.py"
+    path.write_text(HEAD + textwrap.dedent(body))
+    return str(path)
+
+
+@pytest.mark.parametrize("cause", CASES)
+def test_a_planted_cause_is_found(cause: str, tmp_path: Path) -> None:
+    found = diagnose(write(tmp_path, CASES[cause]), seconds=0.5, compile_check=False)
+    by_rule = {finding.rule: finding for finding in found.findings}
+    assert cause in by_rule, found.findings
+    assert 0.1 < by_rule[cause].bound <= 1
+    assert by_rule[cause].evidence
+    assert sum(found.budget.values()) == pytest.approx(1, abs=0.01)
+    assert list(found.findings) == sorted(found.findings, key=lambda finding: finding.weight, reverse=True)
+
+
+def test_compile_health_and_syncs_are_counted_with_their_lines(tmp_path: Path) -> None:
+    target = write(
+        tmp_path,
+        """
+        class Net(nn.Module):
+            def forward(self, x):
+                if x.sum().item() > 0:
+                    x = x[x > 0.5]
+                print("looking", end="")
+                return x.sum()[None]
+        def workload():
+            return Net().eval(), [torch.rand(8, 8), torch.rand(9, 9), torch.rand(10, 10)]
+        """,
+    )
+    found = diagnose(target, seconds=0.3)
+    syncs = next(finding for finding in found.findings if finding.rule == "syncs")
+    assert syncs.count == 2  # .item() and the boolean index
+    assert any("case.py:9" in line for line in syncs.evidence)
+    assert found.count("graph-breaks") >= 1
+    breaks = next(finding for finding in found.findings if finding.rule == "graph-breaks")
+    assert any("case.py" in line for line in breaks.evidence)
+    assert found.count("nothing of the kind") == 0
+
+
+def test_the_command_fails_on_what_is_not_allowed(tmp_path: Path) -> None:
+    target = write(
+        tmp_path,
+        """
+        class Net(nn.Module):
+            def forward(self, x):
+                return x * x.max().item()
+        def workload():
+            return Net().eval(), [torch.rand(8, 8)]
+        """,
+    )
+    command = [sys.executable, "-c", "from fettle.cli import main; main()", "diagnose", target, "--seconds", "0.3"]
+    report = tmp_path / "diagnosis.html"
+    done = subprocess.run(
+        [*command, "--fail-on", "syncs=0,graph-breaks=5", "--json", "-o", str(report)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    data = json.loads(done.stdout)
+    assert data["over_the_limit"] == ["syncs: 1, allowed 0"]
+    assert data["evidence"]["syncs"][0]["operator"] == "aten._local_scalar_dense"
+    assert "<h1>" in report.read_text()
+    wrong = subprocess.run([*command, "--fail-on", "sink=0"], capture_output=True, text=True, check=False)
+    assert wrong.returncode == 2
+    assert "--fail-on 'sink=0'" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nothing.py", "no such file"),
+        ("empty", "no traces"),
+        ("foreign.json", "not a profiler trace"),
+        ("bad.pickle", "bad.pickle"),
+    ],
+)
+def test_bad_input_is_one_line(name: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if name == "empty":
+        path.mkdir()
+    elif not name.endswith(".py"):
+        path.write_text("{}")
+    with pytest.raises(UsageError) as caught:
+        diagnose(path)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def op(group: str, seconds: float, **more: object) -> Operation:
+    values = {"name": "aten.mm", "module": "m", "kind": "Linear", "line": "a.py:1", "dtype": "float32", "calls": 1,
+              "flops": 0, "bytes": 0}  # fmt: skip
+    return Operation(group=group, seconds=seconds, **{**values, **more})  # type: ignore[arg-type]
+
+
+def test_there_are_more_than_thirty_rules_and_a_healthy_workload_triggers_none() -> None:
+    assert len(RULES) >= 30
+    assert len({rule.__name__ for rule in RULES}) == len(RULES)
+    peaks = {"matmul_float32": 1e11, "matmul_bfloat16": 1e12, "copy": 1e10}
+    work = op("matrix", 0.0098, flops=int(0.95 * 0.0098e12), dtype="bfloat16")
+    healthy = Evidence(Facts(dtype="bfloat16"), wall_s=0.01, operations=[work], peaks=peaks)
+    assert findings(healthy) == []
+
+
+def test_a_bound_is_what_the_peak_leaves() -> None:
+    peaks = {"matmul_float32": 1e11, "matmul_bfloat16": 1e12}
+    seen = Evidence(Facts(), wall_s=0.01, operations=[op("matrix", 0.01, flops=10**9)], peaks=peaks)
+    found = {finding.rule: finding for finding in findings(seen)}
+    assert found["float32"].bound == pytest.approx(0.9)  # 1 GFLOP needs 1 ms of the 10 at the 16-bit peak
+    assert found["float32"].speedup == pytest.approx(10)
+    assert techniques_named(found.values())[0] == "precision"
+
+
+def test_a_report_escapes_what_it_is_given_and_shows_what_was_measured() -> None:
+    finding = Finding("casts", "<script>alert(1)</script>", 0.5, levels={"precision": "bf16"}, advice="a & b")
+    found = Diagnosis("<b>x</b>", [finding], {"casts": 0.5, "rest": 0.5}, 0.01)
+    kept = Verified(finding, "precision=bf16", Interval(1.8, 1.7, 1.9))
+    beyond = Verified(finding, "precision=bf16", Interval(2.5, 2.4, 2.6))
+    assert kept.bound_kept
+    assert not beyond.bound_kept
+    text = page(found, [kept])
+    assert "<script>alert" not in text
+    assert "1.80x [1.70, 1.90]" in text
+    assert "within the bound" in text
+    assert "beyond the bound" in page(found, [beyond])
+    assert json.dumps(diagnosis_json(found))

@@ -1,0 +1,54 @@
+"""The guard on losses, and the search for the largest batch."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fettle.train import Band, Curve, judge_curve, largest_that_fits
+
+NORMS = [1.0] * 8
+BASE = Curve([2.0, 1.8, 1.6, 1.5, 1.4, 1.3, 1.25, 1.2], NORMS)
+
+
+def moved(by):
+    return Curve([loss + by for loss in BASE.losses], NORMS)
+
+
+BAND = Band(BASE, [moved(0.1), moved(-0.2), moved(0.3)])
+
+
+def test_the_typical_distance_of_two_seeds_is_the_yardstick():
+    assert BAND.spread == pytest.approx(0.25)  # of 0.1, 0.2, 0.2, 0.3, 0.3, 0.5
+    assert judge_curve(BASE, BAND).share == 0
+    assert judge_curve(moved(0.05), BAND).share == pytest.approx(0.2)
+    assert judge_curve(moved(-0.3), BAND).share == pytest.approx(1.2)
+    assert judge_curve(moved(0.05), BAND).problem == ""
+
+
+def test_nan_and_wild_gradients_are_problems():
+    broken = Curve([2.0, math.nan], [1.0, 1.0])
+    assert judge_curve(broken, BAND).problem == "the loss of step 2 is nan"
+    assert "gradient norm of step 3" in judge_curve(Curve(BASE.losses, [1, 1, math.inf, 1]), BAND).problem
+    assert "gradient norms are 5 times" in judge_curve(Curve(BASE.losses, [5.0] * 8), BAND).problem
+    wide = Band(BASE, [Curve(moved(0.1).losses, [6.0] * 8)])
+    assert judge_curve(Curve(BASE.losses, [5.0] * 8), wide).problem == ""
+
+
+def test_a_larger_batch_is_judged_by_the_mean_of_the_steps_it_stands_for():
+    pairs = [1.9, 1.55, 1.35, 1.225]
+    assert judge_curve(Curve(pairs, [1.0] * 4), BAND, factor=2).share == pytest.approx(0, abs=1e-12)
+    assert "too few steps" in judge_curve(Curve([1.5], [1.0]), BAND, factor=8).problem
+
+
+@given(st.integers(0, 200), st.integers(1, 200))
+def test_the_largest_batch_is_found_in_few_questions(limit, most):
+    asked = []
+
+    def fits(size):
+        asked.append(size)
+        return size <= limit
+
+    assert largest_that_fits(fits, most=most) == min(limit, most)
+    assert len(asked) <= 2 * math.ceil(math.log2(most + 1)) + 2

@@ -1,0 +1,68 @@
+"""Two gloo ranks: what they measure is what was predicted, and whatever goes wrong is one failed trial, no orphan."""
+
+import os
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fettle.train.plan import build_fake, plan
+from fettle.train.strategies import parse_strategy
+from fettle.train.strategies_launch import launch
+from fettle.workload import find_target
+
+HERE = Path(__file__).parent / "planned.py"
+pytestmark = pytest.mark.slow
+
+
+def family() -> set[int]:
+    """Processes of this user that run a rank or its supervisor."""
+    found = set()
+    for process in psutil.process_iter(["pid", "cmdline", "username"]):
+        words = " ".join(process.info["cmdline"] or ())
+        if "fettle.train.strategies_" in words and process.info["pid"] != os.getpid():
+            found.add(process.info["pid"])
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_orphans():
+    before = family()
+    yield
+    deadline = time.monotonic() + 10
+    while (left := family() - before) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
+
+
+@pytest.mark.parametrize("text", ["ddp", "zero1", "zero2", "zero3", "zero3 checkpoint=block"])
+def test_measured_is_as_predicted(text: str) -> None:
+    target, strategy = find_target(f"{HERE}:workload"), parse_strategy(text)
+    workload, mode, _ = build_fake(target)
+    predicted = plan(workload, 2, strategies=[strategy], device="cpu", mode=mode).predictions[0]
+    measured = launch(target, strategy, 2, timeout_s=120)
+    assert measured.status == "done", measured.reason + measured.log
+    for part, size in predicted.states.items():
+        assert size == max(rank.states[part] for rank in measured.ranks), part
+    assert predicted.peak_bytes == pytest.approx(max(rank.peak_bytes for rank in measured.ranks), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("factory", "kind", "words"),
+    [
+        ("raises", "error", "rank 1: ValueError: a bad row"),
+        ("dies", "crash", "rank 1 was ended by signal 11 in forward of step 1"),
+        ("out_of_memory", "memory", "rank 1"),
+    ],
+)
+def test_a_rank_that_fails(factory: str, kind: str, words: str) -> None:
+    result = launch(find_target(f"{HERE}:{factory}"), parse_strategy("ddp"), 2, timeout_s=120, record=False)
+    assert (result.status, result.kind) == ("failed", kind), result.reason + result.log
+    assert words in result.reason
+
+
+def test_a_rank_that_hangs() -> None:
+    result = launch(find_target(f"{HERE}:hangs"), parse_strategy("ddp"), 2, timeout_s=25, record=False)
+    assert (result.status, result.kind) == ("failed", "timeout")
+    assert "rank 1 last in forward of step 1" in result.reason

@@ -1,0 +1,164 @@
+"""The memory plan against closed formulas, counts of collectives, and its own rules."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from fettle.errors import UsageError
+from fettle.train import plan_formulas as formulas
+from fettle.train.plan import build_fake, plan
+from fettle.train.plan_report import write_plan
+from fettle.train.strategies import KINDS, Strategy, parse_strategy, repeated_blocks, units_of
+from fettle.workload import find_target
+
+HERE = Path(__file__).parent / "planned.py"
+
+
+def planned(*texts: str, world_size: int = 8, device: str = "cpu", **options):
+    workload, mode, _ = build_fake(find_target(f"{HERE}:workload"))
+    made = plan(
+        workload, world_size, strategies=[parse_strategy(t) for t in texts], device=device, mode=mode, **options
+    )
+    return made, {item.strategy: item for item in made.predictions}
+
+
+@pytest.fixture(scope="module")
+def usual():
+    return planned(*KINDS, "zero3 wrap=root", "ddp buckets=copy", "zero3 checkpoint=block",
+                   "zero3 checkpoint=block offload=cpu")  # fmt: skip
+
+
+def test_states_follow_the_closed_formulas(usual) -> None:
+    made, rows = usual
+    states = {name: sum(row.states.values()) for name, row in rows.items()}
+    steps = 4 * sum(1 for _ in repeated_blocks_parameters())  # a step counter of 4 bytes for each parameter
+    assert states["single"] == 16 * made.parameters + steps == rows["single"].formula_bytes + steps
+    assert states["ddp"] == states["single"]
+    for name in ("zero1", "zero2", "zero3", "hsdp"):
+        assert rows[name].formula_bytes <= states[name] <= 1.15 * rows[name].formula_bytes + steps  # uneven shares
+
+
+def repeated_blocks_parameters():
+    workload, _, _ = build_fake(find_target(f"{HERE}:workload"))
+    return workload.model.parameters()
+
+
+def test_collectives_prove_the_strategy(usual) -> None:
+    _, rows = usual
+    assert rows["zero3"].collectives == {"all_gather": 8, "reduce_scatter": 4}  # three blocks and the root, twice
+    assert rows["zero2"].collectives == {"all_gather": 4, "reduce_scatter": 4}
+    assert rows["zero3 wrap=root"].collectives == {"all_gather": 2, "reduce_scatter": 1}
+    assert rows["hsdp"].collectives == {"all_gather": 8, "reduce_scatter": 4, "all_reduce": 4}
+    assert rows["ddp"].collectives == {"all_reduce": 1}
+    assert rows["single"].collectives == {}
+
+
+def test_parts_sum_to_the_peak_and_sharding_shrinks_it(usual) -> None:
+    _, rows = usual
+    for row in rows.values():
+        assert not row.failed
+        assert sum(row.parts.values()) == row.peak_bytes
+    assert rows["zero3"].peak_bytes < rows["zero2"].peak_bytes < rows["zero1"].peak_bytes < rows["ddp"].peak_bytes
+    assert rows["zero3"].peak_bytes < rows["zero3 wrap=root"].peak_bytes
+    assert rows["zero3 checkpoint=block"].parts["activations"] < rows["zero3"].parts["activations"]
+    assert rows["ddp buckets=copy"].peak_bytes > rows["ddp"].peak_bytes
+    away = rows["zero3 checkpoint=block offload=cpu"]
+    assert away.parts["optimizer state"] == 0
+    assert away.host_bytes == sum(away.states.values())
+
+
+def test_only_what_fits_is_recommended() -> None:
+    free, rows = planned("ddp", "zero3", "zero3 wrap=root", device_memory_bytes=1 << 40)
+    assert free.cheapest == "ddp"
+    between = (rows["zero3"].peak_bytes + rows["zero3 wrap=root"].peak_bytes) // 2
+    tight, rows = planned("ddp", "zero3", "zero3 wrap=root", device_memory_bytes=between, headroom=0)
+    assert tight.cheapest == "zero3"
+    assert [row.fits for row in tight.predictions] == [False, True, False]
+    none, _ = planned("ddp", "zero3", device_memory_bytes=1024)
+    assert none.cheapest == ""
+
+
+def test_foreach_on_cuda_needs_more_than_a_loop() -> None:
+    _, loop = planned("single", device="cpu")
+    _, foreach = planned("single", device="cuda")
+    assert foreach["single"].peak_bytes >= loop["single"].peak_bytes
+
+
+def test_a_step_that_needs_values_says_so() -> None:
+    workload, mode, _ = build_fake(find_target(f"{HERE}:needs_values"))
+    with pytest.raises(UsageError, match="needs values"):
+        plan(workload, 2, strategies=[Strategy()], mode=mode)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    from fettle.train import load_training
+
+    workload = load_training(find_target(f"{HERE}:workload"))
+    before = {name: value.clone() for name, value in workload.model.state_dict().items()}
+    plan(workload, 4, strategies=[parse_strategy("zero3")])
+    after = workload.model.state_dict()
+    assert all(type(after[name]) is torch.Tensor and torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    "text", ["zero4", "zero3 wrap=leaf", "ddp wrap=block=3", "ddp wrap=size", "zero3 compress=fp16", "", "ddp fast"]
+)
+def test_strategies_that_are_none(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_strategy(text)
+
+
+def test_strategies_read_back() -> None:
+    for text in ("single", "ddp compress=fp16 graph=static", "zero3 wrap=size precision=bf16 checkpoint=block"):
+        assert str(parse_strategy(text)) == text or parse_strategy(str(parse_strategy(text))) == parse_strategy(text)
+
+
+def test_units() -> None:
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("planned", HERE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    net = module.Net()
+    assert repeated_blocks(net) == list(net.blocks)
+    assert units_of(net, parse_strategy("zero3 wrap=root")) == []
+    assert len(units_of(net, parse_strategy("zero3 wrap=size"))) > 3  # the matrices are large enough by themselves
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 1 << 26), min_size=1, max_size=60), st.integers(1, 16))
+def test_partitions_and_buckets_keep_every_byte(sizes: list[int], ranks: int) -> None:
+    assert sum(formulas.bucket_sizes(sizes)) == sum(sizes)
+    fullest = [sizes[i] for i in formulas.largest_partition(sizes, ranks)]
+    assert sum(fullest) * ranks >= sum(sizes)
+    assert sum(fullest) <= sum(sizes) / ranks + max(sizes)  # greedy: no rank exceeds the mean by more than one item
+
+
+def test_command(tmp_path: Path) -> None:
+    from fettle.cli import build
+
+    report = tmp_path / "plan.html"
+    arguments = ["plan", f"{HERE}:workload", "--world-size", "4", "--strategy", "ddp", "--strategy", "zero3"]
+    done = CliRunner().invoke(build(), [*arguments, "--device-memory", "1GiB", "--json", "--report", str(report)])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert [row["strategy"] for row in found["predictions"]] == ["ddp", "zero3"]
+    assert found["cheapest"] == "ddp"
+    assert "<svg" in report.read_text()
+    assert "http-equiv" in report.read_text()
+    table = CliRunner().invoke(build(), [*arguments, "--device-memory", "10KiB"])
+    assert table.exit_code == 1
+    assert "Nothing fits" in table.output
+    for wrong in (["--device", "tpu"], ["--device-memory", "much"], ["--report", "plan.txt"], ["--world-size", "0"]):
+        assert CliRunner().invoke(build(), [*arguments, *wrong]).exit_code != 0
+
+
+def test_png(tmp_path: Path) -> None:
+    made, _ = planned("ddp", device_memory_bytes=1 << 20)
+    write_plan(made, tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,119 @@
+"""Every level that trains: its loop is plain PyTorch, and its losses are the baseline's."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fettle.recipe import Recipe
+from fettle.techniques import CATALOGUE, Facts, bundles, conflict, load, source
+from fettle.train import Steps, load_training
+from fettle.workload import find_target
+
+TINY = Path(__file__).parent / "tiny_loop.py"
+FACTS = Facts(
+    mode="training", num_linear=7, num_conv=1, num_4d_inputs=1, samples=16, block_classes=("tiny.Block",),
+    optimizer="AdamW", optimizer_levels=("foreach", "fused"), loader_workers=-1, max_grad_norm=1.0, allow_batch=True,
+    physical_cores=2, cpu_flags=("avx512_fp16", "amx_bf16"),
+)  # fmt: skip
+SLOW = {"compile", "shapes", "region"}
+
+
+def cases():
+    for technique in CATALOGUE:
+        if "training" not in technique.modes:
+            continue
+        for level in technique.levels(FACTS):
+            if level.name == technique.given or level.why_not or technique.name in SLOW or "budget" in level.name:
+                continue
+            yield pytest.param(technique.name, level.name, id=f"{technique.name}={level.name}")
+
+
+def losses(recipe, factory="workload", count=6, facts=FACTS, still=False):
+    assert conflict(recipe, facts) == ""
+    threads, matmul = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    workload = load_training(find_target(f"{TINY}:{factory}"))
+    workload.model.train(not still)
+    torch.manual_seed(0)
+    try:
+        return Steps(load(source(recipe, facts), str(recipe)), workload).curve(count)
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(matmul)
+
+
+@pytest.mark.parametrize(("name", "level"), cases())
+def test_losses_stay(name, level):
+    batch = name == "batch"
+    still = name == "accumulate"  # batch norm and dropout see the parts one by one; without them nothing changes
+    wanted, found = losses(Recipe(), still=still), losses(Recipe({name: level}), count=2 if batch else 6, still=still)
+    if batch:  # two steps on other batches: they need only be of the same size
+        assert all(0.1 < loss < 3 for loss in found.losses)
+        return
+    close = 0.1 if name in ("precision", "matmul") else 1e-3
+    assert found.losses == pytest.approx(wanted.losses, abs=close)
+    assert found.grad_norms == pytest.approx(wanted.grad_norms, rel=0.5)
+    assert wanted.losses[-1] < wanted.losses[0]
+
+
+def test_masters_and_weights_may_lie_in_memory_in_different_ways():
+    found = losses(Recipe.parse("precision=bf16-master channels_last=on optimizer=fused"))
+    assert found.losses == pytest.approx(losses(Recipe()).losses, abs=0.1)
+
+
+def test_a_data_loader_gets_workers_and_the_same_rows():
+    facts = replace(FACTS, loader_workers=0)
+    wanted = losses(Recipe(), "loader", 4, facts)
+    found = losses(Recipe({"loading": "workers-1"}), "loader", 4, facts)
+    assert found.losses == pytest.approx(wanted.losses, abs=0.5)  # the loader draws from the same seed as dropout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "text",
+    [
+        "compile=default",
+        "compile=default region=blocks checkpoint=blocks",
+        "compile=default checkpoint=budget-0.5 precision=autocast-bf16 channels_last=on optimizer=fused",
+        "compile=default precision=bf16-master",
+    ],
+)
+def test_compiled_loops_keep_their_losses(text):
+    assert losses(Recipe.parse(text)).losses == pytest.approx(losses(Recipe()).losses, abs=0.2)
+
+
+def test_bundles_are_possible_and_inference_levels_are_not():
+    assert len(bundles(FACTS)) >= 4
+    for recipe in bundles(FACTS):
+        assert conflict(recipe, FACTS) == ""
+    assert "inference only" in conflict(Recipe({"mode": "eval"}), FACTS)
+    assert "training only" in conflict(Recipe({"optimizer": "fused"}), Facts())
+
+
+def test_the_loop_is_plain_pytorch_that_runs(tmp_path):
+    (tmp_path / "fettle.py").write_text("raise ImportError('must stand without fettle')\n")
+    recipe = Recipe.parse("precision=autocast-bf16 optimizer=fused channels_last=on accumulate=x2 checkpoint=selective")
+    text = source(recipe, FACTS, heading="A test.", target=(str(TINY), "workload"))
+    (tmp_path / "optimized.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, "optimized.py"], cwd=tmp_path, env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin"},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 8
+    assert lines[-1].startswith("step 7: loss ")
+    assert json.loads(lines[0].split()[3].rstrip(",")) < 3
+
+
+def test_timeline_has_every_phase():
+    workload = load_training(find_target(str(TINY)))
+    steps = Steps(load(source(Recipe(), FACTS), "timeline"), workload)
+    steps.step()
+    found = steps.timeline(2)
+    assert list(found) == ["data", "forward", "backward", "optimizer"]
+    assert all(value > 0 for value in found.values())

@@ -1,0 +1,91 @@
+"""The training workload: what is accepted, and the one line for what is not."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import fettle
+from fettle.errors import UsageError
+from fettle.train import load_training, training_fingerprint
+from fettle.workload import find_target
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+
+
+def loss(model, batch):
+    x, y = batch
+    return nn.functional.mse_loss(model(x), y)
+
+
+def made(**changes):
+    fields = {"model": nn.Linear(3, 1), "optimizer": SGD, "loss": loss, "data": [(torch.ones(4, 3), torch.ones(4, 1))]}
+    return fettle.TrainingWorkload(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model": len}, "model is a builtin_function_or_method, not an nn.Module"),
+        ({"model": nn.ReLU()}, "no parameter that requires a gradient"),
+        ({"optimizer": SGD(nn.Linear(1, 1).parameters())}, "is an optimizer already"),
+        ({"optimizer": "adam"}, "optimizer is a str"),
+        ({"loss": 3}, "loss is a int"),
+        ({"data": []}, "data is empty"),
+        ({"data": iter([1])}, "is an iterator"),
+        ({"data": "text"}, "list of batches"),
+        ({"steps": 2}, "at least 4"),
+        ({"steps": True}, "at least 4"),
+        ({"max_grad_norm": 0}, "above 0"),
+        ({"samples": 0}, "rows in one batch"),
+        ({"metric": 1}, "metric is a int"),
+    ],
+)
+def test_bad_fields_get_one_line(changes, says):
+    with pytest.raises(UsageError, match=says) as caught:
+        made(**changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_stream_goes_round_and_seeds_reorder_it():
+    workload = made(data=[torch.full((1,), float(i)) for i in range(5)])
+    stream = workload.stream()
+    assert [int(next(stream)) for _ in range(7)] == [0, 1, 2, 3, 4, 0, 1]
+    other = workload.stream(seed=3)
+    order = [int(next(other)) for _ in range(5)]
+    assert sorted(order) == [0, 1, 2, 3, 4]
+    assert order != [0, 1, 2, 3, 4]
+    assert made().rows == 4
+
+
+FILE = """
+import functools
+import torch
+
+def loss(model, batch):
+    return model(batch).square().mean()
+
+def workload(seed=0):
+    torch.manual_seed(seed)
+    return {"model": torch.nn.Linear(2, 2), "optimizer": functools.partial(torch.optim.SGD, lr=0.1), "loss": loss,
+            "data": [torch.ones(3, 2)]}
+
+def short():
+    return {"model": torch.nn.Linear(2, 2)}
+
+def other():
+    return torch.nn.Linear(2, 2), [torch.ones(1, 2)]
+"""
+
+
+def test_a_factory_is_given_the_seed(tmp_path):
+    (tmp_path / "small.py").write_text(FILE)
+    target = find_target(str(tmp_path / "small.py"))
+    one, again, other = load_training(target), load_training(target), load_training(target, seed=1)
+    assert one.name == "small"
+    assert training_fingerprint(one) == training_fingerprint(again) != training_fingerprint(other)
+    with pytest.raises(UsageError, match="a dict without data, loss, optimizer"):
+        load_training(find_target(f"{tmp_path}/small.py:short"))
+    with pytest.raises(UsageError, match=r"needs fettle\.TrainingWorkload"):
+        load_training(find_target(f"{tmp_path}/small.py:other"))

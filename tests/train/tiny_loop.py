@@ -1,0 +1,83 @@
+"""A small classifier with dropout, norms and blocks, for tests of training."""
+
+import functools
+
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 32, 4, stride=4), nn.BatchNorm2d(32), nn.ReLU())
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.drop, self.head = nn.Dropout(0.1), nn.Linear(32, 4)
+
+    def forward(self, images):
+        x = self.stem(images).flatten(2).mean(-1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.drop(x))
+
+
+def loss(model, batch):
+    images, labels = batch
+    return nn.functional.cross_entropy(model(images).float(), labels)
+
+
+def made(seed=0, **changes):
+    data = torch.Generator().manual_seed(7)
+    labels = torch.randint(4, (64,), generator=data)
+    images = torch.randn(64, 3, 8, 8, generator=data) + labels[:, None, None, None]
+    torch.manual_seed(seed)
+    fields = {
+        "model": Net(),
+        "optimizer": functools.partial(torch.optim.AdamW, lr=1e-2),
+        "loss": loss,
+        "data": list(zip(images.split(16), labels.split(16), strict=True)),
+        "steps": 8,
+        "max_grad_norm": 1.0,
+    }
+    return {**fields, **changes}
+
+
+def workload(seed=0):
+    return made(seed)
+
+
+def loader(seed=0):
+    fields = made(seed)
+    images, labels = (torch.cat(part) for part in zip(*fields["data"], strict=True))
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, labels), batch_size=16, shuffle=True)
+    return {**fields, "data": data}
+
+
+def explodes(seed=0):
+    return made(seed, optimizer=functools.partial(torch.optim.SGD, lr=1e30), max_grad_norm=None)
+
+
+def raises(seed=0):
+    def bad(model, batch):
+        raise ValueError("no such label")
+
+    return made(seed, loss=bad)
+
+
+def vector(seed=0):
+    return made(seed, loss=lambda model, batch: model(batch[0]))
+
+
+def ignores_seed():
+    torch.manual_seed(0)
+    fields = made(0)
+    fields["model"].drop.p = 0.0
+    return {**fields, "data": fields["data"][:1]}
