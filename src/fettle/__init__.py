@@ -24,16 +24,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Recipe",
-    "TrainingWorkload",
-    "UsageError",
-    "Workload",
-    "apply",
-    "bench",
-    "step_timer",
-    "tune",
-    "watch",
-]
+    "Recipe", "TrainingWorkload", "UsageError", "Workload", "apply", "bench", "step_timer", "tune", "watch",
+]  # fmt: skip
 
 _HOMES = {
     "apply": "fettle.applying",

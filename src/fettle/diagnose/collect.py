@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import math
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -20,9 +21,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from fettle.diagnose.compile_health import check_compile
-from fettle.diagnose.evidence import CAST, INDEX, LAYOUT, MATRIX, OTHER, POINTWISE, CompileHealth, Evidence, Operation
-from fettle.diagnose.syncs import user_line, watch_syncs
+from fettle.diagnose.evidence import CAST, INDEX, LAYOUT, MATRIX, OTHER, POINTWISE, Evidence, Operation
+from fettle.diagnose.syncs import find_syncs
 from fettle.machine import measure_peaks
 from fettle.techniques import probe_facts
 from fettle.workload import Workload, leaves
@@ -52,8 +52,7 @@ def collect(workload: Workload, seconds: float) -> Evidence:
     plain = _timed(call, device, 0.25 * seconds)
     wall_s = statistics.median(plain)
     found, watched_s = operations(workload, device)
-    with watch_syncs() as syncs:
-        call()
+    syncs = find_syncs(call, on_device=[model, workload.inputs[0]]).syncs
     facts = probe_facts(workload)
     gc_s, slept_s = _waiting(call)
     module = model if isinstance(model, torch.nn.Module) else None
@@ -99,12 +98,6 @@ def glance(workload: Workload, seconds: float) -> Evidence:
         cores=facts.physical_cores,
         rows=facts.samples,
     )
-
-
-def compile_health(workload: Workload, seconds: float) -> CompileHealth:
-    """`check_compile` over the workload's batches."""
-    del seconds
-    return check_compile(workload.run, workload.model, [*workload.inputs, *workload.check_inputs][:8])
 
 
 def operations(workload: Workload, device: str, calls: int = 3) -> tuple[list[Operation], float]:
@@ -366,6 +359,17 @@ def _run_and_wait_s() -> float | None:
     except (OSError, ValueError):
         return None
     return (int(ran) + int(waited)) / 1e9
+
+
+def user_line() -> str:
+    """``file.py:12`` of the innermost frame that is neither torch's nor ours; empty where there is none."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if "/torch/" not in name and "/fettle/" not in name and not name.startswith("<frozen"):
+            return f"{name.rpartition('/')[2]}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
 
 
 def _settings() -> dict[str, str]:

@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from fettle.diagnose.evidence import CompileHealth, Evidence
+from fettle.diagnose.compile_health import compile_health
+from fettle.diagnose.evidence import Evidence
 from fettle.diagnose.finding import Finding
 from fettle.diagnose.rules import findings as rule_findings
 from fettle.diagnose.rules import group_name
@@ -119,11 +120,8 @@ def _of_workload(target: Target, seconds: float, compile_check: bool, tell: Tell
     if compile_check:
         tell("tracing with torch.compile")
         try:
-            with Worker() as worker:  # a process of its own: dynamo leaves marks on functions and modules
-                _ask_build(worker, plain)
-                found = examine(worker, "compile_health", seconds, 180.0)["found"]
-                seen = replace(seen, compile=msgspec.convert(found, CompileHealth))
-        except WorkerError as error:
+            seen = replace(seen, compile=compile_health(target, backend="aot_eager", rounds=2, timeout_s=180.0))
+        except UsageError as error:
             notes.append(f"compile health: not known, {error}")
     return Diagnosis(
         subject=target.name,

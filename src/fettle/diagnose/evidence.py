@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fettle.diagnose.compile_health import CompileHealth
+from fettle.diagnose.syncs import Sync
 from fettle.techniques import Facts
 
 MATRIX, POINTWISE, LAYOUT, CAST, INDEX, OTHER = "matrix", "pointwise", "layout", "cast", "index", "other"
@@ -40,36 +42,6 @@ class Operation:
     """Read and written, counted once each."""
     largest: tuple[int, ...] = ()
     """Shape of the largest output."""
-
-
-@dataclass(frozen=True)
-class Sync:
-    """A place that makes the host wait for the device, on a machine with one."""
-
-    operator: str
-    line: str
-    calls: int
-    why: str
-
-
-@dataclass(frozen=True)
-class CompileHealth:
-    """What torch.compile made of the workload. With the eager backend: tracing only, no code is generated."""
-
-    graphs: int = 0
-    breaks: Sequence[tuple[str, str, int]] = ()
-    """(reason, ``file.py:12``, how often)."""
-    recompiles: Sequence[tuple[str, str]] = ()
-    """(function, the guard that failed)."""
-    limit_hit: bool = False
-    """The recompile limit was reached: the function silently runs eagerly from then on."""
-    specialised: Sequence[str] = ()
-    """Guards on a Python number that came out of a tensor or changes from call to call."""
-    seconds: float = 0.0
-    cache_persists: bool = True
-    """Whether compiled code outlives the process: the cache folder is kept and not switched off."""
-    problem: str = ""
-    """Why it could not be traced at all."""
 
 
 @dataclass(frozen=True)

@@ -596,13 +596,13 @@ def synchronisations(seen: Evidence) -> Finding | None:
     """Places where the host would wait for the device."""
     if not seen.syncs:
         return None
-    count = sum(sync.calls for sync in seen.syncs)
-    lines = tuple(f"{s.line or '?'}: {s.operator}, {s.calls}x: {s.why}" for s in seen.syncs[:6])
+    count = sum(sync.count for sync in seen.syncs)
+    lines = tuple(f"{_short(s.file)}:{s.line}: {s.operator}, {s.count}x: {s.reason}" for s in seen.syncs[:6])
     here = seen.facts.device == "cuda"
     where = "" if here else "; on a CPU they cost little"
     return Finding(
         "syncs",
-        f"{count} operations a call make the host wait for a GPU{where}.",
+        f"{count} operation{'s' if count > 1 else ''} a call make{'' if count > 1 else 's'} the host wait for a GPU{where}.",
         bound=seen.share(seen.outside_s) if here else 0.0,
         evidence=lines,
         count=count,
@@ -613,19 +613,17 @@ def synchronisations(seen: Evidence) -> Finding | None:
 def graph_breaks(seen: Evidence) -> Finding | None:
     """Places where torch.compile falls back to Python."""
     health = seen.compile
-    if health is None or not (health.breaks or health.problem):
+    if health is None or not (health.breaks or health.errors):
         return None
-    count = sum(times for *_, times in health.breaks)
-    lines = tuple(f"{place or '?'}: {reason} ({times}x)" for reason, place, times in health.breaks[:6])
-    if health.problem:
-        lines = (f"not traced: {health.problem}", *lines)
+    lines = [f"{_short(b.file)}:{b.line}: {b.reason} ({b.count}x)" for b in health.breaks[:6]]
+    lines += [f"not compiled: {error}" for error in health.errors[:3]]
+    places = len(health.breaks)
+    says = f"torch.compile breaks the model into pieces at {places} place{'s' if places > 1 else ''}."
     return Finding(
         "graph-breaks",
-        f"torch.compile breaks the model into pieces at {count} places."
-        if count
-        else "torch.compile cannot trace the model.",
-        evidence=lines,
-        count=max(count, int(bool(health.problem))),
+        says if places else "torch.compile cannot compile the model.",
+        evidence=tuple(lines),
+        count=max(sum(b.count for b in health.breaks), 1),
         advice="rewrite those lines as tensor operations, or compile the repeated blocks only",
     )
 
@@ -633,34 +631,34 @@ def graph_breaks(seen: Evidence) -> Finding | None:
 def recompiles(seen: Evidence) -> Finding | None:
     """Compiling again and again, until it gives up."""
     health = seen.compile
-    if health is None or not health.recompiles:
+    if health is None or not (health.recompiles or health.limits):
         return None
-    lines = tuple(f"{name}: {guard}" for name, guard in health.recompiles[:6])
-    says = f"torch.compile compiles {len(health.recompiles)} times more than once for these batches."
-    if health.limit_hit:
+    count = sum(item.count for item in health.recompiles)
+    lines = [f"{r.function} at {_short(r.file)}:{r.line}: {r.guard}" for r in health.recompiles[:6]]
+    says = f"torch.compile compiles {count} more time{'s' if count > 1 else ''} for these batches."
+    if health.limits:
         says = "torch.compile reached its recompile limit: from then on it silently runs eagerly."
-    advice = "mark changing sizes dynamic, and keep Python numbers out of the graph"
+        lines = [f"{hit.function} at {_short(hit.file)}:{hit.line}, limit {hit.limit}" for hit in health.limits] + lines
     if health.specialised:
-        lines = (*lines, f"specialised on values: {', '.join(health.specialised[:3])}")
+        lines += [f"compiled for one number: {s.name} = {', '.join(s.values[:4])}" for s in health.specialised[:3]]
         advice = "pass changing numbers as tensors: each new value compiles again"
+    else:
+        advice = "mark changing sizes dynamic, and keep Python numbers out of the graph"
+    shapes = any(item.kind == "shape" for item in health.recompiles) and not health.specialised
     return Finding(
-        "recompiles",
-        says,
-        evidence=lines,
-        count=len(health.recompiles),
-        advice=advice,
-        levels={} if health.specialised else {"shapes": "dynamic"},
-    )
+        "recompiles", says, evidence=tuple(lines), count=count, advice=advice,
+        levels={"compile": "default", "shapes": "dynamic"} if shapes else {},
+    )  # fmt: skip
 
 
 def cache_does_not_persist(seen: Evidence) -> Finding | None:
     """Compiled code is thrown away with the process."""
-    if seen.compile is None or seen.compile.cache_persists:
+    if seen.compile is None or seen.compile.cache.enabled:
         return None
     return Finding(
         "compile-cache",
         "The compile cache is switched off: each start compiles everything again.",
-        startup_s=seen.compile.seconds,
+        startup_s=seen.compile.compile_s,
         evidence=("the environment switches the cache off",),
         advice="unset TORCHINDUCTOR_FORCE_DISABLE_CACHES and TORCHINDUCTOR_FX_GRAPH_CACHE=0",
     )
@@ -799,6 +797,10 @@ def _finding(
 def _place(op: Operation) -> str:
     module = f"{op.module} ({op.kind})" if op.module else "the model itself"
     return f"{module} at {op.line}" if op.line else module
+
+
+def _short(path: str) -> str:
+    return path.rpartition("/")[2]
 
 
 def group_name(group: str) -> str:
