@@ -12,13 +12,14 @@
             answer(queue.get())
             steps.step()
 
-Of each step's wall time, `data` is waiting for the next batch, `sync` the host waiting for the device, `gc` Python's garbage
-collector, and `host` all the rest: on a CPU the work itself, on a GPU launching it. On a GPU, NVML tells besides which
-share of the time no kernel ran. Nothing is profiled, so a step costs a few microseconds and a step's own length is not
-touched; `bench/watch_overhead.py` measures it.
+Of each step's wall time, `data` is waiting for the next batch, `sync` the host waiting for the device, `gc` Python's
+garbage collector, and `host` all the rest: on a CPU the work itself, on a GPU launching it. On a GPU, NVML tells
+besides which share of the time no kernel ran. Nothing is profiled: a step is a few reads of the clock and a median of
+51 numbers. `bench/watch_overhead.py` measures what that costs.
 
-With `slow_trace="slow.json"`, a step that has taken `slow_factor` times the median is looked at while it is still going on:
-a second thread samples the loop's stack until the step ends, and writes what it saw as a trace (Perfetto, chrome://tracing).
+With `slow_trace="slow.json"`, a step that has taken `slow_factor` times the median is looked at while
+it is still going on: a second thread samples the loop's stack until the step ends, and writes what it saw as a trace
+(Perfetto, chrome://tracing).
 
 What it cannot see: waiting inside compiled or C++ code counts as `host`; so does data that the loop makes by itself.
 """
@@ -51,8 +52,8 @@ _FEWEST_FOR_SLOW = 10
 _MOST_SAMPLES = 20_000
 _MOST_SLOW = 20
 
-# What makes the host wait for the device when its tensor is there. `.to` and operators that wait inside are not among them: they
-# are called too often, or cannot be told from those that do not wait.
+# What makes the host wait for the device when its tensor is there. `.to` and operators that wait inside are not among
+# them: they are called too often, or cannot be told from those that do not wait.
 _WAITING_METHODS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero")
 
 
@@ -102,8 +103,8 @@ class StepReport:
             return "no steps were seen: loop over a DataLoader or a step_timer, or call step() at the end of each"
         rows = [("data", self.data_s), ("sync", self.sync_s), ("gc", self.gc_s), ("host", self.host_s)]
         lines = [
-            f"{self.steps} steps in {self.wall_s:.2f} s: median {self.median_ms:.2f} ms, 95% within {self.p95_ms:.2f} ms, "
-            f"the first {self.first_ms:.2f} ms"
+            f"{self.steps} steps in {self.wall_s:.2f} s: median {self.median_ms:.2f} ms, "
+            f"95% within {self.p95_ms:.2f} ms, the first {self.first_ms:.2f} ms"
         ]
         for name, seconds in rows:
             share = seconds / self.wall_s if self.wall_s else 0.0
@@ -118,8 +119,8 @@ class StepReport:
             lines.append(f"  a faster input could make it at most {self.data_bound:.2f}x as fast")
         for step in self.slow:
             lines.append(
-                f"  step {step.number} took {step.wall_ms:.1f} ms, {step.wall_ms / step.median_ms:.1f} times the median, "
-                f"mostly {step.largest_part}"
+                f"  step {step.number} took {step.wall_ms:.1f} ms, "
+                f"{step.wall_ms / step.median_ms:.1f} times the median, mostly {step.largest_part}"
                 + (f", at {step.hottest}" if step.hottest else "")
                 + (f" -> {step.trace}" if step.trace else "")
             )
@@ -443,7 +444,7 @@ class _Sampler:
 
 
 def _frames(frame: FrameType | None) -> tuple[tuple[str, str, int], ...]:
-    found = []
+    found: list[tuple[str, str, int]] = []
     while frame is not None and len(found) < 100:
         found.append((frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back

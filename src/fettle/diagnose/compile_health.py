@@ -5,11 +5,12 @@
         compiled(batch)
     health = watch.health()
 
-It tells graph breaks with their source line, recompilations with the guard that failed, Python numbers that the compiled
-code was specialised for, functions that hit the recompile limit (from then on they run eagerly, after one warning), the
-time spent compiling, and whether the compile cache keeps its results for the next process.
+It tells graph breaks with their source line, recompilations with the guard that failed, Python numbers that the
+compiled code was specialised for, functions that hit the recompile limit (from then on they run eagerly, after one
+warning), the time spent compiling, and whether the compile cache keeps its results for the next process.
 
-Breaks come from dynamo's own log records, the rest from its compilation metrics: both exist in torch 2.11 to 2.13.
+Breaks come from dynamo's own log records, the rest from its compilation metrics: written against torch 2.13; a
+field that another version lacks is left empty.
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ def compile_health(
 def watch_compile() -> Iterator[CompileWatch]:
     """Watch everything that dynamo compiles in this process while the block runs; ask for `health()` afterwards.
 
-    Costs a few microseconds a compilation. What was compiled before the block is not seen.
+    It adds a log record to each graph break and nothing to a call. What was compiled before the block is not seen.
     """
     from torch._dynamo import utils
 

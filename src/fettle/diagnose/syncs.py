@@ -305,9 +305,7 @@ class _Functions(TorchFunctionMode):
             to_device = target not in ("cpu",)
         else:
             to_device = True if target.index is not None or target.type != "cpu" else (None if here else True)
-        if (isinstance(target, torch.device) and target.type == "cuda") or (
-            isinstance(target, str) and "cuda" in target
-        ):
+        if target is not None and str(target).startswith("cuda"):
             args = tuple(DEVICE if arg is target else arg for arg in args)
             kwargs = {key: DEVICE if arg is target else arg for key, arg in kwargs.items()}
         if here and to_device is False:
@@ -337,11 +335,11 @@ class _Functions(TorchFunctionMode):
         return result
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees the operators beneath, also those of the backward pass."""
 
     def __init__(self, watch: SyncWatch) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.watch = watch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -391,7 +389,7 @@ def _quiet(watch: SyncWatch) -> Iterator[None]:
 
 
 def _is_device(device: Any) -> bool:
-    return device == DEVICE or device == "cpu:0"
+    return isinstance(device, (str, torch.device)) and str(device) == str(DEVICE)
 
 
 def _third_is_true(args: Any) -> bool:
