@@ -29,7 +29,7 @@ class Stack(nn.Module):
 
 def _stack(between, fixed):
     torch.manual_seed(0)
-    return Stack(between, fixed).eval(), [torch.randn(32, 64) for _ in range(3)]
+    return Stack(between, fixed).eval().requires_grad_(False), [torch.randn(32, 64) for _ in range(3)]
 
 
 def nan_check(fixed=False):

@@ -70,7 +70,7 @@ def collect(workload: Workload, seconds: float) -> Evidence:
         padding=padding(workload)[0],
         padding_where=padding(workload)[1],
         subnormal_weights=subnormal(module),
-        weight_bytes=sum(p.numel() * p.element_size() for p in module.parameters()) if module else 0,
+        weight_bytes=sum(p.numel() * p.element_size() for p in module.parameters()) if module is not None else 0,
         duplicate_bytes=duplicates(module),
         first_call_s=first_call_s,
         syncs=syncs,

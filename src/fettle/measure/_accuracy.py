@@ -92,7 +92,7 @@ def looks_like_logits(path: str, leaf: torch.Tensor, num_leaves: int) -> bool:
     return path.endswith("logits") or (num_leaves == 1 and leaf.dim() == 2)
 
 
-def user_metric(metric: Callable[[Callable[..., Any]], float], run: Callable[..., Any]) -> tuple[float, str]:
+def user_metric(metric: Callable[[Any], float], run: Callable[..., Any]) -> tuple[float, str]:
     """The user's metric of `run`, and what is wrong with it: it raised, or gave no finite number."""
     try:
         value = metric(run)

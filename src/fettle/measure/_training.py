@@ -290,7 +290,7 @@ def _largest_batch(workload: TrainingWorkload, facts: Facts) -> int:
         if on_gpu:
             return bool(torch.cuda.memory_stats().get("num_alloc_retries", 0) == retries)
         peaks[factor] = max(0, (_meters.peak_bytes(facts.device) or 0) - before)
-        return peaks[factor] <= limit
+        return bool(peaks[factor] <= limit)
 
     return largest_that_fits(fits, most=32)
 

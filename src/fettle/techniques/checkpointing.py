@@ -37,7 +37,7 @@ def checkpoint_blocks(model: torch.nn.Module, policy: Any = None) -> int:
             for child in container:
                 if kinds.count(type(child)) >= 3 and next(child.children(), None) is not None:
                     blocks[id(child)] = child
-    options = {} if policy is None else {
+    options: dict[str, Any] = {} if policy is None else {
         "context_fn": functools.partial(create_selective_checkpoint_contexts, policy)
     }  # fmt: skip
     for block in blocks.values():

@@ -1,6 +1,6 @@
 """Worker processes of a DataLoader. `fettle data` looks at an input pipeline in depth."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -10,7 +10,7 @@ from fettle.techniques._base import Code, Facts, Level, Technique
 
 def with_workers(loader: torch.utils.data.DataLoader, count: int) -> torch.utils.data.DataLoader:  # type: ignore[type-arg]
     """The same loader with `count` worker processes that live from one epoch to the next."""
-    batches = {"batch_sampler": loader.batch_sampler} if loader.batch_sampler is not None else {
+    batches: dict[str, Any] = {"batch_sampler": loader.batch_sampler} if loader.batch_sampler is not None else {
         "batch_size": loader.batch_size, "sampler": loader.sampler, "drop_last": loader.drop_last
     }  # fmt: skip
     if isinstance(loader.dataset, torch.utils.data.IterableDataset):

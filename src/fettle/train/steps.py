@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from fettle.train.guard import Curve
 from fettle.train.workload import TrainingWorkload
 
 PHASES = ("data", "forward", "backward", "optimizer")
-Train = Callable[..., Iterator[torch.Tensor]]
-"""``train(model, make_optimizer, loss, data)`` of an ``optimized.py``: one step for each loss that is asked for."""
+Train = Callable[..., Any]
+"""``train(model, make_optimizer, loss, data)`` of an ``optimized.py``: an iterator of losses, one step
+for each that is asked for."""
 
 
 class Steps:
@@ -37,7 +38,7 @@ class Steps:
         """Make one step and return its loss."""
         if self._watching:
             self._enter("data")
-        value = next(self._run)
+        value: torch.Tensor = next(self._run)
         if self._watching:
             self._leave()
         return value
