@@ -246,7 +246,7 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     "memory-spike": ("spike",),
     "threads": ("threads",),
     "debug-setting": ("debugging",),
-    "optimizer": ("optimizer",),  # no rule yet
+    "optimizer": ("optimizer",),
     "leak": ("leak", "grad-recorded"),
     "grad": ("grad-recorded",),
     "train-mode": ("train-mode", "random"),

@@ -179,7 +179,12 @@ def many_small_operators(seen: Evidence) -> Finding | None:
 
 def loops_over_elements(seen: Evidence) -> Finding | None:
     """One source line that calls the same small operator very often: a Python loop over a tensor."""
-    ops = [op for op in seen.operations if op.calls >= 64 and op.seconds / op.calls < 5e-5 and op.line]
+    stepping = {op.line for op in _named(seen, *_OPTIMIZER)}
+    ops = [
+        op
+        for op in seen.operations
+        if op.calls >= 24 and op.seconds / op.calls < 5e-5 and op.line and op.line not in stepping
+    ]
     lines: dict[str, list[Operation]] = {}
     for op in ops:
         lines.setdefault(op.line, []).append(op)
@@ -202,6 +207,29 @@ def loops_over_elements(seen: Evidence) -> Finding | None:
         lines[line],
         {},
         "replace the loop by one operation on the whole tensor",
+    )
+
+
+_OPTIMIZER = ("addcdiv_", "addcmul_", "lerp_")
+"""In-place operators that hardly anything but an optimizer's step uses."""
+
+
+def optimizer_one_by_one(seen: Evidence) -> Finding | None:
+    """An optimizer that walks through its parameters one at a time."""
+    marks = [op for op in _named(seen, *_OPTIMIZER) if op.calls >= 16]
+    if not marks:
+        return None
+    lines = {op.line for op in marks}
+    ops = [op for op in seen.operations if op.line in lines and op.calls >= 16]
+    share = sum(op.calls for op in ops) / max(1, sum(op.calls for op in seen.operations))
+    return _finding(
+        seen,
+        "optimizer",
+        f"The optimizer updates {max(op.calls for op in marks)} parameters one at a time.",
+        sum(op.seconds for op in ops) + share * seen.outside_s,
+        ops,
+        {},
+        "fused=True, or foreach=True: one kernel for many parameters",
     )
 
 
@@ -730,6 +758,7 @@ RULES: Sequence[Rule] = (
     element_wise_work,
     many_small_operators,
     loops_over_elements,
+    optimizer_one_by_one,
     attention_by_hand,
     too_few_threads,
     too_many_threads,
