@@ -25,6 +25,7 @@ _COMMANDS: dict[str, str] = {
     "report": "report",
     "techniques": "techniques",
     "diagnose": "diagnose",
+    "data": "data",
     "memory": "memory",
     "trace": "trace",
 }

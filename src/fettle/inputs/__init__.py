@@ -1,0 +1,14 @@
+"""Input pipelines: what a training or inference loop waits for, the loader setting that ends it, less padding.
+
+`measure_and_search` is what `fettle data` runs; `bucket_by_length` and `padding_waste` serve the user's own loop.
+"""
+
+from __future__ import annotations
+
+from fettle.inputs.bucket import LengthBuckets, bucket_by_length, padding_waste
+from fettle.inputs.lints import Lint
+from fettle.inputs.search import Found, Measured, Setting, measure_and_search
+
+__all__ = [
+    "Found", "LengthBuckets", "Lint", "Measured", "Setting", "bucket_by_length", "measure_and_search", "padding_waste",
+]  # fmt: skip
