@@ -79,9 +79,9 @@ def _print(found: Found, console: Console) -> None:
         note = f"[red]failed: {escape(item.failure[:120])}[/]" if item.failure else mark
         table.add_row(str(item.setting.num_workers), str(item.setting.prefetch_factor), *cells, note)
     console.print(table)
-    for item in found.lints:
+    for lint in found.lints:
         console.print(
-            f"\n[yellow]{escape(item.says)}[/] {escape(item.evidence)}\n  → {escape(item.advice)}", highlight=False
+            f"\n[yellow]{escape(lint.says)}[/] {escape(lint.evidence)}\n  → {escape(lint.advice)}", highlight=False
         )
     if found.best is not found.given:
         console.print(f"\n{escape(found.code)}", style="green", highlight=False)

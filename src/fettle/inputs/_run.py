@@ -76,7 +76,9 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     run(first)
     for _ in range(_WARM_UP):
         run(next(batches))
-    waits, walls, begin = [], [], time.perf_counter()
+    waits: list[float] = []
+    walls: list[float] = []
+    begin = time.perf_counter()
     cpu = time.process_time()
     while (time.perf_counter() - begin < request["seconds"] or len(walls) < 4) and len(walls) < 2000:
         started = time.perf_counter()
