@@ -62,7 +62,7 @@ def collect(workload: Workload, seconds: float) -> Evidence:
         operations=found,
         watched_s=watched_s,
         peaks=measure_peaks(device),
-        settings=_settings(),
+        settings={**_settings(), "records": str(_records(call()))},
         variants=variants(call, wall_s, 0.5 * seconds) if device == "cpu" else {},
         threads=torch.get_num_threads(),
         cores=facts.physical_cores,
@@ -216,8 +216,8 @@ def group_of(name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor])
     return OTHER
 
 
-def variants(call: Callable[[], Any], wall_s: float, seconds: float) -> dict[str, tuple[float, float]]:
-    """What switching one thing brings, tried in this process: (share of time saved, half-width of its 95% interval).
+def variants(call: Callable[[], Any], wall_s: float, seconds: float) -> dict[str, tuple[float, float, float]]:
+    """What switching one thing brings, tried in this process: share of time saved, and its 95% interval.
 
     Interleaved rounds; only what can be switched there and back between two calls. A slow call gets three rounds.
     """
@@ -252,11 +252,13 @@ def variants(call: Callable[[], Any], wall_s: float, seconds: float) -> dict[str
                 leave()
             if not logs[name]:
                 break
-    found = {}
+    found: dict[str, tuple[float, float, float]] = {}
     for name, values in logs.items():
         if len(values) >= 3:
             interval = log_interval(values, 0.05)
-            found[name] = (1 - math.exp(-interval.estimate), (interval.high - interval.low) / 2)
+            ends = (interval.estimate, interval.low, interval.high)
+            saved = [1 - math.exp(-max(-50.0, min(end, 50.0))) for end in ends]
+            found[name] = (saved[0], saved[1], saved[2])
     return found
 
 
@@ -383,6 +385,11 @@ def _settings() -> dict[str, str]:
         "profiler": str(torch.autograd.profiler._is_profiler_enabled),
         "grad": str(torch.is_grad_enabled()),
     }
+
+
+def _records(output: Any) -> bool:
+    """Whether autograd keeps a graph for the output."""
+    return any(leaf.requires_grad for _, leaf in leaves(output) if isinstance(leaf, torch.Tensor))
 
 
 def _device(workload: Workload) -> str:

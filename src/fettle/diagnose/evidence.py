@@ -58,8 +58,8 @@ class Evidence:
     """`fettle.machine.measure_peaks`."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Process-wide switches that change speed, as found after the workload was built."""
-    variants: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Quick interleaved trials of what can be switched in place: (share of time saved, half-width of its interval)."""
+    variants: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
+    """Quick interleaved trials of what can be switched in place: share of the time saved, and its 95% interval."""
     threads: int = 1
     cores: int = 1
     rows: int = 1

@@ -17,6 +17,8 @@ LEAST = 0.03
 """Share of the wall time below which a cause is not worth a line."""
 
 _EVAL = {"mode": "eval"}
+_UNKNOWN = (0.0, 0.0, 0.0)
+"""Share saved and its interval where nothing was tried."""
 
 
 def dropout_in_train_mode(seen: Evidence) -> Finding | None:
@@ -41,13 +43,13 @@ def dropout_in_train_mode(seen: Evidence) -> Finding | None:
 
 def graph_is_recorded(seen: Evidence) -> Finding | None:
     """Autograd records a graph that nobody asks for."""
-    saved, half = seen.variants.get("grad=inference_mode", (0.0, 1.0))
-    if seen.settings.get("grad") != "True" or saved + half < LEAST or saved < half:
+    saved, low, high = seen.variants.get("grad=inference_mode", _UNKNOWN)
+    if seen.settings.get("records") != "True" or saved < LEAST or low <= 0:
         return None
     return Finding(
         "grad-recorded",
         "Autograd records every operation for a backward pass that never comes.",
-        bound=min(1.0, saved + half),
+        bound=high,
         evidence=(f"the same call in inference mode took {saved:.0%} less",),
         levels={"grad": "inference_mode"},
         advice="wrap inference in torch.inference_mode()",
@@ -263,13 +265,13 @@ def too_few_threads(seen: Evidence) -> Finding | None:
     """Fewer threads than cores."""
     if seen.facts.device != "cpu" or seen.threads >= seen.cores:
         return None
-    saved, half = seen.variants.get(f"threads={seen.cores}", (0.0, 0.0))
-    if saved < half or saved < LEAST:
+    saved, low, high = seen.variants.get(f"threads={seen.cores}", _UNKNOWN)
+    if saved < LEAST or low <= 0:
         return None
     return Finding(
         "threads",
         f"{seen.threads} of {seen.cores} cores are used.",
-        bound=min(1 - seen.threads / seen.cores, saved + half),
+        bound=high,
         evidence=(f"the same call with {seen.cores} threads took {saved:.0%} less",),
         levels={"threads": str(seen.cores)},
         advice="torch.set_num_threads(number of cores)",
@@ -281,15 +283,15 @@ def too_many_threads(seen: Evidence) -> Finding | None:
     if seen.facts.device != "cpu":
         return None
     for name, levels in ((f"threads={seen.cores}", {}), ("threads=1", {"threads": "1"})):
-        saved, half = seen.variants.get(name, (0.0, 1.0))
+        saved, low, high = seen.variants.get(name, _UNKNOWN)
         more = seen.threads > seen.cores or name == "threads=1"
-        if more and saved > max(LEAST, half):
+        if more and saved > 0.1 and low > 0:
             what = "more than there are cores" if seen.threads > seen.cores else "and they mostly wait for each other"
             wanted = name.partition("=")[2]
             return Finding(
                 "threads",
                 f"{seen.threads} threads, {what}.",
-                bound=min(1.0, saved + half),
+                bound=high,
                 evidence=(f"the same call with {wanted} took {saved:.0%} less",),
                 levels=levels,
                 advice=f"torch.set_num_threads({wanted})",
