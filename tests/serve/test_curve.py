@@ -1,4 +1,5 @@
 import pytest
+
 from fettle.serve.curve import CostCurve
 from fettle.serve.policy import greedy
 
@@ -12,7 +13,7 @@ def test_between_measured_sizes_the_cost_is_interpolated():
     assert curve.table(2) == pytest.approx([0.0, 1.0, 2.0])
 
 
-@pytest.mark.parametrize("rows,samples", [((), ()), ((1, 1), ((1.0,), (1.0,))), ((0,), ((1.0,),)), ((1,), ((),))])
+@pytest.mark.parametrize(("rows", "samples"), [((), ()), ((1, 1), ((1.0,), (1.0,))), ((0,), ((1.0,),)), ((1,), ((),))])
 def test_a_curve_that_cannot_be_is_refused(rows, samples):
     with pytest.raises(ValueError):
         CostCurve(rows, samples)
