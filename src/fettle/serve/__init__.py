@@ -1,6 +1,8 @@
-"""The serving room: a tuned model behind HTTP, load to put on it, and the best setting under a latency limit.
+"""Serving: a model package behind HTTP, the load that tests it, and the search for its best setting.
 
-`curve` and `policy` are the two nouns that everything here shares: what a batch of so many rows costs on this
-machine, and how many waiting rows to take next. The server's batcher follows a policy, the simulation predicts
-with the same one.
+The batching decision (`policy`) has no clock and no IO, so that the server and the simulation run the same code.
 """
+
+from fettle.serve.policy import Batch, BatchQueue, BatchSettings, CostCurve, Plan, plan
+
+__all__ = ["Batch", "BatchQueue", "BatchSettings", "CostCurve", "Plan", "plan"]
