@@ -252,3 +252,33 @@ def test_streams_cut_a_batch_and_put_it_together_again():
     run = load(source(Recipe({"runtime": "openvino", "streams": "per-core"}), facts), "optimized")(model, batches)
     for batch in batches:
         torch.testing.assert_close(run(batch), model(batch), rtol=1e-4, atol=1e-5)
+
+
+TWO_LIVES = """
+import signal, subprocess, sys
+import torch
+from fettle.recipe import Recipe
+from fettle.techniques import load, probe_facts, source
+from fettle.workload import Workload
+
+batch = torch.rand(2, 4)
+model = torch.nn.Linear(4, 4).eval()
+optimize = load(source(Recipe({"runtime": "openvino"}), probe_facts(Workload(model, [batch]))), "optimized")
+signal.signal(signal.SIGCHLD, lambda *_: None)  # as a DataLoader with workers does
+one = optimize(model, [batch])
+two = optimize(model, [batch])
+one(batch), two(batch)
+del one  # not the last made: runtimes of their own would go in the wrong order
+del two
+subprocess.run([sys.executable, "-c", ""], check=True)
+print("alive")
+"""
+
+
+def test_openvino_leaves_a_signal_stack_that_can_be_used(tmp_path):
+    """On CPUs with AMX, runtimes freed out of order left an unmapped signal stack: the next signal killed."""
+    (tmp_path / "two.py").write_text(TWO_LIVES)
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", str(tmp_path / "two.py")], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "alive", (done.returncode, done.stderr[-2000:])

@@ -5,6 +5,19 @@ from typing import Any
 import torch
 
 
+def openvino_core() -> Any:
+    """The runtime: one for the process, never let go.
+
+    On a CPU with AMX its plugin gives the thread a signal stack, and unmaps that stack when the last runtime goes, also
+    where that happens in another thread. The next signal with a handler (a DataLoader's worker ends) then kills.
+    """
+    import openvino
+
+    if not hasattr(openvino, "process_core"):
+        openvino.process_core = openvino.Core()
+    return openvino.process_core
+
+
 def openvino_compiled(flat: torch.nn.Module, tensors: Any, samples: Any, int8: bool, config: Any) -> Any:
     """The model compiled by OpenVINO for the CPU; on request quantised to int8, calibrated on `samples`."""
     import openvino
@@ -19,7 +32,7 @@ def openvino_compiled(flat: torch.nn.Module, tensors: Any, samples: Any, int8: b
         attention = any(node.get_type_name() in ("Softmax", "ScaledDotProductAttention") for node in model.get_ops())
         kind = nncf.ModelType.TRANSFORMER if attention else None
         model = nncf.quantize(model, rows, model_type=kind, subset_size=len(samples))
-    return openvino.Core().compile_model(model, "CPU", config)
+    return openvino_core().compile_model(model, "CPU", config)
 
 
 class OpenvinoRequest:

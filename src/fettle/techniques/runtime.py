@@ -11,6 +11,7 @@ from fettle.techniques._exported import Exported, flatten, spread
 from fettle.techniques._openvino import (
     OpenvinoRequest,
     openvino_compiled,
+    openvino_core,
     openvino_engine,
     openvino_streams_engine,
 )
@@ -136,7 +137,7 @@ class Runtime(Technique):
             engine: Any = openvino_streams_engine if recipe.levels.get("streams") == "per-core" else openvino_engine
             build = f'lambda flat, tensors, samples: {engine.__name__}(flat, tensors, "{hint}", samples, {int8})'
             return Code(
-                helpers=(*shared, openvino_compiled, OpenvinoRequest, engine),
+                helpers=(*shared, openvino_core, openvino_compiled, OpenvinoRequest, engine),
                 prepare=(f"model = Exported(model, {build}{batches})",),
             )
         engine = {"onnxruntime": onnxruntime_engine, "tensorrt": tensorrt_engine}[level]
