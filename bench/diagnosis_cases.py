@@ -233,7 +233,7 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     "recompile-limit": ("recompiles",),
     "data-wait": ("waiting", "loading"),
     "small-batch": ("host-bound", "small-products"),
-    "duplicate-data": ("duplicate-data",),  # no rule yet: counted as missed
+    "duplicate-data": ("duplicate-data",),
     "launch-bound": ("host-bound", "small-kernels", "python-loop", "small-products"),
     "unfused-elementwise": ("not-fused",),
     "copies": ("copies",),
@@ -241,7 +241,7 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     "casts": ("casts",),
     "layout": ("copies", "channels-first"),
     "attention": ("attention",),
-    "recomputation": ("recomputation",),  # no rule yet
+    "recomputation": ("recomputation",),
     "padding": ("padding",),
     "memory-spike": ("spike",),
     "threads": ("threads",),

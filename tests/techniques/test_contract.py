@@ -189,7 +189,7 @@ def check(recipe: Recipe, target: Path, folder: Path) -> None:
             torch.testing.assert_close(mine, other, atol=0.05, rtol=0.05)
             error = (mine.float() - wanted).norm() / wanted.norm()
             # eight bits with two batches to calibrate on, on random weights, are far off; wrong wiring is off by 1
-            assert error < (0.3 if recipe.levels.get("runtime") == "openvino-int8" else 0.1)
+            assert error < (0.5 if recipe.levels.get("runtime") == "openvino-int8" else 0.1)
 
 
 @dataclass

@@ -7,13 +7,15 @@ all and is what the worker is asked for.
 
 from __future__ import annotations
 
+import functools
 import gc
+import hashlib
 import math
 import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +36,8 @@ _FREE_OPS = {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "sli
              "squeeze", "alias", "split", "split_with_sizes", "unbind", "as_strided", "chunk", "_reshape_alias",
              "unfold", "diagonal", "lift_fresh"}  # fmt: skip
 """Views: they move no data."""
+_WEIGHED = {"addmm": -1, "mm": 1, "linear": 1, "mkldnn_linear": 1, "convolution": 1, "mkldnn_convolution": 1}
+"""Products with weights, and which of their tensors that is. The same rows give the same results again."""
 _MATRIX_MORE = {"_scaled_dot_product_flash_attention_for_cpu", "mkldnn_rnn_layer", "_mkldnn_rnn_layer", "linear",
                 "mkldnn_linear", "_linear", "lstm", "gru", "mv", "dot", "_fused_sdp_choice"}  # fmt: skip
 
@@ -51,7 +55,8 @@ def collect(workload: Workload, seconds: float) -> Evidence:
     first_call_s = time.perf_counter() - began
     plain = _timed(call, device, 0.25 * seconds)
     wall_s = statistics.median(plain)
-    found, watched_s = operations(workload, device)
+    watch, watched_s = watched(workload, device)
+    found = watch.rows()
     syncs = find_syncs(call, on_device=[model, workload.inputs[0]]).syncs
     facts = probe_facts(workload)
     gc_s, slept_s = _waiting(call)
@@ -74,6 +79,8 @@ def collect(workload: Workload, seconds: float) -> Evidence:
         duplicate_bytes=duplicates(module),
         first_call_s=first_call_s,
         syncs=syncs,
+        batches_run=watch.batches_run,
+        batches_seen_before=watch.batches_seen_before,
         gc_s=gc_s,
         slept_s=slept_s,
     )
@@ -106,7 +113,13 @@ def operations(workload: Workload, device: str, calls: int = 3) -> tuple[list[Op
     Operators are timed one by one below the dispatcher, so their time is that of their work; on a device each one is
     waited for. Times are the median over `calls` calls. What a compiled graph runs inside is not seen.
     """
-    watch = _Watch(workload.model, device)
+    watch, watched_s = watched(workload, device, calls)
+    return watch.rows(), watched_s
+
+
+def watched(workload: Workload, device: str, calls: int = 3) -> tuple[Watch, float]:
+    """The watch after `calls` calls, and the median seconds of a watched call."""
+    watch = Watch(workload.model, device)
     totals: list[float] = []
     for _ in range(calls):
         watch.begin()
@@ -115,10 +128,10 @@ def operations(workload: Workload, device: str, calls: int = 3) -> tuple[list[Op
             workload.run(workload.model, workload.inputs[0])
         totals.append(time.perf_counter() - began)
     watch.close()
-    return watch.rows(), statistics.median(totals)
+    return watch, statistics.median(totals)
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Times operators; module paths come from hooks on the modules."""
 
     def __init__(self, model: Any, device: str) -> None:
@@ -129,12 +142,21 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.facts: dict[tuple[str, str, str, str], dict[str, Any]] = {}
         self.call = -1
         self.handles: list[Any] = []
-        if isinstance(model, torch.nn.Module):
-            for name, module in model.named_modules():
-                kind = type(module).__name__
-                enter = lambda *_, pair=(name, kind): self.modules.append(pair)  # noqa: E731
-                self.handles.append(module.register_forward_pre_hook(enter))
-                self.handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
+        self.batches: set[bytes] = set()
+        self.batches_run = self.batches_seen_before = 0
+        for name, module in _named_modules(model):
+            pair = (name, type(module).__name__)
+            self.handles.append(module.register_forward_pre_hook(functools.partial(self._enter, pair)))
+            self.handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
+
+    def _enter(self, pair: tuple[str, str], module: Any, args: Any) -> None:
+        if self.call == 0 and len(self.modules) == 1:
+            self.batches_run += 1
+            known = _digest(args)
+            self.batches_seen_before += known in self.batches
+            if known is not None and len(self.batches) < 10_000:
+                self.batches.add(known)
+        self.modules.append(pair)
 
     def _leave(self) -> None:
         if len(self.modules) > 1:
@@ -168,14 +190,18 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         rounds[self.call][0] += spent
         rounds[self.call][1] += 1
         if self.call == 0:
-            facts = self.facts.setdefault(key, {"flops": 0, "bytes": 0, "largest": (), "group": "", "kind": kind})
+            facts = self.facts.setdefault(
+                key, {"steps": [], "weights": set(), "bytes": 0, "largest": (), "group": "", "kind": kind}
+            )
             facts["group"] = group_of(name, inputs, outputs)
             counter = flop_registry.get(func.overloadpacket)
             if counter is not None:
+                if name in _WEIGHED and len(inputs) > 1:
+                    facts["weights"].add(inputs[_WEIGHED[name]].data_ptr())
                 try:
-                    facts["flops"] += int(counter(*args, **kwargs, out_val=out))
+                    facts["steps"].append(int(counter(*args, **kwargs, out_val=out)))
                 except Exception:
-                    facts["flops"] += 0  # a formula that does not know this form of the call
+                    facts["steps"].append(0)  # a formula that does not know this form of the call
             if name not in _FREE_OPS:
                 facts["bytes"] += sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
             shape = max((tuple(tensor.shape) for tensor in outputs), key=math.prod, default=())
@@ -193,9 +219,47 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             calls = round(statistics.median(count for _, count in rounds))
             found.append(
                 Operation(f"aten.{name}", facts["group"], module, facts["kind"], line, dtype, calls, seconds,
-                          facts["flops"], facts["bytes"], facts["largest"])
+                          sum(facts["steps"]), facts["bytes"], facts["largest"],
+                          repeated_share(facts["steps"]) if len(facts["weights"]) == 1 else 0.0)
             )  # fmt: skip
         return sorted(found, key=lambda row: -row.seconds)
+
+
+def repeated_share(flops: Sequence[int]) -> float:
+    """Share of the work of successive products that only repeats what an earlier one computed.
+
+    A product with weights whose size grows call by call (all tokens so far, for every new token) does again what the
+    last one did and a little more: all but its largest size was needless. 0 where the sizes do not grow so.
+    """
+    if len(flops) < 8 or any(b < a for a, b in zip(flops, flops[1:], strict=False)) or len(set(flops)) < 8:
+        return 0.0
+    largest = flops[-1]
+    return 1.0 - largest * flops.count(largest) / sum(flops)
+
+
+def _named_modules(model: Any) -> list[tuple[str, torch.nn.Module]]:
+    """All modules by path; of a callable that is no module, those that it holds as attributes."""
+    if isinstance(model, torch.nn.Module):
+        return list(model.named_modules())
+    held = [(name, value) for name, value in getattr(model, "__dict__", {}).items()]
+    modules = [(name, value) for name, value in held if isinstance(value, torch.nn.Module)]
+    found = {id(part): (f"{name}.{path}".rstrip("."), part) for name, m in modules for path, part in m.named_modules()}
+    return list(found.values())
+
+
+def _digest(args: Any) -> bytes | None:
+    """What identifies the values of a module's inputs; None where there are none, or too many to read."""
+    tensors = [leaf for _, leaf in leaves(args) if isinstance(leaf, torch.Tensor)]
+    if not tensors or sum(tensor.numel() * tensor.element_size() for tensor in tensors) > 16 << 20:
+        return None
+    whole = hashlib.blake2b(digest_size=16)
+    try:
+        for tensor in tensors:
+            whole.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
+            whole.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    except (RuntimeError, TypeError):  # a tensor without plain memory: sparse, nested, quantised
+        return None
+    return whole.digest()
 
 
 def group_of(name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> str:

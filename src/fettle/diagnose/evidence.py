@@ -42,6 +42,8 @@ class Operation:
     """Read and written, counted once each."""
     largest: tuple[int, ...] = ()
     """Shape of the largest output."""
+    repeated: float = 0.0
+    """Share of the FLOPs that earlier calls of a growing sequence had done already (see `collect.repeated_share`)."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,10 @@ class Evidence:
     first_call_s: float = 0.0
     syncs: Sequence[Sync] = ()
     compile: CompileHealth | None = None
+    batches_run: int = 0
+    """How often a call of the workload called its outermost modules."""
+    batches_seen_before: int = 0
+    """How many of those had inputs equal, value for value, to an earlier one's in the same call."""
     gc_s: float = 0.0
     """Time in Python's garbage collector a call."""
     slept_s: float = 0.0
@@ -91,8 +97,9 @@ class Evidence:
         return max(0.0, self.wall_s - sum(op.seconds for op in self.operations))
 
     def share(self, seconds: float) -> float:
-        """Seconds as a share of the call."""
-        return min(1.0, max(0.0, seconds / self.wall_s)) if self.wall_s > 0 else 0.0
+        """Seconds as a share of the call: of its operators' time, where watching found that to be more."""
+        whole = max(self.wall_s, self.seconds(*GROUPS))
+        return min(1.0, max(0.0, seconds / whole)) if whole > 0 else 0.0
 
     def peak_flops(self, dtype: str) -> float:
         """Measured FLOP/s of a large product in `dtype`; infinite where it is unknown, so that no time is ideal."""

@@ -417,6 +417,39 @@ def sorting(seen: Evidence) -> Finding | None:
     )
 
 
+def computed_again(seen: Evidence) -> Finding | None:
+    """Growing inputs, computed whole each time: generation without a key-value cache."""
+    ops = [op for op in seen.operations if op.repeated > 0]
+    spent = sum(op.seconds * op.repeated for op in ops)
+    # What stands around these products (norms, activations) is computed again with them.
+    rest = sum(op.seconds for op in seen.operations if op.group == POINTWISE)
+    share = spent / max(sum(op.seconds for op in ops), 1e-12)
+    calls = max((op.calls for op in ops), default=0)
+    return _finding(
+        seen,
+        "recomputation",
+        f"Layers compute a growing sequence from its beginning each time, {calls} times a call.",
+        spent + share * rest,
+        ops,
+        {},
+        "keep what was computed: a key-value cache (use_cache=True), or append to the last result",
+    )
+
+
+def same_data_again(seen: Evidence) -> Finding | None:
+    """Batches that the model has seen before in the same pass."""
+    again, run = seen.batches_seen_before, seen.batches_run
+    if run < 4 or again < 0.2 * run:
+        return None
+    return Finding(
+        "duplicate-data",
+        f"{again} of {run} batches of a call have the same values as an earlier one.",
+        bound=again / run,
+        evidence=("equal contents, found by hashing what the outermost modules are given",),
+        advice="an IterableDataset gives every worker all its rows: divide them by get_worker_info()",
+    )
+
+
 def random_numbers(seen: Evidence) -> Finding | None:
     """Random numbers drawn for answers."""
     ops = _named(
@@ -771,6 +804,8 @@ RULES: Sequence[Rule] = (
     eight_bits,
     indexing,
     sorting,
+    computed_again,
+    same_data_again,
     random_numbers,
     constants_made_anew,
     weights_transformed_each_call,
