@@ -43,7 +43,7 @@ def probe_facts(workload: Workload, *, allow_batch: bool = False) -> Facts:
         num_parameters=sum(parameter.numel() for parameter in parameters),
         parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
         num_linear=_count(module, torch.nn.Linear),
-        num_conv=_count(module, torch.nn.Conv2d),
+        num_conv=_count(module, torch.nn.Conv2d) + _exported_convolutions(module),
         num_conv_transpose=_count(module, torch.nn.ConvTranspose2d),
         num_4d_inputs=sum(tensor.dim() == 4 and tensor.is_floating_point() for tensor in tensors),
         num_input_shapes=len({_shapes(batch) for batch in [*workload.inputs, *workload.check_inputs]}),
@@ -224,3 +224,10 @@ def _quietly(ask: Callable[[], Any], default: Any) -> Any:
         return ask()
     except Exception:
         return default
+
+
+def _exported_convolutions(module: Any) -> int:
+    """2-D convolutions in an exported program, which has no modules for them any more."""
+    graph = getattr(module, "graph", None)
+    nodes = graph.nodes if isinstance(graph, torch.fx.Graph) else ()
+    return sum(node.target is torch.ops.aten.conv2d.default for node in nodes)

@@ -1,0 +1,160 @@
+"""The serving worker: one model in one process, asked over a socket. Started as ``python -m fettle.serve._worker FD``."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from fettle.errors import UsageError, first_line
+from fettle.serve import wire
+
+log = logging.getLogger("fettle.serve.worker")
+
+
+def main() -> None:
+    """Answer until the other side goes away."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # die with the server, however it dies
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
+    link = socket.socket(fileno=int(sys.argv[1]))
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
+    with contextlib.suppress(ConnectionError, EOFError):
+        load, _ = receive(link)
+        if not isinstance(load, wire.Load):
+            raise SystemExit("the first message must say what to load")
+        if load.cores and hasattr(os, "sched_setaffinity"):
+            with contextlib.suppress(OSError):  # cores that are not ours: run where we may
+                os.sched_setaffinity(0, load.cores)
+        try:
+            began = time.perf_counter()
+            worker = _Worker(load)
+            took = worker.warm(load.sizes)
+        except Exception as error:
+            log.exception("loading failed")
+            send(link, wire.Failed(-1, first_line(error), isinstance(error, UsageError)))
+            return
+        send(link, wire.Ready(os.getpid(), took, time.perf_counter() - began))
+        while True:
+            worker.answer(link, *receive(link))
+
+
+class _Worker:
+    """The loaded model and its handler."""
+
+    def __init__(self, load: wire.Load) -> None:
+        import torch
+
+        from fettle.serve.handler import find_handler
+        from fettle.serve.package import open_package
+        from fettle.serve.runner import Runner
+
+        if load.threads:
+            torch.set_num_threads(load.threads)
+        package = open_package(Path(load.folder))
+        self.kinds = [spec.kind for spec in package.manifest.inputs]
+        self.runner = Runner(package, load.device)
+        self.handler = find_handler(package, self.runner, load.trust)
+
+    def warm(self, sizes: list[int]) -> dict[int, float]:
+        return self.runner.warm(sizes)
+
+    def answer(self, link: socket.socket, header: Any, body: memoryview) -> None:
+        if isinstance(header, wire.Ping):
+            send(link, wire.Pong(header.id, resident_bytes()))
+            return
+        try:
+            if isinstance(header, wire.Run):
+                done, parts = self.run(header, body)
+            else:
+                done, parts = self.call(header, body)
+        except Exception as error:
+            log.exception("a call failed")
+            send(link, wire.Failed(header.id, first_line(error), isinstance(error, UsageError)))
+            return
+        send(link, done, parts)
+
+    def run(self, header: wire.Run, body: memoryview) -> tuple[wire.Done, list[Any]]:
+        """Tensors in, tensors out."""
+        import numpy as np
+
+        began = time.perf_counter()
+        parts, place = [], 0
+        for shapes in header.shapes:
+            arrays = []
+            for shape, kind in zip(shapes, self.kinds, strict=True):
+                count = 1
+                for size in shape:
+                    count *= size
+                arrays.append(np.frombuffer(body, kind, count, place).reshape(shape))
+                place += count * kind.itemsize
+            parts.append(arrays)
+        ready = time.perf_counter()
+        answers = self.runner.run(parts, header.size)
+        done = time.perf_counter()
+        shapes = [list(answer.shape) for answer in answers]
+        return (
+            wire.Done(header.id, shapes, ready - began, done - ready, resident_bytes()),
+            [wire.flat(answer) for answer in answers],
+        )
+
+    def call(self, header: wire.Call, body: memoryview) -> tuple[wire.Done, list[Any]]:
+        """Bodies in, bodies out, through the handler's steps."""
+        began = time.perf_counter()
+        bodies, place = [], 0
+        for length in header.lengths:
+            bodies.append(bytes(body[place : place + length]))
+            place += length
+        answers = self.handler.handle(bodies, header.kinds)
+        lengths = [[len(data)] for data, _ in answers]
+        took = time.perf_counter() - began
+        done = wire.Done(header.id, lengths, 0.0, took, resident_bytes(), [kind for _, kind in answers])
+        return done, [data for data, _ in answers]
+
+
+def receive(link: socket.socket) -> tuple[Any, memoryview]:
+    """The next frame. EOFError when the other side has gone."""
+    head, body = wire.PREFIX.unpack(_exactly(link, wire.PREFIX.size))
+    return wire.to_worker.decode(_exactly(link, head)), _exactly(link, body)
+
+
+def send(link: socket.socket, header: Any, body: Any = ()) -> None:
+    """Write one frame."""
+    buffers = wire.frame(header, body)
+    total = sum(len(buffer) for buffer in buffers)
+    sent = link.sendmsg(buffers) if len(buffers) < 512 else 0
+    if sent < total:
+        link.sendall(memoryview(b"".join(buffers))[sent:])
+
+
+def _exactly(link: socket.socket, size: int) -> memoryview:
+    data = bytearray(size)
+    view, have = memoryview(data), 0
+    while have < size:
+        got = link.recv_into(view[have:])
+        if not got:
+            raise EOFError
+        have += got
+    return view
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        import psutil
+
+        return int(psutil.Process().memory_info().rss)
+
+
+if __name__ == "__main__":
+    main()

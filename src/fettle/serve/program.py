@@ -1,0 +1,189 @@
+"""A model as data: the graph that torch.export found as JSON, its weights as safetensors. No code, no pickle.
+
+`torch.export.save` writes pickles, and its reader trusts the graph's text: operator names are looked up by attribute
+anywhere in torch, expressions go through ``eval``, names become Python source. A package comes from outside, so every
+string of the graph is checked here before torch sees it, and only computing operators pass.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fettle.errors import UsageError, first_line
+
+GRAPH, WEIGHTS = "graph.json", "weights.safetensors"
+MAX_GRAPH_BYTES = 256 << 20
+_NAME = re.compile(r"[A-Za-z0-9_][\w.\-]{0,500}|")
+_OPERATOR = re.compile(
+    r"torch\.ops\.(aten|prims|mkldnn|quantized_decomposed)\.\w+(\.\w+)?"
+    r"|torch\.ops\.higher_order\.(wrap_with_set_grad_enabled|wrap_with_autocast|cond|while_loop|scan)"
+    r"|torch\.sym_\w+|_operator\.(getitem|add|sub|mul|truediv|floordiv|mod|pow|neg|lt|le|gt|ge|eq|ne|and_|or_|not_)"
+    r"|math\.(ceil|floor|trunc|sqrt|pow)"
+)
+_FORBIDDEN_OPERATORS = {"from_file"}
+_SYMBOL = re.compile(r"Symbol\('[suz]\d+'(, (positive|integer|nonnegative|nonzero)=True)*\)")
+_EXPRESSION = re.compile(r"[\w\s+\-*/%(),.<>=!&|~]{0,2000}")
+_EXPRESSION_WORDS = re.compile(
+    r"[suz]\d+|FloorDiv|Mod|PythonMod|ModularIndexing|Where|CleanDiv|CeilDiv|CeilToInt|FloorToInt|TruncToInt|RoundToInt"
+    r"|PowByNatural|FloatPow|FloatTrueDiv|IntTrueDiv|ToFloat|Identity|Max|Min|Abs|Add|Mul|Pow|Integer|Rational|Eq|Ne|Lt|Le|Gt|Ge|And|Or|Not|True"
+    r"|False|oo|int_oo|\d+(\.\d+)?(e-?\d+)?"
+)
+
+
+def export_program(
+    model: torch.nn.Module, tensors: Sequence[torch.Tensor], moving: Sequence[Mapping[int, str]], max_rows: int
+) -> torch.export.ExportedProgram:
+    """The program of a module that takes tensors and returns a tuple of tensors.
+
+    `moving` names, for each tensor, the dimensions that may have any size; equal names are one size. ``rows`` is the
+    batch's, from 1 to `max_rows`. Raises `UsageError` with the exporter's reason.
+    """
+    names = {name for dims in moving for name in dims.values()} - {"rows"}
+    sizes = {name: torch.export.Dim(name, min=1) for name in names}
+    sizes["rows"] = torch.export.Dim("rows", min=1, max=max(2, max_rows))
+    shapes = tuple({dim: sizes[name] for dim, name in dims.items()} or None for dims in moving)
+    examples = [
+        _two_rows(tensor) if dims.get(0) == "rows" else tensor.detach().clone()
+        for tensor, dims in zip(tensors, moving, strict=True)
+    ]
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            return torch.export.export(model, tuple(examples), dynamic_shapes={"tensors": shapes})
+    except Exception as error:
+        raise UsageError(f"the model cannot be exported for any number of rows: {first_line(error)}") from error
+
+
+def _two_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The exporter takes a dimension of 1 for a constant."""
+    return (tensor.repeat(2, *[1] * (tensor.dim() - 1)) if tensor.shape[0] == 1 else tensor).detach().clone()
+
+
+def save_program(program: torch.export.ExportedProgram, folder: Path) -> None:
+    """Write ``graph.json`` and ``weights.safetensors``."""
+    from safetensors.torch import save_file
+    from torch._export.serde.serialize import serialize
+
+    data = serialize(
+        program, serialize_state_dict=False, serialize_constants=False, serialize_example_inputs=False
+    ).exported_program
+    graph = _plain(json.loads(data))
+    _check(graph)  # what could not be read again is better known now
+    parameters = set(program.graph_signature.parameters)
+    weights = {
+        f"{'parameter' if name in parameters else 'buffer'}:{name}": tensor
+        for name, tensor in program.state_dict.items()
+    }
+    for name, value in program.constants.items():
+        if not isinstance(value, torch.Tensor):
+            raise UsageError(f"the model holds a {type(value).__name__} that cannot be stored as a tensor")
+        weights[f"constant:{name}"] = value
+    (folder / GRAPH).write_text(json.dumps(graph, separators=(",", ":")), encoding="utf-8")
+    # Tied weights share memory, which safetensors refuses: each name gets its own copy.
+    save_file({name: tensor.detach().clone().contiguous() for name, tensor in weights.items()}, folder / WEIGHTS)
+
+
+def load_program(folder: Path) -> torch.nn.Module:
+    """The module of a saved program. Raises `UsageError` for anything that is not one."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+    from torch._export.serde.serialize import SerializedArtifact, deserialize
+
+    try:
+        if (folder / GRAPH).stat().st_size > MAX_GRAPH_BYTES:
+            raise UsageError(f"{GRAPH} is larger than {MAX_GRAPH_BYTES >> 20} MiB")
+        graph = _plain(json.loads((folder / GRAPH).read_text(encoding="utf-8")))
+        _check(graph)
+        weights = load_file(folder / WEIGHTS)
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+        raise UsageError(f"the package's model cannot be read: {first_line(error)}") from error
+    state: dict[str, torch.Tensor] = {}
+    constants: dict[str, torch.Tensor] = {}
+    for name, tensor in weights.items():
+        use, _, path = name.partition(":")
+        if use == "parameter":
+            state[path] = torch.nn.Parameter(tensor, requires_grad=False)
+        elif use in ("buffer", "constant"):
+            (state if use == "buffer" else constants)[path] = tensor
+        else:
+            raise UsageError(f"{WEIGHTS} holds a tensor of unknown use: {name[:80]!r}")
+    artifact = SerializedArtifact(json.dumps(graph).encode(), state, constants, None)  # type: ignore[arg-type]
+    try:
+        module: torch.nn.Module = deserialize(artifact).module()
+    except Exception as error:
+        raise UsageError(
+            f"the package's model cannot be read by torch {torch.__version__}: {first_line(error)}"
+        ) from error
+    module.training = False
+    # An exported program cannot change its mode and says so by raising, also to those that only pass a mode along.
+    module.train = lambda mode=True: module  # type: ignore[assignment,misc]
+    module.eval = lambda: module  # type: ignore[method-assign]
+    return module
+
+
+def _plain(graph: Any) -> Any:
+    """The graph without what only helps debugging, and without its guards, which torch would run as Python."""
+    if not isinstance(graph, dict) or "graph_module" not in graph:
+        raise ValueError(f"{GRAPH} is no exported program")
+    graph["guards_code"] = []
+
+    def strip(value: Any) -> None:
+        if isinstance(value, dict):
+            if "metadata" in value:
+                value["metadata"] = {}
+            for item in value.values():
+                strip(item)
+        elif isinstance(value, list):
+            for item in value:
+                strip(item)
+
+    strip(graph)
+    return graph
+
+
+def _check(value: Any, key: str = "") -> None:
+    """Raise ValueError for any string that is not what stands in its place."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if not _NAME.fullmatch(name):
+                raise ValueError(f"not a name in a graph: {name[:80]!r}")
+            _check(item, name)
+    elif isinstance(value, list):
+        for item in value:
+            _check(item, key)
+    elif isinstance(value, str):
+        if key == "target":
+            if not _OPERATOR.fullmatch(value) or _FORBIDDEN_OPERATORS & set(value.split(".")):
+                raise ValueError(f"the operator {value[:80]!r} may not be in a package")
+        elif key == "expr_str":
+            bare = _SYMBOL.sub("s0", value)
+            words = re.findall(r"[A-Za-z_0-9.]+", bare)
+            if not _EXPRESSION.fullmatch(bare) or not all(_EXPRESSION_WORDS.fullmatch(word) for word in words):
+                raise ValueError(f"not an expression of sizes: {value[:80]!r}")
+        elif key in ("in_spec", "out_spec"):
+            _check_tree(json.loads(value))
+        elif key in ("as_string", "as_strings"):
+            pass  # an argument of an operator: it is quoted wherever it is printed
+        elif key == "torch_version":
+            if not re.fullmatch(r"[\w.+]{1,40}", value):
+                raise ValueError("not a version of torch")
+        elif not _NAME.fullmatch(value):
+            raise ValueError(f"not a name in a graph: {value[:80]!r}")
+
+
+def _check_tree(spec: Any) -> None:
+    """Only Python's own containers may be in a structure: naming another type would look it up."""
+    allowed = {"builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict", None}
+    if isinstance(spec, dict):
+        if "type" in spec and spec["type"] not in allowed:
+            raise ValueError(f"a structure of {str(spec['type'])[:80]!r} may not be in a package")
+        for item in spec.values():
+            _check_tree(item)
+    elif isinstance(spec, list):
+        for item in spec:
+            _check_tree(item)

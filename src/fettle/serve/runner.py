@@ -1,0 +1,71 @@
+"""The runner: a package's tuned model in this process, from numpy arrays to numpy arrays."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fettle.errors import UsageError
+from fettle.serve.package import Package, as_array, load_model
+
+Array = np.ndarray[Any, Any]
+
+
+class Runner:
+    """A loaded model. `run` is not thread-safe: one runner, one thread that calls it."""
+
+    def __init__(self, package: Package, device: str = "cpu") -> None:
+        self.inputs, self.outputs = package.manifest.inputs, package.manifest.outputs
+        self.device = device
+        self._model, samples = load_model(package)
+        self._samples = [as_array(tensor) for tensor in samples]
+
+    def run(self, parts: Sequence[Sequence[Array]], size: int) -> list[Array]:
+        """One call for several requests: `parts` holds each one's arrays in the order of the manifest's inputs.
+
+        Batched inputs are joined along their rows and filled up to `size` rows with copies of the last one; of those
+        that are not batched the first request's is taken. Returns the outputs, batched ones with the joined rows and
+        without the filling.
+        """
+        tensors, rows = [], 0
+        for index, spec in enumerate(self.inputs):
+            if not spec.batched:
+                tensors.append(torch.from_numpy(np.array(parts[0][index])))
+                continue
+            joined = parts[0][index] if len(parts) == 1 else np.concatenate([part[index] for part in parts])
+            rows = len(joined)
+            if size > rows:
+                joined = np.concatenate([joined, np.repeat(joined[-1:], size - rows, axis=0)])
+            elif len(parts) == 1:
+                joined = np.array(joined)  # what came over the wire is read-only
+            tensors.append(torch.from_numpy(joined))
+        if self.device != "cpu":
+            tensors = [tensor.to(self.device, non_blocking=True) for tensor in tensors]
+        with torch.inference_mode():
+            found = self._model(*tensors)
+        answers = [as_array(tensor) for tensor in ([found] if isinstance(found, torch.Tensor) else found)]
+        return [answer[:rows] if spec.batched else answer for answer, spec in zip(answers, self.outputs, strict=True)]
+
+    def sample(self, rows: int) -> list[Array]:
+        """The package's own inputs, repeated or cut to so many rows."""
+        made = []
+        for array, spec in zip(self._samples, self.inputs, strict=True):
+            made.append(np.resize(array, (rows, *array.shape[1:])) if spec.batched else array)
+        return made
+
+    def warm(self, sizes: Sequence[int], calls: int = 2) -> dict[int, float]:
+        """Run every batch size, so that nothing is compiled while clients wait; seconds of the last call of each."""
+        took = {}
+        for size in sizes:
+            for _ in range(calls):
+                began = time.perf_counter()
+                answers = self.run([self.sample(size)], size)
+                took[size] = time.perf_counter() - began
+            for answer, spec in zip(answers, self.outputs, strict=True):
+                if spec.batched and len(answer) != size:
+                    raise UsageError(f"the model answers {len(answer)} rows for {size}: it cannot be batched")
+        return took

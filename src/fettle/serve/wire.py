@@ -1,0 +1,103 @@
+"""What the server and its worker processes say to each other, over a socket pair: a header and raw tensors.
+
+A frame is the lengths of header and body, the header in MessagePack, and the body. Neither side unpickles anything.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+PREFIX = struct.Struct("<IQ")
+MAX_HEADER = 16 << 20
+
+
+class Load(msgspec.Struct, tag="load", array_like=True):
+    """To the worker, once: open this package and warm these batch sizes."""
+
+    folder: str
+    sizes: list[int]
+    threads: int
+    cores: list[int]
+    trust: str = ""
+    device: str = "cpu"
+
+
+class Run(msgspec.Struct, tag="run", array_like=True):
+    """To the worker: one call. `shapes[request][input]` describes the body, in this order."""
+
+    id: int
+    size: int
+    shapes: list[list[list[int]]]
+
+
+class Call(msgspec.Struct, tag="call", array_like=True):
+    """To the worker: raw bodies for the handler's four steps; their lengths describe the body."""
+
+    id: int
+    lengths: list[int]
+    kinds: list[str]
+
+
+class Ping(msgspec.Struct, tag="ping", array_like=True):
+    """To the worker: are you there?"""
+
+    id: int
+
+
+class Ready(msgspec.Struct, tag="ready", array_like=True):
+    """From the worker: loaded and warm."""
+
+    pid: int
+    seconds: dict[int, float]
+    """Of a warm call, by batch size."""
+    load_s: float
+
+
+class Done(msgspec.Struct, tag="done", array_like=True):
+    """From the worker: the outputs' shapes, or the bodies' lengths; and where the time went."""
+
+    id: int
+    shapes: list[list[int]]
+    join_s: float
+    model_s: float
+    rss: int
+    kinds: list[str] = []
+
+
+class Failed(msgspec.Struct, tag="failed", array_like=True):
+    """From the worker: this call, or the loading (id -1), raised. `usage`: the text is for whoever started us."""
+
+    id: int
+    reason: str
+    usage: bool = False
+
+
+class Pong(msgspec.Struct, tag="pong", array_like=True):
+    """From the worker: here I am."""
+
+    id: int
+    rss: int
+
+
+ToWorker = Load | Run | Call | Ping
+FromWorker = Ready | Done | Failed | Pong
+_encoder = msgspec.msgpack.Encoder()
+to_worker = msgspec.msgpack.Decoder(ToWorker)
+from_worker = msgspec.msgpack.Decoder(FromWorker)
+
+
+def frame(header: ToWorker | FromWorker, body: Sequence[Any] = ()) -> list[Any]:
+    """The buffers of one frame, for a gathering write."""
+    head = _encoder.encode(header)
+    views = [memoryview(part).cast("B") if len(part) else b"" for part in body]
+    return [PREFIX.pack(len(head), sum(len(view) for view in views)) + head, *views]
+
+
+def flat(array: Any) -> memoryview:
+    """An array's memory, without a copy where it is contiguous."""
+    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
