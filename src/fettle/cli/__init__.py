@@ -26,6 +26,8 @@ _COMMANDS: dict[str, str] = {
     "techniques": "techniques",
     "diagnose": "diagnose",
     "data": "data",
+    "package": "package",
+    "serve": "serve",
     "memory": "memory",
     "trace": "trace",
 }

@@ -1,4 +1,4 @@
-"""The serving worker: one model in one process, asked over a socket. Started as ``python -m fettle.serve._worker FD``."""
+"""The serving worker: one model in one process, asked over a socket: ``python -m fettle.serve._worker FD``."""
 
 from __future__ import annotations
 

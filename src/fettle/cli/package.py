@@ -1,0 +1,60 @@
+"""fettle package TARGET: a tuned model as a folder or zip that a server can load without running its code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from fettle.recipe import Recipe, load_recipe
+
+
+def command(
+    target: Annotated[str, typer.Argument(help="path/to/file.py:factory or package.module:factory")],
+    recipe: Annotated[Path | None, typer.Option(help="recipe.toml of a study; without one, the model as given")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="a folder, or a file ending in .zip")] = None,
+    name: Annotated[str, typer.Option(help="what clients call the model; default: the target's name")] = "",
+    version: Annotated[str, typer.Option("--version", help="version of the package")] = "1",
+    max_rows: Annotated[int, typer.Option(min=1, help="rows of the largest batch")] = 8,
+    handler: Annotated[Path | None, typer.Option(help="a handler.py with the four steps, for /predictions")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the manifest as JSON")] = False,
+) -> None:
+    """Write a model package: the exported model, its weights, the recipe, how it was judged, and how to serve it.
+
+    [bold]Examples[/]
+
+      fettle package workloads/digits.py --recipe demo/recipe.toml
+
+      fettle package model.py:bert --recipe recipe.toml --name bert --version 2 -o store/bert-2.zip
+    """
+    from fettle.serve.package import ServeSettings, write_package
+    from fettle.workload import find_target
+
+    found = find_target(target)
+    levels = load_recipe(recipe).recipe if recipe is not None else Recipe()
+    called = name or found.name
+    path = output or Path(f"{called}-{version}")
+    console = Console(stderr=True)
+    with console.status("building the workload") as status:
+        package = write_package(
+            found.load(), levels, path, name=called, version=version, settings=ServeSettings(max_rows=max_rows),
+            handler=handler, tell=status.update if console.is_terminal and not as_json else (lambda text: None),
+        )  # fmt: skip
+    manifest = package.manifest
+    if as_json:
+        print(json.dumps({"path": str(path), **msgspec.to_builtins(manifest)}))
+        return
+    out = Console()
+    for label, specs in (("inputs", manifest.inputs), ("outputs", manifest.outputs)):
+        text = ", ".join(f"{spec.name} {spec.datatype}{list(spec.shape)}" for spec in specs)
+        out.print(f"{label:8} {text}", markup=False, highlight=False)
+    out.print(f"recipe   {Recipe(manifest.recipe)}", markup=False, highlight=False)
+    out.print(
+        f"error    {manifest.accuracy['relative_error']:.3g} against {manifest.accuracy['against']}", highlight=False
+    )
+    out.print(f"[bold]{escape(str(path))}[/] is written: fettle serve {escape(str(path))}", highlight=False)

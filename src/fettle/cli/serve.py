@@ -1,0 +1,98 @@
+"""fettle serve PACKAGE...: model packages behind HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from fettle.errors import UsageError
+
+
+def command(
+    packages: Annotated[list[Path] | None, typer.Argument(help="folders or zips that fettle package wrote")] = None,
+    host: Annotated[str, typer.Option(help="other than loopback needs --token-file or --insecure")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port")] = 8080,
+    management_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="load, unload and change models here; off without it")
+    ] = None,
+    store: Annotated[Path | None, typer.Option(help="folder of packages that may be loaded by name")] = None,
+    state: Annotated[Path | None, typer.Option(help="remember in this file what is served, for the next start")] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="ask every request for this file's token; made if it is not there")
+    ] = None,
+    insecure: Annotated[bool, typer.Option(help="anybody may call, on any host")] = False,
+    trust: Annotated[list[str] | None, typer.Option(help="SHA-256 of a handler.py that may run")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="processes of each model")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="threads of each worker")] = None,
+    max_rows: Annotated[int | None, typer.Option(min=1, help="rows of the largest batch")] = None,
+    delay: Annotated[float | None, typer.Option(min=0, help="milliseconds to wait for a batch to fill")] = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda")] = "cpu",
+    log_requests: Annotated[bool, typer.Option(help="a line of JSON for each request, on standard error")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="say in JSON where the server listens")] = False,
+) -> None:
+    """Serve models: the Open Inference Protocol v2 with binary tensors, and TorchServe's URLs. Ctrl-C drains and ends.
+
+    [bold]Examples[/]
+
+      fettle serve digits-1
+
+      fettle serve store/bert-2.zip --workers 2 --threads 1 --port 9000
+
+      fettle serve --store models --management-port 8081 --state served.json
+    """
+    try:
+        from fettle.serve.registry import Options
+        from fettle.serve.server import Address, serve, token_from
+    except ImportError as error:
+        raise UsageError(f"{error.name} is not installed: pip install 'torch-fettle[serve]'") from error
+    from fettle.serve.package import open_package
+
+    if not packages and store is None:
+        raise UsageError("nothing to serve: name a package, or a folder of them with --store")
+    if store is not None and not store.is_dir():
+        raise UsageError(f"no such folder: {store}")
+    override: dict[str, Any] = {
+        "workers": workers, "threads": threads, "max_rows": max_rows, "delay_ms": delay
+    }  # fmt: skip
+    token = token_from(token_file) if token_file is not None else ""
+    secret = Path.home() / ".config" / "fettle" / "management-token"
+    address = Address(
+        host, port, management_port, token, token_from(secret) if management_port is not None else "", insecure,
+        log_requests=log_requests,
+    )  # fmt: skip
+    address.check()
+    options = Options(
+        store, state, tuple(trust or ()), device,
+        override={key: value for key, value in override.items() if value is not None},
+    )  # fmt: skip
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO if log_requests else logging.WARNING, format="%(message)s"
+    )
+    console = Console(stderr=True)
+
+    def started(server: Any) -> None:
+        base = f"http://{host}:{server.ports[0]}"
+        names = {name: number for name, number, _ in server.registry.versions()}
+        if as_json:
+            print(json.dumps({"url": base, "ports": server.ports, "models": names}), flush=True)
+            return
+        console.print(f"serving {', '.join(names) or 'nothing yet'} at {base}", highlight=False)
+        for name in names:
+            console.print(f"  POST {base}/v2/models/{name}/infer   POST {base}/predictions/{name}", highlight=False)
+        if management_port is not None:
+            console.print(f"management on port {server.ports[1]}, token in {secret}", highlight=False)
+
+    opened = [open_package(path) for path in packages or ()]
+    if sys.platform != "win32":
+        import uvloop
+
+        uvloop.run(serve(address, options, opened, started))
+    else:
+        asyncio.run(serve(address, options, opened, started))

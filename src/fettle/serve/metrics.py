@@ -1,0 +1,112 @@
+"""Prometheus metrics of the server. Workers send their timings with their answers, so one process holds them all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)
+
+
+class Metrics:
+    """All metrics of one server."""
+
+    def __init__(self, limit_s: float = 0.0) -> None:
+        self.registry = CollectorRegistry()
+        # Buckets close together around the limit: a percentile is as exact as the buckets beside it.
+        around = (
+            {round(limit_s * factor, 6) for factor in (0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)} if limit_s else set()
+        )
+        seconds = tuple(sorted({*_SECONDS, *around}))
+        labels = ("model", "version")
+
+        def histogram(name: str, text: str, buckets: Any) -> Histogram:
+            return Histogram(f"fettle_{name}", text, labels, buckets=buckets, registry=self.registry)
+
+        self.request_s = histogram(
+            "request_seconds", "From the request's arrival at the batcher to its answer", seconds
+        )
+        self.queue_s = histogram("queue_wait_seconds", "From arrival to dispatch", seconds)
+        self.join_s = histogram("batch_join_seconds", "Putting a batch together in the worker", seconds)
+        self.model_s = histogram("model_seconds", "One call of the model", seconds)
+        self.batch_rows = histogram("batch_rows", "Rows of a call, padding apart", _ROWS)
+        self.responses = Counter(
+            "fettle_responses", "Answers by HTTP status", (*labels, "code"), registry=self.registry
+        )
+        self.padding = Counter(
+            "fettle_padding_rows", "Rows computed only to fill a batch", labels, registry=self.registry
+        )
+        self.sheds = Counter(
+            "fettle_shed", "Requests not served, by reason", (*labels, "reason"), registry=self.registry
+        )
+        self.restarts = Counter(
+            "fettle_worker_restarts", "Workers replaced, by reason", (*labels, "reason"), registry=self.registry
+        )
+        self.violations = Counter(
+            "fettle_limit_violations", "Answers slower than the latency limit", labels, registry=self.registry
+        )
+        self.queue_rows = Gauge("fettle_queue_rows", "Rows that wait", labels, registry=self.registry)
+        self.inflight = Gauge("fettle_inflight", "Requests with a worker", labels, registry=self.registry)
+        self.worker_bytes = Gauge(
+            "fettle_worker_rss_bytes", "Resident memory of a worker", (*labels, "worker"), registry=self.registry
+        )
+
+
+class ModelMetrics:
+    """The metrics of one model version, with the totals that the statistics extension of the protocol asks for."""
+
+    def __init__(self, metrics: Metrics, model: str, version: str) -> None:
+        self.all, self.labels = metrics, (model, version)
+        self._request, self._queue = metrics.request_s.labels(*self.labels), metrics.queue_s.labels(*self.labels)
+        self._join, self._model = metrics.join_s.labels(*self.labels), metrics.model_s.labels(*self.labels)
+        self._rows, self._padding = metrics.batch_rows.labels(*self.labels), metrics.padding.labels(*self.labels)
+        self._violations = metrics.violations.labels(*self.labels)
+        self._codes: dict[int, Any] = {}
+        self.succeeded = self.failed = self.executions = self.rows = 0
+        self.success_ns = self.fail_ns = self.queue_ns = self.join_ns = self.model_ns = 0
+        self.by_size: dict[int, list[int]] = {}
+        """Batch rows -> calls, nanoseconds of joining, nanoseconds of the model."""
+
+    def request(self, seconds: float, queue_s: float, limit_s: float) -> None:
+        """A request was answered."""
+        self._request.observe(seconds)
+        self._queue.observe(queue_s)
+        self.succeeded += 1
+        self.success_ns += int(seconds * 1e9)
+        self.queue_ns += int(queue_s * 1e9)
+        if 0 < limit_s < seconds:
+            self._violations.inc()
+
+    def batch(self, rows: int, size: int, join_s: float, model_s: float) -> None:
+        """A call was made."""
+        self._join.observe(join_s)
+        self._model.observe(model_s)
+        self._rows.observe(rows)
+        if size > rows:
+            self._padding.inc(size - rows)
+        self.executions += 1
+        self.rows += rows
+        self.join_ns += int(join_s * 1e9)
+        self.model_ns += int(model_s * 1e9)
+        row = self.by_size.setdefault(rows, [0, 0, 0])
+        row[0] += 1
+        row[1] += int(join_s * 1e9)
+        row[2] += int(model_s * 1e9)
+
+    def response(self, code: int) -> None:
+        """An answer went out with this HTTP status."""
+        counter = self._codes.get(code)
+        if counter is None:
+            counter = self._codes[code] = self.all.responses.labels(*self.labels, str(code))
+        counter.inc()
+        self.failed += code >= 400
+
+    def shed(self, reason: str) -> None:
+        """A request was not served."""
+        self.all.sheds.labels(*self.labels, reason).inc()
+
+    def restart(self, reason: str) -> None:
+        """A worker was replaced."""
+        self.all.restarts.labels(*self.labels, reason).inc()

@@ -1,0 +1,320 @@
+"""The registry: which models and versions are served, and which version answers a request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fettle.errors import UsageError
+from fettle.recipe import write_text
+from fettle.serve.metrics import Metrics, ModelMetrics
+from fettle.serve.package import MANIFEST, Package, ServeSettings, check_name, open_package
+from fettle.serve.pool import Pool, Rejected
+
+log = logging.getLogger("fettle.serve")
+DRAIN_S = 30.0
+"""How long an unloaded version may take for what it has accepted."""
+
+
+@dataclass
+class Version:
+    """One version that is served: its package and pool."""
+
+    package: Package
+    pool: Pool
+    metrics: ModelMetrics
+    state: str = "LOADING"
+    """READY, LOADING, UNLOADING or UNAVAILABLE, as the repository extension says."""
+    reason: str = ""
+    last_ms: int = 0
+
+
+@dataclass
+class Model:
+    """All versions of one name, and how requests are divided among them."""
+
+    versions: dict[str, Version] = field(default_factory=dict)
+    default: str = ""
+    weights: dict[str, float] = field(default_factory=dict)
+    """Share of the requests that name no version; empty: all to the default."""
+    shadow: str = ""
+    """A version that gets a copy of every request, and whose answers nobody sees."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a server starts its pools."""
+
+    store: Path | None = None
+    """The folder of packages from which models may be loaded by name. None: nothing can be loaded while running."""
+    state: Path | None = None
+    """Where to remember what is served, so that a restart serves the same."""
+    trust: tuple[str, ...] = ()
+    """Digests of handlers that may run."""
+    device: str = "cpu"
+    log_path: str | None = None
+    override: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that stand above every package's ``serve.toml``."""
+
+
+class Registry:
+    """The models of one server."""
+
+    def __init__(self, metrics: Metrics, options: Options, machine: str = "") -> None:
+        self.metrics, self.options, self.machine = metrics, options, machine
+        self.models: dict[str, Model] = {}
+        self._lock = asyncio.Lock()
+        self._later: set[asyncio.Task[Any]] = set()
+
+    # -- loading -----------------------------------------------------------------------------------------------------
+
+    async def load(self, package: Package) -> Version:
+        """Load, warm, and only then serve a package. The first version of a name is its default.
+
+        A version that is served already is replaced without a failed request: the new pool takes over when it is warm,
+        and the old one finishes what it has. Raises `Rejected` where it cannot be loaded.
+        """
+        name, number = package.manifest.name, package.manifest.version
+        async with self._lock:
+            settings = self._settings(package)
+            metrics = ModelMetrics(self.metrics, name, number)
+            digest = package.handler_digest or ""
+            pool = Pool(
+                package, settings, metrics, machine=self.machine, cores=self._cores(settings),
+                trust=digest if digest in self.options.trust else "", device=self.options.device,
+                log_path=self.options.log_path,
+            )  # fmt: skip
+            made = Version(package, pool, metrics)
+            model = self.models.get(name) or Model()
+            try:
+                await pool.start()
+            except Rejected as error:
+                if number not in model.versions:
+                    made.state, made.reason = "UNAVAILABLE", error.reason
+                raise
+            made.state = "READY"
+            old = model.versions.get(number)
+            model.versions[number] = made
+            model.default = model.default or number
+            self.models[name] = model
+            self._remember()
+        if old is not None:
+            await self._retire(old)
+        return made
+
+    async def unload(self, name: str, number: str | None = None) -> None:
+        """Stop serving a version, or the whole model: new requests are refused, accepted ones are answered."""
+        async with self._lock:
+            model = self._model(name)
+            numbers = [number] if number else list(model.versions)
+            old = [model.versions.pop(one) for one in numbers if one in model.versions]
+            if not old:
+                raise Rejected(404, f"the model {name} has no version {number}")
+            for one in numbers:
+                model.weights.pop(one, None)
+                if model.shadow == one:
+                    model.shadow = ""
+                if model.default == one:
+                    model.default = max(model.versions, default="")
+            if not model.versions:
+                del self.models[name]
+            self._remember()
+        await asyncio.gather(*(self._retire(version) for version in old))
+
+    async def load_named(self, name: str, number: str | None = None) -> Version:
+        """Load a package from the store by its name: never from a path or an address that a client gives."""
+        return await self.load(self.find(name, number))
+
+    def find(self, name: str, number: str | None = None) -> Package:
+        """The package of that name in the store; the highest version where none is given."""
+        if self.options.store is None:
+            raise Rejected(403, "this server loads nothing while it runs: start it with --store FOLDER")
+        try:
+            check_name(name, number or "1")
+        except UsageError as error:
+            raise Rejected(400, str(error)) from None
+        found = [package for package in stored(self.options.store) if package.manifest.name == name]
+        found = [package for package in found if number in (None, package.manifest.version)]
+        if not found:
+            raise Rejected(404, f"the store has no model {name}" + (f" version {number}" if number else ""))
+        return max(found, key=lambda package: _order(package.manifest.version))
+
+    def change(self, name: str, wanted: Mapping[str, Any]) -> None:
+        """Set a model's default, weights, shadow, or batching. Raises `Rejected` (400); then nothing has changed."""
+        model = self._model(name)
+        unknown = set(wanted) - {"default", "weights", "shadow", "batch"}
+        if unknown:
+            raise Rejected(400, f"no such setting: {min(unknown)[:80]!r}")
+        default, shadow = wanted.get("default", model.default), wanted.get("shadow", model.shadow)
+        weights = wanted.get("weights", model.weights)
+        named = [default, *([shadow] if shadow else [])]
+        if not isinstance(weights, Mapping) or not all(
+            isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e9
+            for value in weights.values()
+        ):
+            raise Rejected(400, "weights are numbers by version")
+        if weights and not sum(weights.values()) > 0:
+            raise Rejected(400, "the weights add up to nothing")
+        for number in [*named, *weights]:
+            if number not in model.versions:
+                raise Rejected(400, f"the model {name} has no version {str(number)[:80]!r}")
+        changed = {}
+        for number, version in model.versions.items() if "batch" in wanted else ():
+            changed[number] = _with_batching(version.pool.settings, wanted["batch"], version.package)
+        model.default, model.shadow, model.weights = default, shadow, dict(weights)
+        for number, settings in changed.items():
+            model.versions[number].pool.change(settings, self.machine)
+        self._remember()
+
+    # -- choosing ----------------------------------------------------------------------------------------------------
+
+    def choose(self, name: str, number: str | None = None, sticky: str = "") -> Version:
+        """The version that answers. `sticky` (a request or session id) always goes the same way among weights."""
+        model = self._model(name)
+        if number is None:
+            number = _weighted(model.weights, sticky) if model.weights else model.default
+        version = model.versions.get(number)
+        if version is None:
+            raise Rejected(404, f"the model {name} has no version {number[:80]}")
+        return version
+
+    def shadow_of(self, name: str, chosen: Version) -> Version | None:
+        """The version that gets a copy, if it is another one."""
+        model = self.models.get(name)
+        shadow = model.versions.get(model.shadow) if model is not None and model.shadow else None
+        return shadow if shadow is not chosen else None
+
+    @property
+    def ready(self) -> bool:
+        """Whether every version of every model is ready, and there is one."""
+        return bool(self.models) and all(
+            version.pool.ready for model in self.models.values() for version in model.versions.values()
+        )
+
+    def versions(self) -> list[tuple[str, str, Version]]:
+        """All that is served: name, version, and the version itself."""
+        return [(name, number, v) for name, model in self.models.items() for number, v in model.versions.items()]
+
+    # -- restart -----------------------------------------------------------------------------------------------------
+
+    def remembered(self) -> dict[str, Any]:
+        """What the state file says was served; empty where there is none. Raises `UsageError` for a damaged one."""
+        path = self.options.state
+        if path is None or not path.exists():
+            return {}
+        try:
+            state = json.loads(path.read_text(encoding="utf-8"))
+            assert isinstance(state, dict)
+        except (OSError, ValueError, AssertionError) as error:
+            raise UsageError(f"the state file {path} cannot be read: move it away to start afresh") from error
+        return state
+
+    def _remember(self) -> None:
+        if self.options.state is None:
+            return
+        state = {
+            name: {
+                "versions": {number: str(v.package.folder) for number, v in model.versions.items()},
+                "default": model.default, "weights": model.weights, "shadow": model.shadow,
+            }
+            for name, model in self.models.items()
+        }  # fmt: skip
+        try:
+            write_text(self.options.state, json.dumps(state, indent=1) + "\n")
+        except UsageError as error:  # a full disk must not stop the serving
+            log.error("what is served could not be remembered: %s", error)
+
+    # -- parts -------------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """End every pool."""
+        await asyncio.gather(*(self._retire(version) for _, _, version in self.versions()))
+        self.models.clear()
+
+    async def _retire(self, version: Version) -> None:
+        version.state = "UNLOADING"
+        await version.pool.close(DRAIN_S)
+
+    def _model(self, name: str) -> Model:
+        model = self.models.get(name)
+        if model is None:
+            raise Rejected(404, f"there is no model {name[:80]}")
+        return model
+
+    def _settings(self, package: Package) -> ServeSettings:
+        settings = msgspec.structs.replace(package.settings, **self.options.override)
+        try:
+            settings.batching()
+        except ValueError as error:
+            raise Rejected(400, str(error)) from None
+        if settings.max_rows > package.manifest.max_rows:
+            raise Rejected(400, f"{package.manifest.name} takes at most {package.manifest.max_rows} rows a batch")
+        return settings
+
+    def _cores(self, settings: ServeSettings) -> Sequence[Sequence[int]]:
+        """Cores for each worker, without overlap where there are enough; else none are bound."""
+        if not hasattr(os, "sched_getaffinity") or settings.workers < 2:
+            return ()
+        usable = sorted(os.sched_getaffinity(0))
+        each = settings.threads or max(1, len(usable) // settings.workers)
+        if each * settings.workers > len(usable):
+            return ()
+        return [usable[each * index : each * (index + 1)] for index in range(settings.workers)]
+
+    def later(self, coroutine: Any) -> None:
+        """Run something that no request waits for."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._later.add(task)
+        task.add_done_callback(self._later.discard)
+
+
+def stored(store: Path) -> list[Package]:
+    """The sound packages of a folder."""
+    found = []
+    for path in sorted(store.iterdir()):
+        if (path / MANIFEST).is_file() or path.suffix == ".zip":
+            with contextlib.suppress(UsageError):
+                found.append(open_package(path))
+    return found
+
+
+def _with_batching(settings: ServeSettings, wanted: Any, package: Package) -> ServeSettings:
+    allowed = {"max_rows", "delay_ms", "policy", "pad", "max_queue_rows", "timeout_ms", "limit_ms"}
+    if not isinstance(wanted, Mapping) or set(wanted) - allowed:
+        raise Rejected(400, f"batch may hold {', '.join(sorted(allowed))}")
+    try:
+        changed = msgspec.convert({**msgspec.to_builtins(settings), **wanted}, ServeSettings)
+        changed.batching()
+    except ValueError as error:
+        raise Rejected(400, str(error)[:200]) from None
+    # Only batch sizes that were warmed: a larger one would compile while clients wait.
+    if changed.max_rows > settings.max_rows:
+        raise Rejected(400, f"only {settings.max_rows} rows were warmed: load the model again for more")
+    return changed
+
+
+def _weighted(weights: Mapping[str, float], sticky: str) -> str:
+    digest = hashlib.blake2b(sticky.encode(), digest_size=8).digest() if sticky else b""
+    point = int.from_bytes(digest, "big") / 2**64 if sticky else random.random()
+    point *= sum(weights.values())
+    for number, weight in weights.items():
+        point -= weight
+        if point < 0:
+            return number
+    return next(number for number, weight in reversed(weights.items()) if weight > 0)
+
+
+def _order(version: str) -> tuple[tuple[int, int | str], ...]:
+    """Versions in the order that people mean: 1.10 after 1.9."""
+    return tuple((0, int(part)) if part.isdigit() else (1, part) for part in version.replace("-", ".").split("."))

@@ -1,0 +1,188 @@
+"""The server: registry, ports, and a clean end. `serve` runs until a signal; `Running` is for tests and tools."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fettle.errors import UsageError
+from fettle.serve.app import App, Limits
+from fettle.serve.metrics import Metrics
+from fettle.serve.package import Package, open_package
+from fettle.serve.pool import Rejected
+from fettle.serve.registry import Options, Registry
+
+log = logging.getLogger("fettle.serve")
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where to listen, and who may call."""
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    management_port: int | None = None
+    """None: nothing can be changed while the server runs."""
+    token: str = ""
+    """Asked of every request where it is set. The management port always asks for `management_token`."""
+    management_token: str = ""
+    insecure: bool = False
+    """The operator's word that anybody may call on a host that is not loopback."""
+    limits: Limits = field(default_factory=Limits)
+    log_requests: bool = False
+
+    def check(self) -> None:
+        """Raise `UsageError` where this would open the machine to strangers without somebody having said so."""
+        if self.host not in LOOPBACK and not self.token and not self.insecure:
+            raise UsageError(
+                f"listening on {self.host} lets others call: give --token-file, or say --insecure where a proxy guards it"
+            )
+        if self.management_port is not None and len(self.management_token) < 22:
+            raise UsageError("the management port needs a token of at least 128 bits")
+
+
+class Server:
+    """One server in the running event loop."""
+
+    def __init__(self, address: Address, options: Options) -> None:
+        import uvicorn
+
+        from fettle.machine import this_machine
+
+        address.check()
+        self.address = address
+        self.metrics = Metrics(float(options.override.get("limit_ms", 0.0)) / 1e3)
+        self.registry = Registry(self.metrics, options, this_machine().id)
+        self._uvicorn = uvicorn
+        self._running: list[tuple[Any, asyncio.Task[None]]] = []
+        self._sockets: list[socket.socket] = []
+        self.ports: list[int] = []
+
+    async def start(self, packages: Sequence[Package], restored: bool = True) -> None:
+        """Bind the ports, load every package, then answer. Raises `UsageError` where one of them cannot be loaded."""
+        address = self.address
+        apps = [App(self.registry, token=address.token, limits=address.limits, log_requests=address.log_requests)]
+        ports = [address.port]
+        if address.management_port is not None:
+            apps.append(App(self.registry, management=True, token=address.management_token, limits=address.limits,
+                            hosts=(address.host,), log_requests=address.log_requests))  # fmt: skip
+            ports.append(address.management_port)
+        try:
+            self._sockets = [_bind(address.host, port) for port in ports]
+            state = self.registry.remembered() if restored else {}
+            for package in packages:
+                await self._load(package)
+            await self._restore(state, {package.manifest.name for package in packages})
+        except BaseException:
+            await self.close()
+            raise
+        self.ports = [sock.getsockname()[1] for sock in self._sockets]
+        for app, sock in zip(apps, self._sockets, strict=True):
+            config = self._uvicorn.Config(
+                app, log_config=None, access_log=False, lifespan="off", server_header=False, date_header=False,
+                timeout_keep_alive=30, backlog=2048, h11_max_incomplete_event_size=64 << 10,
+            )  # fmt: skip
+            server = self._uvicorn.Server(config)
+            server.capture_signals = contextlib.nullcontext  # signals are ours
+            self._running.append((server, asyncio.create_task(server.serve(sockets=[sock]))))
+        while not all(server.started for server, _ in self._running):
+            await asyncio.sleep(0.005)
+
+    async def _load(self, package: Package) -> None:
+        try:
+            await self.registry.load(package)
+        except Rejected as error:
+            raise UsageError(f"{package.manifest.name} cannot be served: {error.reason}") from error
+
+    async def _restore(self, state: dict[str, Any], given: set[str]) -> None:
+        """What was served before the last end, apart from what this start names itself."""
+        for name, model in state.items():
+            if name in given or not isinstance(model, dict):
+                continue
+            for folder in dict(model.get("versions", {})).values():
+                try:
+                    await self._load(open_package(Path(str(folder))))
+                except UsageError as error:
+                    log.error("%s of the last run is not served: %s", name, error)
+            wanted = {key: model[key] for key in ("default", "weights", "shadow") if model.get(key)}
+            with contextlib.suppress(Rejected):
+                self.registry.change(name, wanted)
+
+    async def close(self) -> None:
+        """Stop listening, answer what was accepted, end the workers."""
+        for server, _ in self._running:
+            server.should_exit = True
+        with contextlib.suppress(Exception):
+            await asyncio.gather(*(task for _, task in self._running))
+        await self.registry.close()
+        for sock in self._sockets:
+            sock.close()
+
+
+async def serve(address: Address, options: Options, packages: Sequence[Package], started: Any = None) -> None:
+    """Serve until SIGINT or SIGTERM; then drain and end. `started(server)` is called once all is ready."""
+    import signal
+
+    server = Server(address, options)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    starting = asyncio.create_task(server.start(packages))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await starting
+        return
+    try:
+        await starting
+        if started is not None:
+            started(server)
+        await stopping
+    finally:
+        stopping.cancel()
+        await server.close()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return sock
+
+
+def token_from(path: Path) -> str:
+    """The token in a file that only its owner may read; made where there is none.
+
+    ``FETTLE_TOKEN`` in the environment stands above it.
+    """
+    given = os.environ.get("FETTLE_TOKEN")
+    if given:
+        return given
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "w") as file:
+            file.write(secrets.token_urlsafe(32) + "\n")
+    if path.stat().st_mode & 0o077:
+        raise UsageError(f"{path} can be read by others: chmod 600 {path}")
+    token = path.read_text().strip()
+    if len(token) < 22:
+        raise UsageError(f"the token in {path} is too short: at least 22 characters")
+    return token
