@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 import hashlib
+import itertools
 import math
 import statistics
 import sys
@@ -231,7 +232,7 @@ def repeated_share(flops: Sequence[int]) -> float:
     A product with weights whose size grows call by call (all tokens so far, for every new token) does again what the
     last one did and a little more: all but its largest size was needless. 0 where the sizes do not grow so.
     """
-    if len(flops) < 8 or any(b < a for a, b in zip(flops, flops[1:], strict=False)) or len(set(flops)) < 8:
+    if len(flops) < 8 or any(b < a for a, b in itertools.pairwise(flops)) or len(set(flops)) < 8:
         return 0.0
     largest = flops[-1]
     return 1.0 - largest * flops.count(largest) / sum(flops)

@@ -240,8 +240,8 @@ class App:
             case ("GET", ["openapi.json"]) | ("OPTIONS", []):
                 return Reply(200, openapi(registry))
             case "GET", ([] | ["docs"]):
-                return Reply(200, _page(registry), b"text/html; charset=utf-8",
-                             ((b"content-security-policy", b"default-src 'none'; style-src 'unsafe-inline'"),))  # fmt: skip
+                policy = (b"content-security-policy", b"default-src 'none'; style-src 'unsafe-inline'")
+                return Reply(200, _page(registry), b"text/html; charset=utf-8", (policy,))
         raise Reply(404, _not_found(parts))
 
     def _metadata(self, name: str, number: str | None) -> Reply:
@@ -301,7 +301,8 @@ class App:
                     raise Rejected(400, "url names a package of the store; addresses and paths are not taken")
                 made = await registry.load_named(query.get("model_name") or wanted.removesuffix(".zip"))
                 manifest = made.package.manifest
-                text = f'Model "{manifest.name}" Version: {manifest.version} registered with {len(made.pool.workers)} initial workers'
+                count = len(made.pool.workers)
+                text = f'Model "{manifest.name}" Version: {manifest.version} registered with {count} initial workers'
                 return Reply(200, {"status": text})
             case "DELETE", ["models", name]:
                 await registry.unload(name)
@@ -515,8 +516,8 @@ def _described(name: str, registry: Registry) -> dict[str, Any]:
 def _torchserve(name: str, version: Version) -> dict[str, Any]:
     pool = version.pool
     workers = [
-        {"id": str(worker.index), "startTime": _iso(worker.started_at), "status": "READY" if worker.ready else "UNREADY",
-         "memoryUsage": worker.rss, "pid": worker.pid, "gpu": pool.device != "cpu"}
+        {"id": str(worker.index), "startTime": _iso(worker.started_at), "memoryUsage": worker.rss, "pid": worker.pid,
+         "status": "READY" if worker.ready else "UNREADY", "gpu": pool.device != "cpu"}
         for worker in pool.workers
     ]  # fmt: skip
     count = len(pool.workers)

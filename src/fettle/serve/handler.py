@@ -1,8 +1,8 @@
 """Handlers: from the bytes that a client sends to tensors, and back. Four steps, as in TorchServe.
 
 A handler has ``initialize(context)``, ``preprocess(requests)``, ``inference(data)`` and ``postprocess(answers)``.
-``requests`` is a list of ``{"body": bytes, "type": content type}``; ``postprocess`` returns as many answers, each bytes,
-text or something that JSON can say. `TensorHandler` is what serves where a package has no ``handler.py`` of its own.
+``requests`` is a list of ``{"body": bytes, "type": content type}``; ``postprocess`` returns as many answers, each
+bytes, text or something that JSON can say. `TensorHandler` serves where a package has no ``handler.py`` of its own.
 
 A package's ``handler.py`` is code: it runs only where the operator named its SHA-256.
 """

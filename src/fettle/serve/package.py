@@ -153,7 +153,7 @@ def write_package(
     try:
         tell("exporting the model")
         flat = _Flat(workload, recipe)
-        most = max(settings.max_rows, *(int(t.shape[0]) for t, s in zip(flat.samples, flat.inputs) if s.batched), 1)
+        most = max(settings.max_rows, flat.rows)
         save_program(export_program(flat, flat.samples, flat.shapes, 2 * most), scratch)
         _save_samples(flat, scratch)
         tell("applying the recipe to the exported model")
@@ -329,7 +329,7 @@ class _Flat(torch.nn.Module):
         if not paths:
             raise UsageError("the model's inputs hold no tensor: nothing can be served")
         rows = workload.samples or int(batches[0][0].shape[0] if batches[0][0].dim() else 1)
-        self.batches = batches
+        self.rows = rows
         self.samples = batches[0]
         self.names = _input_names(self.inner, first, paths)
         self.shapes = [_moving(index, batches, rows) for index in range(len(paths))]

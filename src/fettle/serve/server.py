@@ -44,7 +44,7 @@ class Address:
         """Raise `UsageError` where this would open the machine to strangers without somebody having said so."""
         if self.host not in LOOPBACK and not self.token and not self.insecure:
             raise UsageError(
-                f"listening on {self.host} lets others call: give --token-file, or say --insecure where a proxy guards it"
+                f"listening on {self.host} lets others call: give --token-file, or --insecure behind a proxy"
             )
         if self.management_port is not None and len(self.management_token) < 22:
             raise UsageError("the management port needs a token of at least 128 bits")
