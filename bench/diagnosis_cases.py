@@ -165,7 +165,10 @@ def diagnosed(target: str) -> list[tuple[str, float]]:
         from fettle.diagnose import diagnose
     except ImportError:
         raise SystemExit("fettle.diagnose has no diagnose() yet: use --collectors or --gains") from None
-    return [(finding.rule, finding.speedup) for finding in diagnose(target).findings]
+    found = diagnose(target)
+    # A healthy program may be told what a technique could still do for it: only faults count as findings there.
+    shown = found.findings if ":" in target and "healthy" in target else (*found.findings, *found.opportunities)
+    return [(finding.rule, finding.speedup) for finding in shown]
 
 
 def main() -> None:
@@ -231,8 +234,8 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     "graph-break": ("graph-breaks",),
     "recompile": ("recompiles",),
     "recompile-limit": ("recompiles",),
-    "data-wait": ("waiting", "loading"),
-    "small-batch": ("host-bound", "small-products"),
+    "data-wait": ("data-wait", "waiting", "loading"),
+    "small-batch": ("host-bound", "small-products", "python-loop"),
     "duplicate-data": ("duplicate-data",),
     "launch-bound": ("host-bound", "small-kernels", "python-loop", "small-products"),
     "unfused-elementwise": ("not-fused",),

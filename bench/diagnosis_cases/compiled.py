@@ -40,7 +40,7 @@ class Breaks(nn.Module):
 def _module(way, fixed, inputs=None):
     torch.manual_seed(0)
     torch._dynamo.reset()
-    model = torch.compile(Breaks(way, fixed).eval(), backend="aot_eager", dynamic=False)
+    model = torch.compile(Breaks(way, fixed).eval().requires_grad_(False), backend="aot_eager", dynamic=False)
     return model, inputs or [torch.randn(16, 64) for _ in range(3)]
 
 

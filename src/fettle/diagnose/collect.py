@@ -60,7 +60,8 @@ def collect(workload: Workload, seconds: float) -> Evidence:
     found = watch.rows()
     syncs = find_syncs(call, on_device=[model, workload.inputs[0]]).syncs
     facts = probe_facts(workload)
-    gc_s, slept_s = _waiting(call)
+    gc_s, slept_s, loader_s = _waiting(call)
+    tensors_kept, graphs_kept = kept_alive(call)
     module = model if isinstance(model, torch.nn.Module) else None
     return Evidence(
         facts=facts,
@@ -82,6 +83,10 @@ def collect(workload: Workload, seconds: float) -> Evidence:
         syncs=syncs,
         batches_run=watch.batches_run,
         batches_seen_before=watch.batches_seen_before,
+        compiled=isinstance(model, torch._dynamo.OptimizedModule) or hasattr(model, "_torchdynamo_orig_callable"),
+        loader_s=loader_s,
+        tensors_kept=tensors_kept,
+        graphs_kept=graphs_kept,
         gc_s=gc_s,
         slept_s=slept_s,
     )
@@ -192,7 +197,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         rounds[self.call][1] += 1
         if self.call == 0:
             facts = self.facts.setdefault(
-                key, {"steps": [], "weights": set(), "bytes": 0, "largest": (), "group": "", "kind": kind}
+                key,
+                {"steps": [], "weights": set(), "growth": 0.0, "bytes": 0, "largest": (), "group": "", "kind": kind},
             )
             facts["group"] = group_of(name, inputs, outputs)
             counter = flop_registry.get(func.overloadpacket)
@@ -207,6 +213,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 facts["bytes"] += sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
             shape = max((tuple(tensor.shape) for tensor in outputs), key=math.prod, default=())
             facts["largest"] = max(facts["largest"], shape, key=math.prod)
+            given = max((tensor.numel() for tensor in inputs), default=0)
+            if given and math.prod(shape) >= 1 << 20:
+                facts["growth"] = max(facts["growth"], math.prod(shape) / given)
         return out
 
     def rows(self) -> list[Operation]:
@@ -221,7 +230,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found.append(
                 Operation(f"aten.{name}", facts["group"], module, facts["kind"], line, dtype, calls, seconds,
                           sum(facts["steps"]), facts["bytes"], facts["largest"],
-                          repeated_share(facts["steps"]) if len(facts["weights"]) == 1 else 0.0)
+                          repeated_share(facts["steps"]) if len(facts["weights"]) == 1 else 0.0,
+                          len(facts["weights"]), facts["growth"])
             )  # fmt: skip
         return sorted(found, key=lambda row: -row.seconds)
 
@@ -303,6 +313,12 @@ def variants(call: Callable[[], Any], wall_s: float, seconds: float) -> dict[str
     if torch.is_grad_enabled():
         guard = torch.inference_mode()
         switches["grad=inference_mode"] = (guard.__enter__, lambda: guard.__exit__(None, None, None))
+    if torch.is_anomaly_enabled():
+        off = lambda: torch.autograd.set_detect_anomaly(False)  # noqa: E731
+        switches["anomaly=off"] = (off, lambda: torch.autograd.set_detect_anomaly(True))
+    if torch.are_deterministic_algorithms_enabled():
+        free = lambda: torch.use_deterministic_algorithms(False)  # noqa: E731
+        switches["deterministic=off"] = (free, lambda: torch.use_deterministic_algorithms(True))
     rounds = int(min(12, max(3, seconds / max(wall_s, 1e-4) / (len(switches) + 1) / 3)))
     logs: dict[str, list[float]] = {name: [] for name in switches}
     for _ in range(rounds):
@@ -392,8 +408,62 @@ def _timed(call: Callable[[], Any], device: str, seconds: float, least: int = 3)
     return samples
 
 
-def _waiting(call: Callable[[], Any], calls: int = 3) -> tuple[float, float]:
-    """Seconds a call in the garbage collector, and seconds in which the process slept of its own will."""
+def kept_alive(call: Callable[[], Any], calls: int = 3) -> tuple[float, float]:
+    """Tensors a call that stay alive after it, and how many of them hold an autograd graph.
+
+    Counted over `calls` calls after one that settles caches; 0 unless every call left some behind.
+    """
+    counts = []
+    for _ in range(calls + 1):
+        call()
+        gc.collect()
+        # By type, not isinstance: lazy proxies among all objects would be woken.
+        alive = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+        counts.append((len(alive), sum(tensor.grad_fn is not None for tensor in alive)))
+    steps = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(counts)]
+    if min(tensors for tensors, _ in steps) < 1:
+        return 0.0, 0.0
+    return sum(t for t, _ in steps) / calls, max(0.0, sum(g for _, g in steps) / calls)
+
+
+class _LoaderClock:
+    """Times DataLoaders of this process while it is entered: making an iterator, and each batch."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._inside = False
+
+    def __enter__(self) -> _LoaderClock:
+        from torch.utils.data import DataLoader
+        from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+        self._were = [(DataLoader, "__iter__"), (_BaseDataLoaderIter, "__next__")]
+        self._originals = [getattr(kind, name) for kind, name in self._were]
+        for (kind, name), original in zip(self._were, self._originals, strict=True):
+            setattr(kind, name, self._timed(original))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for (kind, name), original in zip(self._were, self._originals, strict=True):
+            setattr(kind, name, original)
+
+    def _timed(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:  # a loader that reads another one
+                return original(*args, **kwargs)
+            self._inside, began = True, time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._inside = False
+                self.seconds += time.perf_counter() - began
+
+        return timed
+
+
+def _waiting(call: Callable[[], Any], calls: int = 3) -> tuple[float, float, float]:
+    """Seconds a call in the garbage collector, asleep of the process's own will, and in DataLoaders."""
     spent, began = 0.0, 0.0
 
     def note(phase: str, info: dict[str, Any]) -> None:
@@ -405,17 +475,19 @@ def _waiting(call: Callable[[], Any], calls: int = 3) -> tuple[float, float]:
 
     gc.callbacks.append(note)
     blocked = 0.0
+    loading = _LoaderClock()
     try:
         for _ in range(calls):
             before, started = _run_and_wait_s(), time.perf_counter()
-            call()
+            with loading:
+                call()
             # The main thread was neither on a core nor waiting for one: it slept.
             wall, after = time.perf_counter() - started, _run_and_wait_s()
             if before is not None and after is not None:
                 blocked += max(0.0, wall - (after - before))
     finally:
         gc.callbacks.remove(note)
-    return spent / calls, blocked / calls
+    return spent / calls, blocked / calls, loading.seconds / calls
 
 
 def _run_and_wait_s() -> float | None:

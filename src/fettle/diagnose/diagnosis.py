@@ -54,7 +54,8 @@ class Diagnosis:
 
     def count(self, rule: str) -> int:
         """How often a rule's cause happens: what `--fail-on` limits."""
-        return sum(max(finding.count, 1) for finding in self.findings if finding.rule == rule)
+        every = (*self.findings, *self.opportunities)
+        return sum(max(finding.count, 1) for finding in every if finding.rule == rule)
 
 
 def diagnose(

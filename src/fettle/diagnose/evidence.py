@@ -44,6 +44,10 @@ class Operation:
     """Shape of the largest output."""
     repeated: float = 0.0
     """Share of the FLOPs that earlier calls of a growing sequence had done already (see `collect.repeated_share`)."""
+    weights: int = 0
+    """Distinct weights among the calls: several are several layers, not one in a loop."""
+    growth: float = 0.0
+    """Elements of the largest output over those of the largest input: what broadcasting made of it."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +82,18 @@ class Evidence:
     first_call_s: float = 0.0
     syncs: Sequence[Sync] = ()
     compile: CompileHealth | None = None
+    compiled: bool = False
+    """Whether the workload's model is compiled as it was given."""
     batches_run: int = 0
     """How often a call of the workload called its outermost modules."""
     batches_seen_before: int = 0
     """How many of those had inputs equal, value for value, to an earlier one's in the same call."""
+    loader_s: float = 0.0
+    """Time a call in DataLoaders: making their iterators, and waiting for batches."""
+    tensors_kept: float = 0.0
+    """Tensors that were alive after a call and not before it, a call, once it has settled."""
+    graphs_kept: float = 0.0
+    """How many of those hold on to an autograd graph."""
     gc_s: float = 0.0
     """Time in Python's garbage collector a call."""
     slept_s: float = 0.0

@@ -33,7 +33,7 @@ def dropout_in_train_mode(seen: Evidence) -> Finding | None:
         seen,
         "train-mode",
         "The model is in train mode: it drops out values or normalises with the batch's own statistics.",
-        sum(op.seconds for op in ops) + seen.outside_s * 0.2,
+        seen.wall_s - seen.seconds(MATRIX),
         ops,
         _EVAL,
         "call model.eval() before inference",
@@ -165,14 +165,15 @@ def element_wise_work(seen: Evidence) -> Finding | None:
 def many_small_operators(seen: Evidence) -> Finding | None:
     """The host's own work around operators outweighs what they do."""
     calls = sum(op.calls for op in seen.operations)
-    if calls < 20 or seen.share(seen.outside_s) < 0.25 or seen.slept_s > 0.3 * seen.wall_s:
+    host_s = max(0.0, seen.outside_s - seen.loader_s)
+    if calls < 20 or seen.share(host_s) < 0.25 or seen.slept_s > 0.3 * seen.wall_s:
         return None
-    line = f"{calls} operators a call; {seen.outside_s * 1e6 / calls:.0f} us of host time around each"
+    line = f"{calls} operators a call; {host_s * 1e6 / calls:.0f} us of host time around each"
     levels = {"cuda_graphs": "on"} if seen.facts.device == "cuda" else {"compile": "default", "grad": "inference_mode"}
     return Finding(
         "host-bound",
         "The host's work around many small operators takes longer than they do.",
-        bound=seen.share(seen.outside_s),
+        bound=seen.share(host_s),
         evidence=(line,),
         levels=levels,
         advice="compile the model, batch more rows into a call, or replace Python loops by one tensor operation",
@@ -185,8 +186,10 @@ def loops_over_elements(seen: Evidence) -> Finding | None:
     ops = [
         op
         for op in seen.operations
-        if op.calls >= 24 and op.seconds / op.calls < 5e-5 and op.line and op.line not in stepping
+        if op.calls >= 24 and op.seconds / op.calls < 1e-4 and op.line and op.line not in stepping
     ]
+    layers = {op.line for op in seen.operations if op.weights > 8}
+    ops = [op for op in ops if op.line not in layers]  # many layers called by one line of a container
     lines: dict[str, list[Operation]] = {}
     for op in ops:
         lines.setdefault(op.line, []).append(op)
@@ -197,10 +200,11 @@ def loops_over_elements(seen: Evidence) -> Finding | None:
     total = sum(op.calls for op in seen.operations)
     if calls[line] < 0.3 * total:
         return None
-    modules = {op.module for op in lines[line]}
-    if len(modules) > 8:  # a layer used in many places, not a loop
-        return None
-    spent = sum(op.seconds for op in lines[line]) + seen.outside_s * calls[line] / total
+    # The body of the loop is all that runs as often; one pass over the whole takes at least what one turn took.
+    turns = max(op.calls for op in lines[line])
+    body = [op for op in seen.operations if op.calls >= 0.5 * turns and op.line not in stepping]
+    host_s = max(0.0, seen.outside_s - seen.loader_s) * sum(op.calls for op in body) / total
+    spent = (sum(op.seconds for op in body) + host_s) * (1 - 1 / turns)
     return _finding(
         seen,
         "python-loop",
@@ -246,7 +250,8 @@ def attention_by_hand(seen: Evidence) -> Finding | None:
     ops = [op for op in seen.operations if op.largest in matrices or op in softmax]
     modules = {op.module for op in softmax}
     ops += [op for op in _named(seen, "bmm", "baddbmm") if op.module in modules and op not in ops]
-    could = sum(max(0.0, op.seconds - (op.flops / seen.peak_flops(op.dtype) if op.flops else 0.0)) for op in ops)
+    # A fused kernel still multiplies; it may reach more than one large product does, so half of that time is granted.
+    could = sum(max(0.0, op.seconds - 0.5 * (op.flops / seen.peak_flops(op.dtype) if op.flops else 0.0)) for op in ops)
     could += 0.5 * sum(op.seconds for op in seen.operations if op.group == LAYOUT and op.module in modules)
     shape = "x".join(map(str, max(matrices)))
     implementation = "sdpa"
@@ -545,12 +550,64 @@ def recurrent(seen: Evidence) -> Finding | None:
     )
 
 
+def waiting_for_data(seen: Evidence) -> Finding | None:
+    """A loop that waits for its loader."""
+    if seen.share(seen.loader_s) < LEAST:
+        return None
+    return Finding(
+        "data-wait",
+        "The loop waits for its DataLoader.",
+        bound=seen.share(seen.loader_s),
+        evidence=(f"{seen.loader_s * 1e3:.3g} ms of {seen.wall_s * 1e3:.3g} ms a call are spent in it",),
+        advice="workers that persist, cheaper transforms: fettle data TARGET finds the setting",
+    )
+
+
+def made_large_by_broadcasting(seen: Evidence) -> Finding | None:
+    """An intermediate tensor far larger than what it was made from."""
+    grown = [op for op in seen.operations if op.group == POINTWISE and op.growth >= 8]
+    if not grown:
+        return None
+    shapes = {op.largest for op in grown}
+    ops = [op for op in seen.operations if op.largest in shapes or op in grown]
+    # Whoever reads it next reads all of it: reductions, mostly.
+    lines = {op.line for op in grown}
+    ops += [op for op in seen.operations if op.line in lines and op not in ops and op.group == POINTWISE]
+    first = max(grown, key=lambda op: op.growth)
+    shape = "x".join(map(str, first.largest))
+    return _finding(
+        seen,
+        "spike",
+        f"Broadcasting makes a tensor of {shape}, {first.growth:.0f} times what goes in, to work on it.",
+        sum(op.seconds for op in ops),
+        ops,
+        {},
+        "write it as a matrix product (for distances: torch.cdist), or work on it in parts",
+    )
+
+
+def kept_from_call_to_call(seen: Evidence) -> Finding | None:
+    """Tensors that pile up."""
+    if seen.tensors_kept < 1:
+        return None
+    graph = seen.graphs_kept >= 1
+    what = ", with the autograd graphs that made them" if graph else ""
+    count = f"{seen.tensors_kept:.3g} tensor{'s' if seen.tensors_kept >= 2 else ''}"
+    return Finding(
+        "leak",
+        f"{count} more stay alive after every call{what}.",
+        bound=0.1 if graph else 0.0,
+        evidence=("counted after a full collection, call after call",),
+        advice="keep loss.detach() or loss.item(), not the loss" if graph else "look for a list or cache that grows",
+    )
+
+
 def sleeping(seen: Evidence) -> Finding | None:
     """The call waits for something that is not computation."""
     if seen.share(seen.slept_s) < 0.1 or seen.facts.device != "cpu" or seen.cores < 1:
         return None
     # Threads that wait for each other sleep too: what operators took is computation whoever did it.
-    waiting = min(seen.slept_s, seen.outside_s)
+    waiting = min(seen.slept_s, max(0.0, seen.outside_s - seen.loader_s))
     if seen.share(waiting) < 0.1:
         return None
     return Finding(
@@ -601,11 +658,13 @@ def debugging_left_on(seen: Evidence) -> Finding | None:
     on = [text for key, text in names.items() if seen.settings.get(key) == "True"]
     if not on:
         return None
+    tried = [seen.variants[name] for name in ("anomaly=off", "deterministic=off") if name in seen.variants]
+    told = [f"the same call without took {saved:.0%} less" for saved, _, _ in tried if saved > 0]
     return Finding(
         "debugging",
         f"{' and '.join(on)} left on.",
-        bound=1.0 if "anomaly" in " ".join(on) else 0.5,
-        evidence=tuple(f"{text} is on after the workload is built" for text in on),
+        bound=min(0.999, max((high for _, _, high in tried), default=0.9)),
+        evidence=(*(f"{text} is on after the workload is built" for text in on), *told),
         advice="switch it off outside debugging",
     )
 
@@ -662,12 +721,13 @@ def synchronisations(seen: Evidence) -> Finding | None:
         return None
     count = sum(sync.count for sync in seen.syncs)
     lines = tuple(f"{_short(s.file)}:{s.line}: {s.operator}, {s.count}x: {s.reason}" for s in seen.syncs[:6])
-    here = seen.facts.device == "cuda"
-    where = "" if here else "; on a CPU they cost little"
+    # What stands in those lines, and the host's own work: on a GPU the host runs ahead instead.
+    places = {f"{_short(sync.file)}:{sync.line}" for sync in seen.syncs}
+    spent = sum(op.seconds for op in seen.operations if op.line in places) + seen.outside_s - seen.loader_s
     return Finding(
         "syncs",
-        f"The host would wait for a GPU {count} time{'s' if count > 1 else ''} a call{where}.",
-        bound=seen.share(seen.outside_s) if here else 0.0,
+        f"The host would wait for a GPU {count} time{'s' if count > 1 else ''} a call.",
+        bound=min(0.999, seen.share(max(0.0, spent))),
         evidence=lines,
         count=count,
         advice="keep values on the device: torch.where, masks of fixed size, .item() once at the end",
@@ -686,6 +746,7 @@ def graph_breaks(seen: Evidence) -> Finding | None:
     return Finding(
         "graph-breaks",
         says if places else "torch.compile cannot compile the model.",
+        bound=seen.share(seen.outside_s) if seen.compiled else 0.0,
         evidence=tuple(lines),
         count=max(sum(b.count for b in health.breaks), 1),
         advice="rewrite those lines as tensor operations, or compile the repeated blocks only",
@@ -710,9 +771,14 @@ def recompiles(seen: Evidence) -> Finding | None:
         advice = "mark changing sizes dynamic, and keep Python numbers out of the graph"
     shapes = any(item.kind == "shape" for item in health.recompiles) and not health.specialised
     return Finding(
-        "recompiles", says, evidence=tuple(lines), count=count, advice=advice,
+        "recompiles",
+        says,
+        bound=seen.share(seen.outside_s) if seen.compiled else 0.0,
+        evidence=tuple(lines),
+        count=count,
+        advice=advice,
         levels={"compile": "default", "shapes": "dynamic"} if shapes else {},
-    )  # fmt: skip
+    )
 
 
 def cache_does_not_persist(seen: Evidence) -> Finding | None:
@@ -810,6 +876,9 @@ RULES: Sequence[Rule] = (
     constants_made_anew,
     weights_transformed_each_call,
     recurrent,
+    waiting_for_data,
+    made_large_by_broadcasting,
+    kept_from_call_to_call,
     sleeping,
     garbage,
     subnormals,
@@ -817,9 +886,9 @@ RULES: Sequence[Rule] = (
     fast_kernels_off,
     cudnn_not_tuned,
     float32_without_tf32,
-    synchronisations,
     graph_breaks,
     recompiles,
+    synchronisations,
     cache_does_not_persist,
     slow_first_call,
     slow_loading,
@@ -838,7 +907,9 @@ OPPORTUNITIES = frozenset({
 def findings(seen: Evidence) -> list[Finding]:
     """What all rules say of the evidence: faults, the costliest first, then opportunities."""
     found = [finding for rule in RULES if (finding := rule(seen)) is not None]
-    found = [replace(finding, opportunity=finding.rule in OPPORTUNITIES) for finding in found]
+    # What a compiler would trip over is no fault of a model that nobody compiles.
+    chances = OPPORTUNITIES if seen.compiled else OPPORTUNITIES | {"graph-breaks", "recompiles"}
+    found = [replace(finding, opportunity=finding.rule in chances) for finding in found]
     return sorted(found, key=lambda finding: finding.weight, reverse=True)
 
 
