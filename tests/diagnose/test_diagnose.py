@@ -114,7 +114,7 @@ def test_compile_health_and_syncs_are_counted_with_their_lines(tmp_path: Path) -
     assert syncs.count >= 2  # .item() and the boolean index
     assert any("case.py:9" in line for line in syncs.evidence)
     assert found.count("graph-breaks") >= 1
-    breaks = next(finding for finding in found.findings if finding.rule == "graph-breaks")
+    breaks = next(finding for finding in found.opportunities if finding.rule == "graph-breaks")
     assert any("case.py" in line for line in breaks.evidence)
     assert found.count("nothing of the kind") == 0
 

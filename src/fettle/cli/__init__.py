@@ -28,6 +28,8 @@ _COMMANDS: dict[str, str] = {
     "data": "data",
     "package": "package",
     "serve": "serve",
+    "load": "load",
+    "slo": "slo",
     "memory": "memory",
     "trace": "trace",
 }

@@ -1,0 +1,200 @@
+"""fettle load URL: what a server does under load."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import json
+import math
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fettle.cli import _options
+from fettle.errors import UsageError
+
+if TYPE_CHECKING:
+    from fettle.serve.load import Run
+
+
+def command(
+    url: Annotated[str, typer.Argument(help="http://host:port, .../v2/models/NAME, or any URL with --body")],
+    rate: Annotated[
+        list[float] | None, typer.Option(min=0.01, help="requests a second, an open loop; several: one run each")
+    ] = None,
+    concurrency: Annotated[
+        list[int] | None, typer.Option("--concurrency", "-c", min=1, help="a closed loop with so many clients")
+    ] = None,
+    schedule: Annotated[Path | None, typer.Option(help="open loop by this file: seconds, one a line")] = None,
+    even: Annotated[bool, typer.Option("--even", help="even distances instead of Poisson arrivals")] = False,
+    duration: Annotated[str, typer.Option("--duration", "-d", help="of each run")] = "20s",
+    p99: Annotated[str | None, typer.Option("--p99", help="the latency limit, for example 100ms")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="rows of each request")] = 1,
+    body: Annotated[Path | None, typer.Option(help="send this file as it is")] = None,
+    content_type: Annotated[str, typer.Option(help="of --body")] = "application/json",
+    token_file: Annotated[Path | None, typer.Option(help="a file with the server's token")] = None,
+    seed: Annotated[int, typer.Option(help="of arrivals and values")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="print the runs as JSON")] = False,
+    markdown: Annotated[Path | None, typer.Option(help="write the table to this file")] = None,
+    csv_file: Annotated[Path | None, typer.Option("--csv", help="write TorchServe's benchmark columns")] = None,
+) -> None:
+    """Put load on a server and say what its users would wait. Exit code 1 where the limit is not met.
+
+    An open loop (--rate) sends when a request is due and counts latency from that moment; a closed loop (-c) waits for
+    each answer first, finds the greatest throughput, and shows too little of the waiting.
+
+    [bold]Examples[/]
+
+      fettle load http://127.0.0.1:8080 --rate 80 --p99 100ms
+
+      fettle load http://127.0.0.1:8080/v2/models/bert -c 1 -c 8 -c 32 --duration 5s
+
+      fettle load http://127.0.0.1:8080/predictions/bert --body request.json --rate 50
+    """
+    try:
+        from fettle.serve.client import http_shot, model_shot
+        from fettle.serve.load import (
+            TORCHSERVE_COLUMNS,
+            as_data,
+            as_torchserve_row,
+            constant,
+            poisson,
+            read_schedule,
+        )  # fmt: skip
+    except ImportError as error:
+        raise UsageError(f"{error.name} is not installed: pip install 'torch-fettle[serve]'") from error
+    seconds = _options.duration_s(duration, "--duration")
+    limit_s = _options.duration_s(p99, "--p99") if p99 is not None else 0.0
+    token = _read(token_file).decode().strip() if token_file is not None else ""
+    if not rate and not concurrency and schedule is None:
+        raise UsageError("say how much load: --rate REQUESTS_A_SECOND, -c CLIENTS, or --schedule FILE")
+    if body is not None:
+        headers = {"Content-Type": content_type, **({"Authorization": f"Bearer {token}"} if token else {})}
+        shots = [http_shot(url, _read(body), headers)]
+    else:
+        shots = [model_shot(url, rows, seed=seed + index, token=token) for index in range(8)]
+    plans: list[tuple[str, Any]] = [("closed", clients) for clients in concurrency or ()]
+    plans += [("open", (constant(r, seconds) if even else poisson(r, seconds, seed))) for r in rate or ()]
+    if schedule is not None:
+        plans.append(("open", read_schedule(schedule)))
+    console = Console(stderr=True)
+    with console.status("") as status:
+        show = status.update if console.is_terminal and not as_json else (lambda text: None)
+        runs = _run(_all(shots, plans, seconds, limit_s, show))
+    if as_json:
+        print(json.dumps([_finite(as_data(run)) for run in runs]))
+    else:
+        _print(runs, Console())
+    if markdown is not None:
+        markdown.write_text(_markdown(runs), encoding="utf-8")
+    if csv_file is not None:
+        with csv_file.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, TORCHSERVE_COLUMNS)
+            writer.writeheader()
+            writer.writerows(as_torchserve_row(run, url) for run in runs)
+    if any(run.interrupted for run in runs):
+        raise typer.Exit(130)
+    if any(run.void or not run.stable for run in runs) or (
+        limit_s and any(run.percentile(99) > limit_s for run in runs)
+    ):
+        raise typer.Exit(1)
+
+
+async def _all(shots: Any, plans: list[tuple[str, Any]], seconds: float, limit_s: float, show: Any) -> list[Run]:
+    from fettle.serve.load import closed_loop, open_loop
+
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
+    runs = []
+    for number, (mode, plan) in enumerate(plans, 1):
+        end = seconds if mode == "closed" else float(plan[-1])
+
+        def tell(now: float, waiting: int, number: int = number, end: float = end) -> None:
+            show(f"run {number} of {len(plans)}: {max(0.0, end - now):.0f} s left, {waiting} requests on their way")
+
+        if mode == "closed":
+            runs.append(await closed_loop(shots, plan, seconds, limit_s=limit_s, tell=tell, stop=stop))
+        else:
+            runs.append(await open_loop(shots, plan, limit_s=limit_s, tell=tell, stop=stop))
+        if stop.is_set():
+            break
+    return runs
+
+
+def _run(work: Any) -> Any:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(work)
+    return uvloop.run(work)
+
+
+_COLUMNS = (
+    "load",
+    "answers/s",
+    "p50 ms",
+    "p90 ms",
+    "p95 ms",
+    "p99 ms",
+    "max ms",
+    "within",
+    "refused",
+    "failed",
+    "note",
+)
+
+
+def _row(run: Run) -> list[str]:
+    ends = run.interval(99)
+    p99 = f"{run.percentile(99) * 1e3:.1f}" + (f" [{ends[0] * 1e3:.1f}, {ends[1] * 1e3:.1f}]" if ends else "")
+    if run.mode == "open":
+        load = f"{run.rate:.5g}/s"
+    else:
+        load = f"{run.concurrency} client{'s' if run.concurrency > 1 else ''}"
+    notes = [run.void] if run.void else []
+    if not run.stable:
+        notes.append("the backlog only grew: more than the server can do")
+    if not run.void and run.answered > 100 and not 0.9 < run.little < 1.1:
+        notes.append(f"Little's law is off by {run.little:.2f}")
+    if run.interrupted:
+        notes.append("interrupted")
+    within = f"{run.within:.1%}" if run.limit_s else ""
+    middle = [f"{run.percentile(p) * 1e3:.1f}" for p in (50, 90, 95)]
+    return [load, f"{run.throughput:.5g}", *middle, p99, f"{run.percentile(100) * 1e3:.1f}", within, str(run.shed),
+            str(run.failed), "; ".join(notes)]  # fmt: skip
+
+
+def _print(runs: list[Run], console: Console) -> None:
+    table = Table(box=None, header_style="bold")
+    for name in _COLUMNS:
+        table.add_column(name, justify="left" if name in ("load", "note") else "right")
+    for run in runs:
+        table.add_row(*_row(run))
+    console.print(table)
+
+
+def _markdown(runs: list[Run]) -> str:
+    rows = [_COLUMNS, ["---"] * len(_COLUMNS), *(_row(run) for run in runs)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+
+
+def _finite(data: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN."""
+    clean: dict[str, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, dict):
+            clean[key] = _finite(value)
+        else:
+            clean[key] = None if isinstance(value, float) and not math.isfinite(value) else value
+    return clean
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
