@@ -51,6 +51,7 @@ def collect(workload: Workload, seconds: float) -> Evidence:
     def call(batch: Any = workload.inputs[0]) -> Any:
         return workload.run(model, batch)
 
+    module = model if isinstance(model, torch.nn.Module) else None
     began = time.perf_counter()
     call()
     first_call_s = time.perf_counter() - began
@@ -62,7 +63,6 @@ def collect(workload: Workload, seconds: float) -> Evidence:
     facts = probe_facts(workload)
     gc_s, slept_s, loader_s = _waiting(call)
     tensors_kept, graphs_kept = kept_alive(call)
-    module = model if isinstance(model, torch.nn.Module) else None
     return Evidence(
         facts=facts,
         wall_s=wall_s,
@@ -70,7 +70,7 @@ def collect(workload: Workload, seconds: float) -> Evidence:
         watched_s=watched_s,
         peaks=measure_peaks(device),
         settings={**_settings(), "records": str(_records(call()))},
-        variants=variants(call, wall_s, 0.5 * seconds) if device == "cpu" else {},
+        variants=variants(call, wall_s, 0.5 * seconds, module) if device == "cpu" else {},
         threads=torch.get_num_threads(),
         cores=facts.physical_cores,
         rows=facts.samples,
@@ -291,7 +291,9 @@ def group_of(name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor])
     return OTHER
 
 
-def variants(call: Callable[[], Any], wall_s: float, seconds: float) -> dict[str, tuple[float, float, float]]:
+def variants(
+    call: Callable[[], Any], wall_s: float, seconds: float, module: torch.nn.Module | None = None
+) -> dict[str, tuple[float, float, float]]:
     """What switching one thing brings, tried in this process: share of time saved, and its 95% interval.
 
     Interleaved rounds; only what can be switched there and back between two calls. A slow call gets three rounds.
@@ -313,6 +315,8 @@ def variants(call: Callable[[], Any], wall_s: float, seconds: float) -> dict[str
     if torch.is_grad_enabled():
         guard = torch.inference_mode()
         switches["grad=inference_mode"] = (guard.__enter__, lambda: guard.__exit__(None, None, None))
+    if module is not None and module.training and all(part.training for part in module.modules()):
+        switches["mode=eval"] = (module.eval, module.train)
     if torch.is_anomaly_enabled():
         off = lambda: torch.autograd.set_detect_anomaly(False)  # noqa: E731
         switches["anomaly=off"] = (off, lambda: torch.autograd.set_detect_anomaly(True))
@@ -420,6 +424,7 @@ def kept_alive(call: Callable[[], Any], calls: int = 3) -> tuple[float, float]:
         # By type, not isinstance: lazy proxies among all objects would be woken.
         alive = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
         counts.append((len(alive), sum(tensor.grad_fn is not None for tensor in alive)))
+        del alive  # it would keep them for the next count
     steps = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(counts)]
     if min(tensors for tensors, _ in steps) < 1:
         return 0.0, 0.0

@@ -33,7 +33,7 @@ def dropout_in_train_mode(seen: Evidence) -> Finding | None:
         seen,
         "train-mode",
         "The model is in train mode: it drops out values or normalises with the batch's own statistics.",
-        seen.wall_s - seen.seconds(MATRIX),
+        max(seen.wall_s - seen.seconds(MATRIX), seen.variants.get("mode=eval", _UNKNOWN)[2] * seen.wall_s),
         ops,
         _EVAL,
         "call model.eval() before inference",
@@ -198,8 +198,8 @@ def loops_over_elements(seen: Evidence) -> Finding | None:
     calls = {line: sum(op.calls for op in found) for line, found in lines.items()}
     line = max(calls, key=lambda key: calls[key])
     total = sum(op.calls for op in seen.operations)
-    if calls[line] < 0.3 * total:
-        return None
+    if calls[line] < 0.3 * total or any(op.repeated > 0.3 for op in seen.operations):
+        return None  # where a sequence is computed again and again, that is the cause
     # The body of the loop is all that runs as often; one pass over the whole takes at least what one turn took.
     turns = max(op.calls for op in lines[line])
     body = [op for op in seen.operations if op.calls >= 0.5 * turns and op.line not in stepping]
@@ -607,6 +607,8 @@ def sleeping(seen: Evidence) -> Finding | None:
     if seen.share(seen.slept_s) < 0.1 or seen.facts.device != "cpu" or seen.cores < 1:
         return None
     # Threads that wait for each other sleep too: what operators took is computation whoever did it.
+    if seen.compiled and seen.compile is not None and not seen.compile.healthy:
+        return None  # it waits for the compiler's processes, which another rule says
     waiting = min(seen.slept_s, max(0.0, seen.outside_s - seen.loader_s))
     if seen.share(waiting) < 0.1:
         return None
@@ -721,9 +723,8 @@ def synchronisations(seen: Evidence) -> Finding | None:
         return None
     count = sum(sync.count for sync in seen.syncs)
     lines = tuple(f"{_short(s.file)}:{s.line}: {s.operator}, {s.count}x: {s.reason}" for s in seen.syncs[:6])
-    # What stands in those lines, and the host's own work: on a GPU the host runs ahead instead.
-    places = {f"{_short(sync.file)}:{sync.line}" for sync in seen.syncs}
-    spent = sum(op.seconds for op in seen.operations if op.line in places) + seen.outside_s - seen.loader_s
+    # Without it the host could run ahead, and what was computed only to be looked at need not be: all but the products.
+    spent = seen.wall_s - seen.seconds(MATRIX) - seen.loader_s
     return Finding(
         "syncs",
         f"The host would wait for a GPU {count} time{'s' if count > 1 else ''} a call.",

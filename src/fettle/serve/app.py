@@ -48,7 +48,7 @@ class Reply(Exception):
     def __init__(self, status: int, body: Any = b"", kind: bytes = JSON, headers: tuple[tuple[bytes, bytes], ...] = ()):
         super().__init__(status)
         self.status, self.kind, self.headers = status, kind, headers
-        self.body = body if isinstance(body, (bytes, list)) else json.dumps(body).encode()
+        self.body: bytes | tuple[bytes, ...] = body if isinstance(body, (bytes, tuple)) else json.dumps(body).encode()
 
 
 class App:
@@ -161,9 +161,9 @@ class App:
         outputs = [(pool.output_specs[index], found.outputs[index], binary) for index, binary in asked.wanted]
         parts, json_length = protocol.write_answer(asked.id, manifest.name, manifest.version, outputs)
         if json_length is None:
-            return Reply(200, parts), version
+            return Reply(200, tuple(parts)), version
         more = ((b"inference-header-content-length", str(json_length).encode()),)
-        return Reply(200, parts, b"application/octet-stream", more), version
+        return Reply(200, tuple(parts), b"application/octet-stream", more), version
 
     async def _predict(
         self, name: str, number: str | None, headers: Mapping[bytes, bytes], receive: Receive
@@ -361,7 +361,7 @@ async def _read_body(receive: Receive, most: int) -> bytes:
 
 
 async def _answer(send: Send, reply: Reply) -> None:
-    parts = reply.body if isinstance(reply.body, list) else [reply.body]
+    parts = reply.body if isinstance(reply.body, tuple) else (reply.body,)
     length = sum(len(part) for part in parts)
     headers = [(b"content-type", reply.kind), (b"content-length", str(length).encode()), *reply.headers]
     await send({"type": "http.response.start", "status": reply.status, "headers": headers})
@@ -409,7 +409,7 @@ def _key(asked: protocol.Inference, specs: Any) -> Any:
 
 def _disconnected(receive: Receive) -> Callable[[], bool] | None:
     """Whether the client has gone: uvicorn knows without being waited for."""
-    cycle = getattr(receive, "__self__", None)
+    cycle: Any = getattr(receive, "__self__", None)
     return (lambda: bool(cycle.disconnected)) if hasattr(cycle, "disconnected") else None
 
 

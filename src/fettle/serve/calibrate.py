@@ -143,7 +143,8 @@ def _serve() -> None:
     for line in file:
         asked = json.loads(line)
         try:
-            parts, samples = [runner.sample(asked["size"])], []
+            parts = [runner.sample(asked["size"])]
+            samples: list[float] = []
             end = time.perf_counter() + asked["seconds"]
             while len(samples) < asked["least"] or (time.perf_counter() < end and len(samples) < 1000):
                 began = time.perf_counter()

@@ -6,7 +6,7 @@ import asyncio
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -57,7 +57,7 @@ def model_shot(url: str, rows: int = 1, free: int = 16, seed: int = 0, token: st
         base = f"{base}/v2/models/{names[0]}"
     said = _get(base, headers)
     random = np.random.default_rng(seed)
-    inputs, raw = [], []
+    given = []
     for spec in said.get("inputs", []):
         kind = TO_NUMPY.get(spec["datatype"])
         if kind is None:
@@ -68,13 +68,23 @@ def model_shot(url: str, rows: int = 1, free: int = 16, seed: int = 0, token: st
         if kind.kind == "f":
             array = random.standard_normal(shape).astype(kind)
         else:
-            array = random.integers(0, 2 if kind.kind == "b" else 100, shape).astype(kind)
+            array = random.integers(0, 2, shape).astype(kind)  # good for masks, types and tokens alike
+        given.append((spec["name"], spec["datatype"], array))
+    return tensor_shot(f"{base}/infer", given, headers)
+
+
+def tensor_shot(url: str, tensors: Sequence[tuple[str, str, Any]], headers: dict[str, str]) -> Shot:
+    """A request with these binary tensors: name, datatype, array."""
+    inputs, raw = [], []
+    for name, datatype, array in tensors:
         raw.append(array.tobytes())
-        inputs.append({"name": spec["name"], "datatype": spec["datatype"], "shape": shape,
-                       "parameters": {"binary_data_size": len(raw[-1])}})  # fmt: skip
+        inputs.append(
+            {"name": name, "datatype": datatype, "shape": list(array.shape),
+             "parameters": {"binary_data_size": len(raw[-1])}}
+        )  # fmt: skip
     head = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
-    headers |= {"Inference-Header-Content-Length": str(len(head)), "Content-Type": "application/octet-stream"}
-    return http_shot(f"{base}/infer", head + b"".join(raw), headers)
+    more = {"Inference-Header-Content-Length": str(len(head)), "Content-Type": "application/octet-stream"}
+    return http_shot(url, head + b"".join(raw), headers | more)
 
 
 def _get(url: str, headers: dict[str, str]) -> dict[str, Any]:

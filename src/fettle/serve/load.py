@@ -128,13 +128,15 @@ def read_schedule(path: Path) -> np.ndarray[Any, Any]:
     try:
         if path.stat().st_size > 256 << 20:
             raise UsageError(f"{path} is too large for a schedule")
+        if not path.read_text().strip():
+            raise ValueError
         moments = np.loadtxt(path, dtype=np.float64, ndmin=1, comments="#")
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} is no schedule: one number of seconds a line is wanted") from error
     if moments.ndim != 1 or not len(moments) or not np.isfinite(moments).all() or (moments < 0).any():
         raise UsageError(f"{path} is no schedule: one number of seconds a line is wanted")
     moments = np.sort(moments)
-    return moments - moments[0]
+    return np.asarray(moments - moments[0])
 
 
 async def open_loop(

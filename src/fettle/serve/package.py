@@ -329,7 +329,7 @@ class _Flat(torch.nn.Module):
         if not paths:
             raise UsageError("the model's inputs hold no tensor: nothing can be served")
         rows = workload.samples or int(batches[0][0].shape[0] if batches[0][0].dim() else 1)
-        self.rows = rows
+        self.rows, self.batches = rows, batches
         self.samples = batches[0]
         self.names = _input_names(self.inner, first, paths)
         self.shapes = [_moving(index, batches, rows) for index in range(len(paths))]
@@ -444,11 +444,16 @@ def _judge(flat: _Flat, folder: Path, recipe: Recipe) -> tuple[tuple[TensorSpec,
         if wanted.is_floating_point():
             error = float((answer.float() - wanted.float()).norm() / wanted.float().norm().clamp_min(1e-12))
             worst = max(worst, error)
+    # Sizes that differ for another batch are free.
+    sizes = [tensor.shape for tensor in flat.samples]
+    other = next((batch for batch in flat.batches if [tensor.shape for tensor in batch] != sizes), flat.samples)
+    with torch.inference_mode():
+        elsewhere = _tensors(run(*[tensor.clone() for tensor in other]))
     outputs = []
-    for path, answer, double in zip(flat.paths, answers, more, strict=True):
+    for path, answer, double, there in zip(flat.paths, answers, more, elsewhere, strict=True):
         batched = answer.dim() > 0 and double.shape[0] == 2 * answer.shape[0]
-        fixed = [size if a == size else -1 for a, size in zip(double.shape[1:], answer.shape[1:], strict=True)]
-        shape = (-1, *fixed) if batched else tuple(answer.shape)
+        fixed = [size if size == b else -1 for size, b in zip(answer.shape, there.shape, strict=True)]
+        shape = (-1, *fixed[1:]) if batched else tuple(fixed)
         outputs.append(TensorSpec(_output_name(path), _datatype(answer), shape, batched))
     if not any(spec.batched for spec in outputs) and any(spec.batched for spec in flat.inputs):
         raise UsageError("the model's outputs do not have a row for each row of the input: it cannot be batched")

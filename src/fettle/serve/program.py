@@ -121,7 +121,7 @@ def load_program(folder: Path) -> torch.nn.Module:
         ) from error
     module.training = False
     # An exported program cannot change its mode and says so by raising, also to those that only pass a mode along.
-    module.train = lambda mode=True: module  # type: ignore[assignment,misc]
+    module.train = lambda mode=True: module  # type: ignore[method-assign]
     module.eval = lambda: module  # type: ignore[method-assign]
     return module
 

@@ -154,29 +154,32 @@ def _from_json(tensor: _Input, spec: TensorSpec, shape: tuple[int, ...]) -> Arra
         elif spec.kind.kind in "iu":
             values = _ints.decode(data)
         else:
-            values = _anything.decode(data)
-    except (msgspec.MsgspecError, RecursionError):
+            values = _flattened(data, (bool,))
+    except (msgspec.MsgspecError, RecursionError, ValueError):
         try:
-            values = _anything.decode(data)
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-            raise Malformed(f"the input {spec.name} has no array as its data") from None
+            allowed = {"f": (int, float), "b": (bool,)}.get(spec.kind.kind, (int,))
+            values = _flattened(data, allowed)
+        except (msgspec.MsgspecError, RecursionError, ValueError):
+            raise Malformed(f"the input {spec.name} is no array of {spec.datatype}") from None
     try:
-        array = np.asarray(values)
-        if array.dtype.kind not in "biuf" or (array.dtype.kind == "f" and spec.kind.kind != "f"):
-            raise ValueError
-        if array.dtype.kind == "b" and spec.kind.kind != "b":
-            raise ValueError
         with np.errstate(over="raise"):
-            wide = array.astype(spec.kind)
-        if spec.kind.kind in "iu" and not np.array_equal(wide, array):
-            raise ValueError
+            wide = np.array(values, np.float64 if spec.kind.kind == "f" else spec.kind).astype(spec.kind)
     except (ValueError, TypeError, OverflowError, FloatingPointError):
-        raise Malformed(f"the input {spec.name} holds something that is no {spec.datatype}") from None
+        raise Malformed(f"the input {spec.name} holds a number that no {spec.datatype} can be") from None
     if wide.size != math.prod(shape):
         raise Malformed(
             f"the input {spec.name} has {wide.size} values; its shape {list(shape)} needs {math.prod(shape)}"
         )
     return wide.reshape(shape)
+
+
+def _flattened(data: bytes, allowed: tuple[type, ...]) -> list[Any]:
+    """The leaves of nested lists, in order. ValueError unless all rows are alike and all leaves of these types."""
+    array = np.array(_anything.decode(data), dtype=object)
+    flat: list[Any] = array.ravel().tolist()
+    if not all(type(value) in allowed for value in flat):
+        raise ValueError
+    return flat
 
 
 def _raw_request(body: bytes, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Inference:

@@ -312,7 +312,7 @@ def _weighted(weights: Mapping[str, float], sticky: str) -> str:
         point -= weight
         if point < 0:
             return number
-    return next(number for number, weight in reversed(weights.items()) if weight > 0)
+    return [number for number, weight in weights.items() if weight > 0][-1]
 
 
 def _order(version: str) -> tuple[tuple[int, int | str], ...]:

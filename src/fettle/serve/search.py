@@ -20,15 +20,19 @@ import msgspec
 from fettle.errors import UsageError
 from fettle.recipe import write_text
 from fettle.serve.calibrate import calibrate
+from fettle.serve.client import Shot, tensor_shot
 from fettle.serve.load import Run, as_data, open_loop, poisson
-from fettle.serve.package import CurveTable, Package, ServeSettings
-from fettle.serve.policy import BatchSettings
+from fettle.serve.package import SAMPLES, CurveTable, Package, ServeSettings
+from fettle.serve.policy import BatchSettings, PolicyName
 from fettle.serve.simulate import Costs, capacity
 
 HEAD_ROOM = 0.2
 """Share of the capacity that a setting for a given rate should have left."""
 DELAYS = (0.0, 0.25)
 """Waiting for a fuller batch, as shares of the cost of one row."""
+
+
+_POLICIES: tuple[PolicyName, ...] = ("greedy", "curve")
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Setting:
     threads: int
     max_rows: int
     delay_s: float
-    policy: str
+    policy: PolicyName
     pad: bool = False
 
     def batching(self) -> BatchSettings:
@@ -49,7 +53,7 @@ class Setting:
             max_delay_s=self.delay_s,
             policy=self.policy,
             pad=self.pad,
-            workers=self.workers,  # type: ignore[arg-type]
+            workers=self.workers,
         )
 
     def __str__(self) -> str:
@@ -161,7 +165,7 @@ def _rank(costs: dict[tuple[int, int], Costs], limit_s: float, tell: Callable[[s
     for (workers, threads), cost in costs.items():
         curve = cost.curve()
         for rows in [size for size in (1, 2, 4, 8, 16, 32, 64) if size <= curve.rows[-1]]:
-            for policy in ("greedy", "curve"):
+            for policy in _POLICIES:
                 for delay in DELAYS if rows > 1 else (0.0,):
                     setting = Setting(workers, threads, rows, delay * curve.at(1), policy)
                     best, seen = capacity(setting.batching(), cost, limit_s)
@@ -183,7 +187,6 @@ async def _prove(
     tell: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Open-loop load tests around the predicted capacity: up while it holds, down while it does not, then between."""
-    from fettle.serve.client import model_shot
     from fettle.serve.registry import Options
     from fettle.serve.server import Address, Server
 
@@ -193,7 +196,7 @@ async def _prove(
     await server.start([changed])
     try:
         url = f"http://127.0.0.1:{server.ports[0]}"
-        shots = await asyncio.to_thread(lambda: [model_shot(url, seed=seed) for seed in range(4)])
+        shots = sample_shots(package, url)
         good, bad, rate = 0.0, math.inf, point.predicted
         for _ in range(4):
             tell(f"{rate:.4g} requests/s on {point.setting}")
@@ -215,6 +218,23 @@ async def _prove(
         point.memory_bytes = sum(worker.rss for worker in version.pool.workers)
     finally:
         await server.close()
+
+
+def sample_shots(package: Package, url: str, most: int = 8) -> list[Shot]:
+    """Requests of one row each, with the rows of the package's own sample."""
+    from safetensors.numpy import load_file
+
+    samples = load_file(package.folder / SAMPLES)
+    specs = package.manifest.inputs
+    rows = min([most, *(len(samples[spec.name]) for spec in specs if spec.batched)])
+    shots = []
+    for row in range(rows):
+        tensors = [
+            (spec.name, spec.datatype, samples[spec.name][row : row + 1] if spec.batched else samples[spec.name])
+            for spec in specs
+        ]
+        shots.append(tensor_shot(f"{url}/v2/models/{package.manifest.name}/infer", tensors, {}))
+    return shots
 
 
 async def _test(shots: Any, rate: float, seconds: float, limit_s: float) -> Run:
@@ -268,8 +288,8 @@ def explain(costs: dict[tuple[int, int], Costs], points: Sequence[Point]) -> lis
     crews = {p.setting.workers * 1000 + p.setting.threads: p for p in reversed(points)}
     for point in crews.values():
         if (point.setting.workers, point.setting.threads) != (setting.workers, setting.threads):
-            crew = f"{point.setting.workers} x {point.setting.threads} threads"
-            said.append(f"{crew} at best: {point.predicted / best.predicted - 1:+.0%}")
+            told = f"{point.predicted / best.predicted - 1:+.0%}" if point.predicted else "cannot keep the limit"
+            said.append(f"{point.setting.workers} x {point.setting.threads} threads at best: {told}")
     return said
 
 

@@ -92,7 +92,7 @@ class Server:
                 timeout_keep_alive=30, backlog=2048, h11_max_incomplete_event_size=64 << 10,
             )  # fmt: skip
             server = self._uvicorn.Server(config)
-            server.capture_signals = contextlib.nullcontext  # signals are ours
+            server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment] # signals are ours
             self._running.append((server, asyncio.create_task(server.serve(sockets=[sock]))))
         while not all(server.started for server, _ in self._running):
             await asyncio.sleep(0.005)

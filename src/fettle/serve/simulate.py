@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,7 @@ class Costs:
 class _Item:
     arrival_s: float
     rows: int = 1
-    key: int = 0
+    key: Hashable = 0
     deadline_s: float = math.inf
     queued: bool = False
 

@@ -100,4 +100,5 @@ def frame(header: ToWorker | FromWorker, body: Sequence[Any] = ()) -> list[Any]:
 
 def flat(array: Any) -> memoryview:
     """An array's memory, without a copy where it is contiguous."""
-    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    plain: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return memoryview(plain)

@@ -1,0 +1,268 @@
+"""Load, simulation and the search: against theory, against a server, and against what goes wrong."""
+
+import asyncio
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fettle.errors import UsageError
+from fettle.serve.client import http_shot, model_shot
+from fettle.serve.load import (
+    TORCHSERVE_COLUMNS,
+    Run,
+    as_data,
+    as_torchserve_row,
+    closed_loop,
+    open_loop,
+    poisson,
+    read_schedule,
+    warm_up,
+)
+from fettle.serve.package import open_package, read_settings
+from fettle.serve.policy import BatchSettings
+from fettle.serve.search import Setting, as_json, explain, search, serve_settings
+from fettle.serve.simulate import Costs, capacity, simulate
+
+from .conftest import running
+
+# -- simulation -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
+def test_constant_service_is_md1(load):
+    """Mean time in an M/D/1 queue: D + rho D / 2(1 - rho) (Pollaczek-Khinchine)."""
+    seen = simulate(
+        poisson(load / 0.01, 3000), BatchSettings(max_rows=1, max_queue_rows=10**6), Costs({1: (0.01,)}, 0, 0)
+    )
+    assert seen.latency_s.mean() == pytest.approx(0.01 + load * 0.01 / (2 * (1 - load)), rel=0.05)
+    assert seen.utilisation == pytest.approx(load, rel=0.03)
+
+
+def test_exponential_service_is_mm1():
+    """Mean time in an M/M/1 queue: 1 / (mu - lambda)."""
+    samples = tuple(np.random.default_rng(1).exponential(0.01, 20_000))
+    seen = simulate(poisson(50, 6000), BatchSettings(max_rows=1, max_queue_rows=10**6), Costs({1: samples}, 0, 0))
+    assert seen.latency_s.mean() == pytest.approx(1 / (100 - 50), rel=0.1)
+
+
+def test_what_is_added_is_added():
+    seen = simulate([0.0, 10.0], BatchSettings(max_rows=4), Costs({1: (0.01,)}, request_s=0.002, batch_s=0.003))
+    assert seen.latency_s.tolist() == pytest.approx([0.015, 0.015])
+    waited = simulate(
+        [0.0, 10.0], BatchSettings(max_rows=4, max_delay_s=0.05, policy="greedy"), Costs({1: (0.01,)}, 0, 0)
+    )
+    assert waited.latency_s.tolist() == pytest.approx([0.06, 0.06])
+
+
+@given(
+    gaps=st.lists(st.floats(0, 0.05), min_size=1, max_size=200),
+    cost=st.lists(st.floats(0.001, 0.05), min_size=4, max_size=4),
+    workers=st.integers(1, 3),
+    policy=st.sampled_from(["greedy", "curve"]),
+    delay=st.sampled_from([0.0, 0.01]),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_request_is_answered_once(gaps, cost, workers, policy, delay):
+    setting = BatchSettings(max_rows=4, workers=workers, policy=policy, max_delay_s=delay, max_queue_rows=10**6)
+    costs = Costs({n + 1: (seconds,) for n, seconds in enumerate(cost)}, 0, 0)
+    seen = simulate(np.cumsum(gaps), setting, costs)
+    assert len(seen.latency_s) == len(gaps) == sum(rows * count for rows, count in seen.batch_rows.items())
+    assert seen.latency_s.min() >= min(cost) - 1e-9
+
+
+STEPS = (18.8, 20.2, 20.8, 40.0, 40.9, 41.1, 56.2, 57.0, 57.4, 70, 76, 77, 91, 88, 91, 59.8)
+"""Milliseconds by rows: a curve with steps, as one CPU model had it."""
+
+
+def test_a_policy_that_knows_the_steps_serves_more():
+    costs = Costs({rows: (ms / 1e3,) for rows, ms in enumerate(STEPS, 1)}, 0.001, 0)
+    greedy, _ = capacity(BatchSettings(max_rows=8, policy="greedy"), costs, 0.1)
+    curve, seen = capacity(BatchSettings(max_rows=8, policy="curve"), costs, 0.1)
+    assert curve > 1.15 * greedy
+    assert seen.percentile(99) <= 0.1
+
+
+def test_on_a_smooth_curve_both_are_one():
+    costs = Costs({rows: (0.01 + 0.002 * rows,) for rows in range(1, 9)}, 0, 0)
+    greedy, _ = capacity(BatchSettings(max_rows=8, policy="greedy"), costs, 0.1)
+    curve, _ = capacity(BatchSettings(max_rows=8, policy="curve"), costs, 0.1)
+    assert curve >= 0.97 * greedy
+
+
+def test_a_model_slower_than_the_limit_has_no_capacity():
+    assert capacity(BatchSettings(max_rows=2), Costs({1: (0.2,), 2: (0.3,)}), 0.1) == (0.0, None)
+
+
+# -- load -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(store):
+    with running([open_package(store / "net-1")]) as made:
+        yield made
+
+
+def test_an_open_loop_sends_what_is_due(server):
+    due = poisson(200, 2, seed=3)
+    run = asyncio.run(open_loop([model_shot(server.url)], due, limit_s=5.0))
+    assert sum(run.statuses.values()) + round(run.warm_up_s * 0) <= len(due)
+    assert set(run.statuses) == {200}
+    assert run.stable
+    assert run.little == pytest.approx(1, abs=0.2)
+    assert run.within == 1
+    data = as_data(run)
+    assert data["latency_ms"]["p50"] <= data["latency_ms"]["p99"] <= data["latency_ms"]["p100"]
+    assert list(as_torchserve_row(run, "u")) == list(TORCHSERVE_COLUMNS)
+
+
+def test_a_closed_loop_keeps_its_clients_busy(server):
+    run = asyncio.run(closed_loop([model_shot(server.url)], 4, 0.5))
+    assert run.answered > 20
+    assert run.mean_inflight == pytest.approx(4, rel=0.15)
+    assert run.failed == run.shed == 0
+
+
+def slow_server(seconds):
+    """A server that answers one request at a time."""
+
+    async def handle(reader, writer):
+        while await reader.readuntil(b"\r\n\r\n"):
+            async with handle.lock:
+                await asyncio.sleep(seconds)
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+    async def start():
+        handle.lock = asyncio.Lock()
+        made = await asyncio.start_server(handle, "127.0.0.1", 0)
+        return made, http_shot(f"http://127.0.0.1:{made.sockets[0].getsockname()[1]}/", b"", {})
+
+    return start
+
+
+def test_waiting_counts_from_the_moment_a_request_was_due():
+    async def run():
+        server, shot = await slow_server(0.1)()
+        found = await open_loop([shot], np.array([0.0, 0.001, 0.002, 0.003]))
+        server.close()
+        return found
+
+    found = asyncio.run(run())
+    assert np.all(np.sort(found.latency_s) > np.array([0.095, 0.19, 0.29, 0.39]))
+
+
+def test_a_backlog_that_only_grows_ends_the_run():
+    async def run():
+        server, shot = await slow_server(0.05)()
+        found = await open_loop([shot], poisson(100, 30), limit_s=0.1)
+        server.close()
+        return found
+
+    found = asyncio.run(run())
+    assert not found.stable
+    assert found.duration_s < 15
+
+
+def test_connections_that_break_are_failures():
+    async def run():
+        async def handle(reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.transport.abort()
+
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        shot = http_shot(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", b"", {})
+        found = await open_loop([shot], np.arange(20) / 100)
+        server.close()
+        return found
+
+    found = asyncio.run(run())
+    assert found.answered == 0
+    assert found.failed > 0
+
+
+def test_the_beginning_that_differs_is_left_out():
+    rng = np.random.default_rng(0)
+    values = np.concatenate([rng.normal(10, 1, 200), rng.normal(1, 0.1, 2000)])
+    assert 190 <= warm_up(values) <= 260
+    assert warm_up(rng.normal(1, 0.1, 2000)) < 1000
+
+
+def test_intervals_need_enough_answers():
+    few = Run("open", 1, 1, np.ones(50), statuses={200: 50})
+    assert few.interval(99) is None
+    many = Run("open", 1, 1, np.random.default_rng(0).exponential(1, 20_000), statuses={200: 20_000})
+    low, high = many.interval(99)
+    assert low < -math.log(0.01) < high
+
+
+def test_schedules_from_files(tmp_path):
+    (tmp_path / "a").write_text("5\n# comment\n3\n4.5\n")
+    assert read_schedule(tmp_path / "a").tolist() == [0, 1.5, 2]
+    for bad in ("", "x", "1 2 x", "nan", "-1", "1 2\n3"):
+        (tmp_path / "b").write_text(bad)
+        with pytest.raises(UsageError):
+            read_schedule(tmp_path / "b")
+
+
+@pytest.mark.parametrize("url", ["ftp://a/b", "file:///etc/passwd", "nothing", "https://a"])
+def test_only_plain_http(url):
+    with pytest.raises(UsageError):
+        model_shot(url)
+    with pytest.raises(UsageError):
+        http_shot(url, b"", {})
+
+
+def fettle(*arguments):
+    code = "from fettle.cli import main; main()"
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+
+
+def test_the_commands(server, store, tmp_path):
+    url = server.url
+    done = fettle(
+        "load", url, "-c", "2", "--rate", "50", "-d", "1s", "--p99", "5s", "--json", "--csv", str(tmp_path / "c")
+    )
+    assert done.returncode == 0, done.stderr
+    closed, opened = json.loads(done.stdout)
+    assert (closed["mode"], opened["mode"]) == ("closed", "open")
+    assert (tmp_path / "c").read_text().startswith("Benchmark,TS failed requests,")
+    for wrong in (["load", url], ["load", "http://127.0.0.1:9", "--rate", "1"], ["serve"], ["slo", "x", "--p99", "1"],
+                  ["serve", str(tmp_path)], ["serve", str(store / "net-1"), "--host", "0.0.0.0"],
+                  ["package", "nothing.py"]):  # fmt: skip
+        done = fettle(*wrong)
+        assert done.returncode == 2, (wrong, done.stderr)
+        assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+# -- search -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_search_from_end_to_end(store, tmp_path):
+    package = open_package(store / "net-1")
+    keep = tmp_path / "calibration.json"
+    found = asyncio.run(search(package, 2.0, most_rows=4, cores=1, seconds=0.5, confirm=1, keep=keep, rate=1.0))
+    assert found.costs["1x1"].keys() >= {1, 2, 4}
+    assert found.points[0].runs
+    assert found.why
+    json.dumps(as_json(found), allow_nan=True)
+    before = keep.read_text()
+    again = asyncio.run(search(package, 1e-9, most_rows=4, cores=1, seconds=0.5, confirm=1, keep=keep))
+    assert keep.read_text() == before  # not measured again
+    assert not again.met
+    assert "limit is missed" in again.why[0]
+
+
+def test_what_is_found_can_be_served(store):
+    package = open_package(store / "net-1")
+    costs = Costs({1: (0.01,), 4: (0.02,)})
+    made = serve_settings(package.settings, Setting(2, 1, 4, 0.001, "curve"), costs, 0.1, "here")
+    assert made.batching().max_rows == 4
+    assert made.cost_curve("here").at(4) == 0.02
+    assert made.cost_curve("elsewhere") is None  # a curve of another machine is not believed
+    assert read_settings(package.folder, package.manifest) == package.settings
+    assert explain({(1, 1): costs}, []) == ["no setting keeps the limit in simulation: queueing alone breaks it"]

@@ -1,0 +1,372 @@
+"""The server, spoken to over HTTP: protocols, versions, faults, and what strangers may not do."""
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from fettle.errors import UsageError
+from fettle.serve.app import Limits
+from fettle.serve.package import ServeSettings, open_package
+from fettle.serve.registry import Options
+from fettle.serve.server import Address, token_from
+
+from .conftest import net, running
+
+TOKEN = "t" * 43
+
+
+def ask(url, data=None, method=None, headers=None):
+    """Status, body as JSON where it is some, and headers."""
+    data = json.dumps(data).encode() if isinstance(data, (dict, list)) else data
+    request = urllib.request.Request(url, data=data, method=method, headers=headers or {})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            status, body, found = answer.status, answer.read(), answer.headers
+    except urllib.error.HTTPError as error:
+        status, body, found = error.code, error.read(), error.headers
+    try:
+        return status, json.loads(body), found
+    except ValueError:
+        return status, body, found
+
+
+def infer(server, rows, version=None, **parameters):
+    path = "/v2/models/net" + (f"/versions/{version}" if version else "") + "/infer"
+    x = np.asarray(rows, np.float32)
+    tensor = {"name": "input", "shape": list(x.shape), "datatype": "FP32", "data": x.ravel().tolist()}
+    return ask(server.url + path, {"inputs": [tensor], "parameters": parameters, "id": "a"})
+
+
+def values(answer):
+    output = answer["outputs"][0]
+    return np.array(output["data"], np.float32).reshape(output["shape"])
+
+
+@pytest.fixture(scope="module")
+def server(store):
+    packages = [open_package(store / name) for name in ("net-1", "net-2", "echo")]
+    digest = packages[2].handler_digest
+    with running(packages, Options(trust=(digest,))) as made:
+        yield made
+
+
+def test_tensors_come_back_as_the_model_gives_them(server):
+    rows = np.random.rand(3, 4).astype(np.float32)
+    status, answer, headers = infer(server, rows)
+    assert (status, headers["content-type"]) == (200, "application/json")
+    assert (answer["model_name"], answer["model_version"], answer["id"]) == ("net", "1", "a")
+    np.testing.assert_allclose(values(answer), net()(torch.from_numpy(rows)).detach(), atol=1e-6)
+
+
+def test_what_the_server_says_of_itself(server):
+    assert ask(server.url + "/v2")[1]["extensions"]
+    for path in ("/v2/health/live", "/v2/health/ready", "/v2/models/net/ready", "/ping", "/openapi.json", "/docs"):
+        assert ask(server.url + path)[0] == 200
+    assert ask(server.url + "/v2/models/net")[1]["inputs"] == [{"name": "input", "datatype": "FP32", "shape": [-1, 4]}]
+    assert ask(server.url + "/v2/models/net/config")[1]["max_batch_size"] == 8
+    index = ask(server.url + "/v2/repository/index", b"", "POST")[1]
+    assert {(row["name"], row["version"], row["state"]) for row in index} >= {
+        ("net", "1", "READY"),
+        ("net", "2", "READY"),
+    }
+    assert b"fettle_model_seconds_bucket" in ask(server.url + "/metrics")[1]
+    stats = ask(server.url + "/v2/models/net/stats")[1]["model_stats"]
+    assert {row["version"] for row in stats} == {"1", "2"}
+
+
+@pytest.mark.parametrize(
+    ("path", "data", "status"),
+    [
+        ("/v2/models/none/infer", {}, 404), ("/v2/models/net/versions/9/infer", {}, 404), ("/nothing", None, 404),
+        ("/v2/models/net/infer", b"{", 400), ("/v2/repository/models/net/load", {}, 403), ("/models", None, 404),
+        ("/v2/models/../../etc/passwd", None, 404), ("/v2/models/" + "a" * 5000, None, 404),
+    ],
+)  # fmt: skip
+def test_wrong_requests_are_answered_in_json(server, path, data, status):
+    found, answer, headers = ask(server.url + path, data)
+    assert found in (status, 400 if status == 404 and data == {} else status)
+    assert headers["content-type"] == "application/json"
+    assert isinstance(answer, dict)
+
+
+def test_nobody_gets_another_ones_answer(server):
+    """Tagged rows from many clients at once; batches are mixed, answers are not."""
+    reference = net()
+
+    def client(number):
+        for step in range(40):
+            rows = np.full((1 + (number + step) % 3, 4), number + step / 100, np.float32)
+            status, answer, _ = infer(server, rows)
+            assert status == 200
+            np.testing.assert_allclose(values(answer), reference(torch.from_numpy(rows)).detach(), atol=1e-4)
+
+    with ThreadPoolExecutor(16) as threads:
+        list(threads.map(client, range(16)))
+    stats = ask(server.url + "/v2/models/net/versions/1/stats")[1]["model_stats"][0]
+    assert stats["execution_count"] < stats["inference_stats"]["success"]["count"]  # some were batched
+
+
+def test_a_request_that_failed_fails_alone_and_names_nothing(server):
+    def call(text):
+        return ask(server.url + "/predictions/echo", text.encode())
+
+    with ThreadPoolExecutor(8) as threads:
+        blocker = threads.submit(call, "slow")  # the others wait together meanwhile
+        time.sleep(0.1)
+        texts = ["a", "b", "raise", "c"]
+        found = dict(zip(texts, threads.map(call, texts), strict=True))
+        assert blocker.result()[1] == b"SLOW"
+    assert [found[text][1] for text in "abc"] == [b"A", b"B", b"C"]
+    status, answer, _ = found["raise"]
+    assert status == 500
+    assert "secret" not in json.dumps(answer)
+
+
+@pytest.mark.parametrize("how", ["die", "hang"])
+def test_a_worker_that_ends_or_hangs_is_replaced(server, how):
+    pool = server.registry.choose("echo").pool
+    before = pool.workers[0].restarts
+    status, _, _ = ask(server.url + "/predictions/echo", how.encode())
+    assert status == 500
+    deadline = time.time() + 60
+    while time.time() < deadline and not (pool.ready and pool.workers[0].restarts > before):
+        time.sleep(0.05)
+    assert ask(server.url + "/predictions/echo", b"again")[1] == b"AGAIN"
+
+
+def test_a_killed_worker_loses_no_request_silently(server):
+    pool = server.registry.choose("net").pool
+    found, stop = [], threading.Event()
+
+    def client():
+        while not stop.is_set():
+            found.append(infer(server, [[1, 2, 3, 4]])[0])
+
+    threads = [threading.Thread(target=client) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    os.kill(pool.workers[0].pid, signal.SIGKILL)
+    deadline = time.time() + 60
+    time.sleep(0.2)
+    while time.time() < deadline and not pool.ready:
+        time.sleep(0.05)
+    time.sleep(0.3)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert set(found) <= {200, 500, 503}
+    assert found[0] == found[-1] == 200
+
+
+def test_a_request_whose_time_is_over_is_not_computed(store):
+    package = open_package(store / "net-1")
+    with running([package], Options(override={"delay_ms": 200.0})) as server:
+        status, answer, _ = infer(server, [[1, 2, 3, 4]], timeout=1000)  # a millisecond, of a wait of 200
+        assert status == 504
+        assert "time was over" in answer["error"]
+        assert server.registry.choose("net").metrics.executions == 0
+
+
+def test_a_full_queue_refuses_at_once_and_says_when_to_come_again(store):
+    package = open_package(store / "echo")
+    options = Options(trust=(package.handler_digest,), override={"max_queue_rows": 2, "max_rows": 1})
+    with running([package], options) as server, ThreadPoolExecutor(12) as threads:
+        found = list(threads.map(lambda _: ask(server.url + "/predictions/echo", b"slow"), range(12)))
+    refused = [headers for status, _, headers in found if status == 429]
+    assert refused
+    assert all(int(headers["retry-after"]) >= 1 for headers in refused)
+    assert sum(status == 200 for status, _, _ in found) >= 2
+
+
+def test_bodies_are_bounded(store):
+    with running([open_package(store / "net-1")], limits=Limits(max_body=1000, body_s=0.5)) as server:
+        assert ask(server.url + "/v2/models/net/infer", b"x" * 2000)[0] == 413
+        with socket.create_connection(("127.0.0.1", server.ports[0])) as link:  # a gigabyte, announced
+            link.sendall(b"POST /v2/models/net/infer HTTP/1.1\r\nHost: a\r\nContent-Length: 1073741824\r\n\r\n")
+            assert b" 413 " in link.recv(100)
+        with socket.create_connection(("127.0.0.1", server.ports[0])) as link:  # chunks without an end
+            link.sendall(b"POST /v2/models/net/infer HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
+            link.sendall(b"400\r\n" + b"x" * 1024 + b"\r\n")
+            assert b" 413 " in link.recv(100)
+        with socket.create_connection(("127.0.0.1", server.ports[0])) as link:  # a body that does not come
+            link.sendall(b"POST /v2/models/net/infer HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n")
+            assert b" 408 " in link.recv(100)
+        assert infer(server, [[1, 2, 3, 4]])[0] == 200
+
+
+def test_a_handler_runs_only_where_it_is_trusted(store):
+    package = open_package(store / "echo")
+    with pytest.raises(UsageError, match="--trust"), running([package]):
+        pass
+    with pytest.raises(UsageError, match="--trust"), running([package], Options(trust=("0" * 64,))):
+        pass
+
+
+# -- management -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def managed(store, tmp_path):
+    options = Options(store=store, state=tmp_path / "state.json")
+    with running([open_package(store / "net-1")], options, management_port=0, management_token=TOKEN) as server:
+        server.admin = f"http://127.0.0.1:{server.ports[1]}"
+        yield server
+
+
+def manage(server, path, data=None, method=None, token=TOKEN, **headers):
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    return ask(server.admin + path, data, method, headers)
+
+
+def test_management_asks_for_its_token_and_host(managed):
+    for path in ("/models", "/v2/repository/models/net/unload", "/admin/models/net", "/anything", "/v2"):
+        for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD"):
+            assert manage(managed, path, method=method, token="")[0] == 401
+            assert manage(managed, path, method=method, token="wrong")[0] == 401
+    assert manage(managed, "/models", Host="evil.example")[0] == 403
+    assert manage(managed, "/models")[0] == 200
+
+
+def test_nothing_is_loaded_from_an_address_or_a_path(managed):
+    for url in ("http://evil.example/a.zip", "file:///etc/passwd", "../net-2", "/etc", "a\\b"):
+        assert manage(managed, "/models?url=" + urllib.parse.quote(url, safe=""), b"", "POST")[0] == 400
+    assert manage(managed, "/v2/repository/models/none/load", b"", "POST")[0] == 404
+    bad = {"parameters": {"config": "{}", "file:1/model.pt": "AAAA"}}
+    assert manage(managed, "/v2/repository/models/net/load", bad, "POST")[0] == 400
+
+
+def test_versions_swap_under_load_without_a_failed_request(managed):
+    found, stop = [], threading.Event()
+
+    def client():
+        while not stop.is_set():
+            status, answer, _ = infer(managed, [[1, 2, 3, 4]])
+            found.append((status, answer.get("model_version")))
+
+    threads = [threading.Thread(target=client) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    assert manage(managed, "/v2/repository/models/net/load", b"", "POST")[0] == 200  # version 2, the highest
+    assert manage(managed, "/models/net/2/set-default", b"", "PUT")[0] == 200
+    assert manage(managed, "/models/net/1", method="DELETE")[0] == 200
+    time.sleep(0.2)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert {status for status, _ in found} == {200}
+    assert found[0][1] == "1"
+    assert found[-1][1] == "2"
+    state = json.loads(managed.registry.options.state.read_text())
+    assert list(state["net"]["versions"]) == ["2"]
+
+
+def test_weights_are_sticky_and_shadows_are_silent(managed):
+    managed.call(managed.registry.load_named("net", "2"))
+    wanted = {"weights": {"1": 0.5, "2": 0.5}}
+    assert manage(managed, "/admin/models/net", wanted, "PUT")[0] == 200
+    for session in range(8):
+        seen = set()
+        for _ in range(4):
+            tensor = {"name": "input", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}
+            headers = {"X-Session-Id": str(session)}
+            seen.add(
+                ask(managed.url + "/v2/models/net/infer", {"inputs": [tensor]}, headers=headers)[1]["model_version"]
+            )
+        assert len(seen) == 1
+    assert manage(managed, "/admin/models/net", {"weights": {}, "shadow": "2"}, "PUT")[0] == 200
+    before = managed.registry.choose("net", "2").metrics.succeeded
+    assert infer(managed, [[1, 2, 3, 4]])[1]["model_version"] == "1"
+    deadline = time.time() + 10
+    while time.time() < deadline and managed.registry.choose("net", "2").metrics.succeeded == before:
+        time.sleep(0.02)
+    assert managed.registry.choose("net", "2").metrics.succeeded == before + 1
+    for bad in (
+        {"weights": {"9": 1}},
+        {"weights": {"1": -1}},
+        {"default": "9"},
+        {"unknown": 1},
+        {"batch": {"max_rows": 99}},
+    ):
+        assert manage(managed, "/admin/models/net", bad, "PUT")[0] == 400
+
+
+def test_a_restart_serves_what_was_served(store, tmp_path):
+    options = Options(store=store, state=tmp_path / "state.json")
+    with running([open_package(store / "net-2")], options):
+        pass
+    (tmp_path / "state.json").write_text(json.dumps({"net": {"versions": {"2": str(store / "net-2")}, "default": "2"}}))
+    with running([], options) as again:
+        assert infer(again, [[1, 2, 3, 4]])[1]["model_version"] == "2"
+    (tmp_path / "state.json").write_text("{")
+    with pytest.raises(UsageError, match="state file"), running([], options):
+        pass
+
+
+# -- starting ---------------------------------------------------------------------------------------------------------
+
+
+def test_other_hosts_need_a_token_or_a_word():
+    for wrong in (
+        Address(host="0.0.0.0"),
+        Address(management_port=0),
+        Address(management_port=0, management_token="short"),
+    ):
+        with pytest.raises(UsageError):
+            wrong.check()
+    Address(host="0.0.0.0", token=TOKEN).check()
+    Address(host="0.0.0.0", insecure=True).check()
+
+
+def test_a_token_is_asked_of_every_request(store):
+    with running([open_package(store / "net-1")], token=TOKEN) as server:
+        for path in ("/v2", "/metrics", "/v2/models/net/infer", "/ping", "/docs"):
+            assert ask(server.url + path)[0] == 401
+        assert ask(server.url + "/v2", headers={"Authorization": f"Bearer {TOKEN}"})[0] == 200
+
+
+def test_token_files(tmp_path, monkeypatch):
+    monkeypatch.delenv("FETTLE_TOKEN", raising=False)
+    token = token_from(tmp_path / "token")
+    assert len(token) >= 22
+    assert (tmp_path / "token").stat().st_mode & 0o077 == 0
+    assert token_from(tmp_path / "token") == token
+    (tmp_path / "token").chmod(0o644)
+    with pytest.raises(UsageError, match="chmod 600"):
+        token_from(tmp_path / "token")
+
+
+def test_settings_that_cannot_be_are_one_line(store):
+    package = open_package(store / "net-1")
+    for override in ({"max_rows": 10_000}, {"workers": 0}):
+        with pytest.raises(UsageError), running([package], Options(override=override)):
+            pass
+    assert package.settings == ServeSettings(max_rows=8, threads=1)
+
+
+def test_clients_of_the_protocol(server):
+    http = pytest.importorskip("tritonclient.http")
+    client = http.InferenceServerClient(server.url.removeprefix("http://"))
+    assert client.is_server_ready()
+    assert client.is_model_ready("net")
+    x = np.random.rand(2, 4).astype(np.float32)
+    wanted = net()(torch.from_numpy(x)).detach().numpy()
+    for binary_in in (True, False):
+        for binary_out in (True, False, None):
+            given = http.InferInput("input", [2, 4], "FP32")
+            given.set_data_from_numpy(x, binary_data=binary_in)
+            outputs = None if binary_out is None else [http.InferRequestedOutput("output", binary_data=binary_out)]
+            found = client.infer("net", [given], outputs=outputs, request_compression_algorithm="gzip")
+            np.testing.assert_allclose(found.as_numpy("output"), wanted, atol=1e-6)
