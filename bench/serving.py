@@ -1,0 +1,299 @@
+"""A tuned model behind HTTP, beside the servers a user would pick instead: same model, client, batch limit and threads.
+
+    python bench/serving.py --json bench/results/serving.json              # peers that are installed; about 6 minutes
+    python bench/serving.py --models tiny --servers fettle,litserve --seconds 2
+
+Models are multilayer perceptrons with random weights: `tiny` (64-64-8, a call of microseconds: the server's own cost)
+and `wide` (64-4096-4096-4096-4096-4096-8, about 20 ms: how well it batches). Each server gets one worker with one
+thread, batches of at most 8, and no delay; requests are 64 numbers of JSON. Closed loop at 1, 8, 32 and 128 clients,
+then Poisson arrivals at 50, 80 and 90% of the rate that this server reached. The servers take turns in random order,
+`--rounds` times; shown are medians. The raw model's batched throughput is measured in a process of its own.
+
+Peers: `pip install litserve mosec 'ray[serve]'`. One that is not installed is left out and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+WIDTHS = {"tiny": [64, 64, 8], "wide": [64, 4096, 4096, 4096, 4096, 4096, 8]}
+ROWS = 8
+NEEDS = {"fettle": "uvicorn", "litserve": "litserve", "mosec": "mosec", "ray": "ray"}
+
+
+def build(model: str) -> Any:
+    import torch
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    layers: list[Any] = []
+    for a, b in zip(WIDTHS[model], WIDTHS[model][1:], strict=False):
+        layers += [torch.nn.Linear(a, b), torch.nn.ReLU()]
+    return torch.nn.Sequential(*layers[:-1]).eval()
+
+
+# -- the servers ------------------------------------------------------------------------------------------------------
+
+
+def serve_litserve(model: str, port: int) -> None:
+    import litserve
+    import torch
+
+    class Api(litserve.LitAPI):
+        def setup(self, device: str) -> None:
+            self.net = build(model)
+
+        def decode_request(self, request: Any) -> Any:
+            return torch.tensor(request["input"])
+
+        def batch(self, inputs: Any) -> Any:
+            return torch.stack(inputs)
+
+        def predict(self, x: Any) -> Any:
+            with torch.inference_mode():
+                return self.net(x)
+
+        def unbatch(self, output: Any) -> Any:
+            return list(output)
+
+        def encode_response(self, output: Any) -> Any:
+            return {"output": output.tolist()}
+
+    # With no delay at all its worker spins; a millisecond is the least that lets it rest.
+    server = litserve.LitServer(Api(max_batch_size=ROWS, batch_timeout=0.001), accelerator="cpu", workers_per_device=1)
+    server.run(host="127.0.0.1", port=port, num_api_servers=1, log_level="error", generate_client_file=False)
+
+
+def serve_mosec(model: str, port: int) -> None:
+    from mosec import Server, Worker
+
+    class Net(Worker):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = build(model)
+
+        def forward(self, data: Any) -> Any:
+            import torch
+
+            with torch.inference_mode():
+                found = self.net(torch.tensor([item["input"] for item in data]))
+            return [{"output": row.tolist()} for row in found]
+
+    sys.argv = [sys.argv[0], "--port", str(port), "--address", "127.0.0.1"]
+    server = Server()
+    server.append_worker(Net, num=1, max_batch_size=ROWS, max_wait_time=1)
+    server.run()
+
+
+def serve_ray(model: str, port: int) -> None:
+    import torch
+    from ray import serve
+
+    @serve.deployment(max_ongoing_requests=256)
+    class Net:
+        def __init__(self) -> None:
+            self.net = build(model)
+
+        @serve.batch(max_batch_size=ROWS, batch_wait_timeout_s=0.0)
+        async def run(self, rows: Any) -> Any:
+            with torch.inference_mode():
+                return self.net(torch.tensor(rows)).tolist()
+
+        async def __call__(self, request: Any) -> Any:
+            return {"output": await self.run((await request.json())["input"])}
+
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    serve.run(Net.bind(), route_prefix="/predict")
+    signal.pause()
+
+
+def start(server: str, model: str, port: int, folder: Path) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if server == "fettle":
+        code = "from fettle.cli import main; main()"
+        command = [sys.executable, "-c", code, "serve", str(folder / model), "--port", str(port)]
+    else:
+        command = [sys.executable, __file__, "--serve", server, "--models", model, "--port", str(port)]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+
+
+def shot(server: str, port: int) -> Any:
+    from fettle.serve.client import http_shot
+
+    row = np.random.default_rng(0).standard_normal(64).astype(np.float32).tolist()
+    path, body = {"litserve": "/predict", "mosec": "/inference", "ray": "/predict"}.get(server), {"input": row}
+    if server == "fettle":
+        path = f"/v2/models/{'net'}/infer"
+        body = {"inputs": [{"name": "input", "shape": [1, 64], "datatype": "FP32", "data": row}]}
+    return http_shot(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
+
+
+def wait_until_it_answers(server: str, port: int, process: Any, seconds: float = 90) -> float:
+    """Seconds from the start to the first answer."""
+    began = time.perf_counter()
+    data = shot(server, port)
+    body = data.data.partition(b"\r\n\r\n")[2]
+    url = f"http://127.0.0.1:{port}{data.path}"
+    while time.perf_counter() - began < seconds:
+        try:
+            request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=5) as answer:
+                if answer.status == 200:
+                    return time.perf_counter() - began
+        except (OSError, urllib.error.HTTPError):
+            pass
+        if process.poll() is not None:
+            raise RuntimeError(f"{server} ended while starting")
+        time.sleep(0.02)
+    raise RuntimeError(f"{server} does not answer")
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+def measure(server: str, model: str, port: int, folder: Path, seconds: float) -> dict[str, Any]:
+    """One turn of one server."""
+    from fettle.serve.load import closed_loop, open_loop, poisson
+
+    process = start(server, model, port, folder)
+    try:
+        found: dict[str, Any] = {
+            "first_answer_s": wait_until_it_answers(server, port, process),
+            "closed": {},
+            "open": {},
+        }
+        one = shot(server, port)
+        for clients in (1, 8, 32, 128):
+            run = asyncio.run(closed_loop([one], clients, seconds))
+            found["closed"][clients] = numbers(run)
+        best = max(row["throughput"] for row in found["closed"].values())
+        for share in (0.5, 0.8, 0.9):
+            run = asyncio.run(open_loop([one], poisson(share * best, seconds), limit_s=0.1))
+            found["open"][f"{share:.0%}"] = numbers(run)
+        return found
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if server == "ray":
+            subprocess.run(
+                [sys.executable, "-m", "ray.scripts.scripts", "stop", "--force"], capture_output=True, check=False
+            )
+
+
+def numbers(run: Any) -> dict[str, Any]:
+    return {
+        "throughput": run.throughput, "p50_ms": run.percentile(50) * 1e3, "p99_ms": run.percentile(99) * 1e3,
+        "failed": run.failed + run.shed, "late_ms": run.late_s * 1e3, "stable": run.stable,
+    }  # fmt: skip
+
+
+def raw(model: str, seconds: float) -> float:
+    """Rows a second of the bare model in batches, nobody serving."""
+    code = (
+        f"import sys, time, torch; sys.path.insert(0, {str(Path(__file__).parent)!r}); import serving\n"
+        f"net = serving.build({model!r}); x = torch.randn({ROWS}, 64)\n"
+        f"with torch.inference_mode():\n"
+        f"    for _ in range(5): net(x)\n"
+        f"    n, began = 0, time.perf_counter()\n"
+        f"    while time.perf_counter() - began < {seconds}: net(x); n += {ROWS}\n"
+        f"    print(n / (time.perf_counter() - began))"
+    )
+    return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
+def middle(rows: list[Any]) -> Any:
+    """Medians, place by place."""
+    if isinstance(rows[0], dict):
+        return {key: middle([row[key] for row in rows]) for key in rows[0]}
+    return all(rows) if isinstance(rows[0], bool) else statistics.median(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="tiny,wide")
+    parser.add_argument("--servers", default="fettle,litserve,mosec,ray")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each run")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, default=18100)
+    options = parser.parse_args()
+    if options.serve:
+        globals()[f"serve_{options.serve}"](options.models, options.port)
+        return
+    from fettle.machine import this_machine
+
+    wanted = options.servers.split(",")
+    servers = [name for name in wanted if importlib.util.find_spec(NEEDS[name])]
+    for name in sorted(set(wanted) - set(servers)):
+        print(f"{name} is not installed: left out")
+    results: dict[str, Any] = {"machine": this_machine().summary, "models": {}}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        for model in options.models.split(","):
+            package(model, folder)
+            turns: dict[str, list[Any]] = {name: [] for name in servers}
+            bare = []
+            port = options.port
+            for _ in range(options.rounds):
+                bare.append(raw(model, options.seconds))
+                for name in random.sample(servers, len(servers)):
+                    port += 1
+                    try:
+                        turns[name].append(measure(name, model, port, folder, options.seconds))
+                    except RuntimeError as error:
+                        print(f"{model}: {error}")
+            results["models"][model] = {
+                "raw_rows_per_s": statistics.median(bare),
+                **{name: middle(rows) for name, rows in turns.items() if rows},
+            }
+            show(model, results["models"][model])
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def package(model: str, folder: Path) -> None:
+    import torch
+
+    from fettle.recipe import Recipe
+    from fettle.serve.package import ServeSettings, write_package
+    from fettle.workload import Workload
+
+    work = Workload(build(model), [torch.randn(ROWS, 64)])
+    settings = ServeSettings(max_rows=ROWS, threads=1)
+    write_package(work, Recipe.parse("grad=inference_mode"), folder / model, name="net", settings=settings)
+
+
+def show(model: str, found: dict[str, Any]) -> None:
+    print(f"\n{model}: the raw model does {found['raw_rows_per_s']:.0f} rows/s in batches of {ROWS}")
+    print(f"{'':10}{'first s':>8}" + "".join(f"{f'c={c}':>22}" for c in (1, 8, 32, 128)) + f"{'80% open p99':>14}")
+    for name, row in found.items():
+        if name == "raw_rows_per_s":
+            continue
+        cells = [f"{r['throughput']:.0f}/s {r['p50_ms']:.2f}/{r['p99_ms']:.1f}" for r in row["closed"].values()]
+        late = "*" if row["open"]["80%"]["late_ms"] > 1 else ""
+        print(f"{name:10}{row['first_answer_s']:8.1f}" + "".join(f"{cell:>22}" for cell in cells)
+              + f"{row['open']['80%']['p99_ms']:12.1f}{late}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
