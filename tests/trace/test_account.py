@@ -72,6 +72,9 @@ def test_a_gap_is_split_not_labelled(tmp_path: Path) -> None:
         ("python_function", "train.py(12): loop", "python"),
         ("python_function", "<built-in function collect>", "garbage_collection"),
         ("overhead", "Command Buffer Full", "profiler"),
+        ("user_annotation", "gloo:all_reduce", "other_rank"),
+        ("cpu_op", "c10d::barrier", "other_rank"),
+        ("cpu_op", "c10d::allreduce_", "operator"),  # it only starts the collective
         ("user_annotation", "my range", "host_untraced"),
     ],
 )
@@ -79,6 +82,23 @@ def test_causes_by_what_the_host_did(tmp_path: Path, category: str, name: str, c
     build = Build().kernel("k", 0, 10, call=-5, call_dur=2).add(category, name, 10, 100)
     build.kernel("k", 115, 5, call=110, call_dur=5)
     assert causes(build.load(tmp_path)).get(cause) == 100_000
+
+
+def test_a_launch_that_waits_for_a_full_queue(tmp_path: Path) -> None:
+    """1024 pieces of work wait on device 0; the launch for device 1, which idles, is held by the full queue."""
+    build = Build().kernel("first", 0, 10, call=-5, call_dur=1, device=1)
+    for i in range(1100):  # launched at once, run from 100 us on, a microsecond each
+        build.kernel("k", 100 + i, 1, call=i * 0.01, call_dur=0.01, device=0)
+    build.kernel("late", 400, 10, call=20, call_dur=375, device=1)
+    pieces = idle_pieces(build.load(tmp_path), 1)
+    pieces = pieces.with_columns(length=pl.col("end_ns") - pl.col("start_ns"))
+    found = dict(pieces.group_by(pl.col("cause").cast(pl.String())).agg(pl.col("length").sum()).iter_rows())
+    # Full from the 1024th launch, at 10.23 us, until the 77th kernel has begun, at 176 us. Launches end at 11 us, and
+    # the late one goes from 20 to 395 us.
+    assert found["full_queue"] == 770 + 156_000
+    assert found["launch_call"] == 230 + 219_000
+    low, high = build.load(tmp_path).span
+    assert sum(found.values()) == high - low - 20_000
 
 
 def test_data_loading_owns_what_runs_inside_it(tmp_path: Path) -> None:

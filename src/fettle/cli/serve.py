@@ -7,16 +7,24 @@ import json
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from fettle.errors import UsageError
 
+if TYPE_CHECKING:
+    from fettle.serve.package import Package
+
 
 def command(
-    packages: Annotated[list[Path] | None, typer.Argument(help="folders or zips that fettle package wrote")] = None,
+    packages: Annotated[
+        list[str] | None, typer.Argument(help="what fettle package wrote, or a target, which is packaged first")
+    ] = None,
+    p99: Annotated[str | None, typer.Option("--p99", help="find the best setting under this limit first")] = None,
+    rate: Annotated[float, typer.Option(min=0.0, help="with --p99: requests a second that are needed")] = 0.0,
+    recipe: Annotated[Path | None, typer.Option(help="recipe.toml for a target")] = None,
     host: Annotated[str, typer.Option(help="other than loopback needs --token-file or --insecure")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port")] = 8080,
     management_port: Annotated[
@@ -45,6 +53,8 @@ def command(
 
       fettle serve store/bert-2.zip --workers 2 --threads 1 --port 9000
 
+      fettle serve model.py --recipe recipe.toml --p99 100ms --rate 80
+
       fettle serve --store models --management-port 8081 --state served.json
     """
     try:
@@ -52,8 +62,6 @@ def command(
         from fettle.serve.server import Address, serve, token_from
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed: pip install 'torch-fettle[serve]'") from error
-    from fettle.serve.package import open_package
-
     if not packages and store is None:
         raise UsageError("nothing to serve: name a package, or a folder of them with --store")
     if store is not None and not store.is_dir():
@@ -89,10 +97,41 @@ def command(
         if management_port is not None:
             console.print(f"management on port {server.ports[1]}, token in {secret}", highlight=False)
 
-    opened = [open_package(path) for path in packages or ()]
+    opened = [_packaged(text, recipe) for text in packages or ()]
+    if p99 is not None:
+        opened = [_tuned(package, p99, rate) for package in opened]
     if sys.platform != "win32":
         import uvloop
 
         uvloop.run(serve(address, options, opened, started))
     else:
         asyncio.run(serve(address, options, opened, started))
+
+
+def _packaged(text: str, recipe: Path | None) -> Package:
+    """A package as it is; a target as the package that is made of it, in the current folder."""
+    from fettle.recipe import Recipe, load_recipe
+    from fettle.serve.package import open_package, write_package
+    from fettle.workload import find_target
+
+    if Path(text).is_dir() or text.endswith(".zip"):
+        return open_package(Path(text))
+    target = find_target(text)
+    folder = Path(f"{target.name}-1")
+    if folder.exists():
+        raise UsageError(f"{folder} exists already: serve it with fettle serve {folder}, or move it away")
+    levels = load_recipe(recipe).recipe if recipe is not None else Recipe()
+    return write_package(target.load(), levels, folder, name=target.name)
+
+
+def _tuned(package: Package, p99: str, rate: float) -> Package:
+    """The package with the best setting under the limit. Leaves with exit code 1 where the rate cannot be had."""
+    from fettle.cli.slo import command as slo
+    from fettle.serve.package import open_package
+
+    try:
+        slo(package.folder, p99, rate=rate, max_rows=min(32, package.manifest.max_rows))
+    except typer.Exit as leaving:
+        if rate or leaving.exit_code != 1:
+            raise
+    return open_package(package.folder)

@@ -17,7 +17,7 @@ import re
 import numpy as np
 import polars as pl
 
-from fettle.trace.intervals import Intervals, gaps, merge
+from fettle.trace.intervals import Intervals, clip, gaps, merge
 from fettle.trace.kinds import Kind, is_graph_launch
 from fettle.trace.model import Ints, Trace
 from fettle.trace.stacks import CAUSES_OF_HOST
@@ -27,8 +27,10 @@ CAUSES: dict[str, str] = {
     "python": "the host ran Python code",
     "runtime_call": "another call to the device's runtime",
     "launch_call": "the launch call itself",
+    "full_queue": "a launch call while a stream's queue was full: the host waits until work leaves it",
     "launch_latency": "from the end of the launch call to the start of the work",
     "blocking_call": "the host waited in a call that blocks (synchronise, .item(), a copy from pageable memory)",
+    "other_rank": "the host waited for another rank: a barrier, or a collective that the host itself carries out",
     "allocator": "device or pinned memory was allocated or freed",
     "compile_or_load": "compilation, or lazy loading of a module",
     "data_loading": "the host waited for, or did, data loading",
@@ -44,6 +46,8 @@ CAUSES: dict[str, str] = {
 # Old versions had no `autograd::engine` range: there the operators themselves tell.
 _BACKWARD = re.compile(r"^autograd::engine::evaluate_function|Backward\d*$")
 BETWEEN_KERNELS_NS = 30_000
+_Part = tuple[Ints, Ints, list[str] | str, Ints, Ints]
+"""Pieces of idle time: start, end, cause, detail, gap."""
 LATENCY_NS = 100_000
 
 
@@ -95,12 +99,38 @@ def idle_pieces(trace: Trace, device: int) -> pl.DataFrame:
         np.concatenate([thread, np.full(int(tail.sum()), main)]),
         np.concatenate([mine, number[tail]]),
     )
-    return _frame(pieces.parts, next_row, starts)
+    return _frame(_full_queue(trace, pieces.parts), next_row, starts)
+
+
+def _full_queue(trace: Trace, parts: list[_Part]) -> list[_Part]:
+    """The pieces, with the time that launch calls spent while some stream's queue was full cut out of them."""
+    from fettle.trace.queue import full_intervals
+
+    full = full_intervals(trace)
+    if not len(full[0]):
+        return parts
+    cut: list[_Part] = []
+    for start, end, cause, detail, gap in parts:
+        calls = (
+            np.full(len(start), cause == "launch_call") if isinstance(cause, str) else np.array(cause) == "launch_call"
+        )
+        names = np.full(len(start), cause) if isinstance(cause, str) else np.array(cause)
+        rest = ~calls
+        if rest.any():
+            cut.append((start[rest], end[rest], names[rest].tolist(), detail[rest], gap[rest]))
+        for i in np.flatnonzero(calls).tolist():
+            low, high = int(start[i]), int(end[i])
+            inside = clip(full, low, high)
+            outside = gaps(inside, low, high)
+            for (begins, stops), name in ((inside, "full_queue"), (outside, "launch_call")):
+                count = len(begins)
+                cut.append((begins, stops, name, np.full(count, detail[i]), np.full(count, gap[i])))
+    return [part for part in cut if len(part[0])]
 
 
 class _Pieces:
     def __init__(self) -> None:
-        self.parts: list[tuple[Ints, Ints, list[str] | str, Ints, Ints]] = []
+        self.parts: list[_Part] = []
 
     def add(self, start: Ints, end: Ints, cause: list[str] | str, detail: Ints | int, gap: Ints) -> None:
         if len(start):
@@ -108,7 +138,7 @@ class _Pieces:
             self.parts.append((start, end, cause, details, gap))
 
 
-def _frame(parts: list[tuple[Ints, Ints, list[str] | str, Ints, Ints]], next_row: Ints, starts: Ints) -> pl.DataFrame:
+def _frame(parts: list[_Part], next_row: Ints, starts: Ints) -> pl.DataFrame:
     schema = {
         "start_ns": pl.Int64(),
         "end_ns": pl.Int64(),

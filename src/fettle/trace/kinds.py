@@ -104,6 +104,11 @@ _LOADING = re.compile(
 _DATA = re.compile(
     r"dataloader|data_loader|torch/utils/data|fetch\.py\(\d+\): fetch|enumerate\(DataLoader|pin_memory\.py"
 )
+# Host time of a collective is waiting for the others when the host itself carries it out (gloo, MPI), and in barriers.
+_OTHER_RANK = re.compile(
+    r"^(gloo|mpi|ucc):|^c10d::(barrier|monitored_barrier_)$|distributed_c10d\.py\(\d+\): (monitored_)?barrier$|"
+    r"<built-in method wait of .*Work\b"
+)
 _PROFILER = re.compile(
     r"Command Buffer Full|Activity Buffer Request|Instrumentation|Buffer Flush|Resource\b.*overhead|"
     r"torch/profiler/profiler\.py|torch/autograd/profiler\.py|^PyTorch Profiler|profiler::",
@@ -150,6 +155,8 @@ def host_cause(name: str, kind: Kind) -> str:
         return "data_loading"
     if _GARBAGE.search(name):
         return "garbage_collection"
+    if _OTHER_RANK.search(name):
+        return "other_rank"
     if kind in (Kind.PYTHON, Kind.ANNOTATION) and _LOADING.search(name):
         return "compile_or_load"
     if kind == Kind.OPERATOR:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
+from fettle.trace.intervals import Intervals, merge
 from fettle.trace.launches import text_column
 from fettle.trace.model import Ints, Trace
 
@@ -31,6 +32,16 @@ def queue_length(trace: Trace) -> pl.DataFrame:
     return pl.DataFrame(
         {"rank": np.full(len(time), trace.rank), "device": device, "stream": stream, "ts_ns": time, "length": length}
     )
+
+
+def full_intervals(trace: Trace) -> Intervals:
+    """When some stream's queue held `FULL_QUEUE` pieces of work or more: the next launch has to wait."""
+    if len(trace.device_rows) < FULL_QUEUE:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    series = queue_length(trace)
+    time, length = series["ts_ns"].to_numpy(), series["length"].to_numpy()
+    full = np.flatnonzero(length[:-1] >= FULL_QUEUE)  # a stream's last length is 0
+    return merge(time[full], time[full + 1])
 
 
 def queue_summary(trace: Trace) -> pl.DataFrame:

@@ -30,6 +30,7 @@ CAUSES_OF_HOST = (
     "data_loading",
     "garbage_collection",
     "profiler",
+    "other_rank",
 )
 
 
