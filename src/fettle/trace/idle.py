@@ -111,10 +111,8 @@ def _full_queue(trace: Trace, parts: list[_Part]) -> list[_Part]:
         return parts
     cut: list[_Part] = []
     for start, end, cause, detail, gap in parts:
-        calls = (
-            np.full(len(start), cause == "launch_call") if isinstance(cause, str) else np.array(cause) == "launch_call"
-        )
         names = np.full(len(start), cause) if isinstance(cause, str) else np.array(cause)
+        calls = names == "launch_call"
         rest = ~calls
         if rest.any():
             cut.append((start[rest], end[rest], names[rest].tolist(), detail[rest], gap[rest]))
