@@ -62,7 +62,7 @@ def collect(workload: Workload, seconds: float) -> Evidence:
     syncs = find_syncs(call, on_device=[model, workload.inputs[0]]).syncs
     facts = probe_facts(workload)
     gc_s, slept_s, loader_s = _waiting(call)
-    tensors_kept, graphs_kept = kept_alive(call)
+    tensors_kept, graphs_kept, bytes_kept = kept_alive(call)
     return Evidence(
         facts=facts,
         wall_s=wall_s,
@@ -87,6 +87,7 @@ def collect(workload: Workload, seconds: float) -> Evidence:
         loader_s=loader_s,
         tensors_kept=tensors_kept,
         graphs_kept=graphs_kept,
+        bytes_kept=bytes_kept,
         gc_s=gc_s,
         slept_s=slept_s,
     )
@@ -412,8 +413,8 @@ def _timed(call: Callable[[], Any], device: str, seconds: float, least: int = 3)
     return samples
 
 
-def kept_alive(call: Callable[[], Any], calls: int = 3) -> tuple[float, float]:
-    """Tensors a call that stay alive after it, and how many of them hold an autograd graph.
+def kept_alive(call: Callable[[], Any], calls: int = 3) -> tuple[float, float, float]:
+    """Tensors a call that stay alive after it, how many of them hold an autograd graph, and their bytes.
 
     Counted over `calls` calls after one that settles caches; 0 unless every call left some behind.
     """
@@ -423,12 +424,15 @@ def kept_alive(call: Callable[[], Any], calls: int = 3) -> tuple[float, float]:
         gc.collect()
         # By type, not isinstance: lazy proxies among all objects would be woken.
         alive = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
-        counts.append((len(alive), sum(tensor.grad_fn is not None for tensor in alive)))
+        size = sum(tensor.numel() * tensor.element_size() for tensor in alive)
+        counts.append((len(alive), sum(tensor.grad_fn is not None for tensor in alive), size))
         del alive  # it would keep them for the next count
-    steps = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(counts)]
-    if min(tensors for tensors, _ in steps) < 1:
-        return 0.0, 0.0
-    return sum(t for t, _ in steps) / calls, max(0.0, sum(g for _, g in steps) / calls)
+    if min(after[0] - before[0] for before, after in itertools.pairwise(counts)) < 1:
+        return 0.0, 0.0, 0.0
+    tensors, graphs, size = (
+        max(0.0, (last - first) / calls) for first, last in zip(counts[0], counts[-1], strict=True)
+    )
+    return tensors, graphs, size
 
 
 class _LoaderClock:

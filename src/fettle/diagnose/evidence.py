@@ -94,6 +94,8 @@ class Evidence:
     """Tensors that were alive after a call and not before it, a call, once it has settled."""
     graphs_kept: float = 0.0
     """How many of those hold on to an autograd graph."""
+    bytes_kept: float = 0.0
+    """Bytes of those tensors, a call."""
     gc_s: float = 0.0
     """Time in Python's garbage collector a call."""
     slept_s: float = 0.0

@@ -588,9 +588,9 @@ def made_large_by_broadcasting(seen: Evidence) -> Finding | None:
 
 def kept_from_call_to_call(seen: Evidence) -> Finding | None:
     """Tensors that pile up."""
-    if seen.tensors_kept < 1:
-        return None
     graph = seen.graphs_kept >= 1
+    if seen.tensors_kept < 1 or not (graph or seen.bytes_kept >= 1 << 20):  # a number kept for a log is no leak
+        return None
     what = ", with the autograd graphs that made them" if graph else ""
     count = f"{seen.tensors_kept:.3g} tensor{'s' if seen.tensors_kept >= 2 else ''}"
     return Finding(
