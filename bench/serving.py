@@ -33,95 +33,11 @@ from typing import Any
 
 import numpy as np
 
-WIDTHS = {"tiny": [64, 64, 8], "wide": [64, 4096, 4096, 4096, 4096, 4096, 8]}
-ROWS = 8
+PEERS = Path(__file__).parent / "serving_peers"
+sys.path.insert(0, str(PEERS))
+from models import ROWS, build  # noqa: E402
+
 NEEDS = {"fettle": "uvicorn", "litserve": "litserve", "mosec": "mosec", "ray": "ray"}
-
-
-def build(model: str) -> Any:
-    import torch
-
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    layers: list[Any] = []
-    for a, b in zip(WIDTHS[model], WIDTHS[model][1:], strict=False):
-        layers += [torch.nn.Linear(a, b), torch.nn.ReLU()]
-    return torch.nn.Sequential(*layers[:-1]).eval()
-
-
-# -- the servers ------------------------------------------------------------------------------------------------------
-
-
-def serve_litserve(model: str, port: int) -> None:
-    import litserve
-    import torch
-
-    class Api(litserve.LitAPI):
-        def setup(self, device: str) -> None:
-            self.net = build(model)
-
-        def decode_request(self, request: Any) -> Any:
-            return torch.tensor(request["input"])
-
-        def batch(self, inputs: Any) -> Any:
-            return torch.stack(inputs)
-
-        def predict(self, x: Any) -> Any:
-            with torch.inference_mode():
-                return self.net(x)
-
-        def unbatch(self, output: Any) -> Any:
-            return list(output)
-
-        def encode_response(self, output: Any) -> Any:
-            return {"output": output.tolist()}
-
-    # With no delay at all its worker spins; a millisecond is the least that lets it rest.
-    server = litserve.LitServer(Api(max_batch_size=ROWS, batch_timeout=0.001), accelerator="cpu", workers_per_device=1)
-    server.run(host="127.0.0.1", port=port, num_api_servers=1, log_level="error", generate_client_file=False)
-
-
-def serve_mosec(model: str, port: int) -> None:
-    from mosec import Server, Worker
-
-    class Net(Worker):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = build(model)
-
-        def forward(self, data: Any) -> Any:
-            import torch
-
-            with torch.inference_mode():
-                found = self.net(torch.tensor([item["input"] for item in data]))
-            return [{"output": row.tolist()} for row in found]
-
-    sys.argv = [sys.argv[0], "--port", str(port), "--address", "127.0.0.1"]
-    server = Server()
-    server.append_worker(Net, num=1, max_batch_size=ROWS, max_wait_time=1)
-    server.run()
-
-
-def serve_ray(model: str, port: int) -> None:
-    import torch
-    from ray import serve
-
-    @serve.deployment(max_ongoing_requests=256)
-    class Net:
-        def __init__(self) -> None:
-            self.net = build(model)
-
-        @serve.batch(max_batch_size=ROWS, batch_wait_timeout_s=0.0)
-        async def run(self, rows: Any) -> Any:
-            with torch.inference_mode():
-                return self.net(torch.tensor(rows)).tolist()
-
-        async def __call__(self, request: Any) -> Any:
-            return {"output": await self.run((await request.json())["input"])}
-
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
-    serve.run(Net.bind(), route_prefix="/predict")
-    signal.pause()
 
 
 def start(server: str, model: str, port: int, folder: Path) -> subprocess.Popen[bytes]:
@@ -130,7 +46,7 @@ def start(server: str, model: str, port: int, folder: Path) -> subprocess.Popen[
         code = "from fettle.cli import main; main()"
         command = [sys.executable, "-c", code, "serve", str(folder / model), "--port", str(port)]
     else:
-        command = [sys.executable, __file__, "--serve", server, "--models", model, "--port", str(port)]
+        command = [sys.executable, str(PEERS / f"{server}_server.py"), model, str(port)]
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
@@ -209,8 +125,8 @@ def numbers(run: Any) -> dict[str, Any]:
 def raw(model: str, seconds: float) -> float:
     """Rows a second of the bare model in batches, nobody serving."""
     code = (
-        f"import sys, time, torch; sys.path.insert(0, {str(Path(__file__).parent)!r}); import serving\n"
-        f"net = serving.build({model!r}); x = torch.randn({ROWS}, 64)\n"
+        f"import sys, time, torch; sys.path.insert(0, {str(PEERS)!r}); import models\n"
+        f"net = models.build({model!r}); x = torch.randn({ROWS}, 64)\n"
         f"with torch.inference_mode():\n"
         f"    for _ in range(5): net(x)\n"
         f"    n, began = 0, time.perf_counter()\n"
@@ -234,12 +150,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="of each run")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=18100)
     options = parser.parse_args()
-    if options.serve:
-        globals()[f"serve_{options.serve}"](options.models, options.port)
-        return
     from fettle.machine import this_machine
 
     wanted = options.servers.split(",")
@@ -275,7 +187,8 @@ def package(model: str, folder: Path) -> None:
     import torch
 
     from fettle.recipe import Recipe
-    from fettle.serve.package import ServeSettings, write_package
+    from fettle.serve.export import write_package
+    from fettle.serve.package import ServeSettings
     from fettle.workload import Workload
 
     work = Workload(build(model), [torch.randn(ROWS, 64)])

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fettle.recipe import Recipe
-from fettle.serve.package import ServeSettings, write_package
+from fettle.serve.export import write_package
+from fettle.serve.package import ServeSettings
 from fettle.serve.registry import Options
 from fettle.serve.server import Address, Server
 from fettle.workload import Workload

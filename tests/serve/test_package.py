@@ -9,8 +9,10 @@ import torch
 
 from fettle.errors import UsageError
 from fettle.recipe import Recipe
-from fettle.serve.package import ServeSettings, load_model, open_package, seal, write_package
+from fettle.serve.export import write_package
+from fettle.serve.package import ServeSettings, open_package, seal
 from fettle.serve.program import load_program
+from fettle.serve.runner import load_model
 from fettle.workload import Workload
 
 

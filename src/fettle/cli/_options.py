@@ -7,12 +7,15 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fettle.errors import UsageError
-from fettle.tuning import Event, Tell
+
+if TYPE_CHECKING:
+    from fettle.tuning import Event, Tell
 
 _DURATION = re.compile(r"\s*([0-9.]+)\s*(ms|s|m|min|h)?\s*")
 _SIZE = re.compile(r"\s*([0-9.]+)\s*(B|[KMGT]i?B)?\s*", re.IGNORECASE)

@@ -32,7 +32,8 @@ def command(
 
       fettle package model.py:bert --recipe recipe.toml --name bert --version 2 -o store/bert-2.zip
     """
-    from fettle.serve.package import ServeSettings, write_package
+    from fettle.serve.export import write_package
+    from fettle.serve.package import ServeSettings
     from fettle.workload import find_target
 
     found = find_target(target)

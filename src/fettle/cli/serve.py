@@ -111,7 +111,8 @@ def command(
 def _packaged(text: str, recipe: Path | None) -> Package:
     """A package as it is; a target as the package that is made of it, in the current folder."""
     from fettle.recipe import Recipe, load_recipe
-    from fettle.serve.package import open_package, write_package
+    from fettle.serve.export import write_package
+    from fettle.serve.package import open_package
     from fettle.workload import find_target
 
     if Path(text).is_dir() or text.endswith(".zip"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -46,18 +45,18 @@ def command(
         from fettle.serve.search import search, serve_settings
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed: pip install 'torch-fettle[serve]'") from error
-    from fettle.machine import this_machine
+    from fettle.serve.host import cores as usable_cores
+    from fettle.serve.host import host_id
     from fettle.serve.package import open_package, write_settings
     from fettle.serve.simulate import Costs
 
     opened = open_package(package)
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     console = Console(stderr=True)
     keep = opened.folder.parent / f".{opened.folder.name}.calibration.json"
     with console.status("starting") as status:
         found = uvloop.run(
             search(
-                opened, _options.duration_s(p99, "--p99"), rate=rate, most_rows=max_rows, cores=cores or usable,
+                opened, _options.duration_s(p99, "--p99"), rate=rate, most_rows=max_rows, cores=cores or usable_cores(),
                 seconds=_options.duration_s(seconds, "--seconds"), confirm=confirm, keep=keep,
                 tell=status.update if console.is_terminal and not as_json else (lambda text: None),
             )
@@ -67,7 +66,7 @@ def command(
         setting = best.setting
         samples = found.costs[f"{setting.workers}x{setting.threads}"]
         costs = Costs({rows: tuple(values) for rows, values in samples.items()})
-        write_settings(opened, serve_settings(opened.settings, setting, costs, found.limit_s, this_machine().id))
+        write_settings(opened, serve_settings(opened.settings, setting, costs, found.limit_s, host_id()))
     if as_json:
         print(json.dumps(to_json(found)))
     else:

@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from fettle.serve import wire
+from fettle.serve.host import cores
 from fettle.serve.metrics import ModelMetrics
 from fettle.serve.package import Package, ServeSettings
 from fettle.serve.policy import Batch, BatchQueue
@@ -325,7 +326,7 @@ class _Link(asyncio.Protocol):
             if name in _ENVIRONMENT or name.startswith(_ENVIRONMENT_PREFIXES)
         }
         settings, pool = self.pool.settings, self.pool
-        threads = settings.threads or max(1, _cores() // settings.workers)
+        threads = settings.threads or max(1, cores() // settings.workers)
         environment["OMP_NUM_THREADS"] = str(threads)
         log_file: Any = open(pool.log_path, "ab") if pool.log_path else None  # noqa: SIM115
         try:
@@ -344,8 +345,8 @@ class _Link(asyncio.Protocol):
         self._loaded = loop.create_future()
         self._transport, _ = await loop.create_connection(lambda: self, sock=ours)
         self._watch = loop.call_later(START_S, self._hung)
-        cores = list(pool.cores[self.index]) if self.index < len(pool.cores) else []
-        self._write(wire.Load(str(pool.package.folder), pool.sizes, threads, cores, pool.trust, pool.device))
+        mine = list(pool.cores[self.index]) if self.index < len(pool.cores) else []
+        self._write(wire.Load(str(pool.package.folder), pool.sizes, threads, mine, pool.trust, pool.device))
         await self._loaded
 
     def end(self) -> None:
@@ -485,7 +486,3 @@ class _Link(asyncio.Protocol):
         self._failures += 1
         loop = asyncio.get_running_loop()
         loop.call_later(wait, lambda: None if self.pool.closing else loop.create_task(self.start()))
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from fettle.errors import UsageError
-from fettle.serve.package import Package, as_array, load_model
+from fettle.recipe import Recipe
+from fettle.serve.package import SAMPLES, Package
+from fettle.serve.program import load_program
 
 Array = np.ndarray[Any, Any]
 
@@ -69,3 +71,28 @@ class Runner:
                 if spec.batched and len(answer) != size:
                     raise UsageError(f"the model answers {len(answer)} rows for {size}: it cannot be batched")
         return took
+
+
+def load_model(package: Package) -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    """The tuned model, a callable from tensors to a tuple of tensors, and one batch of samples."""
+    from safetensors.torch import load_file
+
+    from fettle.applying import apply
+
+    module = load_program(package.folder)
+    samples = load_file(package.folder / SAMPLES)
+    try:
+        tensors = [samples[spec.name] for spec in package.manifest.inputs]
+    except KeyError as error:
+        raise UsageError(f"{SAMPLES} has no tensor {error}") from error
+    recipe = Recipe(package.manifest.recipe)
+    run = apply(module, recipe, [tuple(tensors)]) if recipe.levels else module
+    return run, tensors
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A tensor as clients can read it: 16-bit brain floats, which numpy lacks, become float32."""
+    tensor = tensor.detach().cpu()
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.float()
+    return tensor.contiguous().numpy()

@@ -21,6 +21,7 @@ from fettle.errors import UsageError
 from fettle.recipe import write_text
 from fettle.serve.calibrate import calibrate
 from fettle.serve.client import Shot, tensor_shot
+from fettle.serve.host import host_id
 from fettle.serve.load import Run, as_data, open_loop, poisson
 from fettle.serve.package import SAMPLES, CurveTable, Package, ServeSettings
 from fettle.serve.policy import BatchSettings, PolicyName
@@ -318,9 +319,7 @@ def as_json(found: Found) -> dict[str, Any]:
 
 
 def _key(package: Package) -> str:
-    from fettle.machine import this_machine
-
-    return f"{this_machine().id}:{package.manifest.files.get('weights.safetensors', '')}:{package.manifest.recipe}"
+    return f"{host_id()}:{package.manifest.files.get('weights.safetensors', '')}:{package.manifest.recipe}"
 
 
 def _read(keep: Path | None, package: Package) -> dict[str, dict[int, list[float]]]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from fettle.errors import UsageError
 from fettle.serve.app import App, Limits
+from fettle.serve.host import host_id
 from fettle.serve.metrics import Metrics
 from fettle.serve.package import Package, open_package
 from fettle.serve.pool import Rejected
@@ -56,12 +57,10 @@ class Server:
     def __init__(self, address: Address, options: Options) -> None:
         import uvicorn
 
-        from fettle.machine import this_machine
-
         address.check()
         self.address = address
         self.metrics = Metrics(float(options.override.get("limit_ms", 0.0)) / 1e3)
-        self.registry = Registry(self.metrics, options, this_machine().id)
+        self.registry = Registry(self.metrics, options, host_id())
         self._uvicorn = uvicorn
         self._running: list[tuple[Any, asyncio.Task[None]]] = []
         self._sockets: list[socket.socket] = []

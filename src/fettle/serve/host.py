@@ -1,0 +1,38 @@
+"""Which machine is this, as far as a cost curve is concerned? Without importing torch: a server starts at once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+
+def host_id() -> str:
+    """Equal where measured costs may be believed: the same processor, cores, GPUs and version of torch."""
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        torch = ""
+    gpus = sorted(_field(path, "Model") for path in Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    cpu = _field(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine()
+    return hashlib.sha256("|".join([cpu, str(cores()), *gpus, torch]).encode()).hexdigest()[:12]
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _field(path: Path, name: str) -> str:
+    """The first value of a name in a file of ``name: value`` lines; empty where there is none."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                key, _, value = line.partition(":")
+                if key.strip().lower() == name.lower():
+                    return value.strip()
+    except OSError:
+        pass
+    return ""
