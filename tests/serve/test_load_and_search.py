@@ -128,6 +128,30 @@ def test_a_closed_loop_keeps_its_clients_busy(server):
     assert run.failed == run.shed == 0
 
 
+def test_what_fails_or_is_refused_misses_the_limit():
+    """A server that answers quickly, half of the time with a refusal."""
+
+    async def handle(reader, writer):
+        while await reader.readuntil(b"\r\n\r\n"):
+            handle.count += 1
+            status = b"200 OK" if handle.count % 2 else b"503 Busy"
+            writer.write(b"HTTP/1.1 " + status + b"\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            writer.close()
+
+    async def run():
+        handle.count = 0
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        shot = http_shot(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", b"", {})
+        found = await open_loop([shot], np.arange(100) / 200, limit_s=1.0)
+        server.close()
+        return found
+
+    found = asyncio.run(run())
+    assert found.percentile(99) < 1.0
+    assert 0.4 < found.within < 0.6
+    assert found.shed > 30
+
+
 def slow_server(seconds):
     """A server that answers one request at a time."""
 
@@ -255,6 +279,7 @@ def test_a_search_from_end_to_end(store, tmp_path):
     assert keep.read_text() == before  # not measured again
     assert not again.met
     assert "limit is missed" in again.why[0]
+    assert as_json(again)["points"] == []
 
 
 def test_what_is_found_can_be_served(store):

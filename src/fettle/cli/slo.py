@@ -76,6 +76,8 @@ def command(
 
 
 def _print(found: Found, console: Console, written: Path | None) -> None:
+    from fettle.serve.search import HEAD_ROOM
+
     table = Table(box=None, header_style="bold")
     for name in ("setting", "predicted/s", "measured/s", "p50 ms", "p99 ms", "memory"):
         table.add_column(name, justify="left" if name == "setting" else "right")
@@ -93,6 +95,7 @@ def _print(found: Found, console: Console, written: Path | None) -> None:
         console.print(f"  {line}", highlight=False)
     best = found.best
     if best is not None and best.measured:
-        console.print(f"with 20% head-room: up to {best.measured * 0.8:.4g} requests/s", highlight=False)
+        room = (1 - HEAD_ROOM) * best.measured
+        console.print(f"with {HEAD_ROOM:.0%} head-room: up to {room:.4g} requests/s", highlight=False)
     if written is not None:
         console.print(f"written to {written}/serve.toml: fettle serve {written}", highlight=False)

@@ -172,14 +172,13 @@ async def open_loop(
                 break
         await load.drain(patience_s if stable else 1.0)
     run = load.result("open", due)
-    run.stable = stable
+    lost = run.statuses.get(0, 0)
+    run.stable = stable and lost <= 0.02 * max(1, sum(run.statuses.values()))
     run.rate = rate
     run.interrupted = stop is not None and stop.is_set()
     bound = max(0.001, 0.01 * limit_s)
     if run.late_s > bound:
         run.void = f"requests were sent {run.late_s * 1e3:.1f} ms late (p99): this client is too slow for the rate"
-    elif not stable:
-        run.void = ""
     return run
 
 
@@ -222,6 +221,7 @@ class _Load:
         self._loop = asyncio.get_running_loop()
         self._empty = asyncio.Event()
         self._count = 0
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def connect(self, count: int) -> None:
         """Open connections beforehand."""
@@ -267,9 +267,12 @@ class _Load:
             self._empty.set()
         if not connection.alive:
             self._all.discard(connection)
+            connection.close()
             if self.again:
-                task = self._loop.create_task(self.send(self._count, now))
-                task.add_done_callback(lambda _: None)
+                self._later(self._count, now)
+            elif self._queue:
+                self.waiting -= 1  # `send` counts it again
+                self._later(*self._queue.popleft())
             return
         self._count += 1
         if self.again:
@@ -282,16 +285,23 @@ class _Load:
         else:
             self._free.append(connection)
 
+    def _later(self, index: int, due: float) -> None:
+        task = self._loop.create_task(self.send(index, due))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     async def drain(self, seconds: float) -> None:
         """Wait for what is still on its way, then close everything; what has not come counts as lost."""
         if self.waiting:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._empty.wait(), seconds)
         self.again = False
+        now = time.perf_counter() - self.start
+        self.rows += [(due, now, now, 0) for _, due in self._queue]  # never sent: as lost as what never came back
         self._queue.clear()
         for connection in list(self._all):
             connection.close()
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.02)
 
     def result(self, mode: str, due: np.ndarray[Any, Any]) -> Run:
         """The steady part: a prefix is left out that makes the mean surer without it (MSER)."""

@@ -139,7 +139,7 @@ def capacity(
     from fettle.serve.load import poisson
 
     curve = costs.curve()
-    best = max(n / curve.at(n) for n in range(1, settings.max_rows + 1)) * settings.workers
+    best = max(n / (curve.at(n) + costs.batch_s) for n in range(1, settings.max_rows + 1)) * settings.workers
     unit = poisson(1.0, requests * 1.2, seed)[:requests]
 
     def good(rate: float) -> Predicted | None:
