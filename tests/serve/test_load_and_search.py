@@ -149,7 +149,7 @@ def test_what_fails_or_is_refused_misses_the_limit():
     found = asyncio.run(run())
     assert found.percentile(99) < 1.0
     assert 0.4 < found.within < 0.6
-    assert found.shed > 30
+    assert found.shed >= 20  # of the 50 or more that are left when the beginning is cut
 
 
 def slow_server(seconds):

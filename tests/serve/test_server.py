@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -12,6 +14,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -370,3 +373,42 @@ def test_clients_of_the_protocol(server):
             outputs = None if binary_out is None else [http.InferRequestedOutput("output", binary_data=binary_out)]
             found = client.infer("net", [given], outputs=outputs, request_compression_algorithm="gzip")
             np.testing.assert_allclose(found.as_numpy("output"), wanted, atol=1e-6)
+
+
+def test_a_server_that_is_killed_takes_its_workers_along(store):
+    code = "from fettle.cli import main; main()"
+    command = [sys.executable, "-c", code, "serve", str(store / "net-1"), "--port", "0", "--json"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    said = json.loads(server.stdout.readline())
+    assert ask(said["url"] + "/v2/health/ready")[0] == 200
+    workers = psutil.Process(server.pid).children(recursive=True)
+    assert workers
+    server.kill()
+    server.wait()
+    _, alive = psutil.wait_procs(workers, timeout=30)
+    assert not alive
+
+
+def test_ctrl_c_answers_what_was_accepted_and_ends_with_0(store):
+    code = "from fettle.cli import main; main()"
+    command = [sys.executable, "-c", code, "serve", str(store / "net-1"), "--port", "0", "--json", "--delay", "300"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    said = json.loads(server.stdout.readline())
+    tensor = {"name": "input", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(ask, said["url"] + "/v2/models/net/infer", {"inputs": [tensor]})
+        time.sleep(0.1)
+        server.send_signal(signal.SIGINT)
+        assert answer.result()[0] == 200
+    assert server.wait(60) == 0
+
+
+def test_a_thousand_connections_that_say_nothing_stop_nobody(server):
+    links = []
+    try:
+        for _ in range(1000):
+            links.append(socket.create_connection(("127.0.0.1", server.ports[0])))
+        assert infer(server, [[1, 2, 3, 4]])[0] == 200
+    finally:
+        for link in links:
+            link.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -41,6 +42,7 @@ def main() -> None:
             log.exception("loading failed")
             send(link, wire.Failed(-1, first_line(error), isinstance(error, UsageError)))
             return
+        gc.freeze()  # what loading made stays: no collection needs to look at it again
         send(link, wire.Ready(os.getpid(), took, time.perf_counter() - began))
         while True:
             worker.answer(link, *receive(link))
@@ -62,13 +64,21 @@ class _Worker:
         self.kinds = [spec.kind for spec in package.manifest.inputs]
         self.runner = Runner(package, load.device)
         self.handler = find_handler(package, self.runner, load.trust)
+        self._rss, self._rss_at = 0, -1.0
 
     def warm(self, sizes: list[int]) -> dict[int, float]:
         return self.runner.warm(sizes)
 
+    def rss(self) -> int:
+        """Resident bytes, read at most twice a second: reading them costs as much as a small model's call."""
+        now = time.monotonic()
+        if now - self._rss_at > 0.5:
+            self._rss, self._rss_at = resident_bytes(), now
+        return self._rss
+
     def answer(self, link: socket.socket, header: Any, body: memoryview) -> None:
         if isinstance(header, wire.Ping):
-            send(link, wire.Pong(header.id, resident_bytes()))
+            send(link, wire.Pong(header.id, self.rss()))
             return
         try:
             if isinstance(header, wire.Run):
@@ -101,7 +111,7 @@ class _Worker:
         done = time.perf_counter()
         shapes = [list(answer.shape) for answer in answers]
         return (
-            wire.Done(header.id, shapes, ready - began, done - ready, resident_bytes()),
+            wire.Done(header.id, shapes, ready - began, done - ready, self.rss()),
             [wire.flat(answer) for answer in answers],
         )
 
@@ -115,7 +125,7 @@ class _Worker:
         answers = self.handler.handle(bodies, header.kinds)
         lengths = [[len(data)] for data, _ in answers]
         took = time.perf_counter() - began
-        done = wire.Done(header.id, lengths, 0.0, took, resident_bytes(), [kind for _, kind in answers])
+        done = wire.Done(header.id, lengths, 0.0, took, self.rss(), [kind for _, kind in answers])
         return done, [data for data, _ in answers]
 
 

@@ -133,7 +133,7 @@ async def search(
     if single > limit_s:
         found.why.append(f"one row alone takes {single * 1e3:.1f} ms: the limit is missed by {single / limit_s:.2f}x")
         return found
-    found.points = _rank(costs, limit_s, tell)
+    found.points = rank(costs, limit_s, tell)
     tested: set[Setting] = set()
     for attempt in range(2):
         todo = [point for point in found.points if point.setting not in tested and point.predicted > 0][:confirm]
@@ -142,7 +142,7 @@ async def search(
             tested.add(point.setting)
             tell(f"load tests of {point.setting}, predicted {point.predicted:.4g} requests/s")
             curve = costs[point.setting.workers, point.setting.threads]
-            await _prove(package, point, curve, limit_s, seconds, found, tell)
+            await prove(package, point, curve, limit_s, seconds, found, tell)
             if point.measured:
                 off.append(point.predicted / point.measured)
         worst = max((abs(math.log(ratio)) for ratio in off), default=0.0)
@@ -153,7 +153,7 @@ async def search(
         found.why.append(f"predictions were {scale:.2f}x what was measured: costs corrected, ranked again")
         costs = {crew: _scaled(cost, scale) for crew, cost in costs.items()}
         old = {point.setting: point for point in found.points if point.measured is not None}
-        found.points = [old.get(point.setting, point) for point in _rank(costs, limit_s, tell)]
+        found.points = [old.get(point.setting, point) for point in rank(costs, limit_s, tell)]
     found.why += explain(costs, found.points)
     found.points.sort(key=lambda point: (point.measured is None, -(point.measured or 0.0), -point.predicted))
     if not found.met and found.best is not None:
@@ -162,7 +162,7 @@ async def search(
     return found
 
 
-def _rank(costs: dict[tuple[int, int], Costs], limit_s: float, tell: Callable[[str], None]) -> list[Point]:
+def rank(costs: dict[tuple[int, int], Costs], limit_s: float, tell: Callable[[str], None]) -> list[Point]:
     """Every setting, simulated; best first."""
     points = []
     for (workers, threads), cost in costs.items():
@@ -185,7 +185,7 @@ def _scaled(cost: Costs, scale: float) -> Costs:
     return replace(cost, samples={n: tuple(value * scale for value in s) for n, s in cost.samples.items()})
 
 
-async def _prove(
+async def prove(
     package: Package, point: Point, costs: Costs, limit_s: float, seconds: float, found: Found,
     tell: Callable[[str], None],
 ) -> None:  # fmt: skip

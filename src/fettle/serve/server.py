@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import secrets
@@ -146,6 +147,7 @@ async def serve(address: Address, options: Options, packages: Sequence[Package],
         return
     try:
         await starting
+        gc.freeze()  # what starting made stays: no collection needs to look at it again
         if started is not None:
             started(server)
         await stopping

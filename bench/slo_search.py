@@ -1,0 +1,95 @@
+"""Is the found setting the best, and was its capacity known before it was tested?
+
+    python bench/slo_search.py --models minilm --json bench/results/slo_search.json     # about 3 minutes a model
+    python bench/slo_search.py --models minilm,resnet50 --grid                          # every setting by load: long
+
+For each model the search runs as `fettle slo` does. Shown: the predicted capacity under the limit over the measured
+one (bar: within 10%), greedy against curve-aware batching of the same crew by load tests in the same run, and with
+--grid the found setting's capacity over the best of an exhaustive grid (bar: 97%) and the search's share of the grid's
+test time (bar: 20%). The client shares the machine with the server: where it was late, a capacity is a lower bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fettle.machine import this_machine
+from fettle.recipe import Recipe
+from fettle.serve.export import write_package
+from fettle.serve.host import cores
+from fettle.serve.package import Package, ServeSettings
+from fettle.serve.search import Found, Point, prove, rank, search
+from fettle.serve.simulate import Costs
+from fettle.workload import find_target
+
+WORKLOADS = Path(__file__).parents[1] / "workloads"
+LIMITS = {"minilm": 0.1, "resnet50": 0.4, "digits": 0.02}
+
+
+async def one(package: Package, limit_s: float, seconds: float, grid: bool) -> dict[str, Any]:
+    """The search, the pair of policies, and the grid where it is asked for."""
+    began = time.perf_counter()
+    found = await search(package, limit_s, most_rows=8, cores=cores(), seconds=seconds, tell=print)
+    took = time.perf_counter() - began
+    best = found.best
+    if best is None or not best.measured:
+        return {"why": found.why, "seconds": took}
+    crew = f"{best.setting.workers}x{best.setting.threads}"
+    costs = {k: Costs({rows: tuple(v) for rows, v in table.items()}) for k, table in found.costs.items()}
+    pair = {}
+    for policy in ("greedy", "curve"):
+        setting = replace(best.setting, policy=policy)
+        pair[policy] = await measured(package, Point(setting, best.measured), costs[crew], limit_s, seconds)
+    row: dict[str, Any] = {
+        "setting": str(best.setting), "predicted": best.predicted, "measured": best.measured,
+        "predicted_over_measured": best.predicted / best.measured, "greedy": pair["greedy"], "curve": pair["curve"],
+        "why": found.why, "tests": found.tests, "seconds": took,
+    }  # fmt: skip
+    if grid:
+        began, every = time.perf_counter(), []
+        crews = {tuple(map(int, k.split("x"))): v for k, v in costs.items()}
+        for point in rank(crews, limit_s, lambda text: None):  # type: ignore[arg-type]
+            if point.predicted:
+                key = f"{point.setting.workers}x{point.setting.threads}"
+                every.append(await measured(package, point, costs[key], limit_s, seconds))
+                print(point.setting, every[-1])
+        row["grid_best"], row["grid_seconds"] = max(every), time.perf_counter() - began
+    return row
+
+
+async def measured(package: Package, point: Point, costs: Costs, limit_s: float, seconds: float) -> float:
+    """Capacity by load tests."""
+    await prove(package, point, costs, limit_s, seconds, Found(limit_s, 0.0, [], {}), lambda text: None)
+    return point.measured or 0.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="minilm,resnet50")
+    parser.add_argument("--recipe", default="grad=inference_mode", help="levels for all of them")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of a load test, at least")
+    parser.add_argument("--grid", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    results: dict[str, Any] = {"machine": this_machine().summary, "models": {}}
+    for name in options.models.split(","):
+        with tempfile.TemporaryDirectory() as scratch:
+            work = find_target(str(WORKLOADS / f"{name}.py")).load()
+            recipe = Recipe.parse(options.recipe)
+            package = write_package(work, recipe, Path(scratch) / name, name=name, settings=ServeSettings(max_rows=8))
+            row = asyncio.run(one(package, LIMITS.get(name, 0.1), options.seconds, options.grid))
+        results["models"][name] = row
+        print(json.dumps({name: row}, indent=1))
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
