@@ -5,6 +5,7 @@
     weights.safetensors  its weights
     samples.safetensors  one batch, for calibrating the recipe and for warming up
     serve.toml           how to serve it: batch rows, delay, workers, threads, and the measured cost curve
+    labels.txt, tokenizer.json   optional: what the ready handler that the manifest names reads
     handler.py           optional: the user's own code, run only where the operator trusts its digest
 
 Opening a package parses and checks it; nothing in it is run or unpickled. Applying the recipe runs fettle's own code.
@@ -28,6 +29,7 @@ import msgspec
 import tomli_w
 
 from fettle.errors import UsageError, first_line
+from fettle.serve.handlers import Settings as HandlerSettings
 from fettle.serve.policy import BatchSettings, CostCurve
 from fettle.serve.tensors import TensorSpec
 
@@ -54,7 +56,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     requires: dict[str, str] = {}
     machine: dict[str, str] = {}
     model: str = "exported"
-    """``exported``, or ``none`` where the handler brings a model of its own."""
+    """How the model is stored; there is one way so far."""
+    handler: HandlerSettings | None = None
+    """The ready handler between a client's bytes and the model's tensors. None: tensors as JSON, or ``handler.py``."""
     created: str = ""
 
 
