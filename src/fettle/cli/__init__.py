@@ -27,6 +27,7 @@ _COMMANDS: dict[str, str] = {
     "diagnose": "diagnose",
     "data": "data",
     "package": "package",
+    "import-mar": "import_mar",
     "serve": "serve",
     "load": "load",
     "slo": "slo",

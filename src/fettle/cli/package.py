@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -14,6 +14,9 @@ from rich.markup import escape
 
 from fettle.errors import UsageError, first_line
 from fettle.recipe import Recipe, load_recipe
+
+if TYPE_CHECKING:
+    from fettle.serve.package import Package
 
 
 def command(
@@ -58,9 +61,15 @@ def command(
     with console.status("building the workload") as status:
         package = write_package(
             found.load(), levels, path, name=called, version=version, settings=ServeSettings(max_rows=max_rows),
-            handler=_handler(handler), handler_settings=_settings(handler_settings), files=_files(labels, tokenizer),
+            handler=as_handler(handler), handler_settings=toml_settings(handler_settings),
+            files=add_files(labels, tokenizer),
             tell=status.update if console.is_terminal and not as_json else (lambda text: None),
         )  # fmt: skip
+    show(package, path, as_json)
+
+
+def show(package: Package, path: Path, as_json: bool) -> None:
+    """What was written, for people or as JSON."""
     manifest = package.manifest
     if as_json:
         print(json.dumps({"path": str(path), **msgspec.to_builtins(manifest)}))
@@ -79,12 +88,13 @@ def command(
     out.print(f"[bold]{escape(str(path))}[/] is written: fettle serve {escape(str(path))}", highlight=False)
 
 
-def _handler(text: str | None) -> Path | str | None:
+def as_handler(text: str | None) -> Path | str | None:
     """A path, or the name of a ready handler."""
     return Path(text) if text is not None and ("/" in text or text.endswith(".py")) else text
 
 
-def _settings(path: Path | None) -> dict[str, Any]:
+def toml_settings(path: Path | None) -> dict[str, Any]:
+    """The user's settings for a ready handler."""
     if path is None:
         return {}
     try:
@@ -93,7 +103,7 @@ def _settings(path: Path | None) -> dict[str, Any]:
         raise UsageError(f"{path} cannot be read: {first_line(error)}") from error
 
 
-def _files(labels: Path | None, tokenizer: Path | None) -> dict[str, bytes]:
+def add_files(labels: Path | None, tokenizer: Path | None) -> dict[str, bytes]:
     """What the package keeps for its handler."""
     from fettle.serve.handlers.parts import LABELS, labels_file
     from fettle.serve.handlers.text import TOKENIZER

@@ -21,9 +21,10 @@ from urllib.parse import unquote
 from prometheus_client import generate_latest
 
 from fettle.serve import protocol
-from fettle.serve.pool import Rejected
+from fettle.serve.pool import Answer, Rejected
 from fettle.serve.protocol import Malformed
 from fettle.serve.registry import Registry, Version
+from fettle.serve.spans import Spans
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -45,8 +46,17 @@ class Limits:
 class Reply(Exception):
     """An answer, wherever it is found: raised by what refuses, returned by what serves."""
 
-    def __init__(self, status: int, body: Any = b"", kind: bytes = JSON, headers: tuple[tuple[bytes, bytes], ...] = ()):
+    def __init__(
+        self,
+        status: int,
+        body: Any = b"",
+        kind: bytes = JSON,
+        headers: tuple[tuple[bytes, bytes], ...] = (),
+        answer: Answer | None = None,
+    ) -> None:
         super().__init__(status)
+        self.answer = answer
+        """What the pool said of it, for the spans."""
         self.status, self.kind, self.headers = status, kind, headers
         self.body: bytes | tuple[bytes, ...] = body if isinstance(body, (bytes, tuple)) else json.dumps(body).encode()
 
@@ -56,11 +66,11 @@ class App:
 
     def __init__(
         self, registry: Registry, *, management: bool = False, token: str = "", limits: Limits = Limits(),
-        hosts: tuple[str, ...] = (), log_requests: bool = False,
+        hosts: tuple[str, ...] = (), log_requests: bool = False, spans: Spans | None = None,
     ) -> None:  # fmt: skip
         self.registry, self.management, self.token, self.limits = registry, management, token.encode(), limits
         self.hosts = {host.lower() for host in hosts} | {"127.0.0.1", "localhost", "[::1]"}
-        self.log_requests = log_requests
+        self.log_requests, self.spans = log_requests, spans
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -87,6 +97,9 @@ class App:
             reply = Reply(500, {"error": f"internal error, request {number}"})
         if version is not None:
             version.metrics.response(reply.status)
+            if self.spans is not None:
+                manifest = version.package.manifest
+                self.spans.record(headers, manifest.name, manifest.version, reply.status, began, reply.answer)
         if self.log_requests:
             seconds = time.perf_counter() - began
             log.info(json.dumps({"method": scope["method"], "path": scope["path"][:200], "status": reply.status,
@@ -121,6 +134,10 @@ class App:
         match method, parts:
             case "POST", ["v2", "models", name, "infer"]:
                 return await self._infer(name, None, headers, receive)
+            case "POST", ["v2", "models", name, "explain"]:
+                return await self._infer(name, None, headers, receive, explain=True)
+            case "POST", ["v2", "models", name, "versions", number, "explain"]:
+                return await self._infer(name, number, headers, receive, explain=True)
             case "POST", ["v2", "models", name, "versions", number, "infer"]:
                 return await self._infer(name, number, headers, receive)
             case "POST" | "PUT", ["predictions", name]:
@@ -129,12 +146,18 @@ class App:
                 return await self._predict(name, number, headers, receive)
             case "POST", ["v1", "models", name] if name.endswith(":predict"):
                 return await self._predict(name.removesuffix(":predict"), None, headers, receive)
+            case "POST", ["explanations", name]:
+                return await self._predict(name, None, headers, receive, explain=True)
+            case "POST", ["explanations", name, number]:
+                return await self._predict(name, number, headers, receive, explain=True)
+            case "POST", ["v1", "models", name] if name.endswith(":explain"):
+                return await self._predict(name.removesuffix(":explain"), None, headers, receive, explain=True)
         return self._read(method, parts, scope), None
 
     # -- inference ---------------------------------------------------------------------------------------------------
 
     async def _infer(
-        self, name: str, number: str | None, headers: Mapping[bytes, bytes], receive: Receive
+        self, name: str, number: str | None, headers: Mapping[bytes, bytes], receive: Receive, *, explain: bool = False
     ) -> tuple[Reply, Version | None]:
         body = await self._body(headers, receive)
         sticky = headers.get(b"x-session-id", b"") or headers.get(b"x-request-id", b"")
@@ -149,24 +172,31 @@ class App:
             )
             key = _key(asked, pool.specs)
             gone = _disconnected(receive)
-            answer = pool.submit(rows=asked.rows, key=key, arrays=asked.arrays, timeout_s=asked.timeout_s, gone=gone)
+            answer = pool.submit(
+                rows=asked.rows, key=key, arrays=asked.arrays, timeout_s=asked.timeout_s, gone=gone, explain=explain,
+                target=_target(asked.parameters) if explain else -1,
+            )  # fmt: skip
             shadow = self.registry.shadow_of(name, version)
-            if shadow is not None:
+            if shadow is not None and not explain:
                 self.registry.later(_shadowed(shadow, asked, key))
             found = await answer
         except (Rejected, Malformed) as error:
             return _refusal(error, "/v2"), version
         version.last_ms = int(time.time() * 1e3)
         manifest = version.package.manifest
-        outputs = [(pool.output_specs[index], found.outputs[index], binary) for index, binary in asked.wanted]
+        if explain:  # an attribution for each input, called and shaped as that is
+            binary = asked.parameters.get("binary_data_output") is True
+            outputs = [(s, array, binary) for s, array in zip(pool.attribution_specs, found.outputs, strict=True)]
+        else:
+            outputs = [(pool.output_specs[index], found.outputs[index], binary) for index, binary in asked.wanted]
         parts, json_length = protocol.write_answer(asked.id, manifest.name, manifest.version, outputs)
         if json_length is None:
-            return Reply(200, tuple(parts)), version
+            return Reply(200, tuple(parts), answer=found), version
         more = ((b"inference-header-content-length", str(json_length).encode()),)
-        return Reply(200, tuple(parts), b"application/octet-stream", more), version
+        return Reply(200, tuple(parts), b"application/octet-stream", more, found), version
 
     async def _predict(
-        self, name: str, number: str | None, headers: Mapping[bytes, bytes], receive: Receive
+        self, name: str, number: str | None, headers: Mapping[bytes, bytes], receive: Receive, *, explain: bool = False
     ) -> tuple[Reply, Version | None]:
         """TorchServe's call: the body goes through the handler's steps."""
         body = await self._body(headers, receive)
@@ -175,11 +205,13 @@ class App:
         if kind.startswith("multipart/form-data"):
             body = _form_data(body, kind)
         try:
-            answer = await version.pool.submit(rows=1, key="body", body=body, kind=kind, gone=_disconnected(receive))
+            answer = await version.pool.submit(
+                rows=1, key="body", body=body, kind=kind, gone=_disconnected(receive), explain=explain
+            )
         except Rejected as error:
             return _refusal(error, "/predictions"), version
         version.last_ms = int(time.time() * 1e3)
-        return Reply(200, answer.body, answer.kind.encode("latin-1")), version
+        return Reply(200, answer.body, answer.kind.encode("latin-1"), answer=answer), version
 
     async def _body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
         most = self.limits.max_body
@@ -407,6 +439,14 @@ def _key(asked: protocol.Inference, specs: Any) -> Any:
     return tuple(key)
 
 
+def _target(parameters: Mapping[str, Any]) -> int:
+    """Which element of the first output to explain; -1, the largest, where nothing is said."""
+    target = parameters.get("target", -1)
+    if not isinstance(target, int) or isinstance(target, bool) or not -1 <= target < 1 << 31:
+        raise Malformed("the parameter target is the number of an element of the first output")
+    return target
+
+
 def _disconnected(receive: Receive) -> Callable[[], bool] | None:
     """Whether the client has gone: uvicorn knows without being waited for."""
     cycle: Any = getattr(receive, "__self__", None)
@@ -568,6 +608,9 @@ def openapi(registry: Registry) -> dict[str, Any]:
         paths[f"/v2/models/{name}/ready"] = {"get": operation(f"Is {name} ready?")}
         paths[f"/v2/models/{name}/config"] = {"get": operation(f"How {name} batches")}
         paths[f"/v2/models/{name}/infer"] = {"post": operation(f"Call {name} with tensors", body=True)}
+        if any(version.pool.explains for version in registry.models[name].versions.values()):
+            paths[f"/v2/models/{name}/explain"] = {"post": operation(f"What moved {name}'s answer", body=True)}
+            paths[f"/explanations/{name}"] = {"post": operation(f"What moved {name}'s answer to a body", body=True)}
         paths[f"/predictions/{name}"] = {"post": operation(f"Call {name}'s handler with a body", body=True)}
     return {"openapi": "3.1.0", "info": {"title": "fettle", "version": _our_version()}, "paths": paths}
 

@@ -12,6 +12,8 @@ SHA-256.
 from __future__ import annotations
 
 import importlib.util
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +23,11 @@ import msgspec
 
 from fettle.errors import UsageError
 from fettle.serve import handlers
+from fettle.serve.handlers.parts import Item
 from fettle.serve.package import HANDLER, Manifest, Package
 from fettle.serve.runner import Runner
+
+_METRIC = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,63}")
 
 
 @dataclass
@@ -32,8 +37,56 @@ class Context:
     folder: Path
     manifest: Manifest
     runner: Runner
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Numbers that the handler wants to be seen as gauges."""
+    metrics: HandlerMetrics = field(default_factory=lambda: HandlerMetrics())
+    """What the handler counts, for ``/metrics``."""
+
+
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_BYTES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
+_MOST = 256
+
+
+class HandlerMetrics:
+    """A handler's own numbers, with the calls of TorchServe's ``context.metrics``.
+
+    Counters and times add up over the workers; sizes and percents show the last value. They are seen in ``/metrics`` as
+    ``fettle_handler_events_total``, ``fettle_handler_seconds`` and ``fettle_handler_value``, by name. `idx` and
+    `dimensions` are taken for TorchServe's sake and not kept.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[tuple[str, str, float]] = []
+
+    def add_counter(self, name: str, value: float = 1, idx: Any = None, dimensions: Any = None) -> None:
+        """So many more of something."""
+        self._add("counter", name, value)
+
+    def add_error(self, name: str, value: float = 1, dimensions: Any = None) -> None:
+        """So many more of something that went wrong."""
+        self._add("counter", name, value)
+
+    def add_time(self, name: str, value: float, idx: Any = None, unit: str = "ms", dimensions: Any = None) -> None:
+        """Something took this long: `unit` is s, ms, us or ns."""
+        self._add("seconds", name, value * _SECONDS[unit])
+
+    def add_size(self, name: str, value: float, idx: Any = None, unit: str = "MB", dimensions: Any = None) -> None:
+        """Something is this large: `unit` is B, kB, MB or GB; shown in bytes."""
+        self._add("value", name, value * _BYTES[unit])
+
+    def add_percent(self, name: str, value: float, idx: Any = None, dimensions: Any = None) -> None:
+        """A share, in percent."""
+        self._add("value", name, value)
+
+    def take(self) -> list[tuple[str, str, float]]:
+        """What was counted since the last time: kind, name, value."""
+        found, self._found = self._found, []
+        return found
+
+    def _add(self, kind: str, name: str, value: float) -> None:
+        if not _METRIC.fullmatch(name) or not math.isfinite(value) or (kind != "value" and value < 0):
+            raise ValueError(f"not a metric: {name[:80]!r} = {value}")
+        if len(self._found) < _MOST:  # of one call; more is a mistake, and must not grow for ever
+            self._found.append((kind, name, float(value)))
 
 
 @dataclass
@@ -41,6 +94,22 @@ class Steps:
     """A handler, called with bodies and answering bodies."""
 
     handler: Any
+    metrics: HandlerMetrics
+
+    def explain(self, bodies: Sequence[bytes], kinds: Sequence[str], explainer: Any) -> list[tuple[bytes, str]]:
+        """What moved the answer of every request, of the first input that has some. Raises `UsageError`.
+
+        A handler of one's own has ``explain(data, explainer)`` between preprocess and postprocess.
+        """
+        requests = [{"body": body, "type": kind} for body, kind in zip(bodies, kinds, strict=True)]
+        data = self.handler.preprocess(requests)
+        own = getattr(self.handler, "explain", None)
+        if own is not None:
+            return [_as_body(answer) for answer in own(data, explainer)]
+        if not all(isinstance(item, Item) for item in data):
+            raise UsageError("the model's handler has no step explain(data, explainer)")
+        found = [explainer.attribute(item.arrays) for item in data]
+        return [_as_body(next((a for a in arrays if a.any()), arrays[0]).tolist()) for arrays in found]
 
     def handle(self, bodies: Sequence[bytes], kinds: Sequence[str]) -> list[tuple[bytes, str]]:
         """The four steps for a batch of requests; as many answers, with their content types."""
@@ -68,8 +137,9 @@ def find_handler(package: Package, runner: Runner, trust: str) -> Steps:
         if made is None:
             raise UsageError(f"{HANDLER} defines no class Handler")
         handler = made()
-    handler.initialize(Context(package.folder, package.manifest, runner))
-    return Steps(handler)
+    context = Context(package.folder, package.manifest, runner)
+    handler.initialize(context)
+    return Steps(handler, context.metrics)
 
 
 def _as_body(answer: Any) -> tuple[bytes, str]:

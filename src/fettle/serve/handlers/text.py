@@ -77,6 +77,8 @@ def suggest(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], files: 
 
 def check_inputs(inputs: Sequence[TensorSpec]) -> None:
     """Raise `UsageError` unless a tokenizer can fill all of them."""
+    if not any(spec.name == "input_ids" for spec in inputs):
+        raise UsageError(f"no input is called input_ids: {', '.join(spec.name for spec in inputs)}")
     for spec in inputs:
         if spec.name not in FIELDS or len(spec.shape) != 2 or spec.kind.kind not in "iub" or not spec.batched:
             raise UsageError(
@@ -97,6 +99,7 @@ class Handler:
         settings = self.settings
         self.runner, self.max_rows = context.runner, context.manifest.max_rows
         self.inputs = context.manifest.inputs
+        self.ids = next(i for i, spec in enumerate(self.inputs) if spec.name == "input_ids")
         self.place = output_index(context.manifest.outputs, settings.output)
         self.labels = read_labels(context.folder)
         self.tokenizer = read_tokenizer(context.folder)
@@ -133,6 +136,19 @@ class Handler:
             single, mask = answer.note
             rows = self._rows(answer.arrays[self.place], mask)
             found.append(rows[0] if single else rows)
+        return found
+
+    def explain(self, data: list[Item], explainer: Any) -> list[Any]:
+        """``[{"token", "score"}, ...]`` for a text, a list of them for a list."""
+        found = []
+        for item in data:
+            scores = explainer.attribute(item.arrays)[0]
+            rows = [
+                [{"token": self.tokenizer.id_to_token(int(token)), "score": float(score)}
+                 for token, score, real in zip(*row, strict=True) if real]
+                for row in zip(item.arrays[self.ids], scores, item.note[1], strict=True)
+            ]  # fmt: skip
+            found.append(rows[0] if item.note[0] else rows)
         return found
 
     def _rows(self, output: Array, mask: Array) -> list[Any]:
