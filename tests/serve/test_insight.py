@@ -1,7 +1,5 @@
 """What is seen of a served model from outside: a handler's own metrics, spans, and explanations."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -9,8 +7,8 @@ import torch
 from fettle.errors import UsageError
 from fettle.recipe import Recipe
 from fettle.serve.export import write_package
-from fettle.serve.handler import HandlerMetrics
-from fettle.serve.package import ServeSettings
+from fettle.serve.handler import HandlerMetrics, find_handler
+from fettle.serve.package import ServeSettings, open_package
 from fettle.serve.registry import Options
 from fettle.serve.spans import Spans
 from fettle.workload import Workload
@@ -71,8 +69,6 @@ def test_an_inference_is_a_span_of_its_callers_trace_with_queue_and_batch_inside
     pytest.importorskip("opentelemetry.sdk")
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    from fettle.serve.package import open_package
-
     exporter = InMemorySpanExporter()
     trace = "0af7651916cd43dd8448eb211c80319c"
     tensor = {"name": "input", "shape": [2, 4], "datatype": "FP32", "data": [1] * 8}
@@ -82,7 +78,6 @@ def test_an_inference_is_a_span_of_its_callers_trace_with_queue_and_batch_inside
         assert ask(url, {"inputs": [tensor]}, headers=headers)[0] == 200
         assert ask(url, {"inputs": []}, headers={"traceparent": "nonsense"})[0] == 400
         assert ask(server.url + "/v2")[0] == 200  # no inference, no span
-        server.registry  # noqa: B018
         server.address.spans._provider.force_flush()
         spans = {
             (span.name, span.attributes.get("http.response.status_code")): span
@@ -111,7 +106,6 @@ def explain(server, rows, path="/v2/models/net/explain", **parameters):
 
 def test_attributions_add_up_to_what_the_input_changes(store):
     pytest.importorskip("captum")
-    from fettle.serve.package import open_package
 
     model = net()
     x = torch.rand(3, 4)
@@ -153,22 +147,15 @@ def test_the_tokens_that_moved_a_texts_answer(tmp_path):
     assert rows == [{"token": "one", "score": 0.0}, {"token": "two", "score": 1.0}, {"token": "one", "score": 0.0}]
 
 
-def test_explanations_are_off_unless_asked_for_and_need_a_handler_that_can(store, tmp_path):
-    from fettle.serve.package import open_package
-
-    with running([open_package(store / "net-1")]) as server:
-        status, answer, _ = explain(server, [[1, 2, 3, 4]])
-        assert (status, "--explain" in answer["error"]) == (501, True)
-        assert ask(server.url + "/explanations/net", [[1, 2, 3, 4]])[0] == 501
-        assert "/explanations/net" not in json.dumps(ask(server.url + "/openapi.json")[1])
-    pytest.importorskip("captum")
+def test_a_handler_of_ones_own_explains_only_where_it_has_the_step(store):
     echo = open_package(store / "echo")
-    with running([echo], Options(explain=True, trust=(echo.handler_digest,))) as server:
-        assert ask(server.url + "/explanations/echo", b"a")[0] == 400
+    steps = find_handler(echo, None, echo.handler_digest)
+    with pytest.raises(UsageError, match="no step explain"):
+        steps.explain([b"a"], [""], None)
 
 
-def test_sums_is_explained_by_nothing(tmp_path):
-    """A model that has integer inputs of more elements than may be ablated is refused, not served for minutes."""
+def test_a_text_of_too_many_tokens_is_not_explained(tmp_path):
+    """Every token is a call of the model: that many would hold the worker for minutes."""
     pytest.importorskip("captum")
     from fettle.serve.explain import Explainer
 

@@ -28,6 +28,7 @@ _COMMANDS: dict[str, str] = {
     "data": "data",
     "package": "package",
     "import-mar": "import_mar",
+    "export": "export",
     "serve": "serve",
     "load": "load",
     "slo": "slo",

@@ -25,7 +25,7 @@ def command(
     max_rows: Annotated[int, typer.Option(min=1, help="rows of the largest batch")] = 8,
     handler: Annotated[
         str | None,
-        typer.Option(help="tensor, image, detection, text, or your handler.py, where the archive has its own"),
+        typer.Option(help="for custom ones: tensor, image, detection, text, generate, or your handler.py"),
     ] = None,
     labels: Annotated[
         Path | None, typer.Option(help="names of the classes; default: the archive's index_to_name.json")

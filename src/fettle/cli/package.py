@@ -28,7 +28,7 @@ def command(
     max_rows: Annotated[int, typer.Option(min=1, help="rows of the largest batch")] = 8,
     handler: Annotated[
         str | None,
-        typer.Option(help="what /predictions does with a body: tensor, image, detection, text, or your handler.py"),
+        typer.Option(help="tensor, image, detection, text, generate, or your handler.py: what /predictions does"),
     ] = None,
     labels: Annotated[Path | None, typer.Option(help="names of the classes: one a line, or JSON")] = None,
     tokenizer: Annotated[

@@ -7,6 +7,7 @@ import ctypes
 import gc
 import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -93,6 +94,10 @@ class _Worker:
                 done, parts = self.run(header, body)
             elif isinstance(header, wire.Explain):
                 done, parts = self.explain(header, body)
+            elif isinstance(header, wire.Generate):
+                done, parts = self.generate(link, header, body)
+            elif isinstance(header, wire.Cancel):
+                return  # the answer was whole before it came
             else:
                 done, parts = self.call(header, body)
         except Exception as error:
@@ -124,6 +129,27 @@ class _Worker:
         shapes = [list(array.shape) for array in found]
         return wire.Done(header.id, shapes, 0.0, took, self.rss()), [wire.flat(array) for array in found]
 
+    def generate(self, link: socket.socket, header: wire.Generate, body: memoryview) -> tuple[wire.Done, list[Any]]:
+        """Prompts in; pieces while they come, then the whole answers out."""
+        began = time.perf_counter()
+        left: set[int] = set()
+
+        def tell(index: int, text: str) -> None:
+            send(link, wire.Piece(header.id, index), [text.encode()])
+
+        def gone() -> set[int]:
+            while select.select([link], [], [], 0)[0]:
+                said, _ = receive(link)
+                if isinstance(said, wire.Cancel) and said.id == header.id:
+                    left.add(said.index)
+            return left
+
+        answers = self.handler.generate(_cut(body, header.lengths), tell, gone)
+        took = time.perf_counter() - began
+        done = wire.Done(header.id, [[len(data)] for data in answers], 0.0, took, self.rss(),
+                         ["application/json"] * len(answers), self.handler.metrics.take())  # fmt: skip
+        return done, list(answers)
+
     def run(self, header: wire.Run, body: memoryview) -> tuple[wire.Done, list[Any]]:
         """Tensors in, tensors out."""
         began = time.perf_counter()
@@ -143,10 +169,7 @@ class _Worker:
     def call(self, header: wire.Call, body: memoryview) -> tuple[wire.Done, list[Any]]:
         """Bodies in, bodies out, through the handler's steps."""
         began = time.perf_counter()
-        bodies, place = [], 0
-        for length in header.lengths:
-            bodies.append(bytes(body[place : place + length]))
-            place += length
+        bodies = _cut(body, header.lengths)
         if not header.explain:
             answers = self.handler.handle(bodies, header.kinds)
         elif self.explainer is None:
@@ -159,6 +182,15 @@ class _Worker:
             header.id, lengths, 0.0, took, self.rss(), [kind for _, kind in answers], self.handler.metrics.take()
         )
         return done, [data for data, _ in answers]
+
+
+def _cut(body: memoryview, lengths: list[int]) -> list[bytes]:
+    """A body as the bodies of its requests."""
+    bodies, place = [], 0
+    for length in lengths:
+        bodies.append(bytes(body[place : place + length]))
+        place += length
+    return bodies
 
 
 def receive(link: socket.socket) -> tuple[Any, memoryview]:

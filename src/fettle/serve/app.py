@@ -13,15 +13,17 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
 from prometheus_client import generate_latest
 
+from fettle.errors import UsageError
 from fettle.serve import protocol
-from fettle.serve.pool import Answer, Rejected
+from fettle.serve.handlers import generate
+from fettle.serve.pool import Answer, Pool, Rejected
 from fettle.serve.protocol import Malformed
 from fettle.serve.registry import Registry, Version
 from fettle.serve.spans import Spans
@@ -31,7 +33,7 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 log = logging.getLogger("fettle.serve.access")
 JSON = b"application/json"
-EXTENSIONS = ["binary_tensor_data", "model_repository", "model_configuration", "statistics"]
+EXTENSIONS = ["generate", "binary_tensor_data", "model_repository", "model_configuration", "statistics"]
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,13 @@ class Reply(Exception):
         kind: bytes = JSON,
         headers: tuple[tuple[bytes, bytes], ...] = (),
         answer: Answer | None = None,
+        events: AsyncGenerator[bytes, None] | None = None,
     ) -> None:
         super().__init__(status)
         self.answer = answer
         """What the pool said of it, for the spans."""
+        self.events = events
+        """The body in pieces, where it is not known yet."""
         self.status, self.kind, self.headers = status, kind, headers
         self.body: bytes | tuple[bytes, ...] = body if isinstance(body, (bytes, tuple)) else json.dumps(body).encode()
 
@@ -144,6 +149,10 @@ class App:
                 return await self._predict(name, None, headers, receive)
             case "POST" | "PUT", ["predictions", name, number]:
                 return await self._predict(name, number, headers, receive)
+            case "POST", ["v2", "models", name, "generate" | "generate_stream" as how]:
+                return await self._generate(name, None, headers, receive, stream=how == "generate_stream")
+            case "POST", ["v2", "models", name, "versions", number, "generate" | "generate_stream" as how]:
+                return await self._generate(name, number, headers, receive, stream=how == "generate_stream")
             case "POST", ["v1", "models", name] if name.endswith(":predict"):
                 return await self._predict(name.removesuffix(":predict"), None, headers, receive)
             case "POST", ["explanations", name]:
@@ -212,6 +221,48 @@ class App:
             return _refusal(error, "/predictions"), version
         version.last_ms = int(time.time() * 1e3)
         return Reply(200, answer.body, answer.kind.encode("latin-1"), answer=answer), version
+
+    async def _generate(
+        self, name: str, number: str | None, headers: Mapping[bytes, bytes], receive: Receive, *, stream: bool
+    ) -> tuple[Reply, Version | None]:
+        """Triton's generate extension: a prompt in; the text out, whole, or as it comes by server-sent events."""
+        body = await self._body(headers, receive)
+        version = self.registry.choose(name, number, headers.get(b"x-request-id", b"").decode("latin-1"))
+        if not _generates(version):
+            return _refusal(Rejected(400, f"the model {name} generates no text"), "/v2"), version
+        gone = _disconnected(receive)
+        try:
+            prompt = generate.read_prompt(body)
+            pieces: asyncio.Queue[bytes | None] = asyncio.Queue()
+            answer = version.pool.submit(
+                rows=1, key="generate", body=body, kind="application/json", gone=gone, piece=pieces.put_nowait
+            )
+            answer.add_done_callback(lambda _: pieces.put_nowait(None))
+            first = await pieces.get()  # what is refused is refused by its status, before a stream has begun
+            if first is None:
+                await answer
+        except UsageError as error:
+            return _refusal(Rejected(400, str(error)), "/v2"), version
+        except (Rejected, Malformed) as error:
+            return _refusal(error, "/v2"), version
+        manifest = version.package.manifest
+        head = {"model_name": manifest.name, "model_version": manifest.version}
+        said = {"id": prompt.id, **head} if prompt.id else head
+        events = _events(version.pool, answer, first, pieces, said, gone)
+        version.last_ms = int(time.time() * 1e3)
+        if stream:
+            return Reply(
+                200, kind=b"text/event-stream", headers=((b"cache-control", b"no-cache"),), events=events
+            ), version
+        async for _ in events:
+            pass
+        if answer.cancelled():
+            return _refusal(Rejected(499, "the client went away"), "/v2"), version
+        try:
+            found = json.loads((await answer).body)
+        except Rejected as error:
+            return _refusal(error, "/v2"), version
+        return Reply(200, {**said, "text_output": found["text_output"]}), version
 
     async def _body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
         most = self.limits.max_body
@@ -392,7 +443,34 @@ async def _read_body(receive: Receive, most: int) -> bytes:
     return b"".join(parts)
 
 
+async def _events(
+    pool: Pool, answer: asyncio.Future[Answer], first: bytes | None, pieces: asyncio.Queue[bytes | None],
+    said: Mapping[str, Any], gone: Callable[[], bool] | None,
+) -> AsyncGenerator[bytes, None]:  # fmt: skip
+    """Server-sent events of a text that is being generated. Where the client goes away, the generating stops."""
+    piece = first
+    try:
+        while piece is not None:
+            if gone is not None and gone():
+                return
+            yield b"data: " + json.dumps({**said, "text_output": piece.decode()}).encode() + b"\n\n"
+            piece = await pieces.get()
+        if answer.done() and not answer.cancelled() and answer.exception() is not None:
+            yield b"data: " + json.dumps({"error": "the model failed"}).encode() + b"\n\n"
+    finally:
+        if not answer.done():
+            pool.stop(answer)
+
+
 async def _answer(send: Send, reply: Reply) -> None:
+    if reply.events is not None:
+        headers = [(b"content-type", reply.kind), *reply.headers]
+        await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+        async with contextlib.aclosing(reply.events) as events:
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+        return
     parts = reply.body if isinstance(reply.body, tuple) else (reply.body,)
     length = sum(len(part) for part in parts)
     headers = [(b"content-type", reply.kind), (b"content-length", str(length).encode()), *reply.headers]
@@ -490,6 +568,10 @@ def _parse(body: bytes) -> dict[str, Any]:
     if not isinstance(said, dict):
         raise Malformed("the body must be a JSON object")
     return said
+
+
+def _generates(version: Version) -> bool:
+    return isinstance(version.package.manifest.handler, generate.Settings)
 
 
 def _model_ready(name: str, version: Version) -> Reply:
@@ -611,6 +693,11 @@ def openapi(registry: Registry) -> dict[str, Any]:
         if any(version.pool.explains for version in registry.models[name].versions.values()):
             paths[f"/v2/models/{name}/explain"] = {"post": operation(f"What moved {name}'s answer", body=True)}
             paths[f"/explanations/{name}"] = {"post": operation(f"What moved {name}'s answer to a body", body=True)}
+        if any(_generates(version) for version in registry.models[name].versions.values()):
+            for how, text in (("generate", "whole"), ("generate_stream", "as server-sent events")):
+                paths[f"/v2/models/{name}/{how}"] = {
+                    "post": operation(f"Text that {name} generates, {text}", body=True)
+                }
         paths[f"/predictions/{name}"] = {"post": operation(f"Call {name}'s handler with a body", body=True)}
     return {"openapi": "3.1.0", "info": {"title": "fettle", "version": _our_version()}, "paths": paths}
 

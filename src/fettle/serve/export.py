@@ -18,6 +18,7 @@ import torch
 from fettle.errors import UsageError
 from fettle.recipe import Recipe
 from fettle.serve import handlers
+from fettle.serve.generating import generating
 from fettle.serve.handler import Context
 from fettle.serve.host import host_id
 from fettle.serve.package import (
@@ -74,6 +75,8 @@ def write_package(
     scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:
         tell("exporting the model")
+        if handler == "generate":
+            workload = generating(workload)
         flat = _Flat(workload, recipe)
         most = max(settings.max_rows, flat.rows)
         save_program(export_program(flat, flat.samples, flat.shapes, 2 * most), scratch)

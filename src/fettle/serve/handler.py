@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,15 @@ class Steps:
             raise UsageError("the model's handler has no step explain(data, explainer)")
         found = [explainer.attribute(item.arrays) for item in data]
         return [_as_body(next((a for a in arrays if a.any()), arrays[0]).tolist()) for arrays in found]
+
+    def generate(
+        self, bodies: Sequence[bytes], tell: Callable[[int, str], None], gone: Callable[[], set[int]]
+    ) -> list[bytes]:
+        """Answers of prompts as JSON; `tell` hears their pieces. Raises `UsageError` where the model generates none."""
+        found = getattr(self.handler, "generate", None)
+        if found is None:
+            raise UsageError("this model generates no text")
+        return [msgspec.json.encode(answer) for answer in found(bodies, tell, gone)]
 
     def handle(self, bodies: Sequence[bytes], kinds: Sequence[str]) -> list[tuple[bytes, str]]:
         """The four steps for a batch of requests; as many answers, with their content types."""

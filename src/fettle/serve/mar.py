@@ -262,7 +262,7 @@ def _from_torchscript(path: Path, batch: tuple[torch.Tensor, ...]) -> torch.nn.M
     from torch._export.converter import TS2EPConverter
 
     try:
-        script = torch.jit.load(str(path), map_location="cpu").eval()
+        script = torch.jit.load(str(path), map_location="cpu").eval()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             converted = TS2EPConverter(script, batch).convert().module()
             wanted, found = script(*batch), converted(*batch)

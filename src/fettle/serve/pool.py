@@ -66,6 +66,10 @@ class Request:
     explain: bool = False
     target: int = -1
     """With `explain`: the element of the first output to explain; -1 for the largest."""
+    piece: Callable[[bytes], None] | None = None
+    """Hears each piece of a generated text. None: the request is no prompt."""
+    pieces: int = 0
+    """Pieces told so far: after the first it cannot be tried again."""
     queued: bool = False
     tries: int = 0
 
@@ -155,7 +159,7 @@ class Pool:
     def submit(
         self, *, rows: int, key: Hashable, arrays: Sequence[Any] = (), body: bytes | None = None, kind: str = "",
         timeout_s: float | None = None, gone: Callable[[], bool] | None = None, explain: bool = False,
-        target: int = -1,
+        target: int = -1, piece: Callable[[bytes], None] | None = None,
     ) -> asyncio.Future[Answer]:  # fmt: skip
         """Let a request wait for its batch. Raises `Rejected` at once when the queue is full or the model not ready."""
         loop = asyncio.get_running_loop()
@@ -180,6 +184,7 @@ class Pool:
             gone,
             explain,
             target,
+            piece,
         )
         try:
             taken = self.queue.push(request)
@@ -191,6 +196,14 @@ class Pool:
         self._idle.clear()
         self._plan_pump()
         return request.answer
+
+    def stop(self, answer: asyncio.Future[Answer]) -> None:
+        """Nobody wants this prompt's answer any more: the worker turns to the others."""
+        for worker in self.workers:
+            for index, item in enumerate(worker.batch.items if worker.batch is not None else ()):
+                if item.answer is answer:
+                    worker.cancel(index)
+        answer.cancel()
 
     @property
     def waiting_rows(self) -> int:
@@ -310,7 +323,7 @@ class Pool:
                 continue
             request.tries += 1
             alone = len(batch.items) == 1
-            if alone or request.tries > 2 or self.closing:
+            if alone or request.tries > 2 or request.pieces or self.closing:
                 self._give_up(request, why)
                 continue
             request.key = ("alone", id(request), request.key)
@@ -396,7 +409,10 @@ class _Link(asyncio.Protocol):
         self.batch, self._sent = batch, now
         self._call = self.pool.next_id()
         first = batch.items[0]
-        if first.body is not None:
+        if first.piece is not None:
+            bodies = [item.body or b"" for item in batch.items]
+            self._write(wire.Generate(self._call, [len(body) for body in bodies]), bodies)
+        elif first.body is not None:
             bodies = [item.body or b"" for item in batch.items]
             call = wire.Call(
                 self._call, [len(body) for body in bodies], [item.kind for item in batch.items], first.explain
@@ -410,6 +426,10 @@ class _Link(asyncio.Protocol):
             run = wire.Run(self._call, batch.size, each)
             self._write(run, [wire.flat(array) for item in batch.items for array in item.arrays])
         self._wait(self.pool.settings.timeout_ms / 1e3)
+
+    def cancel(self, index: int) -> None:
+        """Tell the worker that one prompt of its batch is not waited for."""
+        self._write(wire.Cancel(self._call, index))
 
     def _write(self, header: Any, body: Sequence[Any] = ()) -> None:
         assert self._transport is not None
@@ -482,6 +502,13 @@ class _Link(asyncio.Protocol):
             return  # the process ends now, which `connection_lost` hears of
         if header.id != self._call or self.batch is None:
             return  # of a call that was given up
+        if isinstance(header, wire.Piece):
+            self._wait(self.pool.settings.timeout_ms / 1e3)
+            item = self.batch.items[header.index]
+            item.pieces += 1
+            if item.piece is not None:
+                item.piece(bytes(body))
+            return
         batch, self.batch = self.batch, None
         self._rest()
         if isinstance(header, wire.Done):

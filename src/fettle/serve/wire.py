@@ -54,6 +54,27 @@ class Explain(msgspec.Struct, tag="explain", array_like=True):
     target: int = -1
 
 
+class Generate(msgspec.Struct, tag="generate", array_like=True):
+    """To the worker: prompts to answer piece by piece; their lengths describe the body."""
+
+    id: int
+    lengths: list[int]
+
+
+class Cancel(msgspec.Struct, tag="cancel", array_like=True):
+    """To the worker, during `Generate`: nobody waits for this prompt's answer any more."""
+
+    id: int
+    index: int
+
+
+class Piece(msgspec.Struct, tag="piece", array_like=True):
+    """From the worker, during `Generate`: the body is the next piece of this prompt's answer."""
+
+    id: int
+    index: int
+
+
 class Ping(msgspec.Struct, tag="ping", array_like=True):
     """To the worker: are you there?"""
 
@@ -97,8 +118,8 @@ class Pong(msgspec.Struct, tag="pong", array_like=True):
     rss: int
 
 
-ToWorker = Load | Run | Call | Explain | Ping
-FromWorker = Ready | Done | Failed | Pong
+ToWorker = Load | Run | Call | Explain | Generate | Cancel | Ping
+FromWorker = Ready | Piece | Done | Failed | Pong
 _encoder = msgspec.msgpack.Encoder()
 to_worker = msgspec.msgpack.Decoder(ToWorker)
 from_worker = msgspec.msgpack.Decoder(FromWorker)

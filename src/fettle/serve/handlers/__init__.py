@@ -1,4 +1,4 @@
-"""Ready handlers: bytes to tensors and back for images, texts, detection and plain tensors.
+"""Ready handlers: bytes to tensors and back for images, texts, detection, generation and plain tensors.
 
 They are fettle's own code and their settings are data in the manifest, so a package that uses one needs no trust.
 Each is a module with its `Settings`, a function `suggest`, which reads them off the model's inputs and outputs, and a
@@ -14,12 +14,18 @@ from typing import Any
 import msgspec
 
 from fettle.errors import UsageError
-from fettle.serve.handlers import detection, image, tensors, text
+from fettle.serve.handlers import detection, generate, image, tensors, text
 from fettle.serve.tensors import TensorSpec
 
-Settings = tensors.Settings | image.Settings | detection.Settings | text.Settings
+Settings = tensors.Settings | image.Settings | detection.Settings | text.Settings | generate.Settings
 """Of any ready handler; ``kind`` says which."""
-READY: dict[str, ModuleType] = {"tensor": tensors, "image": image, "detection": detection, "text": text}
+READY: dict[str, ModuleType] = {
+    "tensor": tensors,
+    "image": image,
+    "detection": detection,
+    "text": text,
+    "generate": generate,
+}
 
 
 def make(settings: Settings) -> Any:
