@@ -23,6 +23,7 @@ from prometheus_client import generate_latest
 from fettle.errors import UsageError
 from fettle.serve import protocol
 from fettle.serve.handlers import generate
+from fettle.serve.openapi import generates, openapi, page
 from fettle.serve.pool import Answer, Pool, Rejected
 from fettle.serve.protocol import Malformed
 from fettle.serve.registry import Registry, Version
@@ -228,7 +229,7 @@ class App:
         """Triton's generate extension: a prompt in; the text out, whole, or as it comes by server-sent events."""
         body = await self._body(headers, receive)
         version = self.registry.choose(name, number, headers.get(b"x-request-id", b"").decode("latin-1"))
-        if not _generates(version):
+        if not generates(version):
             return _refusal(Rejected(400, f"the model {name} generates no text"), "/v2"), version
         gone = _disconnected(receive)
         try:
@@ -321,10 +322,14 @@ class App:
             case "GET", ["metrics"]:
                 return Reply(200, self._metrics(), b"text/plain; version=0.0.4; charset=utf-8")
             case ("GET", ["openapi.json"]) | ("OPTIONS", []):
-                return Reply(200, openapi(registry))
+                return Reply(200, openapi(registry, _our_version()))
             case "GET", ([] | ["docs"]):
                 policy = (b"content-security-policy", b"default-src 'none'; style-src 'unsafe-inline'")
-                return Reply(200, _page(registry), b"text/html; charset=utf-8", (policy,))
+                return Reply(200, page(openapi(registry, _our_version())), b"text/html; charset=utf-8", (policy,))
+        known = openapi(registry, "")["paths"].get("/" + "/".join(parts))
+        if known is not None:  # the path is right and the method is not
+            allowed = ", ".join(sorted(method.upper() for method in known))
+            raise Reply(405, {"error": f"the method is {allowed} here"}, headers=((b"allow", allowed.encode()),))
         raise Reply(404, _not_found(parts))
 
     def _metadata(self, name: str, number: str | None) -> Reply:
@@ -570,10 +575,6 @@ def _parse(body: bytes) -> dict[str, Any]:
     return said
 
 
-def _generates(version: Version) -> bool:
-    return isinstance(version.package.manifest.handler, generate.Settings)
-
-
 def _model_ready(name: str, version: Version) -> Reply:
     if not version.pool.ready:
         return Reply(503, {"error": f"the model {name} is not ready", "name": name, "ready": False})
@@ -664,54 +665,3 @@ def _our_version() -> str:
     from fettle import __version__
 
     return __version__
-
-
-def openapi(registry: Registry) -> dict[str, Any]:
-    """What can be called, for the models that are served now."""
-
-    def operation(text: str, body: bool = False) -> dict[str, Any]:
-        found: dict[str, Any] = {"summary": text, "responses": {"200": {"description": "done"}}}
-        if body:
-            found["requestBody"] = {"content": {"application/json": {}, "application/octet-stream": {}}}
-        return found
-
-    paths: dict[str, Any] = {
-        "/v2": {"get": operation("The server")},
-        "/v2/health/live": {"get": operation("Is the server alive?")},
-        "/v2/health/ready": {"get": operation("Are all models ready?")},
-        "/v2/models": {"get": operation("The models")},
-        "/v2/models/stats": {"get": operation("Statistics of all models")},
-        "/v2/repository/index": {"post": operation("Models, versions and their states")},
-        "/ping": {"get": operation("TorchServe's health check")},
-        "/metrics": {"get": operation("Prometheus metrics")},
-    }
-    for name in sorted(registry.models):
-        paths[f"/v2/models/{name}"] = {"get": operation(f"Inputs and outputs of {name}")}
-        paths[f"/v2/models/{name}/ready"] = {"get": operation(f"Is {name} ready?")}
-        paths[f"/v2/models/{name}/config"] = {"get": operation(f"How {name} batches")}
-        paths[f"/v2/models/{name}/infer"] = {"post": operation(f"Call {name} with tensors", body=True)}
-        if any(version.pool.explains for version in registry.models[name].versions.values()):
-            paths[f"/v2/models/{name}/explain"] = {"post": operation(f"What moved {name}'s answer", body=True)}
-            paths[f"/explanations/{name}"] = {"post": operation(f"What moved {name}'s answer to a body", body=True)}
-        if any(_generates(version) for version in registry.models[name].versions.values()):
-            for how, text in (("generate", "whole"), ("generate_stream", "as server-sent events")):
-                paths[f"/v2/models/{name}/{how}"] = {
-                    "post": operation(f"Text that {name} generates, {text}", body=True)
-                }
-        paths[f"/predictions/{name}"] = {"post": operation(f"Call {name}'s handler with a body", body=True)}
-    return {"openapi": "3.1.0", "info": {"title": "fettle", "version": _our_version()}, "paths": paths}
-
-
-def _page(registry: Registry) -> bytes:
-    from html import escape
-
-    rows = []
-    for path, calls in openapi(registry)["paths"].items():
-        for method, call in calls.items():
-            rows.append(f"<tr><td>{method.upper()}<td><code>{escape(path)}</code><td>{escape(call['summary'])}")
-    style = "body{font:16px system-ui;margin:2em auto;max-width:60em}td{padding:.3em 1em .3em 0;vertical-align:top}"
-    return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>fettle</title><style>{style}</style>"
-        f"<h1>fettle serves</h1><table>{''.join(rows)}</table>"
-        "<p>Tensors by the Open Inference Protocol v2; machine-readable: <code>/openapi.json</code>."
-    ).encode()
