@@ -440,7 +440,7 @@ class _Sampler:
             number, late_ns = steps._count, time.perf_counter_ns() - steps._started - steps._slow_ns
             if late_ns < 0 or len(steps._slow) >= _MOST_SLOW:
                 # Seldom: every wake-up asks the loop for the interpreter's lock.
-                wait_s = max(min(-late_ns / 1e9, 0.1), 4 * self._period_s) if late_ns > -math.inf else 0.1
+                wait_s = max(min(-late_ns / 1e9, 0.1), 10 * self._period_s) if late_ns > -math.inf else 0.1
                 continue
             wait_s = self._period_s
             frame = sys._current_frames().get(steps._thread)
