@@ -1,7 +1,7 @@
 """The setting that `fettle data` finds against torch's default, workers = cores, and an exhaustive sweep's best.
 
     python bench/input_pipeline.py                         all four pipelines
-    python bench/input_pipeline.py decode --slice 0.3 --rounds 1
+    python bench/input_pipeline.py decode --sweep-rounds 2 --rounds 3
     python bench/input_pipeline.py --traces FOLDER         also the two real traces of a loop, with 0 and 4 workers
 
 The search and the sweep run in turn in the same run with slices of the same length, over the same space: workers from
@@ -40,9 +40,9 @@ NAMES = ("decode", "transform", "tokenise", "memory")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pipelines", nargs="*", default=list(NAMES), help=f"of {', '.join(NAMES)}")
-    parser.add_argument("--slice", type=float, default=1.0, help="seconds of one slice, in the search and the sweep")
-    parser.add_argument("--sweep-rounds", type=int, default=3, help="slices that the sweep gives each setting")
-    parser.add_argument("--rounds", type=int, default=9, help="rounds of the last comparison")
+    parser.add_argument("--slice", type=float, default=0.4, help="seconds of one slice, in the search and the sweep")
+    parser.add_argument("--sweep-rounds", type=int, default=6, help="slices that the sweep gives each setting")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds of the last comparison")
     parser.add_argument("--traces", type=Path, help="folder with resnet50_workers{0,4}.pt.trace.json.gz")
     parser.add_argument("--out", type=Path, help="folder for the JSON files")
     options = parser.parse_args()

@@ -26,7 +26,7 @@ def command(
         str,
         typer.Argument(help="path/to/file.py:factory that returns a DataLoader, a dataset, or (it, step); or a trace"),
     ],
-    slice_: Annotated[str, typer.Option("--slice", help="time of one run of one setting")] = "1s",
+    slice_: Annotated[str, typer.Option("--slice", help="time of one run of one setting")] = "0.4s",
     timeout: Annotated[str, typer.Option(help="longest time of one run: a worker that hangs ends there")] = "2m",
     ranks: Annotated[
         int | None,

@@ -27,13 +27,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from fettle.errors import UsageError, first_line
 from fettle.inputs import _fetch
 from fettle.inputs.pipeline import Step, batch_bytes, fetches, pipeline, with_setting
-from fettle.inputs.setting import Facts, Setting, Slice
+from fettle.inputs.setting import SHORT, Facts, Setting, Slice
 
 _WARM_UP = 2
-SHORT = 8
-"""Epochs of so few batches, or of an unknown number, are timed as a whole, their beginnings included."""
-_LONGEST = 10
-"""A slice that has not seen enough batches ends after this many times its length."""
+_LONGEST_S = 8.0
+"""A slice that has not seen enough batches ends after this time."""
 _MEMORY = (
     "SIGKILL",
     "SIGBUS",
@@ -114,7 +112,7 @@ class Loop:
         now = begin
         while True:
             count, spent = len(walls), now - begin
-            if spent > _LONGEST * seconds and count:
+            if spent > max(_LONGEST_S, 2 * seconds) and count:
                 break
             if spent >= seconds and count >= least and count % turn == 0:
                 break
@@ -176,7 +174,7 @@ class Process:
         given = Setting(loader.num_workers, loader.prefetch_factor or 2, bool(loader.persistent_workers))
         found = Facts(
             given.num_workers, given.prefetch_factor, given.persistent_workers, bool(loader.pin_memory),
-            length if length > SHORT else 0,
+            length,
             isinstance(loader.dataset, IterableDataset), self.step is not None, torch.cuda.is_available(), ways, notes,
         )  # fmt: skip
         plain = replace(Setting(), fetch=ways[0])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import random
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +17,9 @@ from fettle.inputs.journal import Journal, key
 from fettle.inputs.setting import Facts, Measured, Setting, Slice
 from fettle.measure import Worker, WorkerError
 
+PAIRS = 3
+"""Pairs of slices in which two settings are held against each other."""
+CLEAR = 1.4
 Tell = Callable[[str, int, int], None]
 """What runs now, slices done, and slices expected in all."""
 
@@ -28,7 +34,8 @@ class Contest:
         self.here, self.journal, self.tell = here, journal, tell
         self.measured: dict[Setting, Measured] = {}
         self.facts: Facts | None = None
-        self.done, self.expected = 0, 4
+        self.round = 0
+        self.done, self.expected = 0, 20
         self.reused = 0
         self._processes: dict[Setting, Worker] = {}
         self._largest = 0
@@ -56,7 +63,8 @@ class Contest:
         if reason := self.refused(setting):
             item.failure, item.left_out = reason, True
             return item
-        self.tell(f"round {number + 1}: {setting.name}", self.done, max(self.expected, self.done + 1))
+        self.expected = max(self.expected, self.done + 2)
+        self.tell(setting.name, self.done, max(self.expected, self.done + 1))
         answer = self._known_or(key(setting, number), lambda: self._slice(setting))
         self.done += 1
         if "error" in answer:
@@ -65,6 +73,33 @@ class Contest:
         else:
             item.slices[number] = msgspec.convert(answer, Slice)
         return item
+
+    def next_round(self, *settings: Setting) -> int:
+        """One slice each, in random order; the same order when a killed search goes on. Gives the round's number."""
+        number, self.round = self.round, self.round + 1
+        order = list(settings)
+        random.Random(number).shuffle(order)
+        for setting in order:
+            self.run(setting, number)
+        return number
+
+    def pairs(self, one: Setting, other: Setting, most: int = PAIRS) -> float:
+        """How much faster `one` is than `other`, side by side: the median over pairs of slices; 0 where it fails.
+
+        Two pairs that agree on a large difference are enough.
+        """
+        found: list[float] = []
+        while len(found) < most:
+            number = self.next_round(one, other)
+            mine, its = self.measured[one], self.measured[other]
+            if not mine.able:
+                return 0.0
+            if not its.able:
+                return math.inf
+            found.append(mine.whole(number) / its.whole(number))
+            if len(found) == 2 and (max(found) < 1 / CLEAR or min(found) > CLEAR):
+                break
+        return statistics.median(found)
 
     def refused(self, setting: Setting) -> str:
         """Why a setting is not run: it would not fit, or a smaller one already did not."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ import torch
 
 from fettle.errors import UsageError
 from fettle.inputs import guard
-from fettle.inputs.contest import Contest, Tell
+from fettle.inputs.contest import PAIRS, Contest, Tell
 from fettle.inputs.journal import Journal, content_hash
 from fettle.inputs.lints import Lint
 from fettle.inputs.setting import (
@@ -34,10 +33,11 @@ from fettle.inputs.setting import (
 )
 from fettle.memory.units import size_text
 
-ROUNDS = 4
-"""Most slices a setting is given, the first included."""
-_KEEP_FIRST, _KEEP = 0.85, 0.92
-"""Share of the best rate that keeps a setting in: after the first slice, and after further ones."""
+ROUNDS = 6
+"""Most rounds among the last ones."""
+_FIRST_ROUNDS = 3
+_KEEP = 0.92
+"""Share of the best rate that keeps a setting in."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Found:
 def measure_and_search(
     target: str,
     *,
-    slice_s: float = 1.0,
+    slice_s: float = 0.4,
     timeout_s: float = 120.0,
     ranks: int = 1,
     device: str = "auto",
@@ -147,33 +147,40 @@ def _search(contest: Contest, device: str, lints: bool, began: float) -> Found:
     if facts.cuda and device == "auto" and not facts.has_step:
         contest.close()  # nothing else would copy the batches: the loop that is measured does
         contest.device = "cuda"
-    plain = contest.run(Setting(), 0)
+    for _ in range(_FIRST_ROUNDS):
+        contest.next_round(Setting())
+    plain = contest.measured[Setting()]
     if plain.failure:
         raise UsageError(f"the pipeline fails without workers: {plain.failure}")
     step_s = contest.alone()
     given_setting = _given(facts)
-    given = contest.run(given_setting, 0)
+    scores = {Setting(): 1.0}
+    if given_setting not in scores:
+        scores[given_setting] = contest.pairs(given_setting, Setting())
+    given = contest.measured[given_setting]
     notes = [*facts.notes, *_not_tried(facts)]
-    why = ""
-    looked: dict[str, Any] = {}
+    why = cannot_help(plain, step_s, contest.here.cores)
+    best, looked, search_s = plain, dict[str, Any](), 0.0
     with _interruptible() as state:
-        why = cannot_help(plain, step_s, contest.here.cores)
         if not why:
-            climb(contest, facts, plain, step_s)
-        variants(contest, facts, step_s, why, notes)
-        rounds(contest, given_setting)
-    search_s = time.monotonic() - began
+            climb(contest, facts, scores, step_s)
+        variants(contest, facts, scores, bool(step_s and why), notes)
+        best = finals(contest, scores)
+        best = never_slower(contest, best, given, plain)
+        search_s = time.monotonic() - began
     if not state.interrupted and lints:
         with _interruptible() as state:
             looked = contest.lints()
     interrupted = state.interrupted
+    if interrupted and best is plain:
+        best = smallest_of_the_best([contest.measured[setting] for setting in _near(contest, scores)])
+    search_s = search_s or time.monotonic() - began
     measured = list(contest.measured.values())
     if not given.able:
         notes.append(f"As given it fails: {given.failure}.")
     if "error" in looked:
         notes.append(f"Looking for faults ended early: {looked['error']}.")
     notes += looked.get("notes", [])
-    best = _never_slower(smallest_of_the_best(measured), plain)
     found = Found(
         contest.target, given, plain, best, measured, step_s, contest.here.cores, contest.here.why, "", notes,
         [Lint(**item) for item in looked.get("lints", [])], search_s, time.monotonic() - began, interrupted,
@@ -184,53 +191,52 @@ def _search(contest: Contest, device: str, lints: bool, began: float) -> Found:
 
 def cannot_help(plain: Measured, step_s: float, cores: int) -> str:
     """Why workers cannot help, as a sentence, where the costs alone say so; empty where they may."""
-    seen = plain.slices[0]
-    if step_s and seen.waiting < WITHIN:
-        return (f"Workers cannot help: making a batch takes {seen.waiting:.1%} of a step, so that removing all of it "
-                f"brings at most {1 / (1 - seen.waiting):.2f}x.")  # fmt: skip
-    if cores == 1 and seen.cpu_share > 0.9:
+    if step_s and plain.waiting < WITHIN:
+        return (f"Workers cannot help: making a batch takes {plain.waiting:.1%} of a step, so that removing all of it "
+                f"brings at most {1 / (1 - plain.waiting):.2f}x.")  # fmt: skip
+    if cores == 1 and plain.last.cpu_share > 0.9:
         return "Workers cannot help: there is one core, and loading and stepping keep it busy."
     return ""
 
 
-def climb(contest: Contest, facts: Facts, plain: Measured, step_s: float) -> None:
-    """One slice each for the numbers of workers that the costs point to.
+def climb(contest: Contest, facts: Facts, scores: dict[Setting, float], step_s: float) -> None:
+    """Numbers of workers that the costs point to, each held against the best one so far.
 
     One worker first: what it needs for a batch, its hand-over included, says how many would keep up with the step, or
     would fill the cores. Then upwards while it pays, and between a number that is too small and one that is enough.
     """
     cores = contest.here.cores
-    base = replace(_given(facts), fetch=AS_GIVEN, persistent_workers=True)
-    tried: dict[int, float] = {0: plain.rate}
+    given = _given(facts)
+    base = replace(given, fetch=AS_GIVEN, persistent_workers=True)
+    settings = {setting.num_workers: setting for setting in scores}
+    tried = {number: scores[setting] for number, setting in settings.items()}
 
     def run(number: int) -> bool:
         if number not in tried:
-            item = contest.run(replace(base, num_workers=number), 0)
-            tried[number] = item.rate if item.able else 0.0
+            settings[number] = replace(base, num_workers=number)
+            leader = max(tried, key=lambda one: tried[one])
+            tried[number] = tried[leader] * contest.pairs(settings[number], settings[leader])
+            scores[settings[number]] = tried[number]
         return tried[number] > 0
 
-    given = _given(facts)
-    if given.num_workers and given in contest.measured and contest.measured[given].able:
-        tried[given.num_workers] = contest.measured[given].rate
     if not run(1):
         return
-    one = contest.measured.get(replace(base, num_workers=1)) or contest.measured[given]
-    seen = next(iter(one.slices.values()))
-    if tried[1] < 0.9 * plain.rate and seen.fetch_p50_s * seen.rate < 0.5:
+    seen = contest.measured[settings[1]].last
+    if tried[1] < 0.9 and seen.fetch_p50_s * seen.rate < 0.5:
         return  # slower, and the worker idles more than half of its time: handing over is what takes the time
     waits = seen.fetch_cpu < 0.5
     limit, most = (4 * cores, 8 * cores) if waits else (cores, 2 * cores)
-    top = 1 / step_s if step_s else math.inf
     wanted = max(1, min(limit, math.ceil(seen.fetch_p95_s / step_s) if step_s else limit))
     while wanted > 1 and not run(wanted):
         most, wanted = wanted - 1, wanted // 2
     while True:
-        able = [number for number, rate in tried.items() if rate > 0]
+        able = [number for number, score in tried.items() if score > 0]
         best = max(tried.values())
         enough = min(number for number in able if tried[number] >= (1 - WITHIN) * best)
         below = max((number for number in able if number < enough), default=0)
         # Upwards: the largest one tried is better than the next smaller one, and the step still waits.
-        if enough == max(able) and enough < most and best < 0.98 * top and tried[below] < (1 - WITHIN) * best:
+        rises = enough == max(able) and tried[below] < (1 - WITHIN) * best
+        if rises and enough < most and contest.measured[settings[enough]].rate * step_s < 0.98:
             more = min(most, max(enough + 1, enough * 5 // 4))
             if not run(more):
                 most = more - 1
@@ -238,97 +244,102 @@ def climb(contest: Contest, facts: Facts, plain: Measured, step_s: float) -> Non
             return
 
 
-def variants(contest: Contest, facts: Facts, step_s: float, why: str, notes: list[str]) -> None:
-    """One slice each for the other dimensions, around the best number of workers."""
-    leader = smallest_of_the_best(_first_slices(contest))
-    setting, seen = leader.setting, next(iter(leader.slices.values()))
+def variants(contest: Contest, facts: Facts, scores: dict[Setting, float], useless: bool, notes: list[str]) -> None:
+    """The other dimensions, each held against the best number of workers."""
+    leader = _leader(scores)
+    setting = leader
+
+    def run(other: Setting, against: Setting) -> None:
+        if other not in scores:
+            scores[other] = scores[against] * contest.pairs(other, against)
+
     for fetch in facts.fetches:
-        if fetch != AS_GIVEN and not (step_s and why):
-            contest.run(Setting(fetch=fetch), 0)
+        if fetch != AS_GIVEN and not useless:
+            run(Setting(fetch=fetch), Setting())
             if setting.num_workers:
-                contest.run(replace(setting, fetch=fetch), 0)
+                run(replace(setting, fetch=fetch), setting)
+    seen = contest.measured[setting].last
     if setting.num_workers and seen.fetch_p99_s > 3 * seen.fetch_p50_s:
         for prefetch in (4, 8):
-            contest.run(replace(setting, prefetch_factor=prefetch), 0)
+            run(replace(setting, prefetch_factor=prefetch), setting)
     elif setting.num_workers:
         notes.append(
             f"prefetch_factor stays at {setting.prefetch_factor}: batches take about the same time each (99%: "
             f"{seen.fetch_p99_s / max(seen.fetch_p50_s, 1e-12):.1f} times the median), a deeper queue would not help."
         )
-    if setting.num_workers:
-        _persistence(contest, facts, leader, notes)
+    if setting.num_workers and not facts.epoch_batches:
+        notes.append("persistent_workers was not compared: how long an epoch is, the loader does not say.")
+    elif setting.num_workers:
+        item = contest.measured[setting]
+        epoch = facts.epoch_batches / item.rate
+        # Workers that end with each epoch are tried where an epoch is short enough for that to be seen.
+        if item.start_s > 0.01 * epoch and epoch < 8 * contest.slice_s:
+            run(replace(setting, persistent_workers=not setting.persistent_workers), setting)
+        else:
+            notes.append(
+                f"persistent_workers: starting workers takes {item.start_s:.2f} s, once in an epoch of {epoch:.3g} s "
+                f"({item.start_s / (item.start_s + epoch):.1%})."
+            )
     if facts.cuda and contest.device == "cuda":
-        contest.run(replace(setting, pin_memory=True), 0)
-        contest.run(replace(setting, pin_memory=True, non_blocking=True), 0)
+        run(replace(setting, pin_memory=True), setting)
+        run(replace(setting, pin_memory=True, non_blocking=True), setting)
     elif facts.cuda:
-        contest.run(replace(setting, pin_memory=not setting.pin_memory), 0)
+        run(replace(setting, pin_memory=not setting.pin_memory), setting)
 
 
-def _persistence(contest: Contest, facts: Facts, leader: Measured, notes: list[str]) -> None:
-    """Workers that end with each epoch are tried where an epoch is short enough for that to count."""
-    start = leader.start_s
-    if not facts.epoch_batches:
-        contest.run(replace(leader.setting, persistent_workers=not leader.setting.persistent_workers), 0)
-        return
-    epoch = facts.epoch_batches / leader.rate
-    if start / epoch > 0.01 and epoch < 3 * contest.slice_s:
-        contest.run(replace(leader.setting, persistent_workers=not leader.setting.persistent_workers), 0)
-    else:
-        notes.append(
-            f"persistent_workers: starting workers takes {start:.2f} s, once in an epoch of {epoch:.3g} s "
-            f"({start / (start + epoch):.1%})."
-        )
+def finals(contest: Contest, scores: dict[Setting, float]) -> Measured:
+    """Rounds among all that are near the best, until the smallest is surely as good as any; gives the one to take."""
+    live = _near(contest, scores)
+    numbers: list[int] = []
+    while len(live) > 1 and len(numbers) < ROUNDS:
+        contest.expected = contest.done + len(live) * (ROUNDS - len(numbers))
+        numbers.append(contest.next_round(*live))
+        items = [_only(contest.measured[setting], numbers) for setting in live if contest.measured[setting].able]
+        top = max(items, key=lambda item: ratio(item, items[0]))
+        if len(numbers) >= 3:
+            items = [item for item in items if ratio(item, top) >= 1 - 2 * WITHIN]
+            smallest = min(items, key=lambda item: item.setting.size)
+            if ratio(smallest, top) >= 1 - WITHIN / 3:
+                live = [smallest.setting]
+                break
+        live = [item.setting for item in items]
+    best = smallest_of_the_best([_only(contest.measured[setting], numbers) for setting in live])
+    return contest.measured[best.setting]
 
 
-def rounds(contest: Contest, given: Setting) -> None:
-    """Further slices in random order, until one is left or all rounds are spent."""
-    for number in range(1, ROUNDS):
-        live = [item.setting for item in _live(contest, given)]
-        if len(live) < 2 or (number > 1 and _decided(contest, live)):
-            return
-        contest.expected = contest.done + len(live) * (ROUNDS - number)
-        # The order is random, and the same when a killed search goes on.
-        random.Random(number).shuffle(live)
-        for setting in live:
-            contest.run(setting, number)
+def never_slower(contest: Contest, best: Measured, given: Measured, plain: Measured) -> Measured:
+    """torch's default where what was found is not faster than it, side by side; and the gain over the one given."""
+    for other in (plain, given):
+        shared = [number for number in best.slices if number in other.slices]
+        if other.able and other is not best and len(shared) < PAIRS:
+            contest.expected = contest.done + 2 * PAIRS
+            contest.pairs(best.setting, other.setting)
+    return plain if best is not plain and ratio(best, plain) < 1 else best
 
 
-def _decided(contest: Contest, live: Sequence[Setting]) -> bool:
-    """The smallest is as good as the best one: further rounds could only confirm it."""
-    items = [contest.measured[setting] for setting in live]
-    smallest, top = min(items, key=lambda item: item.setting.size), max(items, key=lambda item: item.rate)
-    return ratio(smallest, top) >= 1 - WITHIN / 3
+def _near(contest: Contest, scores: dict[Setting, float]) -> list[Setting]:
+    """Settings near the best."""
+    able = {setting: score for setting, score in scores.items() if contest.measured[setting].able}
+    top = max(able.values())
+    return [setting for setting, score in able.items() if score >= _KEEP * top]
 
 
-def _live(contest: Contest, given: Setting) -> list[Measured]:
-    """Settings worth another slice: near the best. The one as given gets a second one at least, for the gain's sake."""
-    able = [item for item in contest.measured.values() if item.able]
-    most = max(len(item.slices) for item in able)
-    front = [item for item in able if len(item.slices) == most]
-    top = max(front, key=lambda item: item.rate)
-    share = _KEEP_FIRST if most == 1 else _KEEP
-    live = [item for item in front if ratio(item, top) >= share]
-    if len(live) == 1 and most > 1:
-        return live
-    for item in able:
-        if item.setting == given and item not in live and most == 1:
-            live.append(item)
-    return live
+def _leader(scores: dict[Setting, float]) -> Setting:
+    """The smallest within 3% of the best score."""
+    top = max(scores.values())
+    return min((setting for setting, score in scores.items() if score >= (1 - WITHIN) * top), key=lambda one: one.size)
 
 
-def _first_slices(contest: Contest) -> list[Measured]:
-    return [item for item in contest.measured.values() if item.able]
+def _only(item: Measured, numbers: Sequence[int]) -> Measured:
+    """A setting with the slices of these rounds only; all of them where there were no rounds."""
+    kept = {number: part for number, part in item.slices.items() if number in numbers}
+    return replace(item, slices=kept or item.slices)
 
 
 def _given(facts: Facts) -> Setting:
     if not facts.num_workers:
         return Setting(pin_memory=facts.pin_memory and facts.cuda)
     return Setting(facts.num_workers, facts.prefetch_factor, facts.persistent_workers, facts.pin_memory and facts.cuda)
-
-
-def _never_slower(best: Measured, plain: Measured) -> Measured:
-    """torch's default where what was found is not faster than it."""
-    return plain if best is not plain and ratio(best, plain) < 1 else best
 
 
 def _not_tried(facts: Facts) -> list[str]:
@@ -411,7 +422,7 @@ def _why_workers_lost(found: Found) -> str:
             f"Workers cannot help: making a batch of {size_text(seen.batch_bytes)} takes {_time(found.batch_p50_s)}, "
             f"getting it from a worker {_time(handing)}; {beside}."
         )
-    if found.plain.slices[0].cpu_share > 0.9 * found.cores:
+    if found.plain.last.cpu_share > 0.9 * found.cores:
         return f"Workers cannot help: the loop keeps all {found.cores} cores busy without them; {beside}."
     return f"Workers cannot help: {beside}."
 

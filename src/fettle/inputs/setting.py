@@ -11,6 +11,8 @@ import msgspec
 
 WITHIN = 0.03
 """A smaller setting is taken where it is at most this much slower than the best."""
+SHORT = 8
+"""Epochs of so few batches, or of an unknown number, are timed as a whole, their beginnings included."""
 AS_GIVEN, ONE_BY_ONE, BATCH_INDEX = "as given", "one by one", "batch index"
 """How rows are fetched: as the dataset offers it; without its `__getitems__`; by indexing it with a whole batch."""
 
@@ -102,7 +104,7 @@ class Facts(msgspec.Struct, frozen=True):
     persistent_workers: bool
     pin_memory: bool
     epoch_batches: int
-    """Batches in an epoch; 0 where the loader does not know, or where they are so few that slices hold whole epochs."""
+    """Batches in an epoch; 0 where the loader does not know."""
     iterable: bool
     has_step: bool
     cuda: bool
@@ -152,11 +154,20 @@ class Measured:
         return statistics.median(item.fetch_p50_s for item in self.slices.values()) if self.slices else 0.0
 
     @property
+    def last(self) -> Slice:
+        """The latest slice; its times of production are of the batches before it, too."""
+        return self.slices[max(self.slices)]
+
+    @property
     def able(self) -> bool:
         return bool(self.slices) and not self.failure
 
+    def whole(self, number: int) -> float:
+        """Batches a second in a round, the epoch's beginning shared out."""
+        return self._whole(self.slices[number].rate)
+
     def _whole(self, rate: float) -> float:
-        if not self.epoch_batches:
+        if self.epoch_batches <= SHORT:
             return rate
         extra = max(0.0, self.restart_s - 1 / rate)
         return self.epoch_batches / (self.epoch_batches / rate + extra)
@@ -167,15 +178,12 @@ def ratio(one: Measured, other: Measured) -> float:
     shared = [number for number in one.slices if number in other.slices]
     if not shared:
         return one.rate / other.rate if other.rate else math.inf
-    pairs = [one._whole(one.slices[n].rate) / other._whole(other.slices[n].rate) for n in shared]
+    pairs = [one.whole(number) / other.whole(number) for number in shared]
     return statistics.median(pairs)
 
 
 def smallest_of_the_best(measured: Sequence[Measured]) -> Measured:
-    """The smallest setting within 3% of the fastest."""
+    """The smallest setting within 3% of the fastest, of settings that ran in the same rounds."""
     able = [item for item in measured if item.able]
-    most = max(len(item.slices) for item in able)
-    # What was dropped after a first slice is known to be slower; a lucky first slice must not make it the yardstick.
-    top = max((item for item in able if len(item.slices) == most), key=lambda item: item.rate)
-    near = [item for item in able if ratio(item, top) >= 1 - WITHIN and len(item.slices) == most]
-    return min(near, key=lambda item: item.setting.size)
+    top = max(able, key=lambda item: ratio(item, able[0]))
+    return min((item for item in able if ratio(item, top) >= 1 - WITHIN), key=lambda item: item.setting.size)
