@@ -35,16 +35,22 @@ class WorkerError(Exception):
 
 
 class Worker:
-    """One worker process, alive from construction to `close`. Use as a context manager."""
+    """One worker process, alive from construction to `close`. Use as a context manager.
 
-    def __init__(self, environment: Mapping[str, str] | None = None, log: Path | None = None) -> None:
+    `module` is what it runs: it is given two file descriptors, and answers each line of JSON with one line of JSON.
+    """
+
+    def __init__(
+        self, environment: Mapping[str, str] | None = None, log: Path | None = None, *,
+        module: str = "fettle.measure._worker",
+    ) -> None:  # fmt: skip
         # A large environment of its own, nothing inherited that a recipe might have set in the parent.
         variables = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}
         ask_read, ask_write = os.pipe()
         answer_read, answer_write = os.pipe()
         self._log = log.open("a+b") if log is not None else tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "fettle.measure._worker", str(ask_read), str(answer_write)],
+            [sys.executable, "-m", module, str(ask_read), str(answer_write)],
             env=variables,
             pass_fds=(ask_read, answer_write),
             stdin=subprocess.DEVNULL,
