@@ -39,14 +39,14 @@ class Tagged(torch.nn.Module):
 LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 
 
-def shot(rows):
+def shot(rows, model="tag", name="x"):
     """A request with binary tensors, as bytes."""
-    said = {"inputs": [{"name": "x", "datatype": "FP32", "shape": list(rows.shape),
+    said = {"inputs": [{"name": name, "datatype": "FP32", "shape": list(rows.shape),
                         "parameters": {"binary_data_size": rows.nbytes}}],
             "parameters": {"binary_data_output": True}}  # fmt: skip
     head = json.dumps(said).encode()
     lines = [
-        "POST /v2/models/tag/infer HTTP/1.1", "Host: a", f"Content-Length: {len(head) + rows.nbytes}",
+        f"POST /v2/models/{model}/infer HTTP/1.1", "Host: a", f"Content-Length: {len(head) + rows.nbytes}",
         f"Inference-Header-Content-Length: {len(head)}",
     ]  # fmt: skip
     return "\r\n".join([*lines, "", ""]).encode() + head + rows.tobytes()

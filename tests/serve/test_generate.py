@@ -2,6 +2,8 @@
 
 import http.client
 import json
+import os
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -145,12 +147,28 @@ def test_sampling_follows_its_seed_and_temperature(folder):
 
     def answer(**parameters):
         body = json.dumps({"text_input": "1 2", "parameters": {"max_tokens": 20, **parameters}}).encode()
-        return json.loads(handler.generate([body], lambda index, text: None, set)[0])["text_output"]
+        return whole(handler, [body])[0]["text_output"]
 
     hot = {"temperature": 100.0, "seed": 1}
     assert answer(**hot) == answer(**hot)
     assert answer(**hot) != answer(temperature=100.0, seed=2)
     assert answer(temperature=100.0, top_k=1) == answer() == expected([1, 2], 20)
+
+
+def whole(handler, bodies, gone=set):
+    """The whole answers of a handler's steps, in order."""
+    found = {}
+    handler.generate(bodies, lambda index, said, last: found.update({index: json.loads(said)}) if last else None, gone)
+    return [found[index] for index in range(len(bodies))]
+
+
+def test_a_short_answer_does_not_wait_for_the_longest_of_its_batch(folder):
+    package = open_package(folder)
+    handler, heard = find_handler(package, Runner(package), ""), []
+    bodies = [json.dumps({"text_input": "1", "parameters": {"max_tokens": n}}).encode() for n in (9, 2)]
+    handler.generate(bodies, lambda index, said, last: heard.append((index, last)), set)
+    assert heard.index((1, True)) == 4  # two pieces of each, then the end of the short one
+    assert heard[-1] == (0, True)
 
 
 def test_a_client_that_goes_stops_its_own_text_only(folder):
@@ -167,10 +185,7 @@ def test_a_client_that_goes_stops_its_own_text_only(folder):
     bodies = [
         json.dumps({"text_input": text, "parameters": {"max_tokens": n}}).encode() for text, n in (("1", 40), ("2", 8))
     ]
-    found = [
-        json.loads(a)
-        for a in handler.generate(bodies, lambda i, text: None, lambda: {0} if runner.calls >= 3 else set())
-    ]
+    found = whole(handler, bodies, lambda: {0} if runner.calls >= 3 else set())
     assert [row["reason"] for row in found] == ["gone", "length"]
     assert found[0]["tokens"] == 3
     assert found[1]["text_output"] == expected([2], 8)
@@ -203,6 +218,15 @@ def test_a_stream_that_is_hung_up_on_frees_its_worker(tmp_path):
         assert pool.workers[0].restarts == 0
         said = {"text_input": "5 5", "parameters": {"max_tokens": 1}}
         assert post(server, "generate", said)[1]["text_output"] == expected([5, 5], 1)
+        # A worker that ends in the middle of a stream: the client is told, not left waiting, and nothing is said twice.
+        link = http.client.HTTPConnection("127.0.0.1", server.ports[0], timeout=30)
+        link.request("POST", "/v2/models/adder/generate_stream", json.dumps({"text_input": "5 5"}))
+        answer = link.getresponse()
+        first = answer.readline() + answer.readline()
+        os.kill(pool.workers[0].pid, signal.SIGKILL)
+        found = events(first + answer.read())
+        assert found[-1] == {"error": "the model failed"}
+        assert "".join(event["text_output"] for event in found[:-1]) == expected([5, 5], len(found) - 1)
 
 
 def test_a_model_that_looks_ahead_or_gives_no_scores_is_refused(tmp_path):

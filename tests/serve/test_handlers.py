@@ -215,6 +215,7 @@ def test_ready_handlers_are_served_without_trust_and_settings_are_data(images):
         assert (status, answer[0]["label"]) == (200, "blue")
         status, answer, _ = ask(server.url + "/predictions/m", b"nonsense")
         assert (status, answer["type"]) == (400, "BadRequestException")
+        assert answer["message"].startswith("the body is no image")  # no name of ours before it
 
 
 SPEC = TensorSpec("x", "FP32", (-1, 3, 8, 8))

@@ -14,7 +14,8 @@ from fettle.serve.host import host_id
 from fettle.serve.package import CurveTable, ServeSettings, open_package
 from fettle.serve.ray_files import most_ongoing, scale, write_ray
 
-from .conftest import net, running
+from .conftest import running
+from .test_generate import events, expected, packaged
 from .test_server import ask
 
 CURVE = CurveTable((1, 2, 4, 8), (0.010, 0.012, 0.016, 0.024), host_id())
@@ -76,6 +77,8 @@ def test_same_requests_same_answers_as_on_fettles_own_server(store, tmp_path, mo
     from ray import serve
     from ray.serve.schema import ServeDeploySchema
 
+    from fettle.serve.ray import application as make
+
     package = open_package(store / "net-1")
     write_ray(package, tmp_path / "out")
     config = loaded(tmp_path / "out")
@@ -94,11 +97,17 @@ def test_same_requests_same_answers_as_on_fettles_own_server(store, tmp_path, mo
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         built = app.build(application["args"])
         options = {key: value for key, value in options.items() if key not in ("name", "autoscaling_config")}
-        from fettle.serve.ray import application as make
-
         serve.run(make(application["args"], num_replicas=1, **options), name="net", route_prefix="/")
         assert built is not None
-        on_ray = [ask(f"http://127.0.0.1:{port}{path}", *rest) for path, *rest in requests]
+        url = f"http://127.0.0.1:{port}"
+        on_ray = [ask(url + path, *rest) for path, *rest in requests]
+        serve.delete("net")
+        adder = packaged(tmp_path / "adder")  # tokens as they come, through Ray's proxy
+        serve.run(make({"package": str(adder.folder), "threads": 1}), name="adder", route_prefix="/")
+        said = {"text_input": "1 2 4", "parameters": {"max_tokens": 6}}
+        status, body, headers = ask(url + "/v2/models/adder/generate_stream", said)
+        assert (status, headers["content-type"]) == (200, "text/event-stream")
+        assert "".join(event["text_output"] for event in events(body)) == expected([1, 2, 4], 6)
     finally:
         serve.shutdown()
         ray.shutdown()
@@ -128,4 +137,3 @@ def conversation():
         yield "/v2/models/net/infer", head + x.astype(np.float32).tobytes(), None, headers
         yield "/predictions/net", x.tolist(), None, None
     yield "/v2/models/net/infer", b"{", None, None
-    assert net() is not None

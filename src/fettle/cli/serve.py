@@ -49,6 +49,8 @@ def command(
 ) -> None:
     """Serve models: the Open Inference Protocol v2 with binary tensors, and TorchServe's URLs. Ctrl-C drains and ends.
 
+    Images, texts and prompts are answered where fettle package was given a --handler. What is served: /docs.
+
     [bold]Examples[/]
 
       fettle serve digits-1

@@ -44,7 +44,7 @@ def main() -> None:
             took = worker.warm(load.sizes)
         except Exception as error:
             log.exception("loading failed")
-            send(link, wire.Failed(-1, first_line(error), isinstance(error, UsageError)))
+            send(link, _failed(-1, error))
             return
         gc.freeze()  # what loading made stays: no collection needs to look at it again
         send(link, wire.Ready(os.getpid(), took, time.perf_counter() - began))
@@ -102,7 +102,7 @@ class _Worker:
                 done, parts = self.call(header, body)
         except Exception as error:
             log.exception("a call failed")
-            send(link, wire.Failed(header.id, first_line(error), isinstance(error, UsageError)))
+            send(link, _failed(header.id, error))
             return
         send(link, done, parts)
 
@@ -130,12 +130,12 @@ class _Worker:
         return wire.Done(header.id, shapes, 0.0, took, self.rss()), [wire.flat(array) for array in found]
 
     def generate(self, link: socket.socket, header: wire.Generate, body: memoryview) -> tuple[wire.Done, list[Any]]:
-        """Prompts in; pieces while they come, then the whole answers out."""
+        """Prompts in; pieces out as they come, and each whole answer as soon as it is there."""
         began = time.perf_counter()
         left: set[int] = set()
 
-        def tell(index: int, text: str) -> None:
-            send(link, wire.Piece(header.id, index), [text.encode()])
+        def tell(index: int, piece: bytes, last: bool) -> None:
+            send(link, wire.Piece(header.id, index, last), [piece])
 
         def gone() -> set[int]:
             while select.select([link], [], [], 0)[0]:
@@ -144,11 +144,9 @@ class _Worker:
                     left.add(said.index)
             return left
 
-        answers = self.handler.generate(_cut(body, header.lengths), tell, gone)
+        self.handler.generate(_cut(body, header.lengths), tell, gone)
         took = time.perf_counter() - began
-        done = wire.Done(header.id, [[len(data)] for data in answers], 0.0, took, self.rss(),
-                         ["application/json"] * len(answers), self.handler.metrics.take())  # fmt: skip
-        return done, list(answers)
+        return wire.Done(header.id, [], 0.0, took, self.rss(), metrics=self.handler.metrics.take()), []
 
     def run(self, header: wire.Run, body: memoryview) -> tuple[wire.Done, list[Any]]:
         """Tensors in, tensors out."""
@@ -182,6 +180,12 @@ class _Worker:
             header.id, lengths, 0.0, took, self.rss(), [kind for _, kind in answers], self.handler.metrics.take()
         )
         return done, [data for data, _ in answers]
+
+
+def _failed(number: int, error: Exception) -> wire.Failed:
+    """What to say of an error. The text of a `UsageError` is for whoever asked, word for word."""
+    usage = isinstance(error, UsageError)
+    return wire.Failed(number, str(error) if usage else first_line(error), usage)
 
 
 def _cut(body: memoryview, lengths: list[int]) -> list[bytes]:

@@ -112,13 +112,18 @@ class Steps:
         return [_as_body(next((a for a in arrays if a.any()), arrays[0]).tolist()) for arrays in found]
 
     def generate(
-        self, bodies: Sequence[bytes], tell: Callable[[int, str], None], gone: Callable[[], set[int]]
-    ) -> list[bytes]:
-        """Answers of prompts as JSON; `tell` hears their pieces. Raises `UsageError` where the model generates none."""
+        self, bodies: Sequence[bytes], tell: Callable[[int, bytes, bool], None], gone: Callable[[], set[int]]
+    ) -> None:
+        """Answer prompts. `tell` hears the pieces, and at its end each answer as JSON. Raises `UsageError`."""
         found = getattr(self.handler, "generate", None)
         if found is None:
             raise UsageError("this model generates no text")
-        return [msgspec.json.encode(answer) for answer in found(bodies, tell, gone)]
+
+        def hear(index: int, said: str | dict[str, Any]) -> None:
+            last = not isinstance(said, str)
+            tell(index, msgspec.json.encode(said) if last else said.encode(), last)
+
+        found(bodies, hear, gone)
 
     def handle(self, bodies: Sequence[bytes], kinds: Sequence[str]) -> list[tuple[bytes, str]]:
         """The four steps for a batch of requests; as many answers, with their content types."""

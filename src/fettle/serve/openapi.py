@@ -104,8 +104,9 @@ def page(document: Mapping[str, Any]) -> bytes:
         for method, call in calls.items()
     ]
     style = (
-        "body{font:16px system-ui;margin:2em auto;max-width:60em;padding:0 1em}td{padding:.3em 1em .3em 0;"
-        "vertical-align:top;overflow-wrap:anywhere}"
+        ":root{color-scheme:light dark}body{font:16px system-ui;margin:2em auto;max-width:60em;padding:0 1em}"
+        "td{padding:.3em 1em .3em 0;vertical-align:top}td:first-child{white-space:nowrap}"
+        "code{overflow-wrap:anywhere}@media(max-width:40em){td,tr{display:block;padding:0}tr{margin:0 0 1em}}"
     )
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"

@@ -286,7 +286,9 @@ class Pool:
             self.metrics.batch(batch.rows, batch.size, done.join_s, done.model_s)
         if done.metrics:
             self.metrics.handler(done.metrics)
-        if batch.items[0].body is not None:
+        if batch.items[0].piece is not None:
+            pass  # each was answered when it was whole
+        elif batch.items[0].body is not None:
             place = 0
             for request, (length,), kind in zip(batch.items, done.shapes, done.kinds, strict=True):
                 answer = Answer(body=bytes(body[place : place + length]), kind=kind)
@@ -506,7 +508,11 @@ class _Link(asyncio.Protocol):
             self._wait(self.pool.settings.timeout_ms / 1e3)
             item = self.batch.items[header.index]
             item.pieces += 1
-            if item.piece is not None:
+            if header.last:
+                done = wire.Done(header.id, [], 0.0, time.perf_counter() - self._sent, self.rss)
+                found = Answer(body=bytes(body), kind="application/json")
+                self.pool._give(item, found, self._sent, done, self.batch.rows, time.perf_counter())
+            elif item.piece is not None:
                 item.piece(bytes(body))
             return
         batch, self.batch = self.batch, None

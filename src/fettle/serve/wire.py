@@ -55,7 +55,7 @@ class Explain(msgspec.Struct, tag="explain", array_like=True):
 
 
 class Generate(msgspec.Struct, tag="generate", array_like=True):
-    """To the worker: prompts to answer piece by piece; their lengths describe the body."""
+    """To the worker: prompts to answer piece by piece; their lengths describe the body. `Done` has none then."""
 
     id: int
     lengths: list[int]
@@ -69,10 +69,11 @@ class Cancel(msgspec.Struct, tag="cancel", array_like=True):
 
 
 class Piece(msgspec.Struct, tag="piece", array_like=True):
-    """From the worker, during `Generate`: the body is the next piece of this prompt's answer."""
+    """From the worker, during `Generate`: the body is the next piece of this prompt's answer, or `last`, all of it."""
 
     id: int
     index: int
+    last: bool = False
 
 
 class Ping(msgspec.Struct, tag="ping", array_like=True):

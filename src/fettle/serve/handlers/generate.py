@@ -104,6 +104,10 @@ class _Text:
     parts: list[str] = field(default_factory=list)
     reason: str = ""
 
+    def answer(self) -> dict[str, Any]:
+        """The whole of it."""
+        return {"text_output": "".join(self.parts), "tokens": self.new, "reason": self.reason}
+
 
 class Handler:
     """Answers a prompt; `generate` tells each piece when it is there."""
@@ -134,34 +138,34 @@ class Handler:
 
     def inference(self, data: list[bytes]) -> list[str]:
         """The whole answers."""
-        return [answer["text_output"] for answer in self.generate(data, lambda index, text: None, set)]
+        return [answer["text_output"] for answer in self.generate(data, lambda index, said: None, set)]
 
     def postprocess(self, answers: list[str]) -> list[str]:
         """As plain text."""
         return answers
 
     def generate(
-        self, bodies: Sequence[bytes], tell: Callable[[int, str], None], gone: Callable[[], set[int]]
+        self, bodies: Sequence[bytes], tell: Callable[[int, str | dict[str, Any]], None], gone: Callable[[], set[int]]
     ) -> list[dict[str, Any]]:
-        """Answer prompts in step. `tell(index, text)` hears each piece; those that `gone()` names are given up.
+        """Answer prompts in step; those that `gone()` names are given up.
 
-        Returns ``{"text_output", "tokens", "reason"}`` for each: why it ended is ``stop``, ``length`` or ``gone``.
+        `tell` hears each piece as text, and each answer once it is whole: ``{"text_output", "tokens", "reason"}``,
+        where the reason for its end is ``stop``, ``length`` or ``gone``. All answers are returned too.
         """
         texts = [self._begin(index, body) for index, body in enumerate(bodies)]
         live = texts
         while live:
             left = gone()
-            for text in live:
-                if text.index in left:
-                    text.reason = "gone"
-            live = [text for text in live if not text.reason]
-            if not live:
-                break
-            for text, row in zip(live, self._logits(live), strict=True):
+            for text in (text for text in live if text.index in left):
+                text.reason = "gone"
+            going = [text for text in live if not text.reason]
+            for text, row in zip(going, self._logits(going) if going else (), strict=True):
                 self._grow(text, _next(row, text), tell)
+            for text in (text for text in live if text.reason):  # nobody waits for the longest of the batch
+                tell(text.index, text.answer())
             live = [text for text in live if not text.reason]
         self.metrics.add_counter("generated_tokens", sum(text.new for text in texts))
-        return [{"text_output": "".join(text.parts), "tokens": text.new, "reason": text.reason} for text in texts]
+        return [text.answer() for text in texts]
 
     def _begin(self, index: int, body: bytes) -> _Text:
         prompt, settings = read_prompt(body), self.settings
@@ -188,7 +192,7 @@ class Handler:
         found: Array = self.runner.run(parts, 0)[self.place]
         return found
 
-    def _grow(self, text: _Text, token: int, tell: Callable[[int, str], None]) -> None:
+    def _grow(self, text: _Text, token: int, tell: Callable[[int, str | dict[str, Any]], None]) -> None:
         text.new += 1
         text.left -= 1
         if token in self.stop:
