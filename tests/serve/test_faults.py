@@ -14,7 +14,7 @@ import torch
 
 from fettle.recipe import Recipe
 from fettle.serve.export import write_package
-from fettle.serve.package import ServeSettings, open_package
+from fettle.serve.package import ServeSettings
 from fettle.serve.registry import Options
 from fettle.workload import Workload
 
@@ -47,13 +47,13 @@ class Handler:
 
 
 @pytest.fixture(scope="module")
-def server(store, tmp_path_factory):
+def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("faults")
     (folder / "handler.py").write_text(HANDLER)
     settings = ServeSettings(max_rows=8, threads=1, workers=2)
     package = write_package(Workload(net(), [torch.rand(4, 4)]), Recipe(), folder / "m", name="m", settings=settings,
                             handler=folder / "handler.py")  # fmt: skip
-    with running([package, open_package(store / "net-1")], Options(trust=(package.handler_digest,))) as made:
+    with running([package], Options(trust=(package.handler_digest,))) as made:
         yield made
 
 
@@ -90,6 +90,7 @@ def test_a_batch_that_is_too_large_for_memory_is_computed_one_by_one(server):
     assert found == [(200, b"BIG"), (200, b"A"), (200, b"BIG"), (200, b"BIG")]
 
 
+@pytest.mark.slow
 def test_a_worker_that_leaks_is_replaced_between_two_batches_without_a_failed_request(server):
     pool = server.registry.choose("m").pool
     assert call(server, "a") == (200, b"A")
@@ -132,7 +133,7 @@ def test_a_client_that_hung_up_is_not_computed_and_is_counted(server):
 
 
 def test_a_client_that_does_not_read_stops_nobody(server):
-    request = shot(np.ones((8, 4), np.float32), "net", "input")
+    request = shot(np.ones((8, 4), np.float32), "m", "input")
     with socket.create_connection(("127.0.0.1", server.ports[0])) as link:
         link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         link.settimeout(0.5)
@@ -155,7 +156,7 @@ def test_nan_stays_in_its_own_row(server):
         tensor = {"name": "input", "shape": [1, 4], "datatype": "FP32", "parameters": {"binary_data_size": 16}}
         head = msgspec.json.encode({"inputs": [tensor]})
         headers = {"Inference-Header-Content-Length": str(len(head))}
-        return ask(server.url + "/v2/models/net/infer", head + row.tobytes(), headers=headers)[1]["outputs"][0]["data"]
+        return ask(server.url + "/v2/models/m/infer", head + row.tobytes(), headers=headers)[1]["outputs"][0]["data"]
 
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(infer, [x[0], x[1]] * 8))
