@@ -136,7 +136,7 @@ def _tuned(package: Package, p99: str, rate: float) -> Package:
     from fettle.serve.package import open_package
 
     try:
-        slo(package.folder, p99, rate=rate, max_rows=min(32, package.manifest.max_rows))
+        slo(str(package.folder), p99, rate=rate, max_rows=min(32, package.manifest.max_rows))
     except typer.Exit as leaving:
         if rate or leaving.exit_code != 1:
             raise
