@@ -1,6 +1,8 @@
 """What goes wrong in production, made to go wrong here: nothing is lost silently, and nobody else notices."""
 
+import os
 import re
+import signal
 import socket
 import threading
 import time
@@ -146,6 +148,38 @@ def test_a_client_that_does_not_read_stops_nobody(server):
         assert sent < 32 << 20  # what it takes from one connection is bounded
         assert call(server, "a") == (200, b"A")
         assert ask(server.url + "/v2/health/ready")[0] == 200
+
+
+def test_large_and_small_requests_get_their_own_answers_also_after_a_worker_was_killed(tmp_path):
+    """Large bodies stand in memory that server and worker share: nothing of one call may show in another."""
+
+    class Turned(torch.nn.Module):
+        def forward(self, x):
+            return 1 - x.flip(1)
+
+    settings = ServeSettings(max_rows=4, threads=1)
+    inputs = [torch.rand(2, size) for size in (3, 5)]
+    package = write_package(Workload(Turned(), inputs), Recipe(), tmp_path / "m", name="turned", settings=settings)
+
+    def infer(number):
+        rows, size = 1 + number % 3, (400_000, 4, 900_000, 70)[number % 4]  # of 4 bytes: either way goes
+        x = number + np.arange(rows * size, dtype=np.float32).reshape(rows, size) / size
+        tensor = {"name": "x", "shape": list(x.shape), "datatype": "FP32", "parameters": {"binary_data_size": x.nbytes}}
+        head = msgspec.json.encode({"inputs": [tensor], "parameters": {"binary_data_output": True}})
+        headers = {"Inference-Header-Content-Length": str(len(head))}
+        status, body, _ = ask(server.url + "/v2/models/turned/infer", head + x.tobytes(), headers=headers)
+        return status, status != 200 or body.endswith((1 - x[:, ::-1]).tobytes())
+
+    with running([package]) as server, ThreadPoolExecutor(6) as threads:
+        worker = server.registry.choose("turned").pool.workers[0]
+        assert worker._memory is not None or not hasattr(os, "memfd_create")
+        assert set(threads.map(infer, range(40))) == {(200, True)}
+        os.kill(worker.pid, signal.SIGKILL)
+        assert {right for _, right in threads.map(infer, range(12))} == {True}
+        deadline = time.time() + 60
+        while time.time() < deadline and not (worker.ready and worker.restarts):
+            time.sleep(0.05)
+        assert set(threads.map(infer, range(12))) == {(200, True)}
 
 
 def test_nan_stays_in_its_own_row(server):
