@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import mmap
 import os
 import socket
 import subprocess
@@ -356,6 +357,7 @@ class _Link(asyncio.Protocol):
         self.warm_s: dict[int, float] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
+        self._memory: mmap.mmap | None = None
         self._buffer = bytearray()
         self._need = wire.PREFIX.size
         self._call = 0
@@ -379,14 +381,21 @@ class _Link(asyncio.Protocol):
         threads = settings.threads or max(1, cores() // settings.workers)
         environment["OMP_NUM_THREADS"] = str(threads)
         log_file: Any = open(pool.log_path, "ab") if pool.log_path else None  # noqa: SIM115
+        given = [theirs.fileno()]
+        memory = wire.shared_memory()
+        if memory is not None:
+            given.append(memory[0])
+            self._memory = memory[1]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "fettle.serve._worker", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),), env=environment, stdin=subprocess.DEVNULL, stdout=log_file,
+                [sys.executable, "-m", "fettle.serve._worker", *map(str, given)],
+                pass_fds=given, env=environment, stdin=subprocess.DEVNULL, stdout=log_file,
                 stderr=log_file, start_new_session=True,
             )  # fmt: skip
         finally:
             theirs.close()
+            if memory is not None:
+                os.close(memory[0])
             if log_file is not None:
                 log_file.close()
         self.pid, self.started_at, self._ended = self._process.pid, time.time(), False
@@ -409,6 +418,9 @@ class _Link(asyncio.Protocol):
             self._watch.cancel()
         if self._transport is not None:
             self._transport.abort()
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, 9)
@@ -443,7 +455,11 @@ class _Link(asyncio.Protocol):
 
     def _write(self, header: Any, body: Sequence[Any] = ()) -> None:
         assert self._transport is not None
-        self._transport.writelines(wire.frame(header, body))
+        size = sum(len(part) for part in body)
+        if self._memory is not None and wire.SHARED_FROM <= size <= wire.SHARED_BYTES:
+            self._transport.write(wire.shared_frame(header, body, self._memory))
+        else:
+            self._transport.writelines(wire.frame(header, body))
 
     def _wait(self, seconds: float) -> None:
         if self._watch is not None:
