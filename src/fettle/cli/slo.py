@@ -297,7 +297,8 @@ def _table(found: Found, most: int = 12) -> Table:
 
 def _cells(point: Point, several: bool, priced: bool) -> list[str]:
     cells = [
-        f"{point.predicted:.4g}", "" if point.measured is None else f"{point.measured:.4g}",
+        f"{point.predicted:.4g}", "" if point.measured is None else f"{point.measured:.4g}" if point.measured
+        else f"under {point.lowest:.4g}",
         f"{point.p99_s * 1e3:.1f}" if point.p99_s < 1e3 else "",
         f"{point.memory_bytes >> 20} MiB" if point.memory_bytes else "",
     ]  # fmt: skip
