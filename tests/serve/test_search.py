@@ -12,6 +12,7 @@ import time
 from dataclasses import replace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -42,7 +43,7 @@ from fettle.serve.search import (
 )  # fmt: skip
 from fettle.serve.served import Served, ServerFailure
 from fettle.serve.simulate import Costs, capacity
-from fettle.serve.variants import distinct, package_all
+from fettle.serve.variants import distinct, package_all, study_recipes
 from fettle.workload import find_target
 
 LIMIT = 2.0
@@ -362,3 +363,60 @@ def test_recipes_are_packaged_and_what_cannot_be_is_a_failure(tmp_path):
     assert again[0].name == ""  # the only one
     assert again[0].package.manifest.recipe == {"precision": "bf16"}
     assert math.isfinite(again[0].error)
+
+
+def test_recipes_of_a_study(tmp_path):
+    import torch
+
+    from fettle.machine import this_machine
+    from fettle.measure import Accuracy, Trial
+    from fettle.measure._worker import with_check
+    from fettle.study import Study
+    from fettle.workload import fingerprint
+
+    (tmp_path / "small.py").write_text(
+        "import torch\n"
+        "def workload():\n"
+        "    torch.manual_seed(0)\n"
+        "    return torch.nn.Sequential(torch.nn.Linear(4, 3)).eval(), [torch.rand(4, 4)]\n"
+    )
+    target = find_target(f"{tmp_path}/small.py")
+    torch.manual_seed(0)
+    mark = fingerprint(with_check(target.load()))
+    path = tmp_path / "study.db"
+    study = Study.open("small", f"sqlite:///{path}", mark, this_machine().id)
+    for levels, ms, status in (({}, 4.0, "measured"), ({"precision": "bf16"}, 2.0, "measured"),
+                               ({"precision": "bf16", "threads": "2"}, 1.0, "measured"),
+                               ({"precision": "fp16"}, 0.5, "rejected"),
+                               ({"grad": "inference_mode"}, 3.0, "measured")):  # fmt: skip
+        study.add(Trial(Recipe(levels), status, time_ms=ms, samples=4, accuracy=Accuracy(error=0.001)))
+    found = study_recipes(target, str(path), "", 3)
+    assert [dict(recipe.levels) for recipe in found] == [{}, {"precision": "bf16"}, {"grad": "inference_mode"}]
+    assert len(study_recipes(target, str(path), "", 1)) == 2
+    with pytest.raises(UsageError, match="no such study"):
+        study_recipes(target, str(tmp_path / "none.db"), "", 3)
+
+
+def test_overheads_are_what_the_two_loops_leave_beside_the_model(monkeypatch):
+    """One client waits 5 ms of which the model takes 2; two workers make calls of 4 rows, 3.5 ms of model, in 4.5 ms."""
+    from fettle.serve import overheads
+    from fettle.serve.load import Run
+    from fettle.serve.policy import CostCurve
+    from fettle.serve.served import Inside
+
+    class World:
+        looks = iter((Inside(), Inside(100, {4: 100}, {4: 100})))
+
+        async def look(self):
+            return next(self.looks)
+
+    async def closed_loop(shots, clients, seconds):
+        latency = np.full(400, 0.005 if clients == 1 else 0.02)
+        return Run("closed", 0.0, 400 / (2 * 4 / 0.0045), latency, clients, {200: 400})
+
+    monkeypatch.setattr(overheads, "closed_loop", closed_loop)
+    curve = CostCurve((1, 4), (0.002, 0.0035))
+    made = asyncio.run(overheads.measure_overheads(World(), [], curve, workers=2, max_rows=4))
+    assert made.batch_s == pytest.approx(0.001)
+    assert made.request_s == pytest.approx(0.002)
+    assert made.busy_rows == 4
