@@ -6,7 +6,8 @@
 For each model the search runs as `fettle slo` does. Shown: the predicted capacity under the limit over the measured
 one (bar: within 10%), greedy against curve-aware batching of the same crew by load tests in the same run, and with
 --grid the found setting's capacity over the best of an exhaustive grid (bar: 97%) and the search's share of the grid's
-test time (bar: 20%). Predictions rest on calibrated costs and on overheads that were measured. The client shares the machine with the server: where it was late, a capacity is a lower bound.
+test time (bar: 20%). Predictions rest on calibrated costs and on overheads that were measured. The client shares the
+machine with the server: where it was late, a capacity is a lower bound.
 """
 
 from __future__ import annotations

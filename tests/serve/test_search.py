@@ -398,7 +398,7 @@ def test_recipes_of_a_study(tmp_path):
 
 
 def test_overheads_are_what_the_two_loops_leave_beside_the_model(monkeypatch):
-    """One client waits 5 ms of which the model takes 2; two workers make calls of 4 rows, 3.5 ms of model, in 4.5 ms."""
+    """One client waits 5 ms of which the model takes 2; two workers make calls of 4 rows, 3.5 ms of it, in 4.5 ms."""
     from fettle.serve import overheads
     from fettle.serve.load import Run
     from fettle.serve.policy import CostCurve

@@ -204,12 +204,10 @@ class _Work:
 
 
 def _teller(console: Console, status: Any, quiet: bool) -> Callable[[str], None]:
-    """A live line on a terminal, lines in a log file."""
-    if quiet:
+    """A live line on a terminal."""
+    if quiet or not console.is_terminal:
         return lambda text: None
-    if console.is_terminal:
-        return lambda text: status.update(text.replace("[", r"\["))
-    return lambda text: console.print(text, markup=False, highlight=False)
+    return lambda text: status.update(text.replace("[", r"\["))
 
 
 def _share(text: str) -> float:
