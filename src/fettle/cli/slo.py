@@ -69,8 +69,8 @@ def command(
       fettle slo model.py --p99 100ms --recipe baseline --recipe "precision=bf16"
     """
     try:
-        from fettle.serve.explain import torchserve_rows
         from fettle.serve.load import TORCHSERVE_COLUMNS
+        from fettle.serve.outcome import torchserve_rows
         from fettle.serve.search import as_json as to_json
         from fettle.serve.search import search
     except ImportError as error:

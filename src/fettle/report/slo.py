@@ -18,7 +18,7 @@ from fettle.report import _theme
 from fettle.report._clean import clean
 from fettle.report._theme import ACCENT, LEVERS, QUIET, WARN, Drawn
 from fettle.report.charts import Figure, as_spec
-from fettle.report.html import drawing, template
+from fettle.report.shell import drawing, template
 
 Data = Mapping[str, Any]
 Rows = list[dict[str, Any]]
@@ -38,7 +38,7 @@ def slo_page(data: Data) -> str:
         {**point, "measured_text": _measured(point)} for point in data["points"] if point["tests"] or point["front"]
     ]
     return str(
-        template("slo.html.j2").render(
+        template("fettle.report", "slo.html.j2").render(
             found=data, best=best(data), tests=tests, shown=shown, headline=headline(data), lead=lead(data), fmt=fmt,
             shared=_shared(shown), **drawing(slo_figures(data)),
         )

@@ -466,7 +466,7 @@ class _Search:
 
     def finish(self, prices: Mapping[str, float]) -> None:
         """Rank what is known, compare it in all respects, and say why the best is the best."""
-        from fettle.serve.explain import explain, front
+        from fettle.serve.outcome import explain, front
 
         found = self.found
         if found.branches and not any(why.startswith("one row alone") for why in found.why):
@@ -681,6 +681,6 @@ def tuned(found: Found, package: Package) -> ServeSettings:
 
 def as_json(found: Found, **more: Any) -> dict[str, Any]:
     """The search as plain data without NaN or infinity, with `more` facts about it."""
-    from fettle.serve.explain import plain
+    from fettle.serve.outcome import plain
 
     return plain(found) | more
