@@ -409,7 +409,9 @@ class _Search:
                 await self._prove(point)
             # Where no test kept the limit the capacity is below the lowest rate: the least that the prediction was off.
             off = {
-                p.setting.branch: p.predicted / (p.measured or 0.85 * p.lowest) for p in todo if p.measured or p.tests
+                p.setting.branch: p.predicted / (p.measured or 0.85 * p.lowest)
+                for p in todo
+                if p.measured or (p.tests and p.measured is not None)
             }
             if attempt or not off or max(abs(math.log(ratio)) for ratio in off.values()) < math.log(OFF):
                 break
@@ -439,13 +441,15 @@ class _Search:
         twin = next(
             (p for p in self.found.points if p.setting == replace(best.setting, policy="greedy")), None
         ) or Point(replace(best.setting, policy="greedy"), best.predicted)
-        package, branch = self.variants[best.setting.variant].package, best.setting.branch
-        curve = self.found.branches[branch].costs.curve()
+        curve = self.found.branches[best.setting.branch].costs.curve()
         if plan(twin.setting.batching(), curve) == plan(best.setting.batching(), curve):
             return  # with this curve both decide alike
+        if not twin.predicted:
+            self.found.why.append("greedy batches instead keep the limit at no rate in simulation: not tested")
+            return
         if twin not in self.found.points:
             self.found.points.append(twin)
-        if twin.measured is None and package is not None:
+        if twin.measured is None:
             await self._prove(twin)
         if twin.measured and best.measured:
             gain = best.measured / twin.measured - 1
