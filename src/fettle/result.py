@@ -30,6 +30,8 @@ class Limits:
     max_latency_ms: float | None = None
     """Median time of one call."""
     max_memory_bytes: int | None = None
+    min_throughput: float | None = None
+    """Samples a second."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,24 @@ class Advice:
 
 
 @dataclass(frozen=True)
+class PlanRow:
+    """What the memory plan predicted for one rank of a parallel strategy before anything was launched."""
+
+    strategy: str
+    peak_bytes: int
+    parts: Mapping[str, int] = field(default_factory=dict)
+    """The peak taken apart: parameters, gradients, optimizer state, activations, transients."""
+    limit_bytes: int | None = None
+    """What a device may hold, headroom taken off."""
+    collectives: Mapping[str, int] = field(default_factory=dict)
+    """Collective operations in one step, by name."""
+    sent_bytes: int = 0
+    """What one rank sends in a step."""
+    failed: str = ""
+    """Why nothing could be predicted."""
+
+
+@dataclass(frozen=True)
 class Rung:
     """One step of the ladder from the baseline to the winner."""
 
@@ -128,6 +148,8 @@ class Result:
     """ISO 8601, UTC."""
     interrupted: bool = False
     notes: Sequence[str] = field(default_factory=tuple)
+    plan: Sequence[PlanRow] = ()
+    """Training over several ranks: the memory plan."""
     confidence: float = 0.95
     """The level of every confidence interval in it."""
 

@@ -13,7 +13,7 @@ from fettle.diagnose.diagnosis import Diagnosis
 from fettle.diagnose.roofline import Roof, Roofline
 from fettle.diagnose.verify import Verified
 from fettle.recipe import write_text
-from fettle.report import _theme
+from fettle.report import theme
 
 COLOURS = ("#1f77a8", "#d27a22", "#2f9a6c", "#b4588e", "#7d6bc4", "#a48a17", "#c24d4d", "#5b7083", "#8a949e")
 
@@ -72,16 +72,16 @@ def _picture(diagnosis: Diagnosis, roofs: Roofline | None) -> str:
     x = alt.X("x:Q", scale=alt.Scale(type="log"), title="FLOPs a byte")
     y = alt.Y("y:Q", scale=alt.Scale(type="log"), title="GFLOP/s")
     roof = (
-        alt.Chart(_theme.data(lines)).mark_line(strokeWidth=2).encode(x=x, y=y, color=alt.Color("roof:N", title=None))
+        alt.Chart(theme.data(lines)).mark_line(strokeWidth=2).encode(x=x, y=y, color=alt.Color("roof:N", title=None))
     )
     marks = (
-        alt.Chart(_theme.data(dots))
-        .mark_circle(opacity=0.8, color=_theme.WARN)
+        alt.Chart(theme.data(dots))
+        .mark_circle(opacity=0.8, color=theme.WARN)
         .encode(x=x, y=y, size=alt.Size("ms:Q", legend=None, scale=alt.Scale(range=[40, 500])))
     )
-    names = alt.Chart(_theme.data(dots)).mark_text(align="left", dx=9, dy=-7).encode(x=x, y=y, text="name:N")
+    names = alt.Chart(theme.data(dots)).mark_text(align="left", dx=9, dy=-7).encode(x=x, y=y, text="name:N")
     chart = alt.layer(roof, marks, names).properties(width=560, height=260)
-    return _theme.svg(chart.to_dict(), 560)
+    return theme.svg(chart.to_dict(), 560)
 
 
 def _dot(roof: Roof) -> dict[str, object]:

@@ -14,13 +14,14 @@ def look(seen: Evidence) -> Finding | None:
     ops = [op for op in seen.operations if op.group == MATRIX and op.flops > 1e7]
     if seen.share(sum(op.seconds for op in ops)) < 0.4:
         return None
+    level = "int8-static" if seen.facts.num_conv > seen.facts.num_linear else "int8-dynamic"
     return about(
         seen,
         "int8",
         "Large products could run in 8 bits on this machine's units, if the answers allow it.",
         0.9 * sum(op.seconds for op in ops),
         ops,
-        {"quantize": "int8-static" if seen.facts.num_conv > seen.facts.num_linear else "int8-dynamic"},
+        {"quantize": level, "compile": "default", "grad": "inference_mode"},
         "quantise, with the accuracy checked",
         formula="9/10 of the time of large products / call",
         before="y = model(x)",

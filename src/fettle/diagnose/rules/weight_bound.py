@@ -20,7 +20,7 @@ def look(seen: Evidence) -> Finding | None:
         "With so few rows a call mostly reads weights from memory.",
         0.75 * spent,
         ops,
-        {"quantize": "int8-weight"},
+        {"quantize": "int8-weight", "compile": "default", "grad": "inference_mode"},
         "batch requests together, or store the weights in 8 bits",
         more=(f"weights {seen.weight_bytes >> 20} MiB; memory {bandwidth / 1e9:.0f} GB/s",),
         formula="3/4 of the time of products with fewer than 16 FLOPs a byte / call",
