@@ -33,26 +33,42 @@ class ItemError(RuntimeError):
     """A row that could not be read, named by its index."""
 
 
+_RING = 1 + 2 * _KEEP
+_SLOW_S = 1e-3
+"""Batches that take longer are worth asking the kernel how long they waited for a core."""
+
+
 class Board:
-    """Shared memory: for each process a count and a ring of (wall, processor) seconds, and one line of last words."""
+    """Shared memory: a ring of (wall, busy) seconds for each process, when the last pause began, and last words.
+
+    Busy is the time on a processor or in the queue for one: what is left of the wall time waits for something else.
+    """
 
     def __init__(self, processes: int) -> None:
-        self.times: Any = RawArray(ctypes.c_double, processes * (1 + 2 * _KEEP))
+        self.times: Any = RawArray(ctypes.c_double, processes * _RING)
+        self.paused: Any = RawArray(ctypes.c_double, 1)
         self.words: Any = RawArray(ctypes.c_char, _WORDS)
         self.processes = processes
 
-    def note(self, process: int, wall: float, cpu: float) -> None:
-        begin = process * (1 + 2 * _KEEP)
+    def note(self, process: int, began: float, wall: float, busy: float) -> None:
+        """Keep the times of a batch, unless it was stopped on its way: the pause would be counted as its time."""
+        if began < self.paused[0]:
+            return
+        begin = process * _RING
         count = int(self.times[begin])
         place = begin + 1 + 2 * (count % _KEEP)
-        self.times[place], self.times[place + 1] = wall, cpu
+        self.times[place], self.times[place + 1] = wall, busy
         self.times[begin] = count + 1
+
+    def pause(self) -> None:
+        """From now on the processes may be stopped. The clock is one for all processes."""
+        self.paused[0] = time.perf_counter()
 
     def read(self) -> list[tuple[float, float]]:
         """All times kept."""
         found = []
         for process in range(self.processes):
-            begin = process * (1 + 2 * _KEEP)
+            begin = process * _RING
             for row in range(min(_KEEP, int(self.times[begin]))):
                 place = begin + 1 + 2 * row
                 found.append((self.times[place], self.times[place + 1]))
@@ -60,7 +76,7 @@ class Board:
 
     def clear(self) -> None:
         for process in range(self.processes):
-            self.times[process * (1 + 2 * _KEEP)] = 0
+            self.times[process * _RING] = 0
 
     def say(self, text: str) -> None:
         self.words.value = text.encode(errors="replace")[: _WORDS - 1]
@@ -111,13 +127,15 @@ def summary(board: Board) -> dict[str, float]:
         "fetch_p50_s": statistics.median(walls) if walls else 0.0,
         "fetch_p95_s": quantile(walls, 0.95),
         "fetch_p99_s": quantile(walls, 0.99),
-        "fetch_cpu": sum(cpu for _, cpu in times) / max(sum(walls), 1e-12),
+        "fetch_busy": sum(busy for _, busy in times) / max(sum(walls), 1e-12),
     }
 
 
 def _timed(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def fetch(self: Any, index: Any) -> Any:
-        wall, cpu = time.perf_counter(), time.process_time()
+        began, cpu = time.perf_counter(), time.process_time()
+        slow = getattr(self, "fettle_slow", True)
+        queued = _queued() if slow else 0.0
         self.fettle_batches = getattr(self, "fettle_batches", 0) + 1
         try:
             batch = original(self, index)
@@ -127,11 +145,24 @@ def _timed(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
             raise ItemError(_named(self, index, error)) from error
         if _board is not None:
             worker = get_worker_info()
-            _board.note(0 if worker is None else worker.id + 1, time.perf_counter() - wall, time.process_time() - cpu)
+            wall, busy = time.perf_counter() - began, time.process_time() - cpu
+            if slow:
+                busy += _queued() - queued
+            self.fettle_slow = wall > _SLOW_S
+            _board.note(0 if worker is None else worker.id + 1, began, wall, min(busy, wall))
         return batch
 
     fetch.fettle = True  # type: ignore[attr-defined]
     return fetch
+
+
+def _queued() -> float:
+    """Seconds for which this thread was ready and had no core (Linux; elsewhere 0)."""
+    try:
+        with open("/proc/thread-self/schedstat", "rb") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def _named(fetcher: Any, index: Any, error: Exception) -> str:

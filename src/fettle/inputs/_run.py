@@ -126,6 +126,7 @@ class Loop:
                 waits.append(got - now)
                 walls.append(after - now)
             now = after
+        self.board.pause()
         if self.device == "cuda":
             began = time.perf_counter()
             torch.cuda.synchronize()

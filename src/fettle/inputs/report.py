@@ -35,14 +35,14 @@ def facts(found: Found) -> list[str]:
         )
     lines.append(
         f"One batch ({size_text(plain.batch_bytes)}) takes one process {_time(plain.fetch_p50_s)} (95%: "
-        f"{_time(plain.fetch_p95_s)}), {min(plain.fetch_cpu, 9.99):.0%} of it on the processor."
+        f"{_time(plain.fetch_p95_s)}), {plain.fetch_busy:.0%} of it computing (the rest waits for files or others)."
     )
     if found.best.setting.num_workers:
-        seen = next(iter(found.best.slices.values()))
+        seen, workers = found.best.last, found.best.setting.num_workers
         lines.append(
-            f"In each of {found.best.setting.num_workers} workers it takes {_time(seen.fetch_p50_s)} (95%: "
-            f"{_time(seen.fetch_p95_s)}); a worker holds {size_text(seen.worker_bytes)} of its own, and up to "
-            f"{size_text(found.best.setting.num_workers * found.best.setting.prefetch_factor * seen.batch_bytes)} of "
+            f"In {'the worker' if workers == 1 else f'each of {workers} workers'} it takes {_time(seen.fetch_p50_s)} "
+            f"(95%: {_time(seen.fetch_p95_s)}); a worker holds {size_text(seen.worker_bytes)} of its own, and up to "
+            f"{size_text(workers * found.best.setting.prefetch_factor * seen.batch_bytes)} of "
             "batches are in flight."
         )
     lines.append(f"{found.cores} cores to use ({found.cores_why}); searched in {found.search_s:.0f} s"
@@ -50,6 +50,15 @@ def facts(found: Found) -> list[str]:
     if found.interrupted:
         lines.append("Interrupted: this is what was known by then.")
     return lines
+
+
+def _limit_text(found: Found) -> str:
+    """What the chart says of the loop without waiting."""
+    if not found.step_s:
+        return ""
+    if limit_is_near(found):
+        return "; the dashed line is the loop with every batch there already"
+    return f"; with every batch there already the loop would make {1 / found.step_s:,.0f} batches a second"
 
 
 def bound_text(found: Found) -> str:
@@ -67,11 +76,12 @@ def rows(found: Found) -> list[dict[str, str]]:
         )
         if item.failure:
             note = item.failure if item.left_out else f"failed: {item.failure}"
+        # What was taken for a comparison is told by it: rates of different minutes are not alike.
         cells = dict.fromkeys(("batches/s", "waiting", "batch 50%", "95%", "first"), "-")
         if item.slices:
             seen = next(iter(item.slices.values()))
             cells = {
-                "batches/s": f"{item.rate:,.1f}" if item.rate < 1000 else f"{item.rate:,.0f}",
+                "batches/s": f"{item.level:,.1f}" if item.level < 1000 else f"{item.level:,.0f}",
                 "waiting": f"{item.waiting:.0%}",
                 "batch 50%": _time(seen.fetch_p50_s), "95%": _time(seen.fetch_p95_s), "first": _time(item.start_s),
             }  # fmt: skip
@@ -88,7 +98,8 @@ def as_data(found: Found) -> dict[str, Any]:
     """Everything as plain data for JSON; what is not known is null."""
     settings = [
         {
-            "setting": asdict(item.setting), "code": item.setting.code, "rates": item.rates, "rate": item.rate or None,
+            "setting": asdict(item.setting), "code": item.setting.code, "rates": item.rates,
+            "level": item.level or None,
             "failure": item.failure, "left_out": item.left_out,
             "slices": {str(number): _plain(part) for number, part in item.slices.items()},
         }
@@ -148,6 +159,7 @@ def page(found: Found) -> str:
         rows=rows(found),
         drawn=drawn,
         bound=bound_text(found),
+        limit=_limit_text(found),
         setting=found.best.setting,
     )
 
@@ -159,17 +171,26 @@ def curve(found: Found, height: int = 300) -> dict[str, Any]:
     points, failed = [], []
     for item in found.settings:
         base = {"workers": item.setting.num_workers, "setting": item.setting.name, "variant": _variant(item)}
-        points += [{**base, "rate": rate, "which": _which(found, item)} for rate in item.rates]
+        points += [
+            {**base, "rate": rate, "level": item.level, "first": not number, "which": _which(found, item)}
+            for number, rate in enumerate(item.rates)
+        ]
         if item.failure and not item.slices:
             failed.append({**base, "rate": 0.0, "failure": item.failure})
-    x = alt.X("workers:Q", title="worker processes", axis=alt.Axis(tickMinStep=1, format="d", grid=False),
+    ticks = sorted({point["workers"] for point in [*points, *failed]})
+    x = alt.X("workers:Q", title="worker processes", axis=alt.Axis(values=ticks, format="d", grid=False),
               scale=alt.Scale(domainMin=0, nice=False, padding=12))  # fmt: skip
     y = alt.Y("rate:Q", title="batches a second", scale=alt.Scale(zero=True))
     shape = alt.Color("variant:N", title=None, sort=_order(points), scale=alt.Scale(range=list(theme.LEVERS)),
-                      legend=alt.Legend(columns=1, labelLimit=280))  # fmt: skip
+                      legend=alt.Legend(columns=1, labelLimit=280) if len(_order(points)) > 1 else None)  # fmt: skip
     dotted = alt.Chart(alt.Data(values=points))  # type: ignore[no-untyped-call]
-    line = dotted.mark_line(size=2).encode(x=x, y=alt.Y("median(rate):Q"), color=shape)
-    dots = dotted.mark_circle(size=45, opacity=0.55).encode(x=x, y=y, color=shape, tooltip=["setting:N", "rate:Q"])
+    levels = [point for point in points if point["first"]]
+    line = (
+        alt.Chart(alt.Data(values=levels))  # type: ignore[no-untyped-call]
+        .mark_line(size=2, point=True)
+        .encode(x=x, y=alt.Y("level:Q", title="batches a second"), color=shape)
+    )
+    dots = dotted.mark_circle(size=22, opacity=0.3).encode(x=x, y=y, color=shape, tooltip=["setting:N", "rate:Q"])
     marked = _marked(found)
     rings = alt.Chart(alt.Data(values=marked)).mark_point(size=190, strokeWidth=2, color=theme.ACCENT).encode(x=x, y=y)  # type: ignore[no-untyped-call]
     names = (
@@ -178,7 +199,7 @@ def curve(found: Found, height: int = 300) -> dict[str, Any]:
         .encode(x=x, y=y, text="name:N")
     )
     layers = [line, dots, rings, names]
-    if found.step_s:
+    if limit_is_near(found):
         limit = [{"rate": 1 / found.step_s, "name": "the step alone"}]
         rule = alt.Chart(alt.Data(values=limit)).mark_rule(strokeDash=[5, 3], size=1.5).encode(y=y)  # type: ignore[no-untyped-call]
         name = (
@@ -200,10 +221,15 @@ def same(item: Measured, other: Measured) -> bool:
     return item.setting == other.setting
 
 
+def limit_is_near(found: Found) -> bool:
+    """Whether the step's own limit belongs into the curve: one far above would press it flat."""
+    return bool(found.step_s) and 1 / found.step_s < 3 * max(item.level for item in found.settings)
+
+
 def _marked(found: Found) -> list[dict[str, Any]]:
     items = [found.best] if same(found.best, found.given) else [found.given, found.best]
     return [
-        {"workers": item.setting.num_workers, "rate": item.rate, "name": _which(found, item)}
+        {"workers": item.setting.num_workers, "rate": item.level, "name": _which(found, item)}
         for item in items if item.able
     ]  # fmt: skip
 

@@ -175,6 +175,7 @@ def _search(contest: Contest, device: str, lints: bool, began: float) -> Found:
     if interrupted and best is plain:
         best = smallest_of_the_best([contest.measured[setting] for setting in _near(contest, scores)])
     search_s = search_s or time.monotonic() - began
+    _set_levels(contest, scores, best, plain)
     measured = list(contest.measured.values())
     if not given.able:
         notes.append(f"As given it fails: {given.failure}.")
@@ -224,7 +225,7 @@ def climb(contest: Contest, facts: Facts, scores: dict[Setting, float], step_s: 
     seen = contest.measured[settings[1]].last
     if tried[1] < 0.9 and seen.fetch_p50_s * seen.rate < 0.5:
         return  # slower, and the worker idles more than half of its time: handing over is what takes the time
-    waits = seen.fetch_cpu < 0.5
+    waits = seen.fetch_busy < 0.5
     limit, most = (4 * cores, 8 * cores) if waits else (cores, 2 * cores)
     wanted = max(1, min(limit, math.ceil(seen.fetch_p95_s / step_s) if step_s else limit))
     while wanted > 1 and not run(wanted):
@@ -315,6 +316,18 @@ def never_slower(contest: Contest, best: Measured, given: Measured, plain: Measu
             contest.expected = contest.done + 2 * PAIRS
             contest.pairs(best.setting, other.setting)
     return plain if best is not plain and ratio(best, plain) < 1 else best
+
+
+def _set_levels(contest: Contest, scores: dict[Setting, float], best: Measured, plain: Measured) -> None:
+    """One scale for all: the best against the plain loader, the others against the best, directly where they met."""
+    top = 1.0 if best is plain else ratio(best, plain)
+    for setting, score in scores.items():
+        item = contest.measured[setting]
+        met = len([number for number in item.slices if number in best.slices]) >= PAIRS
+        if item is plain:
+            item.level = plain.rate
+        elif item.able:
+            item.level = plain.rate * top * (ratio(item, best) if met else score / scores[best.setting])
 
 
 def _near(contest: Contest, scores: dict[Setting, float]) -> list[Setting]:
@@ -411,7 +424,8 @@ def _why_workers_lost(found: Found) -> str:
         return f"Workers do not run: {told[0].failure}." if told else ""
     fastest = max(tried, key=lambda item: ratio(item, found.plain))
     seen, reached = next(iter(fastest.slices.values())), ratio(fastest, found.plain)
-    beside = f"{fastest.setting.num_workers} of them bring {reached:.2f}x"
+    many = fastest.setting.num_workers
+    beside = f"one brings {reached:.2f}x" if many == 1 else f"{many} of them bring {reached:.2f}x"
     if reached >= 1 + WITHIN:
         return f"Workers cannot help beside {found.best.setting.name}: alone {beside}."
     if found.step_s and reached > 1 - WITHIN and found.plain.waiting < 0.1:

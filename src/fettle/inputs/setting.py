@@ -83,8 +83,8 @@ class Slice(msgspec.Struct, frozen=True):
     """Producing one batch in one worker (or in the main process, without workers), as timed there."""
     fetch_p95_s: float
     fetch_p99_s: float
-    fetch_cpu: float
-    """Processor time over wall time while producing: near 0 it waits (files, network), near 1 it computes."""
+    fetch_busy: float
+    """Share of producing on a processor or queueing for one: near 0 it waits (files, network), near 1 it computes."""
     cpu_share: float
     """Cores that the main process kept busy."""
     start_s: float
@@ -124,6 +124,8 @@ class Measured:
     left_out: bool = False
     """It was never run: the failure says why."""
     epoch_batches: int = 0
+    level: float = 0.0
+    """Batches a second by comparisons side by side, at the speed that the plain loader had; 0 before it is known."""
 
     @property
     def rates(self) -> list[float]:
