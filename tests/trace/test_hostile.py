@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fettle.trace import load
+from fettle.errors import UsageError
+from fettle.trace import load, write_report
 from tests.trace import fuzzing
 
 ANY = st.recursive(
@@ -55,6 +56,16 @@ def test_events_that_hold_anything_never_crash(events: list[object], tmp_path_fa
     path = tmp_path_factory.mktemp("m") / "t.json"
     path.write_text(json.dumps({"traceEvents": events}))
     fuzzing.answer_everything(path)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_report_of_a_mutated_trace_answers_every_question(seed: int, tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_bytes(fuzzing.case(seed))
+    try:
+        trace = load(tmp_path / "t.json", use_sidecar=False)
+    except UsageError:
+        return
+    assert write_report([trace], tmp_path / "r.html") == []
 
 
 def test_a_run_that_was_ended_goes_on(tmp_path: Path) -> None:
