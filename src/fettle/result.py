@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from fettle.measure import Trial
+from fettle.measure import Interval, Trial
 from fettle.recipe import Recipe
 from fettle.techniques import Facts
 
@@ -30,6 +30,8 @@ class Limits:
     max_latency_ms: float | None = None
     """Median time of one call."""
     max_memory_bytes: int | None = None
+    min_throughput: float | None = None
+    """Samples a second."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,50 @@ class LeftOut:
     technique: str
     level: str
     why: str
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What a first look at the workload advised, and what that brought where two trials differ by it alone."""
+
+    rule: str
+    says: str
+    levels: Mapping[str, str]
+    bound: float
+    """The most that it could save, as a share of the time of a call as given."""
+    brought: Interval | None = None
+    """Time without over time with it; None where no two trials differ by it alone. From intervals of two trials that
+    were measured apart: wider than one of a race between them."""
+    beside: Recipe = field(default_factory=Recipe)
+    """The recipe that it was added to."""
+
+    @property
+    def speedup(self) -> float:
+        """The bound as a speed-up."""
+        return 1 / max(1 - self.bound, 1e-9)
+
+    @property
+    def bound_kept(self) -> bool | None:
+        """Whether the least that was surely gained stays below the bound; None where nothing was measured."""
+        return None if self.brought is None else self.brought.low <= self.speedup * 1.02
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """What the memory plan predicted for one rank of a parallel strategy before anything was launched."""
+
+    strategy: str
+    peak_bytes: int
+    parts: Mapping[str, int] = field(default_factory=dict)
+    """The peak taken apart: parameters, gradients, optimizer state, activations, transients."""
+    limit_bytes: int | None = None
+    """What a device may hold, headroom taken off."""
+    collectives: Mapping[str, int] = field(default_factory=dict)
+    """Collective operations in one step, by name."""
+    sent_bytes: int = 0
+    """What one rank sends in a step."""
+    failed: str = ""
+    """Why nothing could be predicted."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +133,8 @@ class Result:
     verdict: Verdict
     """The winner against the baseline, from the last race alone."""
     ladder: Sequence[Rung] = ()
+    advice: Sequence[Advice] = ()
+    """The first look's findings that name techniques, the most promising first, and what each brought."""
     left_out: Sequence[LeftOut] = ()
     nearest: Sequence[Trial] = ()
     """If there is no winner: those that missed the limits by least."""
@@ -100,6 +148,8 @@ class Result:
     """ISO 8601, UTC."""
     interrupted: bool = False
     notes: Sequence[str] = field(default_factory=tuple)
+    plan: Sequence[PlanRow] = ()
+    """Training over several ranks: the memory plan."""
     confidence: float = 0.95
     """The level of every confidence interval in it."""
 

@@ -64,6 +64,11 @@ class Study:
             )
         return cls(study, machine_id)
 
+    @property
+    def name(self) -> str:
+        """The study's name."""
+        return self._study.study_name
+
     def trials(self) -> list[Trial]:
         """The trials measured on this machine, oldest first."""
         found = []

@@ -20,7 +20,7 @@ from fettle.errors import UsageError
 from fettle.machine import Machine, this_machine
 from fettle.measure import Entry, Held, Judge, Progress, Rules, Trial, Worker, WorkerError, close_all, race, verdict
 from fettle.recipe import Recipe, RecipeFile, write_text
-from fettle.result import Goal, LeftOut, Limits, Reference, Result, Rung, Verdict
+from fettle.result import Advice, Goal, LeftOut, Limits, PlanRow, Reference, Result, Rung, Verdict
 from fettle.search import DESIGNS, Space, auto
 from fettle.study import Study, storage_url
 from fettle.techniques import CATALOGUE, Facts, bundles, conflict, find, normal, source
@@ -71,11 +71,14 @@ def tune(
     max_metric_drop: float | None = None,
     max_latency_ms: float | None = None,
     max_memory_bytes: int | None = None,
+    min_throughput: float | None = None,
     budget_s: float | None = 900.0,
     techniques: Mapping[str, Sequence[str]] | None = None,
     allow_batch: bool = False,
     mode: str = "inference",
     max_spread: float = 1.0,
+    nproc: int = 1,
+    device_memory_bytes: int | None = None,
     design: str = "auto",
     output: str | Path = "fettle-out",
     storage: str | None = None,
@@ -93,7 +96,9 @@ def tune(
 
     With ``mode="training"`` the workload is a `fettle.TrainingWorkload` and one call is one optimizer step. The
     guard is then on its losses: their mean distance from the baseline's may be `max_spread` times the typical
-    distance of two seeds; with `max_metric_drop` the workload's metric after these steps decides instead.
+    distance of two seeds; with `max_metric_drop` the workload's metric after these steps decides instead. With `nproc`
+    parallel strategies over so many ranks of this machine are tried as well; the memory plan leaves out what does not
+    fit into `device_memory_bytes` (a GPU's own memory, or a rank's share of this machine's, unless given).
 
     Returns a `Result`; ``result.apply(model, inputs)`` gives the tuned callable. Raises `UsageError` for bad input.
     """
@@ -102,21 +107,23 @@ def tune(
     target = _target(model, inputs, call, metric, folder, mode)
     if mode == "training":
         max_error = max_spread if max_metric_drop is None else None
-    limits = Limits(max_error, min_agreement, max_metric_drop, max_latency_ms, max_memory_bytes)
+    limits = Limits(max_error, min_agreement, max_metric_drop, max_latency_ms, max_memory_bytes, min_throughput)
     _check_limits(limits, goal, budget_s, design)
+    _check_ranks(nproc, device_memory_bytes, mode)
     allowed = check_techniques(techniques or {})
     machine = this_machine()
 
-    session = Session(target, folder, limits, goal, budget_s, started, tell, confidence, trial_timeout_s)
+    session = Session(target, folder, limits, goal, budget_s, started, tell, confidence, trial_timeout_s,
+                      nproc=nproc, device_memory_bytes=device_memory_bytes)  # fmt: skip
     try:
         session.tell("building the workload and its reference")
         session.open(study or target.name, storage_url(storage, folder), machine, allow_batch)
-        space, left_out = space_for(session.facts, allowed)
+        space, left_out = space_for(session.facts, allowed, session.ruled_out)
         interrupted = False
         try:
             session.measure([Recipe()])
             if design == "auto":
-                auto(space, session, first=session.named)
+                auto(space, session, first=_techniques(session.advice))
             else:
                 DESIGNS[design](space, session)
         except KeyboardInterrupt:
@@ -145,16 +152,22 @@ class Session:
         tell: Tell,
         confidence: float = 0.95,
         trial_timeout_s: float = 900.0,
+        *,
+        nproc: int = 1,
+        device_memory_bytes: int | None = None,
     ) -> None:
         self.target, self.folder, self.limits, self.goal = target, folder, limits, goal
         self._budget_s, self._started, self._tell = budget_s, started, tell
         self.rules = Rules(confidence=confidence, prepare_timeout_s=trial_timeout_s)
+        self._nproc, self._device_memory_bytes = nproc, device_memory_bytes
+        self.memory_plan: Mapping[str, Any] | None = None
         self._known: dict[Recipe, Trial] = {}
         self._heat = 0
         self._baseline = Held()
         self._earlier_s = 0.0
-        self.named: tuple[str, ...] = ()
-        """Techniques that a first look at the workload named, the most promising first."""
+        self.advice: list[Advice] = []
+        """What a first look at the workload advised, the most promising first."""
+        self._notes: list[str] = []
 
     # -- the design's view ------------------------------------------------------------------------------------------
 
@@ -192,9 +205,10 @@ class Session:
                 built = worker.ask("build", self.rules.prepare_timeout_s, target=msgspec.to_builtins(self.target))
                 self.study = Study.open(name, storage, built["fingerprint"], machine.id)
                 self.probed = self._probe(worker, built["fingerprint"], allow_batch)
+                self._plan(worker)
             except WorkerError as error:
                 raise UsageError(f"the workload could not be probed: {error}") from error
-        self.facts = self.probed.facts
+        self.facts = replace(self.probed.facts, ranks=self._nproc)
         if self.limits.max_metric_drop is not None and not self.probed.has_metric:
             raise UsageError("--max-metric-drop needs a metric: give the workload one, Workload(..., metric=function)")
         for trial in self.study.trials():
@@ -270,15 +284,23 @@ class Session:
             trials=trials,
             winner=winner,
             verdict=said,
+            advice=self._brought(trials),
             left_out=left_out,
             nearest=() if winner else self._nearest(trials),
             seconds=self._earlier_s + self._elapsed_s(),
             command=command,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             interrupted=interrupted,
+            notes=tuple(self._notes),
+            plan=_plan_rows(self.memory_plan),
         )
         ladder = self._ladder(found, baseline)
         return replace(found, ladder=ladder, code=self.code(found.recipe, found) if winner else "")
+
+    def _brought(self, trials: Sequence[Trial]) -> list[Advice]:
+        from fettle.diagnose import brought
+
+        return brought(self.advice, trials)
 
     def best(self) -> Trial | None:
         """The trial with the best score, the simpler recipe where two are equal within noise; None if none may win."""
@@ -292,6 +314,9 @@ class Session:
             return f"{trial.time_ms:.3g} ms is above {latency:g} ms"
         if memory is not None and not (trial.peak_bytes is not None and trial.peak_bytes <= memory):
             return f"{(trial.peak_bytes or 0) / 2**20:.0f} MiB is above {memory / 2**20:.0f} MiB"
+        least = self.limits.min_throughput
+        if least is not None and not trial.throughput >= least:
+            return f"{trial.throughput:.3g} samples a second are below {least:g}"
         if not trial.recipe.levels:
             return self._baseline_wrong()
         return ""
@@ -331,13 +356,13 @@ class Session:
             found = worker.ask("probe", timeout_s, allow_batch=allow_batch)
             found["peaks"] = worker.ask("peaks", timeout_s)
             found["reference"] = worker.ask("reference", timeout_s, path=str(path))
-            found["named"] = _named(worker)
+            found["advice"] = _advice(worker)
             self.study.set_note("probe", found)
         written = found["reference"]
         if found["has_metric"] and written["metric_problem"]:
             raise UsageError(f"the workload's metric does not work on the model as given: {written['metric_problem']}")
         self._reference_path = path
-        self.named = tuple(found.get("named", ()))
+        self.advice = msgspec.convert(found.get("advice", []), list[Advice])
         facts = replace(msgspec.convert(found["facts"], Facts), allow_batch=allow_batch)
         reference = Reference(
             dtype=written["dtype"],
@@ -348,6 +373,37 @@ class Session:
             spread=written.get("spread", math.nan),
         )
         return Probed(facts, fingerprint, reference, found["has_metric"], found["peaks"])
+
+    def ruled_out(self, recipe: Recipe) -> str:
+        """Why the memory plan says that a recipe cannot fit; empty where it may, or nobody knows."""
+        if recipe.levels.get("parallel", "single") == "single":
+            return ""
+        from fettle.train.study_plan import rules_out
+
+        return rules_out(self.memory_plan, recipe.levels)
+
+    def _plan(self, worker: Worker) -> None:
+        """Plan the memory of the parallel strategies before any of them is launched."""
+        measured_with = self.study.note("ranks")
+        if self._nproc > 1 and measured_with not in (None, self._nproc):
+            raise UsageError(
+                f"the study {self.study.name!r} holds trials on {measured_with} ranks: choose another --study"
+            )
+        if self._nproc == 1:
+            return
+        self.study.set_note("ranks", self._nproc)
+        memory = self._device_memory_bytes or _memory_of_rank(self.probed.facts.device, self._nproc)
+        key = f"plan {self._nproc} {memory}" if self._device_memory_bytes else f"plan {self._nproc}"
+        kept = self.study.note(key)
+        if kept is None:
+            self.tell(f"planning the memory of {self._nproc} ranks")
+            try:
+                kept = worker.ask("plan", 300.0, factor=self._nproc, device_memory_bytes=memory)
+            except (WorkerError, UsageError) as error:
+                kept = {"plan": None, "note": f"the memory could not be planned: {error}"}
+            self.study.set_note(key, kept)
+        self.memory_plan = kept["plan"]
+        self._notes = [kept["note"]] if kept["note"] else []
 
     def _race(self, recipes: Sequence[Recipe]) -> None:
         """Race unknown recipes in one heat and keep their trials."""
@@ -386,7 +442,8 @@ class Session:
             calibrated |= level in technique.calibrated
         batch = recipe.levels.get("batch", "")
         factor = int(batch[1:]) if batch.startswith("x") else 1
-        return Entry(recipe, source(recipe, self.facts), environment, factor, calibrated)
+        ranks = self._nproc if recipe.levels.get("parallel", "single") != "single" else 1
+        return Entry(recipe, source(recipe, self.facts), environment, factor, calibrated, ranks)
 
     def _judge(self) -> Judge:
         return Judge(
@@ -494,6 +551,8 @@ class Session:
                 far = max(far, math.log(max(over, 1.0)))
             if limits.max_latency_ms is not None:
                 far = max(far, math.log(max(trial.time_ms / limits.max_latency_ms, 1.0)))
+            if limits.min_throughput is not None and trial.throughput > 0:
+                far = max(far, math.log(max(limits.min_throughput / trial.throughput, 1.0)))
             if limits.max_memory_bytes is not None:
                 far = max(far, math.log(max((trial.peak_bytes or 1) / limits.max_memory_bytes, 1.0)))
             return far
@@ -516,8 +575,15 @@ class Session:
         return tuple(rungs)
 
 
-def space_for(facts: Facts, allowed: Mapping[str, Sequence[str]]) -> tuple[Space, list[LeftOut]]:
-    """The space of recipes that can work here and that the user allows, and what was left out with the rule."""
+def space_for(
+    facts: Facts,
+    allowed: Mapping[str, Sequence[str]],
+    ruled_out: Callable[[Recipe], str] = lambda recipe: "",
+) -> tuple[Space, list[LeftOut]]:
+    """The space of recipes that can work here and that the user allows, and what was left out with the rule.
+
+    `ruled_out` knows of more recipes that cannot work, beyond what the catalogue's own rules say.
+    """
     choices: dict[str, tuple[str, ...]] = {}
     left_out: list[LeftOut] = []
     required: dict[str, str] = {"mode": "eval"} if facts.train_mode_differs else {}
@@ -537,6 +603,8 @@ def space_for(facts: Facts, allowed: Mapping[str, Sequence[str]]) -> tuple[Space
                 left_out.append(LeftOut(technique.name, level.name, "not among the levels allowed by --technique"))
             else:
                 usable.append(level.name)
+                if why := ruled_out(Recipe({technique.name: level.name})):
+                    left_out.append(LeftOut(technique.name, level.name, f"{why}, unless another technique saves it"))
         if technique.name in allowed:
             _pin(technique.name, technique.given, allowed[technique.name], usable, left_out, required)
         choices[technique.name] = tuple(usable)
@@ -550,7 +618,7 @@ def space_for(facts: Facts, allowed: Mapping[str, Sequence[str]]) -> tuple[Space
         for name, level in required.items():
             if recipe.levels and recipe.levels.get(name, find(name).given) != level:
                 return f"{name}={level} is required"
-        return conflict(recipe, facts)
+        return conflict(recipe, facts) or ruled_out(recipe)
 
     space = Space(
         choices=choices,
@@ -642,15 +710,21 @@ def _pin(
         required.setdefault(name, possible[0])
 
 
-def _named(worker: Worker) -> list[str]:
-    """Techniques that the findings of a short diagnosis name; none where the workload cannot be watched."""
-    from fettle.diagnose import Evidence, findings_of, techniques_named
+def _advice(worker: Worker) -> list[dict[str, Any]]:
+    """What the findings of a short diagnosis advise, as plain data; nothing where the workload cannot be watched."""
+    from fettle.diagnose import Evidence, advice, findings_of
 
     try:
         answer = worker.ask("examine", 120.0, label="fettle.diagnose.collect:glance")
     except (WorkerError, UsageError):
         return []
-    return techniques_named(findings_of(msgspec.convert(answer["found"], Evidence, strict=False)))
+    found = findings_of(msgspec.convert(answer["found"], Evidence, strict=False))
+    return [msgspec.to_builtins(item) for item in advice(found)]
+
+
+def _techniques(advised: Sequence[Advice]) -> list[str]:
+    """The techniques that advice names, the most promising first."""
+    return list(dict.fromkeys(name for item in advised for name in item.levels))
 
 
 def _verdict(trial: Trial, indifference: float) -> Verdict:
@@ -695,7 +769,7 @@ def _check_limits(limits: Limits, goal: str, budget_s: float | None, design: str
         raise UsageError(f"unknown design {design!r}: there are {', '.join(DESIGNS)}")
     checks = {
         "max error": limits.max_error, "max latency": limits.max_latency_ms, "max memory": limits.max_memory_bytes,
-        "budget": budget_s,
+        "budget": budget_s, "min throughput": limits.min_throughput,
     }  # fmt: skip
     for name, value in checks.items():
         if value is not None and not value > 0:
@@ -704,6 +778,44 @@ def _check_limits(limits: Limits, goal: str, budget_s: float | None, design: str
         raise UsageError(f"an impossible limit: min agreement is a share between 0 and 1, not {limits.min_agreement:g}")
     if limits.max_metric_drop is not None and not limits.max_metric_drop >= 0:
         raise UsageError(f"an impossible limit: max metric drop must not be below 0, and is {limits.max_metric_drop:g}")
+
+
+def _check_ranks(nproc: int, device_memory_bytes: int | None, mode: str) -> None:
+    if isinstance(nproc, bool) or not 1 <= nproc <= 1024:
+        raise UsageError(f"--nproc {nproc}: give the number of ranks on this machine, 1 to 1024")
+    if nproc > 1 and mode != "training":
+        raise UsageError("--nproc is for training: add --mode training")
+    if device_memory_bytes is not None and device_memory_bytes <= 0:
+        raise UsageError("an impossible limit: device memory must be above 0")
+
+
+def _memory_of_rank(device: str, nproc: int) -> int:
+    """Bytes that one rank may fill: its GPU, or its share of this machine."""
+    import psutil
+    import torch
+
+    if device == "cuda":
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    return int(psutil.virtual_memory().total) // nproc
+
+
+def _plan_rows(made: Mapping[str, Any] | None) -> tuple[PlanRow, ...]:
+    if not made:
+        return ()
+    memory = made["device_memory_bytes"]
+    limit = None if memory is None else int(memory * (1 - made["headroom"]))
+    return tuple(
+        PlanRow(
+            item["strategy"],
+            item["peak_bytes"],
+            item["parts"],
+            limit,
+            item["collectives"],
+            item["sent_bytes"],
+            item["failed"],
+        )
+        for item in made["predictions"]
+    )
 
 
 def _writable(folder: Path) -> Path:

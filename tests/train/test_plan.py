@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from fettle.errors import UsageError
+from fettle.techniques import repeated_blocks
 from fettle.train import plan_formulas as formulas
 from fettle.train.plan import build_fake, plan
 from fettle.train.plan_report import write_plan
-from fettle.train.strategies import KINDS, Strategy, parse_strategy, repeated_blocks, units_of
+from fettle.train.strategies import KINDS, Strategy, parse_strategy, units_of
 from fettle.workload import find_target
 
 HERE = Path(__file__).parent / "planned.py"

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from fettle.cli import _options
+from fettle.errors import UsageError
 
 
 def command(
@@ -27,10 +28,20 @@ def command(
     max_metric_drop: Annotated[float | None, typer.Option(help="how far the workload's metric may fall")] = None,
     max_latency: Annotated[str | None, typer.Option(help="longest time of a call, for example 100ms")] = None,
     max_memory: Annotated[str | None, typer.Option(help="highest peak memory, for example 2GiB")] = None,
+    min_throughput: Annotated[float | None, typer.Option(help="least samples a second, for goal memory")] = None,
+    nproc: Annotated[
+        int, typer.Option(help="training: ranks on this machine that parallel strategies may use, started by torchrun")
+    ] = 1,
+    device_memory: Annotated[
+        str | None, typer.Option(help="training: memory of one rank's device; what the plan says is above is not tried")
+    ] = None,
     technique: Annotated[
         list[str] | None, typer.Option(help="allow levels, NAME=LEVEL,LEVEL; one level pins it. May be repeated")
     ] = None,
     allow_batch: Annotated[bool, typer.Option(help="let fettle change the batch size (goal throughput)")] = False,
+    allow: Annotated[
+        list[str] | None, typer.Option(help="what else fettle may change: batch-size. May be repeated")
+    ] = None,
     design: Annotated[str, typer.Option(help="auto, ladder, factorial or ablation")] = "auto",
     output: Annotated[Path, typer.Option("--output", "-o", help="folder for what is found")] = Path("fettle-out"),
     storage: Annotated[str | None, typer.Option(help="Optuna storage URL; default OUTPUT/study.db")] = None,
@@ -48,11 +59,18 @@ def command(
 
       fettle tune loop.py --mode training --budget 10m
 
+      fettle tune loop.py --mode training --nproc 2 --goal memory --min-throughput 100
+
+      fettle tune loop.py --mode training --allow batch-size
+
       fettle tune model.py --goal latency --max-memory 2GiB --technique precision=fp32,bf16
     """
     from fettle.report import print_result, to_json
     from fettle.tuning import save, tune
 
+    for name in allow or ():
+        if name != "batch-size":
+            raise UsageError(f"--allow {name}: fettle can be allowed to change batch-size")
     budget_s = _options.duration_s(budget, "--budget")
     latency = None if max_latency is None else _options.duration_s(max_latency, "--max-latency") * 1e3
     memory = None if max_memory is None else _options.size_bytes(max_memory, "--max-memory")
@@ -67,9 +85,14 @@ def command(
             max_metric_drop=max_metric_drop,
             max_latency_ms=latency,
             max_memory_bytes=memory,
+            min_throughput=min_throughput,
+            nproc=nproc,
+            device_memory_bytes=None
+            if device_memory is None
+            else _options.size_bytes(device_memory, "--device-memory"),
             budget_s=budget_s or None,
             techniques=_options.technique_levels(technique or []),
-            allow_batch=allow_batch,
+            allow_batch=allow_batch or "batch-size" in (allow or ()),
             design=design,
             output=output,
             storage=storage,

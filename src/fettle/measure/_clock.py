@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from fettle.measure._lockstep import agreed
+
 
 class Clock:
     """Times calls on one device. `time_ns(function)` returns nanoseconds of one call."""
@@ -62,7 +64,7 @@ def warm_up(call: Callable[[], int], *, limit_s: float = 10.0, tolerance: float 
             before = sorted(samples[-2 * size : -size])[size // 2]
             if newest >= before * (1 - tolerance):
                 return samples, True
-        if time.perf_counter() > deadline:
+        if agreed(time.perf_counter() > deadline):
             return samples, False
 
 

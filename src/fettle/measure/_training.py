@@ -19,10 +19,11 @@ from fettle.errors import UsageError, first_line
 from fettle.measure import _meters
 from fettle.measure._accuracy import user_metric
 from fettle.measure._clock import Clock, warm_up
+from fettle.measure._lockstep import mean
 from fettle.measure._trial import Accuracy
 from fettle.measure._worker import Request, State, compile_cache, compiler_notes, notes_kept, weight_bytes
 from fettle.recipe import Recipe
-from fettle.techniques import Facts, load, probe_facts, source
+from fettle.techniques import LARGEST, Facts, load, probe_facts, source
 from fettle.train import (
     SEEDS,
     Band,
@@ -132,7 +133,7 @@ def prepare(state: State, request: Request) -> dict[str, Any]:
         train = load(request.source, request.label)
         torch.manual_seed(0)
         _meters.trim()
-        steps = Steps(train, workload)
+        steps = Steps(train, workload, mean=mean)
         has_peak = _meters.reset_peak(state.device)
         optimize_s = time.perf_counter() - started
 
@@ -157,6 +158,7 @@ def prepare(state: State, request: Request) -> dict[str, Any]:
         peak = _meters.peak_bytes(state.device) if has_peak else None
         state.call_ns = sorted(samples)[len(samples) // 2]
         phases = steps.timeline(max(_TIMELINE_STEPS, len(group)))
+        notes += _collectives(steps)
         if not steady:
             notes.append("the time was still falling after 10 s of warm-up")
         notes += compiler_notes()
@@ -176,7 +178,16 @@ def prepare(state: State, request: Request) -> dict[str, Any]:
     }
 
 
-ACTIONS = {"build": build, "probe": probe, "reference": reference, "prepare": prepare}
+def plan(state: State, request: Request) -> dict[str, Any]:
+    """The memory plan of the strategies that a study of so many ranks would try, from fake tensors."""
+    from fettle.train.plan import as_json
+    from fettle.train.study_plan import plan_for_study
+
+    made, note = plan_for_study(state.target, request.factor, request.device_memory_bytes or None)
+    return {"plan": as_json(made), "note": note}
+
+
+ACTIONS = {"build": build, "probe": probe, "plan": plan, "reference": reference, "prepare": prepare}
 
 
 class _InOrder:
@@ -203,6 +214,23 @@ def _other_seed(target: Target, train: Any, seed: int, baseline: Curve) -> Curve
         return curve
     workload = load_training(target, seed)
     return Steps(train, _seeded(workload, seed, reorder=True)).curve(count)
+
+
+def _collectives(steps: Steps) -> list[str]:
+    """What a step sends, counted in a step of its own: it shows what FSDP really took for its units."""
+    group: Any = torch.distributed if torch.distributed.is_available() else None
+    if group is None or not group.is_initialized():
+        return []
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    with CommDebugMode() as counting:  # type: ignore[no-untyped-call]
+        steps.step()
+    found: dict[str, int] = {}
+    for operator, count in counting.get_comm_counts().items():
+        name = str(operator).rsplit(".", 1)[-1].strip("_")
+        found[name] = found.get(name, 0) + count
+    counts = ", ".join(f"{count} {name}" for name, count in sorted(found.items()))
+    return [f"collectives a step: {counts or 'none seen'}"]
 
 
 def _accuracy(curve: Curve, request: Request) -> Accuracy:
@@ -292,7 +320,7 @@ def _largest_batch(workload: TrainingWorkload, facts: Facts) -> int:
         peaks[factor] = max(0, (_meters.peak_bytes(facts.device) or 0) - before)
         return bool(peaks[factor] <= limit)
 
-    return largest_that_fits(fits, most=32)
+    return largest_that_fits(fits, most=LARGEST)
 
 
 def _pass_length(workload: TrainingWorkload) -> int:

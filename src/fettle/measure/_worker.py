@@ -35,6 +35,7 @@ class Request(msgspec.Struct):
     factor: int = 1
     calibrated: bool = False
     allow_batch: bool = False
+    device_memory_bytes: int = 0
     seconds: float = 0.0
 
 
@@ -180,6 +181,7 @@ def take_slice(state: State, request: Request) -> dict[str, Any]:
     import torch
 
     from fettle.measure import _meters
+    from fettle.measure._lockstep import agreed
 
     wanted_ns = int(request.seconds * 1e9)
     # Where the allocator happens to put a buffer can change the time of a small model by half, for as long as the
@@ -191,7 +193,7 @@ def take_slice(state: State, request: Request) -> dict[str, Any]:
     energy = _meters.energy_j(state.device)
     samples: list[int] = []
     started = time.perf_counter_ns()
-    while not samples or time.perf_counter_ns() - started < wanted_ns:
+    while not samples or agreed(time.perf_counter_ns() - started < wanted_ns):
         samples.append(one_sample(state))
     after = _meters.energy_j(state.device)
     spent = (after - energy) / len(samples) if energy is not None and after is not None else None
@@ -230,12 +232,14 @@ def action(state: State, request: Request) -> Callable[[State, Request], dict[st
 
 def one_sample(state: State) -> int:
     """Time one call; where batches differ in shape, one round through all of them, as the time of a mean call."""
+    from fettle.measure._lockstep import slowest
+
     assert state.cycle is not None
     group = next(state.cycle)
     total = 0
     for batch in group:
         total += state.clock.time_ns(lambda batch=batch: call(state.run, batch))
-    return total // len(group)
+    return slowest(total // len(group))
 
 
 def rotation(batches: Sequence[Any]) -> list[list[Any]]:
@@ -399,22 +403,36 @@ def explain(error: BaseException) -> dict[str, Any]:
     return {"kind": "error", "error": text[:400], "trace": traceback.format_exc()}
 
 
-def main() -> None:
-    """Answer requests until the parent closes the pipe."""
-    with contextlib.suppress(OSError, AttributeError):  # die with the parent, however it dies (Linux)
+def die_with_parent() -> None:
+    """Ask the kernel to end this process when its parent ends, however it ends (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def be_a_worker() -> None:
+    """What every process that measures does first."""
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     warnings.filterwarnings("ignore")
+
+
+def answer_to(state: State, line: bytes) -> dict[str, Any]:
+    """Answer one request; what goes wrong is an answer too."""
+    request = msgspec.json.decode(line, type=Request)
+    try:
+        return action(state, request)(state, request)
+    except (Exception, SystemExit) as error:
+        return explain(error)
+
+
+def main() -> None:
+    """Answer requests until the parent closes the pipe."""
+    be_a_worker()
     requests = os.fdopen(int(sys.argv[1]), "rb")
     answers = os.fdopen(int(sys.argv[2]), "wb", buffering=0)
     state = State()
     for line in requests:
-        request = msgspec.json.decode(line, type=Request)
-        try:
-            answer = action(state, request)(state, request)
-        except (Exception, SystemExit) as error:
-            answer = explain(error)
-        answers.write(msgspec.json.encode(answer) + b"\n")
+        answers.write(msgspec.json.encode(answer_to(state, line)) + b"\n")
     os._exit(0)  # no atexit of compilers and runtimes: nothing here is worth waiting for
 
 

@@ -41,6 +41,8 @@ class Entry:
     """The batch is this many times larger."""
     calibrated: bool = False
     """Batches that calibrated it may not judge it."""
+    ranks: int = 1
+    """Processes that it is spread over."""
 
 
 @dataclass(frozen=True)
@@ -289,7 +291,7 @@ class _Start:
         """Start one process and pause it. Raises `WorkerError`, the process gone."""
         began = time.monotonic()
         log = self.log_folder / f"{self.heat:03d}-{name}.log" if self.log_folder else None
-        worker = Worker({**self.environment, **entry.environment}, log)
+        worker = Worker({**self.environment, **entry.environment}, log, ranks=entry.ranks)
         try:
             runner = _start(worker, entry, self.target, self.fingerprint, self.judging, self.rules, began)
         except BaseException:

@@ -99,6 +99,10 @@ def checks(result: Result, trial: Trial) -> list[Check]:
         found.append(_at_most("metric drop", drop, limits.max_metric_drop, fmt.number))
     if limits.max_latency_ms is not None:
         found.append(_at_most("time of a call", trial.time_ms, limits.max_latency_ms, fmt.milliseconds))
+    if limits.min_throughput is not None:
+        rate = trial.throughput
+        held = None if not math.isfinite(rate) else rate >= limits.min_throughput
+        found.append(Check("samples a second", f"≥ {fmt.number(limits.min_throughput)}", fmt.number(rate), held))
     if limits.max_memory_bytes is not None:
         peak = math.nan if trial.peak_bytes is None else float(trial.peak_bytes)
         found.append(_at_most("peak memory", peak, limits.max_memory_bytes, fmt.size))

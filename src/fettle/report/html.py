@@ -23,10 +23,7 @@ def page(result: Result) -> str:
     return str(
         shell.template("fettle.report", "page.html.j2").render(
             result=result,
-            figures=[{"name": f.name, "title": f.title, "alt": f.alt, "svg": f.svg()} for f in drawn],
-            specs=shell.script_json({f.name: f.spec for f in drawn}),
-            configs=shell.script_json(shell.configs()),
-            bundle=shell.bundle(),
+            **shell.drawing(drawn),
             fmt=_format,
             facts=_facts,
             say=_verdict,

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 
 from fettle.report import _theme
 from fettle.report._clean import clean
+
+if TYPE_CHECKING:
+    from fettle.report.charts import Figure
 
 
 @lru_cache(maxsize=4)
@@ -24,6 +28,16 @@ def script_json(data: Any) -> str:
     """JSON that cannot end the script element it stands in, whatever strings it holds."""
     text = json.dumps(data, default=str)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def drawing(drawn: Sequence[Figure]) -> dict[str, Any]:
+    """What a page needs to show figures: as data for a screen, as SVG for paper, and the library that draws."""
+    return {
+        "figures": [{"name": f.name, "title": f.title, "alt": f.alt, "svg": f.svg()} for f in drawn],
+        "specs": script_json({f.name: f.spec for f in drawn}),
+        "configs": script_json(configs()),
+        "bundle": bundle(),
+    }
 
 
 def configs() -> dict[str, _theme.Spec]:

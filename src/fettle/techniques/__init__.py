@@ -11,11 +11,13 @@ from fettle.techniques import _source, _training
 from fettle.techniques._base import Code, Facts, Level, Technique
 from fettle.techniques._bundles import bundles
 from fettle.techniques._facts import machine_facts, probe_facts
+from fettle.techniques._host import usable_cores
+from fettle.techniques._ranks import modules_by_size, repeated_blocks
 from fettle.techniques._source import load, render
 from fettle.techniques.accumulate import Accumulate
 from fettle.techniques.allocator import Allocator
 from fettle.techniques.attention import Attention
-from fettle.techniques.batch import BatchSize
+from fettle.techniques.batch import LARGEST, BatchSize
 from fettle.techniques.channels_last import ChannelsLast
 from fettle.techniques.checkpointing import Checkpointing
 from fettle.techniques.compile import Compile, Freeze, Region, Shapes
@@ -26,6 +28,7 @@ from fettle.techniques.loading import Loading
 from fettle.techniques.matmul import Matmul
 from fettle.techniques.mode import Mode
 from fettle.techniques.optimizer import OptimizerKind
+from fettle.techniques.parallel import Buckets, Compress, Graph, Offload, Parallel, Policy, Wrap
 from fettle.techniques.precision import Precision
 from fettle.techniques.quantize import Quantize
 from fettle.techniques.runtime import Runtime, Streams
@@ -58,13 +61,21 @@ CATALOGUE: tuple[Technique, ...] = (
     Streams(),
     CudaGraphs(),  # records whatever the others made of the model
     OptimizerKind(),
+    Parallel(),  # around whatever the model has become; its settings are in its own lines
+    Wrap(),
+    Policy(),
+    Offload(),
+    Buckets(),
+    Graph(),
+    Compress(),
     Accumulate(),
     ZeroGrad(),
 )
 
 __all__ = [
-    "CATALOGUE", "Code", "Facts", "Level", "Technique", "bundles", "check_names", "conflict", "find", "known_levels",
-    "load", "machine_facts", "normal", "probe_facts", "render", "source",
+    "CATALOGUE", "LARGEST", "Code", "Facts", "Level", "Technique", "bundles", "check_names", "conflict", "find",
+    "known_levels", "load", "machine_facts", "modules_by_size", "normal", "probe_facts", "render", "repeated_blocks",
+    "source", "usable_cores",
 ]  # fmt: skip
 
 
@@ -82,6 +93,7 @@ def known_levels() -> dict[str, list[str]]:
     """Every level that any technique has on any machine, by technique."""
     known = {technique.name: [level.name for level in technique.levels(Facts())] for technique in CATALOGUE}
     known["threads"] = [Threads.given, *(str(count) for count in range(1, 257))]
+    known["batch"] = [BatchSize.given, *(f"x{factor}" for factor in range(2, LARGEST + 1))]
     return known
 
 

@@ -71,6 +71,8 @@ class Facts:
     """Training: worker processes of the DataLoader; -1 where the data is none."""
     max_grad_norm: float | None = None
     """Training: what gradients are clipped to."""
+    ranks: int = 1
+    """Training: how many processes a parallel strategy may use."""
     largest_batch: int = 0
     """Training: the batch fits this many times over; 0 where that was not looked for."""
 

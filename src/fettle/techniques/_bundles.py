@@ -35,6 +35,10 @@ def _training(facts: Facts) -> list[dict[str, str]]:
     half = {**base, "precision": "autocast-bf16"} if native else base
     compiled = {**half, "compile": "default"}
     masters = {**base, "precision": "bf16-master"}
+    if facts.ranks > 1:  # each strategy as it is, then the usual first choice with what makes a step fast
+        kinds = ("ddp", "zero1", "zero2", "zero3", "hsdp")
+        return [*({"parallel": kind} for kind in kinds), {**half, "parallel": "ddp"}, {**compiled, "parallel": "ddp"},
+                {**base, "parallel": "zero3", "policy": "bf16"}]  # fmt: skip
     return [
         half,
         compiled,

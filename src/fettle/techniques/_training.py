@@ -31,7 +31,7 @@ def load():
 if __name__ == "__main__":
     import time
 
-    torch.manual_seed(0)
+{device}    torch.manual_seed(0)
     model, make_optimizer, loss, data, steps = load()
     torch.manual_seed(0)
     start = time.perf_counter()
@@ -62,11 +62,16 @@ def render_training(
     helpers: dict[str, Callable[..., Any]] = {"endless": endless}
     for _, _, code in parts:
         helpers |= {helper.__name__: helper for helper in code.helpers}
-    lines = preamble(heading or f"A training loop: {recipe}.", environment, helpers.values())
+    heading = heading or f"A training loop: {recipe}."
+    if recipe.levels.get("parallel", "single") != "single":
+        heading += f"\n\nStart it with: torchrun --nproc-per-node {facts.ranks} optimized.py\n"
+    lines = preamble(heading, environment, helpers.values())
     lines += ["", *_train(parts, facts)]
     if target is not None:
         path, load_lines = module_lines(target[0])
-        lines += [_MAIN.format(path=path, load=load_lines, factory=target[1])]
+        on_gpus = facts.device == "cuda" and recipe.levels.get("parallel", "single") != "single"
+        device = '    torch.cuda.set_device(int(__import__("os").environ["LOCAL_RANK"]))\n' if on_gpus else ""
+        lines += [_MAIN.format(path=path, load=load_lines, factory=target[1], device=device)]
     source = "\n".join(lines).rstrip() + "\n"
     ast.parse(source)
     return source

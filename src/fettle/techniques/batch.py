@@ -27,6 +27,7 @@ def joined(data: Any, count: int) -> Any:
 
 
 FACTORS = (2, 4, 8, 16, 32)
+LARGEST = 64
 
 
 class BatchSize(Technique):
@@ -41,7 +42,7 @@ class BatchSize(Technique):
         small = f"only {facts.largest_batch} times the batch fits into memory"
         return [Level("as-given", "as given")] + [
             Level(f"x{factor}", f"{factor} batches joined into one call", why_not or (small if factor > most else ""))
-            for factor in FACTORS
+            for factor in sorted({*FACTORS, facts.largest_batch} - {0, 1})
         ]
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:

@@ -4,14 +4,15 @@ One training step runs under fake tensors, which have shapes and lifetimes and n
 rank 0 of a process group that only pretends to communicate. FSDP2 runs its real code there. DDP's reducer is C++ and
 takes no fake tensors, so its buckets and ZeRO-1's partition are laid out here by the rules that PyTorch documents.
 
-Not counted: the CUDA context, NCCL's buffers, fragmentation, and what a kernel allocates inside itself. That is what
-the headroom is for.
+Not counted: the CUDA context, NCCL's buffers, fragmentation, and what a kernel allocates inside itself (but for
+convolutions on a CPU, each of which is tried once). That is what the headroom is for.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
+import os
 from collections import Counter, UserDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 from fettle.errors import UsageError, first_line
 from fettle.train import plan_formulas as formulas
 from fettle.train.plan_timeline import Collective, Timeline, peak_of
+from fettle.train.plan_workspace import Workspaces
 from fettle.train.strategies import Strategy, apply, mesh_shape, precision_context, units_of, usual_strategies
 from fettle.train.workload import TrainingWorkload, load_training
 from fettle.workload import Target
@@ -190,7 +192,7 @@ def _predict(
         units = [sum(p.numel() * p.element_size() for p in unit.parameters()) for unit in units_of(model, strategy)]
         rest = all_bytes - sum(units)
         called = apply(model, replace(strategy, compile="off"), mesh, ddp=False)
-        timeline, states, optimizer = _step(called, workload, batch, strategy, ranks, device, round_to)
+        timeline, states, optimizer = _step(called, workload, batch, strategy, ranks, ranks_per_node, device, round_to)
     host, extra = 0, 0
     peak = peak_of(timeline)
     if strategy.offload == "cpu":
@@ -226,6 +228,7 @@ def _step(
     batch: Any,
     strategy: Strategy,
     ranks: int,
+    ranks_per_node: int,
     device: str,
     round_to: int,
 ) -> tuple[Timeline, dict[str, int], torch.optim.Optimizer]:
@@ -244,7 +247,9 @@ def _step(
     optimizer.zero_grad(set_to_none=True)
     gc.collect()
 
-    timeline = Timeline(round_to, gloo=device == "cpu")
+    here = max(1, (os.cpu_count() or 1) // min(ranks, ranks_per_node))
+    workspaces = Workspaces(here) if device == "cpu" else None
+    timeline = Timeline(round_to, gloo=device == "cpu", workspace=workspaces)
     with ExitStack() as stack:
         stack.enter_context(_fsdp_marks(timeline))
         stack.enter_context(timeline)

@@ -2,14 +2,15 @@
 
 Under fake tensors an operation computes shapes only, yet its results live exactly as long as real ones would: autograd
 keeps what it saves, modules drop what they are done with. `Timeline` watches these lives. What an operation allocates
-and frees inside itself, below PyTorch's dispatcher, is not seen.
+and frees inside itself, below PyTorch's dispatcher, is not seen: it can be handed a function that knows
+(`fettle.train.plan_workspace`).
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 PARTS = ("parameters", "gradients", "optimizer state", "activations", "transients")
+Workspace = Callable[[Any, Any, Any], int]
+"""``workspace(operator, args, kwargs)``: bytes that the operator holds while it runs, its results among them."""
 
 
 @dataclass
@@ -46,8 +49,9 @@ class Collective:
 class Timeline(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watch storages while active. Use as a context manager, with `phase` around each part of a step."""
 
-    def __init__(self, round_to: int = 1, *, gloo: bool = False) -> None:
+    def __init__(self, round_to: int = 1, *, gloo: bool = False, workspace: Workspace | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._workspace = workspace
         self._gloo = gloo  # it copies: a gathered buffer and the input of a reduce-scatter exist twice for a moment
         self._round_to = round_to  # the CUDA caching allocator hands out multiples of 512 bytes
         self.changes: list[tuple[int, int, str]] = []
@@ -63,6 +67,8 @@ class Timeline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its own dispatch comes back here with local tensors
         made = func(*args, **(kwargs or {}))
+        if self._workspace is not None:
+            self._moment(self._workspace(func, args, kwargs or {}))
         if func.namespace == "c10d":
             self._collective(func, args)
         elif func.namespace not in ("prim", "profiler"):
@@ -156,10 +162,14 @@ class Timeline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         whole = max(sizes) if kind in ("all_gather", "reduce_scatter") else sum(sizes)
         self.collectives.append(Collective(kind, whole))
         if self._gloo and kind in ("all_gather", "reduce_scatter"):
-            index = len(self.lives)
-            self.lives.append(_Life(0, "transients", self._phase, self._phase))
-            self._change(whole, index)
-            self._change(-whole, index)
+            self._moment(whole)
+
+    def _moment(self, size: int) -> None:
+        """Something that is there for a moment only."""
+        index = len(self.lives)
+        self.lives.append(_Life(0, "transients", self._phase, self._phase))
+        self._change(size, index)
+        self._change(-size, index)
 
 
 _COLLECTIVES = (

@@ -24,9 +24,17 @@ for each that is asked for."""
 class Steps:
     """A training run, one step at a time."""
 
-    def __init__(self, train: Train, workload: TrainingWorkload, data: Any = None) -> None:
+    def __init__(
+        self,
+        train: Train,
+        workload: TrainingWorkload,
+        data: Any = None,
+        *,
+        mean: Callable[[torch.Tensor], torch.Tensor] = lambda value: value,
+    ) -> None:
         self.phases_ms = dict.fromkeys(PHASES, 0.0)
         self._workload = workload
+        self._mean = mean  # of a loss over all ranks
         self._norms: list[float] | None = None
         self._clock: tuple[str, float] | None = None
         self._watching = False
@@ -49,7 +57,7 @@ class Steps:
         self._norms = norms
         losses: list[float] = []
         for _ in range(count):
-            losses.append(float(self.step()))
+            losses.append(float(self._mean(self.step())))
             if not math.isfinite(losses[-1]):
                 break
         self._norms = None
@@ -86,7 +94,7 @@ class Steps:
             self._enter("optimizer")
         if self._norms is not None:
             gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+            norm = _whole(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
             scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales inside its step
             self._norms.append(norm / float(scale) if scale is not None else norm)
 
@@ -101,3 +109,8 @@ class Steps:
             phase, began = self._clock
             self.phases_ms[phase] += (time.perf_counter() - began) * 1e3
         self._clock = None
+
+
+def _whole(norm: torch.Tensor) -> float:
+    """A norm as a number, of the whole where the gradients are shards of it."""
+    return float(norm.full_tensor()) if hasattr(norm, "full_tensor") else float(norm)

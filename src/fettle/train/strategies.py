@@ -8,13 +8,13 @@ then sharding. ZeRO-1 is DDP with `ZeroRedundancyOptimizer`; ZeRO-2 and ZeRO-3 a
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from fettle.errors import UsageError
+from fettle.techniques import modules_by_size, repeated_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -114,66 +114,6 @@ def usual_strategies() -> list[Strategy]:
             "zero3 wrap=root",
         )
     ]
-
-
-def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The outermost modules with parameters whose class is found twice or more in lists of modules.
-
-    Layers that come with torch are no blocks, except its transformer layers: wrapping each Linear would pay one
-    collective for every matrix.
-    """
-    from torch import nn
-
-    def members(parent: nn.Module) -> list[nn.Module]:
-        return [
-            child
-            for child in parent.children()
-            if isinstance(parent, (nn.ModuleList, nn.Sequential))
-            and any(True for _ in child.parameters())
-            and not isinstance(child, (nn.ModuleList, nn.Sequential))
-            and (not type(child).__module__.startswith("torch.nn.") or "Layer" in type(child).__name__)
-            and not isinstance(child, nn.LayerNorm)
-        ]
-
-    counts = Counter(type(child) for parent in model.modules() for child in members(parent))
-    found: list[nn.Module] = []
-
-    def walk(parent: nn.Module) -> None:
-        chosen = {id(child) for child in members(parent) if counts[type(child)] >= 2}
-        for child in parent.children():
-            if id(child) in chosen:
-                if not any(child is other for other in found):
-                    found.append(child)
-            else:
-                walk(child)
-
-    walk(model)
-    return found
-
-
-def modules_by_size(model: torch.nn.Module, share: float = 0.05) -> list[torch.nn.Module]:
-    """Modules to shard as units so that each new unit holds at least `share` of all parameters; inner ones first.
-
-    A container whose children can be called is wrapped where its remaining parameters reach the size; a
-    `ModuleList` is never one, as it has no forward of its own.
-    """
-    from torch import nn
-
-    total = sum(parameter.numel() for parameter in model.parameters())
-    units: list[nn.Module] = []
-    taken: set[int] = set()
-
-    def walk(module: nn.Module) -> None:
-        for child in module.children():
-            walk(child)
-        left = [p for p in module.parameters() if id(p) not in taken]
-        called = not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
-        if module is not model and called and sum(p.numel() for p in left) >= share * total:
-            units.append(module)
-            taken.update(id(p) for p in left)
-
-    walk(model)
-    return units
 
 
 def units_of(model: torch.nn.Module, strategy: Strategy) -> list[torch.nn.Module]:

@@ -29,6 +29,9 @@ from fettle.workload import Target
 LOWEST_AVAILABLE = 0.04
 """Share of the machine's memory below which the trial is ended, before the kernel ends whatever it likes."""
 
+_QUIET = {"KINETO_LOG_LEVEL": "99"}
+"""The profiler's library writes to stderr otherwise, and the last line there is a dead rank's last word."""
+
 
 @dataclass(frozen=True)
 class RankResult:
@@ -97,7 +100,7 @@ def launch(
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
-                env={**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc))},
+                env={**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc)), **_QUIET},
                 start_new_session=True,
             )
         try:

@@ -1,8 +1,8 @@
 """One rank: build the workload, apply the strategy, train a few steps, write what it held at its peak.
 
-The peak is taken from the profiler's record of every allocation and free of the CPU allocator, begun before the model
-is built, so that nothing is missing from it. Resident memory would show the heap's habits instead. What libraries
-allocate with malloc (oneDNN's workspaces, gloo's buffers) is in neither the record nor a prediction.
+The peak is that of the CPU allocator's own count of bytes that are handed out, begun before the model is built, so that
+nothing is missing from it. Resident memory would show the heap's habits instead. oneDNN and gloo take their workspaces
+from the same allocator and are counted; what a library takes from malloc is in neither the count nor a prediction.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fettle.errors import UsageError, first_line
+from fettle.train.allocations import allocations, peak_of
 from fettle.train.strategies_launch import RankResult, die_with_parent
 
 if TYPE_CHECKING:
@@ -74,30 +75,33 @@ def _train(request: dict[str, Any], rank: int, stage: Any) -> RankResult:
             model = apply(workload.model, strategy, mesh)
             optimizer = make_optimizer(model, strategy, workload.optimizer)
             batch = workload.first
-            losses, step_ms, states, counts = [], [], {}, dict[str, int]()
+            losses, step_ms, states = [], [], dict[str, int]()
+
+            def step(number: int) -> torch.Tensor:
+                stage(f"forward of step {number}")
+                with precision_context(strategy, "cpu"):
+                    loss = workload.loss(model, batch)
+                stage(f"backward of step {number}")
+                loss.backward()  # type: ignore[no-untyped-call]
+                states.update(_states(model, optimizer))
+                stage(f"optimizer of step {number}")
+                if workload.max_grad_norm is not None:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), workload.max_grad_norm)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                return loss.detach()
+
             gc.collect()
             with record_function(_STEPS):
                 for number in range(request["steps"]):
                     began = time.perf_counter()
-                    counting = CommDebugMode() if number == request["steps"] - 1 else nullcontext()  # type: ignore[no-untyped-call]
-                    with counting:
-                        stage(f"forward of step {number + 1}")
-                        with precision_context(strategy, "cpu"):
-                            loss = workload.loss(model, batch)
-                        stage(f"backward of step {number + 1}")
-                        loss.backward()  # type: ignore[no-untyped-call]
-                        states = _states(model, optimizer)
-                        stage(f"optimizer of step {number + 1}")
-                        if workload.max_grad_norm is not None:
-                            torch.nn.utils.clip_grad_norm_(model.parameters(), workload.max_grad_norm)
-                        optimizer.step()
-                        optimizer.zero_grad(set_to_none=True)
-                    losses.append(float(loss.detach()))
-                    del loss
+                    losses.append(float(step(number + 1)))
                     step_ms.append((time.perf_counter() - began) * 1e3)
-                    if isinstance(counting, CommDebugMode):
-                        counts = {str(op).split(".")[-1]: n for op, n in counting.get_comm_counts().items()}
             states["optimizer state"] = _bytes(_optimizer_tensors(optimizer))
+            # Counted in a step of its own: the mode that counts keeps gradients alive for longer.
+            with CommDebugMode() as counting:  # type: ignore[no-untyped-call]
+                step(request["steps"] + 1)
+            counts = {str(op).split(".")[-1]: n for op, n in counting.get_comm_counts().items()}
         stage("done")
         return RankResult(rank, record.peak_bytes, states, losses, step_ms, counts)
     finally:
@@ -116,51 +120,9 @@ def _recording(on: bool) -> Iterator[_Record]:
     if not on:
         yield record
         return
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as running:
+    with allocations() as taken:
         yield record
-    assert running.profiler is not None
-    assert running.profiler.kineto_results is not None
-    record.peak_bytes = _peak(running.profiler.kineto_results.experimental_event_tree())
-
-
-def _peak(roots: list[Any]) -> int:
-    """Most bytes alive at once between the begin and the end of the steps.
-
-    A buffer that gloo allocates inside a collective is freed in a thread of its own, where the profiler does not look:
-    it is taken to end with the collective, for which the rank waits anyway.
-    """
-    moves: list[tuple[int, int, int, int]] = []  # time, number of the event, address, size
-    begin, end = 0, 1 << 62
-    left: list[tuple[Any, int]] = [(root, 0) for root in roots]
-    while left:
-        event, collective_end = left.pop()
-        kind = str(event.tag).rsplit(".", 1)[-1]
-        if kind == "TorchOp" and event.name.startswith("c10d::"):
-            collective_end = event.end_time_ns
-        left.extend((child, collective_end) for child in event.children)
-        if kind == "Allocation" and event.extra_fields.device.type == "cpu":
-            address, size = int(event.extra_fields.ptr), int(event.extra_fields.alloc_size)
-            moves.append((event.start_time_ns, len(moves), address, size))
-            if collective_end and size > 0:
-                moves.append((collective_end, len(moves), address, -size))
-        elif kind == "TorchOp" and event.name == _STEPS:
-            begin, end = event.start_time_ns, event.end_time_ns
-    alive: dict[int, int] = {}
-    total = most = 0
-    inside = False
-    for time_ns, _, address, size in sorted(moves):
-        if not inside and time_ns >= begin:
-            most, inside = total, True
-        if size >= 0:
-            total += size - alive.get(address, 0)  # handed out again: freed where nobody looked
-            alive[address] = size
-        else:
-            total -= alive.pop(address, 0)
-        if inside and time_ns <= end:
-            most = max(most, total)
-    return most
+    record.peak_bytes = peak_of(taken(), within=_STEPS)
 
 
 def _states(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:

@@ -1,0 +1,123 @@
+"""Plain functions that spread a training step over the ranks of a process group, copied into ``optimized.py``.
+
+`fettle.train.strategies`, which plans and launches strategies by themselves, uses the same ones.
+"""
+
+from typing import Any
+
+import torch
+
+
+def join_ranks(device_type: str) -> tuple[int, int]:
+    """Join the process group that torchrun describes, and return this rank and how many there are."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+    return dist.get_rank(), dist.get_world_size()
+
+
+def own_rows(data: Any, rank: int, world: int) -> Any:
+    """The rank's rows of every batch of `data`, without end: all ranks together train on the batches as given."""
+    from torch.utils import _pytree as pytree
+
+    while True:
+        for batch in data:
+            leaves, structure = pytree.tree_flatten(batch)
+            rows = next(len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim())
+            if rows < world:
+                raise ValueError(f"a batch of {rows} rows cannot be spread over {world} ranks")
+            yield pytree.tree_unflatten(
+                [leaf.tensor_split(world)[rank] if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == rows
+                 else leaf for leaf in leaves], structure
+            )  # fmt: skip
+
+
+def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The outermost modules with parameters whose class is found twice or more in lists of modules.
+
+    Layers that come with torch are no blocks, except its transformer layers: wrapping each Linear would pay one
+    collective for every matrix.
+    """
+    from collections import Counter
+
+    lists = (torch.nn.ModuleList, torch.nn.Sequential)
+
+    def members(parent: torch.nn.Module) -> list[torch.nn.Module]:
+        return [
+            child
+            for child in parent.children()
+            if isinstance(parent, lists)
+            and any(True for _ in child.parameters())
+            and not isinstance(child, (*lists, torch.nn.LayerNorm))
+            and (not type(child).__module__.startswith("torch.nn.") or "Layer" in type(child).__name__)
+        ]
+
+    counts = Counter(type(child) for parent in model.modules() for child in members(parent))
+    found: list[torch.nn.Module] = []
+
+    def walk(parent: torch.nn.Module) -> None:
+        chosen = {id(child) for child in members(parent) if counts[type(child)] >= 2}
+        for child in parent.children():
+            if id(child) not in chosen:
+                walk(child)
+            elif not any(child is other for other in found):
+                found.append(child)
+
+    walk(model)
+    return found
+
+
+def modules_by_size(model: torch.nn.Module, share: float = 0.05) -> list[torch.nn.Module]:
+    """Modules to shard as units so that each new unit holds at least `share` of all parameters; inner ones first.
+
+    A container whose children can be called is wrapped where its remaining parameters reach the size; a
+    `ModuleList` is never one, as it has no forward of its own.
+    """
+    total = sum(parameter.numel() for parameter in model.parameters())
+    never = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
+    units: list[torch.nn.Module] = []
+    taken: set[int] = set()
+
+    def walk(module: torch.nn.Module) -> None:
+        for child in module.children():
+            walk(child)
+        left = [p for p in module.parameters() if id(p) not in taken]
+        if module is not model and not isinstance(module, never) and sum(p.numel() for p in left) >= share * total:
+            units.append(module)
+            taken.update(id(p) for p in left)
+
+    walk(model)
+    return units
+
+
+def shard(model: torch.nn.Module, units: list[torch.nn.Module], mesh: Any, **options: Any) -> None:
+    """FSDP2: shard each unit, then what is left in the root, over `mesh`. A mesh of two dimensions replicates over
+    the first."""
+    from torch.distributed.fsdp import fully_shard
+
+    for unit in units:
+        fully_shard(unit, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+
+
+def mesh_of(device_type: str, world: int, inner: int = 0) -> Any:
+    """All ranks in one dimension, or with `inner` so many of them sharing one copy and the others replicating it."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if not inner:
+        return init_device_mesh(device_type, (world,), mesh_dim_names=("shard",))
+    return init_device_mesh(device_type, (world // inner, inner), mesh_dim_names=("replicate", "shard"))
+
+
+def split_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The same optimizer with its state split over the ranks, each of which updates its part and sends it to all."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    if len(optimizer.param_groups) != 1:
+        raise ValueError("several parameter groups are not split here")
+    named = ("params", "differentiable", "decoupled_weight_decay")
+    given = {key: value for key, value in optimizer.param_groups[0].items() if key not in named}
+    split = ZeroRedundancyOptimizer(optimizer.param_groups[0]["params"], optimizer_class=type(optimizer), **given)
+    split._optimizer_step_pre_hooks.update(optimizer._optimizer_step_pre_hooks)
+    return split

@@ -1,0 +1,218 @@
+"""Training over several ranks: which parallel strategy, and its settings.
+
+The batches stay as given: each rank takes its rows of every batch, so that all ranks together make the same steps as
+one process would. A baseline and a strategy are then the same training, and are compared by time per row.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from fettle.recipe import Recipe
+from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.techniques._ranks import (
+    join_ranks,
+    mesh_of,
+    modules_by_size,
+    own_rows,
+    repeated_blocks,
+    shard,
+    split_state,
+)
+
+REPLICATED, SHARDED = ("ddp", "zero1"), ("zero2", "zero3", "hsdp")
+
+
+class _Setting(Technique):
+    """A setting that some strategies have."""
+
+    modes: ClassVar[frozenset[str]] = frozenset({"training"})
+    rung = 4
+    cost = 2
+    kinds: ClassVar[tuple[str, ...]]
+
+    def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
+        if level != self.given and recipe.levels.get("parallel", "single") not in self.kinds:
+            return f"needs parallel={' or '.join(self.kinds)}"
+        return ""
+
+    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        return Code()  # part of what `Parallel.code` writes
+
+
+def _alone(facts: Facts) -> str:
+    return "" if facts.ranks > 1 else "there is one rank: give --nproc"
+
+
+class Parallel(Technique):
+    name = "parallel"
+    modes: ClassVar[frozenset[str]] = frozenset({"training"})
+    rung = 4
+    title = "parallel strategy"
+    given = "single"
+    cost = 2
+
+    def levels(self, facts: Facts) -> list[Level]:
+        alone = _alone(facts)
+        if not alone and facts.samples % facts.ranks:
+            alone = f"a batch of {facts.samples} rows has no {facts.ranks} equal parts"
+        return [
+            Level("single", "one process, as given"),
+            Level("ddp", "DistributedDataParallel: every rank holds all", alone),
+            Level("zero1", "DDP with the optimizer's state split over the ranks", alone),
+            Level("zero2", "FSDP2, parameters gathered once a step (reshard_after_forward=False)", alone),
+            Level("zero3", "FSDP2, parameters gathered for each use (reshard_after_forward=True)", alone),
+            Level("hsdp", "FSDP2 on a mesh: shards inside a group of ranks, copies between groups",
+                  alone or ("" if facts.ranks % 2 == 0 else f"{facts.ranks} ranks are no mesh of two dimensions")),
+        ]  # fmt: skip
+
+    def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
+        precision = recipe.levels.get("precision", "fp32")
+        if level in SHARDED and precision in ("bf16-master", "autocast-fp16"):
+            return f"precision={precision} keeps copies of its own, which shards do not have"
+        if level == "zero1" and precision in ("bf16-master", "autocast-fp16"):
+            return f"precision={precision} changes the optimizer's step, which is split over ranks here"
+        return ""
+
+    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        lines = [f'rank, world = join_ranks("{facts.device}")', "data = own_rows(data, rank, world)"]
+        if level in SHARDED:
+            return _sharded(level, recipe, facts, lines)
+        view = recipe.levels.get("ddp_buckets", "view") == "view"
+        static = recipe.levels.get("ddp_graph", "dynamic") == "static"
+        lines.append(
+            "model = torch.nn.parallel.DistributedDataParallel("
+            f"model, gradient_as_bucket_view={view}, static_graph={static})"
+        )
+        lines += _HOOKS[recipe.levels.get("ddp_compress", "none")]
+        zero1 = level == "zero1"
+        return Code(
+            helpers=(join_ranks, own_rows, *((split_state,) if zero1 else ())),
+            prepare=tuple(lines),
+            optimizer=("optimizer = split_state(optimizer)",) if zero1 else (),
+        )
+
+
+def _sharded(level: str, recipe: Recipe, facts: Facts, lines: list[str]) -> Code:
+    wrap = recipe.levels.get("wrap", "block")
+    sizes = "modules_by_size(model)"
+    units = {"block": f"repeated_blocks(model) or {sizes}", "size": sizes, "root": "[]"}[wrap]
+    options = [f"reshard_after_forward={level != 'zero2'}"]
+    if recipe.levels.get("policy") == "bf16":
+        lines.append("from torch.distributed.fsdp import MixedPrecisionPolicy")
+        options.append("mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)")
+    if recipe.levels.get("offload") == "cpu":
+        lines.append("from torch.distributed.fsdp import CPUOffloadPolicy")
+        options.append(f"offload_policy=CPUOffloadPolicy(pin_memory={facts.device == 'cuda'})")
+    inner = f", {max(1, facts.ranks // 2)}" if level == "hsdp" else ""
+    lines += [
+        f'mesh = mesh_of("{facts.device}", world{inner})',
+        f"shard(model, {units}, mesh, {', '.join(options)})",
+        "parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]",
+    ]
+    finders = {"block": (repeated_blocks, modules_by_size), "size": (modules_by_size,), "root": ()}[wrap]
+    return Code(helpers=(join_ranks, own_rows, *finders, mesh_of, shard), prepare=tuple(lines))
+
+
+_HOOKS = {
+    "none": [],
+    "fp16": [
+        "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook",
+        "model.register_comm_hook(None, fp16_compress_hook)",
+    ],
+    "powersgd": [
+        "from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd",
+        "state = powersgd.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)",
+        "model.register_comm_hook(state, powersgd.powerSGD_hook)",
+    ],
+}
+
+
+class Wrap(_Setting):
+    name = "wrap"
+    title = "FSDP units"
+    given = "block"
+    kinds = SHARDED
+    needs: ClassVar[Mapping[str, str]] = {"parallel": "zero3"}
+
+    def levels(self, facts: Facts) -> list[Level]:
+        return [
+            Level("block", "each repeated block is a unit"),
+            Level("size", "modules above a twentieth of the parameters are units", _alone(facts)),
+            Level("root", "one unit, the whole model: a mistake, gathered at once", _alone(facts)),
+        ]
+
+
+class Policy(_Setting):
+    name = "policy"
+    title = "FSDP mixed precision"
+    given = "fp32"
+    kinds = SHARDED
+    needs: ClassVar[Mapping[str, str]] = {"parallel": "zero3"}
+
+    def levels(self, facts: Facts) -> list[Level]:
+        return [
+            Level("fp32", "as given"),
+            Level("bf16", "parameters gathered and used in bfloat16, gradients reduced in float32", _alone(facts)),
+        ]
+
+    def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
+        if level == "bf16" and recipe.levels.get("precision", "fp32") != "fp32":
+            return "the policy converts already what precision would"
+        return super().conflict(level, recipe, facts)
+
+
+class Offload(_Setting):
+    name = "offload"
+    title = "FSDP offloading"
+    given = "none"
+    kinds = SHARDED
+    needs: ClassVar[Mapping[str, str]] = {"parallel": "zero3"}
+
+    def levels(self, facts: Facts) -> list[Level]:
+        return [
+            Level("none", "as given"),
+            Level("cpu", "shards, gradients and optimizer state in host memory", _alone(facts)),
+        ]
+
+
+class Buckets(_Setting):
+    name = "ddp_buckets"
+    title = "DDP buckets"
+    given = "view"
+    kinds = REPLICATED
+    needs: ClassVar[Mapping[str, str]] = {"parallel": "ddp"}
+
+    def levels(self, facts: Facts) -> list[Level]:
+        return [
+            Level("view", "gradients live inside the buckets"),
+            Level("copy", "gradients are copied into buckets", _alone(facts)),
+        ]
+
+
+class Graph(_Setting):
+    name = "ddp_graph"
+    title = "DDP graph"
+    given = "dynamic"
+    kinds = REPLICATED
+    needs: ClassVar[Mapping[str, str]] = {"parallel": "ddp"}
+
+    def levels(self, facts: Facts) -> list[Level]:
+        return [
+            Level("dynamic", "the parameters in use are found out in each step"),
+            Level("static", "the same parameters are used in each step", _alone(facts)),
+        ]
+
+
+class Compress(_Setting):
+    name = "ddp_compress"
+    title = "DDP gradient compression"
+    given = "none"
+    kinds = REPLICATED
+    needs: ClassVar[Mapping[str, str]] = {"parallel": "ddp"}
+
+    def levels(self, facts: Facts) -> list[Level]:
+        return [
+            Level("none", "gradients are sent as they are"),
+            Level("fp16", "gradients are sent in float16", _alone(facts)),
+            Level("powersgd", "gradients are sent as products of rank 1 with error feedback", _alone(facts)),
+        ]

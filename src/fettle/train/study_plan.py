@@ -1,0 +1,79 @@
+"""The memory plan as a study uses it: which strategies it asks about, and which recipes the plan rules out.
+
+A study's ranks share the batches as given, so one rank's batch is a share of the workload's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from fettle.memory.units import size_text
+from fettle.techniques import repeated_blocks
+from fettle.train.plan import Plan, build_fake, plan
+from fettle.train.strategies import KINDS, Strategy, parse_strategy
+from fettle.workload import Target
+
+_EXACT = ("parallel", "wrap", "offload", "ddp_buckets", "ddp_compress", "ddp_graph", "optimizer", "threads", "loading",
+          "zero_grad", "allocator", "matmul")  # fmt: skip
+"""Techniques that the plan knows, or that take no device memory worth counting: with others a recipe may need less."""
+
+
+def plan_for_study(target: Target, ranks: int, device_memory_bytes: int | None) -> tuple[Plan, str]:
+    """Plan each strategy for `ranks` ranks that share the workload's batch; (plan, note of how it was built)."""
+    workload, mode, note = build_fake(target)
+    rows = workload.rows
+
+    def share(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[: max(1, rows // ranks)] if tensor.dim() and tensor.shape[0] == rows else tensor
+
+    with mode:
+        part = tree_map_only(torch.Tensor, share, workload.first)
+    whole = dataclasses.replace(workload, name=workload.name or target.name)
+    device = next(workload.model.parameters()).device.type
+    options: dict[str, Any] = {"device_memory_bytes": device_memory_bytes, "device": device, "mode": mode,
+                               "ranks_per_node": max(1, ranks)}  # fmt: skip
+    alone = plan(whole, ranks, strategies=[Strategy()], **options)
+    made = plan(dataclasses.replace(whole, data=[part]), ranks, strategies=_asked(workload.model), **options)
+    return dataclasses.replace(made, predictions=(*alone.predictions, *made.predictions)), note
+
+
+def rules_out(made: Mapping[str, Any] | None, levels: Mapping[str, str]) -> str:
+    """Why the plan says that a recipe cannot fit, as a phrase; empty where it may.
+
+    Where the plan knows all that the recipe does to memory its peak decides, else what no technique takes away: the
+    parameters, gradients and optimizer state.
+    """
+    if not made or made["device_memory_bytes"] is None:
+        return ""
+    wanted = str(_strategy(levels))
+    found = next((item for item in made["predictions"] if item["strategy"] == wanted and not item["failed"]), None)
+    if found is None:
+        return ""
+    most = made["device_memory_bytes"] * (1 - made["headroom"])
+    known = all(name in _EXACT or (name == "checkpoint" and level == "blocks") for name, level in levels.items())
+    needs = found["peak_bytes"] if known else sum(found["states"].values()) - found["host_bytes"]
+    if levels.get("precision") == "bf16-master" or needs <= most:
+        return ""
+    what = "a rank's peak" if known else "a rank's parameters, gradients and optimizer state"
+    return f"the plan says {what} of {size_text(needs)}, above {size_text(round(most))}"
+
+
+def _strategy(levels: Mapping[str, str]) -> Strategy:
+    kind = levels.get("parallel", "single")
+    settings = {"wrap": levels.get("wrap", "block"), "offload": levels.get("offload", "none")}
+    checkpoint = "block" if levels.get("checkpoint") == "blocks" else "none"
+    return Strategy(kind, checkpoint=checkpoint, buckets=levels.get("ddp_buckets", "view"),
+                    compress=levels.get("ddp_compress", "none"), **settings)  # fmt: skip
+
+
+def _asked(model: torch.nn.Module) -> list[Strategy]:
+    texts = [kind for kind in KINDS if kind != "single"]
+    texts += ["zero3 wrap=root", "zero3 offload=cpu"]
+    if repeated_blocks(model):
+        texts += [f"{kind} checkpoint=block" for kind in ("ddp", "zero3")]
+    return [parse_strategy(text) for text in texts]

@@ -1,0 +1,116 @@
+"""Trials of several ranks: they race like any other, and whatever goes wrong is one failed trial, no orphan."""
+
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from fettle.measure import Entry, Judge, Rules, Worker, WorkerError, race
+from fettle.recipe import Recipe
+from fettle.techniques import Facts, source
+from fettle.workload import find_target
+
+TRAIN = Path(__file__).parent.parent / "train"
+FACTS = Facts(mode="training", samples=16, ranks=2, max_grad_norm=1.0, optimizer="AdamW", block_classes=("Block",))
+
+
+def family() -> set[int]:
+    """Processes that run a rank or the process that starts them."""
+    found = set()
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        if "fettle.measure._ranks" in " ".join(process.info["cmdline"] or ()):
+            found.add(process.info["pid"])
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_orphans():
+    before = family()
+    yield
+    deadline = time.monotonic() + 10
+    while (left := family() - before) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
+
+
+def target(name: str) -> dict:
+    return msgspec.to_builtins(replace(find_target(f"{TRAIN}/{name}"), mode="training"))
+
+
+def raced(where: str, *recipes: str, timeout_s: float = 120):
+    entries = [Entry(Recipe(), source(Recipe(), FACTS))]
+    for text in recipes:
+        recipe = Recipe.parse(text)
+        entries.append(Entry(recipe, source(recipe, FACTS), ranks=2))
+    return race(target(where), "", entries, Judge(), Rules(max_rounds=3, prepare_timeout_s=timeout_s))
+
+
+def test_two_ranks_train_as_one_process_does():
+    base, ddp = raced("planned.py:workload", "parallel=ddp")
+    assert ddp.status == "measured", ddp.reason
+    assert ddp.samples == base.samples  # the ranks share the batch as given
+    assert list(ddp.accuracy.losses) == pytest.approx(list(base.accuracy.losses), abs=1e-5)
+    assert ddp.speedup is not None
+    assert any(note.startswith("collectives a step:") and "allreduce" in note for note in ddp.notes)
+
+
+def test_a_rank_that_dies_is_one_failed_trial():
+    base, ddp = raced("planned.py:dies", "parallel=ddp")
+    assert base.status == "measured"
+    assert (ddp.status, ddp.reason) == ("failed", "rank 1 was ended by SIGSEGV in prepare")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("factory", "words"),
+    [("raises", "rank 1: ValueError: a bad row"), ("out_of_memory", "rank 1: out of memory"), ("hangs", "timed out")],
+)
+def test_other_ways_to_fail(factory: str, words: str) -> None:
+    base, ddp = raced(f"planned.py:{factory}", "parallel=ddp", timeout_s=30)
+    assert base.status == "measured"
+    assert ddp.status == "failed"
+    assert words in ddp.reason
+
+
+@pytest.mark.slow
+def test_every_strategy_runs_and_trains_alike():
+    base, *others = raced(
+        "planned.py:workload", "parallel=zero1", "parallel=zero2", "parallel=zero3", "parallel=hsdp",
+        "parallel=zero3 wrap=root", "parallel=zero3 wrap=size", "parallel=zero3 policy=bf16",
+        "parallel=zero3 offload=cpu", "parallel=zero3 checkpoint=blocks", "parallel=ddp ddp_buckets=copy",
+        "parallel=ddp ddp_graph=static", "parallel=ddp ddp_compress=fp16", "parallel=ddp ddp_compress=powersgd",
+    )  # fmt: skip
+    seen = {}
+    for trial in others:
+        assert trial.status == "measured", f"{trial.recipe}: {trial.reason}"
+        if "powersgd" in str(trial.recipe):  # another update, which is for the guard to judge
+            continue
+        near = 0.05 if "compress" in str(trial.recipe) or "policy" in str(trial.recipe) else 1e-4
+        assert list(trial.accuracy.losses) == pytest.approx(list(base.accuracy.losses), abs=near), trial.recipe
+        seen[str(trial.recipe)] = " ".join(trial.notes)
+    # The counts prove what FSDP took for its units: three blocks and the root, gathered twice a step; or all at once.
+    assert "8 allgather_base, 4 reduce_scatter_base" in seen["parallel=zero3"]
+    assert "4 allgather_base, 4 reduce_scatter_base" in seen["parallel=zero2"]
+    assert "1 reduce_scatter_base" in seen["parallel=zero3 wrap=root"]
+
+
+@pytest.mark.slow
+def test_ranks_end_with_the_process_that_started_them():
+    before = family()
+    worker = Worker(ranks=2)
+    try:
+        worker.ask("build", 120, target=target("planned.py:workload"))
+        ranks = family() - before
+        assert len(ranks) == 3
+        os.kill(worker.pid, signal.SIGKILL)
+        _, alive = psutil.wait_procs([psutil.Process(pid) for pid in ranks - {worker.pid}], timeout=10)
+        assert not alive
+        with pytest.raises(WorkerError, match="SIGKILL"):
+            worker.ask("slice", 10, seconds=0.1)
+    finally:
+        worker.close()
