@@ -71,7 +71,7 @@ def losses_words(result: Result) -> str:
 
 
 def timeline(result: Result) -> Drawn | None:
-    """One bar for each of baseline and winner: the phases of a mean step, one after the other."""
+    """One bar for each of baseline, winner and plain parallel strategy: the parts of a mean step, side by side."""
     rows = timeline_rows(result)
     if not rows:
         return None
@@ -93,7 +93,7 @@ def timeline(result: Result) -> Drawn | None:
             tooltip=["run:N", "phase:N", alt.Tooltip("ms:Q", format=".2f")],
         )
     )
-    return alt.layer(bars).properties(width="container", height=52 * len(labels))
+    return alt.layer(bars).properties(width="container", height=(52 if len(labels) < 3 else 36) * len(labels))
 
 
 def timeline_rows(result: Result) -> Rows:
@@ -101,6 +101,10 @@ def timeline_rows(result: Result) -> Rows:
     named: list[tuple[str, Trial]] = [("as given", result.baseline)] if result.baseline else []
     if result.winner is not None and result.winner.recipe.levels:
         named.append(("tuned", result.winner))
+    shown = {str(trial.recipe) for _, trial in named}
+    for trial in result.trials:  # each parallel strategy by itself, for what it spends on communication
+        if list(trial.recipe.levels) == ["parallel"] and trial.phases_ms and str(trial.recipe) not in shown:
+            named.append((trial.recipe.levels["parallel"], trial))
     rows: Rows = []
     for run, trial in named:
         start = 0.0
@@ -120,7 +124,7 @@ def timeline_words(result: Result) -> str:
 
 
 def plan(result: Result) -> Drawn | None:
-    """Stacked bars of the peak that the plan predicted for a rank of each strategy; the line is what a device may hold."""
+    """Stacked bars of the peak that the plan predicts for a rank of each strategy; the line is what a device holds."""
     rows = plan_rows(result)
     if not rows:
         return None
@@ -135,7 +139,7 @@ def plan(result: Result) -> Drawn | None:
                 "part:N",
                 scale=alt.Scale(domain=list(MEMORY), range=[*LEVERS[: len(MEMORY) - 1], QUIET]),
                 title=None,
-                legend=alt.Legend(columns=3),
+                legend=alt.Legend(columns=2),
             ),
             order="order:Q",
             tooltip=["strategy:N", "part:N", "size:N"],

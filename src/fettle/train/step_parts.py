@@ -1,9 +1,9 @@
 """Where the time of a training step goes: data, forward, backward, optimizer, communication, idle.
 
 Every moment belongs to exactly one of them, so they add up to the wall time. A moment is communication where a
-collective is on its way and no operator runs (communication behind computing costs nothing and is not shown); idle where
-neither does: the interpreter between operators on a CPU, a device that waits on a GPU. Else it belongs to its phase.
-Waiting for data is the phase data, whatever runs meanwhile.
+collective is on its way and no operator runs (communication behind computing costs nothing and is not shown); idle
+where neither does: the interpreter between operators on a CPU, a device that waits on a GPU. Else it belongs to its
+phase. Waiting for data is the phase data, whatever runs meanwhile.
 """
 
 from __future__ import annotations
