@@ -235,7 +235,7 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     "recompile": ("recompiles",),
     "recompile-limit": ("recompiles",),
     "data-wait": ("data-wait", "waiting", "loading"),
-    "small-batch": ("host-bound", "small-products", "python-loop"),
+    "small-batch": ("small-batch",),
     "duplicate-data": ("duplicate-data",),
     "launch-bound": ("host-bound", "small-kernels", "python-loop", "small-products"),
     "unfused-elementwise": ("not-fused",),

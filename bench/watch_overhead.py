@@ -1,6 +1,6 @@
 """What watching costs: a training loop with and without `fettle.watch`, the two in turn in random order.
 
-    python bench/watch_overhead.py --rounds 40
+    python bench/watch_overhead.py --rounds 20
 
 Every round times a block of equal steps each way; the figure is the median of the paired ratios with a 95% interval
 (bootstrap). The limit is 2%.
@@ -49,8 +49,8 @@ def block(steps: int, width: int, watched: bool, folder: Path) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--width", type=int, default=256, help="the smaller, the shorter a step, the harder the test")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

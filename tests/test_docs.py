@@ -24,5 +24,5 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
 def test_commands_exist(page: Path) -> None:
     from fettle.cli import _COMMANDS
 
-    for command in re.findall(r"^\$ fettle ([a-z]+)", page.read_text(), re.MULTILINE):
+    for command in re.findall(r"^\$ fettle ([a-z-]+)", page.read_text(), re.MULTILINE):
         assert command in _COMMANDS

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from fettle.measure import Trial
+from fettle.measure import Interval, Trial
 from fettle.recipe import Recipe
 from fettle.techniques import Facts
 
@@ -61,6 +61,32 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
+class Advice:
+    """What a first look at the workload advised, and what that brought where two trials differ by it alone."""
+
+    rule: str
+    says: str
+    levels: Mapping[str, str]
+    bound: float
+    """The most that it could save, as a share of the time of a call as given."""
+    brought: Interval | None = None
+    """Time without over time with it; None where no two trials differ by it alone. From intervals of two trials that
+    were measured apart: wider than one of a race between them."""
+    beside: Recipe = field(default_factory=Recipe)
+    """The recipe that it was added to."""
+
+    @property
+    def speedup(self) -> float:
+        """The bound as a speed-up."""
+        return 1 / max(1 - self.bound, 1e-9)
+
+    @property
+    def bound_kept(self) -> bool | None:
+        """Whether the least that was surely gained stays below the bound; None where nothing was measured."""
+        return None if self.brought is None else self.brought.low <= self.speedup * 1.02
+
+
+@dataclass(frozen=True)
 class PlanRow:
     """What the memory plan predicted for one rank of a parallel strategy before anything was launched."""
 
@@ -107,6 +133,8 @@ class Result:
     verdict: Verdict
     """The winner against the baseline, from the last race alone."""
     ladder: Sequence[Rung] = ()
+    advice: Sequence[Advice] = ()
+    """The first look's findings that name techniques, the most promising first, and what each brought."""
     left_out: Sequence[LeftOut] = ()
     nearest: Sequence[Trial] = ()
     """If there is no winner: those that missed the limits by least."""

@@ -20,7 +20,7 @@ from fettle.errors import UsageError
 from fettle.machine import Machine, this_machine
 from fettle.measure import Entry, Held, Judge, Progress, Rules, Trial, Worker, WorkerError, close_all, race, verdict
 from fettle.recipe import Recipe, RecipeFile, write_text
-from fettle.result import Goal, LeftOut, Limits, PlanRow, Reference, Result, Rung, Verdict
+from fettle.result import Advice, Goal, LeftOut, Limits, PlanRow, Reference, Result, Rung, Verdict
 from fettle.search import DESIGNS, Space, auto
 from fettle.study import Study, storage_url
 from fettle.techniques import CATALOGUE, Facts, bundles, conflict, find, normal, source
@@ -123,7 +123,7 @@ def tune(
         try:
             session.measure([Recipe()])
             if design == "auto":
-                auto(space, session, first=session.named)
+                auto(space, session, first=_techniques(session.advice))
             else:
                 DESIGNS[design](space, session)
         except KeyboardInterrupt:
@@ -165,9 +165,9 @@ class Session:
         self._heat = 0
         self._baseline = Held()
         self._earlier_s = 0.0
+        self.advice: list[Advice] = []
+        """What a first look at the workload advised, the most promising first."""
         self._notes: list[str] = []
-        self.named: tuple[str, ...] = ()
-        """Techniques that a first look at the workload named, the most promising first."""
 
     # -- the design's view ------------------------------------------------------------------------------------------
 
@@ -284,6 +284,7 @@ class Session:
             trials=trials,
             winner=winner,
             verdict=said,
+            advice=self._brought(trials),
             left_out=left_out,
             nearest=() if winner else self._nearest(trials),
             seconds=self._earlier_s + self._elapsed_s(),
@@ -295,6 +296,11 @@ class Session:
         )
         ladder = self._ladder(found, baseline)
         return replace(found, ladder=ladder, code=self.code(found.recipe, found) if winner else "")
+
+    def _brought(self, trials: Sequence[Trial]) -> list[Advice]:
+        from fettle.diagnose import brought
+
+        return brought(self.advice, trials)
 
     def best(self) -> Trial | None:
         """The trial with the best score, the simpler recipe where two are equal within noise; None if none may win."""
@@ -350,13 +356,13 @@ class Session:
             found = worker.ask("probe", timeout_s, allow_batch=allow_batch)
             found["peaks"] = worker.ask("peaks", timeout_s)
             found["reference"] = worker.ask("reference", timeout_s, path=str(path))
-            found["named"] = _named(worker)
+            found["advice"] = _advice(worker)
             self.study.set_note("probe", found)
         written = found["reference"]
         if found["has_metric"] and written["metric_problem"]:
             raise UsageError(f"the workload's metric does not work on the model as given: {written['metric_problem']}")
         self._reference_path = path
-        self.named = tuple(found.get("named", ()))
+        self.advice = msgspec.convert(found.get("advice", []), list[Advice])
         facts = replace(msgspec.convert(found["facts"], Facts), allow_batch=allow_batch)
         reference = Reference(
             dtype=written["dtype"],
@@ -704,15 +710,21 @@ def _pin(
         required.setdefault(name, possible[0])
 
 
-def _named(worker: Worker) -> list[str]:
-    """Techniques that the findings of a short diagnosis name; none where the workload cannot be watched."""
-    from fettle.diagnose import Evidence, findings_of, techniques_named
+def _advice(worker: Worker) -> list[dict[str, Any]]:
+    """What the findings of a short diagnosis advise, as plain data; nothing where the workload cannot be watched."""
+    from fettle.diagnose import Evidence, advice, findings_of
 
     try:
         answer = worker.ask("examine", 120.0, label="fettle.diagnose.collect:glance")
     except (WorkerError, UsageError):
         return []
-    return techniques_named(findings_of(msgspec.convert(answer["found"], Evidence, strict=False)))
+    found = findings_of(msgspec.convert(answer["found"], Evidence, strict=False))
+    return [msgspec.to_builtins(item) for item in advice(found)]
+
+
+def _techniques(advised: Sequence[Advice]) -> list[str]:
+    """The techniques that advice names, the most promising first."""
+    return list(dict.fromkeys(name for item in advised for name in item.levels))
 
 
 def _verdict(trial: Trial, indifference: float) -> Verdict:

@@ -14,8 +14,8 @@
 
 Of each step's wall time, `data` is waiting for the next batch, `sync` the host waiting for the device, `gc` Python's
 garbage collector, and `host` all the rest: on a CPU the work itself, on a GPU launching it. On a GPU, NVML tells
-besides which share of the time no kernel ran. Nothing is profiled: a step is a few reads of the clock and a median of
-51 numbers. `bench/watch_overhead.py` measures what that costs.
+besides which share of the time no kernel ran. Nothing is profiled: a step is two reads of the clock and a
+few additions. `bench/watch_overhead.py` measures what that costs.
 
 With `slow_trace="slow.json"`, a step that has taken `slow_factor` times the median is looked at while
 it is still going on: a second thread samples the loop's stack until the step ends, and writes what it saw as a trace
@@ -29,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import json
 import math
 import os
@@ -51,6 +52,7 @@ _KEPT_STEPS = 100_000
 _FEWEST_FOR_SLOW = 10
 _MOST_SAMPLES = 20_000
 _MOST_SLOW = 20
+_RENEW = 16
 
 # What makes the host wait for the device when its tensor is there. `.to` and operators that wait inside are not among
 # them: they are called too often, or cannot be told from those that do not wait.
@@ -128,29 +130,29 @@ class StepReport:
 
 
 @dataclass
-class _Step:
-    wall: int = 0
-    data: int = 0
-    sync: int = 0
-    gc: int = 0
-
-
-@dataclass
 class Steps:
-    """The running account, given to the body of `watch`. Times are nanoseconds of `perf_counter_ns`."""
+    """The running account, given to the body of `watch`. Times are nanoseconds of `perf_counter_ns`.
+
+    What runs at every step finds the caches full of the loop's own data, so it is kept to a few plain integers.
+    """
 
     slow_trace: Path | None = None
     slow_factor: float = 2.0
     report: StepReport | None = None
     """Set when the block ends."""
-    _steps: deque[_Step] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
-    _now: _Step = field(default_factory=_Step)
-    _total: _Step = field(default_factory=_Step)
+    _walls: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
+    _wall: int = 0
+    _data: int = 0
+    _sync: int = 0
+    _gc: int = 0
+    _before: tuple[int, int, int] = (0, 0, 0)
+    """Data, sync and gc when the step began."""
     _count: int = 0
     _syncs: int = 0
     _started: int = 0
     _in: Part | None = None
-    _recent: deque[int] = field(default_factory=lambda: deque(maxlen=51))
+    _slow_ns: float = math.inf
+    """From how long on a step is slow; looked at anew every `_RENEW` steps."""
     _slow: list[SlowStep] = field(default_factory=list)
     _thread: int = field(default_factory=threading.get_ident)
     _sampler: _Sampler | None = None
@@ -159,26 +161,21 @@ class Steps:
 
     def step(self) -> None:
         """The step ends here and the next begins."""
-        now = time.perf_counter_ns()
+        self._end(time.perf_counter_ns())
+
+    def _end(self, now: int) -> None:
         if not self._started:
             self._started = now
             return
-        step, self._now = self._now, _Step()
-        step.wall = now - self._started
-        self._started = now
-        samples = self._sampler.end() if self._sampler else []
-        self._steps.append(step)
-        for name in ("wall", "data", "sync", "gc"):
-            setattr(self._total, name, getattr(self._total, name) + getattr(step, name))
+        wall, self._started = now - self._started, now
+        self._walls.append(wall)
+        self._wall += wall
         self._count += 1
-        median = self._median()
-        if median and step.wall > self.slow_factor * median and len(self._slow) < _MOST_SLOW:
-            self._note_slow(step, median, samples)
-        if self._count > 1:
-            self._recent.append(step.wall)
-        if self._sampler and len(self._slow) < _MOST_SLOW:
-            after = self._median()
-            self._sampler.begin(self._started, int(self.slow_factor * after) if after else None)
+        if wall > self._slow_ns and len(self._slow) < _MOST_SLOW:
+            self._note_slow(wall)
+        self._before = (self._data, self._sync, self._gc)
+        if self._count % _RENEW == 0 or self._count == _FEWEST_FOR_SLOW + 1:
+            self._slow_ns = self.slow_factor * self._median()
 
     @contextlib.contextmanager
     def waiting(self, part: Part) -> Iterator[None]:
@@ -186,43 +183,57 @@ class Steps:
         if self._in is not None or threading.get_ident() != self._thread:
             yield
             return
-        self._in, started, other = part, time.perf_counter_ns(), self._now.gc
+        self._in, started, collecting = part, time.perf_counter_ns(), self._gc
         try:
             yield
         finally:
-            spent = time.perf_counter_ns() - started - (self._now.gc - other)
-            setattr(self._now, part, getattr(self._now, part) + spent)
             self._in = None
+            spent = time.perf_counter_ns() - started - (self._gc - collecting)
+            if part == "data":
+                self._data += spent
+            else:
+                self._sync += spent
 
     def summary(self) -> StepReport:
         """The account so far."""
-        total, walls = self._total, sorted(step.wall for step in list(self._steps)[1:])
-        host = total.wall - total.data - total.sync - total.gc
-        first = self._steps[0].wall if self._steps else 0  # of those kept
-        walls = walls or [first]
-        without_data = total.wall - total.data
+        # What went on since the last step's end belongs to no step.
+        data, sync, collecting = self._before
+        first = self._walls[0] if self._walls else 0  # of those kept
+        walls = sorted(itertools.islice(self._walls, 1, None)) or [first]
+        without_data = self._wall - data
         return StepReport(
             steps=self._count,
-            wall_s=total.wall / 1e9,
-            data_s=total.data / 1e9,
-            sync_s=total.sync / 1e9,
-            gc_s=total.gc / 1e9,
-            host_s=host / 1e9,
+            wall_s=self._wall / 1e9,
+            data_s=data / 1e9,
+            sync_s=sync / 1e9,
+            gc_s=collecting / 1e9,
+            host_s=(self._wall - data - sync - collecting) / 1e9,
             median_ms=statistics.median(walls) / 1e6,
             p95_ms=walls[min(len(walls) - 1, int(0.95 * len(walls)))] / 1e6,
             first_ms=first / 1e6,
             syncs_per_step=self._syncs / self._count if self._on_gpu and self._count else None,
             device_idle=None,
-            data_bound=total.wall / without_data if without_data > 0 else 1.0,
+            data_bound=self._wall / without_data if without_data > 0 else 1.0,
             slow=tuple(self._slow),
         )
 
-    def _median(self) -> float | None:
-        return statistics.median(self._recent) if len(self._recent) >= _FEWEST_FOR_SLOW else None
+    def _begin_again(self) -> None:
+        """Forget what was before the first step."""
+        self._started, self._before = time.perf_counter_ns(), (0, 0, 0)
+        self._data = self._sync = self._gc = 0
 
-    def _note_slow(self, step: _Step, median: float, samples: list[_Sample]) -> None:
-        rest = step.wall - step.data - step.sync - step.gc
-        parts = {"data": step.data, "sync": step.sync, "gc": step.gc, "host": rest}
+    def _median(self) -> float:
+        """Of the last 51 steps, the very first apart; infinite while there are too few."""
+        last = min(51, self._count - 1)
+        recent = [self._walls[-number] for number in range(1, last + 1)]
+        return statistics.median(recent) if last >= _FEWEST_FOR_SLOW else math.inf
+
+    def _note_slow(self, wall: int) -> None:
+        parts = dict(zip(("data", "sync", "gc"), (self._data, self._sync, self._gc), strict=True))
+        for name, before in zip(parts, self._before, strict=True):
+            parts[name] -= before
+        parts["host"] = wall - sum(parts.values())
+        samples = self._sampler.of(self._count - 1) if self._sampler else []
         path = hottest = None
         if samples and self.slow_trace is not None:
             target = self.slow_trace
@@ -230,18 +241,18 @@ class Steps:
                 target = target.with_name(f"{target.stem}-{self._count}{target.suffix}")
             write_samples(target, samples, self._count)
             path, hottest = str(target), _hottest(samples)
-        self._slow.append(
-            SlowStep(self._count, step.wall / 1e6, median / 1e6, max(parts, key=lambda key: parts[key]), path, hottest)
-        )
+        median = self._slow_ns / self.slow_factor / 1e6
+        largest = max(parts, key=lambda key: parts[key])
+        self._slow.append(SlowStep(self._count, wall / 1e6, median, largest, path, hottest))
 
-    def _gc(self, phase: str, info: Any) -> None:
+    def _collected(self, phase: str, info: Any) -> None:
         # Callbacks run in whichever thread set the collector off; only the loop's own thread is held up in its account.
         if threading.get_ident() != self._thread:
             return
         if phase == "start":
             self._gc_started = time.perf_counter_ns()
         elif self._gc_started:
-            self._now.gc += time.perf_counter_ns() - self._gc_started
+            self._gc += time.perf_counter_ns() - self._gc_started
             self._gc_started = 0
 
 
@@ -272,7 +283,7 @@ def watch(
     try:
         with contextlib.ExitStack() as stack:
             if steps.slow_trace is not None:
-                steps._sampler = stack.enter_context(_Sampler(steps._thread))
+                steps._sampler = stack.enter_context(_Sampler(steps))
             stack.enter_context(_patched(steps))
             meter = stack.enter_context(_DeviceMeter(steps._on_gpu))
             steps.step()
@@ -316,8 +327,8 @@ def _with_idle(report: StepReport, idle: float) -> StepReport:
 def _patched(steps: Steps) -> Iterator[None]:
     """Take note where loops over loaders and waiting for the device pass through Python."""
     with contextlib.ExitStack() as stack:
-        gc.callbacks.append(steps._gc)
-        stack.callback(gc.callbacks.remove, steps._gc)
+        gc.callbacks.append(steps._collected)
+        stack.callback(gc.callbacks.remove, steps._collected)
         torch = sys.modules.get("torch")  # a loop that has not imported it has neither loader nor tensors
         if torch is not None:
             from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter
@@ -362,15 +373,21 @@ def _loader_iter(steps: Steps, original: Callable[[Any], Any]) -> Callable[[Any]
 def _loader_next(steps: Steps, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(original)
     def next_batch(self: Any) -> Any:
-        if steps._in is None and threading.get_ident() == steps._thread:
-            if not getattr(self, "_fettle_first", True):
-                steps.step()
-            else:  # what ran before the loop is no step of it
-                self._fettle_first = False
-                if steps._count == 0:
-                    steps._started, steps._now = time.perf_counter_ns(), _Step()
-        with steps.waiting("data"):
+        if steps._in is not None or threading.get_ident() != steps._thread:
             return original(self)
+        started = time.perf_counter_ns()
+        if not getattr(self, "_fettle_first", True):
+            steps._end(started)
+        else:  # what ran before the loop is no step of it
+            self._fettle_first = False
+            if steps._count == 0:
+                steps._begin_again()
+        steps._in, collecting = "data", steps._gc
+        try:
+            return original(self)
+        finally:
+            steps._in = None
+            steps._data += time.perf_counter_ns() - started - (steps._gc - collecting)
 
     return next_batch
 
@@ -393,54 +410,47 @@ _Sample = tuple[int, tuple[tuple[str, str, int], ...]]
 
 
 class _Sampler:
-    """A thread that sleeps until a step is late, and then samples the loop's stack until the step ends."""
+    """A thread that looks now and then whether a step is late, and then samples the loop's stack until it ends.
 
-    def __init__(self, thread: int, period_s: float = 0.005) -> None:
-        self._watched, self._period_s = thread, period_s
-        self._lock = threading.Condition()
+    The loop tells it nothing: it reads the account. So a step costs nothing here.
+    """
+
+    def __init__(self, steps: Steps, period_s: float = 0.005) -> None:
+        self._steps, self._period_s = steps, period_s
         self._samples: list[_Sample] = []
-        self._deadline: float | None = None
-        self._ended = False
+        self._sampled = -1
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._work, name="fettle-watch", daemon=True)
 
-    def begin(self, started_ns: int, slow_ns: int | None) -> None:
-        """A step began; it is slow once `slow_ns` have passed (None: not known yet)."""
-        with self._lock:
-            self._samples = []
-            self._deadline = None if slow_ns is None else (started_ns + slow_ns) / 1e9
-            # No notify: the thread wakes by itself, at the latest after its last deadline, and looks again. A wake-up
-            # a step would cost more than all the rest.
-
-    def end(self) -> list[_Sample]:
-        """The step ended: what was seen of it."""
-        with self._lock:
-            self._deadline = None
-            return self._samples
+    def of(self, number: int) -> list[_Sample]:
+        """What was seen of the step with so many steps before it."""
+        return list(self._samples) if self._sampled == number else []
 
     def __enter__(self) -> _Sampler:
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._ended = True
-            self._lock.notify()
+        self._ended.set()
         self._thread.join()
 
     def _work(self) -> None:
-        with self._lock:
-            while not self._ended:
-                now = time.perf_counter()
-                if self._deadline is None:
-                    self._lock.wait(self._period_s * 4)
-                elif now < self._deadline:
-                    self._lock.wait(max(min(self._deadline - now, 0.1), self._period_s))
-                else:
-                    frame = sys._current_frames().get(self._watched)
-                    if frame is not None and len(self._samples) < _MOST_SAMPLES:
-                        self._samples.append((time.perf_counter_ns(), _frames(frame)))
-                    del frame
-                    self._lock.wait(self._period_s)
+        steps, wait_s = self._steps, self._period_s
+        while not self._ended.wait(wait_s):
+            number, late_ns = steps._count, time.perf_counter_ns() - steps._started - steps._slow_ns
+            if late_ns < 0 or len(steps._slow) >= _MOST_SLOW:
+                # Seldom: every wake-up asks the loop for the interpreter's lock.
+                wait_s = max(min(-late_ns / 1e9, 0.1), 10 * self._period_s) if late_ns > -math.inf else 0.1
+                continue
+            wait_s = self._period_s
+            frame = sys._current_frames().get(steps._thread)
+            if steps._count != number or frame is None:
+                continue
+            if self._sampled != number:
+                self._samples, self._sampled = [], number
+            if len(self._samples) < _MOST_SAMPLES:
+                self._samples.append((time.perf_counter_ns(), _frames(frame)))
+            del frame
 
 
 def _frames(frame: FrameType | None) -> tuple[tuple[str, str, int], ...]:

@@ -103,6 +103,17 @@ def test_wrong_requests_are_answered_in_json(server, path, data, status):
     assert isinstance(answer, dict)
 
 
+def test_what_a_model_or_a_server_cannot_do_is_said(server):
+    status, answer, _ = ask(server.url + "/v2/models/net/generate", b'{"text_input": "a"}')
+    assert (status, answer["error"]) == (400, "the model net generates no text")
+    assert ask(server.url + "/v2/models/none/generate", b"{}")[0] == 404
+    tensor = {"name": "input", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}
+    status, answer, _ = ask(server.url + "/v2/models/net/explain", {"inputs": [tensor]})
+    assert (status, "--explain" in answer["error"]) == (501, True)
+    assert ask(server.url + "/explanations/net", [[1, 2, 3, 4]])[0] == 501
+    assert "/explanations/net" not in json.dumps(ask(server.url + "/openapi.json")[1])
+
+
 def test_nobody_gets_another_ones_answer(server):
     """Tagged rows from many clients at once; batches are mixed, answers are not."""
     reference = net()

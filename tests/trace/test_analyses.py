@@ -96,6 +96,43 @@ def test_host_only_traces_answer_everything(tmp_path: Path) -> None:
     assert T.parallel_operators(trace)["time_ns"].to_list() == [45_000, 55_000]
 
 
+def test_the_host_in_detail(tmp_path: Path) -> None:
+    build = Build()
+    build.step(0, 1000, 200)
+    # A large operator with a small one inside, three small ones alone, a conversion in a conversion.
+    build.op("aten::linear", 1000, 50).op("aten::view", 1005, 2)
+    for start in (1060, 1070, 1080):
+        build.op("aten::add", start, 5)
+    build.op("aten::to", 1090, 40).op("aten::_to_copy", 1095, 30)
+    build.add("user_annotation", "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 1140, 50)
+    build.op("aten::stack", 1150, 10)
+    trace = build.load(tmp_path)
+    small = {o: (c, ns) for o, c, ns in T.small_operators(trace).select("operator", "count", "time_ns").iter_rows()}
+    assert small == {"aten::add": (3, 15_000), "aten::view": (1, 2_000)}
+    assert T.conversions(trace).select("operator", "count", "time_ns").rows() == [("aten::to", 1, 40_000)]
+    loading = T.data_loading(trace)
+    assert loading.select("main", "count", "time_ns").rows() == [(True, 1, 50_000)]
+    assert loading["share"][0] == pytest.approx(0.25)
+    sizes = {p: (c, ns) for p, c, ns in T.operator_sizes(trace).select("power", "count", "time_ns").iter_rows()}
+    # 2 us is class 2 (2 to 4), 5 us class 3 (4 to 8), 10 us class 4, 30 us class 5.
+    assert sizes == {2: (1, 2_000), 3: (3, 15_000), 4: (1, 10_000), 5: (1, 30_000)}
+    ready = T.what_if(trace, "data_ready")
+    assert (ready.wall_ns, ready.estimate_ns, ready.low_ns) == (200_000, 150_000, 150_000)
+
+
+def test_compare_books_a_slower_host_to_operators_and_data(tmp_path: Path) -> None:
+    traces = []
+    for name, operator, data in (("a.json", 30, 10), ("b.json", 40, 25)):
+        build = Build()
+        for i in range(4):
+            at = 1000 + i * 100
+            build.step(i, at, 100).op("aten::mm", at, operator)
+            build.add("user_annotation", "enumerate(DataLoader)#x.__next__", at + operator, data)
+        traces.append(build.load(tmp_path, name))
+    parts = dict(T.compare(*traces).parts.select("part", "change_ns").iter_rows())
+    assert (parts["operators"], parts["idle data loading"], parts["idle host untraced"]) == (10_000, 15_000, -25_000)
+
+
 def test_graphs_and_every_launch_call_are_counted(tmp_path: Path) -> None:
     """Cases H and I."""
     build = Build().call("hipGraphLaunch", 0, 5, correlation=9)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from fettle import trace as T
 from fettle.cli import main
 from fettle.errors import UsageError
-from tests.trace.build import training
+from tests.trace.build import Build, training
 
 QUESTIONS = [
     "health",
@@ -103,14 +104,77 @@ def test_the_report_stands_alone_and_executes_nothing_of_the_trace(tmp_path: Pat
     assert "<script>alert" not in page
     markup = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
     assert "src=" not in markup
-    assert "href=" not in markup
+    assert not re.search(r'href="(?!#)', markup)
     for title in (
+        "Can the trace be trusted?",
         "Where did the time go?",
         "Why was the device idle?",
-        "What held the steps up?",
+        "What held the steps up, and what if not?",
+        "Which kernels took the time?",
+        "How was the work launched?",
+        "Communication",
+        "Queues and copies over time",
+        "Which operators and lines is it?",
+        "The host",
         "Timeline of one step",
     ):
-        assert title in page
+        assert f">{title}</h2>" in page
+    # Every chart has its place, and every place its chart.
+    drawn = set(re.findall(r'id="chart-(\d+-\d+)"', page))
+    assert drawn == set(json.loads(page.split("var specs = ")[1].split(", configs = ")[0]))
+    assert len(drawn) >= 12
+
+
+def test_the_report_of_ranks_of_a_cpu_and_beside_an_earlier_trace(tmp_path: Path) -> None:
+    ranks = []
+    for rank in range(2):
+        build = training(8, ranks=2)
+        build.metadata = {"distributedInfo": {"rank": rank}}
+        for event in build.events:
+            if "nccl" in event["name"] and rank == 0:
+                event["ts"], event["dur"] = event["ts"] - 5, event["dur"] + 5
+        ranks.append(build.load(tmp_path, f"r{rank}.json"))
+    target = tmp_path / "r.html"
+    assert T.write_report(ranks, target, before=ranks[1]) == []
+    page = target.read_text()
+    for text in ("What changed since r1.json?", "Who was waited for", "Arrival skew over time", "One path through all"):
+        assert text in page
+    assert "Why are slow steps slower than fast ones?" in page
+    host = Build()
+    for i in range(6):
+        host.step(i, 1000 + 100 * i, 100).op("aten::mm", 1010 + 100 * i, 30 + i)
+        host.add("user_annotation", "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 1060 + 100 * i, 30)
+        host.op("aten::to", 1062 + 100 * i, 4).add("cpu_instant_event", "[memory]", 1063, 0)
+    assert T.write_report([host.load(tmp_path, "h.json")], target) == []
+    page = target.read_text()
+    for text in (
+        "outside operators",
+        "Small operators",
+        "Conversions and copies",
+        "Data loading",
+        "if the data had been",
+    ):
+        assert text in page
+    assert "Why was the device idle?" not in page
+
+
+def test_thinned_lines_keep_their_peaks() -> None:
+    from fettle.trace.charts.lines import thin_steps
+    from fettle.trace.charts.look import MAX_ROWS
+
+    values = [0] * 50_000
+    values[31_234], values[7] = 99, -5
+    frame = pl.DataFrame({"ts_ns": range(len(values)), "v": values, "s": ["a"] * len(values)})
+    thin = thin_steps(frame, "v", "s")
+    assert thin.height <= MAX_ROWS
+    assert (thin["v"].max(), thin["v"].min(), thin["ts_ns"][0], thin["ts_ns"][-1]) == (99, -5, 0, len(values) - 1)
+
+
+def test_a_chart_survives_text_that_a_picture_cannot_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(training(3, name="bad\x00\x1b[31m\ud800name").write(tmp_path / "t.json"))
+    for suffix in ("svg", "png", "html", "json"):
+        assert run(monkeypatch, "kernels", path, "--chart", str(tmp_path / f"c.{suffix}")) == 0
+    assert "\x1b" not in (tmp_path / "c.svg").read_text()
 
 
 def test_the_augmented_trace_holds_the_old_and_the_new(tmp_path: Path) -> None:

@@ -3,13 +3,16 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import polars as pl
 import pytest
 
 from fettle.errors import UsageError
-from fettle.trace import Kind, load, load_all, reader, sidecar, trace_health
+from fettle.trace import Kind, load, load_all, parallel, sidecar, stream, trace_health
+from fettle.trace.assemble import assemble
 from tests.trace.build import Build, training
 
 
@@ -21,7 +24,7 @@ def plain(path: Path) -> pl.DataFrame:
 def test_chunks_of_any_size_give_the_same_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     path = training(20).write(tmp_path / "t.json")
     whole = plain(path)
-    monkeypatch.setattr(reader, "BLOCK_BYTES", block)
+    monkeypatch.setattr(stream, "BLOCK_BYTES", block)
     assert plain(path).equals(whole)
     assert whole.height == 20 * 9
 
@@ -155,18 +158,60 @@ def test_a_kernel_from_another_age_is_dropped(tmp_path: Path) -> None:
     assert trace.side["collectives"].height == 3
 
 
-def test_several_processes_read_what_one_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = training(300).write(tmp_path / "t.json")
+@pytest.mark.parametrize("helpers", ["help", "die", "are not there"])
+def test_several_processes_read_what_one_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, helpers: str) -> None:
+    build = training(300)
+    for i in range(20):
+        build.add("cpu_instant_event", "[memory]", 1000 + i, 0, ph="i", tid=2 + i % 3, Bytes=64, Addr=i)
+    path = build.write(tmp_path / "t.json")
     one = load(path, use_sidecar=False, processes=1)
-    monkeypatch.setattr(reader, "PARALLEL_ABOVE_BYTES", 1000)
+    if helpers == "die":
+        monkeypatch.setattr(parallel, "_HELPER", "raise SystemExit(3)")
+    elif helpers == "are not there":
+        monkeypatch.setattr(parallel.sys, "executable", "")
     size = path.stat().st_size
-    columns, metadata, _ = reader._read_in_parallel(path, size, 2, 10**9)
+    columns, metadata, facts = parallel.read_in_parallel(path, size, 2, 10**9, span_bytes=20_000)
     assert metadata == one.metadata
-    two = reader._assemble(path, None, columns, metadata, {"file_bytes": size, "text_bytes": size, "truncated": False})
+    two = assemble(path, None, columns, metadata, facts)
     assert two.names == one.names
-    assert two.events.equals(one.events)
-    assert all(two.side[t].equals(one.side[t]) for t in one.side)
+    assert two.events.drop("thread").equals(one.events.drop("thread"))
+    # Threads are numbered as they are met: the numbers may differ, what they stand for may not.
+    assert [two.threads[t] for t in two.column("thread")] == [one.threads[t] for t in one.column("thread")]
+    assert [two.threads[t] for t in two.side["memory"]["thread"]] == [
+        one.threads[t] for t in one.side["memory"]["thread"]
+    ]
+    assert all(
+        two.side[t].drop("thread", strict=False).equals(one.side[t].drop("thread", strict=False)) for t in one.side
+    )
     assert two.facts.events_seen == one.facts.events_seen
+
+
+def test_what_a_helper_leaves_is_what_it_would_have_decoded_here(tmp_path: Path) -> None:
+    path = training(50).write(tmp_path / "t.json")
+    pattern = stream.boundary_of(b"ph").pattern.hex()
+    text = path.read_bytes()
+    start = text.index(b"[", text.index(b"traceEvents")) + 1
+    plan = {"path": str(path), "cuts": [start, len(text)], "pattern": pattern, "max_events": 10**9}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    parallel.help_with(str(tmp_path))
+    part, here = parallel._fetch(tmp_path, 0), parallel._decode(plan, 0)
+    assert part is not None
+    assert part["rows"] == here["rows"] == 50 * 9
+    assert part["names"] == here["names"]
+    for name, values in part["chunks"][0].items():
+        assert values.tolist() == [v for chunk in here["chunks"] for v in chunk[name].tolist()]
+
+
+def test_a_large_trace_opens_from_a_script_without_a_main_guard(tmp_path: Path) -> None:
+    training(100).write(tmp_path / "t.json")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from fettle.trace import load, reader\n"
+        "reader.PARALLEL_ABOVE_BYTES = 1000\n"
+        "print(load('t.json', use_sidecar=False, processes=2).events.height)\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("900", "")
 
 
 @pytest.mark.parametrize(
@@ -182,7 +227,7 @@ def test_what_is_no_trace_is_one_clear_line(tmp_path: Path, content: bytes) -> N
 
 
 def test_more_events_than_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "BLOCK_BYTES", 500)
+    monkeypatch.setattr(stream, "BLOCK_BYTES", 500)
     with pytest.raises(UsageError, match="more than 10 events"):
         load(training(50).write(tmp_path / "t.json"), use_sidecar=False, max_events=10)
 

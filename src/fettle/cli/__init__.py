@@ -27,6 +27,8 @@ _COMMANDS: dict[str, str] = {
     "diagnose": "diagnose",
     "data": "data",
     "package": "package",
+    "import-mar": "import_mar",
+    "export": "export",
     "serve": "serve",
     "load": "load",
     "slo": "slo",

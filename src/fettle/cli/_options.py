@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -17,6 +18,7 @@ from fettle.errors import UsageError
 if TYPE_CHECKING:
     from fettle.tuning import Event, Tell
 
+T = TypeVar("T")
 _DURATION = re.compile(r"\s*([0-9.]+)\s*(ms|s|m|min|h)?\s*")
 _SIZE = re.compile(r"\s*([0-9.]+)\s*(B|[KMGT]i?B)?\s*", re.IGNORECASE)
 _SECONDS = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
@@ -50,6 +52,16 @@ def technique_levels(options: Sequence[str]) -> dict[str, list[str]]:
             )
         found.setdefault(name.strip(), []).extend(level.strip() for level in levels.split(",") if level.strip())
     return found
+
+
+def run_loop(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in the fastest event loop there is."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(work)
+    made: T = uvloop.run(work)
+    return made
 
 
 @contextmanager

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from fettle.cli import _options
@@ -20,68 +23,135 @@ if TYPE_CHECKING:
 
 def command(
     target: Annotated[
-        str, typer.Argument(help="path/to/file.py:factory that returns a DataLoader, a dataset, or (it, step)")
+        str,
+        typer.Argument(help="path/to/file.py:factory that returns a DataLoader, a dataset, or (it, step); or a trace"),
     ],
-    slice_: Annotated[str, typer.Option("--slice", help="time of one run of one setting")] = "1.5s",
+    slice_: Annotated[str, typer.Option("--slice", help="time of one run of one setting")] = "0.4s",
     timeout: Annotated[str, typer.Option(help="longest time of one run: a worker that hangs ends there")] = "2m",
-    ranks: Annotated[int, typer.Option(min=1, help="processes of the job that share this host")] = 1,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="processes of the job on this host; default: LOCAL_WORLD_SIZE, or 1"),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda: where each batch is copied before the step")] = "auto",
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="write the curve to this .html, .png or .svg")
+        Path | None, typer.Option("--output", "-o", help="write a page (.html) or the curve alone (.png, .svg)")
+    ] = None,
+    keep: Annotated[
+        Path | None, typer.Option(help="file that a killed search goes on from; default: a hidden one beside TARGET")
+    ] = None,
+    lints: Annotated[bool, typer.Option(help="look for faults beyond the setting")] = True,
+    after: Annotated[
+        Path | None, typer.Option(help="TARGET is a profiler trace; this is one after a change, to hold against it")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
 ) -> None:
     """Say how long a loop waits for its data, and find the loader setting that ends it, or why none does.
 
+    A search that was killed goes on where it was; Ctrl-C ends it and shows what is known.
+
     [bold]Examples[/]
 
       fettle data train.py:loader
 
-      fettle data train.py:loader_and_step --output curve.html
-    """
-    from fettle.inputs import measure_and_search
+      fettle data train.py:loader_and_step --output pipeline.html
 
-    console = Console(stderr=True)
-    with console.status("starting") as status:
+      fettle data workers0.pt.trace.json.gz --after workers4.pt.trace.json.gz
+    """
+    from fettle.errors import UsageError
+
+    if target.endswith((".json", ".json.gz")):
+        _trace(Path(target), after, as_json)
+        return
+    if after is not None:
+        raise UsageError("--after goes with a trace as TARGET, for example run.pt.trace.json.gz")
+
+    from fettle.inputs import measure_and_search
+    from fettle.inputs.journal import default_path
+    from fettle.inputs.report import as_data, check_path, write_report
+
+    if output is not None:
+        check_path(output)
+    slice_s = _options.duration_s(slice_, "--slice")
+    if not 0.01 <= slice_s <= 600:
+        raise UsageError(f"--slice {slice_}: between 10ms and 10m")
+    with _progress(quiet=as_json) as tell:
         found = measure_and_search(
-            target, slice_s=_options.duration_s(slice_, "--slice"), timeout_s=_options.duration_s(timeout, "--timeout"),
-            ranks=ranks, tell=status.update if console.is_terminal and not as_json else (lambda text: None),
+            target, slice_s=slice_s, timeout_s=_options.duration_s(timeout, "--timeout"), ranks=ranks or _ranks(),
+            device=device, keep=keep or default_path(target), lints=lints, tell=tell,
         )  # fmt: skip
     if output is not None:
-        from fettle.inputs.report import write_curve
-
-        write_curve(found, output)
+        write_report(found, output)
     if as_json:
-        print(json.dumps({**asdict(found), "bound": found.bound, "code": found.code}))
+        typer.echo(json.dumps(as_data(found)))
     else:
         _print(found, Console())
+        if output is not None:
+            Console().print(f"\nreport: {escape(str(output))}", highlight=False)
     if found.interrupted:
         raise typer.Exit(130)
 
 
+def _trace(before: Path, after: Path | None, as_json: bool) -> None:
+    """What the steps of a profiled loop waited for."""
+    from dataclasses import asdict
+
+    from fettle.inputs.from_trace import compare_text, waits_in_trace
+
+    waits = [waits_in_trace(path) for path in ((before,) if after is None else (before, after))]
+    if as_json:
+        told = [{**asdict(item), "bound": item.bound} for item in waits]
+        achieved = waits[0].step_s / waits[1].step_s if after is not None else None
+        typer.echo(json.dumps({"before": told[0], "after": told[1] if after else None, "achieved": achieved}))
+        return
+    for line in compare_text(waits):
+        Console().print(escape(line), highlight=False)
+
+
+def _ranks() -> int:
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, int(text)) if text.isdigit() else 1
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """What runs now and the time left, on stderr; a line for each slice where that is no terminal."""
+    console = Console(stderr=True)
+    if quiet:
+        yield lambda doing, done, of: None
+    elif not console.is_terminal:
+        yield lambda doing, done, of: console.print(f"[{done}/{of}] {doing}", highlight=False, markup=False)
+    else:
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=18), TimeElapsedColumn(), TextColumn("left"),
+                   TimeRemainingColumn())  # fmt: skip
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("starting", total=None)
+            yield lambda doing, done, of: bar.update(task, description=escape(doing[:70]), completed=done, total=of)
+
+
 def _print(found: Found, console: Console) -> None:
+    from fettle.inputs.report import facts, rows
+
     console.print(f"[bold]{escape(found.verdict)}[/]\n", highlight=False)
-    step = f"a step alone {found.step_s * 1e3:.3g} ms, " if found.step_s else ""
-    console.print(
-        f"{step}a batch from one process {found.batch_p50_s * 1e3:.3g} ms (95%: {found.batch_p95_s * 1e3:.3g} ms); "
-        f"waiting as given {found.waiting:.0%}: removing it brings at most {found.bound:.2f}x; {found.cores} cores",
-        highlight=False,
-    )
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("workers", "prefetch", "batches/s", "waiting", "first batch s", ""):
-        table.add_column(name, justify="right" if name else "left")
-    for item in sorted(found.settings, key=lambda item: (item.setting.num_workers, item.setting.prefetch_factor)):
-        mark = " ".join(
-            word for word, on in (("as given", item is found.given), ("← take this", item is found.best)) if on
-        )
-        cells = ("-", "-", "-") if item.failure else (
-            f"{item.rate:.1f}", f"{sorted(item.waiting)[len(item.waiting) // 2]:.0%}", f"{item.start_s:.2f}"
-        )  # fmt: skip
-        note = f"[red]failed: {escape(item.failure[:120])}[/]" if item.failure else mark
-        table.add_row(str(item.setting.num_workers), str(item.setting.prefetch_factor), *cells, note)
+    for line in facts(found):
+        console.print(escape(line), highlight=False)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    shown = [{name: cell for name, cell in row.items() if name != "first"} for row in rows(found)]
+    for name in [name for name in shown[0] if name != "note" and not any(row[name] for row in shown)]:
+        for row in shown:
+            del row[name]
+    for name in shown[0]:
+        left = name in ("also", "note")
+        table.add_column(name, justify="left" if left else "right", no_wrap=name != "note", overflow="fold")
+    for row in shown:
+        style = "green" if "take this" in row["note"] else "red" if row["note"].startswith("failed") else ""
+        table.add_row(*(escape(cell) for cell in row.values()), style=style)
+    console.print()
     console.print(table)
     for lint in found.lints:
         console.print(
             f"\n[yellow]{escape(lint.says)}[/] {escape(lint.evidence)}\n  → {escape(lint.advice)}", highlight=False
         )
-    if found.best is not found.given:
-        console.print(f"\n{escape(found.code)}", style="green", highlight=False)
+    for note in found.notes:
+        console.print(f"[dim]{escape(note)}[/]", highlight=False)
+    if found.best.setting != found.given.setting:
+        console.print(f"\n{escape(found.code)}", style="green", highlight=False, soft_wrap=True)

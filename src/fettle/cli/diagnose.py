@@ -129,6 +129,11 @@ def _print(found: Diagnosis, checked: Sequence[Verified], console: Console) -> N
         for name, share in found.budget.items():
             if share >= 0.005:
                 console.print(f"  {share:6.1%} [cyan]{'█' * round(share * 40)}[/] {escape(name)}", highlight=False)
+    roofs = found.roofline
+    if roofs is not None and roofs.mfu == roofs.mfu:
+        console.print(
+            f"  MFU {roofs.mfu:.1%}: of the FLOP/s that a large {roofs.dtype} product reaches here", highlight=False
+        )
     by_rule = {item.finding.rule: item for item in checked}
     for title, items in (("Faults", found.findings), ("Opportunities: fettle tune tries them", found.opportunities)):
         if items:

@@ -84,7 +84,7 @@ def command(
     console = Console(stderr=True)
     with console.status("") as status:
         show = status.update if console.is_terminal and not as_json else (lambda text: None)
-        runs = _run(_all(shots, plans, seconds, limit_s, show))
+        runs = _options.run_loop(_all(shots, plans, seconds, limit_s, show))
     if as_json:
         print(json.dumps([_finite(as_data(run)) for run in runs]))
     else:
@@ -123,14 +123,6 @@ async def _all(shots: Any, plans: list[tuple[str, Any]], seconds: float, limit_s
         if stop.is_set():
             break
     return runs
-
-
-def _run(work: Any) -> Any:
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(work)
-    return uvloop.run(work)
 
 
 _COLUMNS = (

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from fettle.errors import UsageError, first_line
 from fettle.recipe import Recipe, load_recipe
+
+if TYPE_CHECKING:
+    from fettle.serve.package import Package
 
 
 def command(
@@ -21,7 +26,15 @@ def command(
     name: Annotated[str, typer.Option(help="what clients call the model; default: the target's name")] = "",
     version: Annotated[str, typer.Option("--version", help="version of the package")] = "1",
     max_rows: Annotated[int, typer.Option(min=1, help="rows of the largest batch")] = 8,
-    handler: Annotated[Path | None, typer.Option(help="a handler.py with the four steps, for /predictions")] = None,
+    handler: Annotated[
+        str | None,
+        typer.Option(help="tensor, image, detection, text, generate, or your handler.py: what /predictions does"),
+    ] = None,
+    labels: Annotated[Path | None, typer.Option(help="names of the classes: one a line, or JSON")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="tokenizer.json of the library tokenizers, or its folder")
+    ] = None,
+    handler_settings: Annotated[Path | None, typer.Option(help="TOML, above what the model suggests")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the manifest as JSON")] = False,
 ) -> None:
     """Write a model package: the exported model, its weights, the recipe, how it was judged, and how to serve it.
@@ -31,6 +44,10 @@ def command(
       fettle package workloads/digits.py --recipe demo/recipe.toml
 
       fettle package model.py:bert --recipe recipe.toml --name bert --version 2 -o store/bert-2.zip
+
+      fettle package resnet.py --handler image --labels imagenet.txt
+
+      fettle package workloads/minilm.py --handler text --tokenizer minilm/tokenizer.json
     """
     from fettle.serve.export import write_package
     from fettle.serve.package import ServeSettings
@@ -44,8 +61,15 @@ def command(
     with console.status("building the workload") as status:
         package = write_package(
             found.load(), levels, path, name=called, version=version, settings=ServeSettings(max_rows=max_rows),
-            handler=handler, tell=status.update if console.is_terminal and not as_json else (lambda text: None),
+            handler=as_handler(handler), handler_settings=toml_settings(handler_settings),
+            files=add_files(labels, tokenizer),
+            tell=status.update if console.is_terminal and not as_json else (lambda text: None),
         )  # fmt: skip
+    show(package, path, as_json)
+
+
+def show(package: Package, path: Path, as_json: bool) -> None:
+    """What was written, for people or as JSON."""
     manifest = package.manifest
     if as_json:
         print(json.dumps({"path": str(path), **msgspec.to_builtins(manifest)}))
@@ -54,8 +78,41 @@ def command(
     for label, specs in (("inputs", manifest.inputs), ("outputs", manifest.outputs)):
         text = ", ".join(f"{spec.name} {spec.datatype}{list(spec.shape)}" for spec in specs)
         out.print(f"{label:8} {text}", markup=False, highlight=False)
+    if manifest.handler is not None:
+        said = " ".join(f"{key}={value}" for key, value in msgspec.to_builtins(manifest.handler).items())
+        out.print(f"handler  {said}", markup=False, highlight=False)
     out.print(f"recipe   {Recipe(manifest.recipe)}", markup=False, highlight=False)
     out.print(
         f"error    {manifest.accuracy['relative_error']:.3g} against {manifest.accuracy['against']}", highlight=False
     )
     out.print(f"[bold]{escape(str(path))}[/] is written: fettle serve {escape(str(path))}", highlight=False)
+
+
+def as_handler(text: str | None) -> Path | str | None:
+    """A path, or the name of a ready handler."""
+    return Path(text) if text is not None and ("/" in text or text.endswith(".py")) else text
+
+
+def toml_settings(path: Path | None) -> dict[str, Any]:
+    """The user's settings for a ready handler."""
+    if path is None:
+        return {}
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {first_line(error)}") from error
+
+
+def add_files(labels: Path | None, tokenizer: Path | None) -> dict[str, bytes]:
+    """What the package keeps for its handler."""
+    from fettle.serve.handlers.parts import LABELS, labels_file
+    from fettle.serve.handlers.text import TOKENIZER
+
+    found = {LABELS: labels_file(labels)} if labels is not None else {}
+    if tokenizer is not None:
+        path = tokenizer / TOKENIZER if tokenizer.is_dir() else tokenizer
+        try:
+            found[TOKENIZER] = path.read_bytes()
+        except OSError as error:
+            raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+    return found

@@ -42,10 +42,14 @@ def command(
     max_rows: Annotated[int | None, typer.Option(min=1, help="rows of the largest batch")] = None,
     delay: Annotated[float | None, typer.Option(min=0, help="milliseconds to wait for a batch to fill")] = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda")] = "cpu",
+    explain: Annotated[bool, typer.Option(help="answer /explain and /explanations by Captum")] = False,
+    otel: Annotated[bool, typer.Option(help="a span for each inference, to OTEL_EXPORTER_OTLP_ENDPOINT")] = False,
     log_requests: Annotated[bool, typer.Option(help="a line of JSON for each request, on standard error")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="say in JSON where the server listens")] = False,
 ) -> None:
     """Serve models: the Open Inference Protocol v2 with binary tensors, and TorchServe's URLs. Ctrl-C drains and ends.
+
+    Images, texts and prompts are answered where fettle package was given a --handler. What is served: /docs.
 
     [bold]Examples[/]
 
@@ -60,6 +64,7 @@ def command(
     try:
         from fettle.serve.registry import Options
         from fettle.serve.server import Address, serve, token_from
+        from fettle.serve.spans import Spans
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed: pip install 'torch-fettle[serve]'") from error
     if not packages and store is None:
@@ -73,11 +78,11 @@ def command(
     secret = Path.home() / ".config" / "fettle" / "management-token"
     address = Address(
         host, port, management_port, token, token_from(secret) if management_port is not None else "", insecure,
-        log_requests=log_requests,
+        log_requests=log_requests, spans=Spans() if otel else None,
     )  # fmt: skip
     address.check()
     options = Options(
-        store, state, tuple(trust or ()), device,
+        store, state, tuple(trust or ()), device, explain,
         override={key: value for key, value in override.items() if value is not None},
     )  # fmt: skip
     logging.basicConfig(
@@ -131,7 +136,7 @@ def _tuned(package: Package, p99: str, rate: float) -> Package:
     from fettle.serve.package import open_package
 
     try:
-        slo(package.folder, p99, rate=rate, max_rows=min(32, package.manifest.max_rows))
+        slo(str(package.folder), p99, rate=rate, max_rows=min(32, package.manifest.max_rows))
     except typer.Exit as leaving:
         if rate or leaving.exit_code != 1:
             raise

@@ -1,10 +1,17 @@
-"""fettle slo PACKAGE: the best way to serve under a latency limit, predicted and then proven."""
+"""fettle slo TARGET: the best way to serve under a latency limit, predicted and then proven."""
 
 from __future__ import annotations
 
+import asyncio
+import csv
 import json
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,88 +21,287 @@ from fettle.cli import _options
 from fettle.errors import UsageError
 
 if TYPE_CHECKING:
-    from fettle.serve.search import Found
+    from fettle.recipe import Recipe
+    from fettle.serve.package import Package
+    from fettle.serve.search import Failure, Found, Point, Variant
 
 
 def command(
-    package: Annotated[Path, typer.Argument(help="a folder that fettle package wrote")],
+    target: Annotated[str, typer.Argument(help="a package, or path/to/file.py:factory, which is packaged first")],
     p99: Annotated[str, typer.Option("--p99", help="the latency limit, for example 100ms")],
     rate: Annotated[float, typer.Option(min=0.0, help="requests a second that are needed; 0: as many as can be")] = 0.0,
-    max_rows: Annotated[int, typer.Option(min=1, help="rows of the largest batch to try")] = 32,
+    head_room: Annotated[str, typer.Option(help="share of the capacity to be left then, for example 20%")] = "0",
+    recipe: Annotated[
+        list[str] | None, typer.Option(help="of a target: recipe.toml, or 'precision=bf16'. May be repeated")
+    ] = None,
+    study: Annotated[str | None, typer.Option(help="of a target: try the recipes of this study.db")] = None,
+    study_name: Annotated[str, typer.Option(help="name in that storage; default: the target's name")] = "",
+    recipes: Annotated[int, typer.Option(min=1, help="how many of the study, beside the model as given")] = 3,
+    max_error: Annotated[float, typer.Option(help="largest relative error of a recipe's answers")] = 0.02,
+    max_rows: Annotated[int, typer.Option(min=1, max=256, help="rows of the largest batch to try")] = 32,
     cores: Annotated[int | None, typer.Option(min=1, help="cores to use; default: all")] = None,
+    device: Annotated[list[str] | None, typer.Option(help="cpu or cuda:N; default: what is there")] = None,
     seconds: Annotated[str, typer.Option(help="length of one load test")] = "8s",
     confirm: Annotated[int, typer.Option(min=1, help="settings to prove by load tests")] = 2,
+    price: Annotated[
+        list[str] | None, typer.Option("--price-per-hour", help="of the machine: 0.40, or cuda=2.50. May be repeated")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="folder for what is found; default slo-NAME")
+    ] = None,
+    csv_file: Annotated[Path | None, typer.Option("--csv", help="load tests in TorchServe's benchmark columns")] = None,
     write: Annotated[bool, typer.Option(help="write the best setting to the package's serve.toml")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
 ) -> None:
     """Calibrate, simulate every setting, prove the best by open-loop load, and write serve.toml. Exit 1: not met.
 
-    Calibrations are kept beside the package, so a search that was stopped goes on where it was.
+    OUTPUT holds report.html, result.json and all that was measured: a search that was stopped, also by kill -9, goes on
+    where it was.
 
     [bold]Examples[/]
 
       fettle slo digits-1 --p99 20ms
 
-      fettle slo bert-1 --p99 100ms --rate 80
+      fettle slo bert-1 --p99 100ms --rate 80 --head-room 20% --price-per-hour 0.40
+
+      fettle slo model.py --p99 100ms --study fettle-out/study.db
+
+      fettle slo model.py --p99 100ms --recipe baseline --recipe "precision=bf16"
     """
     try:
-        import uvloop
-
+        from fettle.serve.load import TORCHSERVE_COLUMNS
+        from fettle.serve.outcome import torchserve_rows
         from fettle.serve.search import as_json as to_json
-        from fettle.serve.search import search, serve_settings
+        from fettle.serve.search import search
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed: pip install 'torch-fettle[serve]'") from error
+    from fettle.recipe import write_text
+    from fettle.report import write_slo_report
+    from fettle.serve.calibrate import Stopped
     from fettle.serve.host import cores as usable_cores
-    from fettle.serve.host import host_id
-    from fettle.serve.package import open_package, write_settings
-    from fettle.serve.simulate import Costs
+    from fettle.serve.host import devices as usable_devices
 
-    opened = open_package(package)
+    limit_s = _options.duration_s(p99, "--p99")
+    if limit_s <= 0:
+        raise UsageError("--p99 must be more than nothing")
+    room, prices, test_s = _share(head_room), _prices(price or []), _options.duration_s(seconds, "--seconds")
+    chosen = device or usable_devices()
+    for name in chosen:
+        if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
+            raise UsageError(f"--device {name}: cpu, cuda or cuda:N")
+    work = _Work.of(target, recipe or [], study, study_name, recipes)
+    folder = output or Path(f"slo-{work.name}")
     console = Console(stderr=True)
-    keep = opened.folder.parent / f".{opened.folder.name}.calibration.json"
     with console.status("starting") as status:
-        found = uvloop.run(
-            search(
-                opened, _options.duration_s(p99, "--p99"), rate=rate, most_rows=max_rows, cores=cores or usable_cores(),
-                seconds=_options.duration_s(seconds, "--seconds"), confirm=confirm, keep=keep,
-                tell=status.update if console.is_terminal and not as_json else (lambda text: None),
-            )
-        )  # fmt: skip
-    best = found.best
-    if write and best is not None:
-        setting = best.setting
-        samples = found.costs[f"{setting.workers}x{setting.threads}"]
-        costs = Costs({rows: tuple(values) for rows, values in samples.items()})
-        write_settings(opened, serve_settings(opened.settings, setting, costs, found.limit_s, host_id()))
+        tell = _teller(console, status, quiet=as_json)
+
+        async def run() -> Found:
+            stop = asyncio.Event()
+            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
+            try:
+                variants, failures = await asyncio.to_thread(
+                    work.variants, folder, max_rows, max_error, tell, stop.is_set
+                )
+            except Stopped:
+                raise typer.Exit(130) from None
+            if not variants:
+                raise UsageError("; ".join(f"{failure.what}: {failure.why}" for failure in failures))
+            return await search(
+                variants, limit_s, rate=rate, head_room=room, most_rows=max_rows, cores=cores or usable_cores(),
+                devices=chosen, seconds=test_s, confirm=confirm, prices=prices, keep=folder / "measured.json",
+                failures=failures, tell=tell, stop=stop,
+            )  # fmt: skip
+
+        found = _options.run_loop(run())
+        written = None
+        if write and found.best is not None and not found.interrupted:
+            written = work.write(found, folder)
+    data = to_json(found, name=work.name, target=target, machine=_machine(), written=str(written) if written else "")
+    write_text(folder / "result.json", json.dumps(data) + "\n")
+    write_slo_report(data, folder / "report.html")
+    if csv_file is not None:
+        with csv_file.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, TORCHSERVE_COLUMNS)
+            writer.writeheader()
+            writer.writerows(torchserve_rows(found, work.name))
     if as_json:
-        print(json.dumps(to_json(found)))
+        print(json.dumps(data))
     else:
-        _print(found, Console(), opened.folder if write and best is not None else None)
+        _print(found, Console(), folder, written)
+    if found.interrupted:
+        raise typer.Exit(130)
     if not found.met:
         raise typer.Exit(1)
 
 
-def _print(found: Found, console: Console, written: Path | None) -> None:
+@dataclass
+class _Work:
+    """What is to be served: a package, or a target with its recipes."""
+
+    name: str
+    package: Package | None = None
+    text: str = ""
+    target: Any = None
+    recipes: tuple[Recipe, ...] = ()
+    packages: tuple[Variant, ...] = ()
+
+    @classmethod
+    def of(cls, text: str, recipes: list[str], study: str | None, study_name: str, most: int) -> _Work:
+        """Read what the command line names. Raises `UsageError`."""
+        from fettle.recipe import Recipe, load_recipe
+        from fettle.serve.package import open_package
+
+        if Path(text).is_dir() or text.endswith(".zip"):
+            if recipes or study is not None:
+                raise UsageError(f"{text} is packaged with its recipe already: name the target to try others")
+            package = open_package(Path(text))
+            return cls(package.manifest.name, package)
+        from fettle.techniques import check_names
+        from fettle.workload import find_target
+
+        found = find_target(text)
+        levels = [load_recipe(item).recipe if item.endswith(".toml") else Recipe.parse(item) for item in recipes]
+        for item in levels:
+            check_names(item)
+        if study is not None:
+            from fettle.serve.variants import study_recipes
+
+            levels += study_recipes(found, study, study_name, most)
+        return cls(found.name, None, text, found, tuple(levels or [Recipe()]))
+
+    def variants(
+        self, folder: Path, max_rows: int, max_error: float, tell: Callable[[str], None], stopped: Callable[[], bool]
+    ) -> tuple[list[Variant], list[Failure]]:
+        """The packages to choose among, made where they are not there yet."""
+        from fettle.serve.search import Variant
+        from fettle.serve.variants import package_all
+
+        if self.package is not None:
+            made = [Variant("", self.package)]
+            self.packages = tuple(made)
+            return made, []
+        made, failures = package_all(
+            self.text, self.target, self.recipes, folder / "packages", max_rows=max_rows, max_error=max_error,
+            tell=tell, stopped=stopped,
+        )  # fmt: skip
+        self.packages = tuple(made)
+        return made, failures
+
+    def write(self, found: Found, folder: Path) -> Path:
+        """The best setting as the package's ``serve.toml``; a target's best package is copied out of its cache."""
+        from fettle.serve.package import open_package, write_settings
+        from fettle.serve.search import tuned
+
+        assert found.best is not None
+        package = next(v.package for v in self.packages if v.name == found.best.setting.variant)
+        if self.package is None:
+            place = folder / "package"
+            shutil.rmtree(place, ignore_errors=True)
+            shutil.copytree(package.folder, place)
+            package = open_package(place)
+        write_settings(package, tuned(found, package))
+        return package.folder
+
+
+def _teller(console: Console, status: Any, quiet: bool) -> Callable[[str], None]:
+    """A live line on a terminal, lines in a log file."""
+    if quiet:
+        return lambda text: None
+    if console.is_terminal:
+        return lambda text: status.update(text.replace("[", r"\["))
+    return lambda text: console.print(text, markup=False, highlight=False)
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 0.95:
+        raise UsageError(f"--head-room: {text!r} is no share, for example 20% or 0.2")
+    return value
+
+
+def _prices(texts: list[str]) -> dict[str, float]:
+    """``["0.4", "cuda=2.5"]`` as prices by device; ``""`` is any."""
+    found = {}
+    for text in texts:
+        device, equals, number = text.rpartition("=")
+        try:
+            value = float(number)
+        except ValueError:
+            value = -1.0
+        if not 0 <= value < 1e9 or (equals and not re.fullmatch(r"cpu|cuda(:\d{1,3})?", device)):
+            raise UsageError(f"--price-per-hour: {text!r} is no price, for example 0.40 or cuda=2.50")
+        found[device] = value
+    return found
+
+
+def _machine() -> str:
+    """One line for the report, without importing torch."""
+    import platform
+    from importlib import metadata
+
+    from fettle.serve.host import cores, cpu
+
+    return f"{cpu()}, {cores()} cores, torch {metadata.version('torch')}, Python {platform.python_version()}"
+
+
+def _print(found: Found, console: Console, folder: Path, written: Path | None) -> None:
     from fettle.serve.search import HEAD_ROOM
 
-    table = Table(box=None, header_style="bold")
-    for name in ("setting", "predicted/s", "measured/s", "p50 ms", "p99 ms", "memory"):
-        table.add_column(name, justify="left" if name == "setting" else "right")
-    for point in found.points[:10]:
-        last = [run for run in point.runs if run["rate"] <= (point.measured or 0) * 1.001]
-        run = last[-1] if last else None
-        table.add_row(
-            str(point.setting), f"{point.predicted:.4g}", "" if point.measured is None else f"{point.measured:.4g}",
-            f"{run['latency_ms']['p50']:.1f}" if run else "", f"{run['latency_ms']['p99']:.1f}" if run else "",
-            f"{point.memory_bytes >> 20} MiB" if point.memory_bytes else "",
-        )  # fmt: skip
     console.print(f"requests a second with p99 within {found.limit_s * 1e3:.4g} ms, Poisson arrivals", highlight=False)
-    console.print(table)
+    console.print(_table(found))
     for line in found.why:
-        console.print(f"  {line}", highlight=False)
+        console.print(f"  {line}", highlight=False, markup=False)
+    for measured in found.branches.values():
+        if measured.overheads is not None:
+            around = measured.overheads
+            console.print(f"  serving adds {around.request_s * 1e3:.2g} ms a request and {around.batch_s * 1e3:.2g} ms "
+                          f"a batch: measured with {measured.branch}", highlight=False, markup=False)  # fmt: skip
+    for failure in found.failures:
+        console.print(f"  failed: {failure.what}: {failure.why}", highlight=False, markup=False, style="yellow")
+    if found.tests_kept:
+        console.print(f"{found.tests_kept} of {found.tests} load tests had been made before", highlight=False)
     best = found.best
     if best is not None and best.measured:
-        room = (1 - HEAD_ROOM) * best.measured
-        console.print(f"with {HEAD_ROOM:.0%} head-room: up to {room:.4g} requests/s", highlight=False)
+        share = found.head_room or HEAD_ROOM
+        room = (1 - share) * best.measured
+        console.print(f"with {share:.0%} head-room: up to {room:.4g} requests/s", highlight=False)
+    if found.interrupted:
+        console.print("interrupted: the same command goes on from here", highlight=False)
     if written is not None:
-        console.print(f"written to {written}/serve.toml: fettle serve {written}", highlight=False)
+        device = best.setting.device if best is not None else "cpu"
+        more = f" --device {device}" if device != "cpu" else ""
+        console.print(f"written to {written}/serve.toml: fettle serve {written}{more}", highlight=False, markup=False)
+    console.print(f"report: {folder}/report.html", highlight=False, markup=False)
+
+
+def _table(found: Found, most: int = 12) -> Table:
+    """What was measured, then what no other setting beats in all respects."""
+    shown = [point for point in found.points if point.tests]
+    shown += [point for point in found.points if point.front and not point.tests]
+    shown = (shown or found.points)[:most]
+    priced, several = any(p.cost is not None for p in shown), len({p.setting.variant for p in shown}) > 1
+    table = Table(box=None, header_style="bold")
+    at = f"p99 ms at {found.reference_rate:.4g}/s" if found.reference_rate else "p99 ms"
+    names = ["predicted/s", "measured/s", at, "memory", *(["error"] if several else []),
+             *(["per million"] if priced else [])]  # fmt: skip
+    for name in names:
+        table.add_column(name, justify="right")
+    table.add_column("setting", overflow="fold", ratio=1)
+    for point in shown:
+        table.add_row(*_cells(point, several, priced), style="bold" if point is found.best else None)
+    return table
+
+
+def _cells(point: Point, several: bool, priced: bool) -> list[str]:
+    cells = [
+        f"{point.predicted:.4g}", "" if point.measured is None else f"{point.measured:.4g}",
+        f"{point.p99_s * 1e3:.1f}" if point.p99_s < 1e3 else "",
+        f"{point.memory_bytes >> 20} MiB" if point.memory_bytes else "",
+    ]  # fmt: skip
+    return [
+        *cells, *([f"{point.error:.2g}"] if several else []),
+        *([f"{point.cost:.3g}" if point.cost is not None else ""] if priced else []), str(point.setting),
+    ]  # fmt: skip

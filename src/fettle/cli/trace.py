@@ -65,7 +65,7 @@ def show(frames: dict[str, pl.DataFrame], as_json: bool, rows: int = 30, notes: 
         data = {name: frame.to_dicts() for name, frame in frames.items()} | (notes or {})
         print(json.dumps(_plain(data), default=str))
         return
-    from fettle.trace.report import cell, heading
+    from fettle.trace.report.section import cell, heading
 
     console = Console()
     for key, value in (notes or {}).items():
@@ -174,7 +174,7 @@ def idle(source: Source, as_json: Json = False, chart: Chart = None, fresh: Fres
     if not frames:
         raise UsageError("no device work in this trace: 'fettle trace host' answers for the CPU")
     frame = pl.concat(frames)
-    _chart(chart, lambda: charts.bar_chart(frame, "cause", "idle_ns", "Idle time by cause"))
+    _chart(chart, lambda: charts.bar_chart(frame, "cause", "idle_ns"))
     show({"idle": frame}, as_json, 100)
 
 
@@ -186,7 +186,7 @@ def kernels(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart
 
     traces = open_traces(source, fresh)
     table = _all(traces, k.kernel_table)
-    _chart(chart, lambda: charts.bar_chart(table, "name", "sum_ns", "Longest kernels", color="class"))
+    _chart(chart, lambda: charts.bar_chart(table, "name", "sum_ns", color="class"))
     frames = {"classes": _all(traces, k.kernel_classes), "kernels": table}
     if len(traces) > 1:
         frames["across_ranks"] = k.kernels_across_ranks(traces)
@@ -197,21 +197,11 @@ def kernels(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart
 def launches(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False) -> None:
     """Launch calls and delays: every launch of every runtime, graphs too."""
     from fettle.trace import charts
-    from fettle.trace.launches import launch_stats
+    from fettle.trace.launches import call_table, launch_stats
 
     frame = _all(open_traces(source, fresh), launch_stats)
-    summary = (
-        frame.group_by("rank", "call", "graph")
-        .agg(
-            work=pl.len(),
-            calls_ns=pl.col("call_ns").sum(),
-            median_call_ns=pl.col("call_ns").median(),
-            median_delay_ns=pl.col("delay_ns").median(),
-            short=pl.col("short").sum(),
-        )
-        .sort("calls_ns", descending=True)
-    )
-    _chart(chart, lambda: charts.bar_chart(summary, "call", "calls_ns", "Time in launch calls"))
+    _chart(chart, lambda: charts.delay_chart(frame))
+    summary = call_table(frame)
     show({"summary": summary, **({"launches": frame} if as_json else {})}, as_json, rows)
 
 
@@ -232,7 +222,7 @@ def comm(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = 
         }
     else:
         notes["stragglers"] = "unknown: one rank only; give a folder of ranks"
-    _chart(chart, lambda: charts.bar_chart(frames["collectives"], "collective", "sum_ns", "Collectives"))
+    _chart(chart, lambda: charts.bar_chart(frames["collectives"], "collective", "sum_ns"))
     show(frames, as_json, rows, notes)
 
 
@@ -246,7 +236,7 @@ def queue(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart =
 
     def draw() -> Any:
         series = queue_length(traces[0]).with_columns(name=pl.format("device {} stream {}", "device", "stream"))
-        return charts.step_line(series, "length", "Queue length", series="name", unit="launched, not started")
+        return charts.step_line(series, "length", series="name", unit="launched, not started")
 
     _chart(chart, draw)
     frames = {"queue": _all(traces, queue_summary)}
@@ -262,7 +252,7 @@ def bandwidth(
     from fettle.trace.queue import bandwidth_summary, copy_bandwidth
 
     traces = open_traces(source, fresh)
-    _chart(chart, lambda: charts.step_line(copy_bandwidth(traces[0]), "gb_per_s", "Copies", series="name", unit="GB/s"))
+    _chart(chart, lambda: charts.step_line(copy_bandwidth(traces[0]), "gb_per_s", series="name", unit="GB/s"))
     show(
         {"bandwidth": _all(traces, bandwidth_summary)} | ({"series": _all(traces, copy_bandwidth)} if as_json else {}),
         as_json,
@@ -288,7 +278,7 @@ def operators(
                 .agg(device_ns=pl.col("duration_ns").sum(), kernels=pl.len())
                 .sort("device_ns", descending=True)
             )
-    _chart(chart, lambda: charts.bar_chart(table, "operator", "device_ns", "Device time by operator"))
+    _chart(chart, lambda: charts.bar_chart(table, "operator", "device_ns"))
     show(frames | ({"work": work} if as_json else {}), as_json, rows)
 
 
@@ -338,7 +328,7 @@ def annotations(
     from fettle.trace.operators import annotation_table
 
     table = _all(open_traces(source, fresh), annotation_table)
-    _chart(chart, lambda: charts.bar_chart(table, "annotation", "device_ns", "Device time by annotation"))
+    _chart(chart, lambda: charts.bar_chart(table, "annotation", "device_ns"))
     show({"annotations": table}, as_json, rows)
 
 
@@ -389,7 +379,7 @@ def critical(
         if as_json:
             frames[f"{prefix}pieces"] = path.pieces
         if trace is traces[0]:
-            _chart(chart, lambda summary=summary: charts.bar_chart(summary, "category", "time_ns", "Critical path"))  # type: ignore[misc]
+            _chart(chart, lambda summary=summary: charts.bar_chart(summary, "category", "time_ns"))  # type: ignore[misc]
             if overlay is not None:
                 augment(trace, overlay, path=path)
     notes: dict[str, Any] = {}
@@ -424,7 +414,7 @@ def whatif(
     rows = []
     for trace in open_traces(source, fresh):
         path = critical_path(trace, step)
-        changes = ["kernels"] if kernels is not None else ["no_syncs", "perfect_overlap", "graph"]
+        changes = ["kernels"] if kernels is not None else ["no_syncs", "perfect_overlap", "graph", "data_ready"]
         for change in changes:
             answer = what_if(trace, change, kernels=kernels or "", factor=factor, path=path)
             rows.append({"rank": trace.rank, **asdict(answer), "saving_share": answer.saving_share})
@@ -454,7 +444,7 @@ def compare(
     shown = result.parts.filter(pl.col("change_ns") != 0)
     _chart(
         chart,
-        lambda: charts.bar_chart(shown.filter(~pl.col("sums")), "part", "change_ns", "Change of the mean step", top=40),
+        lambda: charts.change_chart(shown.filter(~pl.col("sums")), result.before_ns, result.after_ns),
     )
     notes = {
         "before_ns": result.before_ns,
@@ -506,7 +496,6 @@ def memory(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart 
         lambda: charts.step_line(
             timeline.with_columns(mib=pl.col("allocated_bytes") / 2**20),
             "mib",
-            "Allocated",
             series="device",
             unit="MiB",
         ),
@@ -522,11 +511,15 @@ def host(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = 
 
     traces = open_traces(source, fresh)
     summary = _all(traces, h.host_summary)
-    _chart(chart, lambda: charts.bar_chart(summary, "question", "time_ns", "The host"))
+    _chart(chart, lambda: charts.bar_chart(summary, "question", "time_ns"))
     frames = {
         "questions": summary,
         "threads": pl.concat([h.threads(t) for t in traces], how="diagonal_relaxed"),
         "parallel": _all(traces, h.parallel_operators),
+        "sizes": _all(traces, h.operator_sizes),
+        "small_operators": _all(traces, h.small_operators),
+        "conversions": _all(traces, h.conversions),
+        "data_loading": _all(traces, h.data_loading),
     }
     show(frames, as_json, rows)
 
@@ -584,13 +577,15 @@ def augment(
 def report(
     source: Source,
     output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("trace-report.html"),
+    before: Annotated[Path | None, typer.Option(help="An earlier trace to compare with.")] = None,
     fresh: Fresh = False,
     as_json: Json = False,
 ) -> None:
     """One self-contained HTML page: account, idle causes, kernels, overlap, ranks, critical path, a step's timeline."""
     from fettle.trace.report import write_report
 
-    failed = write_report(open_traces(source, fresh), output)
+    earlier = open_traces(before, fresh)[0] if before is not None else None
+    failed = write_report(open_traces(source, fresh), output, before=earlier)
     if as_json:
         print(json.dumps({"file": str(output), "not_answered": failed}))
     else:

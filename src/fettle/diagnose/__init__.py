@@ -8,16 +8,17 @@ most that mending it could bring, and `verify` holds that bound against what the
 from __future__ import annotations
 
 from fettle.diagnose.compile_health import CompileHealth, compile_health, watch_compile
-from fettle.diagnose.diagnosis import Diagnosis, diagnose, diagnosis_json, techniques_named
+from fettle.diagnose.diagnosis import Diagnosis, diagnose, diagnosis_json
 from fettle.diagnose.evidence import Evidence, Operation
 from fettle.diagnose.finding import Finding
+from fettle.diagnose.roofline import Roof, Roofline, roofline
 from fettle.diagnose.rules import RULES
 from fettle.diagnose.rules import findings as findings_of
 from fettle.diagnose.syncs import Sync, SyncReport, find_syncs, watch_syncs
-from fettle.diagnose.verify import Verified, verify
+from fettle.diagnose.verify import Verified, advice, brought, verify
 
 __all__ = [
-    "RULES", "CompileHealth", "Diagnosis", "Evidence", "Finding", "Operation", "Sync", "SyncReport", "Verified",
-    "compile_health", "diagnose", "diagnosis_json", "find_syncs", "findings_of", "techniques_named", "verify",
-    "watch_compile", "watch_syncs",
+    "RULES", "CompileHealth", "Diagnosis", "Evidence", "Finding", "Operation", "Roof", "Roofline",
+    "Sync", "SyncReport", "Verified", "advice", "brought", "compile_health", "diagnose", "diagnosis_json", "find_syncs",
+    "findings_of", "roofline", "verify", "watch_compile", "watch_syncs",
 ]  # fmt: skip

@@ -7,16 +7,18 @@ all and is what the worker is asked for.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import hashlib
 import itertools
 import math
+import os
 import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -59,9 +61,14 @@ def collect(workload: Workload, seconds: float) -> Evidence:
     wall_s = statistics.median(plain)
     watch, watched_s = watched(workload, device)
     found = watch.rows()
-    syncs = find_syncs(call, on_device=[model, workload.inputs[0]]).syncs
+    with _held(
+        torch.autograd, "set_detect_anomaly", False, torch.is_anomaly_enabled()
+    ):  # its own checks would be found
+        syncs = find_syncs(call, on_device=[model, workload.inputs[0]]).syncs
     facts = probe_facts(workload)
-    gc_s, slept_s, loader_s = _waiting(call)
+    gc_s, slept_s, loading = _waiting(call)
+    loader_s = loading.seconds / loading.calls
+    waits = loader_s > 0.02 * wall_s
     tensors_kept, graphs_kept, bytes_kept = kept_alive(call)
     return Evidence(
         facts=facts,
@@ -85,6 +92,10 @@ def collect(workload: Workload, seconds: float) -> Evidence:
         batches_seen_before=watch.batches_seen_before,
         compiled=isinstance(model, torch._dynamo.OptimizedModule) or hasattr(model, "_torchdynamo_orig_callable"),
         loader_s=loader_s,
+        loader_rows=loading.rows,
+        loader_batches=loading.batches // loading.calls,
+        at_hand_s=_at_hand(call, loading) if waits else 0.0,
+        fresh_s_per_byte=fresh_s_per_byte() if graphs_kept else 0.0,
         tensors_kept=tensors_kept,
         graphs_kept=graphs_kept,
         bytes_kept=bytes_kept,
@@ -149,6 +160,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.facts: dict[tuple[str, str, str, str], dict[str, Any]] = {}
         self.call = -1
         self.handles: list[Any] = []
+        self.overhead_s = _watching_s() if device == "cpu" else 0.0
+        self._hashing = False
         self.batches: set[bytes] = set()
         self.batches_run = self.batches_seen_before = 0
         for name, module in _named_modules(model):
@@ -159,7 +172,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _enter(self, pair: tuple[str, str], module: Any, args: Any) -> None:
         if self.call == 0 and len(self.modules) == 1:
             self.batches_run += 1
+            self._hashing = True
             known = _digest(args)
+            self._hashing = False
             self.batches_seen_before += known in self.batches
             if known is not None and len(self.batches) < 10_000:
                 self.batches.add(known)
@@ -180,6 +195,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._hashing:
+            return func(*args, **kwargs)
         began = time.perf_counter()
         out = func(*args, **kwargs)
         if self.device == "cuda":
@@ -190,16 +207,27 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         dtype = _dtype(inputs, outputs)
         module, kind = self.modules[-1]
-        key = (name, module, user_line(), dtype)
+        line, function = _user_place()
+        key = (name, module, line, dtype)
         rounds = self.seen[key]
         while len(rounds) <= self.call:
             rounds.append([0.0, 0])
-        rounds[self.call][0] += spent
+        rounds[self.call][0] += max(0.0, spent - self.overhead_s)
         rounds[self.call][1] += 1
         if self.call == 0:
             facts = self.facts.setdefault(
                 key,
-                {"steps": [], "weights": set(), "growth": 0.0, "bytes": 0, "largest": (), "group": "", "kind": kind},
+                {
+                    "steps": [],
+                    "weights": set(),
+                    "growth": 0.0,
+                    "bytes": 0,
+                    "largest": (),
+                    "group": "",
+                    "kind": kind,
+                    "function": function,
+                    "written": 0,
+                },
             )
             facts["group"] = group_of(name, inputs, outputs)
             counter = flop_registry.get(func.overloadpacket)
@@ -212,6 +240,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     facts["steps"].append(0)  # a formula that does not know this form of the call
             if name not in _FREE_OPS:
                 facts["bytes"] += sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
+                facts["written"] += sum(tensor.numel() * tensor.element_size() for tensor in outputs)
             shape = max((tuple(tensor.shape) for tensor in outputs), key=math.prod, default=())
             facts["largest"] = max(facts["largest"], shape, key=math.prod)
             given = max((tensor.numel() for tensor in inputs), default=0)
@@ -232,7 +261,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 Operation(f"aten.{name}", facts["group"], module, facts["kind"], line, dtype, calls, seconds,
                           sum(facts["steps"]), facts["bytes"], facts["largest"],
                           repeated_share(facts["steps"]) if len(facts["weights"]) == 1 else 0.0,
-                          len(facts["weights"]), facts["growth"])
+                          len(facts["weights"]), facts["function"], facts["written"], facts["growth"])
             )  # fmt: skip
         return sorted(found, key=lambda row: -row.seconds)
 
@@ -301,46 +330,37 @@ def variants(
     """
     from fettle.measure import log_interval
 
-    cores, given = torch.get_num_threads(), torch.get_num_threads()
-    import os
-
+    given = torch.get_num_threads()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    switches: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {}
+    switches: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {}
     if given != usable:
-        switches[f"threads={usable}"] = (
-            lambda: torch.set_num_threads(usable),
-            lambda: torch.set_num_threads(given),
-        )
+        switches[f"threads={usable}"] = lambda: _threads(usable)
     if given > 1 and wall_s < 0.5:
-        switches["threads=1"] = (lambda: torch.set_num_threads(1), lambda: torch.set_num_threads(cores))
+        switches["threads=1"] = lambda: _threads(1)
     if torch.is_grad_enabled():
-        guard = torch.inference_mode()
-        switches["grad=inference_mode"] = (guard.__enter__, lambda: guard.__exit__(None, None, None))
+        switches["grad=inference_mode"] = torch.inference_mode
     if module is not None and module.training and all(part.training for part in module.modules()):
-        switches["mode=eval"] = (module.eval, module.train)
+        switches["mode=eval"] = lambda: _evaluating(module)
     if torch.is_anomaly_enabled():
-        off = lambda: torch.autograd.set_detect_anomaly(False)  # noqa: E731
-        switches["anomaly=off"] = (off, lambda: torch.autograd.set_detect_anomaly(True))
+        switches["anomaly=off"] = lambda: _held(torch.autograd, "set_detect_anomaly", False, True)
     if torch.are_deterministic_algorithms_enabled():
-        free = lambda: torch.use_deterministic_algorithms(False)  # noqa: E731
-        switches["deterministic=off"] = (free, lambda: torch.use_deterministic_algorithms(True))
+        switches["deterministic=off"] = lambda: _held(torch, "use_deterministic_algorithms", False, True)
     rounds = int(min(12, max(3, seconds / max(wall_s, 1e-4) / (len(switches) + 1) / 3)))
     logs: dict[str, list[float]] = {name: [] for name in switches}
+    broken: set[str] = set()
     for _ in range(rounds):
         base = min(_timed(call, "cpu", 0.0, least=2))
-        for name, (enter, leave) in switches.items():
-            enter()
+        for name, switched in switches.items():
+            if name in broken:
+                continue
             try:
-                logs[name].append(math.log(base / min(_timed(call, "cpu", 0.0, least=2))))
+                with switched():
+                    logs[name].append(math.log(base / min(_timed(call, "cpu", 0.0, least=3))))
             except Exception:
-                logs[name] = []
-            finally:
-                leave()
-            if not logs[name]:
-                break
+                broken.add(name)
     found: dict[str, tuple[float, float, float]] = {}
     for name, values in logs.items():
-        if len(values) >= 3:
+        if len(values) >= 3 and name not in broken:
             interval = log_interval(values, 0.05)
             ends = (interval.estimate, interval.low, interval.high)
             saved = [1 - math.exp(-max(-50.0, min(end, 50.0))) for end in ends]
@@ -435,11 +455,21 @@ def kept_alive(call: Callable[[], Any], calls: int = 3) -> tuple[float, float, f
     return tensors, graphs, size
 
 
+_KEPT_BYTES = 512 << 20
+_LEAST_WATCHED_S = 0.2
+
+
 class _LoaderClock:
-    """Times DataLoaders of this process while it is entered: making an iterator, and each batch."""
+    """Times DataLoaders of this process while it is entered: making an iterator, and each batch.
+
+    The batches of the first call are kept, in the order of their iterators, unless they are too large.
+    """
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.calls = self.rows = self.batches = 0
+        self.kept: list[list[Any]] = []
+        self._bytes = 0
         self._inside = False
 
     def __enter__(self) -> _LoaderClock:
@@ -463,16 +493,92 @@ class _LoaderClock:
                 return original(*args, **kwargs)
             self._inside, began = True, time.perf_counter()
             try:
-                return original(*args, **kwargs)
+                result = original(*args, **kwargs)
             finally:
                 self._inside = False
                 self.seconds += time.perf_counter() - began
+            self._keep(args[0], result)
+            return result
 
         return timed
 
+    def _keep(self, loader: Any, result: Any) -> None:
+        from torch.utils.data import DataLoader
 
-def _waiting(call: Callable[[], Any], calls: int = 3) -> tuple[float, float, float]:
-    """Seconds a call in the garbage collector, asleep of the process's own will, and in DataLoaders."""
+        if isinstance(loader, DataLoader):
+            self.rows = min(self.rows or sys.maxsize, loader.batch_size or sys.maxsize) % sys.maxsize
+            if self.calls == 1:
+                self.kept.append([])
+            return
+        self.batches += 1
+        if self.calls == 1 and self.kept:
+            tensors = [leaf for _, leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
+            self._bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            if self._bytes > _KEPT_BYTES:
+                self.kept.clear()
+            else:
+                self.kept[-1].append(result)
+
+
+def _at_hand(call: Callable[[], Any], loading: _LoaderClock, calls: int = 5) -> float:
+    """Seconds of a call whose loaders hand out at once what they handed out before; 0 where that cannot be tried."""
+    from torch.utils.data import DataLoader
+
+    if not loading.kept:
+        return 0.0
+    turns = itertools.cycle(loading.kept)
+    original = DataLoader.__iter__
+    DataLoader.__iter__ = lambda self: iter(next(turns))  # type: ignore[method-assign, return-value, assignment]
+    try:
+        return min(_timed(call, "cpu", 0.0, least=calls))
+    finally:
+        DataLoader.__iter__ = original  # type: ignore[method-assign]
+
+
+def _watching_s(times: int = 200) -> float:
+    """What timing an operator below the dispatcher adds to its time, by an operator that does next to nothing."""
+    tensor, bare = torch.zeros(1), torch.ops.aten.neg.default
+
+    class Bare(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            began = time.perf_counter()
+            out = func(*args, **(kwargs or {}))
+            spent.append(time.perf_counter() - began)
+            return out
+
+    spent: list[float] = []
+    alone: list[float] = []
+    for _ in range(5):
+        began = time.perf_counter()
+        for _ in range(times):
+            tensor.neg()
+        alone.append((time.perf_counter() - began) / times)
+    with Bare():  # type: ignore[no-untyped-call]
+        for _ in range(times):
+            bare(tensor)
+    return max(0.0, statistics.median(spent) - min(alone))
+
+
+def fresh_s_per_byte(size: int = 32 << 20) -> float:
+    """Seconds a byte that writing memory for the first time costs over writing it again."""
+    costs = []
+    for _ in range(3):
+        tensor = torch.empty(size, dtype=torch.uint8)  # large enough that it comes from the system each time
+        times = []
+        for _ in range(3):
+            began = time.perf_counter()
+            tensor.fill_(1)
+            times.append(time.perf_counter() - began)
+        costs.append(times[0] - min(times[1:]))
+        del tensor
+    return max(0.0, statistics.median(costs)) / size
+
+
+def _waiting(call: Callable[[], Any], least: int = 3) -> tuple[float, float, _LoaderClock]:
+    """Seconds a call in the garbage collector, and asleep of the process's own will; and the clock of DataLoaders.
+
+    With one thread: threads that wait for each other would look asleep.
+    """
     spent, began = 0.0, 0.0
 
     def note(phase: str, info: dict[str, Any]) -> None:
@@ -482,21 +588,53 @@ def _waiting(call: Callable[[], Any], calls: int = 3) -> tuple[float, float, flo
         else:
             spent += time.perf_counter() - began
 
-    gc.callbacks.append(note)
     blocked = 0.0
     loading = _LoaderClock()
     try:
-        for _ in range(calls):
+        with _threads(1):
+            call()
+            gc.callbacks.append(note)
             before, started = _run_and_wait_s(), time.perf_counter()
             with loading:
-                call()
-            # The main thread was neither on a core nor waiting for one: it slept.
+                while loading.calls < least or (
+                    time.perf_counter() - started < _LEAST_WATCHED_S and loading.calls < 500
+                ):
+                    loading.calls += 1
+                    call()
+            # The main thread was neither on a core nor waiting for one: it slept. The system counts in ticks.
             wall, after = time.perf_counter() - started, _run_and_wait_s()
             if before is not None and after is not None:
-                blocked += max(0.0, wall - (after - before))
+                blocked = max(0.0, wall - (after - before))
     finally:
-        gc.callbacks.remove(note)
-    return spent / calls, blocked / calls, loading.seconds / calls
+        if note in gc.callbacks:
+            gc.callbacks.remove(note)
+    return spent / loading.calls, blocked / loading.calls, loading
+
+
+@contextlib.contextmanager
+def _held(holder: Any, setter_name: str, value: Any, given: Any) -> Iterator[None]:
+    """A process-wide setting at `value`, whatever the call itself asks for; then at `given` again."""
+    setter = getattr(holder, setter_name)
+    setter(value)
+    setattr(holder, setter_name, lambda *_, **__: contextlib.nullcontext())
+    try:
+        yield
+    finally:
+        setattr(holder, setter_name, setter)
+        setter(given)
+
+
+def _threads(count: int) -> contextlib.AbstractContextManager[None]:
+    return _held(torch, "set_num_threads", count, torch.get_num_threads())
+
+
+@contextlib.contextmanager
+def _evaluating(module: torch.nn.Module) -> Iterator[None]:
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train()
 
 
 def _run_and_wait_s() -> float | None:
@@ -511,13 +649,20 @@ def _run_and_wait_s() -> float | None:
 
 def user_line() -> str:
     """``file.py:12`` of the innermost frame that is neither torch's nor ours; empty where there is none."""
+    return _user_place()[0]
+
+
+def _user_place() -> tuple[str, str]:
+    """That line, and the function that it is in."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if "/torch/" not in name and "/fettle/" not in name and not name.startswith("<frozen"):
-            return f"{name.rpartition('/')[2]}:{frame.f_lineno}"
+            return f"{name.rpartition('/')[2]}:{frame.f_lineno}", frame.f_code.co_qualname.removesuffix(
+                ".<locals>.<genexpr>"
+            )
         frame = frame.f_back  # type: ignore[assignment]
-    return ""
+    return "", ""
 
 
 def _settings() -> dict[str, str]:

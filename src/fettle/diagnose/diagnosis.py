@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 
 from fettle.diagnose.compile_health import compile_health
-from fettle.diagnose.evidence import Evidence
+from fettle.diagnose.evidence import GROUPS, Evidence
 from fettle.diagnose.finding import Finding
+from fettle.diagnose.roofline import Roof, Roofline, roofline
 from fettle.diagnose.rules import findings as rule_findings
-from fettle.diagnose.rules import group_name
 from fettle.errors import UsageError
 from fettle.machine import this_machine
 from fettle.measure import Worker, WorkerError
@@ -51,6 +51,11 @@ class Diagnosis:
         for first in (*self.findings, *self.opportunities):
             return first.says
         return "Nothing stands out: no rule found more than 3% of the time to be won."
+
+    @property
+    def roofline(self) -> Roofline | None:
+        """What was reached of what the machine could do, by module and operator; None for traces and snapshots."""
+        return roofline(self.evidence) if self.evidence is not None else None
 
     def count(self, rule: str) -> int:
         """How often a rule's cause happens: what `--fail-on` limits."""
@@ -95,13 +100,25 @@ def diagnosis_json(diagnosis: Diagnosis) -> dict[str, Any]:
         "notes": list(diagnosis.notes),
     }
     if diagnosis.evidence is not None:
+        data["roofline"] = _roofline_json(diagnosis.roofline)
         data["evidence"] = msgspec.to_builtins(diagnosis.evidence)
     return data
 
 
-def techniques_named(found: Iterable[Finding]) -> list[str]:
-    """Techniques that findings name, the costliest finding's first: what a search should try first."""
-    return list(dict.fromkeys(name for finding in found if finding.bound > 0 for name in finding.levels))
+def _roofline_json(roofs: Roofline | None) -> dict[str, Any] | None:
+    if roofs is None:
+        return None
+
+    def row(roof: Roof) -> dict[str, Any]:
+        reached = None if math.isnan(roof.reached) else roof.reached
+        return {**msgspec.to_builtins(roof), "reached": reached}
+
+    return {
+        "mfu": None if math.isnan(roofs.mfu) else roofs.mfu,
+        "dtype": roofs.dtype,
+        "modules": [row(roof) for roof in roofs.modules],
+        "operators": [row(roof) for roof in roofs.operators],
+    }
 
 
 def examine(worker: Worker, function: str, seconds: float, timeout_s: float = 300.0) -> dict[str, Any]:
@@ -153,7 +170,7 @@ def _budget(seen: Evidence) -> dict[str, float]:
     than the whole call takes, they are scaled to it."""
     inside: dict[str, float] = {}
     for op in seen.operations:
-        inside[group_name(op.group)] = inside.get(group_name(op.group), 0.0) + op.seconds
+        inside[GROUPS[op.group]] = inside.get(GROUPS[op.group], 0.0) + op.seconds
     total = max(sum(inside.values()), seen.wall_s)
     budget = {name: spent / total for name, spent in sorted(inside.items(), key=lambda item: -item[1])}
     budget["outside operators: Python, autograd, dispatch, waiting"] = max(0.0, 1 - sum(budget.values()))

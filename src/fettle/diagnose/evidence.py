@@ -21,6 +21,10 @@ GROUPS = {
 """Groups of operators, and what people call them."""
 
 
+_HOST_S = 10e-6
+"""Host time around one operator that is nothing special."""
+
+
 @dataclass(frozen=True)
 class Operation:
     """All calls of one operator from one module and source line with one dtype, in one call of the workload."""
@@ -46,6 +50,10 @@ class Operation:
     """Share of the FLOPs that earlier calls of a growing sequence had done already (see `collect.repeated_share`)."""
     weights: int = 0
     """Distinct weights among the calls: several are several layers, not one in a loop."""
+    function: str = ""
+    """Function that `line` is in, for example ``Net.forward``."""
+    written: int = 0
+    """Bytes of its outputs; views write nothing."""
     growth: float = 0.0
     """Elements of the largest output over those of the largest input: what broadcasting made of it."""
 
@@ -90,6 +98,14 @@ class Evidence:
     """How many of those had inputs equal, value for value, to an earlier one's in the same call."""
     loader_s: float = 0.0
     """Time a call in DataLoaders: making their iterators, and waiting for batches."""
+    loader_rows: int = 0
+    """Smallest batch size of the DataLoaders; 0 where there is none, or where it batches in its own way."""
+    loader_batches: int = 0
+    """Batches that they hand out a call."""
+    at_hand_s: float = 0.0
+    """The call with the loaders' batches kept from an earlier one; 0 where that was not tried."""
+    fresh_s_per_byte: float = 0.0
+    """What it costs to write memory for the first time, over what it costs later, as measured here."""
     tensors_kept: float = 0.0
     """Tensors that were alive after a call and not before it, a call, once it has settled."""
     graphs_kept: float = 0.0
@@ -110,10 +126,28 @@ class Evidence:
         """Time of a call outside all operators: Python, autograd's and the dispatcher's own work, waiting."""
         return max(0.0, self.wall_s - sum(op.seconds for op in self.operations))
 
+    @property
+    def unexplained_s(self) -> float:
+        """Time outside operators beyond what Python and the dispatcher need: nobody knows whose it is."""
+        if self.compiled:  # what runs inside a compiled graph is not seen
+            return 0.0
+        slept_s = self.slept_s if self.share(self.slept_s) >= 0.1 else 0.0  # less is noise
+        known = self.loader_s + slept_s + self.gc_s + _HOST_S * sum(op.calls for op in self.operations)
+        return max(0.0, self.outside_s - known)
+
+    def ideal_s(self) -> float:
+        """What the products would take at the machine's measured peak."""
+        products = [op for op in self.operations if op.group == MATRIX]
+        return sum(min(op.seconds, op.flops / self.peak_flops(op.dtype)) for op in products)
+
     def share(self, seconds: float) -> float:
-        """Seconds as a share of the call: of its operators' time, where watching found that to be more."""
-        whole = max(self.wall_s, self.seconds(*GROUPS))
-        return min(1.0, max(0.0, seconds / whole)) if whole > 0 else 0.0
+        """Seconds as a share of `whole_s`."""
+        return min(1.0, max(0.0, seconds / self.whole_s)) if self.whole_s > 0 else 0.0
+
+    @property
+    def whole_s(self) -> float:
+        """What shares are shares of: the call, or its operators' time where watching found that to be more."""
+        return max(self.wall_s, self.seconds(*GROUPS))
 
     def peak_flops(self, dtype: str) -> float:
         """Measured FLOP/s of a large product in `dtype`; infinite where it is unknown, so that no time is ideal."""

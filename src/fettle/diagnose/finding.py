@@ -20,12 +20,20 @@ class Finding:
     """Memory: the most that mending it could free at the peak."""
     startup_s: float = 0.0
     """Start-up: the most that mending it could take off, in seconds."""
+    where: tuple[str, ...] = ()
+    """Modules and source lines, the costliest first; empty where it is the whole program."""
     evidence: tuple[str, ...] = ()
     """What was seen, a line each, the weightiest first."""
     levels: Mapping[str, str] = field(default_factory=dict)
     """The techniques that answer it, as levels of a recipe; empty where only the user's own code can be changed."""
     advice: str = ""
     """What to do, one sentence."""
+    formula: str = ""
+    """How the bound was computed, in words."""
+    before: str = ""
+    """Code of the kind that has this fault."""
+    after: str = ""
+    """The same, mended."""
     opportunity: bool = False
     """Nothing is wrong: a technique could make it faster still. `fettle tune` tries those."""
     count: int = 0

@@ -6,11 +6,14 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
+import altair as alt
 import jinja2
 
 from fettle.diagnose.diagnosis import Diagnosis
+from fettle.diagnose.roofline import Roof, Roofline
 from fettle.diagnose.verify import Verified
 from fettle.recipe import write_text
+from fettle.report import theme
 
 COLOURS = ("#1f77a8", "#d27a22", "#2f9a6c", "#b4588e", "#7d6bc4", "#a48a17", "#c24d4d", "#5b7083", "#8a949e")
 
@@ -30,7 +33,57 @@ def page(diagnosis: Diagnosis, checked: Sequence[Verified] = (), command: str = 
         for index, (name, share) in enumerate(sorted(diagnosis.budget.items(), key=lambda item: -item[1]))
         if share >= 0.001
     ]
+    roofs = diagnosis.roofline
     template = environment.get_template("diagnosis.html.j2")
     return template.render(
-        d=diagnosis, parts=parts, verified={item.finding.rule: item for item in checked}, command=html.unescape(command)
+        d=diagnosis,
+        parts=parts,
+        roofs=roofs,
+        picture=_picture(diagnosis, roofs),
+        before_after=_before_after(checked),
+        verified={item.finding.rule: item for item in checked},
+        command=html.unescape(command),
     )
+
+
+def _before_after(checked: Sequence[Verified]) -> list[dict[str, object]]:
+    """What each fix left of the time as given, the fastest first."""
+    rows = [{"name": item.recipe, "left": 1 / item.speedup.estimate} for item in checked if item.speedup is not None]
+    return sorted(rows, key=lambda row: float(row["left"]))  # type: ignore[arg-type]
+
+
+def _picture(diagnosis: Diagnosis, roofs: Roofline | None) -> str:
+    """Operators under their roofs, FLOP/s over FLOPs a byte, both logarithmic, as SVG; empty where none multiplies."""
+    points = [roof for roof in roofs.operators if roof.flops and roof.bytes and roof.seconds > 0][:20] if roofs else []
+    if not points or diagnosis.evidence is None:
+        return ""
+    peaks = diagnosis.evidence.peaks
+    bandwidth = peaks.get("copy", 0.0)
+    kinds = {roof.kind for roof in points}
+    tops = {kind: peaks[f"matmul_{kind}"] for kind in sorted(kinds) if f"matmul_{kind}" in peaks}
+    low, high = min(roof.intensity for roof in points) / 2, max(roof.intensity for roof in points) * 2
+    ridge = [top / bandwidth for top in tops.values()] if bandwidth else []
+    lines = [
+        {"x": x, "y": min(top, x * bandwidth) / 1e9 if bandwidth else top / 1e9, "roof": f"{kind} peak"}
+        for kind, top in tops.items()
+        for x in sorted({low, high, *(edge for edge in ridge if low < edge < high)})
+    ]
+    dots = [_dot(roof) for roof in points]
+    x = alt.X("x:Q", scale=alt.Scale(type="log"), title="FLOPs a byte")
+    y = alt.Y("y:Q", scale=alt.Scale(type="log"), title="GFLOP/s")
+    roof = (
+        alt.Chart(theme.data(lines)).mark_line(strokeWidth=2).encode(x=x, y=y, color=alt.Color("roof:N", title=None))
+    )
+    marks = (
+        alt.Chart(theme.data(dots))
+        .mark_circle(opacity=0.8, color=theme.WARN)
+        .encode(x=x, y=y, size=alt.Size("ms:Q", legend=None, scale=alt.Scale(range=[40, 500])))
+    )
+    names = alt.Chart(theme.data(dots)).mark_text(align="left", dx=9, dy=-7).encode(x=x, y=y, text="name:N")
+    chart = alt.layer(roof, marks, names).properties(width=560, height=260)
+    return theme.svg(chart.to_dict(), 560)
+
+
+def _dot(roof: Roof) -> dict[str, object]:
+    name = roof.name.removeprefix("aten.")
+    return {"x": roof.intensity, "y": roof.flops_per_s / 1e9, "name": name, "ms": roof.seconds * 1e3}

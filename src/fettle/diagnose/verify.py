@@ -1,15 +1,15 @@
-"""Was the advice right? Each finding's fix in a race against the workload as given, beside the bound it stated."""
+"""Was the advice right? What each fix brought beside the bound: in a race of its own, or by the trials of a study."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from fettle.diagnose.finding import Finding
 from fettle.errors import UsageError
-from fettle.measure import Interval
+from fettle.measure import Interval, Trial
 from fettle.recipe import Recipe
-from fettle.result import Limits
+from fettle.result import Advice, Limits
 
 
 @dataclass(frozen=True)
@@ -67,3 +67,37 @@ def verify(
             )
         break
     return answers
+
+
+def advice(found: Iterable[Finding]) -> list[Advice]:
+    """What findings advise a study to try, before it has."""
+    return [Advice(f.rule, f.says, dict(f.levels), f.bound) for f in found if f.levels and f.bound > 0]
+
+
+def brought(advised: Iterable[Advice], trials: Iterable[Trial]) -> list[Advice]:
+    """The same with what it brought: of two trials that differ by its levels alone, the pair with the fewest others.
+
+    Both were measured against the same baseline, not against each other: the interval is the widest that their own
+    allow.
+    """
+    measured = {trial.recipe: trial for trial in trials if trial.speedup is not None and trial.status != "failed"}
+    answers = []
+    for item in advised:
+        pairs = []
+        for recipe, with_it in measured.items():
+            if any(recipe.levels.get(name) != level for name, level in item.levels.items()):
+                continue
+            rest = Recipe({name: level for name, level in recipe.levels.items() if name not in item.levels})
+            if rest != recipe and rest in measured:
+                pairs.append((len(rest.levels), measured[rest], with_it))
+        if pairs:
+            _, without, with_it = min(pairs, key=lambda pair: pair[0])
+            item = replace(item, brought=_ratio(without.speedup, with_it.speedup), beside=without.recipe)
+        answers.append(item)
+    return answers
+
+
+def _ratio(before: Interval | None, after: Interval | None) -> Interval | None:
+    if before is None or after is None:
+        return None
+    return Interval(after.estimate / before.estimate, after.low / before.high, after.high / before.low)

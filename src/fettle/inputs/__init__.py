@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from fettle.inputs.bucket import LengthBuckets, bucket_by_length, padding_waste
 from fettle.inputs.lints import Lint
-from fettle.inputs.search import Found, Measured, Setting, measure_and_search
+from fettle.inputs.search import Found, measure_and_search
+from fettle.inputs.setting import Measured, Setting
 
 __all__ = [
     "Found", "LengthBuckets", "Lint", "Measured", "Setting", "bucket_by_length", "measure_and_search", "padding_waste",

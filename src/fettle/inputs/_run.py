@@ -1,142 +1,269 @@
-"""One loader setting, measured in a process of its own: a JSON request on stdin, a JSON answer on the last line."""
+"""The process in which one setting runs: it answers requests, one JSON line each, until the parent closes the pipe.
+
+Between requests the parent stops it together with its loader workers, so that a slice begins where the last one ended:
+with as many batches ready as there were.
+"""
 
 from __future__ import annotations
 
-import json
+import contextlib
+import ctypes
 import os
+import re
+import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import msgspec
+import psutil
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from fettle.errors import UsageError, first_line
-from fettle.trace.record import load_target
+from fettle.inputs import _fetch
+from fettle.inputs.pipeline import Step, batch_bytes, fetches, pipeline, with_setting
+from fettle.inputs.setting import SHORT, Facts, Setting, Slice
 
 _WARM_UP = 2
+_LONGEST_S = 8.0
+"""A slice that has not seen enough batches ends after this time."""
+_MEMORY = (
+    "SIGKILL",
+    "SIGBUS",
+    "No space left",
+    "Bus error",
+    "allocate memory",
+    "out of memory",
+    "shared memory",
+)
 
 
-def pipeline(target: str) -> tuple[DataLoader[Any], Callable[[Any], Any] | None]:
-    """What the factory returns: a loader, a dataset, or (loader or dataset, step)."""
-    torch.manual_seed(0)
-    factory = load_target(target)
-    try:
-        made = factory()
-    except Exception as error:
-        raise UsageError(f"{target} raised {first_line(error)}") from error
-    step = None
-    if isinstance(made, tuple) and len(made) == 2 and callable(made[1]):
-        made, step = made
-    if isinstance(made, torch.utils.data.Dataset):
-        made = DataLoader(made, batch_size=32)
-    if not isinstance(made, DataLoader):
-        raise UsageError(f"{target} returned a {type(made).__name__}, not a DataLoader, a dataset, or (loader, step)")
-    return made, step
+class Loop:
+    """A pipeline under one setting, being iterated."""
+
+    def __init__(self, loader: DataLoader[Any], step: Step | None, setting: Setting, device: str) -> None:
+        self.loader, self.setting, self.device = loader, setting, device
+        self.long_epochs = _length(loader) > SHORT
+        self.run = step or (lambda batch: None)
+        self.board = _fetch.Board(setting.num_workers + 1)
+        _fetch.install(self.board)
+        loader.worker_init_fn = _fetch.init_function(self.board, loader.worker_init_fn)
+        self.batches: Any = None
+        self.start_s = 0.0
+        self.first: Any = None
+
+    def begin(self) -> None:
+        """The first batches, unmeasured."""
+        began = time.perf_counter()
+        self.batches = iter(self.loader)
+        try:
+            self.first = next(self.batches)
+        except StopIteration:
+            raise UsageError("the loader gives no batch") from None
+        self.start_s = time.perf_counter() - began
+        self.step(self.first)
+        for _ in range(max(_WARM_UP, self.setting.num_workers)):
+            self.step(self.next()[0])
+        self.board.clear()
+
+    def next(self) -> tuple[Any, bool]:
+        """The next batch, and whether a new epoch began with it."""
+        try:
+            return next(self.batches), False
+        except StopIteration:
+            self.batches = iter(self.loader)
+            try:
+                return next(self.batches), True
+            except StopIteration:
+                raise UsageError("the loader gives no batch in its second epoch: its source is used up") from None
+
+    def last_words(self) -> str:
+        """What a worker that ended said, or how it ended."""
+        if said := self.board.said():
+            return said
+        codes = [worker.exitcode for worker in getattr(self.batches, "_workers", ()) if worker.exitcode]
+        if not codes:
+            return ""
+        if codes[0] < 0:
+            return f"a worker was killed by signal {signal.Signals(-codes[0]).name}"
+        return f"a worker exited unexpectedly with code {codes[0]}"
+
+    def step(self, batch: Any) -> None:
+        """What the loop does with a batch."""
+        if self.device == "cuda":
+            batch = _to_device(batch, self.setting.non_blocking)
+        self.run(batch)
+
+    def measure(self, seconds: float) -> Slice:
+        """Time batches and steps for at least `seconds`, in whole turns of the workers."""
+        if self.batches is None:
+            self.begin()
+        turn = max(1, self.setting.num_workers)
+        least = max(4, 2 * turn)
+        waits: list[float] = []
+        walls: list[float] = []
+        boundaries: list[float] = []
+        begin, cpu = time.perf_counter(), time.process_time()
+        now = begin
+        while True:
+            count, spent = len(walls), now - begin
+            if spent > max(_LONGEST_S, 2 * seconds) and count:
+                break
+            if spent >= seconds and count >= least and count % turn == 0:
+                break
+            batch, new = self.next()
+            got = time.perf_counter()
+            self.step(batch)
+            after = time.perf_counter()
+            if new and self.long_epochs:
+                boundaries.append(got - now)
+            else:
+                waits.append(got - now)
+                walls.append(after - now)
+            now = after
+        if self.device == "cuda":
+            began = time.perf_counter()
+            torch.cuda.synchronize()
+            walls[-1] += time.perf_counter() - began
+        elapsed = sum(walls)
+        return Slice(
+            batches=len(walls), rate=len(walls) / max(elapsed, 1e-12), waiting=sum(waits) / max(elapsed, 1e-12),
+            wait_p05_s=_fetch.quantile(waits, 0.05), wait_p50_s=statistics.median(waits),
+            wait_p95_s=_fetch.quantile(waits, 0.95), **_fetch.summary(self.board),
+            cpu_share=(time.process_time() - cpu) / max(time.perf_counter() - begin, 1e-12), start_s=self.start_s,
+            boundaries_s=boundaries[:64], batch_bytes=batch_bytes(self.first), worker_bytes=_worker_bytes(),
+        )  # fmt: skip
+
+    def step_alone(self) -> float:
+        """Median seconds of a step on a batch that is there already."""
+        times: list[float] = []
+        began = time.perf_counter()
+        while len(times) < 5 or (time.perf_counter() - began < 0.5 and len(times) < 200):
+            started = time.perf_counter()
+            self.step(self.first)
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - started)
+        return statistics.median(times)
 
 
-def with_setting(loader: DataLoader[Any], setting: dict[str, Any]) -> DataLoader[Any]:
-    """The same loader with another setting; sampler, collate function and batch size stay."""
-    iterable = isinstance(loader.dataset, IterableDataset)
-    batches: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-    if not iterable:
-        own = loader.batch_size is None
-        batches = {"batch_size": None, "sampler": loader.sampler} if own else {"batch_sampler": loader.batch_sampler}
-    workers = setting["num_workers"]
-    if workers:
-        batches |= {"prefetch_factor": setting["prefetch_factor"], "persistent_workers": True}
-    return DataLoader(
-        loader.dataset, num_workers=workers, collate_fn=loader.collate_fn, pin_memory=setting["pin_memory"],
-        worker_init_fn=loader.worker_init_fn, generator=loader.generator, timeout=loader.timeout, **batches,
-    )  # fmt: skip
+class Process:
+    """What the requests are asked of."""
+
+    def __init__(self) -> None:
+        self.loop: Loop | None = None
+        self.step: Step | None = None
+
+    def open(self, target: str, setting: dict[str, Any], device: str) -> dict[str, Any]:
+        """Make the pipeline under a setting."""
+        loader, self.step = pipeline(target)
+        wanted = Setting(**setting)
+        self.loop = Loop(with_setting(loader, wanted), self.step, wanted, device)
+        return {}
+
+    def facts(self, target: str, device: str) -> dict[str, Any]:
+        """What the target makes, and the plain loop over it, which is left open."""
+        loader, self.step = pipeline(target)
+        ways, notes = fetches(loader)
+        length = _length(loader)
+        given = Setting(loader.num_workers, loader.prefetch_factor or 2, bool(loader.persistent_workers))
+        found = Facts(
+            given.num_workers, given.prefetch_factor, given.persistent_workers, bool(loader.pin_memory),
+            length,
+            isinstance(loader.dataset, IterableDataset), self.step is not None, torch.cuda.is_available(), ways, notes,
+        )  # fmt: skip
+        plain = replace(Setting(), fetch=ways[0])
+        self.loop = Loop(with_setting(loader, plain), self.step, plain, device)
+        return msgspec.to_builtins(found)  # type: ignore[no-any-return]
+
+    def slice(self, seconds: float) -> dict[str, Any]:
+        """Run for a while."""
+        assert self.loop is not None
+        return msgspec.to_builtins(self.loop.measure(seconds))  # type: ignore[no-any-return]
+
+    def alone(self) -> dict[str, Any]:
+        """A step without loading; 0 where the target has no step."""
+        assert self.loop is not None
+        return {"step_s": self.loop.step_alone() if self.step is not None else 0.0}
+
+    def lint(self, target: str) -> dict[str, Any]:
+        """Look for what is wrong beyond the setting."""
+        from fettle.inputs.lints import lint
+
+        found, notes = lint(pipeline(target)[0])
+        return {"lints": [vars(item) for item in found], "notes": notes}
 
 
-def endless(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Batches, epoch after epoch."""
-    while True:
-        empty = True
-        for batch in loader:
-            empty = False
-            yield batch
-        if empty:
-            raise UsageError("the loader gives no batch")
-
-
-def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """Time batches and steps under one setting; a few batches first, unmeasured."""
-    given, step = pipeline(request["target"])
-    loader = given if request["setting"] is None else with_setting(given, request["setting"])
-    began = time.perf_counter()
-    batches = endless(loader)
-    first = next(batches)
-    start_s = time.perf_counter() - began
-    run = step or (lambda batch: None)
-    run(first)
-    for _ in range(_WARM_UP):
-        run(next(batches))
-    waits: list[float] = []
-    walls: list[float] = []
-    begin = time.perf_counter()
-    cpu = time.process_time()
-    while (time.perf_counter() - begin < request["seconds"] or len(walls) < 4) and len(walls) < 2000:
-        started = time.perf_counter()
-        batch = next(batches)
-        got = time.perf_counter()
-        run(batch)
-        walls.append(time.perf_counter() - started)
-        waits.append(got - started)
-    elapsed = time.perf_counter() - begin
-    alone = []
-    for _ in range(5 if request.get("step_alone") else 0):
-        started = time.perf_counter()
-        run(first)
-        alone.append(time.perf_counter() - started)
-    return {
-        "waits": waits,
-        "walls": walls,
-        "start_s": start_s,
-        "rate": len(walls) / elapsed,
-        "cpu_share": (time.process_time() - cpu) / elapsed,
-        "step_s": statistics.median(alone) if alone else None,
-        "batch_bytes": _bytes(first),
-        "num_workers": given.num_workers,
-        "prefetch_factor": given.prefetch_factor or 2,
-        "pin_memory": bool(given.pin_memory),
-        "cuda": torch.cuda.is_available(),
-    }
-
-
-def _bytes(batch: Any) -> int:
-    from torch.utils import _pytree as pytree
-
-    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-    return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+def explain(error: BaseException, last_words: str = "") -> dict[str, Any]:
+    """An error as the parent will tell it: one line."""
+    if isinstance(error, UsageError):
+        return {"kind": "usage", "error": str(error)}
+    text = first_line(error)
+    if isinstance(error, _fetch.ItemError) or "Original Traceback" in str(error):
+        # A worker's traceback arrives as the text of an exception; its last line says what was wrong.
+        text = [line for line in str(error).strip().splitlines() if line.strip()][-1].strip()
+        text = text.removeprefix(f"{_fetch.ItemError.__module__}.").removeprefix("ItemError: ")
+    elif last_words:
+        text = last_words
+    text = re.sub(r"\s+", " ", text)[:400]
+    memory = isinstance(error, MemoryError) or any(word in text for word in _MEMORY)
+    if any(word in text for word in ("No space left", "Bus error", "SIGBUS")):
+        text = f"/dev/shm is full: {text}"
+    elif "SIGKILL" in text:
+        text = f"out of memory, or ended by somebody: {text}"
+    elif memory and "out of memory" not in text:
+        text = f"out of memory: {text}"
+    return {"kind": "memory" if memory else "error", "error": text}
 
 
 def main() -> None:
-    """Answer one request."""
-    request = json.loads(sys.stdin.readline())
-    torch.set_num_threads(request["threads"])
-    try:
-        if request["do"] == "lint":
-            from fettle.inputs.lints import lint
-
-            answer: dict[str, Any] = {"lints": [vars(item) for item in lint(*pipeline(request["target"]))]}
-        else:
-            answer = measure(request)
-    except UsageError as error:
-        answer = {"usage": str(error)}
-    except Exception as error:
-        answer = {"error": first_line(error) if "Traceback" not in str(error) else _last_line(str(error))}
-    print("\n" + json.dumps(answer), flush=True)
+    """Answer requests until the parent closes the pipe."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # end with the parent, however it ends, even while stopped
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    warnings.filterwarnings("ignore")
+    requests = os.fdopen(int(sys.argv[1]), "rb")
+    answers = os.fdopen(int(sys.argv[2]), "wb", buffering=0)
+    process = Process()
+    for line in requests:
+        request = msgspec.json.decode(line)
+        action: Callable[..., dict[str, Any]] = getattr(process, request.pop("do"))
+        try:
+            answer = action(**request)
+        except (Exception, SystemExit) as error:
+            answer = explain(error, process.loop.last_words() if process.loop else "")
+        answers.write(msgspec.json.encode(answer) + b"\n")
     os._exit(0)  # loader workers that hang must not keep the process
 
 
-def _last_line(text: str) -> str:
-    """Of a worker's traceback, which arrives as the text of an exception, the line that says what was wrong."""
-    return [line for line in text.strip().splitlines() if line.strip()][-1].strip()
+def _to_device(batch: Any, non_blocking: bool) -> Any:
+    from torch.utils import _pytree as pytree
+
+    return pytree.tree_map(
+        lambda leaf: leaf.to("cuda", non_blocking=non_blocking) if isinstance(leaf, torch.Tensor) else leaf, batch
+    )
+
+
+def _length(loader: DataLoader[Any]) -> int:
+    """Batches of an epoch, 0 where that is not known."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return 0
+
+
+def _worker_bytes() -> int:
+    """The most memory of its own that a loader worker holds."""
+    most = 0
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            most = max(most, child.memory_full_info().uss)
+    return most
 
 
 if __name__ == "__main__":

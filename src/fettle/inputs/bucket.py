@@ -79,8 +79,11 @@ def bucket_by_length(lengths: Sequence[int], batch_size: int, **options: object)
     return LengthBuckets(lengths, batch_size, **options)  # type: ignore[arg-type]
 
 
-def padding_waste(lengths: Sequence[int], batches: Sequence[Sequence[int]]) -> float:
-    """Share of positions that are padding, each batch as long as its longest row: 1 - sum(len) / sum(max * n)."""
-    filled = sum(lengths[row] for batch in batches for row in batch)
-    taken = sum(max((lengths[row] for row in batch), default=0) * len(batch) for batch in batches)
+def padding_waste(lengths: Sequence[int], batches: Sequence[Sequence[int]], *, power: int = 1) -> float:
+    """Share of positions that are padding, each batch as long as its longest row: 1 - sum(len) / sum(max * n).
+
+    `power` 2 gives the share for what grows with the square of the length, as attention does.
+    """
+    filled = sum(lengths[row] ** power for batch in batches for row in batch)
+    taken = sum(max((lengths[row] for row in batch), default=0) ** power * len(batch) for batch in batches)
     return 1 - filled / taken if taken else 0.0

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import cProfile
 import hashlib
 import itertools
-import pstats
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from fettle.errors import first_line
 from fettle.inputs.bucket import bucket_by_length, padding_waste
+from fettle.memory.units import size_text
 
-_ROWS = 512
+ROWS = 512
+"""Rows that a lint reads at most."""
+SECONDS = 3.0
+"""Time that a lint reads rows at most."""
+Notes = list[str]
 
 
 @dataclass(frozen=True)
@@ -30,111 +35,154 @@ class Lint:
     advice: str
 
 
-def lint(loader: DataLoader[Any], step: Callable[[Any], Any] | None = None) -> list[Lint]:
-    """All lints of one loader, on at most 512 rows."""
-    del step
-    found = [duplicates(loader), big_lists(loader), slow_function(loader), padding(loader)]
-    return [item for item in found if item is not None]
+def lint(loader: DataLoader[Any]) -> tuple[list[Lint], Notes]:
+    """All lints of one loader, each on at most 512 rows and a few seconds. One that fails is a note, not an end."""
+    from fettle.inputs.growth import growing_workers
+    from fettle.inputs.profile import profile_rows
+
+    found: list[Lint] = []
+    notes: Notes = []
+    checks: list[Callable[[DataLoader[Any]], list[Lint]]] = [
+        duplicates, profile_rows, padding, growing_workers, getitems_differ
+    ]  # fmt: skip
+    for check in checks:
+        try:
+            found += check(loader)
+        except Exception as error:
+            # A worker's traceback arrives as the text of an exception; its last line says what was wrong.
+            text = str(error).strip().splitlines()[-1].strip() if "Traceback" in str(error) else first_line(error)
+            notes.append(f"Looking for {check.__name__.replace('_', ' ')} ended early: {text[:200]}.")
+    return found, notes
 
 
-def duplicates(loader: DataLoader[Any]) -> Lint | None:
+def rows_of(loader: DataLoader[Any], most: int = ROWS, seconds: float = SECONDS) -> Iterator[tuple[Any, Any]]:
+    """Rows in the order in which the loader would read them, with their index (None in a stream)."""
+    began = time.monotonic()
+    dataset = loader.dataset
+    if isinstance(dataset, IterableDataset):
+        pairs: Iterator[tuple[Any, Any]] = ((None, row) for row in dataset)
+    else:
+        pairs = ((index, dataset[index]) for index in itertools.islice(indices(loader), most))
+    for count, pair in enumerate(pairs):
+        if count >= most:
+            return
+        yield pair
+        if time.monotonic() - began > seconds:
+            return
+
+
+def indices(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Row indices in the loader's own order."""
+    if loader.batch_sampler is not None:
+        return itertools.chain.from_iterable(loader.batch_sampler)
+    return iter(loader.sampler)
+
+
+def duplicates(loader: DataLoader[Any]) -> list[Lint]:
     """An IterableDataset that every worker reads whole: two workers give each row twice, by content hash."""
     if not isinstance(loader.dataset, IterableDataset):
-        return None
+        return []
     few = 64
-    rows = [Counter(_hashes(loader, workers, few)) for workers in (0, 2)]
-    once, twice = rows[0], rows[1]
+    once, twice = (Counter(_hashes(loader, workers, few)) for workers in (0, 2))
     repeated = [key for key in once if twice.get(key, 0) >= 2 * once[key]]
-    if len(repeated) < 0.5 * min(len(once), few // 2) or not once:
-        return None
-    return Lint(
-        "duplicate-data", "Every worker gives the same rows: with N workers each row is seen N times.",
-        f"of {len(once)} rows read without workers, {len(repeated)} came twice from two workers",
-        "split the stream by torch.utils.data.get_worker_info() in __iter__",
-    )  # fmt: skip
+    if not once or len(repeated) < 0.5 * len(once):
+        return []
+    example = repeated[0]
+    return [Lint(
+        "duplicate-data", "Every worker gives the same rows: with N workers each row is seen N times an epoch.",
+        f"of {sum(once.values())} rows read without workers, {len(repeated)} came {twice[example] // once[example]} "
+        f"times from two workers (by content; for example the row with hash {example[:8]})",
+        "split the stream in __iter__: itertools.islice(rows, info.id, None, info.num_workers) with "
+        "info = torch.utils.data.get_worker_info()",
+    )]  # fmt: skip
 
 
-def big_lists(loader: DataLoader[Any]) -> Lint | None:
-    """Python lists and dicts of many objects in the dataset: each worker comes to hold a copy (reference counts)."""
-    for name, value in vars(loader.dataset).items() if hasattr(loader.dataset, "__dict__") else ():
-        if isinstance(value, (list, dict)) and len(value) >= 100_000:
-            sample = list(itertools.islice(value.values() if isinstance(value, dict) else value, 1000))
-            if sample and not isinstance(sample[0], (int, float, bool)):
-                size = sum(sys.getsizeof(item) for item in sample) / len(sample) * len(value)
-                return Lint(
-                    "growing-workers", f"The dataset holds {len(value):,} Python objects in .{name}.",
-                    f"about {size / 2**20:.0f} MiB, which each forked worker comes to copy as it reads them",
-                    "keep them as one NumPy array or tensor (strings as bytes with offsets)",
-                )  # fmt: skip
-    return None
-
-
-def slow_function(loader: DataLoader[Any]) -> Lint | None:
-    """The function that takes most of an item's time, by profile; told where it takes more than half."""
-    if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
-        return None
-    profile = cProfile.Profile()
-    count = min(_ROWS, len(loader.dataset))
-    with profile:
-        for row in range(count):
-            loader.dataset[row]
-    stats: Any = pstats.Stats(profile)
-    spent = {place: row[2] for place, row in stats.stats.items() if row[2] > 0}
-    total = sum(spent.values())
-    if not spent or total / count < 2e-4:
-        return None
-    place, own = max(spent.items(), key=lambda item: item[1])
-    if own < 0.5 * total:
-        return None
-    where = f"{place[2]} at {place[0].rpartition('/')[2]}:{place[1]}" if place[1] else place[2]
-    return Lint(
-        "slow-transform", f"Most of an item's time goes into {where}.",
-        f"{own / total:.0%} of {total / count * 1e3:.2f} ms an item, over {count} items",
-        "make that faster first: do it once beforehand, on whole batches, or in fewer steps",
-    )  # fmt: skip
-
-
-def padding(loader: DataLoader[Any]) -> Lint | None:
-    """Rows of unlike length padded together, and what bucketing would leave."""
-    if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__") or not loader.batch_size:
-        return None
-    lengths = _lengths(loader.dataset)
-    if len(lengths) < 4 * loader.batch_size or max(lengths) == min(lengths):
-        return None
-    rows = [row for row in itertools.islice(iter(loader.sampler), len(lengths)) if row < len(lengths)]
-    size = loader.batch_size
-    before = padding_waste(lengths, [rows[begin : begin + size] for begin in range(0, len(rows), size)])
-    after = padding_waste(lengths, list(bucket_by_length(lengths, size)))
+def padding(loader: DataLoader[Any]) -> list[Lint]:
+    """Rows of unlike length padded together, what bucketing would leave, and what its longest batch would hold."""
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    if isinstance(loader.dataset, IterableDataset) or not isinstance(size, int):
+        return []
+    lengths, row_bytes = _lengths(loader)
+    if len(lengths) < 4 * size or max(lengths) == min(lengths):
+        return []
+    # The rows come in the loader's order: cut as it would, each batch is one that the loop would see.
+    plain = [list(range(begin, min(begin + size, len(lengths)))) for begin in range(0, len(lengths), size)]
+    bucketed = list(bucket_by_length(lengths, size))
+    before, after = padding_waste(lengths, plain), padding_waste(lengths, bucketed)
     if before < 0.1 or before - after < 0.05:
-        return None
-    return Lint(
-        "padding", f"{before:.0%} of the positions would be padding.",
-        f"{len(lengths)} rows of {min(lengths)} to {max(lengths)}; {after:.0%} with rows of like length together",
-        "DataLoader(dataset, batch_sampler=fettle.inputs.bucket_by_length(lengths, batch_size)); peak memory may rise",
-    )  # fmt: skip
+        return []
+    held = [max(max(lengths[row] for row in batch) * len(batch) for batch in batches) for batches in (plain, bucketed)]
+    squares = [padding_waste(lengths, batches, power=2) for batches in (plain, bucketed)]
+    return [Lint(
+        "padding", f"{before:.0%} of the positions are padding.",
+        f"{len(lengths)} rows of {min(lengths)} to {max(lengths)} positions, {size} a batch; {after:.0%} with rows of "
+        f"like length together (in attention, by the square: {squares[0]:.0%} and {squares[1]:.0%}); the largest "
+        f"batch goes from {held[0]:,} to {held[1]:,} positions ({size_text(held[0] * row_bytes)} to "
+        f"{size_text(held[1] * row_bytes)} of input, {held[1] / held[0]:.2f}x, and activations with it)",
+        f"DataLoader(dataset, batch_sampler=fettle.inputs.bucket_by_length(lengths, {size})); it mixes rows only "
+        "within a pool of batches",
+    )]  # fmt: skip
 
 
-def _lengths(dataset: Any) -> Sequence[int]:
-    """Length of each row's first one-dimensional part; empty where rows have none."""
-    lengths = []
-    for row in range(min(_ROWS * 4, len(dataset))):
-        item = dataset[row]
-        parts = item.values() if isinstance(item, dict) else item if isinstance(item, (tuple, list)) else (item,)
-        part = next((p for p in parts if isinstance(p, torch.Tensor) and p.dim() == 1), None)
-        if part is None:
-            return []
-        lengths.append(int(part.numel()))
-    return lengths
+def getitems_differ(loader: DataLoader[Any]) -> list[Lint]:
+    """A dataset whose `__getitems__`, which DataLoader prefers, gives other rows than its `__getitem__`."""
+    dataset: Any = loader.dataset
+    if isinstance(dataset, IterableDataset) or not callable(getattr(dataset, "__getitems__", None)):
+        return []
+    rows = list(itertools.islice(indices(loader), 8))
+    alone, again, together = [dataset[row] for row in rows], [dataset[row] for row in rows], dataset.__getitems__(rows)
+    if [_hash(item) for item in alone] != [_hash(item) for item in again]:
+        return []  # random rows: nothing to compare
+    wrong = [row for row, one, other in zip(rows, alone, together, strict=False) if _hash(one) != _hash(other)]
+    if not wrong and len(together) == len(rows):
+        return []
+    what = f"rows {wrong[:4]} differ" if wrong else f"{len(together)} rows for {len(rows)} indices"
+    return [Lint(
+        "batch-fetch-differs", "__getitems__ of the dataset gives other rows than __getitem__.", what,
+        "DataLoader calls __getitems__ where there is one: make it give the same, or take it away",
+    )]  # fmt: skip
+
+
+def _lengths(loader: DataLoader[Any]) -> tuple[list[int], int]:
+    """Length of each row's longest sequence (tensor's or array's first axis, or list of numbers), bytes a position."""
+    lengths: list[int] = []
+    bytes_each = 0
+    for _, item in rows_of(loader, most=4 * ROWS):
+        parts = item.values() if isinstance(item, dict) else item if isinstance(item, tuple) else (item,)
+        sizes = [(int(part.shape[0]), _position_bytes(part)) for part in parts if _is_sequence(part)]
+        sizes += [
+            (len(part), 8) for part in parts if isinstance(part, list) and part and isinstance(part[0], (int, float))
+        ]
+        if not sizes:
+            return [], 0
+        length, each = max(sizes)
+        lengths.append(length)
+        bytes_each = max(bytes_each, each)
+    return lengths, bytes_each
+
+
+def _is_sequence(part: Any) -> bool:
+    """One or two axes, the first of which is the sequence; pictures have three."""
+    return hasattr(part, "shape") and hasattr(part, "dtype") and 1 <= len(part.shape) <= 2 and part.shape[0] > 0
+
+
+def _position_bytes(part: Any) -> int:
+    size = part.nbytes if hasattr(part, "nbytes") else sys.getsizeof(part)
+    return max(1, int(size) // max(1, int(part.shape[0])))
 
 
 def _hashes(loader: DataLoader[Any], workers: int, rows: int) -> list[str]:
-    """Content hashes of the first rows."""
-    plain = DataLoader(loader.dataset, batch_size=None, num_workers=workers)
-    limit = rows * max(1, workers)
-    return [hashlib.sha256(repr(_values(item)).encode()).hexdigest() for item in itertools.islice(plain, limit)]
+    """Content hashes of the first rows, the user's own way to split the stream included."""
+    plain = DataLoader(loader.dataset, batch_size=None, num_workers=workers, worker_init_fn=loader.worker_init_fn)
+    return [_hash(item) for item in itertools.islice(plain, rows * max(1, workers))]
+
+
+def _hash(item: Any) -> str:
+    return hashlib.sha256(repr(_values(item)).encode()).hexdigest()
 
 
 def _values(item: Any) -> Any:
     from torch.utils import _pytree as pytree
 
-    return [leaf.tolist() if hasattr(leaf, "tolist") else leaf for leaf in pytree.tree_leaves(item)]
+    return [leaf.tolist() if isinstance(leaf, torch.Tensor) or hasattr(leaf, "tolist") else leaf
+            for leaf in pytree.tree_leaves(item)]  # fmt: skip

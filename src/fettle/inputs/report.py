@@ -1,43 +1,263 @@
-"""The search as a curve: batches a second over workers."""
+"""What was found, as rows, as JSON, as a page, and as the curve alone: batches a second over workers."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+
+import jinja2
 
 from fettle.errors import UsageError
 from fettle.inputs.search import Found
+from fettle.inputs.setting import BATCH_INDEX, ONE_BY_ONE, Measured
+from fettle.memory.units import size_text
+from fettle.recipe import write_text
+from fettle.report import chart_svg, clean, theme
+
+SUFFIXES = (".html", ".png", ".svg")
 
 
-def write_curve(found: Found, path: Path) -> None:
-    """Write the curve as .html (needs no network), .png or .svg. Raises `UsageError` for another ending."""
-    import altair as alt
+def facts(found: Found) -> list[str]:
+    """The costs behind the verdict, a line each."""
+    plain = next(iter(found.plain.slices.values()))
+    lines = []
+    if found.step_s:
+        lines.append(
+            f"A step alone takes {_time(found.step_s)}. As given, {found.waiting:.1%} of the time is waiting for data: "
+            f"removing it brings at most {bound_text(found)}; {_reached(found)}."
+        )
+    else:
+        lines.append(
+            "No step was given, so that the loop only reads: how long a real step would wait is not known. "
+            "Return (loader, step) to learn it."
+        )
+    lines.append(
+        f"One batch ({size_text(plain.batch_bytes)}) takes one process {_time(plain.fetch_p50_s)} (95%: "
+        f"{_time(plain.fetch_p95_s)}), {min(plain.fetch_cpu, 9.99):.0%} of it on the processor."
+    )
+    if found.best.setting.num_workers:
+        seen = next(iter(found.best.slices.values()))
+        lines.append(
+            f"In each of {found.best.setting.num_workers} workers it takes {_time(seen.fetch_p50_s)} (95%: "
+            f"{_time(seen.fetch_p95_s)}); a worker holds {size_text(seen.worker_bytes)} of its own, and up to "
+            f"{size_text(found.best.setting.num_workers * found.best.setting.prefetch_factor * seen.batch_bytes)} of "
+            "batches are in flight."
+        )
+    lines.append(f"{found.cores} cores to use ({found.cores_why}); searched in {found.search_s:.0f} s"
+                 + (f", {found.reused} answers kept from an earlier start" if found.reused else "") + ".")  # fmt: skip
+    if found.interrupted:
+        lines.append("Interrupted: this is what was known by then.")
+    return lines
 
-    if path.suffix not in (".html", ".png", ".svg"):
-        raise UsageError(f"{path}: the curve is written as .html, .png or .svg")
-    if not path.resolve().parent.is_dir():
-        raise UsageError(f"{path.parent}: no such folder for the curve")
-    rows = [
-        {"workers": item.setting.num_workers, "batches a second": rate, "prefetch": str(item.setting.prefetch_factor),
-         "setting": item.setting.code, "which": _which(item is found.given, item is found.best)}
-        for item in found.settings for rate in item.rates
+
+def bound_text(found: Found) -> str:
+    """The bound; beyond a hundredfold it says only that the step is nothing."""
+    return f"{found.bound:.2f}x" if found.bound < 100 else "more than 100x"
+
+
+def rows(found: Found) -> list[dict[str, str]]:
+    """One row a setting, smallest first."""
+    listed = []
+    for item in sorted(found.settings, key=lambda item: item.setting.size):
+        setting = item.setting
+        note = " ".join(
+            word for word, on in (("as given", same(item, found.given)), ("← take this", same(item, found.best))) if on
+        )
+        if item.failure:
+            note = item.failure if item.left_out else f"failed: {item.failure}"
+        cells = dict.fromkeys(("batches/s", "waiting", "batch 50%", "95%", "first"), "-")
+        if item.slices:
+            seen = next(iter(item.slices.values()))
+            cells = {
+                "batches/s": f"{item.rate:,.1f}" if item.rate < 1000 else f"{item.rate:,.0f}",
+                "waiting": f"{item.waiting:.0%}",
+                "batch 50%": _time(seen.fetch_p50_s), "95%": _time(seen.fetch_p95_s), "first": _time(item.start_s),
+            }  # fmt: skip
+        workers = bool(setting.num_workers)
+        listed.append({
+            "workers": str(setting.num_workers), "prefetch": str(setting.prefetch_factor) if workers else "",
+            "persist": ("yes" if setting.persistent_workers else "no") if workers else "",
+            "also": ", ".join(_also(item)), **cells, "note": note,
+        })  # fmt: skip
+    return listed
+
+
+def as_data(found: Found) -> dict[str, Any]:
+    """Everything as plain data for JSON; what is not known is null."""
+    settings = [
+        {
+            "setting": asdict(item.setting), "code": item.setting.code, "rates": item.rates, "rate": item.rate or None,
+            "failure": item.failure, "left_out": item.left_out,
+            "slices": {str(number): _plain(part) for number, part in item.slices.items()},
+        }
+        for item in found.settings
     ]  # fmt: skip
-    base = alt.Chart(alt.Data(values=rows), title=found.verdict).encode(  # type: ignore[no-untyped-call]
-        x=alt.X("workers:O", title="worker processes", axis=alt.Axis(labelAngle=0)),
-        y=alt.Y("batches a second:Q", scale=alt.Scale(zero=True)),
-    )
-    points = base.mark_circle(size=70, opacity=0.75).encode(
-        color=alt.Color("which:N", title=None), tooltip=["setting:N", "batches a second:Q"]
-    )
-    line = base.mark_line(color="#8a949e").encode(y="median(batches a second):Q")
-    chart = (line + points).properties(width=560, height=300)
+    data: dict[str, Any] = _finite({
+        "target": found.target, "verdict": found.verdict, "step_s": found.step_s, "waiting": found.waiting,
+        "bound": found.bound, "gain": found.gain, "batch_p50_s": found.batch_p50_s, "batch_p95_s": found.batch_p95_s,
+        "cores": found.cores, "given": asdict(found.given.setting), "best": asdict(found.best.setting),
+        "code": found.code, "settings": settings, "lints": [asdict(item) for item in found.lints],
+        "notes": list(found.notes), "search_s": found.search_s, "seconds": found.seconds,
+        "interrupted": found.interrupted, "reused": found.reused,
+    })  # fmt: skip
+    return data
+
+
+def check_path(path: Path) -> None:
+    """Raises `UsageError` for a suffix that is not drawn, or a folder that is not there."""
+    if path.suffix not in SUFFIXES:
+        raise UsageError(f"{path}: the report is written as .html, .png or .svg")
+    if not path.resolve().parent.is_dir():
+        raise UsageError(f"{path.parent}: no such folder for the report")
+
+
+def write_report(found: Found, path: Path) -> None:
+    """Write the page (.html, needs no network) or the curve alone (.png, .svg), whole or not at all."""
+    check_path(path)
+    if path.suffix == ".html":
+        write_text(path, page(found))
+        return
+    import vl_convert
+
+    svg = chart_svg(curve(found), 640)
+    if path.suffix == ".svg":
+        write_text(path, svg)
+        return
     try:
-        if path.suffix == ".html":
-            chart.save(str(path), inline=True)
-        else:
-            chart.save(str(path), scale_factor=2)
+        path.write_bytes(vl_convert.svg_to_png(svg, scale=2))
     except OSError as error:
         raise UsageError(f"{path}: the curve could not be written ({error.strerror})") from error
 
 
-def _which(given: bool, best: bool) -> str:
+def page(found: Found) -> str:
+    """The page as text."""
+    found = clean(found)
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("fettle.inputs", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    # Two drawings of each, for wide and for narrow screens, in light and in dark: the page needs no script.
+    drawn = {
+        f"{tone} {place}": chart_svg(curve(found, height), width, dark=tone == "dark")
+        for tone in ("light", "dark") for place, width, height in (("wide", 800, 320), ("narrow", 300, 280))
+    }  # fmt: skip
+    return environment.get_template("page.html.j2").render(
+        found=found,
+        facts=facts(found),
+        rows=rows(found),
+        drawn=drawn,
+        bound=bound_text(found),
+        setting=found.best.setting,
+    )
+
+
+def curve(found: Found, height: int = 300) -> dict[str, Any]:
+    """Batches a second over workers as a Vega-Lite chart: a line a variant through medians, a dot a round."""
+    import altair as alt
+
+    points, failed = [], []
+    for item in found.settings:
+        base = {"workers": item.setting.num_workers, "setting": item.setting.name, "variant": _variant(item)}
+        points += [{**base, "rate": rate, "which": _which(found, item)} for rate in item.rates]
+        if item.failure and not item.slices:
+            failed.append({**base, "rate": 0.0, "failure": item.failure})
+    x = alt.X("workers:Q", title="worker processes", axis=alt.Axis(tickMinStep=1, format="d", grid=False),
+              scale=alt.Scale(domainMin=0, nice=False, padding=12))  # fmt: skip
+    y = alt.Y("rate:Q", title="batches a second", scale=alt.Scale(zero=True))
+    shape = alt.Color("variant:N", title=None, sort=_order(points), scale=alt.Scale(range=list(theme.LEVERS)),
+                      legend=alt.Legend(columns=1, labelLimit=280))  # fmt: skip
+    dotted = alt.Chart(alt.Data(values=points))  # type: ignore[no-untyped-call]
+    line = dotted.mark_line(size=2).encode(x=x, y=alt.Y("median(rate):Q"), color=shape)
+    dots = dotted.mark_circle(size=45, opacity=0.55).encode(x=x, y=y, color=shape, tooltip=["setting:N", "rate:Q"])
+    marked = _marked(found)
+    rings = alt.Chart(alt.Data(values=marked)).mark_point(size=190, strokeWidth=2, color=theme.ACCENT).encode(x=x, y=y)  # type: ignore[no-untyped-call]
+    names = (
+        alt.Chart(alt.Data(values=marked))  # type: ignore[no-untyped-call]
+        .mark_text(dy=-16, fontWeight="bold")
+        .encode(x=x, y=y, text="name:N")
+    )
+    layers = [line, dots, rings, names]
+    if found.step_s:
+        limit = [{"rate": 1 / found.step_s, "name": "the step alone"}]
+        rule = alt.Chart(alt.Data(values=limit)).mark_rule(strokeDash=[5, 3], size=1.5).encode(y=y)  # type: ignore[no-untyped-call]
+        name = (
+            alt.Chart(alt.Data(values=limit))  # type: ignore[no-untyped-call]
+            .mark_text(align="right", dy=-7, x="width")
+            .encode(y=y, text="name:N")
+        )
+        layers += [rule, name]
+    if failed:
+        cross = alt.Chart(alt.Data(values=failed)).mark_point(shape="cross", angle=45, size=110, color=theme.WARN,  # type: ignore[no-untyped-call]
+                                                              filled=True)  # fmt: skip
+        layers.append(cross.encode(x=x, y=y, tooltip=["setting:N", "failure:N"]))
+    chart = alt.layer(*layers).properties(height=height, width="container")
+    return chart.to_dict()
+
+
+def same(item: Measured, other: Measured) -> bool:
+    """Whether both are of one setting: copies are, too."""
+    return item.setting == other.setting
+
+
+def _marked(found: Found) -> list[dict[str, Any]]:
+    items = [found.best] if same(found.best, found.given) else [found.given, found.best]
+    return [
+        {"workers": item.setting.num_workers, "rate": item.rate, "name": _which(found, item)}
+        for item in items if item.able
+    ]  # fmt: skip
+
+
+def _also(item: Measured) -> list[str]:
+    """What a setting has beyond workers, their queue and their life."""
+    setting = item.setting
+    words = {ONE_BY_ONE: ["rows one by one"], BATCH_INDEX: ["batch index"]}.get(setting.fetch, [])
+    return [*words, *["pinned"] * setting.pin_memory, *["not blocking"] * setting.non_blocking]
+
+
+def _variant(item: Measured) -> str:
+    """What a setting has beyond its number of workers: a line in the curve."""
+    setting = item.setting
+    words = _also(item)
+    if setting.num_workers:
+        words += [f"prefetch {setting.prefetch_factor}"] * (setting.prefetch_factor != 2)
+        words += ["workers end each epoch"] * (not setting.persistent_workers)
+    return ", ".join(words) or "usual"
+
+
+def _order(points: list[dict[str, Any]]) -> list[str]:
+    return sorted({str(point["variant"]) for point in points}, key=lambda name: (name != "usual", name))
+
+
+def _which(found: Found, item: Measured) -> str:
+    given, best = same(item, found.given), same(item, found.best)
     return "as given, and best" if given and best else "as given" if given else "take this" if best else "tried"
+
+
+def _reached(found: Found) -> str:
+    if same(found.best, found.before):
+        return "nothing smaller or faster was found"
+    return f"{found.gain:.2f}x was reached"
+
+
+def _time(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "-"
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _plain(part: Any) -> dict[str, Any]:
+    import msgspec
+
+    return msgspec.to_builtins(part)  # type: ignore[no-any-return]
+
+
+def _finite(value: Any) -> Any:
+    """The same data with null where a number is none."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

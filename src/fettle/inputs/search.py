@@ -1,72 +1,43 @@
-"""Which loader setting ends the waiting, in few interleaved runs.
+"""The search for a loader setting: each setting in a process of its own, in interleaved rounds.
 
-Each run is a process of its own with a time limit, killed with its loader workers. The pipeline as given is always
-among the settings. First the costs: how long a step takes alone, how long one worker needs for a batch; they say
-whether workers can help at all and how many are worth trying. Then rounds in random order, and the smallest setting
-within 3% of the best.
+First the costs: how long a batch takes to make, how long a step takes alone. They say whether workers can help at all
+and how many are worth trying. Then one slice a setting, climbing; then rounds in random order among the good ones; and
+of these the smallest within 3% of the best.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import os
-import random
-import shutil
-import signal
-import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
+import torch
 
 from fettle.errors import UsageError
+from fettle.inputs import guard
+from fettle.inputs.contest import PAIRS, Contest, Tell
+from fettle.inputs.journal import Journal, content_hash
 from fettle.inputs.lints import Lint
+from fettle.inputs.setting import (
+    AS_GIVEN,
+    WITHIN,
+    Facts,
+    Measured,
+    Setting,
+    ratio,
+    smallest_of_the_best,
+)
+from fettle.memory.units import size_text
 
-WITHIN = 0.03
-"""A smaller setting is taken where it is at most this much slower than the best."""
-_ROUNDS = 3
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a DataLoader is given. Workers, where there are any, persist from epoch to epoch."""
-
-    num_workers: int = 0
-    prefetch_factor: int = 2
-    pin_memory: bool = False
-
-    @property
-    def code(self) -> str:
-        """The arguments as they are written."""
-        pin = "pin_memory=True, " if self.pin_memory else ""
-        if not self.num_workers:
-            return f"{pin}num_workers=0"
-        return f"{pin}num_workers={self.num_workers}, prefetch_factor={self.prefetch_factor}, persistent_workers=True"
-
-
-@dataclass
-class Measured:
-    """One setting over its rounds, or why it failed."""
-
-    setting: Setting
-    rates: list[float] = field(default_factory=list)
-    """Batches a second, one number a round."""
-    waiting: list[float] = field(default_factory=list)
-    """Share of the time spent waiting for the next batch, a round."""
-    start_s: float = math.nan
-    """To the first batch: workers start here."""
-    failure: str = ""
-
-    @property
-    def rate(self) -> float:
-        return statistics.median(self.rates) if self.rates else 0.0
+ROUNDS = 6
+"""Most rounds among the last ones."""
+_FIRST_ROUNDS = 3
+_KEEP = 0.92
+"""Share of the best rate that keeps a setting in."""
 
 
 @dataclass(frozen=True)
@@ -75,210 +46,386 @@ class Found:
 
     target: str
     given: Measured
+    plain: Measured
+    """torch's own default: no workers."""
     best: Measured
     settings: Sequence[Measured]
-    waiting: float
-    """Share of a step spent waiting for data, as given."""
     step_s: float
     """A step alone on a batch that is there already; 0 where the target has no step."""
-    batch_p50_s: float
-    batch_p95_s: float
-    """One batch produced by one process."""
     cores: int
+    cores_why: str
     verdict: str
+    notes: Sequence[str] = ()
     lints: Sequence[Lint] = ()
+    search_s: float = 0.0
     seconds: float = 0.0
+    """The search and the looking for faults."""
     interrupted: bool = False
+    reused: int = 0
+    """Answers taken over from a search that was killed."""
+
+    @property
+    def before(self) -> Measured:
+        """What a gain is told against: the setting as given, or no workers where that fails."""
+        return self.given if self.given.able else self.plain
+
+    @property
+    def waiting(self) -> float:
+        """Share of a step spent waiting for data, as given."""
+        return self.before.waiting
 
     @property
     def bound(self) -> float:
-        """The most that removing the wait could bring: 1 / (1 - waiting)."""
-        return 1 / max(1e-9, 1 - self.waiting)
+        """The most that removing the wait could bring: 1 / (1 - waiting). Infinite without a step."""
+        return 1 / (1 - self.waiting) if self.step_s and self.waiting < 1 else math.inf
+
+    @property
+    def batch_p50_s(self) -> float:
+        """One batch made by one process alone."""
+        return _first(self.plain, "fetch_p50_s")
+
+    @property
+    def batch_p95_s(self) -> float:
+        return _first(self.plain, "fetch_p95_s")
+
+    @property
+    def gain(self) -> float:
+        """Batches a second of the best over those as given."""
+        return 1.0 if self.best.setting == self.before.setting else ratio(self.best, self.before)
 
     @property
     def code(self) -> str:
-        """The line to take away."""
-        return f"DataLoader(dataset, ..., {self.best.setting.code})"
+        """The lines to take away."""
+        return self.best.setting.code
 
 
 def measure_and_search(
     target: str,
     *,
-    slice_s: float = 1.5,
+    slice_s: float = 0.4,
     timeout_s: float = 120.0,
     ranks: int = 1,
-    tell: Callable[[str], None] = lambda text: None,
+    device: str = "auto",
+    keep: Path | None = None,
+    lints: bool = True,
+    tell: Tell = lambda doing, done, of: None,
 ) -> Found:
     """Measure the pipeline of `target` (``file.py:factory``) and search its setting.
 
     The factory returns a DataLoader, a dataset, or (either, step): `step` is called with each batch and stands for the
-    rest of the loop. `ranks` is how many processes of the job share this host. Raises `UsageError` for a target that
-    is none of these or whose given setting does not work.
+    rest of the loop. `ranks` is how many processes of the job share this host. `device` "cuda" has each batch copied
+    there before the step; "auto" does so where there is a device and no step that would do it. `keep` is the file that
+    a killed search goes on from; it is gone when the search has come to its end.
+
+    Raises `UsageError` for a target that is none of these, or that cannot be iterated without workers;
+    `KeyboardInterrupt` when interrupted before there is anything to tell.
     """
     began = time.monotonic()
-    cores = usable_cores() // max(1, ranks) or 1
-    tell("the pipeline as given")
-    alone = run_once(target, Setting(), slice_s, timeout_s, step_alone=True)
-    if "error" in alone:
-        raise UsageError(f"the pipeline fails without workers: {alone['error']}")
-    given_setting = Setting(int(alone["num_workers"]), int(alone["prefetch_factor"]), bool(alone["pin_memory"]))
-    waits = sorted(alone["waits"])
-    batch_p50, batch_p95 = statistics.median(waits), waits[min(len(waits) - 1, int(0.95 * len(waits)))]
-    step_s = float(alone["step_s"] or 0.0)
-    lone = Measured(Setting(), [float(alone["rate"])], [_share(alone)], float(alone["start_s"]))
-    measured = {lone.setting: lone}
-    why = cannot_help(batch_p50, step_s, cores, float(alone["cpu_share"]))
-    tried = [given_setting] if why else candidates(alone, batch_p95, step_s, cores, given_setting)
-    interrupted = False
-    try:
-        for number in range(_ROUNDS):
-            live = [s for s in dict.fromkeys([given_setting, Setting(), *tried]) if _alive(measured, s, number)]
-            random.Random(number).shuffle(live)
-            for setting in live:
-                tell(f"round {number + 1} of {_ROUNDS}: {setting.code}")
-                _add(measured, setting, run_once(target, setting, slice_s, timeout_s))
-    except KeyboardInterrupt:
-        interrupted = True  # what is known is kept and shown
-    given = measured.get(given_setting, lone)
-    if given.failure:
-        raise UsageError(f"the pipeline as given fails: {given.failure}")
-    best = smallest_of_the_best(list(measured.values()), given)
-    waiting = statistics.median(given.waiting)
-    lints: list[Lint] = []
-    if not interrupted:
-        tell("looking for faults")
-        answer = run_once(target, None, 0.0, timeout_s, do="lint")
-        lints = [Lint(**item) for item in answer.get("lints", [])]
-    return Found(
-        target, given, best, list(measured.values()), waiting, step_s, batch_p50, batch_p95, cores,
-        _verdict(given, best, waiting, why), lints, time.monotonic() - began, interrupted,
+    here = guard.room(ranks)
+    journal = Journal(
+        keep,
+        {"target": target, "content": content_hash(target), "slice_s": slice_s, "ranks": ranks, "device": device,
+         "cores": here.cores, "torch": str(torch.__version__), "lints": lints},
     )  # fmt: skip
+    contest = Contest(target, slice_s, timeout_s, _device(device), here, journal, tell)
+    done = False
+    try:
+        found = _search(contest, device, lints, began)
+        done = not found.interrupted
+        return found
+    except UsageError:
+        done = True
+        raise
+    finally:
+        contest.close()
+        journal.close(done)
 
 
-def cannot_help(batch_s: float, step_s: float, cores: int, cpu_share: float) -> str:
-    """Why workers cannot help, as a sentence; empty where they may."""
-    if step_s and batch_s < WITHIN * step_s:
-        return f"Workers cannot help: a batch takes {batch_s / (batch_s + step_s):.1%} of a step."
-    if not step_s and batch_s < 2e-4:
-        return f"Workers cannot help: a batch is there in {batch_s * 1e6:.0f} us, less than handing it over takes."
-    if cores == 1 and cpu_share > 0.9:
+def _search(contest: Contest, device: str, lints: bool, began: float) -> Found:
+    """The search in its visible order."""
+    facts = contest.open()
+    if facts.cuda and device == "auto" and not facts.has_step:
+        contest.close()  # nothing else would copy the batches: the loop that is measured does
+        contest.device = "cuda"
+    for _ in range(_FIRST_ROUNDS):
+        contest.next_round(Setting())
+    plain = contest.measured[Setting()]
+    if plain.failure:
+        raise UsageError(f"the pipeline fails without workers: {plain.failure}")
+    step_s = contest.alone()
+    given_setting = _given(facts)
+    scores = {Setting(): 1.0}
+    if given_setting not in scores:
+        scores[given_setting] = contest.pairs(given_setting, Setting())
+    given = contest.measured[given_setting]
+    notes = [*facts.notes, *_not_tried(facts)]
+    why = cannot_help(plain, step_s, contest.here.cores)
+    best, looked, search_s = plain, dict[str, Any](), 0.0
+    with _interruptible() as state:
+        if not why:
+            climb(contest, facts, scores, step_s)
+        variants(contest, facts, scores, bool(step_s and why), notes)
+        best = finals(contest, scores)
+        best = never_slower(contest, best, given, plain)
+        search_s = time.monotonic() - began
+    if not state.interrupted and lints:
+        with _interruptible() as state:
+            looked = contest.lints()
+    interrupted = state.interrupted
+    if interrupted and best is plain:
+        best = smallest_of_the_best([contest.measured[setting] for setting in _near(contest, scores)])
+    search_s = search_s or time.monotonic() - began
+    measured = list(contest.measured.values())
+    if not given.able:
+        notes.append(f"As given it fails: {given.failure}.")
+    if "error" in looked:
+        notes.append(f"Looking for faults ended early: {looked['error']}.")
+    notes += looked.get("notes", [])
+    found = Found(
+        contest.target, given, plain, best, measured, step_s, contest.here.cores, contest.here.why, "", notes,
+        [Lint(**item) for item in looked.get("lints", [])], search_s, time.monotonic() - began, interrupted,
+        contest.reused,
+    )  # fmt: skip
+    return replace(found, verdict=verdict(found, why))
+
+
+def cannot_help(plain: Measured, step_s: float, cores: int) -> str:
+    """Why workers cannot help, as a sentence, where the costs alone say so; empty where they may."""
+    if step_s and plain.waiting < WITHIN:
+        return (f"Workers cannot help: making a batch takes {plain.waiting:.1%} of a step, so that removing all of it "
+                f"brings at most {1 / (1 - plain.waiting):.2f}x.")  # fmt: skip
+    if cores == 1 and plain.last.cpu_share > 0.9:
         return "Workers cannot help: there is one core, and loading and stepping keep it busy."
     return ""
 
 
-def candidates(alone: dict[str, Any], batch_p95: float, step_s: float, cores: int, given: Setting) -> list[Setting]:
-    """Settings worth a run: around the number of workers whose batches would keep up with the step.
+def climb(contest: Contest, facts: Facts, scores: dict[Setting, float], step_s: float) -> None:
+    """Numbers of workers that the costs point to, each held against the best one so far.
 
-    Where producing a batch mostly waits (files, network), more workers than cores make sense; else the cores are the
-    limit. What would not fit into memory or /dev/shm is left out.
+    One worker first: what it needs for a batch, its hand-over included, says how many would keep up with the step, or
+    would fill the cores. Then upwards while it pays, and between a number that is too small and one that is enough.
     """
-    waits_mostly = float(alone["cpu_share"]) < 0.5
-    limit = 4 * cores if waits_mostly else cores
-    wanted = math.ceil(batch_p95 / step_s) if step_s else limit
-    numbers = sorted({max(1, min(limit, number)) for number in (1, wanted // 2, wanted, wanted + 1, 2 * wanted, limit)})
-    uneven = statistics.median(alone["waits"]) * 3 < batch_p95
-    prefetch = 4 if uneven else 2
-    pin = bool(alone["cuda"])
-    room = in_flight_limit()
-    found = [Setting(number, prefetch, pin) for number in numbers]
-    return [s for s in found if s.num_workers * s.prefetch_factor * int(alone["batch_bytes"]) <= room and s != given]
+    cores = contest.here.cores
+    given = _given(facts)
+    base = replace(given, fetch=AS_GIVEN, persistent_workers=True)
+    settings = {setting.num_workers: setting for setting in scores}
+    tried = {number: scores[setting] for number, setting in settings.items()}
 
+    def run(number: int) -> bool:
+        if number not in tried:
+            settings[number] = replace(base, num_workers=number)
+            leader = max(tried, key=lambda one: tried[one])
+            tried[number] = tried[leader] * contest.pairs(settings[number], settings[leader])
+            scores[settings[number]] = tried[number]
+        return tried[number] > 0
 
-def in_flight_limit() -> int:
-    """Bytes that batches under way may take: half of what /dev/shm and memory have free."""
-    free = psutil.virtual_memory().available
-    shared = Path("/dev/shm")
-    if shared.is_dir():
-        free = min(free, shutil.disk_usage(shared).free)
-    return int(free // 2)
-
-
-def usable_cores() -> int:
-    """Cores this process may use: its affinity and the control group's quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            cores = min(cores, max(1, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):
-        pass
-    return cores
-
-
-def smallest_of_the_best(measured: Sequence[Measured], given: Measured) -> Measured:
-    """The setting with fewest workers within 3% of the fastest; the given one where that is among them."""
-    able = [item for item in measured if item.rates and not item.failure]
-    top = max(item.rate for item in able)
-    near = [item for item in able if item.rate >= (1 - WITHIN) * top]
-    if given in near:
-        return given
-    return min(near, key=lambda item: (item.setting.num_workers, item.setting.prefetch_factor))
-
-
-def run_once(
-    target: str,
-    setting: Setting | None,
-    seconds: float,
-    timeout_s: float,
-    *,
-    do: str = "measure",
-    step_alone: bool = False,
-) -> dict[str, Any]:
-    """One run in a process of its own, ended with its children. `error` in the answer says what went wrong."""
-    import torch
-
-    request = {
-        "do": do, "target": target, "seconds": seconds, "step_alone": step_alone, "threads": torch.get_num_threads(),
-        "setting": None if setting is None else vars(setting),
-    }  # fmt: skip
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fettle.inputs._run"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(json.dumps(request) + "\n", timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        return {"error": f"timed out after {timeout_s:.0f} s: a worker may hang"}
-    finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    lines = [line for line in output.splitlines() if line.startswith("{")]
-    if not lines:
-        return {"error": f"the process ended with code {process.returncode}"}
-    answer: dict[str, Any] = json.loads(lines[-1])
-    if "usage" in answer:
-        raise UsageError(answer["usage"])
-    return answer
-
-
-def _alive(measured: dict[Setting, Measured], setting: Setting, number: int) -> bool:
-    """Whether a setting is worth another round: it works, and is within 15% of the best so far."""
-    known = measured.get(setting)
-    if known is None or number == 0:
-        return True
-    top = max(item.rate for item in measured.values())
-    return not known.failure and known.rate >= 0.85 * top
-
-
-def _add(measured: dict[Setting, Measured], setting: Setting, answer: dict[str, Any]) -> None:
-    item = measured.setdefault(setting, Measured(setting))
-    if "error" in answer:
-        item.failure = str(answer["error"])
+    if not run(1):
         return
-    item.rates.append(float(answer["rate"]))
-    item.waiting.append(_share(answer))
-    item.start_s = float(answer["start_s"])
+    seen = contest.measured[settings[1]].last
+    if tried[1] < 0.9 and seen.fetch_p50_s * seen.rate < 0.5:
+        return  # slower, and the worker idles more than half of its time: handing over is what takes the time
+    waits = seen.fetch_cpu < 0.5
+    limit, most = (4 * cores, 8 * cores) if waits else (cores, 2 * cores)
+    wanted = max(1, min(limit, math.ceil(seen.fetch_p95_s / step_s) if step_s else limit))
+    while wanted > 1 and not run(wanted):
+        most, wanted = wanted - 1, wanted // 2
+    while True:
+        able = [number for number, score in tried.items() if score > 0]
+        best = max(tried.values())
+        enough = min(number for number in able if tried[number] >= (1 - WITHIN) * best)
+        below = max((number for number in able if number < enough), default=0)
+        # Upwards: the largest one tried is better than the next smaller one, and the step still waits.
+        rises = enough == max(able) and tried[below] < (1 - WITHIN) * best
+        if rises and enough < most and contest.measured[settings[enough]].rate * step_s < 0.98:
+            more = min(most, max(enough + 1, enough * 5 // 4))
+            if not run(more):
+                most = more - 1
+        elif enough - below <= 1 or not run((enough + below) // 2):
+            return
 
 
-def _share(answer: dict[str, Any]) -> float:
-    return float(sum(answer["waits"]) / max(sum(answer["walls"]), 1e-12))
+def variants(contest: Contest, facts: Facts, scores: dict[Setting, float], useless: bool, notes: list[str]) -> None:
+    """The other dimensions, each held against the best number of workers."""
+    leader = _leader(scores)
+    setting = leader
+
+    def run(other: Setting, against: Setting) -> None:
+        if other not in scores:
+            scores[other] = scores[against] * contest.pairs(other, against)
+
+    for fetch in facts.fetches:
+        if fetch != AS_GIVEN and not useless:
+            run(Setting(fetch=fetch), Setting())
+            if setting.num_workers:
+                run(replace(setting, fetch=fetch), setting)
+    seen = contest.measured[setting].last
+    if setting.num_workers and seen.fetch_p99_s > 3 * seen.fetch_p50_s:
+        for prefetch in (4, 8):
+            run(replace(setting, prefetch_factor=prefetch), setting)
+    elif setting.num_workers:
+        notes.append(
+            f"prefetch_factor stays at {setting.prefetch_factor}: batches take about the same time each (99%: "
+            f"{seen.fetch_p99_s / max(seen.fetch_p50_s, 1e-12):.1f} times the median), a deeper queue would not help."
+        )
+    if setting.num_workers and not facts.epoch_batches:
+        notes.append("persistent_workers was not compared: how long an epoch is, the loader does not say.")
+    elif setting.num_workers:
+        item = contest.measured[setting]
+        epoch = facts.epoch_batches / item.rate
+        # Workers that end with each epoch are tried where an epoch is short enough for that to be seen.
+        if item.start_s > 0.01 * epoch and epoch < 8 * contest.slice_s:
+            run(replace(setting, persistent_workers=not setting.persistent_workers), setting)
+        else:
+            notes.append(
+                f"persistent_workers: starting workers takes {item.start_s:.2f} s, once in an epoch of {epoch:.3g} s "
+                f"({item.start_s / (item.start_s + epoch):.1%})."
+            )
+    if facts.cuda and contest.device == "cuda":
+        run(replace(setting, pin_memory=True), setting)
+        run(replace(setting, pin_memory=True, non_blocking=True), setting)
+    elif facts.cuda:
+        run(replace(setting, pin_memory=not setting.pin_memory), setting)
 
 
-def _verdict(given: Measured, best: Measured, waiting: float, why: str) -> str:
+def finals(contest: Contest, scores: dict[Setting, float]) -> Measured:
+    """Rounds among all that are near the best, until the smallest is surely as good as any; gives the one to take."""
+    live = _near(contest, scores)
+    numbers: list[int] = []
+    while len(live) > 1 and len(numbers) < ROUNDS:
+        contest.expected = contest.done + len(live) * (ROUNDS - len(numbers))
+        numbers.append(contest.next_round(*live))
+        items = [_only(contest.measured[setting], numbers) for setting in live if contest.measured[setting].able]
+        top = max(items, key=lambda item: ratio(item, items[0]))
+        if len(numbers) >= 3:
+            items = [item for item in items if ratio(item, top) >= 1 - 2 * WITHIN]
+            smallest = min(items, key=lambda item: item.setting.size)
+            if ratio(smallest, top) >= 1 - WITHIN / 3:
+                live = [smallest.setting]
+                break
+        live = [item.setting for item in items]
+    best = smallest_of_the_best([_only(contest.measured[setting], numbers) for setting in live])
+    return contest.measured[best.setting]
+
+
+def never_slower(contest: Contest, best: Measured, given: Measured, plain: Measured) -> Measured:
+    """torch's default where what was found is not faster than it, side by side; and the gain over the one given."""
+    for other in (plain, given):
+        shared = [number for number in best.slices if number in other.slices]
+        if other.able and other is not best and len(shared) < PAIRS:
+            contest.expected = contest.done + 2 * PAIRS
+            contest.pairs(best.setting, other.setting)
+    return plain if best is not plain and ratio(best, plain) < 1 else best
+
+
+def _near(contest: Contest, scores: dict[Setting, float]) -> list[Setting]:
+    """Settings near the best."""
+    able = {setting: score for setting, score in scores.items() if contest.measured[setting].able}
+    top = max(able.values())
+    return [setting for setting, score in able.items() if score >= _KEEP * top]
+
+
+def _leader(scores: dict[Setting, float]) -> Setting:
+    """The smallest within 3% of the best score."""
+    top = max(scores.values())
+    return min((setting for setting, score in scores.items() if score >= (1 - WITHIN) * top), key=lambda one: one.size)
+
+
+def _only(item: Measured, numbers: Sequence[int]) -> Measured:
+    """A setting with the slices of these rounds only; all of them where there were no rounds."""
+    kept = {number: part for number, part in item.slices.items() if number in numbers}
+    return replace(item, slices=kept or item.slices)
+
+
+def _given(facts: Facts) -> Setting:
+    if not facts.num_workers:
+        return Setting(pin_memory=facts.pin_memory and facts.cuda)
+    return Setting(facts.num_workers, facts.prefetch_factor, facts.persistent_workers, facts.pin_memory and facts.cuda)
+
+
+def _not_tried(facts: Facts) -> list[str]:
+    notes = []
+    if not facts.cuda:
+        notes.append("No CUDA device here: pinned memory and copies that do not block were not tried.")
+    if facts.pin_memory and not facts.cuda:
+        notes.append("pin_memory=True does nothing without a device; it was left off.")
+    if facts.iterable:
+        notes.append("A stream has no batch fetching: __getitems__ is of datasets with an index.")
+    elif not any(way != AS_GIVEN for way in facts.fetches) and not facts.notes:
+        notes.append("No batch fetching to try: the dataset has no __getitems__ and takes no list of indices.")
+    return notes
+
+
+def _device(device: str) -> str:
+    if device not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"device {device}: use auto, cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: there is no CUDA device here; without the option batches stay on the CPU")
+    return "cuda" if device == "cuda" else "cpu"
+
+
+def _first(item: Measured, name: str) -> float:
+    return float(getattr(next(iter(item.slices.values())), name))
+
+
+class _State:
+    interrupted = False
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[_State]:
+    """Ctrl-C ends the block and nothing else: what is measured is kept and told."""
+    state = _State()
+    try:
+        yield state
+    except KeyboardInterrupt:
+        state.interrupted = True
+
+
+def verdict(found: Found, why: str = "") -> str:
+    """The answer in one or two sentences."""
+    before, best = found.before, found.best
+    takes = f"{found.gain:.2f}x the batches a second with {best.setting.name}"
+    waited = f"{before.waiting:.0%} of the time was waiting" if found.step_s else "no step was given"
+    helped = best is not before and found.gain >= 1 + WITHIN
+    if not best.setting.num_workers and not why:
+        why = _why_workers_lost(found)
     if why:
+        if helped:
+            return f"{why} {takes}."
+        if before.setting.num_workers and best is not before:
+            return f"{why} {best.setting.arguments} is as fast as the {before.setting.num_workers} given."
         return why
-    gain = best.rate / given.rate
-    if best is given or gain < 1 + WITHIN:
-        return f"No setting is more than 3% faster than the one given, which waits {waiting:.0%} of the time."
-    return f"{gain:.2f}x the batches a second with {best.setting.code} ({waiting:.0%} of the time was waiting)."
+    if helped:
+        return f"{takes} ({waited})."
+    if best is not before:
+        return f"No setting is more than 3% faster than the one given; {best.setting.arguments} is as fast and smaller."
+    return f"The setting as given is the smallest within 3% of the best ({waited})."
+
+
+def _why_workers_lost(found: Found) -> str:
+    """What was seen of settings with workers, where none won."""
+    tried = [item for item in found.settings if item.setting.num_workers and item.able]
+    failed = [item for item in found.settings if item.setting.num_workers and item.failure and not item.left_out]
+    if not tried:
+        told = failed or [item for item in found.settings if item.left_out]
+        return f"Workers do not run: {told[0].failure}." if told else ""
+    fastest = max(tried, key=lambda item: ratio(item, found.plain))
+    seen, reached = next(iter(fastest.slices.values())), ratio(fastest, found.plain)
+    beside = f"{fastest.setting.num_workers} of them bring {reached:.2f}x"
+    if reached >= 1 + WITHIN:
+        return f"Workers cannot help beside {found.best.setting.name}: alone {beside}."
+    if found.step_s and reached > 1 - WITHIN and found.plain.waiting < 0.1:
+        return f"Workers cannot help: waiting is {found.plain.waiting:.1%} of a step, and {beside}."
+    if seen.fetch_p50_s * seen.rate < 0.5 * fastest.setting.num_workers:
+        handing = max(1 / seen.rate - found.step_s, 0.0)
+        return (
+            f"Workers cannot help: making a batch of {size_text(seen.batch_bytes)} takes {_time(found.batch_p50_s)}, "
+            f"getting it from a worker {_time(handing)}; {beside}."
+        )
+    if found.plain.last.cpu_share > 0.9 * found.cores:
+        return f"Workers cannot help: the loop keeps all {found.cores} cores busy without them; {beside}."
+    return f"Workers cannot help: {beside}."
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"

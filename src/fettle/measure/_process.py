@@ -37,12 +37,14 @@ class WorkerError(Exception):
 class Worker:
     """One worker process, alive from construction to `close`. Use as a context manager.
 
+    `module` is what it runs: it is given two file descriptors, and answers each line of JSON with one line of JSON.
     With several `ranks` it is the process that starts them (`fettle.measure._ranks`), and they are its children.
     """
 
     def __init__(
-        self, environment: Mapping[str, str] | None = None, log: Path | None = None, *, ranks: int = 1
-    ) -> None:
+        self, environment: Mapping[str, str] | None = None, log: Path | None = None, *,
+        module: str = "fettle.measure._worker", ranks: int = 1,
+    ) -> None:  # fmt: skip
         # A large environment of its own, nothing inherited that a recipe might have set in the parent.
         variables = {**os.environ, "PYTHONUNBUFFERED": "1"}
         if ranks > 1:  # torchrun's own choice would be one thread each
@@ -50,13 +52,13 @@ class Worker:
 
             variables["OMP_NUM_THREADS"] = str(max(1, usable_cores() // ranks))
         variables |= environment or {}
-        program = ["fettle.measure._worker"] if ranks == 1 else ["fettle.measure._ranks"]
+        program = module if ranks == 1 else "fettle.measure._ranks"
         self._ranks = ranks
         ask_read, ask_write = os.pipe()
         answer_read, answer_write = os.pipe()
         self._log = log.open("a+b") if log is not None else tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", *program, str(ask_read), str(answer_write), *([str(ranks)] if ranks > 1 else [])],
+            [sys.executable, "-m", program, str(ask_read), str(answer_write), *([str(ranks)] if ranks > 1 else [])],
             env=variables,
             pass_fds=(ask_read, answer_write),
             stdin=subprocess.DEVNULL,

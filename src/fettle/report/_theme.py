@@ -57,11 +57,11 @@ def config(dark: bool) -> Spec:
     }
 
 
-def svg(spec: Spec, width: int) -> str:
-    """The chart as a light SVG, for paper and for readers without scripts."""
+def svg(spec: Spec, width: int, dark: bool = False) -> str:
+    """The chart as an SVG, light unless asked otherwise: for paper and for readers without scripts."""
     import vl_convert
 
-    return str(vl_convert.vegalite_to_svg(_sized(spec, width), vl_version=VEGALITE, config=config(dark=False)))
+    return str(vl_convert.vegalite_to_svg(_sized(spec, width), vl_version=VEGALITE, config=config(dark)))
 
 
 def png(spec: Spec, width: int, scale: float = 2.0) -> bytes:

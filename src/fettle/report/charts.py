@@ -61,7 +61,7 @@ def figures(result: Result) -> list[Figure]:
     for name, title, words, draw in drawn:
         chart = draw(result)
         if chart is not None:
-            made.append(Figure(name, title, words, _spec(chart)))
+            made.append(Figure(name, title, words, as_spec(chart)))
     return made
 
 
@@ -78,7 +78,7 @@ def ladder(result: Result) -> Figure | None:
     ]
     return Figure(
         "ladder", "From the baseline to the winner", _bars_alt(_ladder.throughput_rows(result)),
-        _spec(alt.hconcat(*named, spacing=40)),
+        as_spec(alt.hconcat(*named, spacing=40)),
     )  # fmt: skip
 
 
@@ -100,7 +100,8 @@ def write_charts(result: Result, folder: str | Path) -> list[Path]:
     return written
 
 
-def _spec(chart: _theme.Drawn | alt.HConcatChart) -> Spec:
+def as_spec(chart: _theme.Drawn | alt.HConcatChart) -> Spec:
+    """The chart as plain data, without what the page brings."""
     spec: Spec = chart.to_dict()
     for key in ("$schema", "config"):  # the page brings its own look, and names no address that could be fetched
         spec.pop(key, None)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from functools import lru_cache
 from pathlib import Path
 
-import jinja2
-
 from fettle.recipe import write_text
-from fettle.report import _facts, _format, _theme, _verdict
+from fettle.report import _facts, _format, _verdict, shell
 from fettle.report._clean import clean
 from fettle.report.charts import figures
 from fettle.result import Result
@@ -25,12 +21,9 @@ def page(result: Result) -> str:
     result = clean(result)
     drawn = figures(result)
     return str(
-        _template().render(
+        shell.template("fettle.report", "page.html.j2").render(
             result=result,
-            figures=[{"name": f.name, "title": f.title, "alt": f.alt, "svg": f.svg()} for f in drawn],
-            specs=_script_safe(json.dumps({f.name: f.spec for f in drawn})),
-            configs=_script_safe(json.dumps({"light": _theme.config(dark=False), "dark": _theme.config(dark=True)})),
-            bundle=_bundle(),
+            **shell.drawing(drawn),
             fmt=_format,
             facts=_facts,
             say=_verdict,
@@ -39,23 +32,3 @@ def page(result: Result) -> str:
             checks=_facts.checks(result, result.winner) if result.winner else [],
         )
     )
-
-
-def _script_safe(text: str) -> str:
-    """JSON that cannot end the script element it stands in, whatever strings it holds."""
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-@lru_cache(maxsize=1)
-def _template() -> jinja2.Template:
-    loader = jinja2.PackageLoader("fettle.report", ".")
-    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    return environment.get_template("page.html.j2")
-
-
-@lru_cache(maxsize=1)
-def _bundle() -> str:
-    import vl_convert
-
-    snippet = "window.vegaEmbed = vegaEmbed;"
-    return str(vl_convert.javascript_bundle(snippet, vl_version=_theme.VEGALITE)).replace("</script", "<\\/script")

@@ -7,15 +7,19 @@ import ctypes
 import gc
 import logging
 import os
+import select
 import signal
 import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fettle.errors import UsageError, first_line
 from fettle.serve import wire
+
+if TYPE_CHECKING:
+    from fettle.serve.explain import Explainer
 
 log = logging.getLogger("fettle.serve.worker")
 
@@ -40,7 +44,7 @@ def main() -> None:
             took = worker.warm(load.sizes)
         except Exception as error:
             log.exception("loading failed")
-            send(link, wire.Failed(-1, first_line(error), isinstance(error, UsageError)))
+            send(link, _failed(-1, error))
             return
         gc.freeze()  # what loading made stays: no collection needs to look at it again
         send(link, wire.Ready(os.getpid(), took, time.perf_counter() - began))
@@ -64,6 +68,11 @@ class _Worker:
         self.kinds = [spec.kind for spec in package.manifest.inputs]
         self.runner = Runner(package, load.device)
         self.handler = find_handler(package, self.runner, load.trust)
+        self.explainer: Explainer | None = None
+        if load.explain:
+            from fettle.serve.explain import Explainer
+
+            self.explainer = Explainer(package, load.device)
         self._rss, self._rss_at = 0, -1.0
 
     def warm(self, sizes: list[int]) -> dict[int, float]:
@@ -83,28 +92,68 @@ class _Worker:
         try:
             if isinstance(header, wire.Run):
                 done, parts = self.run(header, body)
+            elif isinstance(header, wire.Explain):
+                done, parts = self.explain(header, body)
+            elif isinstance(header, wire.Generate):
+                done, parts = self.generate(link, header, body)
+            elif isinstance(header, wire.Cancel):
+                return  # the answer was whole before it came
             else:
                 done, parts = self.call(header, body)
         except Exception as error:
             log.exception("a call failed")
-            send(link, wire.Failed(header.id, first_line(error), isinstance(error, UsageError)))
+            send(link, _failed(header.id, error))
             return
         send(link, done, parts)
 
-    def run(self, header: wire.Run, body: memoryview) -> tuple[wire.Done, list[Any]]:
-        """Tensors in, tensors out."""
+    def arrays(self, shapes: list[list[int]], body: memoryview, place: int) -> tuple[list[Any], int]:
+        """One request's inputs out of a body from `place` on, and where they end."""
         import numpy as np
 
+        found = []
+        for shape, kind in zip(shapes, self.kinds, strict=True):
+            count = 1
+            for size in shape:
+                count *= size
+            found.append(np.frombuffer(body, kind, count, place).reshape(shape))
+            place += count * kind.itemsize
+        return found, place
+
+    def explain(self, header: wire.Explain, body: memoryview) -> tuple[wire.Done, list[Any]]:
+        """Tensors in, attributions of the same shapes out."""
+        if self.explainer is None:
+            raise UsageError("explanations are off")
+        began = time.perf_counter()
+        found = self.explainer.attribute(self.arrays(header.shapes, body, 0)[0], header.target)
+        took = time.perf_counter() - began
+        shapes = [list(array.shape) for array in found]
+        return wire.Done(header.id, shapes, 0.0, took, self.rss()), [wire.flat(array) for array in found]
+
+    def generate(self, link: socket.socket, header: wire.Generate, body: memoryview) -> tuple[wire.Done, list[Any]]:
+        """Prompts in; pieces out as they come, and each whole answer as soon as it is there."""
+        began = time.perf_counter()
+        left: set[int] = set()
+
+        def tell(index: int, piece: bytes, last: bool) -> None:
+            send(link, wire.Piece(header.id, index, last), [piece])
+
+        def gone() -> set[int]:
+            while select.select([link], [], [], 0)[0]:
+                said, _ = receive(link)
+                if isinstance(said, wire.Cancel) and said.id == header.id:
+                    left.add(said.index)
+            return left
+
+        self.handler.generate(_cut(body, header.lengths), tell, gone)
+        took = time.perf_counter() - began
+        return wire.Done(header.id, [], 0.0, took, self.rss(), metrics=self.handler.metrics.take()), []
+
+    def run(self, header: wire.Run, body: memoryview) -> tuple[wire.Done, list[Any]]:
+        """Tensors in, tensors out."""
         began = time.perf_counter()
         parts, place = [], 0
         for shapes in header.shapes:
-            arrays = []
-            for shape, kind in zip(shapes, self.kinds, strict=True):
-                count = 1
-                for size in shape:
-                    count *= size
-                arrays.append(np.frombuffer(body, kind, count, place).reshape(shape))
-                place += count * kind.itemsize
+            arrays, place = self.arrays(shapes, body, place)
             parts.append(arrays)
         ready = time.perf_counter()
         answers = self.runner.run(parts, header.size)
@@ -118,15 +167,34 @@ class _Worker:
     def call(self, header: wire.Call, body: memoryview) -> tuple[wire.Done, list[Any]]:
         """Bodies in, bodies out, through the handler's steps."""
         began = time.perf_counter()
-        bodies, place = [], 0
-        for length in header.lengths:
-            bodies.append(bytes(body[place : place + length]))
-            place += length
-        answers = self.handler.handle(bodies, header.kinds)
+        bodies = _cut(body, header.lengths)
+        if not header.explain:
+            answers = self.handler.handle(bodies, header.kinds)
+        elif self.explainer is None:
+            raise UsageError("explanations are off")
+        else:
+            answers = self.handler.explain(bodies, header.kinds, self.explainer)
         lengths = [[len(data)] for data, _ in answers]
         took = time.perf_counter() - began
-        done = wire.Done(header.id, lengths, 0.0, took, self.rss(), [kind for _, kind in answers])
+        done = wire.Done(
+            header.id, lengths, 0.0, took, self.rss(), [kind for _, kind in answers], self.handler.metrics.take()
+        )
         return done, [data for data, _ in answers]
+
+
+def _failed(number: int, error: Exception) -> wire.Failed:
+    """What to say of an error. The text of a `UsageError` is for whoever asked, word for word."""
+    usage = isinstance(error, UsageError)
+    return wire.Failed(number, str(error) if usage else first_line(error), usage)
+
+
+def _cut(body: memoryview, lengths: list[int]) -> list[bytes]:
+    """A body as the bodies of its requests."""
+    bodies, place = [], 0
+    for length in lengths:
+        bodies.append(bytes(body[place : place + length]))
+        place += length
+    return bodies
 
 
 def receive(link: socket.socket) -> tuple[Any, memoryview]:

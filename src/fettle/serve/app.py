@@ -13,24 +13,28 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
 from prometheus_client import generate_latest
 
+from fettle.errors import UsageError
 from fettle.serve import protocol
-from fettle.serve.pool import Rejected
+from fettle.serve.handlers import generate
+from fettle.serve.openapi import generates, openapi, page
+from fettle.serve.pool import Answer, Pool, Rejected
 from fettle.serve.protocol import Malformed
 from fettle.serve.registry import Registry, Version
+from fettle.serve.spans import Spans
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 log = logging.getLogger("fettle.serve.access")
 JSON = b"application/json"
-EXTENSIONS = ["binary_tensor_data", "model_repository", "model_configuration", "statistics"]
+EXTENSIONS = ["generate", "binary_tensor_data", "model_repository", "model_configuration", "statistics"]
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,20 @@ class Limits:
 class Reply(Exception):
     """An answer, wherever it is found: raised by what refuses, returned by what serves."""
 
-    def __init__(self, status: int, body: Any = b"", kind: bytes = JSON, headers: tuple[tuple[bytes, bytes], ...] = ()):
+    def __init__(
+        self,
+        status: int,
+        body: Any = b"",
+        kind: bytes = JSON,
+        headers: tuple[tuple[bytes, bytes], ...] = (),
+        answer: Answer | None = None,
+        events: AsyncGenerator[bytes, None] | None = None,
+    ) -> None:
         super().__init__(status)
+        self.answer = answer
+        """What the pool said of it, for the spans."""
+        self.events = events
+        """The body in pieces, where it is not known yet."""
         self.status, self.kind, self.headers = status, kind, headers
         self.body: bytes | tuple[bytes, ...] = body if isinstance(body, (bytes, tuple)) else json.dumps(body).encode()
 
@@ -56,11 +72,11 @@ class App:
 
     def __init__(
         self, registry: Registry, *, management: bool = False, token: str = "", limits: Limits = Limits(),
-        hosts: tuple[str, ...] = (), log_requests: bool = False,
+        hosts: tuple[str, ...] = (), log_requests: bool = False, spans: Spans | None = None,
     ) -> None:  # fmt: skip
         self.registry, self.management, self.token, self.limits = registry, management, token.encode(), limits
         self.hosts = {host.lower() for host in hosts} | {"127.0.0.1", "localhost", "[::1]"}
-        self.log_requests = log_requests
+        self.log_requests, self.spans = log_requests, spans
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -87,6 +103,9 @@ class App:
             reply = Reply(500, {"error": f"internal error, request {number}"})
         if version is not None:
             version.metrics.response(reply.status)
+            if self.spans is not None:
+                manifest = version.package.manifest
+                self.spans.record(headers, manifest.name, manifest.version, reply.status, began, reply.answer)
         if self.log_requests:
             seconds = time.perf_counter() - began
             log.info(json.dumps({"method": scope["method"], "path": scope["path"][:200], "status": reply.status,
@@ -121,20 +140,34 @@ class App:
         match method, parts:
             case "POST", ["v2", "models", name, "infer"]:
                 return await self._infer(name, None, headers, receive)
+            case "POST", ["v2", "models", name, "explain"]:
+                return await self._infer(name, None, headers, receive, explain=True)
+            case "POST", ["v2", "models", name, "versions", number, "explain"]:
+                return await self._infer(name, number, headers, receive, explain=True)
             case "POST", ["v2", "models", name, "versions", number, "infer"]:
                 return await self._infer(name, number, headers, receive)
             case "POST" | "PUT", ["predictions", name]:
                 return await self._predict(name, None, headers, receive)
             case "POST" | "PUT", ["predictions", name, number]:
                 return await self._predict(name, number, headers, receive)
+            case "POST", ["v2", "models", name, "generate" | "generate_stream" as how]:
+                return await self._generate(name, None, headers, receive, stream=how == "generate_stream")
+            case "POST", ["v2", "models", name, "versions", number, "generate" | "generate_stream" as how]:
+                return await self._generate(name, number, headers, receive, stream=how == "generate_stream")
             case "POST", ["v1", "models", name] if name.endswith(":predict"):
                 return await self._predict(name.removesuffix(":predict"), None, headers, receive)
+            case "POST", ["explanations", name]:
+                return await self._predict(name, None, headers, receive, explain=True)
+            case "POST", ["explanations", name, number]:
+                return await self._predict(name, number, headers, receive, explain=True)
+            case "POST", ["v1", "models", name] if name.endswith(":explain"):
+                return await self._predict(name.removesuffix(":explain"), None, headers, receive, explain=True)
         return self._read(method, parts, scope), None
 
     # -- inference ---------------------------------------------------------------------------------------------------
 
     async def _infer(
-        self, name: str, number: str | None, headers: Mapping[bytes, bytes], receive: Receive
+        self, name: str, number: str | None, headers: Mapping[bytes, bytes], receive: Receive, *, explain: bool = False
     ) -> tuple[Reply, Version | None]:
         body = await self._body(headers, receive)
         sticky = headers.get(b"x-session-id", b"") or headers.get(b"x-request-id", b"")
@@ -149,24 +182,31 @@ class App:
             )
             key = _key(asked, pool.specs)
             gone = _disconnected(receive)
-            answer = pool.submit(rows=asked.rows, key=key, arrays=asked.arrays, timeout_s=asked.timeout_s, gone=gone)
+            answer = pool.submit(
+                rows=asked.rows, key=key, arrays=asked.arrays, timeout_s=asked.timeout_s, gone=gone, explain=explain,
+                target=_target(asked.parameters) if explain else -1,
+            )  # fmt: skip
             shadow = self.registry.shadow_of(name, version)
-            if shadow is not None:
+            if shadow is not None and not explain:
                 self.registry.later(_shadowed(shadow, asked, key))
             found = await answer
         except (Rejected, Malformed) as error:
             return _refusal(error, "/v2"), version
         version.last_ms = int(time.time() * 1e3)
         manifest = version.package.manifest
-        outputs = [(pool.output_specs[index], found.outputs[index], binary) for index, binary in asked.wanted]
+        if explain:  # an attribution for each input, called and shaped as that is
+            binary = asked.parameters.get("binary_data_output") is True
+            outputs = [(s, array, binary) for s, array in zip(pool.attribution_specs, found.outputs, strict=True)]
+        else:
+            outputs = [(pool.output_specs[index], found.outputs[index], binary) for index, binary in asked.wanted]
         parts, json_length = protocol.write_answer(asked.id, manifest.name, manifest.version, outputs)
         if json_length is None:
-            return Reply(200, tuple(parts)), version
+            return Reply(200, tuple(parts), answer=found), version
         more = ((b"inference-header-content-length", str(json_length).encode()),)
-        return Reply(200, tuple(parts), b"application/octet-stream", more), version
+        return Reply(200, tuple(parts), b"application/octet-stream", more, found), version
 
     async def _predict(
-        self, name: str, number: str | None, headers: Mapping[bytes, bytes], receive: Receive
+        self, name: str, number: str | None, headers: Mapping[bytes, bytes], receive: Receive, *, explain: bool = False
     ) -> tuple[Reply, Version | None]:
         """TorchServe's call: the body goes through the handler's steps."""
         body = await self._body(headers, receive)
@@ -175,11 +215,55 @@ class App:
         if kind.startswith("multipart/form-data"):
             body = _form_data(body, kind)
         try:
-            answer = await version.pool.submit(rows=1, key="body", body=body, kind=kind, gone=_disconnected(receive))
+            answer = await version.pool.submit(
+                rows=1, key="body", body=body, kind=kind, gone=_disconnected(receive), explain=explain
+            )
         except Rejected as error:
             return _refusal(error, "/predictions"), version
         version.last_ms = int(time.time() * 1e3)
-        return Reply(200, answer.body, answer.kind.encode("latin-1")), version
+        return Reply(200, answer.body, answer.kind.encode("latin-1"), answer=answer), version
+
+    async def _generate(
+        self, name: str, number: str | None, headers: Mapping[bytes, bytes], receive: Receive, *, stream: bool
+    ) -> tuple[Reply, Version | None]:
+        """Triton's generate extension: a prompt in; the text out, whole, or as it comes by server-sent events."""
+        body = await self._body(headers, receive)
+        version = self.registry.choose(name, number, headers.get(b"x-request-id", b"").decode("latin-1"))
+        if not generates(version):
+            return _refusal(Rejected(400, f"the model {name} generates no text"), "/v2"), version
+        gone = _disconnected(receive)
+        try:
+            prompt = generate.read_prompt(body)
+            pieces: asyncio.Queue[bytes | None] = asyncio.Queue()
+            answer = version.pool.submit(
+                rows=1, key="generate", body=body, kind="application/json", gone=gone, piece=pieces.put_nowait
+            )
+            answer.add_done_callback(lambda _: pieces.put_nowait(None))
+            first = await pieces.get()  # what is refused is refused by its status, before a stream has begun
+            if first is None:
+                await answer
+        except UsageError as error:
+            return _refusal(Rejected(400, str(error)), "/v2"), version
+        except (Rejected, Malformed) as error:
+            return _refusal(error, "/v2"), version
+        manifest = version.package.manifest
+        head = {"model_name": manifest.name, "model_version": manifest.version}
+        said = {"id": prompt.id, **head} if prompt.id else head
+        events = _events(version.pool, answer, first, pieces, said, gone)
+        version.last_ms = int(time.time() * 1e3)
+        if stream:
+            return Reply(
+                200, kind=b"text/event-stream", headers=((b"cache-control", b"no-cache"),), events=events
+            ), version
+        async for _ in events:
+            pass
+        if answer.cancelled():
+            return _refusal(Rejected(499, "the client went away"), "/v2"), version
+        try:
+            found = json.loads((await answer).body)
+        except Rejected as error:
+            return _refusal(error, "/v2"), version
+        return Reply(200, {**said, "text_output": found["text_output"]}), version
 
     async def _body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
         most = self.limits.max_body
@@ -238,10 +322,14 @@ class App:
             case "GET", ["metrics"]:
                 return Reply(200, self._metrics(), b"text/plain; version=0.0.4; charset=utf-8")
             case ("GET", ["openapi.json"]) | ("OPTIONS", []):
-                return Reply(200, openapi(registry))
+                return Reply(200, openapi(registry, _our_version()))
             case "GET", ([] | ["docs"]):
                 policy = (b"content-security-policy", b"default-src 'none'; style-src 'unsafe-inline'")
-                return Reply(200, _page(registry), b"text/html; charset=utf-8", (policy,))
+                return Reply(200, page(openapi(registry, _our_version())), b"text/html; charset=utf-8", (policy,))
+        known = openapi(registry, "")["paths"].get("/" + "/".join(parts))
+        if known is not None:  # the path is right and the method is not
+            allowed = ", ".join(sorted(method.upper() for method in known))
+            raise Reply(405, {"error": f"the method is {allowed} here"}, headers=((b"allow", allowed.encode()),))
         raise Reply(404, _not_found(parts))
 
     def _metadata(self, name: str, number: str | None) -> Reply:
@@ -360,7 +448,34 @@ async def _read_body(receive: Receive, most: int) -> bytes:
     return b"".join(parts)
 
 
+async def _events(
+    pool: Pool, answer: asyncio.Future[Answer], first: bytes | None, pieces: asyncio.Queue[bytes | None],
+    said: Mapping[str, Any], gone: Callable[[], bool] | None,
+) -> AsyncGenerator[bytes, None]:  # fmt: skip
+    """Server-sent events of a text that is being generated. Where the client goes away, the generating stops."""
+    piece = first
+    try:
+        while piece is not None:
+            if gone is not None and gone():
+                return
+            yield b"data: " + json.dumps({**said, "text_output": piece.decode()}).encode() + b"\n\n"
+            piece = await pieces.get()
+        if answer.done() and not answer.cancelled() and answer.exception() is not None:
+            yield b"data: " + json.dumps({"error": "the model failed"}).encode() + b"\n\n"
+    finally:
+        if not answer.done():
+            pool.stop(answer)
+
+
 async def _answer(send: Send, reply: Reply) -> None:
+    if reply.events is not None:
+        headers = [(b"content-type", reply.kind), *reply.headers]
+        await send({"type": "http.response.start", "status": reply.status, "headers": headers})
+        async with contextlib.aclosing(reply.events) as events:
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+        return
     parts = reply.body if isinstance(reply.body, tuple) else (reply.body,)
     length = sum(len(part) for part in parts)
     headers = [(b"content-type", reply.kind), (b"content-length", str(length).encode()), *reply.headers]
@@ -405,6 +520,14 @@ def _key(asked: protocol.Inference, specs: Any) -> Any:
     for array, spec in zip(asked.arrays, specs, strict=True):
         key.append(array.shape[1:] if spec.batched else (array.shape, array.tobytes()))
     return tuple(key)
+
+
+def _target(parameters: Mapping[str, Any]) -> int:
+    """Which element of the first output to explain; -1, the largest, where nothing is said."""
+    target = parameters.get("target", -1)
+    if not isinstance(target, int) or isinstance(target, bool) or not -1 <= target < 1 << 31:
+        raise Malformed("the parameter target is the number of an element of the first output")
+    return target
 
 
 def _disconnected(receive: Receive) -> Callable[[], bool] | None:
@@ -542,46 +665,3 @@ def _our_version() -> str:
     from fettle import __version__
 
     return __version__
-
-
-def openapi(registry: Registry) -> dict[str, Any]:
-    """What can be called, for the models that are served now."""
-
-    def operation(text: str, body: bool = False) -> dict[str, Any]:
-        found: dict[str, Any] = {"summary": text, "responses": {"200": {"description": "done"}}}
-        if body:
-            found["requestBody"] = {"content": {"application/json": {}, "application/octet-stream": {}}}
-        return found
-
-    paths: dict[str, Any] = {
-        "/v2": {"get": operation("The server")},
-        "/v2/health/live": {"get": operation("Is the server alive?")},
-        "/v2/health/ready": {"get": operation("Are all models ready?")},
-        "/v2/models": {"get": operation("The models")},
-        "/v2/models/stats": {"get": operation("Statistics of all models")},
-        "/v2/repository/index": {"post": operation("Models, versions and their states")},
-        "/ping": {"get": operation("TorchServe's health check")},
-        "/metrics": {"get": operation("Prometheus metrics")},
-    }
-    for name in sorted(registry.models):
-        paths[f"/v2/models/{name}"] = {"get": operation(f"Inputs and outputs of {name}")}
-        paths[f"/v2/models/{name}/ready"] = {"get": operation(f"Is {name} ready?")}
-        paths[f"/v2/models/{name}/config"] = {"get": operation(f"How {name} batches")}
-        paths[f"/v2/models/{name}/infer"] = {"post": operation(f"Call {name} with tensors", body=True)}
-        paths[f"/predictions/{name}"] = {"post": operation(f"Call {name}'s handler with a body", body=True)}
-    return {"openapi": "3.1.0", "info": {"title": "fettle", "version": _our_version()}, "paths": paths}
-
-
-def _page(registry: Registry) -> bytes:
-    from html import escape
-
-    rows = []
-    for path, calls in openapi(registry)["paths"].items():
-        for method, call in calls.items():
-            rows.append(f"<tr><td>{method.upper()}<td><code>{escape(path)}</code><td>{escape(call['summary'])}")
-    style = "body{font:16px system-ui;margin:2em auto;max-width:60em}td{padding:.3em 1em .3em 0;vertical-align:top}"
-    return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>fettle</title><style>{style}</style>"
-        f"<h1>fettle serves</h1><table>{''.join(rows)}</table>"
-        "<p>Tensors by the Open Inference Protocol v2; machine-readable: <code>/openapi.json</code>."
-    ).encode()

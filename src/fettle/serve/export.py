@@ -17,6 +17,9 @@ import torch
 
 from fettle.errors import UsageError
 from fettle.recipe import Recipe
+from fettle.serve import handlers
+from fettle.serve.generating import generating
+from fettle.serve.handler import Context
 from fettle.serve.host import host_id
 from fettle.serve.package import (
     FORMAT,
@@ -50,10 +53,15 @@ def write_package(
     name: str,
     version: str = "1",
     settings: ServeSettings | None = None,
-    handler: Path | None = None,
+    handler: Path | str | None = None,
+    handler_settings: Mapping[str, Any] | None = None,
+    files: Mapping[str, bytes] | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Package:
     """Export a workload's model with its recipe to `path`, a folder or a ``.zip``; open and check what was written.
+
+    `handler` is the name of a ready handler, with `handler_settings` above what the model suggests, or the path of the
+    user's own ``handler.py``. `files` are further files for it, by their names in the package: labels, a tokenizer.
 
     Raises `UsageError` where the model cannot be exported, or the recipe cannot be applied to the exported model.
     """
@@ -67,6 +75,8 @@ def write_package(
     scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:
         tell("exporting the model")
+        if handler == "generate":
+            workload = generating(workload)
         flat = _Flat(workload, recipe)
         most = max(settings.max_rows, flat.rows)
         save_program(export_program(flat, flat.samples, flat.shapes, 2 * most), scratch)
@@ -75,11 +85,10 @@ def write_package(
         rest = recipe.without(*_BEFORE_EXPORT, *_NOT_SERVED)
         outputs, accuracy = _judge(flat, scratch, rest)
         (scratch / SETTINGS).write_text(tomli_w.dumps(as_toml_data(settings)), encoding="utf-8")
-        if handler is not None:
-            shutil.copyfile(handler, scratch / HANDLER)
+        ready = _add_handler(scratch, handler, handler_settings or {}, files or {}, flat.inputs, outputs)
         manifest = Manifest(
             format=FORMAT, name=name, version=version, inputs=flat.inputs, outputs=outputs,
-            max_rows=2 * most, files={}, recipe=dict(rest.levels), accuracy=accuracy,
+            max_rows=2 * most, files={}, recipe=dict(rest.levels), accuracy=accuracy, handler=ready,
             requires={"torch": torch.__version__.partition("+")[0]}, machine=_machine(), created=_now(),
         )  # fmt: skip
         seal(scratch, manifest)
@@ -91,6 +100,28 @@ def write_package(
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return open_package(path)
+
+
+def _add_handler(
+    folder: Path, handler: Path | str | None, wanted: Mapping[str, Any], files: Mapping[str, bytes],
+    inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec],
+) -> handlers.Settings | None:  # fmt: skip
+    """Copy what the handler reads; the settings of a ready one, checked by starting it."""
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    if wanted and not isinstance(handler, str):
+        raise UsageError("handler settings are for a ready handler; your own handler.py knows its own")
+    if isinstance(handler, Path):
+        if not handler.is_file():
+            raise UsageError(f"no such file: {handler}")
+        shutil.copyfile(handler, folder / HANDLER)
+        return None
+    if handler is None:
+        return None
+    settings = handlers.settle(handler, dict(wanted), inputs, outputs, set(files))
+    manifest = Manifest(FORMAT, "check", "1", tuple(inputs), tuple(outputs), 1, {})
+    handlers.make(settings).initialize(Context(folder, manifest, runner=None))  # type: ignore[arg-type] # nothing runs
+    return settings
 
 
 class _Flat(torch.nn.Module):

@@ -2,25 +2,32 @@
 
 A handler has ``initialize(context)``, ``preprocess(requests)``, ``inference(data)`` and ``postprocess(answers)``.
 ``requests`` is a list of ``{"body": bytes, "type": content type}``; ``postprocess`` returns as many answers, each
-bytes, text or something that JSON can say. `TensorHandler` serves where a package has no ``handler.py`` of its own.
+bytes, text or something that JSON can say.
 
-A package's ``handler.py`` is code: it runs only where the operator named its SHA-256.
+Ready handlers (`fettle.serve.handlers`) are fettle's own code with settings from the manifest; the one for tensors
+serves where a package names none. A package's ``handler.py`` is code: it runs only where the operator named its
+SHA-256.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from fettle.errors import UsageError
+from fettle.serve import handlers
+from fettle.serve.handlers.parts import Item
 from fettle.serve.package import HANDLER, Manifest, Package
 from fettle.serve.runner import Runner
+
+_METRIC = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,63}")
 
 
 @dataclass
@@ -30,73 +37,56 @@ class Context:
     folder: Path
     manifest: Manifest
     runner: Runner
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Numbers that the handler wants to be seen as gauges."""
+    metrics: HandlerMetrics = field(default_factory=lambda: HandlerMetrics())
+    """What the handler counts, for ``/metrics``."""
 
 
-class TensorHandler:
-    """JSON in, JSON out: an array for the only input, or an object of arrays by the inputs' names.
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_BYTES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
+_MOST = 256
 
-    An array with the dimensions of one row stands for one row. The answer is the only output's array, or an object.
+
+class HandlerMetrics:
+    """A handler's own numbers, with the calls of TorchServe's ``context.metrics``.
+
+    Counters and times add up over the workers; sizes and percents show the last value. They are seen in ``/metrics`` as
+    ``fettle_handler_events_total``, ``fettle_handler_seconds`` and ``fettle_handler_value``, by name. `idx` and
+    `dimensions` are taken for TorchServe's sake and not kept.
     """
 
-    def initialize(self, context: Context) -> None:
-        """Keep the runner."""
-        self.runner = context.runner
-        self.inputs, self.outputs = context.manifest.inputs, context.manifest.outputs
+    def __init__(self) -> None:
+        self._found: list[tuple[str, str, float]] = []
 
-    def preprocess(self, requests: Sequence[dict[str, Any]]) -> list[list[Any]]:
-        """The arrays of every request."""
-        return [self._arrays(request["body"]) for request in requests]
+    def add_counter(self, name: str, value: float = 1, idx: Any = None, dimensions: Any = None) -> None:
+        """So many more of something."""
+        self._add("counter", name, value)
 
-    def inference(self, data: list[list[Any]]) -> list[list[Any]]:
-        """One call where all requests are alike, else one for each."""
-        shapes = {tuple(array.shape[1:] for array in arrays) for arrays in data}
-        if len(shapes) > 1 or not all(spec.batched for spec in (*self.inputs, *self.outputs)):
-            return [self.runner.run([arrays], 0) for arrays in data]
-        answers, place, found = self.runner.run(data, 0), 0, []
-        for arrays in data:
-            rows = len(arrays[0])
-            found.append([answer[place : place + rows] for answer in answers])
-            place += rows
+    def add_error(self, name: str, value: float = 1, dimensions: Any = None) -> None:
+        """So many more of something that went wrong."""
+        self._add("counter", name, value)
+
+    def add_time(self, name: str, value: float, idx: Any = None, unit: str = "ms", dimensions: Any = None) -> None:
+        """Something took this long: `unit` is s, ms, us or ns."""
+        self._add("seconds", name, value * _SECONDS[unit])
+
+    def add_size(self, name: str, value: float, idx: Any = None, unit: str = "MB", dimensions: Any = None) -> None:
+        """Something is this large: `unit` is B, kB, MB or GB; shown in bytes."""
+        self._add("value", name, value * _BYTES[unit])
+
+    def add_percent(self, name: str, value: float, idx: Any = None, dimensions: Any = None) -> None:
+        """A share, in percent."""
+        self._add("value", name, value)
+
+    def take(self) -> list[tuple[str, str, float]]:
+        """What was counted since the last time: kind, name, value."""
+        found, self._found = self._found, []
         return found
 
-    def postprocess(self, answers: list[list[Any]]) -> list[Any]:
-        """Plain lists."""
-        if len(self.outputs) == 1:
-            return [answer[0].tolist() for answer in answers]
-        names = [spec.name for spec in self.outputs]
-        return [{name: array.tolist() for name, array in zip(names, a, strict=True)} for a in answers]
-
-    def _arrays(self, body: bytes) -> list[Any]:
-        try:
-            said = msgspec.json.decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise UsageError("the body is no JSON") from error
-        if isinstance(said, dict) and "instances" in said:  # the form of TensorFlow Serving and KServe v1
-            said = said["instances"]
-        if not isinstance(said, dict):
-            if len(self.inputs) != 1:
-                names = ", ".join(spec.name for spec in self.inputs)
-                raise UsageError(f"the model has several inputs: give an object with {names}")
-            said = {self.inputs[0].name: said}
-        arrays = []
-        for spec in self.inputs:
-            if spec.name not in said:
-                raise UsageError(f"the input {spec.name} is missing")
-            try:
-                array = np.asarray(said[spec.name], dtype=spec.kind)
-            except (ValueError, TypeError, OverflowError) as error:
-                raise UsageError(f"the input {spec.name} is no array of {spec.datatype}") from error
-            if spec.batched and array.ndim == len(spec.shape) - 1:
-                array = array[None]
-            if not spec.fits(array.shape) or 0 in array.shape:
-                raise UsageError(f"the input {spec.name} has shape {list(array.shape)}; {list(spec.shape)} is wanted")
-            arrays.append(array)
-        rows = {len(a) for a, spec in zip(arrays, self.inputs, strict=True) if spec.batched}
-        if len(rows) > 1:
-            raise UsageError("the inputs differ in their number of rows")
-        return arrays
+    def _add(self, kind: str, name: str, value: float) -> None:
+        if not _METRIC.fullmatch(name) or not math.isfinite(value) or (kind != "value" and value < 0):
+            raise ValueError(f"not a metric: {name[:80]!r} = {value}")
+        if len(self._found) < _MOST:  # of one call; more is a mistake, and must not grow for ever
+            self._found.append((kind, name, float(value)))
 
 
 @dataclass
@@ -104,6 +94,36 @@ class Steps:
     """A handler, called with bodies and answering bodies."""
 
     handler: Any
+    metrics: HandlerMetrics
+
+    def explain(self, bodies: Sequence[bytes], kinds: Sequence[str], explainer: Any) -> list[tuple[bytes, str]]:
+        """What moved the answer of every request, of the first input that has some. Raises `UsageError`.
+
+        A handler of one's own has ``explain(data, explainer)`` between preprocess and postprocess.
+        """
+        requests = [{"body": body, "type": kind} for body, kind in zip(bodies, kinds, strict=True)]
+        data = self.handler.preprocess(requests)
+        own = getattr(self.handler, "explain", None)
+        if own is not None:
+            return [_as_body(answer) for answer in own(data, explainer)]
+        if not all(isinstance(item, Item) for item in data):
+            raise UsageError("the model's handler has no step explain(data, explainer)")
+        found = [explainer.attribute(item.arrays) for item in data]
+        return [_as_body(next((a for a in arrays if a.any()), arrays[0]).tolist()) for arrays in found]
+
+    def generate(
+        self, bodies: Sequence[bytes], tell: Callable[[int, bytes, bool], None], gone: Callable[[], set[int]]
+    ) -> None:
+        """Answer prompts. `tell` hears the pieces, and at its end each answer as JSON. Raises `UsageError`."""
+        found = getattr(self.handler, "generate", None)
+        if found is None:
+            raise UsageError("this model generates no text")
+
+        def hear(index: int, said: str | dict[str, Any]) -> None:
+            last = not isinstance(said, str)
+            tell(index, msgspec.json.encode(said) if last else said.encode(), last)
+
+        found(bodies, hear, gone)
 
     def handle(self, bodies: Sequence[bytes], kinds: Sequence[str]) -> list[tuple[bytes, str]]:
         """The four steps for a batch of requests; as many answers, with their content types."""
@@ -115,10 +135,10 @@ class Steps:
 
 
 def find_handler(package: Package, runner: Runner, trust: str) -> Steps:
-    """The package's handler if `trust` is its digest, or the one for tensors where it has none."""
+    """The ready handler that the manifest names, or the package's own code if `trust` is its digest."""
     digest = package.handler_digest
     if digest is None:
-        handler: Any = TensorHandler()
+        handler: Any = handlers.make(package.manifest.handler or handlers.tensors.Settings())
     elif digest != trust:
         raise UsageError(f"{package.manifest.name} brings code of its own; to let it run, start with --trust {digest}")
     else:
@@ -131,8 +151,9 @@ def find_handler(package: Package, runner: Runner, trust: str) -> Steps:
         if made is None:
             raise UsageError(f"{HANDLER} defines no class Handler")
         handler = made()
-    handler.initialize(Context(package.folder, package.manifest, runner))
-    return Steps(handler)
+    context = Context(package.folder, package.manifest, runner)
+    handler.initialize(context)
+    return Steps(handler, context.metrics)
 
 
 def _as_body(answer: Any) -> tuple[bytes, str]:

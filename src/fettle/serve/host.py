@@ -16,8 +16,20 @@ def host_id() -> str:
     except metadata.PackageNotFoundError:
         torch = ""
     gpus = sorted(_field(path, "Model") for path in Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    cpu = _field(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine()
-    return hashlib.sha256("|".join([cpu, str(cores()), *gpus, torch]).encode()).hexdigest()[:12]
+    return hashlib.sha256("|".join([cpu(), str(cores()), *gpus, torch]).encode()).hexdigest()[:12]
+
+
+def cpu() -> str:
+    """The processor's name."""
+    return _field(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine()
+
+
+def devices() -> list[str]:
+    """Devices that a model can be served on: the CPU, and the first of each model of NVIDIA GPU."""
+    found: dict[str, str] = {}
+    for index, path in enumerate(sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))):
+        found.setdefault(_field(path, "Model"), f"cuda:{index}")
+    return ["cpu", *found.values()]
 
 
 def cores() -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+MAX_NAMES = 100
+"""Of a handler's own metrics."""
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)
 
 
@@ -47,6 +50,14 @@ class Metrics:
         self.violations = Counter(
             "fettle_limit_violations", "Answers slower than the latency limit", labels, registry=self.registry
         )
+        named = (*labels, "name")
+        self.handler_events = Counter("fettle_handler_events", "What a handler counted", named, registry=self.registry)
+        self.handler_s = Histogram(
+            "fettle_handler_seconds", "What a handler timed", named, buckets=seconds, registry=self.registry
+        )
+        self.handler_value = Gauge(
+            "fettle_handler_value", "What a handler measured: bytes or percent", named, registry=self.registry
+        )
         self.queue_rows = Gauge("fettle_queue_rows", "Rows that wait", labels, registry=self.registry)
         self.inflight = Gauge("fettle_inflight", "Requests with a worker", labels, registry=self.registry)
         self.worker_bytes = Gauge(
@@ -64,6 +75,7 @@ class ModelMetrics:
         self._rows, self._padding = metrics.batch_rows.labels(*self.labels), metrics.padding.labels(*self.labels)
         self._violations = metrics.violations.labels(*self.labels)
         self._codes: dict[int, Any] = {}
+        self._names: set[str] = set()
         self.succeeded = self.failed = self.executions = self.rows = 0
         self.success_ns = self.fail_ns = self.queue_ns = self.join_ns = self.model_ns = 0
         self.by_size: dict[int, list[int]] = {}
@@ -102,6 +114,20 @@ class ModelMetrics:
             counter = self._codes[code] = self.all.responses.labels(*self.labels, str(code))
         counter.inc()
         self.failed += code >= 400
+
+    def handler(self, found: Sequence[tuple[str, str, float]]) -> None:
+        """What a handler counted in one call. Names beyond the hundredth are not kept: each is a time series."""
+        for kind, name, value in found:
+            if name not in self._names:
+                if len(self._names) >= MAX_NAMES:
+                    continue
+                self._names.add(name)
+            if kind == "counter":
+                self.all.handler_events.labels(*self.labels, name).inc(value)
+            elif kind == "seconds":
+                self.all.handler_s.labels(*self.labels, name).observe(value)
+            else:
+                self.all.handler_value.labels(*self.labels, name).set(value)
 
     def shed(self, reason: str) -> None:
         """A request was not served."""

@@ -5,6 +5,7 @@
     weights.safetensors  its weights
     samples.safetensors  one batch, for calibrating the recipe and for warming up
     serve.toml           how to serve it: batch rows, delay, workers, threads, and the measured cost curve
+    labels.txt, tokenizer.json   optional: what the ready handler that the manifest names reads
     handler.py           optional: the user's own code, run only where the operator trusts its digest
 
 Opening a package parses and checks it; nothing in it is run or unpickled. Applying the recipe runs fettle's own code.
@@ -16,10 +17,8 @@ import hashlib
 import json
 import os
 import shutil
-import stat
 import tempfile
 import tomllib
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -28,13 +27,14 @@ import msgspec
 import tomli_w
 
 from fettle.errors import UsageError, first_line
+from fettle.serve.archive import unzip
+from fettle.serve.handlers import Settings as HandlerSettings
 from fettle.serve.policy import BatchSettings, CostCurve
 from fettle.serve.tensors import TensorSpec
 
 MANIFEST, SAMPLES, SETTINGS, HANDLER = "manifest.json", "samples.safetensors", "serve.toml", "handler.py"
 FORMAT = 1
-MAX_FILES, MAX_BYTES, MAX_RATIO = 256, 64 << 30, 200
-"""Of an archive: entries, bytes when unpacked, and how many times larger an entry may be than its packed form."""
+MAX_FILES = 256
 _MAX_TEXT = 1 << 20
 
 
@@ -54,7 +54,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     requires: dict[str, str] = {}
     machine: dict[str, str] = {}
     model: str = "exported"
-    """``exported``, or ``none`` where the handler brings a model of its own."""
+    """How the model is stored; there is one way so far."""
+    handler: HandlerSettings | None = None
+    """The ready handler between a client's bytes and the model's tensors. None: tensors as JSON, or ``handler.py``."""
     created: str = ""
 
 
@@ -181,47 +183,18 @@ def write_settings(package: Package, settings: ServeSettings) -> Package:
 def unpack(archive: Path, folder: Path) -> Path:
     """Unpack a package's zip: flat names only, no links, no bombs. Raises `UsageError`; then nothing is left behind."""
     if folder.exists():
-        return folder if (folder / MANIFEST).is_file() else _refuse(archive, f"{folder} is in the way")
+        if not (folder / MANIFEST).is_file():
+            raise UsageError(f"{archive} cannot be unpacked: {folder} is in the way")
+        return folder
     scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
-        with zipfile.ZipFile(archive) as file:
-            entries = file.infolist()
-            if len(entries) > MAX_FILES or sum(entry.file_size for entry in entries) > MAX_BYTES:
-                _refuse(archive, "it is too large")
-            names = [entry.filename for entry in entries]
-            if len(set(names)) != len(names):
-                _refuse(archive, "it holds a name twice")
-            for entry in entries:
-                place = scratch / entry.filename
-                if entry.is_dir() or "/" in entry.filename or "\\" in entry.filename or entry.filename.startswith("."):
-                    _refuse(archive, f"a package holds plain files only, not {entry.filename[:80]!r}")
-                if not place.resolve().is_relative_to(scratch.resolve()):
-                    _refuse(archive, f"{entry.filename[:80]!r} leaves the folder")
-                if stat.S_ISLNK(entry.external_attr >> 16):
-                    _refuse(archive, f"{entry.filename[:80]!r} is a link")
-                if entry.file_size > MAX_RATIO * max(entry.compress_size, 1) and entry.file_size > _MAX_TEXT:
-                    _refuse(archive, f"{entry.filename[:80]!r} is packed suspiciously well")
-                _copy_bounded(file, entry, place)
+        unzip(archive, scratch, what="package", max_files=MAX_FILES)
         os.rename(scratch, folder)
-    except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+    except OSError as error:
         raise UsageError(f"{archive} cannot be unpacked: {first_line(error)}") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return folder
-
-
-def _copy_bounded(file: zipfile.ZipFile, entry: zipfile.ZipInfo, place: Path) -> None:
-    left = entry.file_size  # what the directory says may be a lie: never write more than it
-    with file.open(entry) as source, place.open("wb") as sink:
-        while block := source.read(1 << 20):
-            left -= len(block)
-            if left < 0:
-                raise UsageError(f"{entry.filename[:80]!r} is larger than it says")
-            sink.write(block)
-
-
-def _refuse(archive: Path, why: str) -> Path:
-    raise UsageError(f"{archive} is no sound package: {why}")
 
 
 def check_name(name: str, version: str) -> None:

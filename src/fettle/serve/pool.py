@@ -63,6 +63,13 @@ class Request:
     kind: str = ""
     gone: Callable[[], bool] | None = None
     """Whether the client has gone away; asked just before dispatch."""
+    explain: bool = False
+    target: int = -1
+    """With `explain`: the element of the first output to explain; -1 for the largest."""
+    piece: Callable[[bytes], None] | None = None
+    """Hears each piece of a generated text. None: the request is no prompt."""
+    pieces: int = 0
+    """Pieces told so far: after the first it cannot be tried again."""
     queued: bool = False
     tries: int = 0
 
@@ -78,6 +85,9 @@ class Answer:
     join_s: float = 0.0
     model_s: float = 0.0
     batch_rows: int = 0
+    arrival_s: float = 0.0
+    done_s: float = 0.0
+    """Moments of `time.perf_counter`."""
 
 
 class Pool:
@@ -86,11 +96,13 @@ class Pool:
     def __init__(
         self, package: Package, settings: ServeSettings, metrics: ModelMetrics, *, machine: str = "",
         cores: Sequence[Sequence[int]] = (), trust: str = "", device: str = "cpu", log_path: str | None = None,
+        explain: bool = False,
     ) -> None:  # fmt: skip
         self.package, self.settings, self.metrics = package, settings, metrics
         self.specs, self.output_specs = package.manifest.inputs, package.manifest.outputs
+        self.attribution_specs = [msgspec.structs.replace(spec, datatype="FP32") for spec in self.specs]
         self.queue: BatchQueue[Request] = BatchQueue(settings.batching(), settings.cost_curve(machine))
-        self.trust, self.device, self.log_path = trust, device, log_path
+        self.trust, self.device, self.log_path, self.explains = trust, device, log_path, explain
         self.cores = list(cores) or [[] for _ in range(settings.workers)]
         self.workers = [_Link(self, index) for index in range(settings.workers)]
         self.closing = False
@@ -146,17 +158,33 @@ class Pool:
 
     def submit(
         self, *, rows: int, key: Hashable, arrays: Sequence[Any] = (), body: bytes | None = None, kind: str = "",
-        timeout_s: float | None = None, gone: Callable[[], bool] | None = None,
+        timeout_s: float | None = None, gone: Callable[[], bool] | None = None, explain: bool = False,
+        target: int = -1, piece: Callable[[bytes], None] | None = None,
     ) -> asyncio.Future[Answer]:  # fmt: skip
         """Let a request wait for its batch. Raises `Rejected` at once when the queue is full or the model not ready."""
         loop = asyncio.get_running_loop()
+        if explain:
+            if not self.explains:
+                raise Rejected(501, "explanations are off: the server was started without --explain", kind="off")
+            key = ("explain", self.next_id())  # explained alone
         if self.closing or not any(worker.ready for worker in self.workers):
             self.metrics.shed("not_ready")
             raise Rejected(503, "the model is not ready", 1.0, "not_ready")
         now = time.perf_counter()
         longest = self.settings.timeout_ms / 1e3
         request = Request(
-            now, rows, key, now + min(timeout_s or longest, longest), loop.create_future(), arrays, body, kind, gone
+            now,
+            rows,
+            key,
+            now + min(timeout_s or longest, longest),
+            loop.create_future(),
+            arrays,
+            body,
+            kind,
+            gone,
+            explain,
+            target,
+            piece,
         )
         try:
             taken = self.queue.push(request)
@@ -168,6 +196,14 @@ class Pool:
         self._idle.clear()
         self._plan_pump()
         return request.answer
+
+    def stop(self, answer: asyncio.Future[Answer]) -> None:
+        """Nobody wants this prompt's answer any more: the worker turns to the others."""
+        for worker in self.workers:
+            for index, item in enumerate(worker.batch.items if worker.batch is not None else ()):
+                if item.answer is answer:
+                    worker.cancel(index)
+        answer.cancel()
 
     @property
     def waiting_rows(self) -> int:
@@ -246,8 +282,13 @@ class Pool:
     def finished(self, batch: Batch[Request], sent: float, done: wire.Done, body: memoryview) -> None:
         """A worker answered: cut the outputs into each request's rows."""
         now = time.perf_counter()
-        self.metrics.batch(batch.rows, batch.size, done.join_s, done.model_s)
-        if batch.items[0].body is not None:
+        if not batch.items[0].explain:
+            self.metrics.batch(batch.rows, batch.size, done.join_s, done.model_s)
+        if done.metrics:
+            self.metrics.handler(done.metrics)
+        if batch.items[0].piece is not None:
+            pass  # each was answered when it was whole
+        elif batch.items[0].body is not None:
             place = 0
             for request, (length,), kind in zip(batch.items, done.shapes, done.kinds, strict=True):
                 answer = Answer(body=bytes(body[place : place + length]), kind=kind)
@@ -255,7 +296,8 @@ class Pool:
                 self._give(request, answer, sent, done, batch.rows, now)
         else:
             arrays, place = [], 0
-            for spec, shape in zip(self.output_specs, done.shapes, strict=True):
+            specs = self.attribution_specs if batch.items[0].explain else self.output_specs
+            for spec, shape in zip(specs, done.shapes, strict=True):
                 count = math.prod(shape)
                 arrays.append(np.frombuffer(body, spec.kind, count, place).reshape(shape))
                 place += count * spec.kind.itemsize
@@ -263,7 +305,7 @@ class Pool:
             for request in batch.items:
                 outputs = [
                     array[row : row + request.rows] if spec.batched else array
-                    for spec, array in zip(self.output_specs, arrays, strict=True)
+                    for spec, array in zip(specs, arrays, strict=True)
                 ]
                 row += request.rows
                 self._give(request, Answer(outputs=outputs), sent, done, batch.rows, now)
@@ -271,7 +313,7 @@ class Pool:
 
     def _give(self, request: Request, answer: Answer, sent: float, done: wire.Done, rows: int, now: float) -> None:
         answer.queue_s, answer.join_s, answer.model_s = sent - request.arrival_s, done.join_s, done.model_s
-        answer.batch_rows = rows
+        answer.batch_rows, answer.arrival_s, answer.done_s = rows, request.arrival_s, now
         self.metrics.request(now - request.arrival_s, answer.queue_s, self.settings.limit_ms / 1e3)
         if not request.answer.done():
             request.answer.set_result(answer)
@@ -283,7 +325,7 @@ class Pool:
                 continue
             request.tries += 1
             alone = len(batch.items) == 1
-            if alone or request.tries > 2 or self.closing:
+            if alone or request.tries > 2 or request.pieces or self.closing:
                 self._give_up(request, why)
                 continue
             request.key = ("alone", id(request), request.key)
@@ -346,7 +388,9 @@ class _Link(asyncio.Protocol):
         self._transport, _ = await loop.create_connection(lambda: self, sock=ours)
         self._watch = loop.call_later(START_S, self._hung)
         mine = list(pool.cores[self.index]) if self.index < len(pool.cores) else []
-        self._write(wire.Load(str(pool.package.folder), pool.sizes, threads, mine, pool.trust, pool.device))
+        self._write(
+            wire.Load(str(pool.package.folder), pool.sizes, threads, mine, pool.trust, pool.device, pool.explains)
+        )
         await self._loaded
 
     def end(self) -> None:
@@ -367,15 +411,27 @@ class _Link(asyncio.Protocol):
         self.batch, self._sent = batch, now
         self._call = self.pool.next_id()
         first = batch.items[0]
-        if first.body is not None:
+        if first.piece is not None:
             bodies = [item.body or b"" for item in batch.items]
-            call = wire.Call(self._call, [len(body) for body in bodies], [item.kind for item in batch.items])
+            self._write(wire.Generate(self._call, [len(body) for body in bodies]), bodies)
+        elif first.body is not None:
+            bodies = [item.body or b"" for item in batch.items]
+            call = wire.Call(
+                self._call, [len(body) for body in bodies], [item.kind for item in batch.items], first.explain
+            )
             self._write(call, bodies)
+        elif first.explain:
+            shapes = [list(array.shape) for array in first.arrays]
+            self._write(wire.Explain(self._call, shapes, first.target), [wire.flat(array) for array in first.arrays])
         else:
-            shapes = [[list(array.shape) for array in item.arrays] for item in batch.items]
-            run = wire.Run(self._call, batch.size, shapes)
+            each = [[list(array.shape) for array in item.arrays] for item in batch.items]
+            run = wire.Run(self._call, batch.size, each)
             self._write(run, [wire.flat(array) for item in batch.items for array in item.arrays])
         self._wait(self.pool.settings.timeout_ms / 1e3)
+
+    def cancel(self, index: int) -> None:
+        """Tell the worker that one prompt of its batch is not waited for."""
+        self._write(wire.Cancel(self._call, index))
 
     def _write(self, header: Any, body: Sequence[Any] = ()) -> None:
         assert self._transport is not None
@@ -448,6 +504,17 @@ class _Link(asyncio.Protocol):
             return  # the process ends now, which `connection_lost` hears of
         if header.id != self._call or self.batch is None:
             return  # of a call that was given up
+        if isinstance(header, wire.Piece):
+            self._wait(self.pool.settings.timeout_ms / 1e3)
+            item = self.batch.items[header.index]
+            item.pieces += 1
+            if header.last:
+                done = wire.Done(header.id, [], 0.0, time.perf_counter() - self._sent, self.rss)
+                found = Answer(body=bytes(body), kind="application/json")
+                self.pool._give(item, found, self._sent, done, self.batch.rows, time.perf_counter())
+            elif item.piece is not None:
+                item.piece(bytes(body))
+            return
         batch, self.batch = self.batch, None
         self._rest()
         if isinstance(header, wire.Done):

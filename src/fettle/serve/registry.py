@@ -63,6 +63,8 @@ class Options:
     trust: tuple[str, ...] = ()
     """Digests of handlers that may run."""
     device: str = "cpu"
+    explain: bool = False
+    """Whether workers can explain: they load the model a second time."""
     log_path: str | None = None
     override: Mapping[str, Any] = field(default_factory=dict)
     """Settings that stand above every package's ``serve.toml``."""
@@ -93,7 +95,7 @@ class Registry:
             pool = Pool(
                 package, settings, metrics, machine=self.machine, cores=self._cores(settings),
                 trust=digest if digest in self.options.trust else "", device=self.options.device,
-                log_path=self.options.log_path,
+                log_path=self.options.log_path, explain=self.options.explain,
             )  # fmt: skip
             made = Version(package, pool, metrics)
             model = self.models.get(name) or Model()

@@ -21,6 +21,7 @@ from fettle.serve.metrics import Metrics
 from fettle.serve.package import Package, open_package
 from fettle.serve.pool import Rejected
 from fettle.serve.registry import Options, Registry
+from fettle.serve.spans import Spans
 
 log = logging.getLogger("fettle.serve")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -41,6 +42,8 @@ class Address:
     """The operator's word that anybody may call on a host that is not loopback."""
     limits: Limits = field(default_factory=Limits)
     log_requests: bool = False
+    spans: Spans | None = None
+    """Where each inference is recorded; None: nowhere."""
 
     def check(self) -> None:
         """Raise `UsageError` where this would open the machine to strangers without somebody having said so."""
@@ -70,7 +73,15 @@ class Server:
     async def start(self, packages: Sequence[Package], restored: bool = True) -> None:
         """Bind the ports, load every package, then answer. Raises `UsageError` where one of them cannot be loaded."""
         address = self.address
-        apps = [App(self.registry, token=address.token, limits=address.limits, log_requests=address.log_requests)]
+        apps = [
+            App(
+                self.registry,
+                token=address.token,
+                limits=address.limits,
+                log_requests=address.log_requests,
+                spans=address.spans,
+            )
+        ]
         ports = [address.port]
         if address.management_port is not None:
             apps.append(App(self.registry, management=True, token=address.management_token, limits=address.limits,
@@ -124,6 +135,8 @@ class Server:
         with contextlib.suppress(Exception):
             await asyncio.gather(*(task for _, task in self._running))
         await self.registry.close()
+        if self.address.spans is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self.address.spans.close)
         for sock in self._sockets:
             sock.close()
 

@@ -25,6 +25,7 @@ class Load(msgspec.Struct, tag="load", array_like=True):
     cores: list[int]
     trust: str = ""
     device: str = "cpu"
+    explain: bool = False
 
 
 class Run(msgspec.Struct, tag="run", array_like=True):
@@ -41,6 +42,38 @@ class Call(msgspec.Struct, tag="call", array_like=True):
     id: int
     lengths: list[int]
     kinds: list[str]
+    explain: bool = False
+    """Answer with what moved the answer, instead of the answer."""
+
+
+class Explain(msgspec.Struct, tag="explain", array_like=True):
+    """To the worker: what moved the answer of one request, whose inputs' shapes describe the body."""
+
+    id: int
+    shapes: list[list[int]]
+    target: int = -1
+
+
+class Generate(msgspec.Struct, tag="generate", array_like=True):
+    """To the worker: prompts to answer piece by piece; their lengths describe the body. `Done` has none then."""
+
+    id: int
+    lengths: list[int]
+
+
+class Cancel(msgspec.Struct, tag="cancel", array_like=True):
+    """To the worker, during `Generate`: nobody waits for this prompt's answer any more."""
+
+    id: int
+    index: int
+
+
+class Piece(msgspec.Struct, tag="piece", array_like=True):
+    """From the worker, during `Generate`: the body is the next piece of this prompt's answer, or `last`, all of it."""
+
+    id: int
+    index: int
+    last: bool = False
 
 
 class Ping(msgspec.Struct, tag="ping", array_like=True):
@@ -67,6 +100,8 @@ class Done(msgspec.Struct, tag="done", array_like=True):
     model_s: float
     rss: int
     kinds: list[str] = []
+    metrics: list[tuple[str, str, float]] = []
+    """What the handler counted: kind, name, value."""
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True):
@@ -84,8 +119,8 @@ class Pong(msgspec.Struct, tag="pong", array_like=True):
     rss: int
 
 
-ToWorker = Load | Run | Call | Ping
-FromWorker = Ready | Done | Failed | Pong
+ToWorker = Load | Run | Call | Explain | Generate | Cancel | Ping
+FromWorker = Ready | Piece | Done | Failed | Pong
 _encoder = msgspec.msgpack.Encoder()
 to_worker = msgspec.msgpack.Decoder(ToWorker)
 from_worker = msgspec.msgpack.Decoder(FromWorker)

@@ -15,11 +15,19 @@ from fettle.trace.compare import Comparison, compare
 from fettle.trace.critical import CriticalPath, critical_path, path_events
 from fettle.trace.critical_ranks import critical_path_of_ranks
 from fettle.trace.health import Health, trace_health
-from fettle.trace.host import host_summary, parallel_operators, threads
+from fettle.trace.host import (
+    conversions,
+    data_loading,
+    host_summary,
+    operator_sizes,
+    parallel_operators,
+    small_operators,
+    threads,
+)
 from fettle.trace.idle import CAUSES, idle_pieces, idle_summary
 from fettle.trace.kernels import kernel_classes, kernel_table, kernels_across_ranks
 from fettle.trace.kinds import Kind
-from fettle.trace.launches import launch_stats
+from fettle.trace.launches import call_table, launch_stats
 from fettle.trace.memory_timeline import memory_peak, memory_timeline
 from fettle.trace.model import Trace
 from fettle.trace.operators import (
@@ -55,14 +63,17 @@ __all__ = [
     "attribute_kernels",
     "augment",
     "bandwidth_summary",
+    "call_table",
     "call_tree",
     "collective_table",
     "collectives",
     "compare",
+    "conversions",
     "copy_bandwidth",
     "counters_by_operator",
     "critical_path",
     "critical_path_of_ranks",
+    "data_loading",
     "host_summary",
     "idle_pieces",
     "idle_summary",
@@ -75,6 +86,7 @@ __all__ = [
     "load_all",
     "memory_peak",
     "memory_timeline",
+    "operator_sizes",
     "operator_table",
     "overlap",
     "parallel_operators",
@@ -83,6 +95,7 @@ __all__ = [
     "queue_length",
     "queue_summary",
     "record",
+    "small_operators",
     "step_summary",
     "steps",
     "stragglers",

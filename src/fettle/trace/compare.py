@@ -74,7 +74,7 @@ def compare(
     if len(before.device_keys) > 1 or len(after.device_keys) > 1:
         notes.append("several devices in one trace: the busiest one is compared")
     work = _match_work(before, after, a, b)
-    parts = _parts(columns, one, two, work)
+    parts = _parts(columns, one, two, work if before.device_keys or after.device_keys else None)
     low, high = _interval(wall_a, wall_b)
     return Comparison(
         float(wall_a.mean()),
@@ -114,13 +114,14 @@ def _interval(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> tuple[f
 
 
 def _parts(
-    columns: list[str], one: npt.NDArray[np.float64], two: npt.NDArray[np.float64], work: pl.DataFrame
+    columns: list[str], one: npt.NDArray[np.float64], two: npt.NDArray[np.float64], work: pl.DataFrame | None
 ) -> pl.DataFrame:
+    """The change of each column of the account, split further where there is device work to match."""
     rows: list[tuple[str, float, float | None, float | None]] = []
     for i, column in enumerate(columns):
         change = float(two[:, i].mean() - one[:, i].mean())
         low, high = _interval(one[:, i], two[:, i])
-        if column in _CLASS_OF:
+        if column in _CLASS_OF and work is not None:
             mine = work.filter(pl.col("class") == _CLASS_OF[column])
             split = {
                 "slower or faster": float(mine["slower_ns"].sum()),
@@ -133,7 +134,9 @@ def _parts(
             rows.append((f"{name}: overlap gained or lost", change - sum(split.values()), None, None))
             rows.append((f"{name} (sum of the above)", change, low, high))
         else:
-            rows.append((column.removesuffix("_ns").replace("_", " "), change, low, high))
+            # On the host, what the account calls compute is time inside operators.
+            told = "operators" if column == "compute_ns" else column.removesuffix("_ns").replace("_", " ")
+            rows.append((told, change, low, high))
     schema = {"part": pl.String(), "change_ns": pl.Float64(), "low_ns": pl.Float64(), "high_ns": pl.Float64()}
     return pl.DataFrame(rows, schema=schema, orient="row").with_columns(
         sums=pl.col("part").str.ends_with("(sum of the above)"),

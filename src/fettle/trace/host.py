@@ -11,7 +11,8 @@ import polars as pl
 
 from fettle.trace.intervals import merge, total
 from fettle.trace.kinds import Kind
-from fettle.trace.model import Trace
+from fettle.trace.launches import text_column
+from fettle.trace.model import Bools, Ints, Trace
 from fettle.trace.operators import ancestors
 from fettle.trace.stacks import CAUSES_OF_HOST
 
@@ -89,6 +90,88 @@ def parallel_operators(trace: Trace) -> pl.DataFrame:
     )
 
 
+def innermost_operators(trace: Trace) -> tuple[Ints, Ints]:
+    """Rows of operators that call no other operator or runtime function, and of those that do."""
+    operators = np.flatnonzero(trace.kind == Kind.OPERATOR)
+    calls = np.zeros(trace.events.height, dtype=bool)
+    parents = trace.stacks.parent[trace.is_host]
+    calls[parents[parents >= 0]] = True
+    return operators[~calls[operators]], operators[calls[operators]]
+
+
+def operator_sizes(trace: Trace) -> pl.DataFrame:
+    """Innermost operators by their length, in powers of two.
+
+    Columns: rank, power (0: under 1 us; n: from 2**(n-1) up to 2**n us), count, time_ns.
+    """
+    leaf, _ = innermost_operators(trace)
+    us = trace.dur[leaf] // 1000
+    power = np.where(us > 0, np.floor(np.log2(np.maximum(us, 1))) + 1, 0).astype(np.int64)
+    frame = pl.DataFrame({"power": power, "dur": trace.dur[leaf]}).group_by("power").agg(
+        count=pl.len(), time_ns=pl.col("dur").sum()
+    )  # fmt: skip
+    return frame.select(pl.lit(trace.rank, dtype=pl.Int64()).alias("rank"), "power", "count", "time_ns").sort("power")
+
+
+def small_operators(trace: Trace) -> pl.DataFrame:
+    """Innermost operators under `SMALL_NS`, by name: what fusing or compiling would save most calls of.
+
+    Columns: rank, operator, count, time_ns, mean_ns, share (of all such operators' time). Longest first.
+    """
+    leaf, _ = innermost_operators(trace)
+    return _by_name(trace, leaf[trace.dur[leaf] < SMALL_NS])
+
+
+def conversions(trace: Trace) -> pl.DataFrame:
+    """Conversions, copies and reads of single values (`CONVERSIONS`), the outermost of each chain, by name.
+
+    Columns as `small_operators`.
+    """
+    named = np.array([n in CONVERSIONS for n in trace.names], dtype=bool)
+    rows = np.flatnonzero((trace.kind == Kind.OPERATOR) & named[trace.column("name")])
+    return _by_name(trace, rows[~_inside(trace, rows)])
+
+
+def data_loading(trace: Trace) -> pl.DataFrame:
+    """Host time in data loading, by thread and outermost event.
+
+    Columns: rank, thread (its label), main (bool: the thread that runs the steps), operator (the event's name), count,
+    time_ns, share (of the trace's span). Longest first.
+    """
+    from fettle.trace.idle import main_thread
+
+    loads = trace.stacks.cause == CAUSES_OF_HOST.index("data_loading")
+    rows = np.flatnonzero(trace.is_host & loads)
+    parent = trace.stacks.parent[rows]
+    rows = rows[(parent < 0) | ~loads[np.maximum(parent, 0)]]
+    thread = trace.column("thread")[rows].astype(np.int64)
+    low, high = trace.span
+    frame = pl.DataFrame({"thread": thread, "code": trace.column("name")[rows], "dur": trace.dur[rows]})
+    grouped = frame.group_by("thread", "code").agg(count=pl.len(), time_ns=pl.col("dur").sum())
+    return grouped.select(
+        rank=pl.lit(trace.rank, dtype=pl.Int64()),
+        thread=pl.Series([trace.thread_label(t) for t in grouped["thread"]], dtype=pl.String()),
+        main=pl.col("thread") == main_thread(trace),
+        operator=text_column(trace, grouped["code"].to_numpy()),
+        count="count",
+        time_ns="time_ns",
+        share=pl.col("time_ns") / max(high - low, 1),
+    ).sort("time_ns", "operator", descending=[True, False])
+
+
+def _by_name(trace: Trace, rows: Ints) -> pl.DataFrame:
+    frame = pl.DataFrame({"code": trace.column("name")[rows], "dur": trace.dur[rows]})
+    grouped = frame.group_by("code").agg(count=pl.len(), time_ns=pl.col("dur").sum(), mean_ns=pl.col("dur").mean())
+    return grouped.select(
+        rank=pl.lit(trace.rank, dtype=pl.Int64()),
+        operator=text_column(trace, grouped["code"].to_numpy()),
+        count="count",
+        time_ns="time_ns",
+        mean_ns="mean_ns",
+        share=pl.col("time_ns") / pl.max_horizontal(pl.col("time_ns").sum(), 1),
+    ).sort("time_ns", "operator", descending=[True, False])
+
+
 def host_summary(trace: Trace) -> pl.DataFrame:
     """The questions of a slow host, one row each.
 
@@ -104,15 +187,9 @@ def host_summary(trace: Trace) -> pl.DataFrame:
     np.add.at(length, stacks.segment_row, stacks.segment_end - stacks.segment_start)
     operators = np.flatnonzero(trace.kind == Kind.OPERATOR)
     top = operators[ancestors(trace).top_operator[operators] == operators]
-    child = np.zeros(trace.events.height, dtype=bool)
-    parents = stacks.parent[operators]
-    child[parents[parents >= 0]] = True
-    leaf, inner = operators[~child[operators]], operators[child[operators]]
-    names = trace.column("name")
-    conversion = np.isin(names, [i for i, n in enumerate(trace.names) if n in CONVERSIONS])
+    leaf, inner = innermost_operators(trace)
     small = leaf[trace.dur[leaf] < SMALL_NS]
-    converts = operators[conversion[operators]]
-    outer_converts = converts[~_inside(trace, converts)]
+    converted = conversions(trace)
     data = np.flatnonzero(trace.is_host & (stacks.cause == CAUSES_OF_HOST.index("data_loading")))
     main = main_thread(trace)
     data_main = data[trace.column("thread")[data] == main]
@@ -134,8 +211,8 @@ def host_summary(trace: Trace) -> pl.DataFrame:
         ),
         (
             "conversions and copies",
-            len(outer_converts),
-            int(trace.dur[outer_converts].sum()),
+            int(converted["count"].sum()),
+            int(converted["time_ns"].sum()),
             ", ".join(CONVERSIONS[:4]) + ", ...",
         ),
         (
@@ -160,7 +237,7 @@ def host_summary(trace: Trace) -> pl.DataFrame:
     )
 
 
-def _inside(trace: Trace, rows: np.ndarray) -> np.ndarray:
+def _inside(trace: Trace, rows: Ints) -> Bools:
     """Whether each row lies inside another of the rows."""
     from fettle.trace.stacks import inherit
 
@@ -168,5 +245,5 @@ def _inside(trace: Trace, rows: np.ndarray) -> np.ndarray:
     marked[rows] = True
     above = inherit(marked, trace.stacks.parent, np.flatnonzero(trace.is_host))
     parent = trace.stacks.parent[rows]
-    answer: np.ndarray = np.where(parent >= 0, above[np.maximum(parent, 0)], False)
+    answer: Bools = np.where(parent >= 0, above[np.maximum(parent, 0)], False)
     return answer

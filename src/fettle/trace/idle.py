@@ -58,6 +58,12 @@ def idle_pieces(trace: Trace, device: int) -> pl.DataFrame:
     Columns: start_ns, end_ns, cause (a key of `CAUSES`), detail (event name number; -1: none), gap (number of the gap),
     next_row (the work that ended the gap; -1: none came).
     """
+    if device not in trace.idle:
+        trace.idle[device] = _idle_pieces(trace, device)
+    return trace.idle[device]
+
+
+def _idle_pieces(trace: Trace, device: int) -> pl.DataFrame:
     rows = trace.device_rows[trace.column("device")[trace.device_rows] == device]
     busy = merge(trace.ts[rows], trace.end[rows])
     low, high = trace.span

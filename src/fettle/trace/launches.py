@@ -54,9 +54,9 @@ def link_launches(trace: Trace) -> LaunchLinks:
 def launch_stats(trace: Trace) -> pl.DataFrame:
     """One row a piece of device work with a known launch.
 
-    Columns: rank, device, stream, row, name, call, graph (bool), call_ns (length of the launch call), duration_ns (of
-    the work), delay_ns (end of the call to start of the work; negative: it started inside the call, or clocks differ),
-    short (bool: the work is shorter than the call that launched it; meaningless for graphs, null there).
+    Columns: rank, device, stream, row, call_row, name, call, graph (bool), call_ns (length of the launch call),
+    duration_ns (of the work), delay_ns (end of the call to start of the work; negative: it started inside the call, or
+    clocks differ), short (bool: the work is shorter than the call that launched it; null for graphs).
     """
     links = trace.launches
     has = links.launch_rows >= 0
@@ -70,6 +70,7 @@ def launch_stats(trace: Trace) -> pl.DataFrame:
             "device": trace.column("device")[rows],
             "stream": trace.column("stream")[rows],
             "row": rows,
+            "call_row": calls,
             "name": text_column(trace, trace.column("name")[rows]),
             "call": text_column(trace, call_codes),
             "graph": graph,
@@ -79,6 +80,27 @@ def launch_stats(trace: Trace) -> pl.DataFrame:
         }
     )
     return frame.with_columns(short=pl.when(~pl.col("graph")).then(pl.col("duration_ns") < pl.col("call_ns")))
+
+
+def call_table(launches: pl.DataFrame) -> pl.DataFrame:
+    """`launch_stats` by launch call.
+
+    Columns: rank, call, graph, calls, work (pieces of device work), calls_ns (sum of the calls), median_call_ns,
+    median_delay_ns, short (pieces shorter than their call). Longest sum first. A graph's call counts once.
+    """
+    once = pl.col("call_ns").filter(pl.col("call_row").is_first_distinct())
+    return (
+        launches.group_by("rank", "call", "graph")
+        .agg(
+            calls=pl.col("call_row").n_unique(),
+            work=pl.len(),
+            calls_ns=once.sum(),
+            median_call_ns=once.median(),
+            median_delay_ns=pl.col("delay_ns").median(),
+            short=pl.col("short").sum(),
+        )
+        .sort("calls_ns", "call", descending=[True, False])
+    )
 
 
 def text_column(trace: Trace, codes: Ints) -> pl.Series:

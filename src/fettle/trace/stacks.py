@@ -15,6 +15,7 @@ import numpy as np
 from fettle.trace.intervals import ranges
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Bools, Ints, Trace
+from fettle.trace.ordering import order_by
 
 # Outer to inner, for events with the same start and length.
 _NESTING = {Kind.ANNOTATION: 0, Kind.PYTHON: 1, Kind.OPERATOR: 2, Kind.RUNTIME: 3, Kind.OVERHEAD: 4}
@@ -108,43 +109,54 @@ class HostStacks:
 def build_stacks(trace: Trace) -> HostStacks:
     """Nest the host events of a trace."""
     count = trace.events.height
-    host = trace.is_host
     thread = trace.column("thread")
-    rank_of_kind = np.full(256, 5, dtype=np.int64)
-    for kind, rank in _NESTING.items():
-        rank_of_kind[kind] = rank
-    all_rows = np.flatnonzero(host)
-    real = all_rows[trace.dur[all_rows] > 0]
-    order = np.lexsort((rank_of_kind[trace.kind[real]] - trace.dur[real] * 8, trace.ts[real], thread[real]))
-    rows = real[order]
-    start, end, threads = trace.ts[rows], trace.end[rows].copy(), thread[rows]
+    all_rows = np.flatnonzero(trace.is_host)
+    lasting = trace.dur[all_rows] > 0
+    rows = _outer_first(trace, all_rows[lasting])
+    start, end, threads = trace.ts[rows], trace.end[rows], thread[rows].astype(np.int64)
     cut = 0
     parent = _parents(start, end, threads)
     for _ in range(8):
-        inner = parent >= 0
-        too_long = np.zeros(len(rows), dtype=bool)
-        too_long[inner] = end[inner] > end[parent[inner]]
-        if not too_long.any():
+        inner = np.flatnonzero(parent >= 0)
+        too_long = inner[end[inner] > end[parent[inner]]]
+        if not len(too_long):
             break
-        cut = max(cut, int(too_long.sum()))
+        cut = max(cut, len(too_long))
         end[too_long] = end[parent[too_long]]
         parent = _parents(start, end, threads)
-    depth = _depths(parent)
-    segments = _segments(start, end, parent, threads, rows)
+    depth, segments = _sweep(start, end, parent, threads, rows)
 
     parent_by_row = np.full(count, -1, dtype=np.int64)
-    inner = parent >= 0
+    inner = np.flatnonzero(parent >= 0)
     parent_by_row[rows[inner]] = rows[parent[inner]]
     depth_by_row = np.zeros(count, dtype=np.int64)
     depth_by_row[rows] = depth
     partial = HostStacks(parent_by_row, depth_by_row, np.zeros(0, np.int64), rows, *segments, cut)
-    instants = all_rows[trace.dur[all_rows] == 0]
+    instants = all_rows[~lasting]
     if len(instants):
         around = partial.innermost(thread[instants], trace.ts[instants])
         parent_by_row[instants] = around
         depth_by_row[instants[around >= 0]] = depth_by_row[around[around >= 0]] + 1
     cause = _causes(trace, parent_by_row, all_rows)
     return HostStacks(parent_by_row, depth_by_row, cause, rows, *segments, cut)
+
+
+def _outer_first(trace: Trace, rows: Ints) -> Ints:
+    """Rows by thread and start, of those that start together the longest first, then by what usually nests in what."""
+    rows = rows[order_by(trace.column("thread")[rows], trace.ts[rows])]
+    start, thread = trace.ts[rows], trace.column("thread")[rows]
+    together = (start[1:] == start[:-1]) & (thread[1:] == thread[:-1])
+    if not together.any():
+        return rows
+    rank_of_kind = np.full(256, 5, dtype=np.int64)
+    for kind, rank in _NESTING.items():
+        rank_of_kind[kind] = rank
+    group = np.concatenate([[0], np.cumsum(~together)])
+    tied = np.flatnonzero(np.concatenate([[False], together]) | np.concatenate([together, [False]]))
+    some = rows[tied]
+    # Within a group the same row numbers come out in another order: only tied rows are sorted again.
+    rows[tied] = some[np.lexsort((rank_of_kind[trace.kind[some]] - trace.dur[some] * 8, group[tied]))]
+    return rows
 
 
 def _parents(start: Ints, end: Ints, thread: Ints) -> Ints:
@@ -164,51 +176,48 @@ def _parents(start: Ints, end: Ints, thread: Ints) -> Ints:
     return candidate
 
 
-def _depths(parent: Ints) -> Ints:
-    """Distance to the outermost event, by following parents in doubling steps."""
-    depth = (parent >= 0).astype(np.int64)
-    above = parent.copy()
-    while True:
-        has = np.flatnonzero(above >= 0)
-        further = has[above[above[has]] >= 0] if len(has) else has
-        if not len(has):
-            return depth
-        depth_add = depth[above[has]]
-        depth[has] += depth_add
-        if not len(further):
-            return depth
-        above[has] = above[above[has]]
+def _sweep(
+    start: Ints, end: Ints, parent: Ints, thread: Ints, rows: Ints
+) -> tuple[Ints, tuple[Ints, Ints, Ints, Ints]]:
+    """Depth of each event, and the segments: who is innermost between one begin or end of an event and the next.
 
-
-def _segments(start: Ints, end: Ints, parent: Ints, thread: Ints, rows: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Time when each event is innermost: from its start to its first child, then after each child to the next or its
-    end.
+    Events are in order of thread and start, outer before inner. At one instant events end before others begin; inner
+    ones end first, outer ones begin first.
     """
     count = len(start)
-    index = np.arange(count)
-    has_child = np.zeros(count, dtype=bool)
-    has_child[:-1] = parent[1:] == index[:-1]
-    first_stop = end.copy()
-    with_child = np.flatnonzero(has_child)
-    first_stop[with_child] = start[with_child + 1]
-    order = np.argsort(parent, kind="stable")
-    following = np.full(count, -1, dtype=np.int64)
-    siblings = parent[order[1:]] == parent[order[:-1]]
-    following[order[:-1][siblings]] = order[1:][siblings]
-    inner = np.flatnonzero(parent >= 0)
-    after_stop = np.where(following[inner] >= 0, start[following[inner]], end[parent[inner]])
-    seg_start = np.concatenate([start, end[inner]])
-    seg_end = np.concatenate([first_stop, after_stop])
-    seg_owner = np.concatenate([index, parent[inner]])
-    keep = seg_end > seg_start
-    seg_start, seg_end, seg_owner = seg_start[keep], seg_end[keep], seg_owner[keep]
-    seg_thread = thread[seg_owner].astype(np.int64)
-    order = np.lexsort((seg_start, seg_thread))
-    seg_thread, seg_start, seg_end = seg_thread[order], seg_start[order], seg_end[order]
-    # Whatever the events did, no moment of a thread is given twice.
-    same = seg_thread[1:] == seg_thread[:-1]
-    seg_end[:-1][same] = np.minimum(seg_end[:-1], seg_start[1:])[same]
-    return seg_thread, seg_start, seg_end, rows[seg_owner[order]]
+    if not count:
+        nothing = np.zeros(0, dtype=np.int64)
+        return nothing, (nothing, nothing, nothing, nothing)
+    # Of 2n turns, ends carry n - 1 - index and begins n + index: this number alone says which event begins or ends.
+    index = np.arange(count, dtype=np.int64)
+    turn_bits, low = (2 * count - 1).bit_length(), int(start.min())
+    time_bits = (int(end.max()) - low).bit_length()
+    if int(thread.max()).bit_length() + time_bits + turn_bits <= 63:
+        turn = np.empty(2 * count, dtype=np.int64)
+        for half, moment, number in ((turn[:count], start, index + count), (turn[count:], end, count - 1 - index)):
+            np.subtract(moment, low, out=half)
+            half |= thread << time_bits
+            half <<= turn_bits
+            half |= number
+        turn.sort()
+        time = turn >> turn_bits
+        time &= (1 << time_bits) - 1
+        time += low
+        turn &= (1 << turn_bits) - 1
+    else:
+        turn = np.concatenate([index + count, count - 1 - index])
+        time = np.concatenate([start, end])
+        order = np.lexsort((turn, time, np.concatenate([thread, thread])))
+        turn, time = turn[order], time[order]
+    begins = turn >= count
+    level = np.cumsum(begins.view(np.int8) * np.int8(2) - np.int8(1), dtype=np.int32)
+    depth = level[begins].astype(np.int64) - 1  # events begin in their own order
+    turn -= count
+    event = np.bitwise_xor(turn, turn >> 63, out=turn)  # n + i becomes i, and so does n - 1 - i
+    owner = np.where(begins, event, parent[event])
+    keep = np.flatnonzero((owner[:-1] >= 0) & (time[1:] > time[:-1]))
+    owner = owner[keep]
+    return depth, (thread[owner], time[keep], time[keep + 1], rows[owner])
 
 
 def inherit(flags: Bools, parent: Ints, rows: Ints) -> Bools:
@@ -225,22 +234,21 @@ def inherit(flags: Bools, parent: Ints, rows: Ints) -> Bools:
 
 def _causes(trace: Trace, parent: Ints, host_rows: Ints) -> Ints:
     number = {cause: i for i, cause in enumerate(CAUSES_OF_HOST)}
-    names = trace.column("name")[host_rows].astype(np.int64)
-    kinds = trace.kind[host_rows].astype(np.int64)
-    table = {pair: number[cause] for pair, cause in trace.cause_of_name.items()}
-    keys, inverse = np.unique(names * 256 + kinds, return_inverse=True)
-    codes = np.array([table[(int(k) // 256, int(k) % 256)] for k in keys], dtype=np.int64)
+    pairs = trace.column("name")[host_rows].astype(np.int64) * 256 + trace.kind[host_rows]
+    table = np.zeros(len(trace.names) * 256, dtype=np.int64)
+    for (name, kind), one in trace.cause_of_name.items():
+        table[name * 256 + kind] = number[one]
     cause = np.zeros(trace.events.height, dtype=np.int64)
-    if len(keys):
-        cause[host_rows] = codes[inverse]
+    cause[host_rows] = table[pairs]
     # Data loading and compilation own what runs inside them, save calls that block and the profiler's own time.
     for owner in ("compile_or_load", "data_loading"):
         marked = np.zeros(trace.events.height, dtype=bool)
         marked[host_rows] = cause[host_rows] == number[owner]
         if marked.any():
             inside = inherit(marked, parent, host_rows)
-            takes = np.isin(
-                cause, [number["operator"], number["python"], number["runtime_call"], number["host_untraced"]]
+            gives = np.isin(
+                np.arange(len(CAUSES_OF_HOST)),
+                [number[c] for c in ("operator", "python", "runtime_call", "host_untraced")],
             )
-            cause[inside & takes & trace.is_host] = number[owner]
+            cause[inside & gives[cause] & trace.is_host] = number[owner]
     return cause

@@ -24,7 +24,7 @@ from fettle.trace.kernels import class_of_row
 from fettle.trace.model import Trace
 from fettle.trace.stacks import CAUSES_OF_HOST
 
-CHANGES = ("kernels", "no_syncs", "perfect_overlap", "graph")
+CHANGES = ("kernels", "no_syncs", "perfect_overlap", "graph", "data_ready")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ def what_if(
         change: `kernels` (those whose name matches the expression `kernels` take `factor` of their time), `no_syncs`
         (no call
             blocks), `perfect_overlap` (communication and copies hold nothing up), `graph` (one launch for the whole
-            step: no host time between kernels, save for data loading).
+            step: no host time between kernels, save for data loading), `data_ready` (the main thread never loads
+            or waits for data).
         path: The step's critical path where it is known already.
     """
     if change not in CHANGES:
@@ -82,7 +83,9 @@ def what_if(
     elif change == "perfect_overlap":
         scale[classes != 0] = 0.0
     base = replay.run(np.ones(len(scale)))
-    changed = replay.run(scale, blocking=change != "no_syncs", launching=change != "graph")
+    changed = replay.run(
+        scale, blocking=change != "no_syncs", launching=change != "graph", loading=change != "data_ready"
+    )
     wall = path.wall_ns
     estimate = round(wall * changed / base) if base > 0 else wall
     floor = _floor(trace, path, replay, scale, classes, change)
@@ -128,6 +131,8 @@ def _floor(trace: Trace, path: CriticalPath, replay: _Replay, scale, classes, ch
                 if change == "no_syncs"
                 else float(total(clip(merge(starts, ends), low, high)))
             )
+    if change == "data_ready":
+        floors.append(path.wall_ns - float(length[category == "data_loading"].sum()))
     if change == "graph":
         floors.append(float(total(_data_loading(trace, low, high))))
     if change == "no_syncs":
@@ -235,14 +240,16 @@ class _Replay:
             self.target.append(target)
             self.return_lag.append(float(end - ends[target]) if target >= 0 else 0.0)
 
-    def run(self, scale: np.ndarray, *, blocking: bool = True, launching: bool = True) -> float:
-        """Length of the window in ns with durations scaled, without blocking, or without host time for launches."""
+    def run(self, scale: np.ndarray, *, blocking: bool = True, launching: bool = True, loading: bool = True) -> float:
+        """Length of the window in ns with durations scaled, without blocking, without host time for launches, or
+        without data loading.
+        """
         durations = (self.duration * scale).tolist()
         host = 0.0
         free: dict[int, float] = {}
         done = [0.0] * len(durations)
         for i, (gap, call) in enumerate(zip(self.gap, self.call, strict=True)):
-            host += gap if launching else self.kept_gap[i]
+            host += (gap if loading else gap - self.kept_gap[i]) if launching else self.kept_gap[i]
             begun = host
             target = self.target[i]
             if launching and target < 0:
@@ -260,5 +267,5 @@ class _Replay:
             if target >= 0:
                 own = min(call, self.return_lag[i])
                 host = max(host + own, done[target] + self.return_lag[i]) if blocking else host + own
-        end = host + (self.tail if launching else self.kept_tail)
+        end = host + ((self.tail if loading else self.tail - self.kept_tail) if launching else self.kept_tail)
         return max(end, max(done, default=0.0)) if not blocking or not launching else end

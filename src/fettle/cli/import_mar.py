@@ -1,0 +1,62 @@
+"""fettle import-mar FILE.mar: a TorchServe archive as a model package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from fettle.cli.package import add_files, as_handler, show, toml_settings
+
+
+def command(
+    file: Annotated[Path, typer.Argument(help="what torch-model-archiver wrote")],
+    trust: Annotated[str, typer.Option(help="SHA-256 of the archive: its code may run here, once, to convert it")] = "",
+    target: Annotated[
+        str | None, typer.Option(help="file.py:factory with your own code of the model; the archive's is not run")
+    ] = None,
+    inputs: Annotated[
+        list[str] | None, typer.Option("--input", help="what the model takes: 'FP32[-1,3,224,224]'; one for each input")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="a folder, or a file ending in .zip")] = None,
+    name: Annotated[str, typer.Option(help="what clients call the model; default: the archive's name for it")] = "",
+    max_rows: Annotated[int, typer.Option(min=1, help="rows of the largest batch")] = 8,
+    handler: Annotated[
+        str | None,
+        typer.Option(help="for custom ones: tensor, image, detection, text, generate, or your handler.py"),
+    ] = None,
+    labels: Annotated[
+        Path | None, typer.Option(help="names of the classes; default: the archive's index_to_name.json")
+    ] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json of tokenizers, or its folder")] = None,
+    handler_settings: Annotated[Path | None, typer.Option(help="TOML, above what the model suggests")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the manifest as JSON")] = False,
+) -> None:
+    """Convert a TorchServe archive to a model package, which holds no code.
+
+    Without --trust or --target nothing in the archive is run, and you are told its SHA-256. Pickles with anything but
+    weights are refused in any case.
+
+    [bold]Examples[/]
+
+      fettle import-mar densenet.mar --trust 5c1a... --labels imagenet.json
+
+      fettle import-mar bert.mar --target bert.py --handler text --tokenizer bert/tokenizer.json
+    """
+    from fettle.serve.mar import import_mar, read_mar
+    from fettle.serve.package import ServeSettings
+    from fettle.workload import find_target
+
+    mar = read_mar(file)
+    console = Console(stderr=True)
+    with console.status("reading the archive") as status:
+        package = import_mar(
+            mar, output or Path(f"{name or mar.name}-{mar.version}"), trust=trust.lower(),
+            workload=find_target(target).load() if target else None, inputs=inputs or (),
+            handler=as_handler(handler), handler_settings=toml_settings(handler_settings),
+            files=add_files(labels, tokenizer), settings=ServeSettings(max_rows=max_rows), name=name,
+            tell=status.update if console.is_terminal and not as_json else (lambda text: None),
+        )  # fmt: skip
+    show(package, output or Path(f"{name or mar.name}-{mar.version}"), as_json)

@@ -1,0 +1,117 @@
+"""The rules for a workload, one file each: `look` sees the evidence and says one thing, or nothing.
+
+A bound is the most that mending the cause could take off the wall time: what is spent there now, less what the machine
+would need at its measured peak where that is known. It is a ceiling, not a forecast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from fettle.diagnose.evidence import Evidence
+from fettle.diagnose.finding import Finding
+from fettle.diagnose.rules import (
+    attention,
+    batch_norm,
+    casts,
+    channels_first,
+    compile_cache,
+    constants,
+    copies,
+    cudnn_benchmark,
+    data_wait,
+    debugging,
+    duplicate_data,
+    duplicate_weights,
+    first_call,
+    float32,
+    float64,
+    garbage_collection,
+    grad_recorded,
+    graph_breaks,
+    host_bound,
+    indexing,
+    int8,
+    leak,
+    loading,
+    no_tf32,
+    not_fused,
+    onednn_off,
+    optimizer,
+    padding,
+    parametrised,
+    python_loop,
+    random,
+    recompiles,
+    recomputation,
+    recurrent,
+    small_batch,
+    small_products,
+    sorting,
+    spike,
+    subnormal,
+    syncs,
+    threads,
+    train_mode,
+    waiting,
+    weight_bound,
+    weight_memory,
+)
+
+Rule = Callable[[Evidence], Finding | None]
+
+_MODULES = (
+    train_mode,
+    grad_recorded,
+    float32,
+    float64,
+    casts,
+    copies,
+    channels_first,
+    not_fused,
+    host_bound,
+    python_loop,
+    small_batch,
+    optimizer,
+    attention,
+    threads,
+    padding,
+    weight_bound,
+    batch_norm,
+    small_products,
+    int8,
+    indexing,
+    sorting,
+    recomputation,
+    duplicate_data,
+    random,
+    constants,
+    parametrised,
+    recurrent,
+    data_wait,
+    spike,
+    leak,
+    waiting,
+    garbage_collection,
+    subnormal,
+    debugging,
+    onednn_off,
+    cudnn_benchmark,
+    no_tf32,
+    graph_breaks,
+    recompiles,
+    syncs,
+    compile_cache,
+    first_call,
+    loading,
+    weight_memory,
+    duplicate_weights,
+)
+RULES: Mapping[str, Rule] = {module.__name__.rpartition(".")[2].replace("_", "-"): module.look for module in _MODULES}
+"""By the name that `Finding.rule` has. Of two with the same bound the earlier one comes first."""
+
+
+def findings(seen: Evidence) -> list[Finding]:
+    """What all rules say of the evidence: faults, the costliest first, then opportunities."""
+    found = [finding for look in RULES.values() if (finding := look(seen)) is not None]
+    return sorted(found, key=lambda finding: finding.weight, reverse=True)

@@ -1,0 +1,79 @@
+"""What rules share: choosing operators, and a finding about operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from fettle.diagnose.evidence import CAST, INDEX, LAYOUT, POINTWISE, Evidence, Operation
+from fettle.diagnose.finding import Finding
+
+LEAST = 0.03
+"""Share of the wall time below which a cause is not worth a line."""
+UNKNOWN = (0.0, 0.0, 0.0)
+"""Share saved and its interval where nothing was tried."""
+OPTIMIZER = ("addcdiv_", "addcmul_", "lerp_")
+"""In-place operators that hardly anything but an optimizer's step uses."""
+
+
+def named(seen: Evidence, *names: str) -> list[Operation]:
+    """All operators with one of these names."""
+    wanted = {f"aten.{name}" for name in names}
+    return [op for op in seen.operations if op.name in wanted]
+
+
+def about(
+    seen: Evidence,
+    rule: str,
+    says: str,
+    seconds: float,
+    ops: Iterable[Operation],
+    levels: dict[str, str],
+    advice: str,
+    *,
+    formula: str,
+    before: str,
+    after: str,
+    more: Sequence[str] = (),
+    besides: float = 0.0,
+    least: float = LEAST,
+    always: bool = False,
+    opportunity: bool = False,
+) -> Finding | None:
+    """A finding about operators that took `seconds`, unless mending it could bring next to nothing.
+
+    Seconds that mending it could save `besides`, and time that nobody accounts for (fresh memory, mostly) and that may
+    belong to these operators, count in the bound, and not in the decision whether there is a finding.
+    """
+    if seen.share(seconds) < least and not always:
+        return None
+    dearest = sorted(ops, key=lambda op: -op.seconds)[:4]
+    lines = [f"{place(op)}: {op.name} {op.dtype}, {op.calls}x, {op.seconds * 1e3:.3g} ms" for op in dearest]
+    return Finding(
+        rule,
+        says,
+        min(0.999, seen.share(seconds + besides + seen.unexplained_s)),
+        where=tuple(dict.fromkeys(place(op) for op in dearest)),
+        evidence=(*(line for line in more if line), *lines),
+        levels=levels,
+        advice=advice,
+        formula=formula,
+        before=before,
+        after=after,
+        opportunity=opportunity,
+    )
+
+
+def unfused(seen: Evidence) -> float:
+    """Of a compiled model: the share of a call that one whole graph would not need. 0 where nobody compiles."""
+    return seen.share(seen.seconds(POINTWISE, LAYOUT, CAST, INDEX) + seen.outside_s) if seen.compiled else 0.0
+
+
+def place(op: Operation) -> str:
+    """The module and the source line of an operator."""
+    module = f"{op.module} ({op.kind})" if op.module else "the model itself"
+    return f"{module} at {op.line}" if op.line else module
+
+
+def short(path: str) -> str:
+    """A file's name without its folders."""
+    return path.rpartition("/")[2]

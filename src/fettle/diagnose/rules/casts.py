@@ -1,0 +1,24 @@
+"""The rule `casts`."""
+
+from __future__ import annotations
+
+from fettle.diagnose.evidence import CAST, Evidence
+from fettle.diagnose.finding import Finding
+from fettle.diagnose.rules._common import about
+
+
+def look(seen: Evidence) -> Finding | None:
+    """The same values converted from type to type on every call."""
+    ops = [op for op in seen.operations if op.group == CAST]
+    return about(
+        seen,
+        "casts",
+        "Tensors are converted between types on every call.",
+        sum(op.seconds for op in ops),
+        ops,
+        {"precision": "bf16"} if any(op.dtype in ("bfloat16", "float16") for op in ops) else {},
+        "convert weights once, or keep a chain of operations in one type",
+        formula="time of casts / call",
+        before="x = layer(x).half().float()",
+        after="x = layer(x)",
+    )

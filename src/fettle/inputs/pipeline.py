@@ -1,0 +1,125 @@
+"""A pipeline as its factory makes it, and the same pipeline under another setting."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, IterableDataset
+
+from fettle.errors import UsageError, first_line
+from fettle.inputs.setting import AS_GIVEN, BATCH_INDEX, ONE_BY_ONE, Setting
+from fettle.trace.record import load_target
+
+Step = Callable[[Any], Any]
+
+
+def pipeline(target: str) -> tuple[DataLoader[Any], Step | None]:
+    """What the factory returns: a loader, a dataset, or (loader or dataset, step)."""
+    torch.manual_seed(0)
+    factory = load_target(target)
+    try:
+        made = factory()
+    except Exception as error:
+        raise UsageError(f"{target} raised {first_line(error)}") from error
+    step = None
+    if isinstance(made, tuple) and len(made) == 2 and callable(made[1]):
+        made, step = made
+    if isinstance(made, torch.utils.data.Dataset):
+        made = DataLoader(made, batch_size=32)
+    if not isinstance(made, DataLoader):
+        raise UsageError(f"{target} returned a {type(made).__name__}, not a DataLoader, a dataset, or (loader, step)")
+    return made, step
+
+
+def with_setting(loader: DataLoader[Any], setting: Setting) -> DataLoader[Any]:
+    """The same loader with another setting: a copy, so that subclasses and all other arguments stay."""
+    if setting.fetch == BATCH_INDEX:
+        workers: dict[str, Any] = {}
+        if setting.num_workers:
+            workers = {"prefetch_factor": setting.prefetch_factor, "persistent_workers": setting.persistent_workers,
+                       "timeout": loader.timeout,
+                       "multiprocessing_context": loader.multiprocessing_context}  # fmt: skip
+        return DataLoader(
+            loader.dataset, batch_size=None, sampler=loader.batch_sampler, num_workers=setting.num_workers,
+            pin_memory=setting.pin_memory, worker_init_fn=loader.worker_init_fn, generator=loader.generator, **workers,
+        )  # fmt: skip
+    made = copy.copy(loader)
+    # Not by attribute: a loader refuses to have some of these changed, for the sake of iterators that a copy has not.
+    made.__dict__.update(
+        num_workers=setting.num_workers, prefetch_factor=setting.prefetch_factor if setting.num_workers else None,
+        persistent_workers=bool(setting.num_workers) and setting.persistent_workers, pin_memory=setting.pin_memory,
+        _iterator=None,
+    )  # fmt: skip
+    if not setting.num_workers:
+        made.__dict__["timeout"] = 0
+    if setting.fetch == ONE_BY_ONE:
+        made.__dict__["dataset"] = _without_getitems(loader.dataset)
+    return made
+
+
+def fetches(loader: DataLoader[Any]) -> tuple[list[str], list[str]]:
+    """Ways to fetch rows that give the very same batches, shown on the first three; and what was seen against a way."""
+    found: list[str] = [AS_GIVEN]
+    notes: list[str] = []
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None or type(loader) is not DataLoader:
+        return found, notes
+    try:
+        batches = [list(batch) for batch in itertools.islice(iter(loader.batch_sampler), 3)]
+        rows = [loader.collate_fn([loader.dataset[row] for row in batch]) for batch in batches]
+        again = [loader.collate_fn([loader.dataset[row] for row in batch]) for batch in batches[:1]]
+    except Exception:
+        return found, notes  # it fails in a run, where it is told with its reason
+    if not batches or not _same(rows[:1], again):
+        return found, ["batch fetching was not tried: the rows are random, so that batches cannot be compared"]
+    if callable(getattr(loader.dataset, "__getitems__", None)):
+        try:
+            whole = [loader.collate_fn(loader.dataset.__getitems__(batch)) for batch in batches]  # type: ignore[attr-defined]
+        except Exception as error:
+            return found, [f"__getitems__ of the dataset raised {first_line(error)}"]
+        if not _same(whole, rows):
+            notes.append("__getitems__ gives other batches than __getitem__ row by row: one of them is wrong")
+        else:
+            found.append(ONE_BY_ONE)
+    if getattr(loader.dataset, "__len__", None) is not None and loader.generator is None:
+        from torch.utils.data._utils.collate import default_convert
+
+        try:
+            indexed = [default_convert(loader.dataset[batch]) for batch in batches]  # type: ignore[no-untyped-call]
+        except Exception:
+            return found, notes  # most datasets take one index
+        if _same(indexed, rows):
+            found.append(BATCH_INDEX)
+    return found, notes
+
+
+def batch_bytes(batch: Any) -> int:
+    """Bytes of a batch's tensors."""
+    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+
+
+def _without_getitems(dataset: Any) -> Any:
+    made = copy.copy(dataset)
+    made.__getitems__ = None
+    return made
+
+
+def _same(some: list[Any], others: list[Any]) -> bool:
+    """Whether batches hold the same values in the same structure."""
+    for one, other in zip(some, others, strict=True):
+        left, left_form = pytree.tree_flatten(one)
+        right, right_form = pytree.tree_flatten(other)
+        if left_form != right_form:
+            return False
+        for a, b in zip(left, right, strict=True):
+            if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+                if a.dtype != b.dtype or a.shape != b.shape or not torch.equal(a, b):
+                    return False
+            elif type(a) is not type(b) or not bool(a == b):
+                return False
+    return True

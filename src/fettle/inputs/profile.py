@@ -1,0 +1,197 @@
+"""Where a row's time goes, by Python's profiler, and what Pillow was made to do for it."""
+
+from __future__ import annotations
+
+import contextlib
+import cProfile
+import io
+import math
+import pstats
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from fettle.inputs.lints import ROWS, Lint, rows_of
+
+_LEAST_S = 2e-4
+"""A row that takes less is no matter for a profile."""
+_PICTURES = 8
+_LARGEST_PICTURE = 32 << 20
+Place = tuple[str, int, str]
+
+
+@dataclass
+class Pictures:
+    """What Pillow did: sizes decoded, how much smaller the result was made, and some of the files."""
+
+    decoded: list[tuple[int, int]] = field(default_factory=list)
+    shrunk: list[tuple[float, tuple[int, int], tuple[int, int]]] = field(default_factory=list)
+    """Factor by which a picture was made smaller each way, from which size, to which."""
+    files: list[tuple[bytes, str]] = field(default_factory=list)
+
+
+def profile_rows(loader: DataLoader[Any]) -> list[Lint]:
+    """The function that takes most of a row's time, and pictures decoded larger than they are used."""
+    profiler = cProfile.Profile()
+    with _watch_pillow() as pictures:
+        rows = rows_of(loader, ROWS)
+        count = 0
+        while True:
+            profiler.enable()
+            try:
+                pair = next(rows, None)
+            finally:
+                profiler.disable()
+            if pair is None:
+                break
+            count += 1
+    found = [slow_function(profiler, count), decoded_too_large(pictures, count)]
+    return [item for item in found if item is not None]
+
+
+def slow_function(profiler: cProfile.Profile, count: int) -> Lint | None:
+    """The function with the largest time of its own, told where that is 40% of a row's time or more."""
+    stats: dict[Place, Any] = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
+    own = {place: row[2] for place, row in stats.items() if row[2] > 0 and not _is_ours(place)}
+    total = sum(own.values())
+    if not count or not own or total / count < _LEAST_S:
+        return None
+    place, spent = max(own.items(), key=lambda item: item[1])
+    if spent < 0.4 * total:
+        return None
+    # A built-in function says little without the line of the user that led to it.
+    caller = _users_caller(stats, place)
+    where = _name(place) if caller is None or caller == place else f"{_name(place)}, called from {_name(caller)}"
+    others = sorted(((time, other) for other, time in own.items() if other != place), reverse=True)[:2]
+    rest = "; then " + ", ".join(f"{_name(other)} {time / total:.0%}" for time, other in others) if others else ""
+    return Lint(
+        "slow-transform", f"Most of a row's time goes into {where}.",
+        f"{spent / total:.0%} of {total / count * 1e3:.3g} ms a row, over {count} rows{rest}",
+        "make that faster first: do it once beforehand, on whole batches, or in fewer steps",
+    )  # fmt: skip
+
+
+def decoded_too_large(pictures: Pictures, count: int) -> Lint | None:
+    """Pictures decoded whole and then made much smaller; for JPEG, what the decoder's own scaling would save."""
+    if not pictures.shrunk or not pictures.decoded:
+        return None
+    factor = statistics.median(item[0] for item in pictures.shrunk)
+    if factor < 2:
+        return None
+    _, source, wanted = sorted(pictures.shrunk)[len(pictures.shrunk) // 2]
+    each = source[0] * source[1] / max(1, wanted[0] * wanted[1])
+    evidence = (
+        f"{len(pictures.shrunk)} pictures over {count} rows, typically {source[0]} x {source[1]} made "
+        f"{wanted[0]} x {wanted[1]}: {each:.0f} pixels decoded for each one used"
+    )
+    scale = 2 ** min(3, int(math.log2(factor)))
+    jpeg = [data for data, kind in pictures.files if kind in ("JPEG", "MPO")]
+    if not jpeg:
+        return Lint(
+            "decoded-too-large", "Pictures are decoded larger than they are used.", evidence,
+            "store them once in about the size that is used",
+        )  # fmt: skip
+    whole, draft = _decode_s(jpeg, 1), _decode_s(jpeg, scale)
+    return Lint(
+        "decoded-too-large", "Pictures are decoded larger than they are used.",
+        f"{evidence}; decoding takes {whole * 1e3:.3g} ms, {draft * 1e3:.3g} ms at 1/{scale} in draft mode "
+        f"(median of {len(jpeg)} files)",
+        f"image.draft('RGB', (w // {scale}, h // {scale})) before the first access decodes a JPEG at 1/{scale} of its "
+        "size, or store the pictures smaller",
+    )  # fmt: skip
+
+
+def _decode_s(files: list[bytes], scale: int) -> float:
+    """Median seconds to decode, each file the better of two."""
+    from PIL import Image
+
+    times = []
+    for data in files:
+        tries = []
+        for _ in range(2):
+            began = time.perf_counter()
+            with Image.open(io.BytesIO(data)) as image:
+                if scale > 1:
+                    image.draft("RGB", (image.width // scale, image.height // scale))
+                image.load()
+            tries.append(time.perf_counter() - began)
+        times.append(min(tries))
+    return statistics.median(times)
+
+
+@contextlib.contextmanager
+def _watch_pillow() -> Iterator[Pictures]:
+    """Pillow's `load` and `resize` take notes inside the block; nothing where Pillow is not used."""
+    seen = Pictures()
+    try:
+        from PIL import Image, ImageFile
+    except ImportError:
+        yield seen
+        return
+    load, resize = ImageFile.ImageFile.load, Image.Image.resize
+
+    def loading(self: Any, *args: Any, **kwargs: Any) -> Any:
+        fresh = getattr(self, "tile", None)
+        if fresh:
+            seen.decoded.append(self.size)
+            if len(seen.files) < _PICTURES:
+                _keep_file(self, seen)
+        return load(self, *args, **kwargs)
+
+    def resizing(self: Any, size: Any, *args: Any, **kwargs: Any) -> Any:
+        self.load()  # `resize` would: the picture's size is known only then
+        box = kwargs.get("box") or (args[1] if len(args) > 1 else None)
+        source = (box[2] - box[0], box[3] - box[1]) if box else self.size
+        if len(size) == 2 and min(size) > 0:
+            seen.shrunk.append((min(source[0] / size[0], source[1] / size[1]), tuple(source), tuple(size)))
+        return resize(self, size, *args, **kwargs)
+
+    ImageFile.ImageFile.load, Image.Image.resize = loading, resizing  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        ImageFile.ImageFile.load, Image.Image.resize = load, resize  # type: ignore[method-assign]
+
+
+def _keep_file(image: Any, seen: Pictures) -> None:
+    """The encoded picture, read from the file that it is about to be decoded from."""
+    file: Any = getattr(image, "fp", None)
+    with contextlib.suppress(Exception):
+        place = file.tell()
+        file.seek(0)
+        data = file.read(_LARGEST_PICTURE + 1)
+        file.seek(place)
+        if len(data) <= _LARGEST_PICTURE:
+            seen.files.append((data, str(image.format)))
+
+
+def _users_caller(stats: dict[Place, Any], place: Place) -> Place | None:
+    """Up the callers that took most of the time, the first that is a line of the user's own file."""
+    here = place
+    for _ in range(12):
+        if _is_users(here):
+            return here
+        callers: dict[Place, Any] = stats[here][4] if here in stats else {}
+        if not callers:
+            return None
+        here = max(callers.items(), key=lambda item: item[1][3])[0]
+    return None
+
+
+def _is_users(place: Place) -> bool:
+    file = place[0]
+    if file in ("~", "") or file[0] == "<" or _is_ours(place):
+        return False
+    return "site-packages" not in file and "/lib/python" not in file
+
+
+def _is_ours(place: Place) -> bool:
+    return place[0].startswith(__file__.rpartition("/")[0])
+
+
+def _name(place: Place) -> str:
+    return f"{place[2]} at {place[0].rpartition('/')[2]}:{place[1]}" if place[1] else place[2].strip("<>")

@@ -1,0 +1,189 @@
+"""What is searched and what was found: plain facts."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+WITHIN = 0.03
+"""A smaller setting is taken where it is at most this much slower than the best."""
+SHORT = 8
+"""Epochs of so few batches, or of an unknown number, are timed as a whole, their beginnings included."""
+AS_GIVEN, ONE_BY_ONE, BATCH_INDEX = "as given", "one by one", "batch index"
+"""How rows are fetched: as the dataset offers it; without its `__getitems__`; by indexing it with a whole batch."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a DataLoader is given, and how its batches are copied to a device."""
+
+    num_workers: int = 0
+    prefetch_factor: int = 2
+    persistent_workers: bool = False
+    pin_memory: bool = False
+    non_blocking: bool = False
+    fetch: str = AS_GIVEN
+
+    @property
+    def arguments(self) -> str:
+        """The DataLoader's arguments as they are written."""
+        words = [f"num_workers={self.num_workers}"]
+        if self.num_workers:
+            words += [f"prefetch_factor={self.prefetch_factor}", f"persistent_workers={self.persistent_workers}"]
+        return ", ".join([*words, *(["pin_memory=True"] if self.pin_memory else [])])
+
+    @property
+    def name(self) -> str:
+        """Arguments and what else differs, in one line."""
+        words = [self.arguments]
+        if self.fetch != AS_GIVEN:
+            words.append(f"rows fetched by {self.fetch}" if self.fetch == BATCH_INDEX else "rows fetched one by one")
+        if self.non_blocking:
+            words.append("non_blocking=True")
+        return ", ".join(words)
+
+    @property
+    def code(self) -> str:
+        """Plain PyTorch lines for the user's own loop."""
+        if self.fetch == BATCH_INDEX:
+            batches = "BatchSampler(sampler, batch_size, drop_last)"
+            lines = [f"DataLoader(dataset, sampler={batches}, batch_size=None, {self.arguments})"]
+        else:
+            lines = [f"DataLoader(dataset, ..., {self.arguments})"]
+        if self.fetch == ONE_BY_ONE:
+            lines.insert(0, "dataset.__getitems__ = None  # rows one by one")
+        if self.non_blocking:
+            lines.append('batch = batch.to("cuda", non_blocking=True)')
+        return "\n".join(lines)
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """For order: fewer workers, fewer batches in flight, fewer changes are smaller."""
+        flight = self.num_workers * self.prefetch_factor
+        return (self.num_workers, flight, self.fetch != AS_GIVEN, self.pin_memory, self.non_blocking,
+                self.persistent_workers)  # fmt: skip
+
+
+class Slice(msgspec.Struct, frozen=True):
+    """One run of one setting. Times in seconds; the first batch of an epoch is told apart."""
+
+    batches: int
+    rate: float
+    """Batches a second within an epoch."""
+    waiting: float
+    """Share of the time spent waiting for the next batch."""
+    wait_p05_s: float
+    wait_p50_s: float
+    wait_p95_s: float
+    fetch_p50_s: float
+    """Producing one batch in one worker (or in the main process, without workers), as timed there."""
+    fetch_p95_s: float
+    fetch_p99_s: float
+    fetch_cpu: float
+    """Processor time over wall time while producing: near 0 it waits (files, network), near 1 it computes."""
+    cpu_share: float
+    """Cores that the main process kept busy."""
+    start_s: float
+    """From making the iterator to the first batch: workers start here."""
+    boundaries_s: list[float]
+    """From the end of one epoch to the first batch of the next, where a slice met one."""
+    batch_bytes: int
+    worker_bytes: int
+    """The most memory of its own that a worker held (USS); 0 without workers."""
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What the target made."""
+
+    num_workers: int
+    prefetch_factor: int
+    persistent_workers: bool
+    pin_memory: bool
+    epoch_batches: int
+    """Batches in an epoch; 0 where the loader does not know."""
+    iterable: bool
+    has_step: bool
+    cuda: bool
+    fetches: list[str]
+    """Ways to fetch rows that give the same batches as the one given."""
+    notes: list[str] = []
+
+
+@dataclass
+class Measured:
+    """One setting over its rounds, or why it failed."""
+
+    setting: Setting
+    slices: dict[int, Slice] = field(default_factory=dict)
+    """By round."""
+    failure: str = ""
+    left_out: bool = False
+    """It was never run: the failure says why."""
+    epoch_batches: int = 0
+
+    @property
+    def rates(self) -> list[float]:
+        """Batches a second with the epoch's beginning shared out, a round each."""
+        return [self._whole(item.rate) for item in self.slices.values()]
+
+    @property
+    def rate(self) -> float:
+        return statistics.median(self.rates) if self.slices else 0.0
+
+    @property
+    def waiting(self) -> float:
+        """Share of the time spent waiting for data within an epoch."""
+        return statistics.median(item.waiting for item in self.slices.values()) if self.slices else math.nan
+
+    @property
+    def start_s(self) -> float:
+        return next((item.start_s for item in self.slices.values()), math.nan)
+
+    @property
+    def restart_s(self) -> float:
+        """To the first batch of a further epoch: as met, else one batch for workers that persist, else a start."""
+        met = [time for item in self.slices.values() for time in item.boundaries_s]
+        if met:
+            return statistics.median(met)
+        if self.setting.num_workers and not self.setting.persistent_workers:
+            return self.start_s
+        return statistics.median(item.fetch_p50_s for item in self.slices.values()) if self.slices else 0.0
+
+    @property
+    def last(self) -> Slice:
+        """The latest slice; its times of production are of the batches before it, too."""
+        return self.slices[max(self.slices)]
+
+    @property
+    def able(self) -> bool:
+        return bool(self.slices) and not self.failure
+
+    def whole(self, number: int) -> float:
+        """Batches a second in a round, the epoch's beginning shared out."""
+        return self._whole(self.slices[number].rate)
+
+    def _whole(self, rate: float) -> float:
+        if self.epoch_batches <= SHORT:
+            return rate
+        extra = max(0.0, self.restart_s - 1 / rate)
+        return self.epoch_batches / (self.epoch_batches / rate + extra)
+
+
+def ratio(one: Measured, other: Measured) -> float:
+    """How much faster `one` is than `other`: the median over the rounds that both ran."""
+    shared = [number for number in one.slices if number in other.slices]
+    if not shared:
+        return one.rate / other.rate if other.rate else math.inf
+    pairs = [one.whole(number) / other.whole(number) for number in shared]
+    return statistics.median(pairs)
+
+
+def smallest_of_the_best(measured: Sequence[Measured]) -> Measured:
+    """The smallest setting within 3% of the fastest, of settings that ran in the same rounds."""
+    able = [item for item in measured if item.able]
+    top = max(able, key=lambda item: ratio(item, able[0]))
+    return min((item for item in able if ratio(item, top) >= 1 - WITHIN), key=lambda item: item.setting.size)

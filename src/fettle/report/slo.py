@@ -1,0 +1,307 @@
+"""The report of a search for a service level: one HTML file that needs no network.
+
+It reads the plain data of the search (`fettle.serve.search.as_json`), which is also what ``result.json`` holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+
+from fettle.recipe import write_text
+from fettle.report import _format as fmt
+from fettle.report import _theme
+from fettle.report._clean import clean
+from fettle.report._theme import ACCENT, LEVERS, QUIET, WARN, Drawn
+from fettle.report.charts import Figure, as_spec
+from fettle.report.shell import drawing, template
+
+Data = Mapping[str, Any]
+Rows = list[dict[str, Any]]
+_HEIGHT = 300
+
+
+def write_slo_report(data: Data, path: str | Path) -> None:
+    """Write the page to `path`, whole or not at all. Raises `UsageError` when it cannot be written."""
+    write_text(Path(path), slo_page(data))
+
+
+def slo_page(data: Data) -> str:
+    """The page as text."""
+    data = clean(data)
+    tests = [{**test, "setting": point["setting"]} for point in data["points"] for test in point["tests"]]
+    shown = [point for point in data["points"] if point["tests"] or point["front"]]
+    return str(
+        template("fettle.report", "slo.html.j2").render(
+            found=data, best=best(data), tests=tests, shown=shown, headline=headline(data), lead=lead(data), fmt=fmt,
+            shared=_shared(shown), **drawing(slo_figures(data)),
+        )
+    )  # fmt: skip
+
+
+def best(data: Data) -> dict[str, Any] | None:
+    """The point that is handed back."""
+    return None if data["best"] is None else data["points"][data["best"]]
+
+
+def headline(data: Data) -> str:
+    """What came of it, in a few words."""
+    found = best(data)
+    if data["interrupted"]:
+        return "A search that was interrupted"
+    if found is None:
+        return f"No setting keeps {_ms(data['limit_ms'])}"
+    words = f"{found['measured']:.4g} requests a second within {_ms(data['limit_ms'])}"
+    return words if data["met"] else f"Not met: {words}"
+
+
+def lead(data: Data) -> str:
+    """One paragraph: the setting, how it was predicted, and what is left."""
+    found = best(data)
+    if found is None:
+        return " ".join(f"{why[:1].upper()}{why[1:]}." for why in data["why"][:2])
+    text = f"{found['setting']}. Predicted before any load test: {found['predicted']:.4g} requests a second."
+    if data["rate"]:
+        text += f" Asked for: {data['rate']:.4g}"
+        text += f", with {data['head_room']:.0%} of the capacity to be left." if data["head_room"] else "."
+    return text
+
+
+def slo_figures(data: Data) -> list[Figure]:
+    """The charts that there is data for."""
+    drawn = [
+        ("capacity", "Capacity by rows of a batch", _capacity_words(data), capacity(data)),
+        ("cost", "What a call costs, by rows", _cost_words(data), cost(data)),
+        ("prediction", "Predicted against measured p99", _prediction_words(data), prediction(data)),
+        ("front", "The Pareto front", _front_words(data), front(data)),
+    ]
+    return [Figure(name, title, words, as_spec(chart)) for name, title, words, chart in drawn if chart is not None]
+
+
+# -- capacity ---------------------------------------------------------------------------------------------------------
+
+
+def _branch_of(point: Data) -> tuple[Any, ...]:
+    return (point["workers"], point["threads"], point["device"], point["variant"])
+
+
+def _main_branch(data: Data) -> tuple[Any, ...] | None:
+    """The branch of the best point, or of the best predicted one."""
+    found = best(data) or next(iter(data["points"]), None)
+    return None if found is None else _branch_of(found)
+
+
+def _capacity_rows(data: Data) -> Rows:
+    main = _main_branch(data)
+    return [
+        {"rows": point["max_rows"], "capacity": point["predicted"], "kind": _kind(point), "setting": point["setting"],
+         "measured": point["measured"]}
+        for point in data["points"]
+        if _branch_of(point) == main and not point["pad"]
+    ]  # fmt: skip
+
+
+def _kind(point: Data) -> str:
+    return str(point["policy"]) + (", with delay" if point["delay_s"] else "")
+
+
+def capacity(data: Data) -> Drawn | None:
+    """Capacity under the limit against the rows of a batch, a line for each policy with and without delay."""
+    rows = _capacity_rows(data)
+    if not any(row["capacity"] for row in rows):
+        return None
+    kinds = ["curve", "greedy", "curve, with delay", "greedy, with delay"]
+    shown = [kind for kind in kinds if any(row["kind"] == kind for row in rows)]
+    colours = dict(zip(kinds, (ACCENT, LEVERS[1], LEVERS[0], LEVERS[3]), strict=True))
+    sizes = sorted({row["rows"] for row in rows})
+    x = alt.X("rows:Q", title="most rows a batch (log)",
+              scale=alt.Scale(type="log", base=2, domain=[sizes[0] / 1.1, sizes[-1] * 1.1], nice=False),
+              axis=alt.Axis(values=sizes, format="d", grid=False))  # fmt: skip
+    y = alt.Y("capacity:Q", title="requests a second under the limit", scale=alt.Scale(zero=True, nice=True))
+    colour = alt.Color("kind:N", title=None, scale=alt.Scale(domain=shown, range=[colours[kind] for kind in shown]),
+                       legend=alt.Legend(columns=2))  # fmt: skip
+    tooltip = [alt.Tooltip("setting:N"), alt.Tooltip("capacity:Q", title="predicted", format=".4~g")]
+    base = alt.Chart(_theme.data(rows)).encode(x=x, y=y, color=colour, tooltip=tooltip)
+    layers: list[alt.Chart] = [base.mark_line(strokeWidth=2), base.mark_point(filled=True, size=45)]
+    proven = [{**row, "capacity": row["measured"]} for row in rows if row["measured"]]
+    if proven:
+        layers.append(
+            alt.Chart(_theme.data(proven)).mark_point(shape="diamond", size=190, strokeWidth=2.5).encode(
+                x=x, y=y, color=colour,
+                tooltip=[alt.Tooltip("setting:N"), alt.Tooltip("capacity:Q", title="measured", format=".4~g")],
+            )
+        )  # fmt: skip
+    return alt.layer(*layers).properties(width="container", height=_HEIGHT)
+
+
+def _capacity_words(data: Data) -> str:
+    rows = [row for row in _capacity_rows(data) if row["kind"] in ("greedy", "curve")]
+    return (
+        "Lines: " + "; ".join(f"{row['kind']} up to {row['rows']} rows {row['capacity']:.4g}/s" for row in rows) + "."
+    )
+
+
+# -- cost -------------------------------------------------------------------------------------------------------------
+
+
+def _cost_rows(data: Data) -> Rows:
+    return [
+        {"branch": branch["branch"], **entry, "row_ms": entry["median_ms"] / entry["rows"],
+         "main": (branch["workers"], branch["threads"], branch["device"], branch["variant"]) == _main_branch(data)}
+        for branch in data["branches"] for entry in branch["curve"]
+    ]  # fmt: skip
+
+
+def cost(data: Data) -> Drawn | None:
+    """Milliseconds of a call against its rows: the median of every branch, and for the best one where 90% lie."""
+    rows = _cost_rows(data)
+    if not rows:
+        return None
+    names = list(dict.fromkeys(row["branch"] for row in sorted(rows, key=lambda row: not row["main"])))[:8]
+    rows = [row for row in rows if row["branch"] in names]
+    colours = [ACCENT, *LEVERS[1:], *LEVERS][: len(names)]
+    x = alt.X("rows:Q", title="rows", scale=alt.Scale(zero=True, nice=False), axis=alt.Axis(grid=False, format="d"))
+    colour = alt.Color("branch:N", title=None, scale=alt.Scale(domain=names, range=colours),
+                       legend=alt.Legend(columns=1, labelLimit=330))  # fmt: skip
+    base = alt.Chart(_theme.data(rows)).encode(
+        x=x, y=alt.Y("median_ms:Q", title="ms a call"), color=colour,
+        tooltip=[alt.Tooltip("branch:N"), alt.Tooltip("rows:Q"), alt.Tooltip("median_ms:Q", format=".4~g"),
+                 alt.Tooltip("row_ms:Q", title="ms a row", format=".4~g"), alt.Tooltip("calls:Q")],
+    )  # fmt: skip
+    band = base.transform_filter("datum.main").mark_area(opacity=0.18).encode(y="low_ms:Q", y2="high_ms:Q")
+    return alt.layer(
+        band, base.mark_line(strokeWidth=2), base.mark_point(filled=True, size=42), *_rule(data["limit_ms"])
+    ).properties(width="container", height=_HEIGHT)  # fmt: skip
+
+
+def _rule(limit_ms: float) -> list[alt.Chart]:
+    data = _theme.data([{"y": limit_ms, "text": f"limit {_ms(limit_ms)}"}])
+    base = alt.Chart(data).encode(y="y:Q")
+    return [
+        base.mark_rule(color=WARN, strokeDash=[6, 3]),
+        base.mark_text(color=WARN, align="left", dy=-7, fontSize=11).encode(x=alt.value(4), text="text:N"),
+    ]
+
+
+def _cost_words(data: Data) -> str:
+    main = [row for row in _cost_rows(data) if row["main"]]
+    return "Line: " + "; ".join(f"{row['rows']} rows {_ms(row['median_ms'])}" for row in main) + "."
+
+
+# -- prediction -------------------------------------------------------------------------------------------------------
+
+
+def _prediction_rows(data: Data) -> Rows:
+    return [
+        {"setting": point["setting"], "rate": test["rate"], "predicted": test["predicted_p99_ms"],
+         "measured": test["run"]["latency_ms"]["p99"], "held": "limit kept" if test["held"] else "limit missed"}
+        for point in data["points"] for test in point["tests"]
+        if test["predicted_p99_ms"] and test["run"]["latency_ms"]["p99"]
+    ]  # fmt: skip
+
+
+def prediction(data: Data) -> Drawn | None:
+    """Every load test: its p99 by simulation and as measured; on the line they are equal."""
+    rows = _prediction_rows(data)
+    if not rows:
+        return None
+    values = [row[name] for row in rows for name in ("predicted", "measured")] + [data["limit_ms"]]
+    ends = [min(values) / 1.15, max(values) * 1.15]
+    scale = alt.Scale(type="log", domain=ends, nice=False)
+    axis = alt.Axis(values=_nice(*ends), format="~g")
+    x = alt.X("predicted:Q", title="predicted p99, ms (log)", scale=scale, axis=axis)
+    y = alt.Y("measured:Q", title="measured p99, ms (log)", scale=scale, axis=axis)
+    line = alt.Chart(_theme.data([{"v": ends[0]}, {"v": ends[1]}])).mark_line(color=QUIET, strokeDash=[3, 3])
+    line = line.encode(x=alt.X("v:Q", scale=scale, title="predicted p99, ms (log)"), y=alt.Y("v:Q", scale=scale))
+    dots = alt.Chart(_theme.data(rows)).mark_point(filled=True, size=90, opacity=0.85).encode(
+        x=x, y=y,
+        color=alt.Color("held:N", title=None, scale=alt.Scale(domain=["limit kept", "limit missed"],
+                                                              range=[ACCENT, WARN])),
+        tooltip=[alt.Tooltip("setting:N"), alt.Tooltip("rate:Q", title="requests/s", format=".4~g"),
+                 alt.Tooltip("predicted:Q", format=".4~g"), alt.Tooltip("measured:Q", format=".4~g")],
+    )  # fmt: skip
+    return alt.layer(dots, line, _rule_at(data["limit_ms"], scale)).properties(width="container", height=_HEIGHT)
+
+
+def _rule_at(limit_ms: float, scale: alt.Scale) -> alt.Chart:
+    data = _theme.data([{"y": limit_ms}])
+    rule: alt.Chart = alt.Chart(data).mark_rule(color=WARN, strokeDash=[6, 3]).encode(y=alt.Y("y:Q", scale=scale))
+    return rule
+
+
+def _prediction_words(data: Data) -> str:
+    rows = _prediction_rows(data)
+    off = sorted(abs(row["measured"] / row["predicted"] - 1) for row in rows)
+    return (
+        f"{len(rows)} load tests; the median distance from the prediction is {off[len(off) // 2]:.0%}." if off else ""
+    )
+
+
+# -- front ------------------------------------------------------------------------------------------------------------
+
+
+def _front_rows(data: Data) -> Rows:
+    rows = []
+    for number, point in enumerate(data["points"], 1):
+        capacity = point["predicted"] if point["measured"] is None else point["measured"]
+        if not capacity or point["p99_ms"] is None or point["p99_ms"] > 3 * data["limit_ms"]:
+            continue
+        rows.append(
+            {"number": number, "setting": point["setting"], "capacity": capacity, "p99": point["p99_ms"],
+             "memory": point["memory_bytes"] / 2**20, "front": point["front"], "error": fmt.error(point["error"]),
+             "kind": "measured" if point["measured"] else "predicted",
+             "best": number - 1 == data["best"]}
+        )  # fmt: skip
+    return rows
+
+
+def front(data: Data) -> Drawn | None:
+    """Capacity against the p99 at one common rate; memory as size. What is beaten in all respects stays in the back."""
+    rows = _front_rows(data)
+    if not any(row["front"] for row in rows):
+        return None
+    x = alt.X("capacity:Q", title="requests a second under the limit", scale=alt.Scale(zero=False, nice=True))
+    y = alt.Y("p99:Q", title=f"p99 at {data['reference_rate']:.4g}/s, ms", scale=alt.Scale(zero=False, nice=True))
+    base = alt.Chart(_theme.data(rows)).encode(x=x, y=y)
+    dots = base.mark_point(filled=True).encode(
+        color=alt.condition("datum.front", alt.value(ACCENT), alt.value(QUIET)),
+        opacity=alt.condition("datum.front", alt.value(0.85), alt.value(0.25)),
+        size=alt.Size("memory:Q", title="memory, MiB", scale=alt.Scale(range=[50, 420], zero=True),
+                      legend=alt.Legend(tickCount=3)),
+        order=alt.Order("front:N"),
+        tooltip=[alt.Tooltip("setting:N"), alt.Tooltip("capacity:Q", format=".4~g"), alt.Tooltip("kind:N"),
+                 alt.Tooltip("p99:Q", title="p99, ms", format=".4~g"),
+                 alt.Tooltip("memory:Q", title="memory, MiB", format=".0f"), alt.Tooltip("error:N")],
+    )  # fmt: skip
+    label = base.transform_filter("datum.best").mark_text(dy=-14, fontWeight=600).encode(text=alt.value("chosen"))
+    return alt.layer(dots, label).properties(width="container", height=_HEIGHT)
+
+
+def _front_words(data: Data) -> str:
+    rows = [row for row in _front_rows(data) if row["front"]]
+    listed = "; ".join(f"{row['setting']}: {row['capacity']:.4g}/s" for row in rows[:8])
+    return f"{len(rows)} settings that no other beats in every respect: {listed}."
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+
+def _shared(points: Rows) -> dict[str, bool]:
+    """Which columns tell the points apart."""
+    return {
+        "cost": any(point["cost_per_million"] is not None for point in points),
+        "error": len({point["error"] for point in points}) > 1,
+    }
+
+
+def _nice(low: float, high: float) -> list[float]:
+    ticks = [base * 10.0**power for power in range(-3, 7) for base in (1, 2, 5)]
+    return [tick for tick in ticks if low <= tick <= high] or [low, high]
+
+
+def _ms(value: float) -> str:
+    return fmt.milliseconds(value) if math.isfinite(value) else fmt.MISSING

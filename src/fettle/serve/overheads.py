@@ -1,0 +1,55 @@
+"""What serving adds to the model's own time: one closed loop with one client, and one that keeps every worker busy.
+
+With one client a request takes ``request_s + batch_s + s(1)``. With more clients than the workers can take, a worker
+makes a call every ``batch_s + s(size)`` seconds. So two short runs on the real server give both constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from fettle.serve.client import Shot
+from fettle.serve.load import closed_loop
+from fettle.serve.policy import CostCurve
+from fettle.serve.served import Served, ServerFailure
+
+RUN_S = 1.5
+"""Of each of the two runs, at least; at least 30 calls of the model."""
+
+
+class Overheads(msgspec.Struct, forbid_unknown_fields=True):
+    """The constants of `fettle.serve.simulate.Costs`, and what they came from. Seconds."""
+
+    request_s: float
+    batch_s: float
+    alone_s: float
+    """Median latency of one client alone."""
+    busy_rate: float
+    """Answers a second with every worker busy."""
+    busy_rows: float
+    """Rows of a call then, on average."""
+
+
+async def measure_overheads(
+    served: Served, shots: Sequence[Shot], curve: CostCurve, *, workers: int, max_rows: int
+) -> Overheads:
+    """Two closed loops. Raises `ServerFailure` where requests fail.
+
+    Where the server is quicker than the calibration said, as far as that was noise, a constant is 0: never less.
+    """
+    alone = await closed_loop(shots, 1, max(RUN_S, 30 * curve.at(1)))
+    await served.look()
+    clients = min(256, 2 * max_rows * workers + workers)
+    busy = await closed_loop(shots, clients, max(RUN_S, 30 * curve.at(max_rows) / workers))
+    seen = await served.look()
+    for run in (alone, busy):
+        if not run.answered or run.failed:
+            raise ServerFailure(f"{run.failed} of {sum(run.statuses.values())} requests failed: {run.statuses}")
+    rows = sum(size * count for size, count in seen.rows.items()) / max(seen.calls, 1)
+    computing = sum(curve.at(size) * count for size, count in seen.sizes.items()) / max(seen.calls, 1)
+    each = workers * rows / busy.throughput
+    batch_s = max(0.0, each - computing)
+    request_s = max(0.0, alone.percentile(50) - curve.at(1) - batch_s)
+    return Overheads(request_s, batch_s, alone.percentile(50), busy.throughput, rows)

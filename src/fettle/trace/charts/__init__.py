@@ -1,0 +1,15 @@
+"""One chart a question. Every chart takes frames of the analyses and returns an Altair chart; none computes.
+
+Charts are as wide as what holds them and name no ink and no paper: the page, or `save`, brings the look. Labels stand
+above their bars, so that a kernel's name of eighty characters costs no width on a phone.
+"""
+
+from fettle.trace.charts.bars import account_chart, account_parts, bar_chart, change_chart, stacked, what_if_chart
+from fettle.trace.charts.counts import arrival_chart, collective_chart, delay_chart, size_chart
+from fettle.trace.charts.lines import blocks, step_line
+from fettle.trace.charts.look import main_parts, save, spec
+
+__all__ = [
+    "account_chart", "account_parts", "arrival_chart", "bar_chart", "blocks", "change_chart", "collective_chart",
+    "delay_chart", "main_parts", "save", "size_chart", "spec", "stacked", "step_line", "what_if_chart",
+]  # fmt: skip

@@ -1,0 +1,113 @@
+"""From what JSON holds to numbers and text that fit the columns, whatever it holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_INT64_MAX = 2**63 - 1
+
+
+def plain_or(values: list[Any], convert: Callable[[Any], int]) -> npt.NDArray[np.int64] | list[int]:
+    """Small plain integers as they are, at once; anything else one by one."""
+    try:
+        array = np.array(values)
+    except (ValueError, OverflowError):
+        return [convert(v) for v in values]
+    if array.dtype == np.int64 and len(array) and array.min() >= 0 and array.max() <= 10_000:
+        return array
+    return [convert(v) for v in values]
+
+
+def say(value: Any, limit: int) -> str:
+    """Any value as text that can be stored: cut, and without lone surrogates."""
+    return str(value)[:limit].encode("utf-8", "replace").decode()
+
+
+def to_array(values: list[Any]) -> npt.NDArray[Any]:
+    """Numbers as int64 where all are integers, as float64 where some are not, as objects where some are missing or
+    huge.
+    """
+    try:
+        array = np.array(values)
+    except (OverflowError, ValueError):
+        return np.array(values, dtype=object)
+    return array if array.dtype in (np.int64, np.float64) else np.array(values, dtype=object)
+
+
+def to_ns(values: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Microseconds to nanoseconds, exactly, and which values are no clock (not finite, or beyond 104 days since 1970
+    x 10).
+    """
+    if values.dtype == np.dtype("timedelta64[ns]"):
+        ns = values.view(np.int64)
+        return ns, np.zeros(len(ns), dtype=bool)
+    if values.dtype == np.float64:
+        bad = ~np.isfinite(values) | (np.abs(values) > 9e15)
+        safe = np.where(bad, 0.0, values)
+        whole = np.floor(safe)
+        ns = whole.astype(np.int64) * 1000 + np.rint((safe - whole) * 1000.0).astype(np.int64)
+        return ns, bad
+    numbers = values.astype(np.int64)
+    bad = np.abs(numbers) > 9 * 10**15
+    return np.where(bad, 0, numbers) * 1000, bad
+
+
+def integers(values: list[Any]) -> npt.NDArray[np.int64]:
+    """Integers that are there or -1, at once where they are plain."""
+    try:
+        return np.array(values, dtype=np.int64)
+    except (OverflowError, ValueError, TypeError):
+        return np.array([integer(v) for v in values], dtype=np.int64)
+
+
+def integer(value: Any, missing: int = -1) -> int:
+    """An integer that fits in 64 bits, from whatever JSON held; `missing` where there is none."""
+    if isinstance(value, str):
+        try:
+            value = int(value, 0) if len(value) < 25 else missing
+        except ValueError:
+            return missing
+    if isinstance(value, float):
+        value = int(value) if math.isfinite(value) else missing
+    if not isinstance(value, int) or abs(value) > _INT64_MAX:
+        return missing
+    return int(value)
+
+
+def number(value: Any) -> float | None:
+    """A finite number; None where there is none."""
+    try:
+        told = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return told if math.isfinite(told) else None
+
+
+def small_number(value: Any) -> int:
+    """A device number: -1 for what is none (a process id, for one, where the device was not told)."""
+    told = integer(value)
+    return told if -1 <= told <= 10_000 else -1
+
+
+def stream_number(value: Any) -> int:
+    """A stream number; text such as `stream 7` counts, and the unsigned 32-bit -1 of sync events means none."""
+    if isinstance(value, str):
+        value = value.rsplit(" ", 1)[-1]
+    told = integer(value)
+    return -1 if told in (2**32 - 1, 2**64 - 1) else told
+
+
+def whole_ns(microseconds: Decimal | None) -> int:
+    """Decimal microseconds to the nearest nanosecond."""
+    return int(((microseconds or Decimal(0)) * 1000).to_integral_value())
+
+
+def is_wide(value: Any) -> bool:
+    """Whether a number is beyond what a float64 holds exactly."""
+    return value is not None and abs(value) > 2**53

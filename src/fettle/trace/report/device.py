@@ -1,0 +1,127 @@
+"""The device's side: kernels, launches, communication, queues and copies."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from fettle.trace import charts
+from fettle.trace.communication import (
+    arrival,
+    clock_offsets,
+    collective_table,
+    collectives,
+    match_collectives,
+    stragglers,
+)
+from fettle.trace.communication import overlap as overlap_of
+from fettle.trace.kernels import kernel_classes, kernel_table, kernels_across_ranks
+from fettle.trace.kinds import short_kernel_name
+from fettle.trace.launches import call_table, launch_stats
+from fettle.trace.model import Trace
+from fettle.trace.queue import bandwidth_summary, copy_bandwidth, queue_length, queue_summary
+from fettle.trace.report.section import Section
+
+SHOWN_RANKS = 3
+
+
+def kernels(traces: list[Trace]) -> Section | None:
+    """Kernels by type and name."""
+    frame = pl.concat([kernel_table(t) for t in traces])
+    if not frame.height:
+        return None
+    section = Section("Which kernels took the time?", "Statistics are over launches. Short: under 10 microseconds.")
+    # One bar a function; its template instances are rows of the table.
+    short = frame.with_columns(function=pl.Series([short_kernel_name(n) for n in frame["name"]], dtype=pl.String()))
+    by_name = short.group_by("function", "class").agg(pl.col("sum_ns").sum())
+    section.chart("Longest kernels, by function", charts.bar_chart(by_name, "function", "sum_ns", color="class"))
+    classes = pl.concat([kernel_classes(t) for t in traces])
+    together = classes.with_columns(where=pl.format("rank {} device {}", "rank", "device"), ms=pl.col("time_ns") / 1e6)
+    section.chart("What ran together", charts.stacked(together, "where", "classes", "ms"))
+    first = ["rank", "device", "name", "sum_ns", "share", "count"]
+    ordered = frame.select(*first, *(c for c in frame.columns if c not in (*first, "class")), "class")
+    section.table("Longest kernels", ordered.sort("sum_ns", descending=True), rows=25)
+    section.table("What ran together", classes, rows=32)
+    if len(traces) > 1:
+        section.table("Across ranks", kernels_across_ranks(traces))
+    return section
+
+
+def launches(traces: list[Trace]) -> Section | None:
+    """Launch calls, how long they take, and how long work waits after them."""
+    frame = pl.concat([launch_stats(t) for t in traces])
+    if not frame.height:
+        return None
+    section = Section(
+        "How was the work launched?",
+        "Long delays mean that work queued behind other work (the device is busy); delays of a few microseconds with "
+        "kernels shorter than their launch mean that the host cannot keep up: fuse, compile, or launch a graph.",
+    )
+    section.chart("Delay from launch to start", charts.delay_chart(frame))
+    section.table("Launch calls", call_table(frame), rows=20)
+    return section
+
+
+def communication(traces: list[Trace]) -> Section | None:
+    """Overlap, collectives, and which rank the others waited for."""
+    hidden = pl.concat([overlap_of(t) for t in traces])
+    if not hidden.height or hidden["communication_ns"].sum() == 0:
+        return None
+    section = Section("Communication", "Bandwidths of one rank include its waiting for the others: lower bounds.")
+    parts = hidden.with_columns(where=pl.format("rank {} device {}", "rank", "device")).unpivot(
+        index="where", on=["hidden_ns", "exposed_ns"], variable_name="part", value_name="ns"
+    )
+    names = {"hidden_ns": "hidden communication", "exposed_ns": "exposed communication"}
+    parts = parts.with_columns(pl.col("part").replace_strict(names), ms=pl.col("ns") / 1e6)
+    section.chart("Communication hidden behind compute", charts.stacked(parts, "where", "part", "ms"))
+    each = pl.concat([collectives(t) for t in traces])
+    if each.filter((pl.col("bytes") > 0) & (pl.col("bus_gb_per_s") > 0)).height:
+        section.chart("Bus bandwidth by message size", charts.collective_chart(each))
+    section.table("Hidden behind compute", hidden, rows=64)
+    section.table("Collectives", pl.concat([collective_table(t) for t in traces]))
+    if len(traces) > 1:
+        matched = match_collectives(traces)
+        skews = arrival(traces)
+        if not skews.height:
+            section.text += " No collective could be matched between the ranks: no stragglers, no skew."
+            return section
+        late = stragglers(traces)
+        section.chart(
+            "Waiting of the other ranks, by the rank that came last",
+            charts.bar_chart(late.with_columns(who=pl.format("rank {}: {}", "rank", "reason")), "who", "caused_ns"),
+        )
+        section.chart("Arrival skew over time", charts.arrival_chart(skews))
+        section.table("Who was waited for", late, rows=64, keep="rank")
+        section.table("Largest arrival skews", skews.sort("skew_ns", descending=True).drop("key", "first_ns"))
+        section.table("Clocks, aligned by the ends of shared collectives", clock_offsets(matched), rows=64)
+    else:
+        section.text += " Who waits for whom needs the traces of several ranks: give the folder."
+    return section
+
+
+def queues(traces: list[Trace]) -> Section | None:
+    """Queued work and copies over time."""
+    frame = pl.concat([queue_summary(t) for t in traces])
+    copies = pl.concat([bandwidth_summary(t) for t in traces])
+    if not frame.height and not copies.height:
+        return None
+    section = Section(
+        "Queues and copies over time",
+        "A device whose queue is often empty waits for the host. A queue of 1,024 is full: the next launch waits.",
+    )
+    for trace in traces[:SHOWN_RANKS]:
+        rank = f", rank {trace.rank}" if len(traces) > 1 else ""
+        series = queue_length(trace)
+        if series.height:
+            named = series.with_columns(stream_name=pl.format("device {} stream {}", "device", "stream"))
+            section.chart(
+                f"Queue length{rank}",
+                charts.step_line(named, "length", series="stream_name", unit="launched, not started"),
+            )
+        bandwidth = copy_bandwidth(trace)
+        if bandwidth.height:
+            section.chart(
+                f"Bandwidth of copies{rank}", charts.step_line(bandwidth, "gb_per_s", series="name", unit="GB/s")
+            )
+    section.table("Queue length, weighted by time", frame, rows=32)
+    section.table("Copies", copies)
+    return section

@@ -1,0 +1,154 @@
+"""The host's side: operators and where they come from, threads, small operators, conversions, data loading."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from fettle.trace import charts
+from fettle.trace import host as host_side
+from fettle.trace.host import host_summary, parallel_operators, threads
+from fettle.trace.model import Trace
+from fettle.trace.operators import (
+    annotation_table,
+    attribute_kernels,
+    call_tree,
+    counters_by_operator,
+    kernel_sequences,
+    operator_table,
+)
+from fettle.trace.report.section import Section
+from fettle.trace.stacks import CAUSES_OF_HOST
+
+FLAME_DEPTH = 12
+FLAME_BLOCKS = 600
+
+
+def operators(traces: list[Trace]) -> Section | None:
+    """Operators, modules, lines, annotations, sequences, counters."""
+    table = pl.concat([operator_table(t) for t in traces])
+    if not table.height:
+        return None
+    device = any(t.device_keys for t in traces)
+    cost = "device_ns" if device else "self_ns"
+    section = Section(
+        "Which operators and lines is it?",
+        "Self time is an operator's own, without what it calls. "
+        + ("Device time is of the kernels that it launched itself." if device else ""),
+    )
+    by_name = table.group_by("operator").agg(pl.col(cost).sum())
+    section.chart(f"{'Device' if device else 'Self'} time by operator", charts.bar_chart(by_name, "operator", cost))
+    flame = flame_frame(traces[0], device)
+    if flame.height:
+        section.chart(
+            f"Calls merged by path, as wide as their {'device' if device else 'host'} time",
+            charts.blocks(flame, "milliseconds"),
+        )
+    shown = table.sort(cost, "host_ns", descending=True)
+    section.table("Operators", shown if device else shown.drop("device_ns", "kernels"), rows=20)
+    work = pl.concat([attribute_kernels(t) for t in traces])
+    for column, caption in (
+        ("module", "Modules"),
+        ("line", "Source lines"),
+        ("forward_operator", "Backward work, by forward operator"),
+        ("generated", "Generated kernels, by their graph's file"),
+    ):
+        if work.height and work[column].null_count() < work.height:
+            known = work.filter(pl.col(column).is_not_null())
+            grouped = known.group_by("rank", column).agg(device_ns=pl.col("duration_ns").sum(), kernels=pl.len())
+            whole = work["duration_ns"].sum()
+            section.table(
+                caption,
+                grouped.with_columns(share=pl.col("device_ns") / whole).sort("device_ns", descending=True),
+                rows=12,
+            )
+    top = table.filter(pl.col("kernels") >= 3).sort("device_ns", descending=True)
+    if top.height:
+        name = str(top["operator"][0])
+        found = pl.concat([kernel_sequences(t, name, top=6) for t in traces])
+        section.table(f"Kernels in a row under {name}", found, rows=12)
+    annotated = pl.concat([annotation_table(t) for t in traces])
+    section.table("Annotations", annotated if device else annotated.drop("device_ns", "kernels"), rows=12)
+    counted = [c for t in traces if (c := counters_by_operator(t)) is not None]
+    if counted:
+        sums = pl.concat(counted).group_by("rank", "operator", "counter").agg(pl.col("value").sum())
+        section.table("Hardware counters by operator", sums.sort("value", descending=True))
+    return section
+
+
+def flame_frame(trace: Trace, device: bool) -> pl.DataFrame:
+    """The call tree as blocks: columns row (depth), name, start, end, length (ms), kind."""
+    cost = "device_ns" if device else "host_ns"
+    # Paths in order of their text are depth first; children lie from their parent's start on.
+    steps = call_tree(trace, max_depth=FLAME_DEPTH).with_columns(
+        pl.col("path").str.replace_all(r"ProfilerStep#\d+", "step")
+    )
+    tree = steps.group_by("path", "depth").agg(pl.col(cost).sum()).filter(pl.col(cost) > 0)
+    kept = set(tree.sort(cost, descending=True).head(FLAME_BLOCKS)["path"].to_list())
+    rows: list[tuple[int, str, float, float, str]] = []
+    start_of: dict[str, float] = {}
+    used: dict[str, float] = {}
+    for path, depth, ns in (
+        tree.sort("depth", cost, "path", descending=[False, True, False]).select("path", "depth", cost).iter_rows()
+    ):
+        parent, _, name = path.rpartition(" > ") if depth else ("", "", path)
+        if path not in kept or (depth and parent not in start_of):
+            continue
+        start = start_of.get(parent, 0.0) + used.get(parent, 0.0)
+        start_of[path], used[parent] = start, used.get(parent, 0.0) + ns
+        sort = (
+            "annotation"
+            if not name.startswith(("aten::", "autograd::"))
+            else ("backward" if name.startswith("autograd::") else "operator")
+        )
+        rows.append((depth, name[:100], start / 1e6, (start + ns) / 1e6, sort))
+    schema = {"row": pl.Int64(), "name": pl.String(), "start": pl.Float64(), "end": pl.Float64(), "kind": pl.String()}
+    frame = pl.DataFrame(rows, schema=schema, orient="row")
+    return frame.with_columns(length=pl.col("end") - pl.col("start"))
+
+
+def host(traces: list[Trace]) -> Section:
+    """Threads, operator overhead, small operators, conversions, data loading."""
+    section = Section(
+        "The host", "Time of each thread is that of its innermost event; questions do not exclude each other."
+    )
+    summary = pl.concat([host_summary(t) for t in traces])
+    used = pl.concat([threads(t) for t in traces], how="diagonal_relaxed")
+    if used.height and "label" in used.columns:
+        causes = [f"{c}_ns" for c in CAUSES_OF_HOST if f"{c}_ns" in used.columns]
+        busiest = used.head(10).with_columns(
+            where=pl.format("rank {}, {}", "rank", "label") if len(traces) > 1 else pl.col("label")
+        )
+        parts = busiest.unpivot(index="where", on=causes, variable_name="cause", value_name="ns").filter(
+            pl.col("ns") > 0
+        )
+        parts = parts.with_columns(pl.col("cause").str.strip_suffix("_ns"), ms=pl.col("ns") / 1e6)
+        if parts.height:
+            section.chart(
+                "What the threads did", charts.stacked(charts.main_parts(parts, "cause", "ms"), "where", "cause", "ms")
+            )
+    together = pl.concat([parallel_operators(t) for t in traces])
+    if together.height:
+        shown = together.filter(pl.col("time_ns") > 0).with_columns(
+            label=pl.when(pl.col("threads") == 0)
+            .then(pl.lit("no thread in an operator"))
+            .otherwise(pl.format("{} at once", "threads"))
+        )
+        section.chart(
+            "Threads inside operators",
+            charts.bar_chart(shown.group_by("label").agg(pl.col("time_ns").sum()), "label", "time_ns"),
+        )
+    sizes = (
+        pl.concat([host_side.operator_sizes(t) for t in traces])
+        .group_by("power")
+        .agg(pl.col("count", "time_ns").sum())
+        .sort("power")
+    )
+    if sizes.height:
+        section.chart("Innermost operators by their length", charts.size_chart(sizes))
+    section.table("Questions of a slow host", summary, rows=40)
+    section.table("Small operators", pl.concat([host_side.small_operators(t) for t in traces]), rows=10)
+    section.table("Conversions and copies", pl.concat([host_side.conversions(t) for t in traces]), rows=10)
+    section.table("Data loading", pl.concat([host_side.data_loading(t) for t in traces]), rows=10)
+    wanted = ["rank", "label", "events", "busy_ns", "busy_share", "operator_ns"]
+    section.table("Threads", used.select([c for c in wanted if c in used.columns]), rows=16)
+    return section

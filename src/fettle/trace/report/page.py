@@ -1,0 +1,69 @@
+"""The order of the page's sections, and writing it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import polars as pl
+
+from fettle.errors import UsageError
+from fettle.recipe import write_text
+from fettle.report import clean, shell
+from fettle.trace.model import Trace
+from fettle.trace.report import device, host, overview, path
+from fettle.trace.report.section import Section
+
+Builder = Callable[[list[Trace]], Section | None]
+BUILDERS: list[Builder] = [
+    overview.health,
+    overview.account,
+    overview.idle,
+    path.critical,
+    path.slow_steps,
+    device.kernels,
+    device.launches,
+    device.communication,
+    device.queues,
+    host.operators,
+    host.host,
+    path.timeline,
+    path.memory,
+]
+
+
+def write_report(traces: list[Trace], target: Path, *, before: Trace | None = None) -> list[str]:
+    """Write the page, whole or not at all.
+
+    Args:
+        before: Another trace, compared with the first one in a section of its own.
+
+    Returns:
+        What could not be computed, one line each (also on the page).
+    """
+    sections: list[Section] = []
+    failed: list[str] = []
+    builders = [BUILDERS[0], path.against(before), *BUILDERS[1:]] if before is not None else BUILDERS
+    for build in builders:
+        # A part that cannot be made must not cost the others; what failed is said on the page.
+        try:
+            section = build(traces)
+        except (ArithmeticError, ValueError, KeyError, IndexError, UsageError, pl.exceptions.PolarsError) as error:
+            failed.append(f"{build.__name__.replace('_', ' ')}: {type(error).__name__}: {error}")
+            continue
+        if section is not None:
+            sections.append(section)
+    specs = {f"{i}-{j}": chart.spec for i, s in enumerate(sections) for j, chart in enumerate(s.charts)}
+    page = shell.template("fettle.trace.report", "page.html.j2").render(
+        title=clean(", ".join(sorted({t.path.name for t in traces})[:4])),
+        ranks=len(traces),
+        tiles=clean(overview.tiles(traces)),
+        verdict=clean(overview.verdict(traces)),
+        sections=clean(sections),
+        failed=clean(failed),
+        bundle=shell.bundle(),
+        specs=shell.script_json(clean(specs)),
+        configs=shell.script_json(shell.configs()),
+    )
+    write_text(target, str(page))
+    return failed

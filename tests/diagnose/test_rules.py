@@ -1,0 +1,181 @@
+"""Each rule on evidence with its cause planted, and on evidence without it."""
+
+from dataclasses import replace
+
+import pytest
+
+from fettle.diagnose import RULES, Evidence, Finding, Operation, advice, brought, findings_of, roofline
+from fettle.diagnose.compile_health import CacheHealth, CompileHealth, GraphBreak, LimitHit, Recompile
+from fettle.diagnose.syncs import Sync
+from fettle.measure import Interval, Trial
+from fettle.recipe import Recipe
+from fettle.result import Advice
+from fettle.techniques import Facts
+
+PEAKS = {"matmul_float32": 1e11, "matmul_bfloat16": 1e12, "copy": 1e10}
+
+
+def op(name: str, group: str, seconds: float, **more: object) -> Operation:
+    values = {"module": "m", "kind": "Net", "line": "net.py:1", "dtype": "bfloat16", "calls": 1, "flops": 0, "bytes": 0}
+    return Operation(f"aten.{name}", group, seconds=seconds, **{**values, **more})  # type: ignore[arg-type]
+
+
+def work(seconds: float = 0.006) -> Operation:
+    """A product at the machine's peak."""
+    return op("mm", "matrix", seconds, flops=int(seconds * 1e12), bytes=1 << 16)
+
+
+def seen(*ops: Operation, facts: Facts | None = None, **more: object) -> Evidence:
+    values = {"wall_s": 0.01, "peaks": PEAKS, "rows": 32, **more}
+    rest = Facts(dtype="bfloat16") if facts is None else facts
+    return Evidence(rest, operations=[work(), *ops], **values)  # type: ignore[arg-type]
+
+
+def facts(**more: object) -> Facts:
+    return Facts(**{"dtype": "bfloat16", **more})  # type: ignore[arg-type]
+
+
+def health(**more: object) -> CompileHealth:
+    cache = CacheHealth("", True, 0, 0, 0, False)
+    empty: dict[str, object] = dict.fromkeys(("breaks", "recompiles", "specialised", "limits", "errors"), ())
+    counts = {"compilations": 1, "graphs": 1, "compile_s": 1.0, "wall_s": 1.0, "cache": cache}
+    return CompileHealth(**{**empty, **counts, **more})  # type: ignore[arg-type]
+
+
+PAGE = (64, 1024, 1024)
+PLANTED = {
+    "train-mode": seen(op("native_dropout", "pointwise", 0.004), facts=facts(training=True)),
+    "grad-recorded": seen(settings={"records": "True"}, variants={"grad=inference_mode": (0.2, 0.1, 0.3)}),
+    "float32": seen(op("mm", "matrix", 0.004, dtype="float32", flops=10**8)),
+    "float64": seen(op("add", "pointwise", 0.004, dtype="float64")),
+    "casts": seen(op("_to_copy", "cast", 0.004)),
+    "copies": seen(op("clone", "layout", 0.004, largest=(4, 4))),
+    "channels-first": seen(op("convolution", "matrix", 0.004, flops=10**8), facts=facts(num_4d_inputs=1, num_conv=1)),
+    "not-fused": seen(op("mul", "pointwise", 0.004)),
+    "host-bound": seen(op("view", "other", 1e-5, calls=200)),
+    "python-loop": seen(op("add", "pointwise", 0.004, calls=400, line="net.py:7", function="Net.forward")),
+    "small-batch": seen(loader_rows=1, loader_batches=64, loader_s=1e-4),
+    "optimizer": seen(op("addcdiv_", "pointwise", 0.004, calls=80, line="adam.py:9")),
+    "attention": seen(op("_softmax", "pointwise", 0.004, largest=(8, 128, 128)), facts=facts(manual_attention=1)),
+    "threads": seen(threads=1, cores=4, variants={"threads=4": (0.5, 0.4, 0.6)}),
+    "padding": seen(padding=0.6, padding_where="attention_mask"),
+    "weight-bound": seen(
+        op("mm", "matrix", 0.004, flops=10**6, bytes=10**6), rows=1, weight_bytes=1 << 30
+    ),
+    "batch-norm": seen(op("native_batch_norm", "pointwise", 0.004)),
+    "small-products": seen(op("mm", "matrix", 0.02, flops=2 * 10**6, line="net.py:3"), wall_s=0.03),
+    "int8": seen(op("mm", "matrix", 0.004, flops=10**9), facts=facts(cpu_flags=("avx512_vnni",), num_linear=1)),
+    "indexing": seen(op("index", "index", 0.004)),
+    "sorting": seen(op("sort", "other", 0.004)),
+    "recomputation": seen(op("addmm", "matrix", 0.004, calls=32, repeated=0.9)),
+    "duplicate-data": seen(batches_run=16, batches_seen_before=8),
+    "random": seen(op("normal_", "pointwise", 0.004)),
+    "constants": seen(op("tril", "pointwise", 0.004)),
+    "parametrised": seen(op("_weight_norm_interface", "pointwise", 0.004)),
+    "recurrent": seen(op("lstm", "matrix", 0.006)),
+    "data-wait": seen(loader_s=0.004, at_hand_s=0.005),
+    "spike": seen(op("sub", "pointwise", 0.004, largest=PAGE, growth=64.0)),
+    "leak": seen(op("mul", "pointwise", 0.001, written=1 << 20), tensors_kept=1.0, graphs_kept=1.0,
+                 fresh_s_per_byte=1e-9),
+    "waiting": seen(slept_s=0.004),
+    "garbage-collection": seen(gc_s=0.004),
+    "subnormal": seen(subnormal_weights=0.5),
+    "debugging": seen(settings={"anomaly": "True"}, variants={"anomaly=off": (0.5, 0.4, 0.6)}),
+    "onednn-off": seen(settings={"mkldnn": "False"}),
+    "cudnn-benchmark": seen(op("convolution", "matrix", 0.004, flops=10**8), facts=facts(device="cuda", num_conv=1)),
+    "no-tf32": seen(
+        op("mm", "matrix", 0.004, dtype="float32", flops=10**8),
+        facts=facts(device="cuda", cuda_capability=(8, 0)), settings={"matmul": "highest"},
+    ),
+    "graph-breaks": seen(compiled=True, compile=health(breaks=(GraphBreak("/a/net.py", 4, "print", "", 1),))),
+    "recompiles": seen(compiled=True, compile=health(limits=(LimitHit("f", "/a/net.py", 4, "n == 3", 8),),
+                       recompiles=(Recompile("f", "/a/net.py", 4, "n == 3", "value", 8),))),
+    "syncs": seen(syncs=[Sync("/a/net.py", 5, "f", "x.item()", "aten._local_scalar_dense", "item", "reads", 3)]),
+    "compile-cache": seen(compile=health(cache=CacheHealth("", False, 0, 0, 0, False), compile_s=30.0)),
+    "first-call": seen(first_call_s=12.0),
+    "loading": seen(load_s=30.0),
+    "weight-memory": seen(weight_bytes=1 << 30, facts=facts(dtype="float32")),
+    "duplicate-weights": seen(duplicate_bytes=1 << 28),
+}  # fmt: skip
+
+
+def test_every_rule_is_here_and_nothing_is_said_of_a_healthy_workload() -> None:
+    assert set(PLANTED) == set(RULES)
+    assert len(RULES) >= 30
+    assert findings_of(seen(wall_s=0.00605)) == []
+
+
+@pytest.mark.parametrize("rule", PLANTED)
+def test_a_rule_names_its_cause_the_place_the_bound_and_the_answer(rule: str) -> None:
+    found = RULES[rule](PLANTED[rule])
+    assert found is not None
+    assert found.rule == rule
+    assert 0 <= found.bound < 1
+    assert found.bound > 0 or found.bound_bytes > 0 or found.startup_s > 0
+    assert found.says.endswith(".")
+    assert found.evidence
+    assert found.advice
+    assert found.formula
+    assert found.before != found.after
+    assert found.before
+    assert found.after
+
+
+@pytest.mark.parametrize("rule", PLANTED)
+def test_a_rule_is_silent_about_other_causes(rule: str) -> None:
+    assert RULES[rule](seen(wall_s=0.00605)) is None
+
+
+def test_a_line_that_breaks_the_graph_is_named_once() -> None:
+    sync = Sync("/a/net.py", 4, "f", "x.item()", "aten._local_scalar_dense", "item", "reads", 3)
+    both = replace(PLANTED["graph-breaks"], syncs=[sync])
+    rules = [finding.rule for finding in findings_of(both)]
+    assert "graph-breaks" in rules
+    assert "syncs" not in rules
+    assert "syncs" in [finding.rule for finding in findings_of(replace(both, compiled=False))]
+
+
+def test_time_that_nobody_accounts_for_raises_a_bound_and_makes_no_finding() -> None:
+    little = seen(op("clone", "layout", 1e-4, largest=(4, 4)))
+    assert RULES["copies"](little) is None
+    copy = RULES["copies"](seen(op("clone", "layout", 1e-3, largest=(4, 4))))
+    assert copy is not None
+    assert copy.bound == pytest.approx((1e-3 + (0.01 - 0.007 - 2 * 10e-6)) / 0.01)
+
+
+def test_the_roof_is_the_larger_of_computing_and_moving() -> None:
+    product = op("mm", "matrix", 0.004, flops=2 * 10**9, bytes=10**6, module="head", kind="Linear")
+    norm = op("layer_norm", "pointwise", 0.002, flops=0, bytes=10**7, module="norm", kind="LayerNorm")
+    roofs = roofline(Evidence(facts(), wall_s=0.01, operations=[product, norm], peaks=PEAKS))
+    assert roofs is not None
+    head, layer = roofs.modules
+    assert (head.name, head.limit, layer.limit) == ("head", "compute", "memory")
+    assert head.least_s == pytest.approx(0.002)  # 2 GFLOP at 1 TFLOP/s
+    assert head.reached == pytest.approx(0.5)
+    assert layer.least_s == pytest.approx(0.001)  # 10 MB at 10 GB/s
+    assert roofs.mfu == pytest.approx(2e9 / 0.01 / 1e12)
+    assert roofline(Evidence(facts(), wall_s=0.01)) is None
+
+
+def test_what_advice_brought_is_read_from_two_trials_that_differ_by_it_alone() -> None:
+    finding = Finding("float32", "Slow.", 0.75, levels={"precision": "bf16"})
+    advised = advice([finding, Finding("syncs", "No technique.", 0.5)])
+    assert [item.rule for item in advised] == ["float32"]
+
+    def trial(speedup: float, **levels: str) -> Trial:
+        return Trial(Recipe(levels), "measured", speedup=Interval(speedup, 0.98 * speedup, 1.02 * speedup))
+
+    trials = [trial(1.0), trial(1.5, compile="default"), trial(6.0, compile="default", precision="bf16")]
+    (seen_beside,) = brought(advised, trials)
+    assert seen_beside.brought is not None
+    assert seen_beside.brought.estimate == pytest.approx(4.0)
+    assert seen_beside.beside == Recipe({"compile": "default"})
+    assert seen_beside.bound_kept
+    (alone,) = brought(advised, [*trials, trial(3.0, precision="bf16")])
+    assert alone.brought is not None
+    assert alone.brought.estimate == pytest.approx(3.0)
+    (nothing,) = brought(advised, trials[:2])
+    assert nothing.brought is None
+    assert nothing.bound_kept is None
+    broken = Advice("r", "s", {}, 0.1, Interval(2.0, 1.9, 2.1))
+    assert broken.bound_kept is False

@@ -1,0 +1,224 @@
+"""Workers that die, hang or run out of memory, rows that raise, killed searches: told, survived, no orphans."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fettle.errors import UsageError
+from fettle.inputs import Setting, contest, measure_and_search
+from fettle.inputs.contest import Contest
+from fettle.inputs.guard import Room, room
+from fettle.inputs.journal import Journal
+
+HERE = Path(__file__).parent
+LOADERS = HERE / "loaders.py"
+COMMAND = [sys.executable, "-c", "from fettle.cli import main; main()", "data"]
+
+
+@pytest.fixture
+def run() -> Iterator[object]:
+    """One slice of a setting of a target; its failure."""
+    made = []
+
+    def slice_of(factory: str, workers: int, timeout_s: float = 60.0) -> str:
+        here = Contest(
+            f"{LOADERS}:{factory}", 0.1, timeout_s, "cpu", room(), Journal(None, {}), lambda doing, done, of: None
+        )
+        made.append(here)
+        item = here.run(Setting(workers), 0)
+        assert bool(item.failure) != item.able
+        return item.failure
+
+    yield slice_of
+    for item in made:
+        item.close()
+
+
+def gone(pids: list[int]) -> bool:
+    """Whether these processes end within ten seconds."""
+    for _ in range(100):
+        if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_item_that_raises_is_named_by_its_index(run, workers: int) -> None:
+    assert run("bad_item", workers) == "item 137 raised ValueError: cannot be read"
+
+
+def test_of_a_stream_the_rows_are_named(run) -> None:
+    assert run("bad_stream", 0) == "one of the rows 128 to 143 of the stream raised ValueError: cannot be read"
+
+
+def test_a_worker_that_hangs_is_one_failed_run_and_leaves_no_orphan(run, tmp_path: Path, monkeypatch) -> None:
+    mark = tmp_path / "pid"
+    monkeypatch.setenv("MARK", str(mark))
+    assert "timed out after 6 s in slice: a worker may hang" in run("hangs", 1, timeout_s=6.0)
+    assert gone([int(mark.read_text())])
+
+
+def test_a_worker_that_dies_is_one_failed_run(run) -> None:
+    assert run("dies", 1) == "a worker exited unexpectedly with code 3"
+
+
+def test_out_of_memory_is_told_as_such(run) -> None:
+    assert run("out_of_memory", 1).startswith("out of memory in the batch of items 0 to 31")
+    assert run("is_killed", 1) == "out of memory, or ended by somebody: a worker was killed by signal SIGKILL"
+
+
+def test_a_real_dev_shm_that_is_full() -> None:
+    """In a mount namespace of its own, with 4 MiB for batches of 8 MiB."""
+    script = (
+        "from fettle.inputs.contest import Contest; from fettle.inputs.guard import Room; "
+        "from fettle.inputs.journal import Journal; from fettle.inputs import Setting; "
+        f"c = Contest('{LOADERS}:larger_than_shm', 0.1, 60.0, 'cpu', Room(2, 1 << 40, 1 << 40), Journal(None, {{}}), "
+        "lambda *a: None); print(c.run(Setting(1), 0).failure); print(c.refused(Setting(2))); c.close()"
+    )
+    inside = 'mount -t tmpfs -o size=4m tmpfs /dev/shm && exec "$@"'
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", inside, "sh", sys.executable, "-c", script],
+        capture_output=True, text=True, check=False, timeout=120,
+    ) if sys.platform == "linux" else None  # fmt: skip
+    if done is None or "unshare" in done.stderr or "mount" in done.stderr:
+        pytest.skip("no mount namespaces for this user")
+    assert done.stdout.startswith("/dev/shm is full: "), done.stdout + done.stderr
+    assert "left out: 1 workers already ran out of memory" in done.stdout
+
+
+def test_what_would_not_fit_is_never_started() -> None:
+    here = Contest("x:y", 0.1, 1.0, "cpu", Room(4, 1 << 40, 1 << 20), Journal(None, {}), lambda doing, done, of: None)
+    here.journal.put("0 num_workers=0", _slice(batch_bytes=1 << 20))
+    assert here.run(Setting(), 0).able
+    item = here.run(Setting(4), 0)
+    assert item.left_out
+    assert "batches in flight" in item.failure
+
+
+def test_a_source_that_is_used_up_after_one_epoch_is_told() -> None:
+    with pytest.raises(UsageError, match="used up"):
+        measure_and_search(f"{LOADERS}:once", slice_s=0.1)
+
+
+def test_a_search_that_is_killed_goes_on_and_leaves_no_process(tmp_path: Path, monkeypatch) -> None:
+    kept = tmp_path / "kept"
+    target = f"{LOADERS}:waiting"
+    process = subprocess.Popen([*COMMAND, target, "--slice", "0.2s", "--keep", str(kept), "--json", "--no-lints"],
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+    try:
+        for _ in range(600):
+            if kept.exists() and kept.read_bytes().count(b"\n") >= 5:
+                break
+            time.sleep(0.1)
+        family = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert len(family) >= 2  # stopped ones among them, and their loader workers
+    assert gone(family)
+    known = {json.loads(line)["key"] for line in kept.read_text().splitlines()[1:]}
+    assert len(known) >= 4
+
+    asked = []
+    ask = contest.Worker.ask
+
+    def counted(self, do, timeout_s, **fields):
+        asked.append(do)
+        return ask(self, do, timeout_s, **fields)
+
+    put = Journal.put
+    measured = []
+    monkeypatch.setattr(contest.Worker, "ask", counted)
+    monkeypatch.setattr(Journal, "put", lambda self, key, answer: (measured.append(key), put(self, key, answer))[1])
+    found = measure_and_search(target, slice_s=0.2, keep=kept, lints=False)
+    assert found.reused == len(known)
+    assert not known & set(measured)  # nothing is measured twice
+    assert "facts" not in asked
+    assert not kept.exists()
+
+    # The pipeline waits: its costs are known.
+    assert found.waiting > 0.4  # 32 ms of loading beside 20 ms of work
+    assert found.bound > 1.6
+    assert found.best.setting.num_workers >= 2
+    assert found.gain > 1.3
+    assert f"num_workers={found.best.setting.num_workers}" in found.code
+    assert found.batch_p50_s > 0.03  # timed in the process that makes it
+    assert found.best.slices[0].fetch_p50_s > 0.03  # and in each worker
+    assert found.best.slices[0].worker_bytes > 0
+
+
+def test_ctrl_c_shows_what_is_known_and_keeps_it(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    process = subprocess.Popen(
+        [*COMMAND, f"{LOADERS}:waiting", "--slice", "0.2s", "--keep", str(kept), "--json", "--no-lints"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    for _ in range(600):
+        if kept.exists() and kept.read_bytes().count(b"\n") >= 5:
+            break
+        time.sleep(0.1)
+    family = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    told = json.loads(output)
+    assert told["interrupted"]
+    assert sum(len(item["slices"]) for item in told["settings"]) >= 2
+    assert kept.exists()
+    assert gone(family)
+
+
+@pytest.mark.skipif(not hasattr(os, "O_NOFOLLOW"), reason="needs POSIX")
+@pytest.mark.parametrize(
+    ("text", "words"), [("someone's notes\n", "holds no measurements"), ("x" * (17 << 20), "too large")]
+)
+def test_a_file_that_is_none_of_ours_is_left_as_it_is(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=words):
+        Journal(path, {})
+    assert path.read_text() == text
+
+
+def test_the_journal(tmp_path: Path) -> None:
+    path = tmp_path / "kept"
+    first = Journal(path, {"target": "a"})
+    first.put("one", {"x": 1})
+    with pytest.raises(UsageError, match="another fettle data"):
+        Journal(path, {"target": "a"})
+    first.close(done=False)
+    with path.open("ab") as file:
+        file.write(b'{"key":"two","ans')  # the process ended here
+    again = Journal(path, {"target": "a"})
+    assert again.get("one") == {"x": 1}
+    assert again.get("two") is None
+    again.put("two", {"x": 2})
+    again.close(done=False)
+    third = Journal(path, {"target": "a"})
+    assert third.get("two") == {"x": 2}
+    third.close(done=False)
+    changed = Journal(path, {"target": "b"})  # of another pipeline: measured anew
+    assert changed.get("one") is None
+    changed.close(done=True)
+    assert not path.exists()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match="cannot be kept there"):
+        Journal(link, {})
+
+
+def _slice(**other: object) -> dict:
+    import msgspec
+
+    from tests.inputs.test_search import a_slice
+
+    return msgspec.to_builtins(a_slice(10.0, **other))

@@ -1,0 +1,106 @@
+"""Each lint finds what is planted, with evidence, and keeps silent where the fault is not."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Subset
+
+from fettle.inputs.growth import big_containers, growing_workers
+from fettle.inputs.lints import duplicates, getitems_differ, lint, padding
+from fettle.inputs.profile import profile_rows
+from tests.inputs import loaders
+
+
+def names(found: list) -> list[str]:
+    assert all(item.evidence and item.advice for item in found)
+    return [item.name for item in found]
+
+
+def test_a_stream_that_every_worker_reads_whole_is_shown_by_its_rows() -> None:
+    found = duplicates(DataLoader(loaders.Stream(), batch_size=4))
+    assert names(found) == ["duplicate-data"]
+    assert "64 came 2 times from two workers" in found[0].evidence
+    assert duplicates(DataLoader(loaders.Shared(), batch_size=4)) == []
+
+
+def split_in_init(worker: int) -> None:
+    info = torch.utils.data.get_worker_info()
+    info.dataset.mine = (info.id, info.num_workers)
+
+
+class SplitByInit(torch.utils.data.IterableDataset):
+    mine = (0, 1)
+
+    def __iter__(self):
+        return iter(torch.arange(200).float()[self.mine[0] :: self.mine[1]])
+
+
+def test_a_stream_that_is_split_by_worker_init_fn_is_no_fault() -> None:
+    assert duplicates(DataLoader(SplitByInit(), batch_size=4, worker_init_fn=split_in_init)) == []
+    assert names(duplicates(DataLoader(SplitByInit(), batch_size=4))) == ["duplicate-data"]
+
+
+def test_the_slow_function_is_named() -> None:
+    found = profile_rows(DataLoader(loaders.Rows(loaders.slow, 32), batch_size=8))
+    assert names(found) == ["slow-transform"]
+    assert "slow at loaders.py:" in found[0].says
+    assert "over 32 rows" in found[0].evidence
+    assert profile_rows(DataLoader(loaders.Rows(loaders.one), batch_size=8)) == []
+
+
+def test_pictures_decoded_larger_than_used_and_what_draft_mode_saves() -> None:
+    found = [item for item in profile_rows(DataLoader(loaders.Pictures(), batch_size=8)) if "decoded" in item.name]
+    assert names(found) == ["decoded-too-large"]
+    assert "640 x 480 made 128 x 96: 25 pixels decoded for each one used" in found[0].evidence
+    assert "at 1/4 in draft mode" in found[0].evidence
+    assert "image.draft" in found[0].advice
+    assert "decoded-too-large" not in names(profile_rows(DataLoader(loaders.Pictures(draft=True), batch_size=8)))
+    stored = profile_rows(DataLoader(loaders.Pictures(kind="PNG"), batch_size=8))
+    assert "store them" in next(item for item in stored if item.name == "decoded-too-large").advice
+
+
+def test_a_builtin_is_named_with_the_users_line_that_calls_it() -> None:
+    found = [
+        item for item in profile_rows(DataLoader(loaders.Pictures(), batch_size=8)) if item.name == "slow-transform"
+    ]
+    assert not found or "called from __getitem__ at loaders.py" in found[0].says
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_padding_before_and_after_with_its_memory(as_list: bool) -> None:
+    def row(number: int) -> object:
+        length = 1 + number * 7 % 61
+        return [0] * length if as_list else torch.ones(length)
+
+    found = padding(DataLoader(loaders.Rows(row), batch_size=8, shuffle=True, collate_fn=list))
+    assert names(found) == ["padding"]
+    assert "256 rows of 1 to 61 positions" in found[0].evidence
+    assert "the largest batch goes from" in found[0].evidence
+    assert "bucket_by_length(lengths, 8)" in found[0].advice
+    assert padding(DataLoader(loaders.Rows(loaders.one), batch_size=8)) == []
+
+
+def test_workers_that_copy_what_they_were_forked_with() -> None:
+    found = growing_workers(DataLoader(Subset(loaders.Big(), range(256)), batch_size=8))
+    assert names(found) == ["growing-workers"]
+    assert "200,000 Python objects in .dataset.names" in found[0].says
+    assert big_containers(loaders.Rows(loaders.one)) is None
+
+
+def test_a_leak_grows_with_each_pass_over_the_same_rows_and_a_cache_does_not() -> None:
+    found = growing_workers(DataLoader(loaders.Leaking(), batch_size=8))
+    assert names(found) == ["leaking-worker"]
+    assert "a row" in found[0].evidence
+    assert growing_workers(DataLoader(loaders.Caching(), batch_size=8)) == []
+
+
+def test_getitems_that_gives_other_rows() -> None:
+    assert names(getitems_differ(DataLoader(loaders.WrongBatched(loaders.row_number)))) == ["batch-fetch-differs"]
+    assert getitems_differ(DataLoader(loaders.Batched(loaders.row_number))) == []
+
+
+def test_a_lint_that_fails_is_a_note_and_the_others_go_on() -> None:
+    found, notes = lint(loaders.bad_item())
+    assert found == []
+    assert notes
+    assert any("cannot be read" in note for note in notes)
+    assert all("\n" not in note for note in notes)

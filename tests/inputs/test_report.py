@@ -1,0 +1,156 @@
+"""What a person sees of a search: rows, page, curve, JSON; and what a trace says of the waiting."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fettle.errors import UsageError
+from fettle.inputs import Setting
+from fettle.inputs.from_trace import compare_text, waits_in_trace
+from fettle.inputs.lints import Lint
+from fettle.inputs.report import as_data, check_path, curve, facts, page, rows, write_report
+from tests.inputs.test_search import MadeUp
+
+HERE = Path(__file__).parent
+COMMAND = [sys.executable, "-c", "from fettle.cli import main; main()", "data"]
+
+
+@pytest.fixture(scope="module")
+def found():
+    """A search with a failed setting, a step, and a lint whose text is hostile."""
+
+    class WithLint(MadeUp):
+        def lints(self):
+            evil = Lint("slow-transform", "<script>alert(1)</script>", "99%\x1b[31m", "do it once")
+            return {"lints": [vars(evil)], "notes": ["a note"]}
+
+    return WithLint(make_s=0.04, step_s=0.008, cores=4, fails=(6,), given=Setting(6)).search()
+
+
+def test_the_page_needs_no_network_and_no_script(found) -> None:
+    text = page(found)
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text
+    assert "\x1b" not in text
+    assert "http://" not in text.replace("http://www.w3.org", "")
+    assert text.count("<svg") == 4  # wide and narrow, light and dark
+    assert found.verdict in text
+    assert "failed: out of memory: it is made up" in text
+    assert "a note" in text
+
+
+def test_rows_and_facts(found) -> None:
+    shown = rows(found)
+    assert [row["workers"] for row in shown] == sorted((row["workers"] for row in shown), key=int)
+    assert sum("take this" in row["note"] for row in shown) == 1
+    assert any(line.startswith("A step alone takes 8 ms.") for line in facts(found))
+
+
+def test_json_has_null_where_nothing_is_known(found) -> None:
+    text = json.dumps(as_data(MadeUp(step_s=0.0).search()), allow_nan=False)
+    assert json.loads(text)["bound"] is None
+    told = as_data(found)
+    assert told["waiting"] == pytest.approx(0.04 / 0.048)
+    assert any(item["failure"] for item in told["settings"])
+    json.dumps(told, allow_nan=False)
+
+
+def test_the_curve_has_a_dot_for_each_slice_and_a_cross_for_each_failure(found) -> None:
+    data = json.dumps(curve(found))
+    assert "it is made up" in data
+    assert "the step alone" in data
+
+
+@pytest.mark.parametrize("suffix", [".html", ".svg", ".png"])
+def test_files(found, tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"curve{suffix}"
+    write_report(found, path)
+    assert path.read_bytes()[:4] in (b"<!do", b"<svg", b"\x89PNG")
+
+
+def test_a_report_that_cannot_be_is_refused_before_the_search(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="written as"):
+        check_path(tmp_path / "curve.pdf")
+    with pytest.raises(UsageError, match="no such folder"):
+        check_path(tmp_path / "none" / "curve.svg")
+
+
+def test_the_command(tmp_path: Path) -> None:
+    curve_path = tmp_path / "page.html"
+    target = f"{HERE / 'loaders.py'}:quick"
+    done = subprocess.run(
+        [*COMMAND, target, "--slice", "0.2s", "--json", "-o", str(curve_path), "--keep", str(tmp_path / "kept")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["verdict"].startswith("Workers cannot help: making a batch takes")
+    assert told["bound"] < 1.03
+    assert curve_path.read_text().startswith("<!doctype html>")
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["none.py:made"], "no such file"),
+        (["x.py:made", "--slice", "0s"], "--slice"),
+        (["x.py:made", "-o", "x.pdf"], "written as"),
+        (["x.py:made", "--device", "tpu"], "device tpu"),
+        (["x.py:made", "--after", "x.json"], "--after goes with a trace"),
+        (["none.json"], "none.json"),
+    ],
+)
+def test_bad_usage_is_one_line(tmp_path: Path, monkeypatch, capsys, arguments: list[str], words: str) -> None:
+    from fettle.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["fettle", "data", *arguments])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2
+    told = capsys.readouterr().err
+    assert words in told
+    assert told.count("\n") == 1
+
+
+def event(name: str, begin_us: float, length_us: float, category: str = "user_annotation") -> dict:
+    return {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": 1, "ts": begin_us, "dur": length_us}
+
+
+def write_trace(path: Path, step_us: float, wait_us: float, steps: int = 5) -> Path:
+    events = []
+    for number in range(steps):
+        begin = 1000 + number * step_us
+        events.append(event(f"ProfilerStep#{number}", begin, step_us))
+        events.append(event("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", begin, wait_us))
+        events.append(event("aten::mm", begin + wait_us, step_us - wait_us, "cpu_op"))
+    path.write_text(json.dumps({"traceEvents": events}))
+    return path
+
+
+def test_a_trace_tells_the_waiting_the_bound_and_what_was_reached(tmp_path: Path, monkeypatch, capsys) -> None:
+    before = waits_in_trace(write_trace(tmp_path / "before.json", 1000, 300))
+    after = waits_in_trace(write_trace(tmp_path / "after.json", 800, 10))
+    assert before.waiting == pytest.approx(0.3, abs=0.01)
+    assert before.bound == pytest.approx(1 / 0.7, abs=0.02)
+    assert "Reached: 1.25x, within the bound of 1.43x." in compare_text([before, after])
+
+    from fettle.cli import main
+
+    monkeypatch.setattr(sys, "argv", ["fettle", "data", str(tmp_path / "before.json"), "--after",
+                                      str(tmp_path / "after.json"), "--json"])  # fmt: skip
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 0
+    assert json.loads(capsys.readouterr().out)["achieved"] == pytest.approx(1.25, abs=0.01)
+
+
+def test_a_trace_without_steps_or_loader_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({"traceEvents": [event("ProfilerStep#1", 0, 10)]}))
+    with pytest.raises(UsageError, match="no range of a DataLoader"):
+        waits_in_trace(path)

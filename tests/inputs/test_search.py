@@ -1,0 +1,239 @@
+"""The search against pipelines of known cost: made-up ones in thousands of variants, and real ones that merely wait."""
+
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fettle.errors import UsageError
+from fettle.inputs import Measured, Setting, measure_and_search
+from fettle.inputs.contest import PAIRS, Contest
+from fettle.inputs.guard import Room
+from fettle.inputs.journal import Journal
+from fettle.inputs.search import ROUNDS, _search, cannot_help
+from fettle.inputs.setting import AS_GIVEN, BATCH_INDEX, Facts, Slice, ratio, smallest_of_the_best
+
+HERE = Path(__file__).parent
+
+
+def a_slice(rate: float, waiting: float = 0.5, fetch_s: float = 0.01, cpu: float = 1.0, **other: object) -> Slice:
+    values = {
+        "batches": 100, "rate": rate, "waiting": waiting, "wait_p05_s": 0.0, "wait_p50_s": 0.0, "wait_p95_s": 0.0,
+        "fetch_p50_s": fetch_s, "fetch_p95_s": fetch_s, "fetch_p99_s": fetch_s, "fetch_cpu": cpu, "cpu_share": 0.5,
+        "start_s": 0.1, "boundaries_s": [], "batch_bytes": 1000, "worker_bytes": 1000,
+    }  # fmt: skip
+    return Slice(**{**values, **other})  # type: ignore[arg-type]
+
+
+class MadeUp(Contest):
+    """A pipeline that is a formula: what a worker needs for a batch, what handing it over costs, a step, cores."""
+
+    def __init__(self, make_s=0.02, hand_s=0.0005, step_s=0.0, cores=4, cpu=1.0, noise=(1.0,), given=None, fails=()):
+        super().__init__("made:up", 1.0, 1.0, "cpu", Room(cores, 1 << 40, 1 << 40), Journal(None, {}), self._tell)
+        self.make_s, self.hand_s, self.step_s, self.cpu, self.fails = make_s, hand_s, step_s, cpu, fails
+        self.given = given or Setting()
+        self.noise = itertools.cycle(noise)
+        self.fetches = [AS_GIVEN]
+        self.asked: list[Setting] = []
+
+    def _tell(self, doing: str, done: int, of: int) -> None:
+        assert done <= of
+
+    def open(self) -> Facts:
+        given = self.given
+        self.facts = Facts(given.num_workers, given.prefetch_factor, given.persistent_workers, False, 0, False,
+                           bool(self.step_s), False, self.fetches)  # fmt: skip
+        return self.facts
+
+    def alone(self) -> float:
+        return self.step_s
+
+    def lints(self) -> dict:
+        return {"lints": [], "notes": []}
+
+    def true_rate(self, setting: Setting) -> float:
+        make_s = self.make_s / (20 if setting.fetch == BATCH_INDEX else 1)
+        if not setting.num_workers:
+            return 1 / (make_s + self.step_s)
+        # Cores bound what computes; what waits needs none. More workers than cores get in each other's way a little.
+        at_once = setting.num_workers if self.cpu < 0.5 else min(setting.num_workers, self.here.cores)
+        crowded = 1 + 0.01 * max(0, setting.num_workers - self.here.cores) * (self.cpu > 0.5)
+        return min(at_once / (make_s * crowded), 1 / (self.step_s + self.hand_s))
+
+    def _slice(self, setting: Setting) -> dict:
+        import msgspec
+
+        from fettle.measure import WorkerError
+
+        self.asked.append(setting)
+        if setting.num_workers in self.fails:
+            raise WorkerError("out of memory: it is made up", "memory")
+        rate = self.true_rate(setting) * next(self.noise)
+        waiting = 1 - self.step_s * rate if self.step_s else 1.0
+        return msgspec.to_builtins(a_slice(rate, max(0.0, min(1.0, waiting)), self.make_s, self.cpu))
+
+    def search(self):
+        return _search(self, "cpu", True, 0.0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    make_s=st.floats(1e-4, 0.2), hand_s=st.floats(1e-5, 5e-3), step_s=st.sampled_from([0.0, 0.001, 0.01, 0.1]),
+    cores=st.integers(1, 32), cpu=st.sampled_from([0.1, 1.0]),
+    noise=st.lists(st.floats(0.99, 1.01), min_size=3, max_size=11),
+)  # fmt: skip
+def test_what_is_found_is_near_the_best_there_is(make_s, hand_s, step_s, cores, cpu, noise) -> None:
+    contest = MadeUp(make_s, hand_s, step_s, cores, cpu, noise)
+    found = contest.search()
+    most = 8 * cores if cpu < 0.5 else 2 * cores
+    best = max(contest.true_rate(Setting(number, persistent_workers=True)) for number in range(most + 1))
+    assert contest.true_rate(found.best.setting) >= 0.93 * best  # 3% and what 1% of noise hides, twice
+    assert contest.true_rate(found.best.setting) >= 0.97 * contest.true_rate(Setting())
+    enough = min(
+        number for number in range(most + 1)
+        if contest.true_rate(Setting(number, persistent_workers=True)) >= 0.995 * best
+    )  # fmt: skip
+    assert found.best.setting.num_workers <= enough + 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    make_s=st.floats(5e-3, 0.2), cores=st.integers(2, 32), noise=st.lists(st.floats(0.97, 1.03), min_size=5, max_size=9)
+)
+def test_the_search_takes_a_fraction_of_a_sweep(make_s, cores, noise) -> None:
+    contest = MadeUp(make_s, cores=cores, noise=noise)
+    contest.search()
+    settings = 1 + 2 * cores * 6  # workers up to twice the cores, three depths of queue, workers that stay or end
+    assert len(contest.asked) <= 0.25 * 6 * settings + 6
+    assert len(set(contest.asked)) <= 0.25 * settings + 1
+
+
+def test_workers_are_said_not_to_help_where_a_batch_is_nothing_beside_the_step() -> None:
+    contest = MadeUp(make_s=0.0005, step_s=0.1)
+    found = contest.search()
+    assert found.verdict.startswith("Workers cannot help: making a batch takes 0.5% of a step")
+    assert "at most 1.01x" in found.verdict
+    assert set(contest.asked) == {Setting()}  # the costs alone say so
+    assert found.best.setting == Setting()
+
+
+def test_workers_are_said_not_to_help_where_handing_over_is_the_cost() -> None:
+    contest = MadeUp(make_s=0.0002, hand_s=0.001)
+    found = contest.search()
+    assert "making a batch" in found.verdict
+    assert "getting it from a worker 1 ms" in found.verdict
+    assert max(setting.num_workers for setting in contest.asked) == 1
+
+
+def test_one_busy_core_says_so() -> None:
+    plain = Measured(Setting(), {0: a_slice(10.0, cpu_share=0.99)})
+    assert "one core" in cannot_help(plain, 0.0, 1)
+    assert cannot_help(plain, 0.0, 2) == ""
+
+
+def test_more_workers_than_cores_only_where_loading_waits() -> None:
+    busy, waits = MadeUp(cores=2, cpu=1.0), MadeUp(cores=2, cpu=0.05, step_s=0.002)
+    assert busy.search().best.setting.num_workers == 2
+    assert waits.search().best.setting.num_workers > 4
+
+
+def test_batch_fetching_may_beat_workers() -> None:
+    contest = MadeUp(cores=4)
+    contest.fetches = [AS_GIVEN, BATCH_INDEX]
+    found = contest.search()
+    assert found.best.setting.fetch == BATCH_INDEX
+    assert "batch_size=None" in found.code
+    assert "BatchSampler" in found.code
+
+
+def test_deeper_queues_are_tried_where_batches_take_unlike_times() -> None:
+    class Uneven(MadeUp):
+        def _slice(self, setting):
+            return {**super()._slice(setting), "fetch_p99_s": 0.1}
+
+    contest = Uneven()
+    contest.search()
+    assert {setting.prefetch_factor for setting in contest.asked} == {2, 4, 8}
+
+
+def test_running_out_of_memory_is_one_failed_trial_and_nothing_larger_is_tried() -> None:
+    contest = MadeUp(cores=8, fails=(8,))
+    found = contest.search()
+    failed = [item for item in found.settings if item.failure]
+    assert [item.failure for item in failed if not item.left_out] == ["out of memory: it is made up"]
+    assert found.best.able
+    assert found.best.setting.num_workers == 7
+    assert found.gain > 1
+    assert contest.refused(Setting(9)) == "left out: 8 workers already ran out of memory"
+
+
+def test_a_given_setting_that_fails_is_told_and_another_found() -> None:
+    found = MadeUp(cores=4, fails=(3,), given=Setting(3)).search()
+    assert "As given it fails: out of memory" in " ".join(found.notes)
+    assert found.best.setting.num_workers == 2  # three have failed: four are not tried
+    assert found.before is found.plain
+
+
+def test_fewer_workers_than_given_where_they_do_the_same() -> None:
+    found = MadeUp(make_s=0.02, step_s=0.015, cores=16, given=Setting(16)).search()
+    assert found.best.setting.num_workers == 2
+    assert "as fast and smaller" in found.verdict
+
+
+def test_the_smallest_within_three_percent() -> None:
+    def item(workers: int, *rates: float) -> Measured:
+        return Measured(Setting(workers), {number: a_slice(rate) for number, rate in enumerate(rates)})
+
+    some = [item(1, 60, 60), item(2, 99, 101), item(4, 98, 102), item(8, 100, 103)]
+    assert smallest_of_the_best(some).setting.num_workers == 2
+    assert ratio(some[1], some[0]) == pytest.approx(100 / 60)
+
+
+def test_the_beginning_of_an_epoch_counts() -> None:
+    ends = Measured(Setting(2), {0: a_slice(100, start_s=0.5)}, epoch_batches=50)
+    stays = Measured(Setting(2, persistent_workers=True), {0: a_slice(100, start_s=0.5)}, epoch_batches=50)
+    assert ends.rate == pytest.approx(50 / (0.5 + 0.49))
+    assert stays.rate == pytest.approx(100)
+    met = Measured(Setting(2), {0: a_slice(100, start_s=0.5, boundaries_s=[0.26])}, epoch_batches=50)
+    assert met.rate == pytest.approx(50 / 0.75)
+
+
+def test_without_a_step_no_bound_is_claimed() -> None:
+    found = MadeUp(step_s=0.0).search()
+    assert math.isinf(found.bound)
+    with_step = MadeUp(make_s=0.03, step_s=0.07).search()
+    assert with_step.bound == pytest.approx(1 / 0.7)
+
+
+def test_ctrl_c_keeps_what_is_known() -> None:
+    class Interrupted(MadeUp):
+        def _slice(self, setting):
+            if len(self.asked) == 4:
+                raise KeyboardInterrupt
+            return super()._slice(setting)
+
+    found = Interrupted(cores=8).search()
+    assert found.interrupted
+    assert sum(len(item.slices) for item in found.settings) == 4
+    assert found.best.able
+
+
+def test_rounds_are_bounded() -> None:
+    contest = MadeUp(noise=[1.0, 0.98, 1.02, 0.99, 1.01, 0.97, 1.03])
+    found = contest.search()
+    assert max(len(item.slices) for item in found.settings if item.setting.num_workers > 4) <= ROUNDS + 3 * PAIRS
+
+
+@pytest.mark.parametrize(
+    ("factory", "words"),
+    [("number", "returned a int"), ("raising", "raised KeyError"), ("empty", "gives no batch"),
+     ("nothing", "has no function 'nothing'")],
+)  # fmt: skip
+def test_what_is_wrong_with_a_target_is_one_line(factory: str, words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        measure_and_search(f"{HERE / 'loaders.py'}:{factory}", slice_s=0.1)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)

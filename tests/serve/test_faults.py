@@ -1,0 +1,163 @@
+"""What goes wrong in production, made to go wrong here: nothing is lost silently, and nobody else notices."""
+
+import re
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from fettle.recipe import Recipe
+from fettle.serve.export import write_package
+from fettle.serve.package import ServeSettings, open_package
+from fettle.serve.registry import Options
+from fettle.workload import Workload
+
+from .conftest import net, running
+from .test_conformance import shot
+from .test_server import ask
+
+HANDLER = """
+import time
+
+KEPT = []
+
+class Handler:
+    def initialize(self, context):
+        pass
+    def preprocess(self, requests):
+        return [request["body"].decode() for request in requests]
+    def inference(self, data):
+        if data.count("big") > 1:
+            raise MemoryError("cannot allocate")
+        for text in data:
+            if text == "leak":
+                KEPT.append(bytearray(b"x") * (200 << 20))
+            if text == "slow":
+                time.sleep(0.4)
+        return data
+    def postprocess(self, answers):
+        return [answer.upper() for answer in answers]
+"""
+
+
+@pytest.fixture(scope="module")
+def server(store, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("faults")
+    (folder / "handler.py").write_text(HANDLER)
+    settings = ServeSettings(max_rows=8, threads=1, workers=2)
+    package = write_package(Workload(net(), [torch.rand(4, 4)]), Recipe(), folder / "m", name="m", settings=settings,
+                            handler=folder / "handler.py")  # fmt: skip
+    with running([package, open_package(store / "net-1")], Options(trust=(package.handler_digest,))) as made:
+        yield made
+
+
+def call(server, text):
+    status, body, _ = ask(server.url + "/predictions/m", text.encode())
+    return status, body
+
+
+def metric(server, name, **labels):
+    """The value of a counter in /metrics; 0 where it has not been counted yet."""
+    wanted = {f'{key}="{value}"' for key, value in labels.items()}
+    for line in ask(server.url + "/metrics")[1].decode().splitlines():
+        match = re.fullmatch(rf"{name}{{(.*)}} (\S+)", line)
+        if match and wanted <= set(match[1].split(",")):
+            return float(match[2])
+    return 0.0
+
+
+@contextmanager
+def busy(server):
+    """Both workers are busy for a moment; gives threads for what shall wait meanwhile."""
+    with ThreadPoolExecutor(16) as threads:
+        blockers = []
+        for _ in range(2):
+            blockers.append(threads.submit(call, server, "slow"))
+            time.sleep(0.1)  # else both may share a batch, and one worker stays free
+        yield threads
+        assert [blocker.result()[0] for blocker in blockers] == [200, 200]
+
+
+def test_a_batch_that_is_too_large_for_memory_is_computed_one_by_one(server):
+    with busy(server) as threads:
+        found = list(threads.map(lambda text: call(server, text), ["big", "a", "big", "big"]))
+    assert found == [(200, b"BIG"), (200, b"A"), (200, b"BIG"), (200, b"BIG")]
+
+
+def test_a_worker_that_leaks_is_replaced_between_two_batches_without_a_failed_request(server):
+    pool = server.registry.choose("m").pool
+    assert call(server, "a") == (200, b"A")
+    most = max(worker.rss for worker in pool.workers) + (100 << 20)
+    before, kept = metric(server, "fettle_worker_restarts_total", model="m", reason="grown"), pool.settings
+    pool.settings = msgspec.structs.replace(kept, max_worker_bytes=most)
+    found, stop = [], threading.Event()
+
+    def client():
+        while not stop.is_set():
+            found.append(call(server, "b"))
+
+    threads = [threading.Thread(target=client) for _ in range(3)]
+    try:
+        for thread in threads:
+            thread.start()
+        assert call(server, "leak") == (200, b"LEAK")
+        time.sleep(0.7)  # the size of a worker is read twice a second
+        deadline = time.time() + 60
+        while time.time() < deadline and not (pool.ready and sum(worker.restarts for worker in pool.workers)):
+            time.sleep(0.05)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+        pool.settings = kept
+    assert set(found) == {(200, b"B")}
+    assert metric(server, "fettle_worker_restarts_total", model="m", reason="grown") == before + 1
+
+
+def test_a_client_that_hung_up_is_not_computed_and_is_counted(server):
+    before = metric(server, "fettle_shed_total", model="m", reason="disconnected")
+    seen = metric(server, "fettle_batch_rows_sum", model="m")
+    with busy(server), socket.create_connection(("127.0.0.1", server.ports[0])) as link:
+        link.sendall(b"POST /predictions/m HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\ngone")
+        time.sleep(0.05)
+    assert call(server, "a")[0] == 200
+    assert metric(server, "fettle_shed_total", model="m", reason="disconnected") == before + 1
+    assert metric(server, "fettle_batch_rows_sum", model="m") == seen + 3
+
+
+def test_a_client_that_does_not_read_stops_nobody(server):
+    request = shot(np.ones((8, 4), np.float32), "net", "input")
+    with socket.create_connection(("127.0.0.1", server.ports[0])) as link:
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        link.settimeout(0.5)
+        sent = 0
+        try:
+            while sent < 32 << 20:  # until nobody takes more of it: the server is waiting for us to read
+                sent += link.send(request * 16)
+        except TimeoutError:
+            pass
+        assert sent < 32 << 20  # what it takes from one connection is bounded
+        assert call(server, "a") == (200, b"A")
+        assert ask(server.url + "/v2/health/ready")[0] == 200
+
+
+def test_nan_stays_in_its_own_row(server):
+    x = np.array([[np.nan] * 4, [1, 2, 3, 4]], np.float32)
+    wanted = net()(torch.from_numpy(x[1:])).detach().numpy()
+
+    def infer(row):
+        tensor = {"name": "input", "shape": [1, 4], "datatype": "FP32", "parameters": {"binary_data_size": 16}}
+        head = msgspec.json.encode({"inputs": [tensor]})
+        headers = {"Inference-Header-Content-Length": str(len(head))}
+        return ask(server.url + "/v2/models/net/infer", head + row.tobytes(), headers=headers)[1]["outputs"][0]["data"]
+
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(infer, [x[0], x[1]] * 8))
+    assert all(value == [None] * 3 for value in found[::2])  # JSON has no NaN
+    np.testing.assert_allclose(found[1::2], np.repeat(wanted, 8, axis=0), atol=1e-6)
