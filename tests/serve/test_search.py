@@ -22,9 +22,9 @@ from fettle.recipe import Recipe
 from fettle.report import slo_page
 from fettle.serve import search as room
 from fettle.serve.calibrate import Calibration
-from fettle.serve.outcome import explain, front, torchserve_rows
 from fettle.serve.journal import Journal
 from fettle.serve.load import TORCHSERVE_COLUMNS
+from fettle.serve.outcome import explain, front, torchserve_rows
 from fettle.serve.overheads import Overheads
 from fettle.serve.package import open_package, read_settings
 from fettle.serve.search import (
