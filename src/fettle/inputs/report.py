@@ -178,7 +178,7 @@ def curve(found: Found, height: int = 300) -> dict[str, Any]:
         ]
         if item.failure and not item.slices:
             failed.append({**base, "rate": 0.0, "failure": item.failure})
-    ticks = sorted({point["workers"] for point in [*points, *failed]})
+    ticks = sorted({item.setting.num_workers for item in found.settings})
     x = alt.X("workers:Q", title="worker processes", axis=alt.Axis(values=ticks, format="d", grid=False),
               scale=alt.Scale(domainMin=0, nice=False, padding=12))  # fmt: skip
     y = alt.Y("rate:Q", title="batches a second", scale=alt.Scale(zero=True))
