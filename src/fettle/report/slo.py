@@ -308,7 +308,8 @@ def _shared(points: Rows) -> dict[str, bool]:
 
 
 def _nice(low: float, high: float) -> list[float]:
-    ticks = [base * 10.0**power for power in range(-3, 7) for base in (1, 2, 5)]
+    bases = (1, 2, 5) if high > 20 * low else (1, 1.5, 2, 3, 5, 7)
+    ticks = [base * 10.0**power for power in range(-3, 7) for base in bases]
     return [tick for tick in ticks if low <= tick <= high] or [low, high]
 
 
