@@ -6,7 +6,8 @@
 For each model the search runs as `fettle slo` does. Shown: the predicted capacity under the limit over the measured
 one (bar: within 10%), greedy against curve-aware batching of the same crew by load tests in the same run, and with
 --grid the found setting's capacity over the best of an exhaustive grid (bar: 97%) and the search's share of the grid's
-test time (bar: 20%). The client shares the machine with the server: where it was late, a capacity is a lower bound.
+test time (bar: 20%). Predictions rest on calibrated costs and on overheads that were measured. The client shares the
+machine with the server: where it was late, a capacity is a lower bound.
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ from fettle.recipe import Recipe
 from fettle.serve.export import write_package
 from fettle.serve.host import cores
 from fettle.serve.package import Package, ServeSettings
-from fettle.serve.search import Found, Point, prove, rank, search
-from fettle.serve.simulate import Costs
+from fettle.serve.search import Found, Measured, Point, prove, rank, search
 from fettle.workload import find_target
 
 WORKLOADS = Path(__file__).parents[1] / "workloads"
@@ -41,32 +41,36 @@ async def one(package: Package, limit_s: float, seconds: float, grid: bool) -> d
     best = found.best
     if best is None or not best.measured:
         return {"why": found.why, "seconds": took}
-    crew = f"{best.setting.workers}x{best.setting.threads}"
-    costs = {k: Costs({rows: tuple(v) for rows, v in table.items()}) for k, table in found.costs.items()}
+    branch = found.branches[best.setting.branch]
     pair = {}
     for policy in ("greedy", "curve"):
         setting = replace(best.setting, policy=policy)
-        pair[policy] = await measured(package, Point(setting, best.measured), costs[crew], limit_s, seconds)
+        pair[policy] = await measured(package, Point(setting, best.measured), branch, limit_s, seconds)
     row: dict[str, Any] = {
         "setting": str(best.setting), "predicted": best.predicted, "measured": best.measured,
         "predicted_over_measured": best.predicted / best.measured, "greedy": pair["greedy"], "curve": pair["curve"],
-        "why": found.why, "tests": found.tests, "seconds": took,
+        "why": found.why, "tests": found.tests, "seconds": took, "limit_ms": limit_s * 1e3,
+        "overheads": {str(m.branch): vars_of(m) for m in found.branches.values() if m.overheads is not None},
+        "failures": [f"{failure.what}: {failure.why}" for failure in found.failures],
     }  # fmt: skip
     if grid:
         began, every = time.perf_counter(), []
-        crews = {tuple(map(int, k.split("x"))): v for k, v in costs.items()}
-        for point in rank(crews, limit_s, lambda text: None):  # type: ignore[arg-type]
+        for point in rank(found.branches.values(), limit_s):
             if point.predicted:
-                key = f"{point.setting.workers}x{point.setting.threads}"
-                every.append(await measured(package, point, costs[key], limit_s, seconds))
+                every.append(await measured(package, point, found.branches[point.setting.branch], limit_s, seconds))
                 print(point.setting, every[-1])
         row["grid_best"], row["grid_seconds"] = max(every), time.perf_counter() - began
     return row
 
 
-async def measured(package: Package, point: Point, costs: Costs, limit_s: float, seconds: float) -> float:
+def vars_of(measured: Measured) -> dict[str, float]:
+    """What serving adds, in milliseconds, as measured with this branch."""
+    return {"request_ms": measured.costs.request_s * 1e3, "batch_ms": measured.costs.batch_s * 1e3}
+
+
+async def measured(package: Package, point: Point, branch: Measured, limit_s: float, seconds: float) -> float:
     """Capacity by load tests."""
-    await prove(package, point, costs, limit_s, seconds, Found(limit_s, 0.0, [], {}), lambda text: None)
+    await prove(package, point, branch.costs, Found(limit_s, 0.0), seconds)
     return point.measured or 0.0
 
 

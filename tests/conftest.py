@@ -14,7 +14,9 @@ def _settings_stay():
     threads, matmul = torch.get_num_threads(), torch.get_float32_matmul_precision()
     onednn, benchmark = torch.backends.mkldnn.enabled, torch.backends.cudnn.benchmark
     deterministic, dtype = torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()
+    convolutions = torch.backends.mkldnn.conv.fp32_precision
     yield
+    torch.backends.mkldnn.conv.fp32_precision = convolutions
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision(matmul)
     torch.backends.mkldnn.enabled, torch.backends.cudnn.benchmark = onednn, benchmark

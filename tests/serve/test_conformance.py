@@ -80,8 +80,14 @@ def tag_folder(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def server(tag_folder):
+    with running([open_package(tag_folder)]) as made:
+        yield made
+
+
 @pytest.mark.parametrize("count", [8_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
-def test_no_answer_is_anybody_elses(tag_folder, count):
+def test_no_answer_is_anybody_elses(server, count):
     """Tags of 8 connections at once, pipelined, 1 to 3 rows each, batched together by the server."""
 
     async def clients(port):
@@ -89,11 +95,15 @@ def test_no_answer_is_anybody_elses(tag_folder, count):
         # Tags below 2^20: sums with sixteenths are exact in float32.
         return sum(await asyncio.gather(*(tagged(port, n * each, each) for n in range(8))))
 
-    with running([open_package(tag_folder)]) as server:
-        assert asyncio.run(clients(server.ports[0])) == 0
+    def seen():
         stats = ask(server.url + "/v2/models/tag/stats")[1]["model_stats"][0]
-        assert stats["inference_stats"]["success"]["count"] == count
-        assert stats["execution_count"] < count / 2  # many shared a batch, or this would show nothing
+        return np.array([stats["inference_stats"]["success"]["count"], stats["execution_count"]])
+
+    before = seen()
+    assert asyncio.run(clients(server.ports[0])) == 0
+    answered, executions = seen() - before
+    assert answered == count
+    assert executions < count / 2  # many shared a batch, or this would show nothing
 
 
 # -- a soak ------------------------------------------------------------------------------------------------------------
@@ -181,17 +191,16 @@ asyncio.run(main(sys.argv[1]))
 """
 
 
-def test_kserves_client(tag_folder):
+def test_kserves_client(server):
     """In an environment of its own where FETTLE_KSERVE_PYTHON names one: its pins are other than ours."""
     python = os.environ.get("FETTLE_KSERVE_PYTHON", sys.executable)
     if subprocess.run([python, "-c", "import kserve"], capture_output=True, check=False).returncode:
         pytest.skip("kserve is not installed")
-    with running([open_package(tag_folder)]) as server:
-        name = server.registry.choose("tag").pool.output_specs[0].name
-        code = KSERVE.replace("NAME", repr(name))
-        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-        done = subprocess.run([python, "-c", code, server.url], capture_output=True, text=True, timeout=120,
-                              env=environment, check=False)  # fmt: skip
+    name = server.registry.choose("tag").pool.output_specs[0].name
+    code = KSERVE.replace("NAME", repr(name))
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run([python, "-c", code, server.url], capture_output=True, text=True, timeout=120,
+                          env=environment, check=False)  # fmt: skip
     assert done.stdout.strip() == "conform", done.stderr[-2000:]
 
 
@@ -225,15 +234,13 @@ def test_the_fuzzer_finds_no_answer_that_the_openapi_page_does_not_announce(tag_
         assert all(v.pool.workers[0].restarts == 0 for _, _, v in server.registry.versions())
 
 
-def test_the_page_announces_what_the_server_answers(tag_folder):
-    with running([open_package(tag_folder)]) as server:
-        status, document, _ = ask(server.url + "/openapi.json")
-        assert status == 200
-        for path, methods in document["paths"].items():
-            for method in methods:
-                assert ask(server.url + path, b"{}" if method == "post" else None, method.upper())[0] in (200, 400)
-            other = "DELETE"
-            status, _, headers = ask(server.url + path, None, other)
-            assert (status, set(headers["allow"].split(", "))) == (405, {method.upper() for method in methods})
-        page = ask(server.url + "/docs")[1].decode()
-        assert all(path in page for path in document["paths"])
+def test_the_page_announces_what_the_server_answers(server):
+    status, document, _ = ask(server.url + "/openapi.json")
+    assert status == 200
+    for path, methods in document["paths"].items():
+        for method in methods:
+            assert ask(server.url + path, b"{}" if method == "post" else None, method.upper())[0] in (200, 400)
+        status, _, headers = ask(server.url + path, None, "DELETE")
+        assert (status, set(headers["allow"].split(", "))) == (405, {method.upper() for method in methods})
+    page = ask(server.url + "/docs")[1].decode()
+    assert all(path in page for path in document["paths"])

@@ -1,15 +1,19 @@
 """What is seen of a served model from outside: a handler's own metrics, spans, and explanations."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
 from fettle.errors import UsageError
 from fettle.recipe import Recipe
+from fettle.serve.explain import Explainer
 from fettle.serve.export import write_package
 from fettle.serve.handler import HandlerMetrics, find_handler
 from fettle.serve.package import ServeSettings, open_package
 from fettle.serve.registry import Options
+from fettle.serve.runner import Runner
 from fettle.serve.spans import Spans
 from fettle.workload import Workload
 
@@ -141,9 +145,9 @@ def test_the_tokens_that_moved_a_texts_answer(tmp_path):
 
     package = write_package(Workload(Loud().eval(), text_batches()), Recipe(), tmp_path / "m", name="m",
                             settings=SETTINGS, handler="text", files={"tokenizer.json": tokenizer()})  # fmt: skip
-    with running([package], Options(explain=True)) as server:
-        status, rows, _ = ask(server.url + "/explanations/m", b"one two one")
-    assert status == 200
+    steps = find_handler(package, Runner(package), "")
+    ((body, _),) = steps.explain([b"one two one"], ["text/plain"], Explainer(package))
+    rows = json.loads(body)
     assert rows == [{"token": "one", "score": 0.0}, {"token": "two", "score": 1.0}, {"token": "one", "score": 0.0}]
 
 
@@ -157,8 +161,6 @@ def test_a_handler_of_ones_own_explains_only_where_it_has_the_step(store):
 def test_a_text_of_too_many_tokens_is_not_explained(tmp_path):
     """Every token is a call of the model: that many would hold the worker for minutes."""
     pytest.importorskip("captum")
-    from fettle.serve.explain import Explainer
-
     package = write_package(Workload(Sums(), text_batches()), Recipe(), tmp_path / "m", name="m", settings=SETTINGS)
     ones = np.ones((1, 2000), np.int64)
     with pytest.raises(UsageError, match="1024 elements"):

@@ -133,6 +133,26 @@ def test_compare_books_a_slower_host_to_operators_and_data(tmp_path: Path) -> No
     assert (parts["operators"], parts["idle data loading"], parts["idle host untraced"]) == (10_000, 15_000, -25_000)
 
 
+def test_a_trace_of_allocations_alone(tmp_path: Path) -> None:
+    build = Build()
+    build.add("cpu_instant_event", "[memory]", 5, 0, ph="i", Addr=1, Bytes=64, **{"Total Allocated": 64})
+    build.add("cpu_instant_event", "[memory]", 10**23, 0, ph="i", Addr=2, Bytes=64)
+    timeline = T.memory_timeline(build.load(tmp_path))
+    assert timeline.select("ts_ns", "bytes", "operator").rows() == [(5_000, 64, None)]
+
+
+def test_ranks_without_communication_have_no_stragglers(tmp_path: Path) -> None:
+    traces = []
+    for rank in range(2):
+        build = Build(distributedInfo={"rank": rank}).kernel("k", 20, 5, call=10)
+        traces.append(build.load(tmp_path, f"r{rank}.json"))
+    assert T.arrival(traces).height == 0
+    assert T.stragglers(traces).height == 0
+    with pytest.raises(UsageError):
+        T.critical_path_of_ranks(traces)
+    assert T.write_report(traces, tmp_path / "r.html") == []
+
+
 def test_graphs_and_every_launch_call_are_counted(tmp_path: Path) -> None:
     """Cases H and I."""
     build = Build().call("hipGraphLaunch", 0, 5, correlation=9)

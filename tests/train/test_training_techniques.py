@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from fettle.recipe import Recipe
 from fettle.techniques import CATALOGUE, Facts, bundles, conflict, load, source
 from fettle.train import Steps, load_training
+from fettle.train.step_parts import step_parts
 from fettle.workload import find_target
 
 TINY = Path(__file__).parent / "tiny_loop.py"
@@ -110,10 +112,23 @@ def test_the_loop_is_plain_pytorch_that_runs(tmp_path):
     assert json.loads(lines[0].split()[3].rstrip(",")) < 3
 
 
-def test_timeline_has_every_phase():
+def test_timeline_adds_up_to_the_wall_time():
     workload = load_training(find_target(str(TINY)))
     steps = Steps(load(source(Recipe(), FACTS), "timeline"), workload)
     steps.step()
+    began = time.perf_counter()
     found = steps.timeline(2)
-    assert list(found) == ["data", "forward", "backward", "optimizer"]
-    assert all(value > 0 for value in found.values())
+    wall_ms = (time.perf_counter() - began) * 1e3
+    assert list(found) == ["data", "forward", "backward", "optimizer", "communication", "idle"]
+    assert all(found[name] > 0 for name in ("data", "forward", "backward", "optimizer", "idle"))
+    assert found["communication"] == 0
+    assert sum(found.values()) * 2 <= wall_ms
+
+
+def test_each_moment_of_a_step_belongs_to_one_part():
+    ranges = [("data", 0, 10), ("forward", 10, 30), ("backward", 30, 60), ("optimizer", 60, 70)]
+    operators = [(5, 8), (12, 20), (18, 25), (30, 40), (45, 50), (60, 70)]
+    sent = [(0, 4), (38, 47), (50, 55)]  # partly behind computing
+    parts = step_parts(ranges, (operators, sent))
+    assert parts == {"data": 10, "forward": 13, "backward": 15, "optimizer": 10, "communication": 10, "idle": 12}
+    assert sum(parts.values()) == 70

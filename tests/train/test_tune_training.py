@@ -1,9 +1,14 @@
 """A study of a training loop from end to end, and what goes wrong in one."""
 
+import contextlib
+import json
+import sqlite3
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 import fettle
@@ -32,7 +37,7 @@ def test_a_study_of_a_loop(tmp_path):
     base = result.baseline
     assert base.accuracy.error == pytest.approx(0, abs=0.05)
     assert len(base.accuracy.losses) == 8
-    assert set(base.phases_ms) == {"data", "forward", "backward", "optimizer"}
+    assert set(base.phases_ms) == {"data", "forward", "backward", "optimizer", "communication", "idle"}
     assert base.samples == 16
     ran = [trial for trial in result.trials if trial.status == "measured"]
     assert len(ran) >= 2  # how many fit into the time is not for a test to say
@@ -44,6 +49,7 @@ def test_a_study_of_a_loop(tmp_path):
     text = (tmp_path / "report.html").read_text()
     assert "Losses, baseline and tuned" in text
     assert "A step, by phase" in text
+    assert "The memory plan" not in text  # there was one rank
     done = subprocess.run([sys.executable, tmp_path / "optimized.py"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("loss") == 8
@@ -73,3 +79,83 @@ def test_modes_are_not_mixed_up(tmp_path):
         fettle.tune(str(TINY), mode="both", output=tmp_path)
     with pytest.raises(UsageError, match="inference only"):
         fettle.tune(str(TINY), mode="training", techniques={"mode": ["eval"]}, output=tmp_path)
+
+
+RANKS = {**FEW, "precision": ["fp32"], "accumulate": ["off"], "optimizer": ["as-given", "fused"],
+         "parallel": ["single", "ddp"], "wrap": ["block"], "ddp_graph": ["dynamic"], "ddp_compress": ["none"],
+         "ddp_buckets": ["view"]}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_killed_study_goes_on_and_measures_nothing_twice(tmp_path):
+    options = [word for name, levels in RANKS.items() for word in ("--technique", f"{name}={','.join(levels)}")]
+    command = [sys.executable, "-c", "from fettle.cli import main; main()", "tune", str(TINY), "--mode", "training",
+               "--nproc", "2", "--budget", "4m", "-o", str(tmp_path), *options]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 150
+        while len(kept := _kept(tmp_path)) < 2 and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.3)
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.kill()  # SIGKILL: nothing of its own runs any more
+        process.wait()
+        _, alive = psutil.wait_procs(family, timeout=15)
+        assert not alive
+    finally:
+        process.kill()
+    kept = _kept(tmp_path)
+    assert len(kept) >= 2
+    result = fettle.tune(str(TINY), mode="training", nproc=2, techniques=RANKS, output=tmp_path, budget_s=120)
+    after = _kept(tmp_path)
+    assert after[: len(kept)] == kept
+    recipes = [json.dumps(trial["recipe"], sort_keys=True) for trial in after]
+    assert len(set(recipes)) == len(recipes)
+    assert any(trial.recipe.levels.get("parallel") == "ddp" and trial.ok for trial in result.trials)
+    assert [row.strategy for row in result.plan][:3] == ["single", "ddp", "zero1"]
+    save(result, tmp_path)
+    assert "The memory plan, one rank" in (tmp_path / "report.html").read_text()
+    assert list(load_result(tmp_path / "result.json").plan) == list(result.plan)
+    with pytest.raises(UsageError, match="holds trials on 2 ranks: choose another --study"):
+        fettle.tune(str(TINY), mode="training", nproc=4, techniques=RANKS, output=tmp_path, budget_s=20)
+
+
+def _kept(folder):
+    path = folder / "study.db"
+    if not path.exists():
+        return []
+    with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as base:
+        try:
+            rows = base.execute("select value_json from trial_user_attributes where key = 'fettle' order by trial_id")
+            return [json.loads(json.loads(text)) for (text,) in rows]
+        except sqlite3.OperationalError:  # not made yet
+            return []
+
+
+def test_the_plan_leaves_out_what_cannot_fit(tmp_path):
+    """Before anything is launched: a strategy that needs more than a device has is no trial."""
+    from fettle.train.study_plan import rules_out
+
+    def row(strategy, peak, states):
+        return {"strategy": strategy, "peak_bytes": peak, "states": {"all": states}, "host_bytes": 0, "failed": ""}
+
+    made = {"device_memory_bytes": 1000, "headroom": 0.1,
+            "predictions": [row("ddp", 1200, 800), row("zero1", 1200, 950), row("zero3", 600, 300)]}  # fmt: skip
+    assert "a rank's peak" in rules_out(made, {"parallel": "ddp"})
+    assert not rules_out(made, {"parallel": "ddp", "precision": "autocast-bf16"})  # may need less: the states fit
+    assert "optimizer state" in rules_out(made, {"parallel": "zero1", "precision": "autocast-bf16"})
+    assert not rules_out(made, {"parallel": "zero3"})
+    assert not rules_out(None, {"parallel": "ddp"})
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"nproc": 0}, "--nproc 0: give the number of ranks"),
+        ({"nproc": 2, "mode": "inference"}, "--nproc is for training"),
+        ({"min_throughput": -1.0}, "min throughput must be above 0"),
+        ({"nproc": 2, "device_memory_bytes": 0}, "device memory must be above 0"),
+    ],
+)
+def test_bad_numbers_get_one_line(tmp_path, options, says):
+    with pytest.raises(UsageError, match=says):
+        fettle.tune(str(TINY), output=tmp_path, **{"mode": "training", **options})

@@ -7,6 +7,7 @@ import csv
 import json
 import math
 import signal
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +19,7 @@ from fettle.cli import _options
 from fettle.errors import UsageError
 
 if TYPE_CHECKING:
+    from fettle.serve.compare import Change
     from fettle.serve.load import Run
 
 
@@ -41,6 +43,9 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="print the runs as JSON")] = False,
     markdown: Annotated[Path | None, typer.Option(help="write the table to this file")] = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="write TorchServe's benchmark columns")] = None,
+    baseline: Annotated[
+        Path | None, typer.Option(help="compare with what an earlier --json printed; exit 1 where it became worse")
+    ] = None,
 ) -> None:
     """Put load on a server and say what its users would wait. Exit code 1 where the limit is not met.
 
@@ -54,6 +59,8 @@ def command(
       fettle load http://127.0.0.1:8080/v2/models/bert -c 1 -c 8 -c 32 --duration 5s
 
       fettle load http://127.0.0.1:8080/predictions/bert --body request.json --rate 50
+
+      fettle load http://127.0.0.1:8080 --rate 80 --baseline last-week.json
     """
     try:
         from fettle.serve.client import http_shot, model_shot
@@ -81,14 +88,23 @@ def command(
     plans += [("open", (constant(r, seconds) if even else poisson(r, seconds, seed))) for r in rate or ()]
     if schedule is not None:
         plans.append(("open", read_schedule(schedule)))
+    from fettle.serve.compare import compare, read_baseline
+
+    earlier = read_baseline(baseline) if baseline is not None else []
     console = Console(stderr=True)
     with console.status("") as status:
         show = status.update if console.is_terminal and not as_json else (lambda text: None)
         runs = _options.run_loop(_all(shots, plans, seconds, limit_s, show))
-    if as_json:
+    interrupted = any(run.interrupted for run in runs)
+    changes = compare([_finite(as_data(run)) for run in runs], earlier) if earlier and not interrupted else []
+    if as_json and baseline is not None:
+        told = [_finite(asdict(change)) for change in changes]
+        print(json.dumps({"runs": [_finite(as_data(run)) for run in runs], "changes": told}))
+    elif as_json:
         print(json.dumps([_finite(as_data(run)) for run in runs]))
     else:
         _print(runs, Console())
+        _print_changes(changes, Console())
     if markdown is not None:
         markdown.write_text(_markdown(runs), encoding="utf-8")
     if csv_file is not None:
@@ -96,10 +112,11 @@ def command(
             writer = csv.DictWriter(file, TORCHSERVE_COLUMNS)
             writer.writeheader()
             writer.writerows(as_torchserve_row(run, url) for run in runs)
-    if any(run.interrupted for run in runs):
+    if interrupted:
         raise typer.Exit(130)
     # What was refused or failed was not answered within the limit either.
-    missed = limit_s and any(run.within < 0.99 for run in runs)
+    worse = any(change.verdict == "worse" for change in changes)
+    missed = worse or (limit_s and any(run.within < 0.99 for run in runs))
     if missed or any(run.void or not run.stable or not run.answered for run in runs):
         raise typer.Exit(1)
 
@@ -166,6 +183,25 @@ def _print(runs: list[Run], console: Console) -> None:
         table.add_column(name, justify="left" if name in ("load", "note") else "right")
     for run in runs:
         table.add_row(*_row(run))
+    console.print(table)
+
+
+def _print_changes(changes: list[Change], console: Console) -> None:
+    """Now over then, with what may be said of it."""
+    if not changes:
+        return
+    table = Table(box=None, header_style="bold", title="against the baseline", title_justify="left")
+    for name in ("load", "measure", "now / then", "95% interval", ""):
+        table.add_column(name, justify="left" if name in ("load", "measure", "") else "right")
+    colours = {"better": "green", "worse": "red", "same": "", "cannot tell": "yellow"}
+    for change in changes:
+        known = math.isfinite(change.ratio)
+        table.add_row(
+            change.load, change.measure, f"{change.ratio:.3f}x" if known else "",
+            f"{change.low:.3f} to {change.high:.3f}" if known else "",
+            change.verdict + (f": {change.why}" if change.why else ""), style=colours[change.verdict],
+        )  # fmt: skip
+    console.print()
     console.print(table)
 
 

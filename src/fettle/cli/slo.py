@@ -204,12 +204,10 @@ class _Work:
 
 
 def _teller(console: Console, status: Any, quiet: bool) -> Callable[[str], None]:
-    """A live line on a terminal, lines in a log file."""
-    if quiet:
+    """A live line on a terminal."""
+    if quiet or not console.is_terminal:
         return lambda text: None
-    if console.is_terminal:
-        return lambda text: status.update(text.replace("[", r"\["))
-    return lambda text: console.print(text, markup=False, highlight=False)
+    return lambda text: status.update(text.replace("[", r"\["))
 
 
 def _share(text: str) -> float:
@@ -297,7 +295,8 @@ def _table(found: Found, most: int = 12) -> Table:
 
 def _cells(point: Point, several: bool, priced: bool) -> list[str]:
     cells = [
-        f"{point.predicted:.4g}", "" if point.measured is None else f"{point.measured:.4g}",
+        f"{point.predicted:.4g}", "" if point.measured is None else f"{point.measured:.4g}" if point.measured
+        else f"under {point.lowest:.4g}",
         f"{point.p99_s * 1e3:.1f}" if point.p99_s < 1e3 else "",
         f"{point.memory_bytes >> 20} MiB" if point.memory_bytes else "",
     ]  # fmt: skip

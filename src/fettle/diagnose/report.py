@@ -71,9 +71,7 @@ def _picture(diagnosis: Diagnosis, roofs: Roofline | None) -> str:
     dots = [_dot(roof) for roof in points]
     x = alt.X("x:Q", scale=alt.Scale(type="log"), title="FLOPs a byte")
     y = alt.Y("y:Q", scale=alt.Scale(type="log"), title="GFLOP/s")
-    roof = (
-        alt.Chart(theme.data(lines)).mark_line(strokeWidth=2).encode(x=x, y=y, color=alt.Color("roof:N", title=None))
-    )
+    roof = alt.Chart(theme.data(lines)).mark_line(strokeWidth=2).encode(x=x, y=y, color=alt.Color("roof:N", title=None))
     marks = (
         alt.Chart(theme.data(dots))
         .mark_circle(opacity=0.8, color=theme.WARN)

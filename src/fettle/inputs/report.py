@@ -169,7 +169,8 @@ def curve(found: Found, height: int = 300) -> dict[str, Any]:
     """Batches a second over workers as a Vega-Lite chart: a line a variant through medians, a dot a round."""
     import altair as alt
 
-    points, failed = [], []
+    points: list[dict[str, Any]] = []
+    failed: list[dict[str, Any]] = []
     for item in found.settings:
         base = {"workers": item.setting.num_workers, "setting": item.setting.name, "variant": _variant(item)}
         points += [

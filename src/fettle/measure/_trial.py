@@ -99,7 +99,7 @@ class Trial:
     startup: Startup = field(default_factory=Startup)
     accuracy: Accuracy = field(default_factory=Accuracy)
     phases_ms: Mapping[str, float] = field(default_factory=dict)
-    """Training: time of a step by phase: data, forward, backward, optimizer."""
+    """Training: time of a watched step by part: data, forward, backward, optimizer, communication, idle."""
     notes: Sequence[str] = ()
     """What the recipe really did: layers matched, graph breaks, recompiles, graphs skipped."""
     seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""Training: the loss curves with the band of other seeds, and where the time of a step goes."""
+"""Training: the losses with the band of other seeds, where the time of a step goes, and the memory plan."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import altair as alt
 from fettle.measure import Trial
 from fettle.report import _format as fmt
 from fettle.report import _theme
-from fettle.report._theme import ACCENT, LEVERS, QUIET, Drawn
+from fettle.report._theme import ACCENT, LEVERS, QUIET, WARN, Drawn
 from fettle.result import Result
 
-PHASES = ("data", "forward", "backward", "optimizer")
+PHASES = ("data", "forward", "backward", "optimizer", "communication", "idle")
+MEMORY = ("parameters", "gradients", "optimizer state", "activations", "transients")
 Rows = list[dict[str, Any]]
 
 
@@ -70,7 +71,7 @@ def losses_words(result: Result) -> str:
 
 
 def timeline(result: Result) -> Drawn | None:
-    """One bar for each of baseline and winner: the phases of a mean step, one after the other."""
+    """One bar for each of baseline, winner and plain parallel strategy: the parts of a mean step, side by side."""
     rows = timeline_rows(result)
     if not rows:
         return None
@@ -84,12 +85,15 @@ def timeline(result: Result) -> Drawn | None:
             x2="end:Q",
             y=alt.Y("run:N", sort=labels, title=None),
             color=alt.Color(
-                "phase:N", scale=alt.Scale(domain=list(PHASES), range=list(LEVERS[: len(PHASES)])), title=None
+                "phase:N",
+                scale=alt.Scale(domain=list(PHASES), range=[*LEVERS[: len(PHASES) - 1], QUIET]),
+                title=None,
+                legend=alt.Legend(columns=3),
             ),
             tooltip=["run:N", "phase:N", alt.Tooltip("ms:Q", format=".2f")],
         )
     )
-    return alt.layer(bars).properties(width="container", height=52 * len(labels))
+    return alt.layer(bars).properties(width="container", height=(52 if len(labels) < 3 else 36) * len(labels))
 
 
 def timeline_rows(result: Result) -> Rows:
@@ -97,6 +101,10 @@ def timeline_rows(result: Result) -> Rows:
     named: list[tuple[str, Trial]] = [("as given", result.baseline)] if result.baseline else []
     if result.winner is not None and result.winner.recipe.levels:
         named.append(("tuned", result.winner))
+    shown = {str(trial.recipe) for _, trial in named}
+    for trial in result.trials:  # each parallel strategy by itself, for what it spends on communication
+        if list(trial.recipe.levels) == ["parallel"] and trial.phases_ms and str(trial.recipe) not in shown:
+            named.append((trial.recipe.levels["parallel"], trial))
     rows: Rows = []
     for run, trial in named:
         start = 0.0
@@ -110,6 +118,51 @@ def timeline_rows(result: Result) -> Rows:
 
 def timeline_words(result: Result) -> str:
     """The same for those who cannot see it."""
-    return "Phases of a step: " + "; ".join(
+    return "Parts of a step, which add up to its wall time: " + "; ".join(
         f"{row['run']} {row['phase']} {fmt.milliseconds(row['ms'])}" for row in timeline_rows(result)
     )
+
+
+def plan(result: Result) -> Drawn | None:
+    """Stacked bars of the peak that the plan predicts for a rank of each strategy; the line is what a device holds."""
+    rows = plan_rows(result)
+    if not rows:
+        return None
+    named = list(dict.fromkeys(row["strategy"] for row in rows))
+    bars = (
+        alt.Chart(_theme.data(rows))
+        .mark_bar(height=16)
+        .encode(
+            x=alt.X("MiB:Q", title="predicted peak of one rank, MiB", axis=alt.Axis(grid=True)),
+            y=alt.Y("strategy:N", sort=named, title=None, axis=alt.Axis(labelLimit=190)),
+            color=alt.Color(
+                "part:N",
+                scale=alt.Scale(domain=list(MEMORY), range=[*LEVERS[: len(MEMORY) - 1], QUIET]),
+                title=None,
+                legend=alt.Legend(columns=2),
+            ),
+            order="order:Q",
+            tooltip=["strategy:N", "part:N", "size:N"],
+        )
+    )
+    limits = {row.limit_bytes for row in result.plan if row.limit_bytes}
+    longest = max(sum(row.parts.values()) for row in result.plan)
+    if not limits or min(limits) > 1.5 * longest:  # a line far beyond the bars would only squeeze them
+        return alt.layer(bars).properties(width="container", height=24 * len(named))
+    line = alt.Chart(_theme.data([{"MiB": min(limits) / 2**20}])).mark_rule(strokeDash=[5, 3], size=2, color=WARN)
+    return alt.layer(bars, line.encode(x="MiB:Q")).properties(width="container", height=24 * len(named))
+
+
+def plan_rows(result: Result) -> Rows:
+    """One row for each strategy and part of its peak."""
+    return [
+        {"strategy": row.strategy, "part": part, "order": order, "MiB": row.parts.get(part, 0) / 2**20,
+         "size": fmt.size(row.parts.get(part, 0))}
+        for row in result.plan if not row.failed for order, part in enumerate(MEMORY)
+    ]  # fmt: skip
+
+
+def plan_words(result: Result) -> str:
+    """The same for those who cannot see it."""
+    told = "; ".join(f"{row.strategy} {fmt.size(row.peak_bytes)}" for row in result.plan if not row.failed)
+    return f"Predicted peak of one rank: {told}."

@@ -51,6 +51,7 @@ def figures(result: Result) -> list[Figure]:
         ("memory", "Peak memory", _bars_alt(_ladder.memory_rows(result)), _ladder.memory),
         ("losses", "Losses, baseline and tuned", _training.losses_words(result), _training.losses),
         ("timeline", "A step, by phase", _training.timeline_words(result), _training.timeline),
+        ("plan", "The memory plan, one rank", _training.plan_words(result), _training.plan),
         ("error", "Speed-up against error", _cloud_alt(result, "relative error"), _scatter.against_error),
         ("footprint", "Speed-up against memory", _cloud_alt(result, "peak memory"), _scatter.against_memory),
         ("pareto", "The Pareto front", _front_alt(result), _scatter.front),

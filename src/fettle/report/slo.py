@@ -34,7 +34,9 @@ def slo_page(data: Data) -> str:
     """The page as text."""
     data = clean(data)
     tests = [{**test, "setting": point["setting"]} for point in data["points"] for test in point["tests"]]
-    shown = [point for point in data["points"] if point["tests"] or point["front"]]
+    shown = [
+        {**point, "measured_text": _measured(point)} for point in data["points"] if point["tests"] or point["front"]
+    ]
     return str(
         template("fettle.report", "slo.html.j2").render(
             found=data, best=best(data), tests=tests, shown=shown, headline=headline(data), lead=lead(data), fmt=fmt,
@@ -166,7 +168,7 @@ def cost(data: Data) -> Drawn | None:
     colours = [ACCENT, *LEVERS[1:], *LEVERS][: len(names)]
     x = alt.X("rows:Q", title="rows", scale=alt.Scale(zero=True, nice=False), axis=alt.Axis(grid=False, format="d"))
     colour = alt.Color("branch:N", title=None, scale=alt.Scale(domain=names, range=colours),
-                       legend=alt.Legend(columns=1, labelLimit=330))  # fmt: skip
+                       legend=alt.Legend(columns=1, labelLimit=330, symbolOpacity=1))  # fmt: skip
     base = alt.Chart(_theme.data(rows)).encode(
         x=x, y=alt.Y("median_ms:Q", title="ms a call"), color=colour,
         tooltip=[alt.Tooltip("branch:N"), alt.Tooltip("rows:Q"), alt.Tooltip("median_ms:Q", format=".4~g"),
@@ -288,6 +290,13 @@ def _front_words(data: Data) -> str:
 
 
 # -- words ------------------------------------------------------------------------------------------------------------
+
+
+def _measured(point: Data) -> str:
+    """The measured capacity; below the lowest rate that was tested where none was kept."""
+    if point["measured"] == 0 and point["tests"]:
+        return f"under {fmt.rate(min(test['rate'] for test in point['tests']))}"
+    return fmt.rate(point["measured"])
 
 
 def _shared(points: Rows) -> dict[str, bool]:

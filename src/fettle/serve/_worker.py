@@ -1,4 +1,4 @@
-"""The serving worker: one model in one process, asked over a socket: ``python -m fettle.serve._worker FD``."""
+"""The serving worker: one model in one process, asked over a socket: ``-m fettle.serve._worker FD [MEMORY_FD]``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import logging
+import mmap
 import os
 import select
 import signal
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from fettle.serve.explain import Explainer
 
 log = logging.getLogger("fettle.serve.worker")
+shared: list[memoryview] = []
+"""The memory in which the server puts large bodies, if there is any."""
 
 
 def main() -> None:
@@ -30,6 +33,10 @@ def main() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # die with the server, however it dies
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
     link = socket.socket(fileno=int(sys.argv[1]))
+    if len(sys.argv) > 2:
+        descriptor = int(sys.argv[2])
+        shared.append(memoryview(mmap.mmap(descriptor, wire.SHARED_BYTES, access=mmap.ACCESS_READ)))
+        os.close(descriptor)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
     with contextlib.suppress(ConnectionError, EOFError):
         load, _ = receive(link)
@@ -200,7 +207,9 @@ def _cut(body: memoryview, lengths: list[int]) -> list[bytes]:
 def receive(link: socket.socket) -> tuple[Any, memoryview]:
     """The next frame. EOFError when the other side has gone."""
     head, body = wire.PREFIX.unpack(_exactly(link, wire.PREFIX.size))
-    return wire.to_worker.decode(_exactly(link, head)), _exactly(link, body)
+    header = wire.to_worker.decode(_exactly(link, head))
+    # What stands in the shared memory is the next call's as soon as this one is answered: runner and handler copy.
+    return header, shared[0][: body - wire.SHARED] if body & wire.SHARED else _exactly(link, body)
 
 
 def send(link: socket.socket, header: Any, body: Any = ()) -> None:

@@ -24,6 +24,7 @@ from fettle.errors import UsageError
 from fettle.serve import protocol
 from fettle.serve.handlers import generate
 from fettle.serve.openapi import generates, openapi, page
+from fettle.serve.patience import Patience
 from fettle.serve.pool import Answer, Pool, Rejected
 from fettle.serve.protocol import Malformed
 from fettle.serve.registry import Registry, Version
@@ -76,6 +77,7 @@ class App:
     ) -> None:  # fmt: skip
         self.registry, self.management, self.token, self.limits = registry, management, token.encode(), limits
         self.hosts = {host.lower() for host in hosts} | {"127.0.0.1", "localhost", "[::1]"}
+        self._patience = Patience(limits.body_s)
         self.log_requests, self.spans = log_requests, spans
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -270,11 +272,16 @@ class App:
         announced = headers.get(b"content-length")
         if announced is not None and (len(announced) > 15 or int(announced) > most):
             raise Malformed(f"a body may have {most} bytes", 413)
+        task = self._patience.begin()
         try:
-            async with asyncio.timeout(self.limits.body_s):
-                body = await _read_body(receive, most)
-        except TimeoutError:
+            body = await _read_body(receive, most)
+        except asyncio.CancelledError:
+            if not self._patience.end(task):
+                raise
+            task.uncancel()
             raise Malformed("the body took too long to arrive", 408) from None
+        finally:
+            self._patience.end(task)
         encoding = headers.get(b"content-encoding", b"").decode("latin-1").lower()
         return protocol.inflate(body, encoding, most) if encoding not in ("", "identity") else body
 

@@ -120,8 +120,10 @@ class Steps:
             raise UsageError("this model generates no text")
 
         def hear(index: int, said: str | dict[str, Any]) -> None:
-            last = not isinstance(said, str)
-            tell(index, msgspec.json.encode(said) if last else said.encode(), last)
+            if isinstance(said, str):
+                tell(index, said.encode(), False)
+            else:
+                tell(index, msgspec.json.encode(said), True)
 
         found(bodies, hear, gone)
 

@@ -52,6 +52,8 @@ class Run:
     void: str = ""
     """Why nothing may be concluded; empty where something may."""
     interrupted: bool = False
+    done_s: np.ndarray[Any, Any] = field(default_factory=lambda: np.array([]))
+    """When each of `latency_s` was answered, from the start of the run."""
 
     @property
     def answered(self) -> int:
@@ -102,6 +104,21 @@ class Run:
         half = float(stats.t.ppf(0.975, batches - 1)) * float(np.std(parts, ddof=1)) / math.sqrt(batches)
         middle = float(np.mean(parts))
         return middle - half, middle + half
+
+    def batches(self, count: int = 10) -> dict[str, list[float]]:
+        """The steady part in stretches of equal length, and what each shows: the units of a comparison of two runs.
+
+        A percentile is left out where a stretch would hold too few answers to have it.
+        """
+        found: dict[str, list[float]] = {"p50_ms": [], "p99_ms": [], "throughput": []}
+        for percent in (50, 99):
+            if len(self.latency_s) >= count * max(10.0, 1.0 / (1.0 - percent / 100.0)):
+                parts = np.array_split(self.latency_s, count)
+                found[f"p{percent}_ms"] = [float(np.percentile(part, percent)) * 1e3 for part in parts]
+        if len(self.done_s) >= 10 * count:
+            edges = np.linspace(self.done_s.min(), self.done_s.max() + 1e-9, count + 1)
+            found["throughput"] = (np.histogram(self.done_s, edges)[0] / np.diff(edges)).tolist()
+        return found
 
     @property
     def little(self) -> float:
@@ -324,7 +341,7 @@ class _Load:
         return Run(
             mode, 0.0, span, latency[good], statuses={int(k): v for k, v in Counter(status.tolist()).items()},
             limit_s=self.limit_s, late_s=float(np.percentile(table[:, 1] - table[:, 0], 99)), warm_up_s=first,
-            mean_inflight=float(inside[good].clip(0).sum() / span),
+            mean_inflight=float(inside[good].clip(0).sum() / span), done_s=table[good, 2],
         )  # fmt: skip
 
 
@@ -379,6 +396,7 @@ def as_data(run: Run) -> dict[str, Any]:
         "mean_ms": float(run.latency_s.mean() * 1e3) if len(run.latency_s) else math.nan,
         "p99_interval_ms": [end * 1e3 for end in ends] if ends else None, "late_ms": run.late_s * 1e3,
         "little": run.little, "stable": run.stable, "void": run.void, "interrupted": run.interrupted,
+        "batches": run.batches(),
     }  # fmt: skip
 
 

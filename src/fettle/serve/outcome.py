@@ -163,8 +163,8 @@ def plain(found: Found) -> dict[str, Any]:
 def _plain_point(point: Point) -> dict[str, Any]:
     tests = [
         {"rate": test.rate, "held": test.held, "predicted_p99_ms": test.predicted_p99_ms,
-         "queue_ms": asdict_(test.inside.queue_ms), "join_ms": asdict_(test.inside.join_ms),
-         "model_ms": asdict_(test.inside.model_ms), "batch_rows": test.inside.rows,
+         "queue_ms": _stage(test.inside.queue_ms), "join_ms": _stage(test.inside.join_ms),
+         "model_ms": _stage(test.inside.model_ms), "batch_rows": test.inside.rows,
          "cpu_percent": test.inside.cpu_percent, "memory_percent": test.inside.memory_percent,
          "run": _no_nan(test.run)}
         for test in point.tests
@@ -194,7 +194,7 @@ def _plain_branch(measured: Measured) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def asdict_(split: Any) -> dict[str, float]:
+def _stage(split: Any) -> dict[str, float]:
     """A stage's milliseconds as plain data."""
     return {"mean": split.mean, "p50": split.p50, "p90": split.p90, "p99": split.p99}
 

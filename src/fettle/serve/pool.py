@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import mmap
 import os
 import socket
 import subprocess
@@ -105,6 +106,7 @@ class Pool:
         self.trust, self.device, self.log_path, self.explains = trust, device, log_path, explain
         self.cores = list(cores) or [[] for _ in range(settings.workers)]
         self.workers = [_Link(self, index) for index in range(settings.workers)]
+        self._loop_kept: asyncio.AbstractEventLoop | None = None
         self.closing = False
         self.problem = ""
         """Why loading failed, where it did."""
@@ -125,6 +127,13 @@ class Pool:
             problem = self.problem or "a worker ended while loading"
             await self.close(0)
             raise Rejected(503, problem, kind="load")
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The one event loop that all of it runs in. Asking asyncio each time costs a system call in Python 3.11."""
+        if self._loop_kept is None:
+            self._loop_kept = asyncio.get_running_loop()
+        return self._loop_kept
 
     @property
     def ready(self) -> bool:
@@ -221,7 +230,7 @@ class Pool:
         """Pump once after all that has come in this turn of the event loop: requests read together go together."""
         if not self._pump_planned:
             self._pump_planned = True
-            asyncio.get_running_loop().call_soon(self._pump)
+            self.loop.call_soon(self._pump)
 
     def _pump(self) -> None:
         self._pump_planned = False
@@ -261,7 +270,7 @@ class Pool:
         self._timer = None
         if moment < math.inf:
             delay = max(0.0, moment - time.perf_counter())
-            self._timer = asyncio.get_running_loop().call_later(delay, self._woken)
+            self._timer = self.loop.call_later(delay, self._woken)
 
     def _woken(self) -> None:
         self._timer, self._timer_s = None, math.inf
@@ -348,6 +357,7 @@ class _Link(asyncio.Protocol):
         self.warm_s: dict[int, float] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._transport: asyncio.Transport | None = None
+        self._memory: mmap.mmap | None = None
         self._buffer = bytearray()
         self._need = wire.PREFIX.size
         self._call = 0
@@ -371,14 +381,21 @@ class _Link(asyncio.Protocol):
         threads = settings.threads or max(1, cores() // settings.workers)
         environment["OMP_NUM_THREADS"] = str(threads)
         log_file: Any = open(pool.log_path, "ab") if pool.log_path else None  # noqa: SIM115
+        given = [theirs.fileno()]
+        memory = wire.shared_memory()
+        if memory is not None:
+            given.append(memory[0])
+            self._memory = memory[1]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "fettle.serve._worker", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),), env=environment, stdin=subprocess.DEVNULL, stdout=log_file,
+                [sys.executable, "-m", "fettle.serve._worker", *map(str, given)],
+                pass_fds=given, env=environment, stdin=subprocess.DEVNULL, stdout=log_file,
                 stderr=log_file, start_new_session=True,
             )  # fmt: skip
         finally:
             theirs.close()
+            if memory is not None:
+                os.close(memory[0])
             if log_file is not None:
                 log_file.close()
         self.pid, self.started_at, self._ended = self._process.pid, time.time(), False
@@ -401,6 +418,9 @@ class _Link(asyncio.Protocol):
             self._watch.cancel()
         if self._transport is not None:
             self._transport.abort()
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, 9)
@@ -435,12 +455,16 @@ class _Link(asyncio.Protocol):
 
     def _write(self, header: Any, body: Sequence[Any] = ()) -> None:
         assert self._transport is not None
-        self._transport.writelines(wire.frame(header, body))
+        size = sum(len(part) for part in body)
+        if self._memory is not None and wire.SHARED_FROM <= size <= wire.SHARED_BYTES:
+            self._transport.write(wire.shared_frame(header, body, self._memory))
+        else:
+            self._transport.writelines(wire.frame(header, body))
 
     def _wait(self, seconds: float) -> None:
         if self._watch is not None:
             self._watch.cancel()
-        self._watch = asyncio.get_running_loop().call_later(seconds, self._hung)
+        self._watch = self.pool.loop.call_later(seconds, self._hung)
 
     def _hung(self) -> None:
         log.warning("worker %d of %s does not answer: replaced", self.index, self.pool.package.manifest.name)
@@ -450,7 +474,7 @@ class _Link(asyncio.Protocol):
         """Idle: ask from time to time whether the process is there."""
         if self._watch is not None:
             self._watch.cancel()
-        self._watch = asyncio.get_running_loop().call_later(PING_S, self._ping)
+        self._watch = self.pool.loop.call_later(PING_S, self._ping)
 
     def _ping(self) -> None:
         if self.batch is None and not self._ended:

@@ -34,6 +34,8 @@ LATE = "the load generator was late itself in tests that failed: what was measur
 """A late generator makes latencies longer, never shorter: what passes has passed."""
 HEAD_ROOM = 0.2
 """Share of the capacity that a setting had better have left: what is suggested where nobody asks for another."""
+STEPS_DOWN = (0.85, 0.7, 0.5)
+"""Of the rate, after the first, second and third load test that did not keep the limit."""
 DELAYS = (0.0, 0.25)
 """Waiting for a fuller batch, as shares of the cost of one row."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -141,8 +143,13 @@ class Point:
     tests: list[Tested] = field(default_factory=list)
 
     @property
+    def lowest(self) -> float:
+        """The lowest rate that was tested."""
+        return min((test.rate for test in self.tests), default=math.nan)
+
+    @property
     def capacity(self) -> float:
-        """As measured, else as predicted."""
+        """As measured (0 where no test kept the limit), else as predicted."""
         return self.predicted if self.measured is None else self.measured
 
 
@@ -243,6 +250,7 @@ class _Search:
         self.seconds, self.most_rows, self.cores = seconds, most_rows, cores
         self._tell, self._left_s = tell, 0.0
         self._tested: set[Setting] = set()
+        self._tried: set[Branch] = set()
 
     # -- costs -------------------------------------------------------------------------------------------------------
 
@@ -261,6 +269,9 @@ class _Search:
 
     async def _calibrate(self, branch: Branch) -> None:
         self._check()
+        if branch in self._tried:
+            return
+        self._tried.add(branch)
         package = self.variants[branch.variant].package
         most = min(self.most_rows, package.manifest.max_rows)
         key = f"{package_key(package)} {branch.device} {branch.workers}x{branch.threads} {most} {self.found.limit_s:g}"
@@ -396,7 +407,12 @@ class _Search:
             todo = self._next(count)
             for point in todo:
                 await self._prove(point)
-            off = {p.setting.branch: p.predicted / p.measured for p in todo if p.measured}
+            # Where no test kept the limit the capacity is below the lowest rate: the least that the prediction was off.
+            off = {
+                p.setting.branch: p.predicted / (p.measured or 0.85 * p.lowest)
+                for p in todo
+                if p.measured or (p.tests and p.measured is not None)
+            }
             if attempt or not off or max(abs(math.log(ratio)) for ratio in off.values()) < math.log(OFF):
                 break
             # The prediction was off: scale the costs of the branch by its factor, of the others by the mean one.
@@ -425,13 +441,15 @@ class _Search:
         twin = next(
             (p for p in self.found.points if p.setting == replace(best.setting, policy="greedy")), None
         ) or Point(replace(best.setting, policy="greedy"), best.predicted)
-        package, branch = self.variants[best.setting.variant].package, best.setting.branch
-        curve = self.found.branches[branch].costs.curve()
+        curve = self.found.branches[best.setting.branch].costs.curve()
         if plan(twin.setting.batching(), curve) == plan(best.setting.batching(), curve):
             return  # with this curve both decide alike
+        if not twin.predicted:
+            self.found.why.append("greedy batches instead keep the limit at no rate in simulation: not tested")
+            return
         if twin not in self.found.points:
             self.found.points.append(twin)
-        if twin.measured is None and package is not None:
+        if twin.measured is None:
             await self._prove(twin)
         if twin.measured and best.measured:
             gain = best.measured / twin.measured - 1
@@ -567,7 +585,7 @@ async def prove(
     settings = serve_settings(package.settings, setting, costs, limit_s, host_id())
     served: Served | None = None
     try:
-        good, bad, rate = 0.0, math.inf, point.predicted
+        good, bad, rate, missed = 0.0, math.inf, point.predicted, 0
         for _ in range(4):
             length = min(60.0, max(seconds, 1000 / rate))
             key = f"{package_key(package)} {setting} {rate:.6g}/s {length:.6g}s {limit_s:g}s"
@@ -587,7 +605,7 @@ async def prove(
             if tested.held:
                 good = max(good, rate)
             else:
-                bad = min(bad, rate)
+                bad, missed = min(bad, rate), missed + 1
                 if tested.run["void"] and LATE not in found.why:
                     found.why.append(LATE)
             if good and bad < math.inf:
@@ -595,7 +613,7 @@ async def prove(
                     break
                 rate = math.sqrt(good * bad)
             else:
-                rate = rate * 1.1 if good else rate * 0.85
+                rate = rate * 1.1 if good else rate * STEPS_DOWN[min(missed, 3) - 1]
         point.measured = good
     finally:
         if served is not None:

@@ -61,11 +61,13 @@ class Server:
     def __init__(self, address: Address, options: Options) -> None:
         import uvicorn
 
+        from fettle.serve.http import Protocol
+
         address.check()
         self.address = address
         self.metrics = Metrics(float(options.override.get("limit_ms", 0.0)) / 1e3)
         self.registry = Registry(self.metrics, options, host_id())
-        self._uvicorn = uvicorn
+        self._uvicorn, self._protocol = uvicorn, Protocol
         self._running: list[tuple[Any, asyncio.Task[None]]] = []
         self._sockets: list[socket.socket] = []
         self.ports: list[int] = []
@@ -100,7 +102,8 @@ class Server:
         for app, sock in zip(apps, self._sockets, strict=True):
             config = self._uvicorn.Config(
                 app, log_config=None, access_log=False, lifespan="off", server_header=False, date_header=False,
-                timeout_keep_alive=30, backlog=2048, h11_max_incomplete_event_size=64 << 10,
+                http=self._protocol, proxy_headers=False, timeout_keep_alive=30, backlog=2048,
+                h11_max_incomplete_event_size=64 << 10,
             )  # fmt: skip
             server = self._uvicorn.Server(config)
             server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment] # signals are ours

@@ -1,10 +1,14 @@
 """What the server and its worker processes say to each other, over a socket pair: a header and raw tensors.
 
 A frame is the lengths of header and body, the header in MessagePack, and the body. Neither side unpickles anything.
+A large body to the worker stands in memory that both have mapped, and only its length is sent: through the socket it
+would be copied three times, in pieces of the socket's buffer. That memory has no name, so nobody else can open it.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +18,10 @@ import numpy as np
 
 PREFIX = struct.Struct("<IQ")
 MAX_HEADER = 16 << 20
+SHARED = 1 << 63
+"""In a body's length: the body stands in the shared memory."""
+SHARED_FROM, SHARED_BYTES = 1 << 20, 256 << 20
+"""Bodies of this size and up to that go through it. Pages take memory only once they were used."""
 
 
 class Load(msgspec.Struct, tag="load", array_like=True):
@@ -131,6 +139,30 @@ def frame(header: ToWorker | FromWorker, body: Sequence[Any] = ()) -> list[Any]:
     head = _encoder.encode(header)
     views = [memoryview(part).cast("B") if len(part) else b"" for part in body]
     return [PREFIX.pack(len(head), sum(len(view) for view in views)) + head, *views]
+
+
+def shared_memory() -> tuple[int, mmap.mmap] | None:
+    """Memory for one worker's bodies, and the descriptor that the worker maps. None where there cannot be any."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    descriptor = os.memfd_create("fettle")
+    try:
+        os.ftruncate(descriptor, SHARED_BYTES)
+        return descriptor, mmap.mmap(descriptor, SHARED_BYTES)
+    except OSError:  # a limit on file sizes holds for this too
+        os.close(descriptor)
+        return None
+
+
+def shared_frame(header: ToWorker, body: Sequence[Any], memory: mmap.mmap) -> bytes:
+    """One frame whose body is put into the shared memory: what is left to send."""
+    place = 0
+    for part in body:
+        view = memoryview(part).cast("B")
+        memory[place : place + len(view)] = view
+        place += len(view)
+    head = _encoder.encode(header)
+    return PREFIX.pack(len(head), place | SHARED) + head
 
 
 def flat(array: Any) -> memoryview:

@@ -39,9 +39,11 @@ def _training(facts: Facts) -> list[dict[str, str]]:
         kinds = ("ddp", "zero1", "zero2", "zero3", "hsdp")
         return [*({"parallel": kind} for kind in kinds), {**half, "parallel": "ddp"}, {**compiled, "parallel": "ddp"},
                 {**base, "parallel": "zero3", "policy": "bf16"}]  # fmt: skip
+    inside = {**base, "matmul": "medium"}
     return [
         half,
         compiled,
+        *([{**inside, "compile": "default"}, inside] if native else []),
         *([masters, {**masters, "compile": "default"}] if native else []),
         *([{**compiled, "region": "blocks"}] if facts.block_classes else []),
         base,

@@ -1,4 +1,5 @@
-"""Precision of float32 matrix products inside the libraries. On a CPU, medium means bfloat16 inside oneDNN."""
+"""Precision of float32 products inside the libraries. On a CPU, medium means bfloat16 inside oneDNN, which converts on
+its way through: no cast is an operation of its own, and weights and activations stay float32."""
 
 from typing import ClassVar
 
@@ -9,7 +10,7 @@ from fettle.techniques._base import Code, Facts, Level, Technique
 class Matmul(Technique):
     name = "matmul"
     modes: ClassVar[frozenset[str]] = frozenset({"inference", "training"})
-    title = "float32 matmul precision"
+    title = "precision inside float32 products"
     given = "highest"
 
     def levels(self, facts: Facts) -> list[Level]:
@@ -36,4 +37,7 @@ class Matmul(Technique):
         return ""
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
-        return Code(setup=(f'torch.set_float32_matmul_precision("{level}")',))
+        setting = f'torch.set_float32_matmul_precision("{level}")'
+        if facts.device == "cpu" and facts.num_conv:  # the setting above is of matrix products alone there
+            return Code(setup=(setting, 'torch.backends.mkldnn.conv.fp32_precision = "bf16"'))
+        return Code(setup=(setting,))

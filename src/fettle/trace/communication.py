@@ -217,6 +217,8 @@ def match_collectives(traces: list[Trace]) -> pl.DataFrame:
     if not frames:
         return pl.DataFrame()
     both = pl.concat(frames)
+    if not both.height:
+        return both.with_columns(key=pl.lit("", dtype=pl.String()))
     if (both["group"] == "").all():
         both = _match_by_ends(both)
     else:

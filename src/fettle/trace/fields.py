@@ -53,6 +53,10 @@ def to_ns(values: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[
         whole = np.floor(safe)
         ns = whole.astype(np.int64) * 1000 + np.rint((safe - whole) * 1000.0).astype(np.int64)
         return ns, bad
+    if values.dtype == object:  # integers beyond 64 bits among them
+        wide = np.array([is_wide(v) for v in values], dtype=bool)
+        ns, bad = to_ns(np.array([0 if w else v for v, w in zip(values, wide, strict=True)]))
+        return ns, bad | wide
     numbers = values.astype(np.int64)
     bad = np.abs(numbers) > 9 * 10**15
     return np.where(bad, 0, numbers) * 1000, bad
@@ -110,4 +114,4 @@ def whole_ns(microseconds: Decimal | None) -> int:
 
 def is_wide(value: Any) -> bool:
     """Whether a number is beyond what a float64 holds exactly."""
-    return value is not None and abs(value) > 2**53
+    return value is not None and not -(2**53) <= value <= 2**53

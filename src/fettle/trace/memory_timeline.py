@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 
 from fettle.trace.launches import text_column
-from fettle.trace.model import Trace
+from fettle.trace.model import Ints, Trace
 from fettle.trace.operators import ancestors
 
 DEVICE_TYPES = {0: "cpu", 1: "cuda", 20: "privateuseone", 12: "xpu", 9: "meta"}
@@ -35,14 +35,13 @@ def memory_timeline(trace: Trace) -> pl.DataFrame:
         )
     up = ancestors(trace)
     row = trace.stacks.innermost(frame["thread"].to_numpy().astype(np.int64), frame["ts_ns"].to_numpy())
-    operator = np.where(row >= 0, up.operator[np.maximum(row, 0)], -1)
-    top = np.where(row >= 0, up.top_operator[np.maximum(row, 0)], -1)
     names = trace.column("name")
 
-    def text(rows: np.ndarray) -> pl.Series:
-        known = pl.Series(rows >= 0)
-        column = text_column(trace, names[np.maximum(rows, 0)])
-        return column.set(~known, None)
+    def text(table: Ints) -> pl.Series:
+        if not len(names):  # nothing but allocations in this trace
+            return pl.Series([None] * len(row), dtype=pl.String())
+        rows = np.where(row >= 0, table[np.maximum(row, 0)], -1)
+        return text_column(trace, names[np.maximum(rows, 0)]).set(pl.Series(rows < 0), None)
 
     device = pl.Series(
         [
@@ -59,8 +58,8 @@ def memory_timeline(trace: Trace) -> pl.DataFrame:
         address="address",
         allocated_bytes="allocated_bytes",
         reserved_bytes="reserved_bytes",
-        operator=text(operator),
-        top_operator=text(top),
+        operator=text(up.operator),
+        top_operator=text(up.top_operator),
     )
 
 

@@ -146,4 +146,5 @@ class SideTables:
 
 
 def _plain(values: Any) -> list[Any]:
-    return values.tolist() if isinstance(values, np.ndarray) else values
+    plain: list[Any] = values.tolist() if isinstance(values, np.ndarray) else values
+    return plain

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 
 from fettle.train.guard import Curve
+from fettle.train.step_parts import intervals_of, quiet_stderr, step_parts
 from fettle.train.workload import TrainingWorkload
 
-PHASES = ("data", "forward", "backward", "optimizer")
+Range = tuple[str, int, int]
+"""A phase, its begin and its end in nanoseconds."""
 Train = Callable[..., Any]
 """``train(model, make_optimizer, loss, data)`` of an ``optimized.py``: an iterator of losses, one step
 for each that is asked for."""
@@ -32,11 +34,11 @@ class Steps:
         *,
         mean: Callable[[torch.Tensor], torch.Tensor] = lambda value: value,
     ) -> None:
-        self.phases_ms = dict.fromkeys(PHASES, 0.0)
+        self._ranges: list[Range] = []
         self._workload = workload
         self._mean = mean  # of a loss over all ranks
         self._norms: list[float] | None = None
-        self._clock: tuple[str, float] | None = None
+        self._phase: tuple[str, int] | None = None
         self._watching = False
         self._device = next(workload.model.parameters()).device
         data = workload.data if data is None else data
@@ -64,17 +66,26 @@ class Steps:
         return Curve(losses, norms)
 
     def timeline(self, count: int) -> dict[str, float]:
-        """Milliseconds of a mean step by phase, over `count` steps; a GPU is waited for between phases.
+        """Milliseconds of a mean step by phase, over `count` steps; they add up to the wall time. See `step_parts`.
 
         data: until the loss function is called; backward: from its end until the optimizer's step, clipping included;
-        optimizer: the rest, with zero_grad.
+        optimizer: the rest, with zero_grad. A GPU is waited for between phases.
         """
-        self.phases_ms = dict.fromkeys(PHASES, 0.0)
-        self._watching = True
-        for _ in range(count):
-            self.step()
-        self._watching = False
-        return {name: total / count for name, total in self.phases_ms.items()}
+        from torch.profiler import ProfilerActivity, profile
+
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._ranges = []
+        with quiet_stderr(), profile(activities=activities) as running:
+            self._watching = True
+            for _ in range(count):
+                self.step()
+            self._watching = False
+        assert running.profiler is not None
+        assert running.profiler.kineto_results is not None
+        parts = step_parts(self._ranges, intervals_of(running.profiler.kineto_results.events()))
+        return {name: total / count / 1e6 for name, total in parts.items()}
 
     def _make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         optimizer = self._workload.optimizer(parameters)
@@ -100,15 +111,15 @@ class Steps:
 
     def _enter(self, phase: str) -> None:
         self._leave()
-        self._clock = (phase, time.perf_counter())
+        self._phase = (phase, time.time_ns())
 
     def _leave(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
-        if self._clock is not None:
-            phase, began = self._clock
-            self.phases_ms[phase] += (time.perf_counter() - began) * 1e3
-        self._clock = None
+        if self._phase is not None:
+            name, began = self._phase
+            self._ranges.append((name, began, time.time_ns()))
+        self._phase = None
 
 
 def _whole(norm: torch.Tensor) -> float:

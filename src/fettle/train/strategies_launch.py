@@ -39,13 +39,15 @@ class RankResult:
 
     rank: int
     peak_bytes: int
-    """Most bytes of the CPU allocator alive at once during the steps, by the profiler's record of every allocation."""
+    """Most bytes of the CPU allocator alive at once in a step, the step in the middle of all after the first."""
     states: dict[str, int]
     """Bytes of the storages of parameters (with buffers), gradients and optimizer state, counted in the rank."""
     losses: list[float]
     step_ms: list[float]
     """Wall time of each step, with the recording on: not a speed to compare."""
     collectives: dict[str, int]
+    highest_bytes: int = 0
+    """The same of the highest step: gloo frees a copy late at times."""
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def bar_chart(
         )
         .with_row_index("at")
     )
-    whole = float(frame[value_ns].abs().sum() or 1)  # type: ignore[arg-type]
+    whole = float(frame[value_ns].abs().sum() or 1)
     shown = shown.with_columns(
         text=pl.format(
             "{}  ·  {} ms, {}%", "label", pl.col("ms").round(3), (pl.col(value_ns).abs() * 100 / whole).round(1)

@@ -110,19 +110,19 @@ def account(traces: list[Trace]) -> Section:
         )
     table = pl.concat(frames)
     section.table("All steps", table if len(places) > 1 else table.drop("where"), rows=60)
-    parts = [step_summary(steps(t)) | {"rank": t.rank} for t in traces]
+    summaries = [(t.rank, step_summary(steps(t))) for t in traces]
     told = pl.DataFrame(
         [
             (
-                p["rank"],
-                p["steps"],
-                p["median_ns"],
-                p["mad_ns"],
-                ", ".join(map(str, p["outliers"][:8])),  # type: ignore[index]
-                p["drift_ns_per_step"],
-                "clear" if p["drift_is_clear"] else "not clear",
+                rank,
+                one["steps"],
+                one["median_ns"],
+                one["mad_ns"],
+                ", ".join(map(str, one["outliers"][:8])),  # type: ignore[index]
+                one["drift_ns_per_step"],
+                "clear" if one["drift_is_clear"] else "not clear",
             )
-            for p in parts
+            for rank, one in summaries
         ],
         schema=["rank", "steps", "median_ns", "median_deviation_ns", "outliers", "drift_per_step_ns", "drift"],
         orient="row",

@@ -1,4 +1,4 @@
-"""Load, simulation and the search: against theory, against a server, and against what goes wrong."""
+"""Load and simulation: against theory, against a server, and against what goes wrong."""
 
 import asyncio
 import json
@@ -24,9 +24,8 @@ from fettle.serve.load import (
     read_schedule,
     warm_up,
 )
-from fettle.serve.package import open_package, read_settings
+from fettle.serve.package import open_package
 from fettle.serve.policy import BatchSettings
-from fettle.serve.search import Setting, as_json, explain, search, serve_settings
 from fettle.serve.simulate import Costs, capacity, simulate
 
 from .conftest import running
@@ -255,39 +254,18 @@ def test_the_commands(server, store, tmp_path):
     closed, opened = json.loads(done.stdout)
     assert (closed["mode"], opened["mode"]) == ("closed", "open")
     assert (tmp_path / "c").read_text().startswith("Benchmark,TS failed requests,")
+    (tmp_path / "earlier.json").write_text(done.stdout)
+    done = fettle("load", url, "-c", "2", "-d", "1s", "--baseline", str(tmp_path / "earlier.json"), "--json")
+    changes = json.loads(done.stdout)["changes"]
+    assert [change["measure"] for change in changes] == ["answers/s", "p50", "p99"]
+    assert done.returncode == any(change["verdict"] == "worse" for change in changes)
     for wrong in (["load", url], ["load", "http://127.0.0.1:9", "--rate", "1"], ["serve"], ["slo", "x", "--p99", "1"],
                   ["serve", str(tmp_path)], ["serve", str(store / "net-1"), "--host", "0.0.0.0"],
-                  ["package", "nothing.py"]):  # fmt: skip
+                  ["package", "nothing.py"], ["load", url, "-c", "1", "--baseline", str(tmp_path / "none")],
+                  ["slo", str(store / "net-1"), "--p99", "1s", "--recipe", "precision=bf16"],
+                  ["slo", str(store / "net-1"), "--p99", "1s", "--head-room", "120%"],
+                  ["slo", str(store / "net-1"), "--p99", "1s", "--price-per-hour", "much"],
+                  ["slo", str(store / "net-1"), "--p99", "1s", "--device", "tpu"]):  # fmt: skip
         done = fettle(*wrong)
         assert done.returncode == 2, (wrong, done.stderr)
         assert len(done.stderr.strip().splitlines()) == 1, done.stderr
-
-
-# -- search -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_search_from_end_to_end(store, tmp_path):
-    package = open_package(store / "net-1")
-    keep = tmp_path / "calibration.json"
-    found = asyncio.run(search(package, 2.0, most_rows=4, cores=1, seconds=0.5, confirm=1, keep=keep, rate=1.0))
-    assert found.costs["1x1"].keys() >= {1, 2, 4}
-    assert found.points[0].runs
-    assert found.why
-    json.dumps(as_json(found), allow_nan=True)
-    before = keep.read_text()
-    again = asyncio.run(search(package, 1e-9, most_rows=4, cores=1, seconds=0.5, confirm=1, keep=keep))
-    assert keep.read_text() == before  # not measured again
-    assert not again.met
-    assert "limit is missed" in again.why[0]
-    assert as_json(again)["points"] == []
-
-
-def test_what_is_found_can_be_served(store):
-    package = open_package(store / "net-1")
-    costs = Costs({1: (0.01,), 4: (0.02,)})
-    made = serve_settings(package.settings, Setting(2, 1, 4, 0.001, "curve"), costs, 0.1, "here")
-    assert made.batching().max_rows == 4
-    assert made.cost_curve("here").at(4) == 0.02
-    assert made.cost_curve("elsewhere") is None  # a curve of another machine is not believed
-    assert read_settings(package.folder, package.manifest) == package.settings
-    assert explain({(1, 1): costs}, []) == ["no setting keeps the limit in simulation: queueing alone breaks it"]

@@ -1,0 +1,90 @@
+"""The device's side: kernels, launches, communication, queues, copies."""
+
+from typing import Any
+
+import polars as pl
+
+from fettle.cli.trace.shared import Chart, Fresh, Json, Rows, Source, app, joined, open_traces, show, write_chart
+
+
+@app.command()
+def kernels(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False) -> None:
+    """Kernels by type and name, per rank and across ranks."""
+    from fettle.trace import charts
+    from fettle.trace import kernels as k
+
+    traces = open_traces(source, fresh)
+    table = joined(traces, k.kernel_table)
+    write_chart(chart, lambda: charts.bar_chart(table, "name", "sum_ns", color="class"))
+    frames = {"classes": joined(traces, k.kernel_classes), "kernels": table}
+    if len(traces) > 1:
+        frames["across_ranks"] = k.kernels_across_ranks(traces)
+    show(frames, as_json, rows)
+
+
+@app.command()
+def launches(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False) -> None:
+    """Launch calls and delays: every launch of every runtime, graphs too."""
+    from fettle.trace import charts
+    from fettle.trace.launches import call_table, launch_stats
+
+    frame = joined(open_traces(source, fresh), launch_stats)
+    write_chart(chart, lambda: charts.delay_chart(frame))
+    summary = call_table(frame)
+    show({"summary": summary, **({"launches": frame} if as_json else {})}, as_json, rows)
+
+
+@app.command()
+def comm(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False) -> None:
+    """Communication: overlap, collectives with bandwidths, arrival skew, stragglers and clocks."""
+    from fettle.trace import charts
+    from fettle.trace import communication as c
+
+    traces = open_traces(source, fresh)
+    frames = {"overlap": joined(traces, c.overlap), "collectives": joined(traces, c.collective_table)}
+    notes = {}
+    if len(traces) > 1:
+        frames |= {
+            "stragglers": c.stragglers(traces),
+            "clocks": c.clock_offsets(c.match_collectives(traces)),
+            "arrival": c.arrival(traces).drop("key"),
+        }
+    else:
+        notes["stragglers"] = "unknown: one rank only; give a folder of ranks"
+    write_chart(chart, lambda: charts.bar_chart(frames["collectives"], "collective", "sum_ns"))
+    show(frames, as_json, rows, notes)
+
+
+@app.command()
+def queue(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False) -> None:
+    """Queue length of each stream over time, and time on a full queue."""
+    from fettle.trace import charts
+    from fettle.trace.queue import queue_length, queue_summary
+
+    traces = open_traces(source, fresh)
+
+    def line() -> Any:
+        series = queue_length(traces[0]).with_columns(name=pl.format("device {} stream {}", "device", "stream"))
+        return charts.step_line(series, "length", series="name", unit="launched, not started")
+
+    write_chart(chart, line)
+    frames = {"queue": joined(traces, queue_summary)}
+    show(frames | ({"series": joined(traces, queue_length)} if as_json else {}), as_json, rows)
+
+
+@app.command()
+def bandwidth(
+    source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False
+) -> None:
+    """Bandwidth of copies and memory sets."""
+    from fettle.trace import charts
+    from fettle.trace.queue import bandwidth_summary, copy_bandwidth
+
+    traces = open_traces(source, fresh)
+    write_chart(chart, lambda: charts.step_line(copy_bandwidth(traces[0]), "gb_per_s", series="name", unit="GB/s"))
+    show(
+        {"bandwidth": joined(traces, bandwidth_summary)}
+        | ({"series": joined(traces, copy_bandwidth)} if as_json else {}),
+        as_json,
+        rows,
+    )

@@ -1,0 +1,106 @@
+"""To and from files, and questions of one's own: record, report, augment, SQL, the numbers of another tool."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from fettle.cli.trace.shared import Fresh, Json, Rows, Source, app, joined, open_traces, show
+
+
+@app.command()
+def hta(source: Source, as_json: Json = False, rows: Rows = 30, fresh: Fresh = False) -> None:
+    """The numbers of Holistic Trace Analysis, under its definitions and rounding (see the docs for where they
+    mislead).
+    """
+    from fettle.trace import hta as h
+
+    traces = open_traces(source, fresh)
+    frames = {
+        name: joined(traces, getattr(h, name))
+        for name in ("temporal_breakdown", "kernel_types", "idle_breakdown", "queue_summary", "kernel_statistics")
+    }
+    show(frames, as_json, rows, {f"overlap of rank {t.rank} (%)": h.communication_overlap(t) for t in traces})
+
+
+@app.command()
+def sql(
+    source: Source,
+    text: Annotated[str, typer.Argument(help="Such as: select name, sum(dur_ns) from events group by name")],
+    as_json: Json = False,
+    rows: Rows = 50,
+    fresh: Fresh = False,
+) -> None:
+    """Ask your own: SQL over events, steps, account, idle, kernels, launches, work, operators, collectives, queue,
+    memory.
+    """
+    from fettle.trace.sql import query
+
+    show({"result": query(open_traces(source, fresh), text)}, as_json, rows)
+
+
+@app.command()
+def augment(
+    source: Source,
+    target: Annotated[Path, typer.Argument(help="The new trace (.json).")],
+    fresh: Fresh = False,
+    as_json: Json = False,
+) -> None:
+    """Write the trace again with queue, copy and critical-path tracks, for Perfetto."""
+    from fettle.trace.critical import critical_path
+    from fettle.trace.perfetto import augment as write
+
+    trace = open_traces(source, fresh)[0]
+    added = write(trace, target, path=critical_path(trace))
+    print(json.dumps({"file": str(target), "added_events": added})) if as_json else Console().print(
+        f"wrote {target}: {added} events added"
+    )
+
+
+@app.command()
+def report(
+    source: Source,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("trace-report.html"),
+    before: Annotated[Path | None, typer.Option(help="An earlier trace to compare with.")] = None,
+    fresh: Fresh = False,
+    as_json: Json = False,
+) -> None:
+    """One self-contained HTML page: account, idle causes, kernels, overlap, ranks, critical path, a step's timeline."""
+    from fettle.trace.report import write_report
+
+    earlier = open_traces(before, fresh)[0] if before is not None else None
+    failed = write_report(open_traces(source, fresh), output, before=earlier)
+    if as_json:
+        print(json.dumps({"file": str(output), "not_answered": failed}))
+    else:
+        Console().print(
+            f"wrote {output}" + "".join(f"\nnot answered: {line}" for line in failed), highlight=False, markup=False
+        )
+
+
+@app.command()
+def record(
+    target: Annotated[
+        str, typer.Argument(help="path/to/file.py:function or package.module:function, called once a step.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The trace.")] = Path("trace.json.gz"),
+    active: Annotated[int, typer.Option(min=1, help="Steps to keep.")] = 5,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps to run and throw away.")] = 2,
+    stacks: Annotated[bool, typer.Option("--stacks", help="With Python stacks: larger and slower.")] = False,
+    memory: Annotated[bool, typer.Option("--memory", help="With every allocation.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Run a function step by step under the profiler and keep the trace."""
+    from fettle.trace.record import load_target
+    from fettle.trace.record import record as record_trace
+
+    step = load_target(target)
+    with record_trace(output, warmup=warmup, active=active, stacks=stacks, memory=memory) as profiler:
+        for _ in range(warmup + active):
+            step()
+            profiler.step()
+    print(json.dumps({"file": str(output), "steps": active})) if as_json else Console().print(
+        f"wrote {output}", highlight=False
+    )

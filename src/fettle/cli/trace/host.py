@@ -1,0 +1,145 @@
+"""The host's side: operators, calls, annotations, threads, memory."""
+
+from typing import Annotated
+
+import polars as pl
+import typer
+
+from fettle.cli.trace.shared import Chart, Fresh, Json, Rows, Source, app, joined, open_traces, show, write_chart
+from fettle.errors import UsageError
+
+
+@app.command()
+def operators(
+    source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False
+) -> None:
+    """Operators by name and shapes; and kernels by module and source line."""
+    from fettle.trace import charts
+    from fettle.trace.operators import attribute_kernels, operator_table
+
+    traces = open_traces(source, fresh)
+    table, work = joined(traces, operator_table), joined(traces, attribute_kernels)
+    frames = {"operators": table}
+    for column in ("module", "line", "forward_operator", "generated"):
+        if work[column].null_count() < work.height:
+            frames[column] = (
+                work.group_by("rank", column)
+                .agg(device_ns=pl.col("duration_ns").sum(), kernels=pl.len())
+                .sort("device_ns", descending=True)
+            )
+    write_chart(chart, lambda: charts.bar_chart(table, "operator", "device_ns"))
+    show(frames | ({"work": work} if as_json else {}), as_json, rows)
+
+
+@app.command()
+def tree(
+    source: Source,
+    as_json: Json = False,
+    rows: Rows = 60,
+    fresh: Fresh = False,
+    depth: Annotated[int, typer.Option(min=1, max=200, help="How deep.")] = 4,
+    python: Annotated[bool, typer.Option("--python", help="With Python functions.")] = False,
+) -> None:
+    """Calls merged by path, with host and device time."""
+    from fettle.trace.operators import call_tree
+
+    show(
+        {"tree": joined(open_traces(source, fresh), lambda t: call_tree(t, max_depth=depth, python=python))},
+        as_json,
+        rows,
+    )
+
+
+@app.command()
+def sequences(
+    source: Source,
+    operator: Annotated[str, typer.Argument(help="Part of an operator's name.")],
+    as_json: Json = False,
+    rows: Rows = 10,
+    fresh: Fresh = False,
+) -> None:
+    """Frequent kernel sequences under an operator."""
+    from fettle.trace.operators import kernel_sequences
+
+    show(
+        {"sequences": joined(open_traces(source, fresh), lambda t: kernel_sequences(t, operator, top=rows))},
+        as_json,
+        rows,
+    )
+
+
+@app.command()
+def annotations(
+    source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False
+) -> None:
+    """User annotations with host and device time."""
+    from fettle.trace import charts
+    from fettle.trace.operators import annotation_table
+
+    table = joined(open_traces(source, fresh), annotation_table)
+    write_chart(chart, lambda: charts.bar_chart(table, "annotation", "device_ns"))
+    show({"annotations": table}, as_json, rows)
+
+
+@app.command()
+def counters(source: Source, as_json: Json = False, rows: Rows = 30, fresh: Fresh = False) -> None:
+    """Hardware counters (CUPTI) by operator."""
+    from fettle.trace.operators import counters_by_operator
+
+    frames = [f for t in open_traces(source, fresh) if (f := counters_by_operator(t)) is not None]
+    if not frames:
+        raise UsageError("no hardware counters in this trace, or not as many ranges as launches: they cannot be paired")
+    frame = pl.concat(frames)
+    show(
+        {
+            "by_operator": frame.group_by("rank", "operator", "counter")
+            .agg(pl.col("value").sum())
+            .sort("value", descending=True),
+            "ranges": frame,
+        },
+        as_json,
+        rows,
+    )
+
+
+@app.command()
+def host(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False) -> None:
+    """The CPU's side: threads, operator overhead, small operators, conversions, data loading."""
+    from fettle.trace import charts
+    from fettle.trace import host as h
+
+    traces = open_traces(source, fresh)
+    summary = joined(traces, h.host_summary)
+    write_chart(chart, lambda: charts.bar_chart(summary, "question", "time_ns"))
+    frames = {
+        "questions": summary,
+        "threads": pl.concat([h.threads(t) for t in traces], how="diagonal_relaxed"),
+        "parallel": joined(traces, h.parallel_operators),
+        "sizes": joined(traces, h.operator_sizes),
+        "small_operators": joined(traces, h.small_operators),
+        "conversions": joined(traces, h.conversions),
+        "data_loading": joined(traces, h.data_loading),
+    }
+    show(frames, as_json, rows)
+
+
+@app.command()
+def memory(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False) -> None:
+    """Memory over time: who held what at the peak."""
+    from fettle.trace import charts
+    from fettle.trace.memory_timeline import memory_peak, memory_timeline
+
+    traces = open_traces(source, fresh)
+    timeline = joined(traces, memory_timeline)
+    if not timeline.height:
+        raise UsageError("no memory events in this trace: record with profile_memory=True")
+    write_chart(
+        chart,
+        lambda: charts.step_line(
+            timeline.with_columns(mib=pl.col("allocated_bytes") / 2**20),
+            "mib",
+            series="device",
+            unit="MiB",
+        ),
+    )
+    show({"peak": joined(traces, memory_peak)} | ({"timeline": timeline} if as_json else {}), as_json, rows)

@@ -1,0 +1,75 @@
+"""What to ask first: can the trace be trusted, where did the time go, why was the device idle."""
+
+import json
+from typing import Annotated
+
+import polars as pl
+import typer
+
+from fettle.cli.trace.shared import Chart, Fresh, Json, Rows, Source, app, joined, open_traces, show, write_chart
+from fettle.errors import UsageError
+
+
+@app.command()
+def health(source: Source, as_json: Json = False, fresh: Fresh = False) -> None:
+    """Can the trace be trusted? What was skipped, repaired or missing."""
+    from fettle.trace.health import trace_health
+    from fettle.trace.reader import load_all
+
+    found = [trace_health(t) for t in load_all(source, use_sidecar=not fresh)]
+    if as_json:
+        print(json.dumps([h.as_dict() for h in found], default=str))
+        return
+    for one in found:
+        rows = [(f.severity, f.what, f.count, f.means) for f in one.findings]
+        frame = pl.DataFrame(rows, schema=["severity", "what", "count", "means"], orient="row")
+        notes = {
+            "trace": f"{one.path}, rank {one.rank}: {one.kept:,} of {one.events:,} events kept, "
+            f"{one.span_ns / 1e6:,.3f} ms, "
+            f"devices {list(one.devices)}",
+            "uncertain": ", ".join(one.uncertain) or "nothing",
+        }
+        show({"findings": frame}, False, 100, notes)
+
+
+@app.command()
+def steps(source: Source, as_json: Json = False, rows: Rows = 30, fresh: Fresh = False) -> None:
+    """The steps: medians, outliers, drift."""
+    from fettle.trace.steps import step_summary
+    from fettle.trace.steps import steps as find
+
+    traces = open_traces(source, fresh)
+    frame = joined(traces, find)
+    show({"steps": frame}, as_json, rows, {f"rank {t.rank}": step_summary(find(t)) for t in traces})
+
+
+@app.command()
+def account(
+    source: Source,
+    as_json: Json = False,
+    rows: Rows = 30,
+    chart: Chart = None,
+    fresh: Fresh = False,
+    annotation: Annotated[str | None, typer.Option(help="Take annotations of this name for steps.")] = None,
+) -> None:
+    """Where did the time go? Every nanosecond of each step, booked once."""
+    from fettle.trace import charts
+    from fettle.trace.account import account_total, time_account
+
+    frame = joined(open_traces(source, fresh), lambda t: time_account(t, annotation))
+    write_chart(chart, lambda: charts.account_chart(frame))
+    show({"total": account_total(frame), "steps": frame}, as_json, rows)
+
+
+@app.command()
+def idle(source: Source, as_json: Json = False, chart: Chart = None, fresh: Fresh = False) -> None:
+    """Why was the device idle? Each gap cut into the pieces that different causes held."""
+    from fettle.trace import charts
+    from fettle.trace.idle import idle_summary
+
+    frames = [idle_summary(t, d) for t in open_traces(source, fresh) for d in t.device_keys]
+    if not frames:
+        raise UsageError("no device work in this trace: 'fettle trace host' answers for the CPU")
+    frame = pl.concat(frames)
+    write_chart(chart, lambda: charts.bar_chart(frame, "cause", "idle_ns"))
+    show({"idle": frame}, as_json, 100)

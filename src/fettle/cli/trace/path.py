@@ -1,0 +1,139 @@
+"""What held a step up, what if not, and what changed."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import polars as pl
+import typer
+
+from fettle.cli.trace.shared import Chart, Fresh, Json, Rows, Source, Step, app, open_traces, show, write_chart
+from fettle.errors import UsageError
+
+
+@app.command()
+def critical(
+    source: Source,
+    step: Step = None,
+    as_json: Json = False,
+    rows: Rows = 30,
+    chart: Chart = None,
+    fresh: Fresh = False,
+    overlay: Annotated[Path | None, typer.Option(help="Write the trace with the path as a track (JSON).")] = None,
+) -> None:
+    """The critical path: what held the step up, over all of its wall clock."""
+    from fettle.trace import charts
+    from fettle.trace.critical import critical_path, path_events
+    from fettle.trace.critical_ranks import critical_path_of_ranks
+    from fettle.trace.perfetto import augment
+
+    traces = open_traces(source, fresh)
+    frames: dict[str, pl.DataFrame] = {}
+    for trace in traces:
+        path = critical_path(trace, step)
+        prefix = f"rank_{trace.rank}_" if len(traces) > 1 else ""
+        summary = path.summary()
+        frames |= {f"{prefix}summary": summary, f"{prefix}events": path_events(trace, path)}
+        if as_json:
+            frames[f"{prefix}pieces"] = path.pieces
+        if trace is traces[0]:
+            write_chart(chart, lambda summary=summary: charts.bar_chart(summary, "category", "time_ns"))  # type: ignore[misc]
+            if overlay is not None:
+                augment(trace, overlay, path=path)
+    notes: dict[str, Any] = {}
+    if len(traces) > 1:
+        try:
+            joined = critical_path_of_ranks(traces, step)
+        except UsageError as error:
+            notes["across ranks"] = f"unknown: {error}"
+        else:
+            by_rank = joined.pieces.group_by("rank", "category").agg(
+                time_ns=(pl.col("end_ns") - pl.col("start_ns")).sum()
+            )
+            frames["across_ranks"] = by_rank.sort("time_ns", descending=True)
+    show(frames, as_json, rows, notes)
+
+
+@app.command()
+def whatif(
+    source: Source,
+    step: Step = None,
+    as_json: Json = False,
+    fresh: Fresh = False,
+    kernels: Annotated[
+        str | None, typer.Option(help="Kernels that match this expression take --factor of their time.")
+    ] = None,
+    factor: Annotated[float, typer.Option(min=0, help="With --kernels.")] = 0.0,
+) -> None:
+    """How long would the step be without syncs, with perfect overlap, with one graph launch, with faster kernels?"""
+    from fettle.trace.critical import critical_path
+    from fettle.trace.whatif import what_if
+
+    rows = []
+    for trace in open_traces(source, fresh):
+        path = critical_path(trace, step)
+        changes = ["kernels"] if kernels is not None else ["no_syncs", "perfect_overlap", "graph", "data_ready"]
+        for change in changes:
+            answer = what_if(trace, change, kernels=kernels or "", factor=factor, path=path)
+            rows.append({"rank": trace.rank, **asdict(answer), "saving_share": answer.saving_share})
+    show({"what_if": pl.DataFrame(rows)}, as_json)
+
+
+@app.command()
+def compare(
+    before: Source,
+    after: Annotated[Path, typer.Argument(help="The other trace.")],
+    as_json: Json = False,
+    rows: Rows = 20,
+    chart: Chart = None,
+    fresh: Fresh = False,
+    skip: Annotated[int, typer.Option(min=0, help="Leave out first steps.")] = 0,
+    steps_before: Annotated[str | None, typer.Option(help="Steps of the first trace, such as 3,4,5.")] = None,
+    steps_after: Annotated[str | None, typer.Option(help="Steps of the second trace.")] = None,
+) -> None:
+    """Why is one trace slower than another? The change of the step time, booked to causes."""
+    from fettle.trace import charts
+    from fettle.trace.compare import compare as compare_traces
+
+    first, second = open_traces(before, fresh)[0], open_traces(after, fresh)[0]
+    result = compare_traces(
+        first, second, skip=skip, steps_before=_numbers(steps_before), steps_after=_numbers(steps_after)
+    )
+    shown = result.parts.filter(pl.col("change_ns") != 0)
+    write_chart(
+        chart,
+        lambda: charts.change_chart(shown.filter(~pl.col("sums")), result.before_ns, result.after_ns),
+    )
+    notes = {
+        "before_ns": result.before_ns,
+        "after_ns": result.after_ns,
+        "change_ns": result.change_ns,
+        "low_ns": result.low_ns,
+        "high_ns": result.high_ns,
+        "notes": list(result.notes),
+    }
+    text = {
+        "mean step": f"{result.before_ns / 1e6:,.3f} -> {result.after_ns / 1e6:,.3f} ms, "
+        f"change {result.change_ns / 1e6:+,.3f} ms (95%: {result.low_ns / 1e6:+,.3f} to {result.high_ns / 1e6:+,.3f}); "
+        f"{result.steps_before} and {result.steps_after} steps",
+        **({"notes": "; ".join(result.notes)} if result.notes else {}),
+    }
+    show(
+        {
+            "parts": shown,
+            "work": result.work,
+            "operators": result.operators.filter(pl.col("change") != "same") if not as_json else result.operators,
+        },
+        as_json,
+        rows,
+        notes if as_json else text,
+    )
+
+
+def _numbers(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise UsageError(f"step numbers look like 3,4,5, not '{text}'") from error
