@@ -24,8 +24,9 @@ def facts(found: Found) -> list[str]:
     plain = next(iter(found.plain.slices.values()))
     lines = []
     if found.step_s:
+        which = "As given" if found.given.able else "Without workers (as given it fails)"
         lines.append(
-            f"A step alone takes {_time(found.step_s)}. As given, {found.waiting:.1%} of the time is waiting for data: "
+            f"A step alone takes {_time(found.step_s)}. {which}, {found.waiting:.1%} of the time is waiting for data: "
             f"removing it brings at most {bound_text(found)}; {_reached(found)}."
         )
     else:

@@ -398,6 +398,8 @@ def verdict(found: Found, why: str = "") -> str:
     """The answer in one or two sentences."""
     before, best = found.before, found.best
     takes = f"{found.gain:.2f}x the batches a second with {best.setting.name}"
+    if not found.given.able:
+        takes += ", over no workers: as given it fails"
     waited = f"{before.waiting:.0%} of the time was waiting" if found.step_s else "no step was given"
     helped = best is not before and found.gain >= 1 + WITHIN
     if not best.setting.num_workers and not why:
