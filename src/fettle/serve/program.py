@@ -88,11 +88,12 @@ def save_program(program: torch.export.ExportedProgram, folder: Path) -> None:
     save_file({name: tensor.detach().clone().contiguous() for name, tensor in weights.items()}, folder / WEIGHTS)
 
 
-def load_program(folder: Path) -> torch.nn.Module:
-    """The module of a saved program. Raises `UsageError` for anything that is not one."""
+def load_program(folder: Path, device: str = "cpu") -> torch.nn.Module:
+    """The module of a saved program, on a device with all that its graph makes there. Raises `UsageError` for anything that is not one."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
     from torch._export.serde.serialize import SerializedArtifact, deserialize
+    from torch.export.passes import move_to_device_pass
 
     try:
         if (folder / GRAPH).stat().st_size > MAX_GRAPH_BYTES:
@@ -114,7 +115,10 @@ def load_program(folder: Path) -> torch.nn.Module:
             raise UsageError(f"{WEIGHTS} holds a tensor of unknown use: {name[:80]!r}")
     artifact = SerializedArtifact(json.dumps(graph).encode(), state, constants, None)  # type: ignore[arg-type]
     try:
-        module: torch.nn.Module = deserialize(artifact).module()
+        program = deserialize(artifact)
+        if device != "cpu":
+            program = move_to_device_pass(program, device)
+        module: torch.nn.Module = program.module()
     except Exception as error:
         raise UsageError(
             f"the package's model cannot be read by torch {torch.__version__}: {first_line(error)}"

@@ -23,7 +23,7 @@ class Runner:
     def __init__(self, package: Package, device: str = "cpu") -> None:
         self.inputs, self.outputs = package.manifest.inputs, package.manifest.outputs
         self.device = device
-        self._model, samples = load_model(package)
+        self._model, samples = load_model(package, device)
         self._samples = [as_array(tensor) for tensor in samples]
 
     def run(self, parts: Sequence[Sequence[Array]], size: int) -> list[Array]:
@@ -73,16 +73,16 @@ class Runner:
         return took
 
 
-def load_model(package: Package) -> tuple[Callable[..., Any], list[torch.Tensor]]:
-    """The tuned model, a callable from tensors to a tuple of tensors, and one batch of samples."""
+def load_model(package: Package, device: str = "cpu") -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    """The tuned model, a callable from tensors to a tuple of tensors, and one batch of samples, all on `device`."""
     from safetensors.torch import load_file
 
     from fettle.applying import apply
 
-    module = load_program(package.folder)
+    module = load_program(package.folder, device)
     samples = load_file(package.folder / SAMPLES)
     try:
-        tensors = [samples[spec.name] for spec in package.manifest.inputs]
+        tensors = [samples[spec.name].to(device) for spec in package.manifest.inputs]
     except KeyError as error:
         raise UsageError(f"{SAMPLES} has no tensor {error}") from error
     recipe = Recipe(package.manifest.recipe)
