@@ -89,7 +89,7 @@ def save_program(program: torch.export.ExportedProgram, folder: Path) -> None:
 
 
 def load_program(folder: Path, device: str = "cpu") -> torch.nn.Module:
-    """The module of a saved program on a device, with what its graph makes there. Raises `UsageError` for anything else."""
+    """The module of a saved program on a device, with what its graph makes there. Raises `UsageError` for others."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
     from torch._export.serde.serialize import SerializedArtifact, deserialize
