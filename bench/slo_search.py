@@ -7,7 +7,8 @@ For each model the search runs as `fettle slo` does. Shown: the predicted capaci
 one (bar: within 10%), greedy against curve-aware batching of the same crew by load tests in the same run, and with
 --grid the found setting's capacity over the best of an exhaustive grid (bar: 97%) and the search's share of the grid's
 test time (bar: 20%). Predictions rest on calibrated costs and on overheads that were measured. The client shares the
-machine with the server: where it was late, a capacity is a lower bound.
+machine with the server, so one core is left to it (`--cores`): where it was late all the same, a capacity
+is a lower bound.
 """
 
 from __future__ import annotations
@@ -33,10 +34,17 @@ WORKLOADS = Path(__file__).parents[1] / "workloads"
 LIMITS = {"minilm": 0.1, "resnet50": 0.4, "digits": 0.02}
 
 
-async def one(package: Package, limit_s: float, seconds: float, grid: bool) -> dict[str, Any]:
+async def one(package: Package, limit_s: float, seconds: float, grid: bool, count: int) -> dict[str, Any]:
     """The search, the pair of policies, and the grid where it is asked for."""
     began = time.perf_counter()
-    found = await search(package, limit_s, most_rows=8, cores=cores(), seconds=seconds, tell=print)
+    first: list[str] = []
+
+    def tell(text: str) -> None:
+        print(text)
+        if text.startswith("load tests of") and not first:  # what was predicted before any load test
+            first.extend(text.removeprefix("load tests of ").rsplit(", predicted ", 1))
+
+    found = await search(package, limit_s, most_rows=8, cores=count, seconds=seconds, tell=tell)
     took = time.perf_counter() - began
     best = found.best
     if best is None or not best.measured:
@@ -48,7 +56,8 @@ async def one(package: Package, limit_s: float, seconds: float, grid: bool) -> d
         pair[policy] = await measured(package, Point(setting, best.measured), branch, limit_s, seconds)
     row: dict[str, Any] = {
         "setting": str(best.setting), "predicted": best.predicted, "measured": best.measured,
-        "predicted_over_measured": best.predicted / best.measured, "greedy": pair["greedy"], "curve": pair["curve"],
+        "predicted_over_measured": best.predicted / best.measured, "before_any_test": before(first, found),
+        "greedy": pair["greedy"], "curve": pair["curve"],
         "why": found.why, "tests": found.tests, "seconds": took, "limit_ms": limit_s * 1e3,
         "overheads": {str(m.branch): vars_of(m) for m in found.branches.values() if m.overheads is not None},
         "failures": [f"{failure.what}: {failure.why}" for failure in found.failures],
@@ -61,6 +70,14 @@ async def one(package: Package, limit_s: float, seconds: float, grid: bool) -> d
                 print(point.setting, every[-1])
         row["grid_best"], row["grid_seconds"] = max(every), time.perf_counter() - began
     return row
+
+
+def before(first: list[str], found: Found) -> dict[str, Any]:
+    """The first setting that was tested: predicted before any load test, and what the tests then gave."""
+    predicted = float(first[1].split()[0])
+    point = next(point for point in found.points if str(point.setting) == first[0])
+    ratio = predicted / point.measured if point.measured else None
+    return {"setting": first[0], "predicted": predicted, "measured": point.measured, "ratio": ratio}
 
 
 def vars_of(measured: Measured) -> dict[str, float]:
@@ -79,6 +96,7 @@ def main() -> None:
     parser.add_argument("--models", default="minilm,resnet50")
     parser.add_argument("--recipe", default="grad=inference_mode", help="levels for all of them")
     parser.add_argument("--seconds", type=float, default=6.0, help="of a load test, at least")
+    parser.add_argument("--cores", type=int, default=max(1, cores() - 1), help="for the server; one is the client's")
     parser.add_argument("--grid", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -88,7 +106,7 @@ def main() -> None:
             work = find_target(str(WORKLOADS / f"{name}.py")).load()
             recipe = Recipe.parse(options.recipe)
             package = write_package(work, recipe, Path(scratch) / name, name=name, settings=ServeSettings(max_rows=8))
-            row = asyncio.run(one(package, LIMITS.get(name, 0.1), options.seconds, options.grid))
+            row = asyncio.run(one(package, LIMITS.get(name, 0.1), options.seconds, options.grid, options.cores))
         results["models"][name] = row
         print(json.dumps({name: row}, indent=1))
     if options.json:
