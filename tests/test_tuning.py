@@ -85,6 +85,12 @@ def test_a_workload_is_tuned_verified_and_written(tuned) -> None:
     assert any(item.technique == "compile" for item in result.left_out)
 
 
+def test_a_first_look_advised_and_what_it_brought_is_beside_its_bound(tuned) -> None:
+    result, _, _ = tuned
+    assert result.advice
+    assert all(0 < item.bound <= 1 and item.levels and item.says for item in result.advice)
+
+
 def test_the_recipe_round_trips_and_applies(tuned) -> None:
     result, _, out = tuned
     found = load_recipe(out / "recipe.toml")

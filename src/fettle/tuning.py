@@ -355,8 +355,8 @@ class Session:
             timeout_s = self.rules.prepare_timeout_s
             found = worker.ask("probe", timeout_s, allow_batch=allow_batch)
             found["peaks"] = worker.ask("peaks", timeout_s)
+            found["advice"] = _advice(worker)  # before the reference, which turns the model into another dtype
             found["reference"] = worker.ask("reference", timeout_s, path=str(path))
-            found["advice"] = _advice(worker)
             self.study.set_note("probe", found)
         written = found["reference"]
         if found["has_metric"] and written["metric_problem"]:

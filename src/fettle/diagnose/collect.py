@@ -29,7 +29,7 @@ from torch.utils.flop_counter import flop_registry
 from fettle.diagnose.evidence import CAST, INDEX, LAYOUT, MATRIX, OTHER, POINTWISE, Evidence, Operation
 from fettle.diagnose.syncs import find_syncs
 from fettle.machine import measure_peaks
-from fettle.techniques import probe_facts
+from fettle.techniques import probe_facts, unchanged
 from fettle.workload import Workload, leaves
 
 _LAYOUT_OPS = {"clone", "contiguous", "cat", "stack", "copy_", "copy", "constant_pad_nd", "repeat", "roll", "flip"}
@@ -105,10 +105,14 @@ def collect(workload: Workload, seconds: float) -> Evidence:
 
 
 def glance(workload: Workload, seconds: float) -> Evidence:
-    """What a search needs to know where to begin: operators, settings and peaks, in about four calls."""
+    """What a search needs to know where to begin: operators, settings and peaks, in about four calls.
+
+    The model is left as it was: the reference of the search is computed from it.
+    """
     del seconds
     device = _device(workload)
-    with torch.no_grad():
+    module = workload.model if isinstance(workload.model, torch.nn.Module) else torch.nn.Module()
+    with unchanged(workload, module), torch.no_grad():
         plain = _timed(lambda: workload.run(workload.model, workload.inputs[0]), device, 0.0, least=2)
         found, watched_s = operations(workload, device, calls=1)
     facts = probe_facts(workload)

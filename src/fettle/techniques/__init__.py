@@ -10,7 +10,7 @@ from fettle.recipe import Recipe
 from fettle.techniques import _source, _training
 from fettle.techniques._base import Code, Facts, Level, Technique
 from fettle.techniques._bundles import bundles
-from fettle.techniques._facts import machine_facts, probe_facts
+from fettle.techniques._facts import machine_facts, probe_facts, unchanged
 from fettle.techniques._host import usable_cores
 from fettle.techniques._ranks import modules_by_size, repeated_blocks
 from fettle.techniques._source import load, render
@@ -75,7 +75,7 @@ CATALOGUE: tuple[Technique, ...] = (
 __all__ = [
     "CATALOGUE", "LARGEST", "Code", "Facts", "Level", "Technique", "bundles", "check_names", "conflict", "find",
     "known_levels", "load", "machine_facts", "modules_by_size", "normal", "probe_facts", "render", "repeated_blocks",
-    "source", "usable_cores",
+    "source", "unchanged", "usable_cores",
 ]  # fmt: skip
 
 

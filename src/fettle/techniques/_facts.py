@@ -108,7 +108,7 @@ def _forward_facts(workload: Workload, module: torch.nn.Module) -> tuple[bool, i
     differs = any(_random_or_batch_dependent(child) for child in training)
     watch, manual = _SeesSdpa(), 0
     try:
-        with _unchanged(workload, module) as model, torch.no_grad():
+        with unchanged(workload, module) as model, torch.no_grad():
 
             def outputs() -> Any:
                 torch.manual_seed(0)
@@ -136,7 +136,7 @@ def _random_or_batch_dependent(layer: torch.nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def _unchanged(workload: Workload, module: torch.nn.Module) -> Iterator[Any]:
+def unchanged(workload: Workload, module: torch.nn.Module) -> Iterator[Any]:
     """The model, free to be run and switched: buffers, modes and the random state are put back at the end."""
     modes = [(child, child.training) for child in module.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
