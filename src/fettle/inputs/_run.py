@@ -254,7 +254,7 @@ def _length(loader: DataLoader[Any]) -> int:
     """Batches of an epoch, 0 where that is not known."""
     try:
         return len(loader)
-    except (TypeError, NotImplementedError):
+    except (TypeError, NotImplementedError):  # a dataset or sampler that has no length says so by either
         return 0
 
 

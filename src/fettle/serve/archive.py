@@ -32,6 +32,7 @@ def unzip(archive: Path, folder: Path, *, what: str, max_files: int, folders: bo
                 _copy_bounded(file, entry, place)
     except _Unsound as error:
         raise UsageError(f"{archive} is no sound {what}: {error}") from error
+    # zipfile says NotImplementedError of a compression that it does not know, RuntimeError of a password.
     except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
         raise UsageError(f"{archive} cannot be unpacked: {first_line(error)}") from error
 

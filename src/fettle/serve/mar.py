@@ -86,6 +86,7 @@ def read_mar(path: Path) -> Mar:
         manifest = msgspec.json.decode(text, type=_Manifest)
     except KeyError as error:
         raise UsageError(f"{path} is no model archive: it has no {MANIFEST}") from error
+    # zipfile says NotImplementedError of a compression that it does not know, RuntimeError of a password.
     except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError, RuntimeError, RecursionError) as error:
         raise UsageError(f"{path} is no model archive: {first_line(error)}") from error
     model = manifest.model
