@@ -65,6 +65,13 @@ def test_a_recipe_that_an_exported_model_cannot_have_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())  # nothing half-written is left
 
 
+def test_a_recipe_that_calibrates_is_refused_with_the_way_out(tmp_path):
+    recipe = Recipe({"quantize": "int8-static", "compile": "default", "freeze": "on"})
+    with pytest.raises(UsageError, match=r"quantize=int8-static cannot be packaged.*--technique quantize=none"):
+        write_package(odd(), recipe, tmp_path / "odd", name="odd")
+    assert not any(tmp_path.iterdir())
+
+
 def test_what_exists_is_not_overwritten(tmp_path):
     (tmp_path / "odd").mkdir()
     with pytest.raises(UsageError, match="exists already"):

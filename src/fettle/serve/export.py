@@ -37,6 +37,7 @@ from fettle.serve.package import (
 from fettle.serve.program import export_program, load_program, save_program
 from fettle.serve.runner import as_array
 from fettle.serve.tensors import FROM_NUMPY, TensorSpec
+from fettle.techniques import find
 from fettle.workload import Workload, leaves
 
 _BEFORE_EXPORT = ("attention", "mode")
@@ -69,6 +70,7 @@ def write_package(
         raise UsageError(f"{path} exists already: give another --output or another --version")
     check_name(name, version)
     settings = settings or ServeSettings()
+    _check_exportable(recipe)
     if not isinstance(workload.model, torch.nn.Module):
         raise UsageError(f"the model is a {type(workload.model).__name__}: only an nn.Module can be packaged")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,6 +102,16 @@ def write_package(
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return open_package(path)
+
+
+def _check_exportable(recipe: Recipe) -> None:
+    """Refuse levels that are calibrated: on modules that an exported model no longer has, and on several batches."""
+    for name, level in recipe.levels.items():
+        if level in find(name).calibrated:
+            raise UsageError(
+                f"{name}={level} cannot be packaged: it is calibrated on the model's own layers, which an exported model "
+                f"no longer has. Tune without it: fettle tune TARGET --technique {name}={find(name).given}"
+            )
 
 
 def _add_handler(
