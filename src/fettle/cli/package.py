@@ -41,7 +41,7 @@ def command(
 
     [bold]Examples[/]
 
-      fettle package workloads/digits.py --recipe demo/recipe.toml
+      fettle package workloads/digits.py --recipe fettle-out/recipe.toml
 
       fettle package model.py:bert --recipe recipe.toml --name bert --version 2 -o store/bert-2.zip
 

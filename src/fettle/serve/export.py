@@ -109,8 +109,8 @@ def _check_exportable(recipe: Recipe) -> None:
     for name, level in recipe.levels.items():
         if level in find(name).calibrated:
             raise UsageError(
-                f"{name}={level} cannot be packaged: it is calibrated on the model's own layers, which an exported model "
-                f"no longer has. Tune without it: fettle tune TARGET --technique {name}={find(name).given}"
+                f"{name}={level} cannot be packaged: it is calibrated on the model's own layers, and an exported model "
+                f"has none. Tune without it: fettle tune TARGET --technique {name}={find(name).given}"
             )
 
 
