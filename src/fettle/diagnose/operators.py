@@ -1,0 +1,277 @@
+"""Every operator of a call with its own time, FLOPs and bytes, by module and source line."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import math
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from fettle.diagnose.evidence import CAST, INDEX, LAYOUT, MATRIX, OTHER, POINTWISE, Operation
+from fettle.workload import Workload, leaves
+
+_LAYOUT_OPS = {"clone", "contiguous", "cat", "stack", "copy_", "copy", "constant_pad_nd", "repeat", "roll", "flip"}
+_INDEX_OPS = {"index", "index_select", "gather", "embedding", "index_put", "index_put_", "scatter", "masked_select",
+              "nonzero", "index_add", "slice_scatter", "select_scatter", "take"}  # fmt: skip
+_FREE_OPS = {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "detach", "unsqueeze",
+             "squeeze", "alias", "split", "split_with_sizes", "unbind", "as_strided", "chunk", "_reshape_alias",
+             "unfold", "diagonal", "lift_fresh"}  # fmt: skip
+"""Views: they move no data."""
+_WEIGHED = {"addmm": -1, "mm": 1, "linear": 1, "mkldnn_linear": 1, "convolution": 1, "mkldnn_convolution": 1}
+"""Products with weights, and which of their tensors that is. The same rows give the same results again."""
+_MATRIX_MORE = {"_scaled_dot_product_flash_attention_for_cpu", "mkldnn_rnn_layer", "_mkldnn_rnn_layer", "linear",
+                "mkldnn_linear", "_linear", "lstm", "gru", "mv", "dot", "_fused_sdp_choice"}  # fmt: skip
+
+
+def operations(workload: Workload, device: str, calls: int = 3) -> tuple[list[Operation], float]:
+    """Every operator of a call with its own time, FLOPs and bytes; and the median time of the watched call.
+
+    Operators are timed one by one below the dispatcher, so their time is that of their work; on a device each one is
+    waited for. Times are the median over `calls` calls. What a compiled graph runs inside is not seen.
+    """
+    watch, watched_s = watched(workload, device, calls)
+    return watch.rows(), watched_s
+
+
+def watched(workload: Workload, device: str, calls: int = 3) -> tuple[Watch, float]:
+    """The watch after `calls` calls, and the median seconds of a watched call."""
+    watch = Watch(workload.model, device)
+    totals: list[float] = []
+    for _ in range(calls):
+        watch.begin()
+        began = time.perf_counter()
+        with watch:
+            workload.run(workload.model, workload.inputs[0])
+        totals.append(time.perf_counter() - began)
+    watch.close()
+    return watch, statistics.median(totals)
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Times operators; module paths come from hooks on the modules."""
+
+    def __init__(self, model: Any, device: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+        self.modules: list[tuple[str, str]] = [("", "")]
+        self.seen: dict[tuple[str, str, str, str], list[list[float]]] = defaultdict(list)
+        self.facts: dict[tuple[str, str, str, str], dict[str, Any]] = {}
+        self.call = -1
+        self.handles: list[Any] = []
+        self.overhead_s = _watching_s() if device == "cpu" else 0.0
+        self._hashing = False
+        self.batches: set[bytes] = set()
+        self.batches_run = self.batches_seen_before = 0
+        for name, module in _named_modules(model):
+            pair = (name, type(module).__name__)
+            self.handles.append(module.register_forward_pre_hook(functools.partial(self._enter, pair)))
+            self.handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
+
+    def _enter(self, pair: tuple[str, str], module: Any, args: Any) -> None:
+        if self.call == 0 and len(self.modules) == 1:
+            self.batches_run += 1
+            self._hashing = True
+            known = _digest(args)
+            self._hashing = False
+            self.batches_seen_before += known in self.batches
+            if known is not None and len(self.batches) < 10_000:
+                self.batches.add(known)
+        self.modules.append(pair)
+
+    def _leave(self) -> None:
+        if len(self.modules) > 1:
+            self.modules.pop()
+
+    def begin(self) -> None:
+        """A new call begins."""
+        self.call += 1
+        del self.modules[1:]
+
+    def close(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._hashing:
+            return func(*args, **kwargs)
+        began = time.perf_counter()
+        out = func(*args, **kwargs)
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        spent = time.perf_counter() - began
+        name = func.overloadpacket.__name__
+        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        outputs = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        dtype = _dtype(inputs, outputs)
+        module, kind = self.modules[-1]
+        line, function = _user_place()
+        key = (name, module, line, dtype)
+        rounds = self.seen[key]
+        while len(rounds) <= self.call:
+            rounds.append([0.0, 0])
+        rounds[self.call][0] += max(0.0, spent - self.overhead_s)
+        rounds[self.call][1] += 1
+        if self.call == 0:
+            facts = self.facts.setdefault(
+                key,
+                {
+                    "steps": [],
+                    "weights": set(),
+                    "growth": 0.0,
+                    "bytes": 0,
+                    "largest": (),
+                    "group": "",
+                    "kind": kind,
+                    "function": function,
+                    "written": 0,
+                },
+            )
+            facts["group"] = group_of(name, inputs, outputs)
+            counter = flop_registry.get(func.overloadpacket)
+            if counter is not None:
+                if name in _WEIGHED and len(inputs) > 1:
+                    facts["weights"].add(inputs[_WEIGHED[name]].data_ptr())
+                try:
+                    facts["steps"].append(int(counter(*args, **kwargs, out_val=out)))
+                except Exception:
+                    facts["steps"].append(0)  # a formula that does not know this form of the call
+            if name not in _FREE_OPS:
+                facts["bytes"] += sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
+                facts["written"] += sum(tensor.numel() * tensor.element_size() for tensor in outputs)
+            shape = max((tuple(tensor.shape) for tensor in outputs), key=math.prod, default=())
+            facts["largest"] = max(facts["largest"], shape, key=math.prod)
+            given = max((tensor.numel() for tensor in inputs), default=0)
+            if given and math.prod(shape) >= 1 << 20:
+                facts["growth"] = max(facts["growth"], math.prod(shape) / given)
+        return out
+
+    def rows(self) -> list[Operation]:
+        """One row for each operator, module, line and dtype; dearest first."""
+        found = []
+        for (name, module, line, dtype), rounds in self.seen.items():
+            facts = self.facts.get((name, module, line, dtype))
+            if facts is None:
+                continue  # it did not run in the first call: control flow took another way
+            seconds = statistics.median(spent for spent, _ in rounds)
+            calls = round(statistics.median(count for _, count in rounds))
+            found.append(
+                Operation(f"aten.{name}", facts["group"], module, facts["kind"], line, dtype, calls, seconds,
+                          sum(facts["steps"]), facts["bytes"], facts["largest"],
+                          repeated_share(facts["steps"]) if len(facts["weights"]) == 1 else 0.0,
+                          len(facts["weights"]), facts["function"], facts["written"], facts["growth"])
+            )  # fmt: skip
+        return sorted(found, key=lambda row: -row.seconds)
+
+
+def _watching_s(times: int = 200) -> float:
+    """What timing an operator below the dispatcher adds to its time, by an operator that does next to nothing."""
+    tensor, bare = torch.zeros(1), torch.ops.aten.neg.default
+
+    class Bare(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            began = time.perf_counter()
+            out = func(*args, **(kwargs or {}))
+            spent.append(time.perf_counter() - began)
+            return out
+
+    spent: list[float] = []
+    alone: list[float] = []
+    for _ in range(5):
+        began = time.perf_counter()
+        for _ in range(times):
+            tensor.neg()
+        alone.append((time.perf_counter() - began) / times)
+    with Bare():  # type: ignore[no-untyped-call]
+        for _ in range(times):
+            bare(tensor)
+    return max(0.0, statistics.median(spent) - min(alone))
+
+
+def repeated_share(flops: Sequence[int]) -> float:
+    """Share of the work of successive products that only repeats what an earlier one computed.
+
+    A product with weights whose size grows call by call (all tokens so far, for every new token) does again what the
+    last one did and a little more: all but its largest size was needless. 0 where the sizes do not grow so.
+    """
+    if len(flops) < 8 or any(b < a for a, b in itertools.pairwise(flops)) or len(set(flops)) < 8:
+        return 0.0
+    largest = flops[-1]
+    return 1.0 - largest * flops.count(largest) / sum(flops)
+
+
+def group_of(name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> str:
+    """The group of an operator, by its name and by what it does to the dtype."""
+    if name == "_to_copy" or (name == "copy_" and len(inputs) > 1 and inputs[0].dtype != inputs[1].dtype):
+        same = inputs and outputs and inputs[0].dtype == outputs[0].dtype
+        return LAYOUT if same and name == "_to_copy" else CAST
+    if name in _LAYOUT_OPS:
+        return LAYOUT
+    if name in _INDEX_OPS:
+        return INDEX
+    if name in _MATRIX_MORE or getattr(torch.ops.aten, name, None) in flop_registry or "convolution" in name:
+        return MATRIX
+    if name in _FREE_OPS or not outputs:
+        return OTHER
+    if any(tensor.is_floating_point() for tensor in outputs):
+        return POINTWISE
+    return OTHER
+
+
+def user_line() -> str:
+    """``file.py:12`` of the innermost frame that is neither torch's nor ours; empty where there is none."""
+    return _user_place()[0]
+
+
+def _user_place() -> tuple[str, str]:
+    """That line, and the function that it is in."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if "/torch/" not in name and "/fettle/" not in name and not name.startswith("<frozen"):
+            return f"{name.rpartition('/')[2]}:{frame.f_lineno}", frame.f_code.co_qualname.removesuffix(
+                ".<locals>.<genexpr>"
+            )
+        frame = frame.f_back  # type: ignore[assignment]
+    return "", ""
+
+
+def _named_modules(model: Any) -> list[tuple[str, torch.nn.Module]]:
+    """All modules by path; of a callable that is no module, those that it holds as attributes."""
+    if isinstance(model, torch.nn.Module):
+        return list(model.named_modules())
+    held = [(name, value) for name, value in getattr(model, "__dict__", {}).items()]
+    modules = [(name, value) for name, value in held if isinstance(value, torch.nn.Module)]
+    found = {id(part): (f"{name}.{path}".rstrip("."), part) for name, m in modules for path, part in m.named_modules()}
+    return list(found.values())
+
+
+def _digest(args: Any) -> bytes | None:
+    """What identifies the values of a module's inputs; None where there are none, or too many to read."""
+    tensors = [leaf for _, leaf in leaves(args) if isinstance(leaf, torch.Tensor)]
+    if not tensors or sum(tensor.numel() * tensor.element_size() for tensor in tensors) > 16 << 20:
+        return None
+    whole = hashlib.blake2b(digest_size=16)
+    try:
+        for tensor in tensors:
+            whole.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
+            whole.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    except (RuntimeError, TypeError):  # a tensor without plain memory: sparse, nested, quantised
+        return None
+    return whole.digest()
+
+
+def _dtype(inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> str:
+    floating = [tensor for tensor in (*outputs, *inputs) if tensor.is_floating_point()]
+    return str((floating or [*outputs, *inputs] or [torch.empty(0)])[0].dtype).removeprefix("torch.")

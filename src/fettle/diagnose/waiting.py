@@ -1,0 +1,142 @@
+"""Time that a call does not compute: the garbage collector, sleeping, DataLoaders; and the call without the last."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fettle.diagnose._timing import threads, timed
+from fettle.workload import leaves
+
+_KEPT_BYTES = 512 << 20
+_LEAST_WATCHED_S = 0.2
+
+
+class LoaderClock:
+    """Times DataLoaders of this process while it is entered: making an iterator, and each batch.
+
+    The batches of the first call are kept, in the order of their iterators, unless they are too large.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.calls = self.rows = self.batches = 0
+        self.kept: list[list[Any]] = []
+        self._bytes = 0
+        self._inside = False
+
+    def __enter__(self) -> LoaderClock:
+        from torch.utils.data import DataLoader
+        from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+        self._were = [(DataLoader, "__iter__"), (_BaseDataLoaderIter, "__next__")]
+        self._originals = [getattr(kind, name) for kind, name in self._were]
+        for (kind, name), original in zip(self._were, self._originals, strict=True):
+            setattr(kind, name, self._clocked(original))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for (kind, name), original in zip(self._were, self._originals, strict=True):
+            setattr(kind, name, original)
+
+    def _clocked(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:  # a loader that reads another one
+                return original(*args, **kwargs)
+            self._inside, began = True, time.perf_counter()
+            try:
+                result = original(*args, **kwargs)
+            finally:
+                self._inside = False
+                self.seconds += time.perf_counter() - began
+            self._keep(args[0], result)
+            return result
+
+        return timed
+
+    def _keep(self, loader: Any, result: Any) -> None:
+        from torch.utils.data import DataLoader
+
+        if isinstance(loader, DataLoader):
+            self.rows = min(self.rows or sys.maxsize, loader.batch_size or sys.maxsize) % sys.maxsize
+            if self.calls == 1:
+                self.kept.append([])
+            return
+        self.batches += 1
+        if self.calls == 1 and self.kept:
+            tensors = [leaf for _, leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
+            self._bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            if self._bytes > _KEPT_BYTES:
+                self.kept.clear()
+            else:
+                self.kept[-1].append(result)
+
+
+def at_hand(call: Callable[[], Any], loading: LoaderClock, calls: int = 5) -> float:
+    """Seconds of a call whose loaders hand out at once what they handed out before; 0 where that cannot be tried."""
+    from torch.utils.data import DataLoader
+
+    if not loading.kept:
+        return 0.0
+    turns = itertools.cycle(loading.kept)
+    original = DataLoader.__iter__
+    DataLoader.__iter__ = lambda self: iter(next(turns))  # type: ignore[method-assign, return-value, assignment]
+    try:
+        return min(timed(call, "cpu", 0.0, least=calls))
+    finally:
+        DataLoader.__iter__ = original  # type: ignore[method-assign]
+
+
+def waiting(call: Callable[[], Any], least: int = 3) -> tuple[float, float, LoaderClock]:
+    """Seconds a call in the garbage collector, and asleep of the process's own will; and the clock of DataLoaders.
+
+    With one thread: threads that wait for each other would look asleep.
+    """
+    spent, began = 0.0, 0.0
+
+    def note(phase: str, info: dict[str, Any]) -> None:
+        nonlocal spent, began
+        if phase == "start":
+            began = time.perf_counter()
+        else:
+            spent += time.perf_counter() - began
+
+    blocked = 0.0
+    loading = LoaderClock()
+    try:
+        with threads(1):
+            call()
+            gc.callbacks.append(note)
+            before, started = _run_and_wait_s(), time.perf_counter()
+            with loading:
+                while loading.calls < least or (
+                    time.perf_counter() - started < _LEAST_WATCHED_S and loading.calls < 500
+                ):
+                    loading.calls += 1
+                    call()
+            # The main thread was neither on a core nor waiting for one: it slept. The system counts in ticks.
+            wall, after = time.perf_counter() - started, _run_and_wait_s()
+            if before is not None and after is not None:
+                blocked = max(0.0, wall - (after - before))
+    finally:
+        if note in gc.callbacks:
+            gc.callbacks.remove(note)
+    return spent / loading.calls, blocked / loading.calls, loading
+
+
+def _run_and_wait_s() -> float | None:
+    """Seconds that this thread ran or waited for a core (Linux); None where the system does not tell."""
+    try:
+        with open("/proc/thread-self/schedstat") as file:
+            ran, waited, *_ = file.read().split()
+    except (OSError, ValueError):
+        return None
+    return (int(ran) + int(waited)) / 1e9
