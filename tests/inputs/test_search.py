@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from fettle.errors import UsageError
 from fettle.inputs import Measured, Setting, measure_and_search
 from fettle.inputs.contest import PAIRS, Contest
+from fettle.inputs.found import cannot_help
 from fettle.inputs.guard import Room
 from fettle.inputs.journal import Journal
-from fettle.inputs.search import ROUNDS, _search, cannot_help
+from fettle.inputs.search import ROUNDS, _search
 from fettle.inputs.setting import AS_GIVEN, BATCH_INDEX, Facts, Slice, ratio, smallest_of_the_best
 
 HERE = Path(__file__).parent
