@@ -10,7 +10,8 @@ import pytest
 from fettle import trace as T
 from fettle.errors import UsageError
 from fettle.trace import hta
-from fettle.trace.communication import bus_factor, clock_offsets, match_collectives
+from fettle.trace.arrival import clock_offsets, match_collectives
+from fettle.trace.communication import bus_factor
 from fettle.trace.kinds import is_collective_name, short_kernel_name
 from tests.trace.build import Build, training
 

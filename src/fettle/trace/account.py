@@ -62,14 +62,10 @@ def _device_rows(trace: Trace, device: int, low: np.ndarray, high: np.ndarray, w
     busy_ns = length_within(busy, low, high)
     pieces = idle_pieces(trace, device)
     start, end, piece, window = split((pieces["start_ns"].to_numpy(), pieces["end_ns"].to_numpy()), (low, high))
-    sums = (
-        pl.DataFrame({"cause": pieces["cause"][piece], "window": window, "ns": end - start})
-        .group_by("cause", "window")
-        .agg(pl.col("ns").sum())
-    )
-    by_cause = {cause: np.zeros(len(low), dtype=np.int64) for cause in CAUSES}
-    for cause, at, ns in sums.iter_rows():
-        by_cause[cause][at] = ns
+    # Sums below 2**53 ns (104 days) are exact in the float64 that `bincount` adds in.
+    cell = pieces["cause"].to_physical().to_numpy()[piece].astype(np.int64) * len(low) + window
+    sums = np.bincount(cell, weights=end - start, minlength=len(CAUSES) * len(low)).astype(np.int64)
+    by_cause = dict(zip(CAUSES, sums.reshape(len(CAUSES), len(low)), strict=True))
     return _rows(trace, device, windows, compute_ns, comm_ns, busy_ns - compute_ns - comm_ns, by_cause)
 
 

@@ -38,7 +38,7 @@ from fettle.trace.stream import (
     parse_metadata,
 )  # fmt: skip
 
-SPAN_BYTES = 32 << 20
+SPAN_BYTES = 16 << 20
 _PROBE_BYTES = max(BLOCK_BYTES, 8 << 20)
 _HELPER = "import sys; sys.path[:] = sys.argv[2:]; from fettle.trace.parallel import help_with; help_with(sys.argv[1])"
 

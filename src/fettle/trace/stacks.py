@@ -3,7 +3,8 @@ thread.
 
 Computed for all threads at once with array operations. An event's parent is the last event of its thread that began
 before it and has not ended; candidates are followed through each other's candidates, which takes a few rounds even for
-deep stacks. Events that overlap without nesting (clocks of whole microseconds make them) are cut at their parent's end.
+deep stacks. Events that overlap without nesting (clocks of whole microseconds make them) are cut at their parent's end,
+in order, each before what it contains.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fettle.trace.intervals import ranges
+from fettle.trace.intervals import split
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Bools, Ints, Trace
 from fettle.trace.ordering import order_by
@@ -81,12 +82,7 @@ class HostStacks:
         """
         part = self.thread_slice(thread)
         seg_start, seg_end, seg_row = self.segment_start[part], self.segment_end[part], self.segment_row[part]
-        first = np.searchsorted(seg_end, start, side="right")
-        last = np.searchsorted(seg_start, end, side="left")
-        count = np.maximum(last - first, 0)
-        window = np.repeat(np.arange(len(start)), count)
-        segment = ranges(first, count)
-        begins, stops = np.maximum(seg_start[segment], start[window]), np.minimum(seg_end[segment], end[window])
+        begins, stops, window, segment = split((start, end), (seg_start, seg_end))
         rows = seg_row[segment]
         # The free time before each piece, and after the last one of a window.
         head = np.ones(len(window), dtype=bool)
@@ -102,7 +98,7 @@ class HostStacks:
         all_end = np.concatenate([stops, begins[free], end[tail]])
         all_row = np.concatenate([rows, np.full(int(free.sum()) + int(tail.sum()), -1, dtype=np.int64)])
         all_window = np.concatenate([window, window[free], np.flatnonzero(tail)])
-        order = np.lexsort((all_start, all_window))
+        order = order_by(all_window, all_start)
         return all_start[order], all_end[order], all_row[order], all_window[order]
 
 
@@ -114,16 +110,8 @@ def build_stacks(trace: Trace) -> HostStacks:
     lasting = trace.dur[all_rows] > 0
     rows = _outer_first(trace, all_rows[lasting])
     start, end, threads = trace.ts[rows], trace.end[rows], thread[rows].astype(np.int64)
-    cut = 0
     parent = _parents(start, end, threads)
-    for _ in range(8):
-        inner = np.flatnonzero(parent >= 0)
-        too_long = inner[end[inner] > end[parent[inner]]]
-        if not len(too_long):
-            break
-        cut = max(cut, len(too_long))
-        end[too_long] = end[parent[too_long]]
-        parent = _parents(start, end, threads)
+    cut = _cut_overlaps(start, end, threads, parent)
     depth, segments = _sweep(start, end, parent, threads, rows)
 
     parent_by_row = np.full(count, -1, dtype=np.int64)
@@ -174,6 +162,34 @@ def _parents(start: Ints, end: Ints, thread: Ints) -> Ints:
         candidate[active] = candidate[candidate[active]]
         active = active[candidate[active] >= 0]
     return candidate
+
+
+def _cut_overlaps(start: Ints, end: Ints, thread: Ints, parent: Ints) -> int:
+    """End every event with its parent at the latest, in place, ends and parents; returns how many were cut.
+
+    A cut changes the parents only of what begins before the event's old end: from each event that is too long, events
+    are gone through one by one until there.
+    """
+    inner = np.flatnonzero(parent >= 0)
+    too_long = inner[end[inner] > end[parent[inner]]].tolist()
+    starts, ends, above = memoryview(start), memoryview(end), memoryview(parent)  # plain integers, several times faster
+    cut, at = 0, 0
+    for first in too_long:
+        if first < at:
+            continue
+        at, reach = first, ends[first]
+        behind = int(np.searchsorted(thread, thread[first], side="right"))
+        while at < behind and starts[at] < reach:
+            around = at - 1 if at > first else above[first]
+            while around >= 0 and ends[around] <= starts[at]:
+                around = above[around]
+            above[at] = around
+            if around >= 0 and ends[at] > ends[around]:
+                reach = max(reach, ends[at])
+                ends[at] = ends[around]
+                cut += 1
+            at += 1
+    return cut
 
 
 def _sweep(

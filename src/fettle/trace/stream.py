@@ -154,7 +154,7 @@ def chunks(
 
 def _last_boundary(text: bytes, boundary: re.Pattern[bytes]) -> tuple[int, int] | None:
     """(end of the last whole event, start of the next) in `text`."""
-    window = 16 << 10
+    window = 2 << 10
     while True:
         start = max(0, len(text) - window)
         last = None

@@ -37,6 +37,7 @@ def launches(source: Source, as_json: Json = False, rows: Rows = 30, chart: Char
 @app.command()
 def comm(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False) -> None:
     """Communication: overlap, collectives with bandwidths, arrival skew, stragglers and clocks."""
+    from fettle.trace import arrival as a
     from fettle.trace import charts
     from fettle.trace import communication as c
 
@@ -45,9 +46,9 @@ def comm(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = 
     notes = {}
     if len(traces) > 1:
         frames |= {
-            "stragglers": c.stragglers(traces),
-            "clocks": c.clock_offsets(c.match_collectives(traces)),
-            "arrival": c.arrival(traces).drop("key"),
+            "stragglers": a.stragglers(traces),
+            "clocks": a.clock_offsets(a.match_collectives(traces)),
+            "arrival": a.arrival(traces).drop("key"),
         }
     else:
         notes["stragglers"] = "unknown: one rank only; give a folder of ranks"

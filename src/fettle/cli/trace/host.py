@@ -15,7 +15,8 @@ def operators(
 ) -> None:
     """Operators by name and shapes; and kernels by module and source line."""
     from fettle.trace import charts
-    from fettle.trace.operators import attribute_kernels, operator_table
+    from fettle.trace.attribution import attribute_kernels
+    from fettle.trace.operators import operator_table
 
     traces = open_traces(source, fresh)
     table, work = joined(traces, operator_table), joined(traces, attribute_kernels)
