@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fettle.trace import stacks as room
 from fettle.trace.intervals import merge, total
 from tests.trace.build import Build
 
@@ -27,16 +28,19 @@ def test_a_chain_of_overlaps_is_cut_in_order_and_loses_nothing_else(tmp_path: Pa
     ]  # fmt: skip
 
 
-@settings(max_examples=80, deadline=None)
-@given(spans=SPANS)
+@settings(max_examples=60, deadline=None)
+@given(spans=SPANS, block=st.integers(1, 30))
 def test_nesting_is_that_of_a_stack(
-    spans: list[tuple[int, int, int]], tmp_path_factory: pytest.TempPathFactory
+    spans: list[tuple[int, int, int]], block: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    """Whatever the size of the blocks that it is found in."""
     made = Build()
     for start, length, thread in spans:
         made.op("x", start, length, tid=thread)
     trace = made.load(tmp_path_factory.mktemp("s"))
-    stacks, thread = trace.stacks, trace.column("thread")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room, "BLOCK", block)
+        stacks, thread = trace.stacks, trace.column("thread")
     end = trace.end.copy()
     open_events: list[int] = []
     for row in stacks.rows.tolist():  # the plain way, event by event
@@ -54,3 +58,9 @@ def test_nesting_is_that_of_a_stack(
         assert (ends > starts).all()
         assert (starts[1:] >= ends[:-1]).all()
         assert int((ends - starts).sum()) == total(merge(trace.ts[mine], end[mine]))
+    low, high = np.array([0, 7_000, 7_000, 20_000]), np.array([7_000, 20_000, 7_000, 50_000])
+    for one in np.unique(thread):
+        start, end, row, window = stacks.over(int(one), low, high)
+        assert np.bincount(window, weights=end - start, minlength=4).tolist() == [7_000, 13_000, 0, 30_000]
+        assert (start[1:] == end[:-1]).all()
+        assert (row == stacks.innermost(np.full(len(start), one), start)).all()
