@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from fettle.trace.idle import CAUSES, idle_pieces, main_thread
-from fettle.trace.intervals import Intervals, gaps, length_within, merge, split
+from fettle.trace.intervals import Intervals, gaps, length_within, merge
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Trace
 from fettle.trace.stacks import CAUSES_OF_HOST
@@ -61,11 +61,15 @@ def _device_rows(trace: Trace, device: int, low: np.ndarray, high: np.ndarray, w
     comm_ns = length_within(compute_or_comm, low, high) - compute_ns
     busy_ns = length_within(busy, low, high)
     pieces = idle_pieces(trace, device)
-    start, end, piece, window = split((pieces["start_ns"].to_numpy(), pieces["end_ns"].to_numpy()), (low, high))
-    # Sums below 2**53 ns (104 days) are exact in the float64 that `bincount` adds in.
-    cell = pieces["cause"].to_physical().to_numpy()[piece].astype(np.int64) * len(low) + window
-    sums = np.bincount(cell, weights=end - start, minlength=len(CAUSES) * len(low)).astype(np.int64)
-    by_cause = dict(zip(CAUSES, sums.reshape(len(CAUSES), len(low)), strict=True))
+    start, end = pieces["start_ns"].to_numpy(), pieces["end_ns"].to_numpy()
+    number = pieces["cause"].to_physical().to_numpy()
+    sums = np.zeros((len(CAUSES), len(low)), dtype=np.int64)
+    firsts, lasts = np.searchsorted(end, low, side="right"), np.searchsorted(start, high, side="left")
+    for i, (first, last) in enumerate(zip(firsts.tolist(), lasts.tolist(), strict=True)):
+        inside = np.minimum(end[first:last], high[i]) - np.maximum(start[first:last], low[i])
+        # Sums below 2**53 ns (104 days) are exact in the float64 that `bincount` adds in.
+        sums[:, i] = np.bincount(number[first:last], weights=inside, minlength=len(CAUSES))
+    by_cause = dict(zip(CAUSES, sums, strict=True))
     return _rows(trace, device, windows, compute_ns, comm_ns, busy_ns - compute_ns - comm_ns, by_cause)
 
 

@@ -49,6 +49,7 @@ CAUSES: dict[str, str] = {
 _BACKWARD = re.compile(r"^autograd::engine::evaluate_function|Backward\d*$")
 BETWEEN_KERNELS_NS = 30_000
 LATENCY_NS = 100_000
+WINDOWS_AT_ONCE = 4096  # enough to be quick, few enough that what is found in them stays in the cache
 Causes = npt.NDArray[np.uint8]  # numbers in the order of `CAUSES`
 _NUMBER = {cause: i for i, cause in enumerate(CAUSES)}
 _OF_HOST = np.array([_NUMBER.get(cause, 0) for cause in CAUSES_OF_HOST], dtype=np.uint8)
@@ -150,8 +151,9 @@ class _Pieces:
         if not self.parts:
             self.parts = [(_NONE, _NONE, _NONE.astype(np.uint8), _NONE, _NONE)]
         start, end, cause, detail, gap = (np.concatenate(column) for column in zip(*self.parts, strict=True))
-        some = np.flatnonzero(end > start)
-        some = some[order_by(start[some])]
+        some = order_by(start)
+        if not (end > start).all():
+            some = some[end[some] > start[some]]
         gap = gap[some]
         return pl.DataFrame(
             {
@@ -262,21 +264,23 @@ def _host_time(trace: Trace, pieces: _Pieces, start: Ints, end: Ints, thread: In
     keep = end > start
     start, end, thread, gap = start[keep], end[keep], thread[keep], gap[keep]
     fallbacks = [t for t in [main_thread(trace), *autograd_threads(trace)] if t >= 0]
-    asked: dict[int, int] = {}
+    names = trace.column("name")
+    asked: set[int] = set()
     while len(start):
         next_round: list[tuple[Ints, Ints, Ints, Ints]] = []
         for one in np.unique(thread):
             mine = np.flatnonzero(thread == one)
             mine = mine[np.argsort(start[mine], kind="stable")]
-            s, e, row, window = trace.stacks.over(int(one), start[mine], end[mine])
-            owner = gap[mine][window]
-            cause = np.where(row >= 0, trace.stacks.cause[row], 0)
-            silent = cause == 0
-            name = np.where(row >= 0, trace.column("name")[row].astype(np.int64), -1)
-            known = ~silent
-            pieces.add(s[known], e[known], _OF_HOST[cause[known]], name[known], owner[known])
-            if silent.any():
-                next_round.append((s[silent], e[silent], owner[silent], name[silent]))
+            for some in np.split(mine, range(WINDOWS_AT_ONCE, len(mine), WINDOWS_AT_ONCE)):
+                s, e, row, window = trace.stacks.over(int(one), start[some], end[some])
+                owner = gap[some][window]
+                cause = np.where(row >= 0, trace.stacks.cause[row], 0)
+                name = np.where(row >= 0, names[row].astype(np.int64), -1)
+                known = np.flatnonzero(cause)
+                pieces.add(s[known], e[known], _OF_HOST[cause[known]], name[known], owner[known])
+                silent = np.flatnonzero(cause == 0)
+                if len(silent):
+                    next_round.append((s[silent], e[silent], owner[silent], name[silent]))
         if not next_round:
             return
         start, end, gap, name = (np.concatenate([part[i] for part in next_round]) for i in range(4))
@@ -286,7 +290,7 @@ def _host_time(trace: Trace, pieces: _Pieces, start: Ints, end: Ints, thread: In
         if not remaining:
             pieces.add(start, end, "host_untraced", name, gap)
             return
-        asked[remaining[0]] = 1
+        asked.add(remaining[0])
         thread = np.full(len(start), remaining[0])
 
 
@@ -300,7 +304,7 @@ def idle_summary(trace: Trace, device: int, windows: Intervals | None = None) ->
     if windows is not None:
         start, end, piece, _ = split((frame["start_ns"].to_numpy(), frame["end_ns"].to_numpy()), windows)
         frame = frame[piece].with_columns(start_ns=pl.Series(start), end_ns=pl.Series(end))
-    frame = frame.with_columns(idle_ns=pl.col("end_ns") - pl.col("start_ns"), cause=pl.col("cause").cast(pl.String()))
+    frame = frame.select("cause", "detail", idle_ns=pl.col("end_ns") - pl.col("start_ns"))
     if not frame.height:
         return pl.DataFrame(
             schema={
@@ -323,6 +327,7 @@ def idle_summary(trace: Trace, device: int, windows: Intervals | None = None) ->
         )
     total = int(frame["idle_ns"].sum())
     summary = frame.group_by("cause").agg(pl.col("idle_ns").sum(), gaps=pl.len()).sort("idle_ns", descending=True)
+    summary = summary.with_columns(pl.col("cause").cast(pl.String()))
     return summary.select(
         rank=pl.lit(trace.rank, dtype=pl.Int64()),
         device=pl.lit(device, dtype=pl.Int64()),
