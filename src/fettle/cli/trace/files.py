@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from fettle.cli.trace.shared import Fresh, Json, Rows, Source, app, joined, open_traces, show
+from fettle.errors import UsageError, first_line
 
 
 @app.command()
@@ -123,8 +124,11 @@ def record(
 
     step = load_target(target)
     with record_trace(output, warmup=warmup, active=active, stacks=stacks, memory=memory) as profiler:
-        for _ in range(warmup + active):
-            step()
+        for number in range(warmup + active):
+            try:
+                step()
+            except Exception as error:
+                raise UsageError(f"{target} raised in step {number}: {first_line(error)}") from error
             profiler.step()
     print(json.dumps({"file": str(output), "steps": active})) if as_json else Console().print(
         f"wrote {output}", highlight=False
