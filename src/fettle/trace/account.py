@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from fettle.trace.idle import CAUSES, idle_pieces, main_thread
-from fettle.trace.intervals import Intervals, gaps, length_within, merge
+from fettle.trace.intervals import Intervals, length_within, merge
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Trace
 from fettle.trace.stacks import CAUSES_OF_HOST
@@ -116,10 +116,3 @@ def check_account(frame: pl.DataFrame) -> None:
 def account_total(frame: pl.DataFrame) -> pl.DataFrame:
     """The account summed over steps: one row a rank and device, same columns without step and start_ns."""
     return frame.drop("step", "start_ns").group_by("rank", "device").sum().sort("rank", "device")
-
-
-def whole_trace_gaps(trace: Trace, device: int) -> Intervals:
-    """Idle time of a device between its first and its last work."""
-    rows = trace.device_rows[trace.column("device")[trace.device_rows] == device]
-    busy = merge(trace.ts[rows], trace.end[rows])
-    return gaps(busy, int(busy[0][0]), int(busy[1][-1])) if len(busy[0]) else busy
