@@ -273,14 +273,14 @@ def variants(contest: Contest, facts: Facts, scores: dict[Setting, float], usele
     elif setting.num_workers:
         item = contest.measured[setting]
         epoch = facts.epoch_batches / item.rate
-        # Workers that end with each epoch are tried where an epoch is short enough for that to be seen.
-        if item.start_s > 0.01 * epoch and epoch < 8 * contest.slice_s:
-            run(replace(setting, persistent_workers=not setting.persistent_workers), setting)
-        else:
-            notes.append(
-                f"persistent_workers: starting workers takes {item.start_s:.2f} s, once in an epoch of {epoch:.3g} s "
-                f"({item.start_s / (item.start_s + epoch):.1%})."
-            )
+        # Workers that stay save their start in each epoch; to race them against workers that end would only add noise.
+        # Where the leader is the one given, with workers that end, and an epoch is short, it is worth to be seen.
+        if not setting.persistent_workers and item.start_s > 0.01 * epoch and epoch < 8 * contest.slice_s:
+            run(replace(setting, persistent_workers=True), setting)
+        notes.append(
+            f"persistent_workers: starting workers takes {item.start_s:.2f} s, once in an epoch of {epoch:.3g} s "
+            f"({item.start_s / (item.start_s + epoch):.1%})."
+        )
     if facts.cuda and contest.device == "cuda":
         run(replace(setting, pin_memory=True), setting)
         run(replace(setting, pin_memory=True, non_blocking=True), setting)
