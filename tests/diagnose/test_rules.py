@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from fettle.diagnose import RULES, Evidence, Finding, Operation, advice, brought, findings_of, roofline
+from fettle.diagnose import RULES, Evidence, Finding, Operation, Sync, advice, brought, findings_of, roofline
 from fettle.diagnose.compile_health import CacheHealth, CompileHealth, GraphBreak, LimitHit, Recompile
-from fettle.diagnose.syncs import Sync
 from fettle.measure import Interval, Trial
 from fettle.recipe import Recipe
 from fettle.result import Advice

@@ -69,7 +69,9 @@ def command(
             if found.evidence is None:
                 raise UsageError("--verify needs a workload: a trace or a snapshot cannot be run again")
             budget_s = _options.duration_s(budget, "--budget")
-            checked = race_fixes(target, [*found.findings, *found.opportunities], budget_s=budget_s, tell=tell)
+            checked = race_fixes(
+                target, [*found.findings, *found.opportunities], found.evidence.facts, budget_s=budget_s, tell=tell
+            )
         if output is not None:
             from fettle.diagnose.report import write_report
 
@@ -112,7 +114,9 @@ def _verified_json(item: Verified) -> dict[str, object]:
     return {
         "rule": item.finding.rule,
         "recipe": item.recipe,
+        "beside": item.beside,
         "speedup": msgspec.to_builtins(item.speedup),
+        "saved": item.saved,
         "speedup_at_most": item.finding.speedup,
         "bound_kept": item.bound_kept,
         "problem": item.problem,
@@ -164,4 +168,5 @@ def _checked(item: Verified) -> str:
     if item.speedup is None:
         return f"[red]the fix did not run:[/] {escape(item.problem)}"
     word = "[green]within the bound[/]" if item.bound_kept else "[bold red]beyond the bound: the rule is wrong[/]"
-    return f"measured {item.speedup} with {escape(item.recipe)}: {word}"
+    over = f" over {escape(item.beside)}" if item.beside else ""
+    return f"measured {item.speedup} with {escape(item.recipe)}{over}: {word}"

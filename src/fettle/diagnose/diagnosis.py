@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from fettle.diagnose.compile_health import compile_health
+from fettle.diagnose.compile_worker import compile_health
 from fettle.diagnose.evidence import GROUPS, Evidence
 from fettle.diagnose.finding import Finding
 from fettle.diagnose.roofline import Roof, Roofline, roofline

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fettle.diagnose.compile_health import CompileHealth
-from fettle.diagnose.syncs import Sync
+from fettle.diagnose.sync_report import Sync
 from fettle.techniques import Facts
 
 MATRIX, POINTWISE, LAYOUT, CAST, INDEX, OTHER = "matrix", "pointwise", "layout", "cast", "index", "other"

@@ -120,13 +120,24 @@ class Freeze(Technique):
         return Code(setup=("from torch._inductor import config as inductor", "inductor.freezing = True"))
 
 
-class Shapes(Technique):
-    name = "shapes"
+class _Within(Technique):
+    """A setting of the compile call: its lines are `Compile.code`'s."""
+
     modes: ClassVar[frozenset[str]] = frozenset({"inference", "training"})
-    title = "compiled shapes"
-    given = "auto"
     needs: ClassVar[Mapping[str, str]] = {"compile": "default"}
     cost = 2
+
+    def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
+        return "needs compile" if level != self.given and recipe.levels.get("compile", "off") == "off" else ""
+
+    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        return Code()
+
+
+class Shapes(_Within):
+    name = "shapes"
+    title = "compiled shapes"
+    given = "auto"
 
     def levels(self, facts: Facts) -> list[Level]:
         one = "the batches all have one shape" if facts.num_input_shapes == 1 and not facts.custom_call else ""
@@ -136,20 +147,11 @@ class Shapes(Technique):
             Level("dynamic", "one compiled graph for all shapes", one),
         ]
 
-    def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        return "needs compile" if level != self.given and recipe.levels.get("compile", "off") == "off" else ""
 
-    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
-        return Code()  # an argument of the compile call, see `Compile.code`
-
-
-class Region(Technique):
+class Region(_Within):
     name = "region"
-    modes: ClassVar[frozenset[str]] = frozenset({"inference", "training"})
     title = "compiled region"
     given = "whole"
-    needs: ClassVar[Mapping[str, str]] = {"compile": "default"}
-    cost = 2
 
     def levels(self, facts: Facts) -> list[Level]:
         why_not = "" if facts.block_classes else "the model has no block repeated at least three times"
@@ -157,9 +159,3 @@ class Region(Technique):
             Level("whole", "the whole model"),
             Level("blocks", "each repeated block by itself: compiles sooner, survives graph breaks outside", why_not),
         ]
-
-    def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        return "needs compile" if level != self.given and recipe.levels.get("compile", "off") == "off" else ""
-
-    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
-        return Code()  # decides what the compile call is, see `Compile.code`
