@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fettle.diagnose.compile_health import compile_health
+from fettle.diagnose import compile_health
 from fettle.errors import UsageError, first_line
 
 FOLDER = Path(__file__).parent / "diagnosis_cases"
@@ -129,7 +129,7 @@ def gain(case: Case, seconds: float) -> Gain:
 
 def collectors(case: Case) -> str | None:
     """What is wrong with what the collector says of this case, or None. Other causes are not its business."""
-    from fettle.diagnose.syncs import find_syncs
+    from fettle.diagnose import find_syncs
 
     if case.kind in ("syncs", "healthy") or case.cause == "sync":
         for fixed in (False, True) if case.cause else (False,):

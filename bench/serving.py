@@ -104,7 +104,8 @@ def idle_percent(process: Any, seconds: float) -> float:
 
 def measure(server: str, model: str, port: int, folder: Path, seconds: float, idle_s: float) -> dict[str, Any]:
     """One turn of one server."""
-    from fettle.serve.load import closed_loop, open_loop, poisson
+    from fettle.serve.arrivals import poisson
+    from fettle.serve.load import closed_loop, open_loop
 
     process = start(server, model, port, folder)
     try:

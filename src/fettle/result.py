@@ -60,6 +60,24 @@ class LeftOut:
     why: str
 
 
+ALONE = Interval(1.0, 1.0, 1.0)
+"""The speed-up of the workload as given over itself."""
+
+
+def keeps(bound: float, brought: Interval, before: Interval = ALONE) -> bool | None:
+    """Whether a bound, a share of the call as given, holds against what was measured.
+
+    Something that brought the speed-up `brought` beside a recipe which itself had the speed-up `before` saved at least
+    (1 - 1 / brought.low) / before.high of the call as given. None where the interval reaches from no gain to beyond the
+    bound, and says nothing.
+    """
+    least = (1 - 1 / brought.low) / before.high
+    most = (1 - 1 / brought.high) / before.low
+    if least <= 0 and most > bound:
+        return None
+    return 1 - least >= (1 - bound) / 1.02
+
+
 @dataclass(frozen=True)
 class Advice:
     """What a first look at the workload advised, and what that brought where two trials differ by it alone."""
@@ -74,6 +92,8 @@ class Advice:
     were measured apart: wider than one of a race between them."""
     beside: Recipe = field(default_factory=Recipe)
     """The recipe that it was added to."""
+    before: Interval = ALONE
+    """Speed-up of that recipe over the workload as given."""
 
     @property
     def speedup(self) -> float:
@@ -82,8 +102,9 @@ class Advice:
 
     @property
     def bound_kept(self) -> bool | None:
-        """Whether the least that was surely gained stays below the bound; None where nothing was measured."""
-        return None if self.brought is None else self.brought.low <= self.speedup * 1.02
+        """Whether the least that was surely gained stays below the bound; None where nothing was measured, or
+        too little to tell."""
+        return None if self.brought is None else keeps(self.bound, self.brought, self.before)
 
 
 @dataclass(frozen=True)

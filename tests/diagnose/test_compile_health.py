@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fettle.diagnose.compile_health import compile_health, watch_compile
+from fettle.diagnose import compile_health, watch_compile
 from fettle.errors import UsageError
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fettle.diagnose.syncs import confirm, find_cuda_syncs, find_syncs, watch_syncs
+from fettle.diagnose import confirm, find_cuda_syncs, find_syncs, watch_syncs
 
 
 def ones_like_on_device(x: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fettle.diagnose.compile_health import CompileHealth
-from fettle.diagnose.syncs import Sync
+from fettle.diagnose.sync_report import Sync
 from fettle.techniques import Facts
 
 MATRIX, POINTWISE, LAYOUT, CAST, INDEX, OTHER = "matrix", "pointwise", "layout", "cast", "index", "other"
@@ -85,7 +85,6 @@ class Evidence:
     weight_bytes: int = 0
     duplicate_bytes: int = 0
     """Bytes of parameters that equal another parameter's, value for value, without sharing its memory."""
-    peak_bytes: int | None = None
     load_s: float = 0.0
     first_call_s: float = 0.0
     syncs: Sequence[Sync] = ()

@@ -48,7 +48,11 @@ def page(diagnosis: Diagnosis, checked: Sequence[Verified] = (), command: str = 
 
 def _before_after(checked: Sequence[Verified]) -> list[dict[str, object]]:
     """What each fix left of the time as given, the fastest first."""
-    rows = [{"name": item.recipe, "left": 1 / item.speedup.estimate} for item in checked if item.speedup is not None]
+    rows = [
+        {"name": item.recipe, "left": 1 / (item.before.estimate * item.speedup.estimate)}
+        for item in checked
+        if item.speedup is not None
+    ]
     return sorted(rows, key=lambda row: float(row["left"]))  # type: ignore[arg-type]
 
 

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fettle.diagnose.finding import Finding
-from fettle.errors import UsageError
 from fettle.measure import Interval, Trial
 from fettle.recipe import Recipe
-from fettle.result import Advice, Limits
+from fettle.result import ALONE, Advice, Limits, keeps
+from fettle.techniques import Facts, conflict, normal
+from fettle.workload import Target
 
 
 @dataclass(frozen=True)
@@ -19,54 +20,71 @@ class Verified:
     finding: Finding
     recipe: str
     speedup: Interval | None
-    """None where the fix did not run."""
+    """Over `beside`. None where the fix did not run."""
     problem: str = ""
+    beside: str = ""
+    """The recipe that the fix was added to; empty for the workload as given."""
+    before: Interval = ALONE
+    """Speed-up of `beside` itself over the workload as given."""
 
     @property
     def saved(self) -> float | None:
-        """Share of the time that the fix took off."""
-        return None if self.speedup is None else 1 - 1 / self.speedup.estimate
+        """Share of the call as given that the fix took off."""
+        return None if self.speedup is None else (1 - 1 / self.speedup.estimate) / self.before.estimate
 
     @property
     def bound_kept(self) -> bool | None:
-        """Whether the least that was surely gained stays below the bound; None where nothing was measured."""
-        return None if self.speedup is None else self.speedup.low <= self.finding.speedup * 1.02
+        """Whether the least that was surely saved stays below the bound; None where nothing was measured, or
+        too little to tell."""
+        return None if self.speedup is None else keeps(self.finding.bound, self.speedup, self.before)
 
 
 def verify(
-    target: str, found: Sequence[Finding], *, budget_s: float = 180.0, tell: Callable[[str], None] = lambda text: None
+    target: str | Target,
+    found: Sequence[Finding],
+    facts: Facts,
+    *,
+    budget_s: float = 180.0,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> list[Verified]:
-    """Race the levels that each finding names, all in one race with the workload as given."""
+    """Race the levels that each finding names, all in one race with the workload as given.
+
+    Where train mode changes the answers, no fix but eval mode can be right: the others are put beside that.
+    """
     from fettle.comparing import bench
 
-    fixes = {finding.rule: Recipe(dict(finding.levels)) for finding in found if finding.levels and finding.bound > 0}
+    first = Recipe({"mode": "eval"} if facts.train_mode_differs else {})
     answers: list[Verified] = []
-    able: list[tuple[Finding, Recipe]] = []
+    able: dict[Recipe, Finding] = {}
     for finding in found:
-        recipe = fixes.get(finding.rule)
-        if recipe is None or any(recipe == other for _, other in able):
+        recipe = normal(Recipe({**first.levels, **finding.levels}))
+        if not finding.levels or finding.bound <= 0 or recipe in able:
             continue
-        able.append((finding, recipe))
-    while able:
-        tell(f"racing {len(able)} fixes against the workload as given")
-        try:
-            compared = bench(
-                target, [recipe for _, recipe in able], limits=Limits(max_error=None), budget_s=budget_s, max_rounds=20
-            )
-        except UsageError as error:  # one recipe cannot work here: say so, and go on with the others
-            culprit = next((pair for pair in able if str(pair[1]) in str(error)), None)
-            if culprit is None:
-                raise
-            answers.append(Verified(culprit[0], str(culprit[1]), None, str(error)))
-            able.remove(culprit)
-            continue
-        for (finding, recipe), trial in zip(able, compared.trials[1:], strict=False):
-            failed = trial.status == "failed" or trial.speedup is None
-            answers.append(
-                Verified(finding, str(recipe), None if failed else trial.speedup, trial.reason if failed else "")
-            )
-        break
+        why_not = conflict(recipe, facts)
+        if why_not:
+            answers.append(Verified(finding, str(recipe), None, why_not))
+        else:
+            able[recipe] = finding
+    if not able:
+        return answers
+    tell(f"racing {len(able)} fixes against the workload as given")
+    recipes = list(dict.fromkeys([first, *able] if first.levels else able))
+    trials = bench(target, recipes, limits=Limits(max_error=None), budget_s=budget_s, max_rounds=20).trials[1:]
+    trial_of = dict(zip(recipes, trials, strict=True))
+    for recipe, finding in able.items():
+        beside = first if recipe != first else Recipe()
+        answers.append(_verified(finding, trial_of[recipe], str(beside) if beside.levels else "", trial_of.get(beside)))
     return answers
+
+
+def _verified(finding: Finding, trial: Trial, beside: str, without: Trial | None) -> Verified:
+    recipe = str(trial.recipe)
+    for needed in (trial, without):
+        if needed is not None and (needed.status == "failed" or needed.speedup is None):
+            return Verified(finding, recipe, None, needed.reason, beside)
+    if without is None:
+        return Verified(finding, recipe, trial.speedup)
+    return Verified(finding, recipe, _ratio(without.speedup, trial.speedup), "", beside, without.speedup or ALONE)
 
 
 def advice(found: Iterable[Finding]) -> list[Advice]:
@@ -92,7 +110,8 @@ def brought(advised: Iterable[Advice], trials: Iterable[Trial]) -> list[Advice]:
                 pairs.append((len(rest.levels), measured[rest], with_it))
         if pairs:
             _, without, with_it = min(pairs, key=lambda pair: pair[0])
-            item = replace(item, brought=_ratio(without.speedup, with_it.speedup), beside=without.recipe)
+            brought = _ratio(without.speedup, with_it.speedup)
+            item = replace(item, brought=brought, beside=without.recipe, before=without.speedup or ALONE)
         answers.append(item)
     return answers
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 from fettle.diagnose.evidence import CAST, INDEX, LAYOUT, POINTWISE, Evidence, Operation
 from fettle.diagnose.finding import Finding
@@ -21,29 +21,41 @@ def named(seen: Evidence, *names: str) -> list[Operation]:
     return [op for op in seen.operations if op.name in wanted]
 
 
+def taken(ops: Sequence[Operation]) -> float:
+    """Seconds of a call in these operators."""
+    return sum(op.seconds for op in ops)
+
+
+def above_peak(seen: Evidence, ops: Sequence[Operation], dtype: str = "") -> float:
+    """Seconds that these operators took beyond what their FLOPs need at the measured peak: of `dtype`, or their own."""
+    return sum(max(0.0, op.seconds - op.flops / seen.peak_flops(dtype or op.dtype)) for op in ops)
+
+
 def about(
     seen: Evidence,
     rule: str,
     says: str,
-    seconds: float,
-    ops: Iterable[Operation],
-    levels: dict[str, str],
+    ops: Sequence[Operation],
     advice: str,
     *,
     formula: str,
     before: str,
     after: str,
+    seconds: float | None = None,
+    levels: Mapping[str, str] | None = None,
     more: Sequence[str] = (),
     besides: float = 0.0,
     least: float = LEAST,
     always: bool = False,
     opportunity: bool = False,
 ) -> Finding | None:
-    """A finding about operators that took `seconds`, unless mending it could bring next to nothing.
+    """A finding about operators, unless mending it could bring next to nothing.
 
+    Mending it could save `seconds`; None is all the time of the operators.
     Seconds that mending it could save `besides`, and time that nobody accounts for (fresh memory, mostly) and that may
     belong to these operators, count in the bound, and not in the decision whether there is a finding.
     """
+    seconds = taken(ops) if seconds is None else seconds
     if seen.share(seconds) < least and not always:
         return None
     dearest = sorted(ops, key=lambda op: -op.seconds)[:4]
@@ -54,7 +66,7 @@ def about(
         min(0.999, seen.share(seconds + besides + seen.unexplained_s)),
         where=tuple(dict.fromkeys(place(op) for op in dearest)),
         evidence=(*(line for line in more if line), *lines),
-        levels=levels,
+        levels=levels or {},
         advice=advice,
         formula=formula,
         before=before,

@@ -22,15 +22,14 @@ def look(seen: Evidence) -> Finding | None:
     could = sum(max(0.0, op.seconds - 0.5 * (op.flops / seen.peak_flops(op.dtype) if op.flops else 0.0)) for op in ops)
     could += 0.5 * sum(op.seconds for op in seen.operations if op.group == LAYOUT and op.module in modules)
     shape = "x".join(map(str, max(matrices)))
-    implementation = "sdpa"
     return about(
         seen,
         "attention",
         f"Attention is written out by hand and stores its matrix of {shape}.",
-        could,
         ops,
-        {"attention": implementation},
         "use torch.nn.functional.scaled_dot_product_attention",
+        seconds=could,
+        levels={"attention": "sdpa"},
         formula="(time of operators on the matrix - half of FLOPs / measured peak) / call",
         before="y = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v",
         after="y = F.scaled_dot_product_attention(q, k, v)",

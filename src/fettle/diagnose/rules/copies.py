@@ -6,23 +6,23 @@ import math
 
 from fettle.diagnose.evidence import LAYOUT, POINTWISE, Evidence
 from fettle.diagnose.finding import Finding
-from fettle.diagnose.rules._common import about
+from fettle.diagnose.rules._common import about, taken
 
 
 def look(seen: Evidence) -> Finding | None:
     """Copies that only move values: clone, contiguous, cat, pad."""
     ops = [op for op in seen.operations if op.group == LAYOUT]
-    spent = sum(op.seconds for op in ops)
+    spent = taken(ops)
     least = min((math.prod(op.largest) for op in ops if math.prod(op.largest) >= 1 << 18), default=math.inf)
     large = sum(op.seconds for op in seen.operations if op.group == POINTWISE and math.prod(op.largest) >= least)
     return about(
         seen,
         "copies",
         "Time goes into copying and rearranging tensors.",
-        spent,
         ops,
-        {"compile": "default", "grad": "inference_mode"},
         "avoid clone(), contiguous() and cat() in the hot path; a compiler fuses many of them away",
+        seconds=spent,
+        levels={"compile": "default", "grad": "inference_mode"},
         formula="copying operators, and as much again of work on their results, which caches would hold / call",
         besides=min(large, spent),
         before="x = x.clone() * 2",

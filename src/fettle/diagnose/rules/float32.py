@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fettle.diagnose.evidence import MATRIX, POINTWISE, Evidence
 from fettle.diagnose.finding import Finding
-from fettle.diagnose.rules._common import about
+from fettle.diagnose.rules._common import about, above_peak, taken
 
 
 def look(seen: Evidence) -> Finding | None:
@@ -13,17 +13,16 @@ def look(seen: Evidence) -> Finding | None:
     fast, slow = seen.peak_flops("bfloat16"), seen.peak_flops("float32")
     if not ops or fast == float("inf") or fast < 1.3 * slow:
         return None
-    could = sum(max(0.0, op.seconds - op.flops / fast) for op in ops)
-    could += 0.5 * sum(op.seconds for op in seen.operations if op.group == POINTWISE and op.dtype == "float32")
+    pointwise = [op for op in seen.operations if op.group == POINTWISE and op.dtype == "float32"]
     line = f"products in bfloat16 run at {fast / 1e12:.2f} TFLOP/s here, in float32 at {slow / 1e12:.2f}"
     return about(
         seen,
         "float32",
         "Matrix products run in float32, and this machine multiplies bfloat16 faster.",
-        could,
         ops,
-        {"precision": "bf16"},
         "run the model in bfloat16, or under autocast",
+        seconds=above_peak(seen, ops, "bfloat16") + 0.5 * taken(pointwise),
+        levels={"precision": "bf16"},
         more=(line,),
         formula="(products in float32 - their FLOPs at the measured bfloat16 peak, half of element-wise work) / call",
         before="y = model(x)",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fettle.diagnose.evidence import MATRIX, Evidence
 from fettle.diagnose.finding import Finding
-from fettle.diagnose.rules._common import about
+from fettle.diagnose.rules._common import about, taken
 
 
 def look(seen: Evidence) -> Finding | None:
@@ -16,10 +16,10 @@ def look(seen: Evidence) -> Finding | None:
         seen,
         "no-tf32",
         "float32 products do not use TensorFloat-32.",
-        0.85 * sum(op.seconds for op in ops),
         ops,
-        {"matmul": "high"},
         "torch.set_float32_matmul_precision('high')",
+        seconds=0.85 * taken(ops),
+        levels={"matmul": "high"},
         formula="0.85 of the time of float32 products / call",
         before="y = model(x)",
         after="torch.set_float32_matmul_precision('high')\ny = model(x)",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fettle.diagnose.evidence import Evidence
 from fettle.diagnose.finding import Finding
-from fettle.diagnose.rules._common import OPTIMIZER, about, named
+from fettle.diagnose.rules._common import OPTIMIZER, about, named, taken
 
 
 def look(seen: Evidence) -> Finding | None:
@@ -19,10 +19,9 @@ def look(seen: Evidence) -> Finding | None:
         seen,
         "optimizer",
         f"The optimizer updates {max(op.calls for op in marks)} parameters one at a time.",
-        sum(op.seconds for op in ops) + share * seen.outside_s,
         ops,
-        {},
         "fused=True, or foreach=True: one kernel for many parameters",
+        seconds=taken(ops) + share * seen.outside_s,
         formula="time of the update's operators and their share of the host's work / call",
         before="torch.optim.AdamW(parameters, foreach=False)",
         after="torch.optim.AdamW(parameters, fused=True)",

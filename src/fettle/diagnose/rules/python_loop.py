@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fettle.diagnose.evidence import Evidence, Operation
 from fettle.diagnose.finding import Finding
-from fettle.diagnose.rules._common import OPTIMIZER, about, named
+from fettle.diagnose.rules._common import OPTIMIZER, about, named, taken
 
 
 def look(seen: Evidence) -> Finding | None:
@@ -35,15 +35,14 @@ def look(seen: Evidence) -> Finding | None:
         op for op in seen.operations if op.line not in stepping and (op.calls >= 0.5 * turns or op.function in around)
     ]
     host_s = max(0.0, seen.outside_s - seen.loader_s) * sum(op.calls for op in body) / total
-    spent = (sum(op.seconds for op in body) + host_s) * (1 - 1 / turns)
+    spent = (taken(body) + host_s) * (1 - 1 / turns)
     return about(
         seen,
         "python-loop",
         f"A Python loop calls small operators {calls[line]} times at {line}.",
-        spent,
         lines[line],
-        {},
         "replace the loop by one operation on the whole tensor",
+        seconds=spent,
         formula="time of all that the loop's lines and function run, less one turn / call",
         before="rows = [net(row) for row in x]",
         after="rows = net(x)",

@@ -6,32 +6,19 @@ from fettle.diagnose.evidence import Evidence
 from fettle.diagnose.finding import Finding
 from fettle.diagnose.rules._common import about, named
 
+_DRAWING = ("normal_", "uniform_", "bernoulli_", "randperm", "random_", "multinomial", "native_dropout",
+            "rand", "randn", "rand_like", "randn_like")  # fmt: skip
+
 
 def look(seen: Evidence) -> Finding | None:
     """Random numbers drawn for answers."""
-    ops = named(
-        seen,
-        "normal_",
-        "uniform_",
-        "bernoulli_",
-        "randperm",
-        "random_",
-        "multinomial",
-        "native_dropout",
-        "rand",
-        "randn",
-        "rand_like",
-        "randn_like",
-    )
     if seen.facts.training:
         return None
     return about(
         seen,
         "random",
         "Random numbers are drawn on every call.",
-        sum(op.seconds for op in ops),
-        ops,
-        {},
+        named(seen, *_DRAWING),
         "draw them once, or on the device where they are used",
         formula="time of drawing / call",
         before="noise = torch.randn(shape)  # every call",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fettle.diagnose.evidence import Evidence
 from fettle.diagnose.finding import Finding
-from fettle.diagnose.rules._common import about
+from fettle.diagnose.rules._common import about, taken
 
 
 def look(seen: Evidence) -> Finding | None:
@@ -14,10 +14,10 @@ def look(seen: Evidence) -> Finding | None:
         seen,
         "recurrent",
         "A recurrent layer walks through its sequence step by step.",
-        sum(op.seconds for op in ops) * 0.9,
         ops,
-        {"precision": "bf16"},
         "more rows a call, bfloat16, or another runtime",
+        seconds=0.9 * taken(ops),
+        levels={"precision": "bf16"},
         least=0.3,
         formula="9/10 of the time of recurrent layers / call",
         before="y, state = lstm(x)",

@@ -12,7 +12,8 @@ import torch
 
 import fettle
 from fettle.errors import UsageError
-from fettle.watching import StepReport, watch, write_samples
+from fettle.watching import StepReport, watch
+from fettle.watching.slow import write_samples
 
 
 class Slow(torch.utils.data.Dataset):

@@ -1,0 +1,150 @@
+"""The running account of a watched loop."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from fettle.watching.report import SlowStep, StepReport
+from fettle.watching.slow import MOST_SLOW, Sampler, hottest, write_samples
+
+Part = Literal["data", "sync"]
+_KEPT_STEPS = 100_000
+_FEWEST_FOR_SLOW = 10
+_RENEW = 16
+
+
+@dataclass
+class Steps:
+    """The running account, given to the body of `watch`. Times are nanoseconds of `perf_counter_ns`.
+
+    What runs at every step finds the caches full of the loop's own data, so it is kept to a few plain integers.
+    """
+
+    slow_trace: Path | None = None
+    slow_factor: float = 2.0
+    report: StepReport | None = None
+    """Set when the block ends."""
+    _walls: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
+    _wall: int = 0
+    _data: int = 0
+    _sync: int = 0
+    _gc: int = 0
+    _before: tuple[int, int, int] = (0, 0, 0)
+    """Data, sync and gc when the step began."""
+    _count: int = 0
+    _syncs: int = 0
+    _started: int = 0
+    _in: Part | None = None
+    _slow_ns: float = math.inf
+    """From how long on a step is slow; looked at anew every `_RENEW` steps."""
+    _slow: list[SlowStep] = field(default_factory=list)
+    _thread: int = field(default_factory=threading.get_ident)
+    _sampler: Sampler | None = None
+    _on_gpu: bool = False
+    _gc_started: int = 0
+
+    def step(self) -> None:
+        """The step ends here and the next begins."""
+        self._end(time.perf_counter_ns())
+
+    def _end(self, now: int) -> None:
+        if not self._started:
+            self._started = now
+            return
+        wall, self._started = now - self._started, now
+        self._walls.append(wall)
+        self._wall += wall
+        self._count += 1
+        if wall > self._slow_ns and len(self._slow) < MOST_SLOW:
+            self._note_slow(wall)
+        self._before = (self._data, self._sync, self._gc)
+        if self._count % _RENEW == 0 or self._count == _FEWEST_FOR_SLOW + 1:
+            self._slow_ns = self.slow_factor * self._median()
+
+    @contextlib.contextmanager
+    def waiting(self, part: Part) -> Iterator[None]:
+        """What runs inside counts as `part`; inside another part, it stays that part's."""
+        if self._in is not None or threading.get_ident() != self._thread:
+            yield
+            return
+        self._in, started, collecting = part, time.perf_counter_ns(), self._gc
+        try:
+            yield
+        finally:
+            self._in = None
+            spent = time.perf_counter_ns() - started - (self._gc - collecting)
+            if part == "data":
+                self._data += spent
+            else:
+                self._sync += spent
+
+    def summary(self) -> StepReport:
+        """The account so far."""
+        # What went on since the last step's end belongs to no step.
+        data, sync, collecting = self._before
+        first = self._walls[0] if self._walls else 0  # of those kept
+        walls = sorted(itertools.islice(self._walls, 1, None)) or [first]
+        without_data = self._wall - data
+        return StepReport(
+            steps=self._count,
+            wall_s=self._wall / 1e9,
+            data_s=data / 1e9,
+            sync_s=sync / 1e9,
+            gc_s=collecting / 1e9,
+            host_s=(self._wall - data - sync - collecting) / 1e9,
+            median_ms=statistics.median(walls) / 1e6,
+            p95_ms=walls[min(len(walls) - 1, int(0.95 * len(walls)))] / 1e6,
+            first_ms=first / 1e6,
+            syncs_per_step=self._syncs / self._count if self._on_gpu and self._count else None,
+            device_idle=None,
+            data_bound=self._wall / without_data if without_data > 0 else 1.0,
+            slow=tuple(self._slow),
+        )
+
+    def _begin_again(self) -> None:
+        """Forget what was before the first step."""
+        self._started, self._before = time.perf_counter_ns(), (0, 0, 0)
+        self._data = self._sync = self._gc = 0
+
+    def _median(self) -> float:
+        """Of the last 51 steps, the very first apart; infinite while there are too few."""
+        last = min(51, self._count - 1)
+        recent = [self._walls[-number] for number in range(1, last + 1)]
+        return statistics.median(recent) if last >= _FEWEST_FOR_SLOW else math.inf
+
+    def _note_slow(self, wall: int) -> None:
+        parts = dict(zip(("data", "sync", "gc"), (self._data, self._sync, self._gc), strict=True))
+        for name, before in zip(parts, self._before, strict=True):
+            parts[name] -= before
+        parts["host"] = wall - sum(parts.values())
+        samples = self._sampler.of(self._count - 1) if self._sampler else []
+        path = line = None
+        if samples and self.slow_trace is not None:
+            target = self.slow_trace
+            if self._slow:
+                target = target.with_name(f"{target.stem}-{self._count}{target.suffix}")
+            write_samples(target, samples, self._count)
+            path, line = str(target), hottest(samples)
+        median = self._slow_ns / self.slow_factor / 1e6
+        largest = max(parts, key=lambda key: parts[key])
+        self._slow.append(SlowStep(self._count, wall / 1e6, median, largest, path, line))
+
+    def _collected(self, phase: str, info: Any) -> None:
+        # Callbacks run in whichever thread set the collector off; only the loop's own thread is held up in its account.
+        if threading.get_ident() != self._thread:
+            return
+        if phase == "start":
+            self._gc_started = time.perf_counter_ns()
+        elif self._gc_started:
+            self._gc += time.perf_counter_ns() - self._gc_started
+            self._gc_started = 0

@@ -1,0 +1,100 @@
+"""Where loops over loaders, and waiting for the device, pass through Python: taken note of for the time being."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fettle.watching.account import Steps
+
+# What makes the host wait for the device when its tensor is there. `.to` and operators that wait inside are not among
+# them: they are called too often, or cannot be told from those that do not wait.
+_WAITING_METHODS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero")
+
+
+@contextlib.contextmanager
+def patched(steps: Steps) -> Iterator[None]:
+    """Take note where loops over loaders and waiting for the device pass through Python."""
+    with contextlib.ExitStack() as stack:
+        gc.callbacks.append(steps._collected)
+        stack.callback(gc.callbacks.remove, steps._collected)
+        torch = sys.modules.get("torch")  # a loop that has not imported it has neither loader nor tensors
+        if torch is not None:
+            from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter
+
+            # Between epochs the loader starts its workers anew: that is waiting for data too.
+            stack.enter_context(_replaced(DataLoader, "__iter__", functools.partial(_loader_iter, steps)))
+            stack.enter_context(_replaced(_BaseDataLoaderIter, "__next__", functools.partial(_loader_next, steps)))
+            if torch.cuda.is_available():
+                steps._on_gpu = True
+                for name in _WAITING_METHODS:
+                    stack.enter_context(_replaced(torch.Tensor, name, functools.partial(_waits, steps, True)))
+                for owner in (torch.cuda.Event, torch.cuda.Stream):
+                    stack.enter_context(_replaced(owner, "synchronize", functools.partial(_waits, steps, False)))
+                stack.enter_context(_replaced(torch.cuda, "synchronize", functools.partial(_waits, steps, False)))
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """`owner.name` wrapped for the time being; an inherited method is inherited again afterwards."""
+    own = name in vars(owner)
+    original = getattr(owner, name)
+    setattr(owner, name, wrap(original))
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+
+def _loader_iter(steps: Steps, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(original)
+    def iterate(self: Any) -> Any:
+        with steps.waiting("data"):
+            return original(self)
+
+    return iterate
+
+
+def _loader_next(steps: Steps, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(original)
+    def next_batch(self: Any) -> Any:
+        if steps._in is not None or threading.get_ident() != steps._thread:
+            return original(self)
+        started = time.perf_counter_ns()
+        if not getattr(self, "_fettle_first", True):
+            steps._end(started)
+        else:  # what ran before the loop is no step of it
+            self._fettle_first = False
+            if steps._count == 0:
+                steps._begin_again()
+        steps._in, collecting = "data", steps._gc
+        try:
+            return original(self)
+        finally:
+            steps._in = None
+            steps._data += time.perf_counter_ns() - started - (steps._gc - collecting)
+
+    return next_batch
+
+
+def _waits(steps: Steps, of_tensor: bool, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def waiting(*args: Any, **kwargs: Any) -> Any:
+        if of_tensor and not args[0].is_cuda:
+            return original(*args, **kwargs)
+        if threading.get_ident() == steps._thread and steps._in is None:
+            steps._syncs += 1
+        with steps.waiting("sync"):
+            return original(*args, **kwargs)
+
+    return waiting

@@ -1,0 +1,131 @@
+"""A slow step, looked at while it is still going on: its stack sampled, and written as a trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fettle.watching.account import Steps
+
+MOST_SLOW = 20
+"""Slow steps told of; more of them are no longer looked at."""
+_MOST_SAMPLES = 20_000
+_SELDOM_S = 0.05
+"""Every wake-up takes the interpreter's lock, and a core, from the loop."""
+_HERE = str(Path(__file__).parent)
+
+Sample = tuple[int, tuple[tuple[str, str, int], ...]]
+"""perf_counter_ns, and frames from the outermost in: function, file, line."""
+
+
+class Sampler:
+    """A thread that looks now and then whether a step is late, and then samples the loop's stack until it ends.
+
+    The loop tells it nothing: it reads the account. So a step costs nothing here.
+    """
+
+    def __init__(self, steps: Steps, period_s: float = 0.005) -> None:
+        self._steps, self._period_s = steps, period_s
+        self._samples: list[Sample] = []
+        self._sampled = -1
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="fettle-watch", daemon=True)
+
+    def of(self, number: int) -> list[Sample]:
+        """What was seen of the step with so many steps before it."""
+        return list(self._samples) if self._sampled == number else []
+
+    def __enter__(self) -> Sampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        steps, wait_s = self._steps, self._period_s
+        while not self._ended.wait(wait_s):
+            number, late_ns = steps._count, time.perf_counter_ns() - steps._started - steps._slow_ns
+            if late_ns < 0 or len(steps._slow) >= MOST_SLOW:
+                wait_s = max(min(-late_ns / 1e9, 0.1), _SELDOM_S)
+                continue
+            wait_s = self._period_s
+            frame = sys._current_frames().get(steps._thread)
+            if steps._count != number or frame is None:
+                continue
+            if self._sampled != number:
+                self._samples, self._sampled = [], number
+            if len(self._samples) < _MOST_SAMPLES:
+                self._samples.append((time.perf_counter_ns(), _frames(frame)))
+            del frame
+
+
+def _frames(frame: FrameType | None) -> tuple[tuple[str, str, int], ...]:
+    found: list[tuple[str, str, int]] = []
+    while frame is not None and len(found) < 100:
+        found.append((frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(reversed(found))
+
+
+def hottest(samples: list[Sample]) -> str | None:
+    """The innermost line outside installed packages and this package, over all samples."""
+    seen: dict[str, int] = {}
+    for _, frames in samples:
+        for _, file, line in reversed(frames):
+            if (
+                "site-packages" not in file
+                and not file.startswith(_HERE)
+                and not file.startswith((sys.base_prefix + "/lib", "<"))
+            ):
+                seen[f"{file}:{line}"] = seen.get(f"{file}:{line}", 0) + 1
+                break
+    if not seen:
+        return None
+    place = max(seen, key=lambda key: seen[key])
+    return f"{place} ({seen[place] / len(samples):.0%} of samples)"
+
+
+def write_samples(path: Path, samples: list[Sample], number: int) -> None:
+    """Sampled stacks as a trace: a call that is in several samples in a row is one event from the first to the last."""
+    base, gap = samples[0][0], 5_000_000
+    events: list[dict[str, Any]] = []
+    open_calls: list[tuple[tuple[str, str], int, int]] = []  # what, since when, its line
+
+    def close(depth: int, at: int) -> None:
+        while len(open_calls) > depth:
+            (name, file), since, line = open_calls.pop()
+            events.append(
+                {
+                    "ph": "X",
+                    "cat": "python_function",
+                    "name": f"{file}({line}): {name}",
+                    "pid": os.getpid(),
+                    "tid": 1,
+                    "ts": (since - base) / 1e3,
+                    "dur": max(at - since, 1) / 1e3,
+                }
+            )
+
+    last = base
+    for at, frames in samples:
+        keys = [(name, file) for name, file, _ in frames]
+        same = 0
+        while same < min(len(keys), len(open_calls)) and open_calls[same][0] == keys[same]:
+            same += 1
+        close(same, at)
+        open_calls.extend(((name, file), at, line) for name, file, line in frames[same:])
+        last = at
+    close(0, last + gap)
+    data = {"traceEvents": events, "fettle": {"step": number, "sampled_every_ms": 5, "samples": len(samples)}}
+    partial = path.with_name(path.name + ".part")
+    partial.write_text(json.dumps(data))
+    partial.replace(path)

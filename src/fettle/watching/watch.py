@@ -1,0 +1,79 @@
+"""`watch` and `step_timer`: an account around a loop, and everything put back when it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+from fettle.errors import UsageError
+from fettle.watching.account import Steps
+from fettle.watching.device import DeviceMeter
+from fettle.watching.hooks import patched
+from fettle.watching.slow import Sampler
+
+T = TypeVar("T")
+_ONE = threading.Lock()
+
+
+@contextlib.contextmanager
+def watch(
+    *,
+    slow_trace: str | os.PathLike[str] | None = None,
+    slow_factor: float = 2.0,
+    json_to: str | os.PathLike[str] | None = None,
+    to: TextIO | None = sys.stderr,
+) -> Iterator[Steps]:
+    """Watch the loop inside the block and print where its steps went when it ends, also with an exception.
+
+    A step ends where the loop asks a `torch.utils.data.DataLoader` for the next batch, or where it says `step()`.
+    `json_to` writes the report as JSON, `to` is where the summary goes (None: nowhere), `slow_trace` and `slow_factor`
+    as in the package's text. The report is in `.report` afterwards. One watch at a time, in the thread of the loop.
+
+    Raises `UsageError` if a folder to write to does not exist, `slow_factor` is not above 1, or a watch is running.
+    """
+    for path in (slow_trace, json_to):
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise UsageError(f"{Path(path).parent}: no such folder")
+    if not slow_factor > 1:
+        raise UsageError(f"slow_factor must be above 1, not {slow_factor}")
+    if not _ONE.acquire(blocking=False):
+        raise UsageError("a watch is running already: one at a time")
+    steps = Steps(Path(slow_trace) if slow_trace is not None else None, slow_factor)
+    try:
+        with contextlib.ExitStack() as stack:
+            if steps.slow_trace is not None:
+                steps._sampler = stack.enter_context(Sampler(steps))
+            stack.enter_context(patched(steps))
+            meter = stack.enter_context(DeviceMeter(steps._on_gpu))
+            steps.step()
+            try:
+                yield steps
+            finally:
+                steps.report = replace(steps.summary(), device_idle=meter.idle())
+    finally:
+        _ONE.release()
+        if steps.report is not None:
+            if json_to is not None:
+                Path(json_to).write_text(steps.report.to_json())
+            if to is not None:
+                print(steps.report, file=to)
+
+
+def step_timer(iterable: Iterable[T], **options: Any) -> Iterator[T]:
+    """Iterate and time: getting the next item is `data`, the loop's body a step. Options as for `watch`."""
+    with watch(**options) as steps:
+        source = iter(iterable)
+        while True:
+            with steps.waiting("data"):
+                try:
+                    item = next(source)
+                except StopIteration:
+                    return
+            yield item
+            steps.step()
