@@ -24,7 +24,9 @@ from fettle.workload import Workload
 from .conftest import running
 
 BINARY = shutil.which(os.environ.get("FETTLE_PERF_ANALYZER", "perf_analyzer"))
-CLIENTS, SECONDS, ROUNDS = 4, 4, 5
+CLIENTS, SECONDS, ROUNDS = 4, 6, 5
+WINDOWS = 3
+"""That it wants to see before it says anything."""
 
 
 def analyzed(server, folder):
@@ -32,8 +34,8 @@ def analyzed(server, folder):
     out = folder / "seen.csv"
     command = [
         BINARY, "-m", "net", "-u", server.url.removeprefix("http://"), "-i", "http", "-b", "1",
-        "--concurrency-range", str(CLIENTS), "--measurement-interval", str(SECONDS * 1000), "--percentile", "50",
-        "--max-trials", "1", "--stability-percentage", "999", "-f", str(out),
+        "--concurrency-range", str(CLIENTS), "--measurement-interval", str(SECONDS * 1000 // WINDOWS),
+        "--percentile", "50", "--stability-percentage", "999", "-f", str(out),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert out.exists(), done.stdout[-1000:] + done.stderr[-1000:]
