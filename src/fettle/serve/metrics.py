@@ -33,7 +33,7 @@ class Tally:
 
     def seen(self) -> tuple[list[tuple[str, float]], float]:
         """Upper bound and number of values up to it, for each bucket; and the sum."""
-        names = [*(floatToGoString(bound) for bound in self._bounds), "+Inf"]
+        names = [*map(floatToGoString, self._bounds), "+Inf"]
         return list(zip(names, accumulate(self._counts), strict=True)), self._sum
 
 
