@@ -13,7 +13,7 @@ from fettle.trace import stacks as room
 from fettle.trace.intervals import merge, total
 from tests.trace.build import Build
 
-SPANS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12), st.integers(1, 2)), min_size=1, max_size=25)
+SPANS = st.lists(st.tuples(st.integers(0, 15), st.integers(0, 9), st.integers(1, 2)), min_size=1, max_size=25)
 
 
 def test_a_chain_of_overlaps_is_cut_in_order_and_loses_nothing_else(tmp_path: Path) -> None:
@@ -28,8 +28,8 @@ def test_a_chain_of_overlaps_is_cut_in_order_and_loses_nothing_else(tmp_path: Pa
     ]  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
-@given(spans=SPANS, block=st.integers(1, 30))
+@settings(max_examples=100, deadline=None)
+@given(spans=SPANS, block=st.integers(1, 6))
 def test_nesting_is_that_of_a_stack(
     spans: list[tuple[int, int, int]], block: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

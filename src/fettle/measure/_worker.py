@@ -293,7 +293,7 @@ def with_check(workload: Any) -> Any:
     if not check and len(workload.inputs) == 1:
 
         def other(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.dim() == 0:
+            if tensor.dim() == 0 or tensor.layout != torch.strided:  # rows of a sparse or nested tensor stay
                 return tensor
             return tensor.roll(1, 0) if tensor.shape[0] > 1 else tensor.flip(-1)
 

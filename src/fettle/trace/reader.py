@@ -55,6 +55,8 @@ def load(
         columns, metadata, facts = _read(path, processes, max_events, on_progress)
     except (OSError, EOFError, zlib.error) as error:
         raise UsageError(f"cannot read {path}: {error}") from error
+    except UsageError as error:
+        raise UsageError(f"{path.name}: {error}") from error
     trace = assemble(path, rank, columns, metadata, facts)
     if key is not None and facts["file_bytes"] > 1 << 20:
         sidecar.write(trace, key)

@@ -129,17 +129,24 @@ def build_stacks(trace: Trace) -> HostStacks:
     return replace(partial, cause=_causes(trace, parent, all_rows))
 
 
-def _nest(trace: Trace, rows: Ints, parent_by_row: Ints, depth_by_row: Ints) -> tuple[list[Ints], int]:
+def _nest(
+    trace: Trace, rows: Ints, parent_by_row: Ints, depth_by_row: Ints
+) -> tuple[tuple[Ints, Ints, Ints, Ints], int]:
     """Fill in parents and depths; returns the segments' columns, and how many events were cut.
 
     Block by block, so that the arrays stay in the cache and no large ones are made only to be thrown away, which costs
-    several times the arithmetic. What is open where a block ends begins the next one.
+    several times the arithmetic. What is open where a block ends begins the next one; events that begin together stay
+    together, so that what is open has lasted.
     """
     thread_of, cut = trace.column("thread"), 0
     open_rows, open_ends = np.zeros(0, np.int64), np.zeros(0, np.int64)
     found: list[tuple[Ints, Ints, Ints, Ints]] = []
-    for low in range(0, len(rows), BLOCK):
-        new, high = rows[low : low + BLOCK], min(low + BLOCK, len(rows))
+    low = high = 0
+    while high < len(rows):
+        low, high = high, min(high + BLOCK, len(rows))
+        while high < len(rows) and trace.ts[rows[high]] == trace.ts[rows[high - 1]]:
+            high += 1
+        new = rows[low:high]
         kept, mine = len(open_rows), np.concatenate([open_rows, new])
         start, end = trace.ts[mine], np.concatenate([open_ends, trace.ts[new] + trace.dur[new]])
         start[:kept] = start[kept]
@@ -161,8 +168,10 @@ def _nest(trace: Trace, rows: Ints, parent_by_row: Ints, depth_by_row: Ints) -> 
         inner = np.flatnonzero(parent[kept:] >= 0)
         parent_by_row[new[inner]] = mine[parent[kept:][inner]]
     if not found:
-        return [np.zeros(0, np.int64)] * 4, 0
-    return [np.concatenate(column) for column in zip(*found, strict=True)], cut
+        nothing = np.zeros(0, np.int64)
+        return (nothing, nothing, nothing, nothing), 0
+    of_thread, starts, ends, of_row = (np.concatenate(column) for column in zip(*found, strict=True))
+    return (of_thread, starts, ends, of_row), cut
 
 
 def _outer_first(trace: Trace, rows: Ints) -> Ints:
