@@ -13,11 +13,8 @@ from fettle.recipe import Recipe
 from fettle.techniques._base import Code, Facts, Level, Technique
 
 
-def compile_blocks(model: torch.nn.Module, **options: Any) -> int:
-    """Compile the repeated blocks of a model one by one: modules of a class found three times in one container.
-
-    Blocks of a class share their code, so it is compiled once. Returns how many blocks there were.
-    """
+def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The repeated blocks of a model: modules of a class found three times in one container."""
     blocks: dict[int, torch.nn.Module] = {}
     for container in model.modules():
         if isinstance(container, (torch.nn.ModuleList, torch.nn.Sequential)):
@@ -25,7 +22,16 @@ def compile_blocks(model: torch.nn.Module, **options: Any) -> int:
             for child in container:
                 if kinds.count(type(child)) >= 3 and next(child.children(), None) is not None:
                     blocks[id(child)] = child
-    for block in blocks.values():
+    return list(blocks.values())
+
+
+def compile_blocks(model: torch.nn.Module, **options: Any) -> int:
+    """Compile the repeated blocks of a model one by one, and return how many there were.
+
+    Blocks of a class share their code, so it is compiled once.
+    """
+    blocks = blocks_of(model)
+    for block in blocks:
         block.compile(**options)
     if not blocks:
         raise RuntimeError("regional compilation found no repeated blocks")
@@ -75,7 +81,7 @@ class Compile(Technique):
         arguments = ", ".join(f"{name}={value}" for name, value in options.items())
         if recipe.levels.get("region") == "blocks":
             separator = ", " if arguments else ""
-            return Code(helpers=(compile_blocks,), prepare=(f"compile_blocks(model{separator}{arguments})",))
+            return Code(helpers=(blocks_of, compile_blocks), prepare=(f"compile_blocks(model{separator}{arguments})",))
         if not facts.is_module:
             return Code(prepare=(f"model = torch.compile(model{', ' if arguments else ''}{arguments})",))
         return Code(prepare=(f"model.compile({arguments})",))
