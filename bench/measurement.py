@@ -3,15 +3,20 @@
 For each, beside it, what one-block-after-the-other timing claims on the same processes at the same time: a block of
 calls of the one, then a block of the other, a Welch t-test at the same level between them.
 
-    python bench/measurement.py --races 100 --planted 40
+    python bench/measurement.py --minutes 9
+
+A race starts eight processes, which is most of the half minute that it takes, so a run stops after `--minutes` and the
+next one goes on from the JSON that it left: about seven runs of 9 minutes make 100 A/A races and 20 planted ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 import time
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,7 +25,7 @@ from scipy import stats
 
 from fettle.comparing import REPLICATES
 from fettle.machine import this_machine
-from fettle.measure import Entry, Judge, Rules, Trial, Worker, race, verdict
+from fettle.measure import Entry, Interval, Judge, Rules, Trial, Worker, race, verdict
 from fettle.recipe import Recipe
 from fettle.workload import find_target
 
@@ -74,52 +79,58 @@ def blocks(target: dict, source: str, seconds: float) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--races", type=int, default=100, help="A/A races")
-    parser.add_argument("--planted", type=int, default=40, help="races against a planted 3%% slow-down")
+    parser.add_argument("--planted", type=int, default=20, help="races against a planted 3%% slow-down")
     parser.add_argument("--blocks", type=int, default=20, help="A/A comparisons one block after the other")
+    parser.add_argument("--minutes", type=float, default=9.0, help="begin nothing new after so long")
     parser.add_argument("--output", type=Path, default=Path("bench/results/measurement.json"))
     options = parser.parse_args()
+    here = this_machine().summary
+    empty = {"machine": here, "same": [], "slow": [], "blocks_same": [], "racing_s": 0.0, "model_s": 0.0}
+    seen = json.loads(options.output.read_text())["seen"] if options.output.exists() else empty
+    if seen["machine"] != here:
+        parser.error(f"{options.output} was measured on {seen['machine']}: choose another --output")
+    wanted = {"same": options.races, "slow": options.planted, "blocks_same": options.blocks}
+    end = time.monotonic() + 60 * options.minutes
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "stack.py"
         path.write_text(WORKLOAD)
         target = msgspec.to_builtins(find_target(str(path)))
-        claims: dict[str, list[str]] = {"same": [], "slow": []}
-        estimates: dict[str, list[float]] = {"same": [], "slow": []}
-        racing_s = model_s = 0.0
-        for kind, source, count in (("same", SAME, options.races), ("slow", SLOW, options.planted)):
-            for seed in range(count):
-                word, trial, racing, model = one_race(target, source, seed)
-                claims[kind].append(word)
-                if trial.speedup is not None:
-                    estimates[kind].append(round(trial.speedup.estimate, 4))
-                racing_s, model_s = racing_s + racing, model_s + model
-                print(
-                    f"{kind} {seed + 1}/{count}: {word} {trial.speedup}, {trial.processes} processes,"
-                    f" {len(trial.round_ms)} rounds",
-                    flush=True,
-                )
-        block_claims = [blocks(target, SAME, 1.5) for _ in range(options.blocks)]
-    different = sum(word in ("faster", "slower") for word in claims["same"])
-    found = sum(word == "slower" for word in claims["slow"])
-    result = {
-        "machine": this_machine().summary,
-        "aa_races": options.races,
-        "aa_claimed_different": different,
-        "aa_verdicts": {word: claims["same"].count(word) for word in sorted(set(claims["same"]))},
-        "aa_estimates": estimates["same"],
-        "planted_races": options.planted,
-        "planted_found": found,
-        "planted_verdicts": {word: claims["slow"].count(word) for word in sorted(set(claims["slow"]))},
-        "planted_estimates": estimates["slow"],
-        "blocks_aa": options.blocks,
-        "blocks_aa_claimed_different": sum(block_claims),
-        "racing_over_model_time": round(racing_s / model_s, 4) if model_s else None,
+        while time.monotonic() < end and any(len(seen[kind]) < count for kind, count in wanted.items()):
+            # whichever is furthest behind, so that an unfinished measurement is one of all three
+            kind = min((kind for kind in wanted if wanted[kind]), key=lambda kind: len(seen[kind]) / wanted[kind])
+            if kind == "blocks_same":
+                seen[kind].append(blocks(target, SAME, 1.5))
+            else:
+                source = SAME if kind == "same" else SLOW
+                word, trial, racing, model = one_race(target, source, len(seen[kind]))
+                found = trial.speedup or Interval(math.nan, -math.inf, math.inf)
+                numbers = [
+                    round(value, 4) if math.isfinite(value) else None
+                    for value in (found.estimate, found.low, found.high)
+                ]
+                seen[kind].append([word, *numbers, trial.processes, len(trial.round_ms)])
+                seen["racing_s"], seen["model_s"] = seen["racing_s"] + racing, seen["model_s"] + model
+            print(f"{kind} {len(seen[kind])}/{wanted[kind]}: {seen[kind][-1]}", flush=True)
+            options.output.parent.mkdir(parents=True, exist_ok=True)
+            options.output.write_text(json.dumps({**summary(seen), "seen": seen}, indent=1) + "\n")
+    print(json.dumps(summary(seen), indent=1))
+
+
+def summary(seen: dict) -> dict:
+    """What the bars speak of. A race in `seen` is its verdict, speed-up, its interval, processes and rounds."""
+    words = {kind: [race[0] for race in seen[kind]] for kind in ("same", "slow")}
+    return {
+        "machine": seen["machine"],
+        "aa_races": len(words["same"]),
+        "aa_claimed_different (bar: at most 5%)": sum(word in ("faster", "slower") for word in words["same"]),
+        "aa_verdicts": dict(Counter(words["same"])),
+        "planted_races": len(words["slow"]),
+        "planted_found (bar: at least 90%)": words["slow"].count("slower"),
+        "planted_verdicts": dict(Counter(words["slow"])),
+        "blocks_aa": len(seen["blocks_same"]),
+        "blocks_aa_claimed_different": sum(seen["blocks_same"]),
+        "racing_over_model_time (bar: at most 1.10)": round(seen["racing_s"] / max(seen["model_s"], 1e-9), 4),
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"A/A: different claimed in {different} of {options.races} (bar: at most 5%)")
-    print(f"planted 3%: found in {found} of {options.planted} (bar: at least 90%)")
-    print(f"blocks, A/A: different claimed in {sum(block_claims)} of {options.blocks}")
-    print(f"racing / time in slices: {result['racing_over_model_time']} (bar: at most 1.10)")
 
 
 if __name__ == "__main__":

@@ -88,7 +88,8 @@ def wait_until_it_answers(server: str, port: int, process: Any, seconds: float =
 
 def measure(server: str, model: str, port: int, folder: Path, seconds: float) -> dict[str, Any]:
     """One turn of one server."""
-    from fettle.serve.load import closed_loop, open_loop, poisson
+    from fettle.serve.arrivals import poisson
+    from fettle.serve.load import closed_loop, open_loop
 
     process = start(server, model, port, folder)
     try:

@@ -1,14 +1,15 @@
 """Is the found setting the best, and was its capacity known before it was tested?
 
-    python bench/slo_search.py --models minilm --json bench/results/slo_search.json     # about 3 minutes a model
-    python bench/slo_search.py --models minilm,resnet50 --grid                          # every setting by load: long
+    python bench/slo_search.py minilm resnet50 yolos --json bench/results/slo_search.json    # 3 to 5 minutes a model
+    python bench/slo_search.py minilm --grid --json bench/results/slo_search.json            # every setting by load
 
 For each model the search runs as `fettle slo` does. Shown: the predicted capacity under the limit over the measured
 one (bar: within 10%), greedy against curve-aware batching of the same crew by load tests in the same run, and with
 --grid the found setting's capacity over the best of an exhaustive grid (bar: 97%) and the search's share of the grid's
-test time (bar: 20%). Predictions rest on calibrated costs and on overheads that were measured. The client shares the
-machine with the server, so one core is left to it (`--cores`): where it was late all the same, a capacity
-is a lower bound.
+test time (bar: 20%). Predictions rest on calibrated costs and on overheads that were measured.
+
+Results are merged into the JSON file, and a grid goes on where it was: it stops after --minutes, and the same command
+continues it. The server has the first core, the client the second: a machine has two at least.
 """
 
 from __future__ import annotations
@@ -16,35 +17,70 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
+import subprocess
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fettle.machine import this_machine
-from fettle.recipe import Recipe
+from fettle.recipe import Recipe, write_text
 from fettle.serve.export import write_package
-from fettle.serve.host import cores
 from fettle.serve.package import Package, ServeSettings
-from fettle.serve.search import Found, Measured, Point, prove, rank, search
-from fettle.workload import find_target
+from fettle.serve.points import Found, Measured, Point
+from fettle.serve.proof import prove
+from fettle.serve.ranking import rank
+from fettle.serve.search import search
+from fettle.workload import Workload, find_target
 
 WORKLOADS = Path(__file__).parents[1] / "workloads"
-LIMITS = {"minilm": 0.1, "resnet50": 0.4, "digits": 0.02}
+LIMITS = {"minilm": 0.1, "resnet50": 0.4, "digits": 0.02, "yolos": 0.2}
+"""Seconds."""
 
 
-async def one(package: Package, limit_s: float, seconds: float, grid: bool, count: int) -> dict[str, Any]:
-    """The search, the pair of policies, and the grid where it is asked for."""
+def yolos() -> Workload:
+    """A detection model of transformers, built as YOLOS-tiny is (Fang et al. 2021): weights by chance, 224 x 224."""
+    from transformers import YolosConfig, YolosForObjectDetection
+
+    config = YolosConfig(
+        hidden_size=192, num_hidden_layers=12, num_attention_heads=3, intermediate_size=768, image_size=[224, 224],
+        num_detection_tokens=100,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    batches = [{"pixel_values": torch.randn(4, 3, 224, 224)} for _ in range(2)]
+    return Workload(YolosForObjectDetection(config).eval(), batches, name="yolos")
+
+
+class Pinned(subprocess.Popen):  # type: ignore[type-arg]
+    """A process on the server's core: affinity is inherited from whoever starts it."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        ours = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {min(EVERY)})
+        try:
+            super().__init__(*given, **named)
+        finally:
+            os.sched_setaffinity(0, ours)
+
+
+EVERY = os.sched_getaffinity(0)
+
+
+async def one(package: Package, limit_s: float, seconds: float) -> dict[str, Any]:
+    """The search, and the pair of policies."""
     began = time.perf_counter()
     first: list[str] = []
 
     def tell(text: str) -> None:
-        print(text)
+        print(text, flush=True)
         if text.startswith("load tests of") and not first:  # what was predicted before any load test
-            first.extend(text.removeprefix("load tests of ").rsplit(", predicted ", 1))
+            first.extend(text.partition(" · ")[0].removeprefix("load tests of ").rsplit(", predicted ", 1))
 
-    found = await search(package, limit_s, most_rows=8, cores=count, seconds=seconds, tell=tell)
+    found = await search(package, limit_s, most_rows=8, cores=1, seconds=seconds, tell=tell)
     took = time.perf_counter() - began
     best = found.best
     if best is None or not best.measured:
@@ -53,23 +89,42 @@ async def one(package: Package, limit_s: float, seconds: float, grid: bool, coun
     pair = {}
     for policy in ("greedy", "curve"):
         setting = replace(best.setting, policy=policy)
-        pair[policy] = await measured(package, Point(setting, best.measured), branch, limit_s, seconds)
-    row: dict[str, Any] = {
+        pair[policy] = (await measured(package, Point(setting, best.measured), branch, limit_s, seconds)).measured
+    return {
         "setting": str(best.setting), "predicted": best.predicted, "measured": best.measured,
         "predicted_over_measured": best.predicted / best.measured, "before_any_test": before(first, found),
-        "greedy": pair["greedy"], "curve": pair["curve"],
-        "why": found.why, "tests": found.tests, "seconds": took, "limit_ms": limit_s * 1e3,
-        "overheads": {str(m.branch): vars_of(m) for m in found.branches.values() if m.overheads is not None},
+        "greedy": pair["greedy"], "curve": pair["curve"], "tests": found.tests, "seconds": took,
+        "test_seconds": sum(test.run["duration_s"] for point in found.points for test in point.tests),
+        "why": found.why, "limit_ms": limit_s * 1e3,
+        "curves_ms": {str(m.branch): dict(zip(m.costs.curve().rows, (1e3 * s for s in m.costs.curve().seconds),
+                                              strict=True)) for m in found.branches.values()},
+        "overheads": {str(m.branch): around(m) for m in found.branches.values() if m.overheads is not None},
         "failures": [f"{failure.what}: {failure.why}" for failure in found.failures],
     }  # fmt: skip
-    if grid:
-        began, every = time.perf_counter(), []
-        for point in rank(found.branches.values(), limit_s):
-            if point.predicted:
-                every.append(await measured(package, point, found.branches[point.setting.branch], limit_s, seconds))
-                print(point.setting, every[-1])
-        row["grid_best"], row["grid_seconds"] = max(every), time.perf_counter() - began
-    return row
+
+
+async def grid(package: Package, row: dict[str, Any], limit_s: float, seconds: float, until: float, save: Any) -> None:
+    """Every setting by load tests, but for those of `row` already; then the found one against the best of them."""
+    found = await search(package, limit_s, most_rows=8, cores=1, seconds=seconds, confirm=0)
+    every: dict[str, dict[str, float]] = row.setdefault("grid", {})
+    points = rank(found.branches.values(), limit_s)
+    for point in points:
+        name = str(point.setting)
+        if name not in every and time.monotonic() < until:
+            point.predicted = max(point.predicted, 1.0)
+            done = await measured(package, point, found.branches[point.setting.branch], limit_s, seconds)
+            spent = sum(test.run["duration_s"] for test in done.tests)
+            every[name] = {"capacity": done.measured or 0.0, "test_seconds": spent}
+            print(name, every[name], flush=True)
+            save()
+    if len(every) < len(points):
+        print(f"{len(points) - len(every)} settings are left: run the same command again")
+        return
+    best = max(item["capacity"] for item in every.values())
+    row["grid_best"], row["grid_test_seconds"] = best, sum(item["test_seconds"] for item in every.values())
+    row["found_over_grid_best"] = row["measured"] / best if row.get("measured") and best else None
+    if row.get("test_seconds"):
+        row["share_of_the_grids_test_time"] = row["test_seconds"] / row["grid_test_seconds"]
 
 
 def before(first: list[str], found: Found) -> dict[str, Any]:
@@ -80,37 +135,55 @@ def before(first: list[str], found: Found) -> dict[str, Any]:
     return {"setting": first[0], "predicted": predicted, "measured": point.measured, "ratio": ratio}
 
 
-def vars_of(measured: Measured) -> dict[str, float]:
+def around(measured: Measured) -> dict[str, float]:
     """What serving adds, in milliseconds, as measured with this branch."""
     return {"request_ms": measured.costs.request_s * 1e3, "batch_ms": measured.costs.batch_s * 1e3}
 
 
-async def measured(package: Package, point: Point, branch: Measured, limit_s: float, seconds: float) -> float:
-    """Capacity by load tests."""
+async def measured(package: Package, point: Point, branch: Measured, limit_s: float, seconds: float) -> Point:
+    """The point with its capacity by load tests."""
     await prove(package, point, branch.costs, Found(limit_s, 0.0), seconds)
-    return point.measured or 0.0
+    return point
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="minilm,resnet50")
+    parser.add_argument("models", nargs="+", help=", ".join(LIMITS))
     parser.add_argument("--recipe", default="grad=inference_mode", help="levels for all of them")
     parser.add_argument("--seconds", type=float, default=6.0, help="of a load test, at least")
-    parser.add_argument("--cores", type=int, default=max(1, cores() - 1), help="for the server; one is the client's")
     parser.add_argument("--grid", action="store_true")
+    parser.add_argument("--minutes", type=float, default=8.0, help="of a grid: no new setting after that")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    results: dict[str, Any] = {"machine": this_machine().summary, "models": {}}
-    for name in options.models.split(","):
+    if len(EVERY) < 2:
+        parser.error("one core is not enough: the server and the client need one each")
+    os.sched_setaffinity(0, {max(EVERY)})
+    subprocess.Popen = Pinned  # type: ignore[misc]
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {"models": {}}
+    if options.json and options.json.is_file():
+        results = json.loads(options.json.read_text())
+    results["machine"] = this_machine().summary
+    until = time.monotonic() + 60 * options.minutes
+
+    def save() -> None:
+        if options.json:
+            write_text(options.json, json.dumps(results, indent=1) + "\n")
+
+    for name in options.models:
         with tempfile.TemporaryDirectory() as scratch:
-            work = find_target(str(WORKLOADS / f"{name}.py")).load()
+            work = yolos() if name == "yolos" else find_target(str(WORKLOADS / f"{name}.py")).load()
             recipe = Recipe.parse(options.recipe)
             package = write_package(work, recipe, Path(scratch) / name, name=name, settings=ServeSettings(max_rows=8))
-            row = asyncio.run(one(package, LIMITS.get(name, 0.1), options.seconds, options.grid, options.cores))
-        results["models"][name] = row
+            limit_s = LIMITS.get(name, 0.1)
+            if options.grid:
+                row = results["models"].setdefault(name, {})
+                asyncio.run(grid(package, row, limit_s, options.seconds, until, save))
+            else:
+                kept = {key: value for key, value in results["models"].get(name, {}).items() if key.startswith("grid")}
+                row = results["models"][name] = asyncio.run(one(package, limit_s, options.seconds)) | kept
+        save()
         print(json.dumps({name: row}, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

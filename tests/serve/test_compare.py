@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fettle.errors import UsageError
 from fettle.serve.compare import compare, ratio_interval, read_baseline
-from fettle.serve.load import Run, as_data
+from fettle.serve.run import Run, as_data
 
 
 def run(seed, scale=1.0, answers=4000, mode="closed", void="", spread=0.2):

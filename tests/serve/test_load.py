@@ -12,20 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fettle.errors import UsageError
+from fettle.serve.arrivals import poisson, read_schedule
 from fettle.serve.client import http_shot, model_shot
-from fettle.serve.load import (
-    TORCHSERVE_COLUMNS,
-    Run,
-    as_data,
-    as_torchserve_row,
-    closed_loop,
-    open_loop,
-    poisson,
-    read_schedule,
-    warm_up,
-)
+from fettle.serve.load import closed_loop, open_loop
 from fettle.serve.package import open_package
 from fettle.serve.policy import BatchSettings
+from fettle.serve.run import TORCHSERVE_COLUMNS, Run, as_data, as_torchserve_row, warm_up
 from fettle.serve.simulate import Costs, capacity, simulate
 
 from .conftest import running

@@ -11,7 +11,7 @@ from fettle.errors import UsageError
 from fettle.recipe import Recipe
 from fettle.serve.export import write_package
 from fettle.serve.package import ServeSettings, open_package, seal
-from fettle.serve.program import load_program
+from fettle.serve.program import load_program, tables
 from fettle.serve.runner import load_model
 from fettle.workload import Workload
 
@@ -63,13 +63,6 @@ def test_a_recipe_that_an_exported_model_cannot_have_is_refused(tmp_path):
     with pytest.raises(UsageError, match="quantize"):
         write_package(odd(), Recipe.parse("quantize=int8-dynamic"), tmp_path / "odd", name="odd")
     assert not list(tmp_path.iterdir())  # nothing half-written is left
-
-
-def test_a_recipe_that_calibrates_is_refused_with_the_way_out(tmp_path):
-    recipe = Recipe({"quantize": "int8-static", "compile": "default", "freeze": "on"})
-    with pytest.raises(UsageError, match=r"quantize=int8-static cannot be packaged.*--technique quantize=none"):
-        write_package(odd(), recipe, tmp_path / "odd", name="odd")
-    assert not any(tmp_path.iterdir())
 
 
 def test_what_exists_is_not_overwritten(tmp_path):
@@ -144,17 +137,9 @@ def test_an_expression_is_not_evaluated(sound):
     path = sound.folder / "graph.json"
     graph = json.loads(path.read_text())
 
-    def poison(value):
-        if isinstance(value, dict):
-            if "expr_str" in value:
-                value["expr_str"] = "__import__('os').abort()"
-            for item in value.values():
-                poison(item)
-        elif isinstance(value, list):
-            for item in value:
-                poison(item)
-
-    poison(graph)
+    for table in tables(graph):
+        if "expr_str" in table:
+            table["expr_str"] = "__import__('os').abort()"
     path.write_text(json.dumps(graph))
     with pytest.raises(UsageError, match="expression"):
         load_program(sound.folder)

@@ -23,24 +23,14 @@ from fettle.report import slo_page
 from fettle.serve import search as room
 from fettle.serve.calibrate import Calibration
 from fettle.serve.journal import Journal
-from fettle.serve.load import TORCHSERVE_COLUMNS
-from fettle.serve.outcome import explain, front, torchserve_rows
+from fettle.serve.outcome import explain, front, plain, torchserve_rows
 from fettle.serve.overheads import Overheads
 from fettle.serve.package import open_package, read_settings
-from fettle.serve.search import (
-    Branch,
-    Found,
-    Measured,
-    Point,
-    Setting,
-    Variant,
-    as_json,
-    between,
-    crews,
-    rank,
-    search,
-    serve_settings,
-)  # fmt: skip
+from fettle.serve.points import Branch, Found, Measured, Point, Setting, Variant
+from fettle.serve.proof import serve_settings
+from fettle.serve.ranking import between, crews, rank
+from fettle.serve.run import TORCHSERVE_COLUMNS
+from fettle.serve.search import search
 from fettle.serve.served import Served, ServerFailure
 from fettle.serve.simulate import Costs, capacity
 from fettle.serve.variants import distinct, package_all, study_recipes
@@ -76,7 +66,7 @@ def test_from_end_to_end(done):
     inside = found.points[0].tests[0].inside
     assert inside.calls > 0
     assert inside.model_ms.p99 > 0
-    data = as_json(found, name="net", target="net-1", machine="here", written="")
+    data = plain(found, name="net", target="net-1", machine="here", written="")
     json.dumps(data, allow_nan=False)
     assert json.loads(keep.read_text())["calibrations"]
     assert "capacity" in slo_page(data)
@@ -120,7 +110,7 @@ def test_ctrl_c_keeps_what_is_done(done, package, tmp_path):
     assert found.points  # simulated by then
     assert Journal(keep).calibrations
     assert Journal(keep).overheads
-    slo_page(as_json(found, name="net", target="net-1", machine="here", written=""))
+    slo_page(plain(found, name="net", target="net-1", machine="here", written=""))
 
 
 @pytest.mark.slow
@@ -155,7 +145,7 @@ def test_a_limit_that_one_row_breaks(package, done):
     found = asyncio.run(search(package, 1e-9, keep=None, **QUICK))
     assert not found.met
     assert "limit is missed" in found.why[0]
-    assert as_json(found)["points"] == []
+    assert plain(found)["points"] == []
 
 
 # -- with costs that are made up --------------------------------------------------------------------------------------
@@ -215,7 +205,7 @@ def test_workers_that_fail_are_a_failure_and_the_search_goes_on(package, made_up
     nothing = asyncio.run(search(package, 0.1, most_rows=4, cores=4))
     assert nothing.best is None
     assert nothing.why == ["nothing could be measured: see the failures"]
-    page = slo_page(as_json(nothing, name="<b>net</b>", target="x", machine="here", written=""))
+    page = slo_page(plain(nothing, name="<b>net</b>", target="x", machine="here", written=""))
     assert "no memory" in page
     assert "<b>net" not in page
 
@@ -400,8 +390,8 @@ def test_recipes_of_a_study(tmp_path):
 def test_overheads_are_what_the_two_loops_leave_beside_the_model(monkeypatch):
     """One client waits 5 ms of which the model takes 2; two workers make calls of 4 rows, 3.5 ms of it, in 4.5 ms."""
     from fettle.serve import overheads
-    from fettle.serve.load import Run
     from fettle.serve.policy import CostCurve
+    from fettle.serve.run import Run
     from fettle.serve.served import Inside
 
     class World:

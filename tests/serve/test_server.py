@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from fettle.errors import UsageError
-from fettle.serve.app import Limits
+from fettle.serve.http import Limits
 from fettle.serve.package import ServeSettings, open_package
 from fettle.serve.registry import Options
 from fettle.serve.server import Address, token_from

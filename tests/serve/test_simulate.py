@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fettle.serve.load import poisson
+from fettle.serve.arrivals import poisson
 from fettle.serve.policy import BatchQueue, BatchSettings, CostCurve, plan
 from fettle.serve.simulate import Costs, capacity, simulate
 
@@ -81,19 +81,8 @@ def test_giving_up_says_no_where_waiting_to_the_end_would():
 
 
 curves = st.lists(st.floats(0.002, 0.05), min_size=8, max_size=8)
-rising = curves.map(sorted)
-
-
-@given(cost=curves, waiting=st.integers(1, 32))
-@settings(max_examples=200, deadline=None)
-def test_what_waits_is_done_no_later_in_sum_than_by_greedy(cost, waiting):
-    """What the curve policy promises: with nobody else to come, those that wait now wait no longer in total."""
-    costs = Costs({n + 1: (seconds,) for n, seconds in enumerate(cost)}, 0, 0)
-    total = {
-        policy: simulate(np.zeros(waiting), BatchSettings(max_rows=8, policy=policy), costs).latency_s.sum()
-        for policy in ("greedy", "curve")
-    }
-    assert total["curve"] <= total["greedy"] * (1 + 1e-9)
+STEPPED = (0.0188, 0.0202, 0.0208, 0.040, 0.0409, 0.0411, 0.0562, 0.057)
+"""Seen on one CPU: seconds of a call of 1 to 8 rows."""
 
 
 @given(cost=curves, most=st.integers(1, 8))
@@ -105,24 +94,70 @@ def test_padding_never_makes_a_call_dearer(cost, most):
         assert rows == 0 or curve.at(size) <= curve.at(rows)
 
 
-def test_alone_the_curve_policy_can_be_worse():
-    """Under arrivals that never end, the promise for those that wait now is none for the percentile: so both are tried.
-
-    This curve is one where greedy keeps the limit at a higher rate; the search (see test_search) takes the better one.
-    """
-    found = [(cost, *pair) for cost in worse_curves() if (pair := both(cost))[1] < 0.97 * pair[0]]
-    assert found
+def world(cost):
+    return Costs({n + 1: (float(seconds),) for n, seconds in enumerate(cost)}, 0, 0)
 
 
-def worse_curves():
-    random = np.random.default_rng(5)
-    return [np.sort(random.uniform(0.005, 0.04, 8)) for _ in range(40)]
+def random_curve(random, kind):
+    """Seconds by rows: rising, any, in steps, or nearly a line."""
+    if kind == 0:
+        return np.sort(random.uniform(0.005, 0.04, 8))
+    if kind == 1:
+        return random.uniform(0.005, 0.04, 8)
+    if kind == 2:
+        return 0.008 + np.cumsum(random.choice([0.0002, 0.015], 8, p=[0.7, 0.3]))
+    return 0.005 + 0.003 * np.arange(1, 9) * random.uniform(0.9, 1.1, 8)
 
 
-def both(cost):
-    """Capacity of the greedy and of the curve policy."""
-    costs = Costs({n + 1: (float(seconds),) for n, seconds in enumerate(cost)}, 0, 0)
-    setting = BatchSettings(max_rows=8, policy="greedy")
-    return tuple(
-        capacity(replace(setting, policy=policy), costs, 0.1, requests=2000)[0] for policy in ("greedy", "curve")
+@given(seed=st.integers(0, 10**6), kind=st.integers(0, 3), workers=st.integers(1, 3),
+       load=st.sampled_from([0.2, 0.4, 0.6, 0.75, 0.85]))  # fmt: skip
+@settings(max_examples=100, deadline=None)
+def test_the_curve_policy_is_never_worse_than_greedy(seed, kind, workers, load):
+    """Whatever the curve and the load: neither on average nor in the tail, but for the noise of 4000 requests."""
+    cost = random_curve(np.random.default_rng(seed), kind)
+    rate = load * workers * max((n + 1) / seconds for n, seconds in enumerate(cost))
+    arrivals = poisson(rate, 4000 / rate, seed)
+    greedy, curve = (
+        simulate(arrivals, BatchSettings(max_rows=8, policy=policy, workers=workers), world(cost))
+        for policy in ("greedy", "curve")
     )
+    if not greedy.stable:
+        return
+    assert curve.latency_s.mean() <= 1.02 * greedy.latency_s.mean()
+    assert curve.percentile(99) <= 1.08 * greedy.percentile(99)
+
+
+@given(seed=st.integers(0, 10**6), kind=st.integers(0, 3), workers=st.integers(1, 3), limit=st.floats(1.5, 5))
+@settings(max_examples=40, deadline=None)
+def test_its_capacity_under_a_limit_is_never_less(seed, kind, workers, limit):
+    cost = random_curve(np.random.default_rng(seed), kind)
+    greedy, curve = (
+        capacity(BatchSettings(max_rows=8, policy=policy, workers=workers), world(cost), limit * cost.max(),
+                 requests=2000)[0]
+        for policy in ("greedy", "curve")
+    )  # fmt: skip
+    assert curve >= 0.95 * greedy
+
+
+def test_where_costs_have_steps_it_serves_a_fifth_more():
+    setting = BatchSettings(max_rows=8, policy="greedy")
+    greedy, curve = (
+        capacity(replace(setting, policy=policy), world(STEPPED), 0.1)[0] for policy in ("greedy", "curve")
+    )  # fmt: skip
+    assert curve > 1.2 * greedy
+    assert plan(replace(setting, policy="curve"), world(STEPPED).curve()).take[:9] == (0, 1, 2, 3, 3, 3, 3, 3, 3)
+
+
+def test_a_call_that_is_cheap_for_those_who_wait_may_be_dear_for_those_who_come():
+    """One row alone is quickest for whoever waits, but eight at once cost a row less: with many to come, eight go."""
+    cost = (0.0067, 0.0132, 0.0202, 0.0278, 0.0345, 0.0364, 0.0391, 0.04)
+    take = plan(BatchSettings(max_rows=8), world(cost).curve()).take
+    assert take[16] == 8
+
+
+def test_a_table_for_large_batches_covers_every_queue():
+    curve = CostCurve((1, 2, 4, 8, 16, 32, 64), tuple(0.01 + 0.001 * n for n in (1, 2, 4, 8, 16, 32, 64)))
+    take = plan(BatchSettings(max_rows=64), curve).take
+    assert take[:65] == tuple(range(65))  # nearly a line: all that wait
+    assert take[-1] == 64
+    assert len(take) > 64

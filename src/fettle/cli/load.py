@@ -20,7 +20,7 @@ from fettle.errors import UsageError
 
 if TYPE_CHECKING:
     from fettle.serve.compare import Change
-    from fettle.serve.load import Run
+    from fettle.serve.run import Run
 
 
 def command(
@@ -63,15 +63,9 @@ def command(
       fettle load http://127.0.0.1:8080 --rate 80 --baseline last-week.json
     """
     try:
+        from fettle.serve.arrivals import constant, poisson, read_schedule
         from fettle.serve.client import http_shot, model_shot
-        from fettle.serve.load import (
-            TORCHSERVE_COLUMNS,
-            as_data,
-            as_torchserve_row,
-            constant,
-            poisson,
-            read_schedule,
-        )  # fmt: skip
+        from fettle.serve.run import TORCHSERVE_COLUMNS, as_data, as_torchserve_row
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed: pip install 'torch-fettle[serve]'") from error
     seconds = _options.duration_s(duration, "--duration")
@@ -151,8 +145,11 @@ _COLUMNS = (
     "p99 ms",
     "max ms",
     "within",
+    "goodput/s",
     "refused",
     "failed",
+    "late ms",
+    "L / λW",
     "note",
 )
 
@@ -167,14 +164,16 @@ def _row(run: Run) -> list[str]:
     notes = [run.void] if run.void else []
     if not run.stable:
         notes.append("the backlog only grew: more than the server can do")
-    if not run.void and run.answered > 100 and not 0.9 < run.little < 1.1:
-        notes.append(f"Little's law is off by {run.little:.2f}")
+    if run.errors:
+        notes.append(", ".join(f"{kind}: {count}" for kind, count in run.errors.items()))
     if run.interrupted:
         notes.append("interrupted")
     within = f"{run.within:.1%}" if run.limit_s else ""
     middle = [f"{run.percentile(p) * 1e3:.1f}" for p in (50, 90, 95)]
-    return [load, f"{run.throughput:.5g}", *middle, p99, f"{run.percentile(100) * 1e3:.1f}", within, str(run.shed),
-            str(run.failed), "; ".join(notes)]  # fmt: skip
+    good = f"{run.goodput:.5g}" if run.limit_s else ""
+    return [load, f"{run.throughput:.5g}", *middle, p99, f"{run.percentile(100) * 1e3:.1f}", within, good,
+            str(run.shed), str(run.failed), f"{run.late_s * 1e3:.2f}" if run.mode == "open" else "",
+            f"{run.little:.2f}", "; ".join(notes)]  # fmt: skip
 
 
 def _print(runs: list[Run], console: Console) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from fettle.errors import UsageError, first_line
-from fettle.recipe import Recipe, load_recipe
+from fettle.recipe import Recipe, RecipeFile, load_recipe
 
 if TYPE_CHECKING:
     from fettle.serve.package import Package
@@ -54,15 +54,15 @@ def command(
     from fettle.workload import find_target
 
     found = find_target(target)
-    levels = load_recipe(recipe).recipe if recipe is not None else Recipe()
+    tuned = load_recipe(recipe) if recipe is not None else RecipeFile()
     called = name or found.name
     path = output or Path(f"{called}-{version}")
     console = Console(stderr=True)
     with console.status("building the workload") as status:
         package = write_package(
-            found.load(), levels, path, name=called, version=version, settings=ServeSettings(max_rows=max_rows),
+            found.load(), tuned.recipe, path, name=called, version=version, settings=ServeSettings(max_rows=max_rows),
             handler=as_handler(handler), handler_settings=toml_settings(handler_settings),
-            files=add_files(labels, tokenizer),
+            files=add_files(labels, tokenizer), evidence=tuned.evidence,
             tell=status.update if console.is_terminal and not as_json else (lambda text: None),
         )  # fmt: skip
     show(package, path, as_json)

@@ -115,7 +115,7 @@ def command(
 
 def _packaged(text: str, recipe: Path | None) -> Package:
     """A package as it is; a target as the package that is made of it, in the current folder."""
-    from fettle.recipe import Recipe, load_recipe
+    from fettle.recipe import RecipeFile, load_recipe
     from fettle.serve.export import write_package
     from fettle.serve.package import open_package
     from fettle.workload import find_target
@@ -126,8 +126,8 @@ def _packaged(text: str, recipe: Path | None) -> Package:
     folder = Path(f"{target.name}-1")
     if folder.exists():
         raise UsageError(f"{folder} exists already: serve it with fettle serve {folder}, or move it away")
-    levels = load_recipe(recipe).recipe if recipe is not None else Recipe()
-    return write_package(target.load(), levels, folder, name=target.name)
+    tuned = load_recipe(recipe) if recipe is not None else RecipeFile()
+    return write_package(target.load(), tuned.recipe, folder, name=target.name, evidence=tuned.evidence)
 
 
 def _tuned(package: Package, p99: str, rate: float) -> Package:

@@ -23,7 +23,7 @@ from fettle.errors import UsageError
 if TYPE_CHECKING:
     from fettle.recipe import Recipe
     from fettle.serve.package import Package
-    from fettle.serve.search import Failure, Found, Point, Variant
+    from fettle.serve.points import Failure, Found, Point, Variant
 
 
 def command(
@@ -69,9 +69,8 @@ def command(
       fettle slo model.py --p99 100ms --recipe baseline --recipe "precision=bf16"
     """
     try:
-        from fettle.serve.load import TORCHSERVE_COLUMNS
-        from fettle.serve.outcome import torchserve_rows
-        from fettle.serve.search import as_json as to_json
+        from fettle.serve.outcome import plain, torchserve_rows
+        from fettle.serve.run import TORCHSERVE_COLUMNS
         from fettle.serve.search import search
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed: pip install 'torch-fettle[serve]'") from error
@@ -116,7 +115,7 @@ def command(
         written = None
         if write and found.best is not None and not found.interrupted:
             written = work.write(found, folder)
-    data = to_json(found, name=work.name, target=target, machine=_machine(), written=str(written) if written else "")
+    data = plain(found, name=work.name, target=target, machine=_machine(), written=str(written) if written else "")
     write_text(folder / "result.json", json.dumps(data) + "\n")
     write_slo_report(data, folder / "report.html")
     if csv_file is not None:
@@ -173,7 +172,7 @@ class _Work:
         self, folder: Path, max_rows: int, max_error: float, tell: Callable[[str], None], stopped: Callable[[], bool]
     ) -> tuple[list[Variant], list[Failure]]:
         """The packages to choose among, made where they are not there yet."""
-        from fettle.serve.search import Variant
+        from fettle.serve.points import Variant
         from fettle.serve.variants import package_all
 
         if self.package is not None:
@@ -190,7 +189,7 @@ class _Work:
     def write(self, found: Found, folder: Path) -> Path:
         """The best setting as the package's ``serve.toml``; a target's best package is copied out of its cache."""
         from fettle.serve.package import open_package, write_settings
-        from fettle.serve.search import tuned
+        from fettle.serve.proof import tuned
 
         assert found.best is not None
         package = next(v.package for v in self.packages if v.name == found.best.setting.variant)

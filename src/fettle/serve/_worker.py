@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,7 +114,7 @@ class _Worker:
             return
         send(link, done, parts)
 
-    def arrays(self, shapes: list[list[int]], body: memoryview, place: int) -> tuple[list[Any], int]:
+    def arrays(self, shapes: Sequence[wire.Shape], body: memoryview, place: int) -> tuple[list[Any], int]:
         """One request's inputs out of a body from `place` on, and where they end."""
         import numpy as np
 
@@ -133,7 +134,7 @@ class _Worker:
         began = time.perf_counter()
         found = self.explainer.attribute(self.arrays(header.shapes, body, 0)[0], header.target)
         took = time.perf_counter() - began
-        shapes = [list(array.shape) for array in found]
+        shapes = [array.shape for array in found]
         return wire.Done(header.id, shapes, 0.0, took, self.rss()), [wire.flat(array) for array in found]
 
     def generate(self, link: socket.socket, header: wire.Generate, body: memoryview) -> tuple[wire.Done, list[Any]]:
@@ -165,7 +166,7 @@ class _Worker:
         ready = time.perf_counter()
         answers = self.runner.run(parts, header.size)
         done = time.perf_counter()
-        shapes = [list(answer.shape) for answer in answers]
+        shapes = [answer.shape for answer in answers]
         return (
             wire.Done(header.id, shapes, ready - began, done - ready, self.rss()),
             [wire.flat(answer) for answer in answers],
@@ -181,7 +182,7 @@ class _Worker:
             raise UsageError("explanations are off")
         else:
             answers = self.handler.explain(bodies, header.kinds, self.explainer)
-        lengths = [[len(data)] for data, _ in answers]
+        lengths: list[wire.Shape] = [(len(data),) for data, _ in answers]
         took = time.perf_counter() - began
         done = wire.Done(
             header.id, lengths, 0.0, took, self.rss(), [kind for _, kind in answers], self.handler.metrics.take()

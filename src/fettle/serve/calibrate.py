@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,8 +79,9 @@ def calibrate(
     """Samples of seconds a call, by rows, with so many workers computing at once.
 
     Between two sizes whose neighbours do not lie on a line the size in the middle is measured too: cost curves have
-    steps. Sizes whose call alone takes longer than the limit are left out, but for the first. Failures of the workers
-    are part of what is returned. Raises `Stopped` between two sizes once `stopped` says so.
+    steps. A package with buckets is timed at those. Sizes whose call alone takes longer than the limit are left out,
+    but for the first. Failures of the workers are part of what is returned. Raises `Stopped` between two sizes once
+    `stopped` says so.
     """
     made = Calibration({}, {}, {})
     if stopped():
@@ -88,7 +90,8 @@ def calibrate(
     try:
         if not _started(crew, made):
             return made
-        todo = sizes_up_to(most)
+        buckets = package.settings.buckets
+        todo = [*buckets[: bisect_left(buckets, most) + 1]] or sizes_up_to(most)
         while todo:
             if stopped():
                 raise Stopped
@@ -100,13 +103,14 @@ def calibrate(
                 made.failures[size] = str(failure)
                 todo = [other for other in todo if other < size]
                 # A process that ran out of memory may be in any state: what is still to be measured gets new ones.
-                if not made.samples or not (todo := todo or _steps(made.samples)) or not _started(crew, made):
+                todo = todo or _steps(made.samples, buckets)
+                if not made.samples or not todo or not _started(crew, made):
                     break
                 continue
             if limit_s and _median(made.samples[size]) > limit_s and size > 1:
                 todo = [other for other in todo if other < size]
             if not todo and not (limit_s and _median(made.samples[1]) > limit_s):
-                todo = _steps(made.samples)
+                todo = _steps(made.samples, buckets)
         made.samples = dict(sorted(made.samples.items()))
         if made.samples:
             with contextlib.suppress(WorkerFailure):  # then nothing is said of padding, and nothing padded
@@ -126,8 +130,13 @@ def _started(crew: _Crew, made: Calibration) -> bool:
     return True
 
 
-def _steps(found: dict[int, tuple[float, ...]]) -> list[int]:
-    """Sizes to add: in the middle of gaps beside a size that lies 8% off the line between its neighbours."""
+def _steps(found: dict[int, tuple[float, ...]], buckets: Sequence[int] = ()) -> list[int]:
+    """Sizes to add: in the middle of gaps beside a size that lies 8% off the line between its neighbours.
+
+    None where calls have the sizes of `buckets` only.
+    """
+    if buckets:
+        return []
     rows = sorted(found)
     curve = {size: _median(found[size]) for size in rows}
     wanted = set()

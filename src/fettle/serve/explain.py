@@ -34,6 +34,8 @@ class Explainer:
             from captum import attr
         except ImportError as error:
             raise UsageError("explanations need Captum: pip install 'torch-fettle[explain]'") from error
+        if package.manifest.model != "exported":
+            raise UsageError(f"{package.manifest.name} cannot be explained: OpenVINO computes no gradients")
         self.inputs = package.manifest.inputs
         if not all(spec.batched for spec in (*self.inputs, *package.manifest.outputs)):
             raise UsageError(f"{package.manifest.name} cannot be explained: its tensors do not all have rows")

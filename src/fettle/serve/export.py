@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import tempfile
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ import msgspec
 import tomli_w
 import torch
 
-from fettle.errors import UsageError
+from fettle.errors import UsageError, first_line
 from fettle.recipe import Recipe
 from fettle.serve import handlers
+from fettle.serve.flat import BEFORE_EXPORT, Flat, datatype
 from fettle.serve.generating import generating
 from fettle.serve.handler import Context
 from fettle.serve.host import host_id
@@ -34,16 +35,17 @@ from fettle.serve.package import (
     open_package,
     seal,
 )  # fmt: skip
-from fettle.serve.program import export_program, load_program, save_program
-from fettle.serve.runner import as_array
-from fettle.serve.tensors import FROM_NUMPY, TensorSpec
-from fettle.techniques import find
-from fettle.workload import Workload, leaves
+from fettle.serve.program import export_program, save_program
+from fettle.serve.runner import Tuned, tuned
+from fettle.serve.tensors import TensorSpec
+from fettle.techniques import Facts, find, quantize_exported
+from fettle.workload import Workload
 
-_BEFORE_EXPORT = ("attention", "mode")
-"""Techniques that rewrite the model's own modules, which an exported program no longer has."""
-_NOT_SERVED = ("mode", "batch", "allocator", "threads")
+NOT_SERVED = ("mode", "batch", "allocator", "threads", "streams")
 """Settings of the process or of the call: the server has its own place for them."""
+MORE_ERROR = 1.25
+"""A package may be this factor above the error that its recipe was tuned with."""
+_STATIC = "int8-static"
 
 
 def write_package(
@@ -57,12 +59,14 @@ def write_package(
     handler: Path | str | None = None,
     handler_settings: Mapping[str, Any] | None = None,
     files: Mapping[str, bytes] | None = None,
+    evidence: Mapping[str, Any] | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Package:
     """Export a workload's model with its recipe to `path`, a folder or a ``.zip``; open and check what was written.
 
     `handler` is the name of a ready handler, with `handler_settings` above what the model suggests, or the path of the
     user's own ``handler.py``. `files` are further files for it, by their names in the package: labels, a tokenizer.
+    `evidence` is that of ``recipe.toml``: a package whose answers are worse than it allows is refused.
 
     Raises `UsageError` where the model cannot be exported, or the recipe cannot be applied to the exported model.
     """
@@ -70,28 +74,32 @@ def write_package(
         raise UsageError(f"{path} exists already: give another --output or another --version")
     check_name(name, version)
     settings = settings or ServeSettings()
-    _check_exportable(recipe)
     if not isinstance(workload.model, torch.nn.Module):
         raise UsageError(f"the model is a {type(workload.model).__name__}: only an nn.Module can be packaged")
+    served = recipe.without(*NOT_SERVED)
+    _check_levels(served)
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:
         tell("exporting the model")
         if handler == "generate":
             workload = generating(workload)
-        flat = _Flat(workload, recipe)
-        most = max(settings.max_rows, flat.rows)
-        save_program(export_program(flat, flat.samples, flat.shapes, 2 * most), scratch)
+        flat = Flat(workload, recipe)
+        most = 2 * max(settings.max_rows, flat.rows)
+        program = export_program(flat, flat.samples, flat.shapes, most)
+        tell("storing it with its recipe")
+        kept = _store(program, flat, served, most, scratch)
         _save_samples(flat, scratch)
-        tell("applying the recipe to the exported model")
-        rest = recipe.without(*_BEFORE_EXPORT, *_NOT_SERVED)
-        outputs, accuracy = _judge(flat, scratch, rest)
+        tell("comparing its answers with the model's")
+        kept, outputs, accuracy = _judge(flat, scratch, kept, evidence or {})
+        if kept.recipe.get("shapes") == "static":
+            settings = msgspec.structs.replace(settings, buckets=_powers(most))
         (scratch / SETTINGS).write_text(tomli_w.dumps(as_toml_data(settings)), encoding="utf-8")
         ready = _add_handler(scratch, handler, handler_settings or {}, files or {}, flat.inputs, outputs)
         manifest = Manifest(
-            format=FORMAT, name=name, version=version, inputs=flat.inputs, outputs=outputs,
-            max_rows=2 * most, files={}, recipe=dict(rest.levels), accuracy=accuracy, handler=ready,
-            requires={"torch": torch.__version__.partition("+")[0]}, machine=_machine(), created=_now(),
+            format=FORMAT, name=name, version=version, inputs=flat.inputs, outputs=outputs, max_rows=most, files={},
+            recipe=dict(kept.recipe), applied=tuple(kept.applied), model=kept.model, accuracy=accuracy, handler=ready,
+            requires=_requires(kept), machine=_machine(), created=_now(),
         )  # fmt: skip
         seal(scratch, manifest)
         if path.suffix == ".zip":
@@ -104,14 +112,66 @@ def write_package(
     return open_package(path)
 
 
-def _check_exportable(recipe: Recipe) -> None:
-    """Refuse levels that are calibrated: on modules that an exported model no longer has, and on several batches."""
+def _check_levels(recipe: Recipe) -> None:
+    """Raise `UsageError` for levels that cannot be stored: torchao's replace the model's own linear layers."""
     for name, level in recipe.levels.items():
-        if level in find(name).calibrated:
+        if name == "quantize" and level not in ("none", _STATIC):
             raise UsageError(
-                f"{name}={level} cannot be packaged: it is calibrated on the model's own layers, and an exported model "
-                f"has none. Tune without it: fettle tune TARGET --technique {name}={find(name).given}"
+                f"{name}={level} cannot be packaged: it replaces the model's own layers, and an exported model has "
+                f"none. Tune without it: fettle tune TARGET --technique {name}={_STATIC}, or {name}={find(name).given}"
             )
+        if level in find(name).calibrated and (why := find(name).conflict(level, recipe, Facts())):
+            raise UsageError(f"the recipe cannot work here: {name}={level}: {why}")
+
+
+def _store(program: torch.export.ExportedProgram, flat: Flat, recipe: Recipe, most: int, folder: Path) -> Tuned:
+    """Write the model with those levels that must be in it; the others are applied when it is loaded."""
+    levels = dict(recipe.levels)
+    calibrated = [name for name, level in levels.items() if level in find(name).calibrated]
+    if calibrated and not flat.calibration:
+        what = f"{calibrated[0]}={levels[calibrated[0]]}"
+        raise UsageError(f"{what} has no batches to calibrate on: give the workload at least two")
+    if levels.get("runtime", "").startswith("openvino"):
+        from fettle.serve.openvino import save_model
+
+        save_model(program, levels["runtime"], flat.calibration, folder)
+        return Tuned("openvino", levels, tuple(levels))
+    if levels.get("quantize") == _STATIC:
+        try:
+            with torch.inference_mode(False):
+                converted = quantize_exported(program.module(), [tuple(batch) for batch in flat.calibration])
+        except Exception as error:
+            raise UsageError(f"quantize={_STATIC} cannot be applied to the model: {first_line(error)}") from error
+        program = export_program(_Again(converted), flat.samples, flat.shapes, most)
+    save_program(program, folder)
+    return Tuned("exported", levels, tuple(name for name in levels if name in BEFORE_EXPORT or name in calibrated))
+
+
+class _Again(torch.nn.Module):
+    """A converted graph, whose inputs have names of their own, with the inputs of `Flat`."""
+
+    def __init__(self, graph: torch.nn.Module) -> None:
+        super().__init__()
+        self.graph = graph
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        """As the graph."""
+        return self.graph(*tensors)
+
+
+def _powers(most: int) -> tuple[int, ...]:
+    """1, 2, 4, ... and the largest: the sizes of calls where each size is compiled for itself."""
+    return tuple(sorted({2**power for power in range(most.bit_length()) if 2**power <= most} | {most}))
+
+
+def _requires(kept: Tuned) -> dict[str, str]:
+    """The versions that the package was made with, of what it needs to run."""
+    import importlib.metadata
+
+    found = {"torch": torch.__version__.partition("+")[0]}
+    if kept.model == "openvino":
+        found["openvino"] = importlib.metadata.version("openvino")
+    return found
 
 
 def _add_handler(
@@ -136,153 +196,85 @@ def _add_handler(
     return settings
 
 
-class _Flat(torch.nn.Module):
-    """The workload's model in eval mode, from tensors to a tuple of tensors, with their names and moving sizes."""
-
-    def __init__(self, workload: Workload, recipe: Recipe) -> None:
-        super().__init__()
-        assert isinstance(workload.model, torch.nn.Module)
-        self.inner = _rewritten(workload.model.eval(), recipe, workload)
-        self.workload = workload
-        first = workload.inputs[0]
-        found = [[leaf for leaf in leaves(batch) if isinstance(leaf[1], torch.Tensor)] for batch in workload.inputs]
-        paths = [path for path, _ in found[0]]
-        batches = [[tensor for _, tensor in batch] for batch in found if [path for path, _ in batch] == paths]
-        if not paths:
-            raise UsageError("the model's inputs hold no tensor: nothing can be served")
-        rows = workload.samples or int(batches[0][0].shape[0] if batches[0][0].dim() else 1)
-        self.rows, self.batches = rows, batches
-        self.samples = batches[0]
-        self.names = _input_names(self.inner, first, paths)
-        self.shapes = [_moving(index, batches, rows) for index in range(len(paths))]
-        self.paths: list[str] = []
-        with torch.no_grad():
-            self.reference = [tensor.clone() for tensor in self(*self.samples)]
-        self.inputs = tuple(
-            TensorSpec(
-                name,
-                _datatype(tensor),
-                tuple(-1 if dim in moving else size for dim, size in enumerate(tensor.shape)),
-                batched=moving.get(0) == "rows",
-            )
-            for name, tensor, moving in zip(self.names, self.samples, self.shapes, strict=True)
-        )
-
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Put the tensors where the batch had them, call the model, and take its tensors out again."""
-        given = iter(tensors)
-        batch = _with_tensors(self.workload.inputs[0], given)
-        found = list(leaves(self.workload.run(self.inner, batch)))
-        self.paths = [path for path, leaf in found if isinstance(leaf, torch.Tensor)]
-        return tuple(leaf for _, leaf in found if isinstance(leaf, torch.Tensor))
-
-
-def _rewritten(model: torch.nn.Module, recipe: Recipe, workload: Workload) -> torch.nn.Module:
-    """The model after the techniques that change its own modules."""
-    from fettle.applying import apply
-
-    levels = {name: level for name, level in recipe.levels.items() if name in _BEFORE_EXPORT and name != "mode"}
-    if not levels:
-        return model
-    changed = apply(model, Recipe(levels), list(workload.inputs))
-    return changed if isinstance(changed, torch.nn.Module) else model
-
-
-def _with_tensors(tree: Any, tensors: Any) -> Any:
-    """The same tree with other tensors, taken in order. Dataclasses are copied, other leaves stay."""
-    import dataclasses
-
-    if isinstance(tree, torch.Tensor):
-        return next(tensors)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type) and not isinstance(tree, Mapping):
-        return dataclasses.replace(
-            tree, **{item.name: _with_tensors(getattr(tree, item.name), tensors) for item in dataclasses.fields(tree)}
-        )
-    if isinstance(tree, Mapping):
-        return {key: _with_tensors(value, tensors) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(_with_tensors(value, tensors) for value in tree))
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_with_tensors(value, tensors) for value in tree)
-    return tree
-
-
-def _input_names(model: torch.nn.Module, batch: Any, paths: Sequence[str]) -> list[str]:
-    """What a client calls each tensor: its keyword, else the name of the argument of ``forward``, else its path."""
-    import inspect
-
-    try:
-        arguments = [name for name in inspect.signature(model.forward).parameters if name != "self"]
-    except (TypeError, ValueError):
-        arguments = []
-    names = []
-    for index, path in enumerate(paths):
-        plain = path.lstrip(".")
-        if plain.isidentifier() and path != "output":
-            names.append(plain)
-        elif (isinstance(batch, (tuple, torch.Tensor))) and index < len(arguments) and path.count("[") <= 1:
-            names.append(arguments[index])
-        else:
-            names.append("".join(c if c.isalnum() else "_" for c in plain).strip("_") or f"input_{index}")
-    return names if len(set(names)) == len(names) else [f"input_{index}" for index in range(len(paths))]
-
-
-def _moving(index: int, batches: Sequence[Sequence[torch.Tensor]], rows: int) -> dict[int, str]:
-    """Which dimensions of an input change: the rows, and those that differ between the sample batches.
-
-    Dimensions that take the same sizes in the same order are one dimension: a sequence and its mask.
-    """
-    sizes = [batch[index].shape for batch in batches]
-    moving = {}
-    for dim in range(len(sizes[0])):
-        seen = [size[dim] for size in sizes]
-        if dim == 0 and seen[0] == rows:
-            moving[0] = "rows"
-        elif len(set(seen)) > 1:
-            moving[dim] = "n" + hashlib.sha256(str(seen).encode()).hexdigest()[:6]
-    return moving
-
-
-def _save_samples(flat: _Flat, folder: Path) -> None:
+def _save_samples(flat: Flat, folder: Path) -> None:
     from safetensors.torch import save_file
 
     tensors = {name: tensor.detach().cpu().clone() for name, tensor in zip(flat.names, flat.samples, strict=True)}
     save_file(tensors, folder / SAMPLES)
 
 
-def _judge(flat: _Flat, folder: Path, recipe: Recipe) -> tuple[tuple[TensorSpec, ...], dict[str, Any]]:
-    """Load what was written as a server would, and compare it with the model as given."""
-    from fettle.applying import apply
+def _judge(
+    flat: Flat, folder: Path, kept: Tuned, evidence: Mapping[str, Any]
+) -> tuple[Tuned, tuple[TensorSpec, ...], dict[str, Any]]:
+    """Load what was written as a server would, ask what a server may, and compare with the model as it was given."""
+    try:
+        found = _answers(flat, folder, kept)
+    except UsageError:
+        raise
+    except Exception as error:
+        # The compiler's code for any number of rows fails for some models: then each size gets code of its own.
+        if kept.recipe.get("compile", "off") == "off" or "shapes" in kept.recipe:
+            raise UsageError(f"the tuned model fails: {first_line(error)}") from error
+        kept = replace(kept, recipe={**kept.recipe, "shapes": "static"})
+        try:
+            found = _answers(flat, folder, kept)
+        except Exception as again:
+            raise UsageError(f"the tuned model fails: {first_line(again)}") from again
+    errors = []
+    for answers, wanted in zip(found, flat.wanted, strict=False):
+        for answer, right in zip(answers, wanted, strict=True):
+            if answer.shape != right.shape:
+                raise UsageError(f"the exported model answers in shape {tuple(answer.shape)}, not {tuple(right.shape)}")
+            if right.is_floating_point():
+                distance = (answer.float() - right.float()).norm() / right.float().norm().clamp_min(1e-12)
+                errors.append(float(distance))
+    worst = max(errors, default=0.0)
+    calibrated = any(level in find(name).calibrated for name, level in kept.recipe.items())
+    accuracy: dict[str, Any] = {
+        "relative_error": worst, "batches": len(flat.questions), "against": "the model as given, in eval mode",
+    }  # fmt: skip
+    if calibrated:
+        accuracy["calibrated_on"] = len(flat.calibration)
+    allowed = evidence.get("limits", {}).get("max_error")
+    if "error" in evidence.get("accuracy", {}):
+        accuracy["tuned"] = {"relative_error": evidence["accuracy"]["error"], "allowed": allowed}
+    # Other batches are judged here than by the study, and single rows: a little more is no surprise.
+    if isinstance(allowed, float) and not worst <= MORE_ERROR * allowed:
+        raise UsageError(
+            f"the packaged model's answers have a relative error of {worst:.2g}; fettle tune allowed {allowed:g}"
+        )
+    return kept, _outputs(flat, found), accuracy
 
-    module = load_program(folder)
-    run = apply(module, recipe, [tuple(flat.samples)]) if recipe.levels else module
-    with torch.inference_mode():
-        answers = _tensors(run(*[tensor.clone() for tensor in flat.samples]))
-        more = _tensors(run(*[_twice(t) if s.batched else t for t, s in zip(flat.samples, flat.inputs, strict=True)]))
-    worst = 0.0
-    for answer, wanted in zip(answers, flat.reference, strict=True):
-        if answer.shape != wanted.shape:
-            raise UsageError(f"the exported model answers in shape {tuple(answer.shape)}, not {tuple(wanted.shape)}")
-        if wanted.is_floating_point():
-            error = float((answer.float() - wanted.float()).norm() / wanted.float().norm().clamp_min(1e-12))
-            worst = max(worst, error)
-    # Sizes that differ for another batch are free.
+
+def _answers(flat: Flat, folder: Path, kept: Tuned) -> list[list[torch.Tensor]]:
+    """To each of `Flat.questions`, then to the sample twice over, then to a sample of other sizes."""
+    run = tuned(folder, kept, flat.samples)
     sizes = [tensor.shape for tensor in flat.samples]
     other = next((batch for batch in flat.batches if [tensor.shape for tensor in batch] != sizes), flat.samples)
+    twice = [torch.cat([t, t]) if s.batched else t for t, s in zip(flat.samples, flat.inputs, strict=True)]
+    found = []
     with torch.inference_mode():
-        elsewhere = _tensors(run(*[tensor.clone() for tensor in other]))
+        for question in (*flat.questions, twice, other):
+            answer = run(*[tensor.clone() for tensor in question])
+            found.append([tensor.clone() for tensor in ([answer] if isinstance(answer, torch.Tensor) else answer)])
+    return found
+
+
+def _outputs(flat: Flat, found: Sequence[Sequence[torch.Tensor]]) -> tuple[TensorSpec, ...]:
+    """What the outputs are called, and which of their sizes move with the input's."""
+    sample = next(answers for question, answers in zip(flat.questions, found, strict=False) if question is flat.samples)
     outputs = []
-    for path, answer, double, there in zip(flat.paths, answers, more, elsewhere, strict=True):
+    for path, answer, double, there in zip(flat.paths, sample, found[-2], found[-1], strict=True):
         batched = answer.dim() > 0 and double.shape[0] == 2 * answer.shape[0]
         fixed = [size if size == b else -1 for size, b in zip(answer.shape, there.shape, strict=True)]
         shape = (-1, *fixed[1:]) if batched else tuple(fixed)
-        outputs.append(TensorSpec(_output_name(path), _datatype(answer), shape, batched))
+        outputs.append(TensorSpec(_output_name(path), datatype(answer), shape, batched))
     if not any(spec.batched for spec in outputs) and any(spec.batched for spec in flat.inputs):
         raise UsageError("the model's outputs do not have a row for each row of the input: it cannot be batched")
     names = [spec.name for spec in outputs]
     if len(set(names)) != len(names):
         outputs = [msgspec.structs.replace(spec, name=f"output_{i}") for i, spec in enumerate(outputs)]
-    return tuple(outputs), {"relative_error": worst, "batches": 1, "against": "the model as given, in eval mode"}
+    return tuple(outputs)
 
 
 def _output_name(path: str) -> str:
@@ -290,21 +282,6 @@ def _output_name(path: str) -> str:
     if path.startswith("[") and path.count("[") == 1:
         return f"output_{path.strip('[]')}"
     return plain if plain.isidentifier() else "".join(c if c.isalnum() else "_" for c in plain).strip("_")
-
-
-def _twice(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.cat([tensor, tensor])
-
-
-def _tensors(outputs: Any) -> list[torch.Tensor]:
-    return [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
-
-
-def _datatype(tensor: torch.Tensor) -> str:
-    kind = as_array(tensor[:0] if tensor.dim() else tensor).dtype
-    if kind not in FROM_NUMPY:
-        raise UsageError(f"tensors of type {tensor.dtype} cannot be served")
-    return FROM_NUMPY[kind]
 
 
 def _zip(folder: Path, path: Path) -> None:

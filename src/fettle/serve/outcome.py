@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from fettle.serve.journal import Tested
-from fettle.serve.load import TORCHSERVE_COLUMNS
-from fettle.serve.search import Found, Measured, Point, Setting
+from fettle.serve.points import Found, Measured, Point, Setting
+from fettle.serve.run import TORCHSERVE_COLUMNS
 
 LINEAR = 0.05
 """Of a change of the cost a row: below it larger batches bring nothing."""
@@ -146,8 +146,8 @@ def _p99(test: Tested) -> float:
 # -- plain data -------------------------------------------------------------------------------------------------------
 
 
-def plain(found: Found) -> dict[str, Any]:
-    """Everything that the report shows, without NaN or infinity."""
+def plain(found: Found, **more: Any) -> dict[str, Any]:
+    """Everything that the report shows, without NaN or infinity, with `more` facts about the search."""
     best = found.best
     return {
         "limit_ms": found.limit_s * 1e3, "rate": found.rate, "head_room": found.head_room, "met": found.met,
@@ -156,7 +156,7 @@ def plain(found: Found) -> dict[str, Any]:
         "best": found.points.index(best) if best is not None else None,
         "points": [_plain_point(point) for point in found.points],
         "branches": [_plain_branch(measured) for measured in found.branches.values()],
-        "failures": [{"what": failure.what, "why": failure.why} for failure in found.failures],
+        "failures": [{"what": failure.what, "why": failure.why} for failure in found.failures], **more,
     }  # fmt: skip
 
 

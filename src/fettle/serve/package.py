@@ -2,7 +2,8 @@
 
     manifest.json        what it is: format, name, version, inputs, outputs, recipe, accuracy, SHA-256 of every file
     graph.json           the model as an exported program, and
-    weights.safetensors  its weights
+    weights.safetensors  its weights; or, of a recipe with runtime=openvino,
+    openvino.xml, openvino.bin   the model as OpenVINO's own files
     samples.safetensors  one batch, for calibrating the recipe and for warming up
     serve.toml           how to serve it: batch rows, delay, workers, threads, and the measured cost curve
     labels.txt, tokenizer.json   optional: what the ready handler that the manifest names reads
@@ -50,11 +51,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: dict[str, str]
     """SHA-256 of every other file."""
     recipe: dict[str, str] = {}
+    applied: tuple[str, ...] = ()
+    """Techniques of the recipe that are in what is stored: calibrated int8, another runtime, rewritten attention. The
+    others are applied when the model is loaded."""
     accuracy: dict[str, Any] = {}
     requires: dict[str, str] = {}
     machine: dict[str, str] = {}
     model: str = "exported"
-    """How the model is stored; there is one way so far."""
+    """How the model is stored: ``exported`` or ``openvino``."""
     handler: HandlerSettings | None = None
     """The ready handler between a client's bytes and the model's tensors. None: tensors as JSON, or ``handler.py``."""
     created: str = ""

@@ -25,7 +25,10 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Generic, Literal, Protocol, TypeVar
+
+from fettle.serve.taking import takes
 
 PolicyName = Literal["greedy", "curve"]
 
@@ -104,6 +107,7 @@ class Plan:
     """Seconds a row costs at the best batch size with all workers busy; 0 when no curve is known."""
 
 
+@lru_cache(maxsize=4096)
 def plan(settings: BatchSettings, curve: CostCurve | None = None) -> Plan:
     """The tables of `settings` for a measured `curve`."""
     most = settings.max_rows
@@ -131,34 +135,12 @@ def plan(settings: BatchSettings, curve: CostCurve | None = None) -> Plan:
         pays[rows] = best < (1 - MARGIN) * cost[rows] / rows
         best = min(best, cost[rows] / rows)
     pays[0] = True
-    return Plan(_takes(cost, settings.workers), tuple(size), tuple(pays), row_s)
+    return Plan(takes(cost, settings.workers, MARGIN), tuple(size), tuple(pays), row_s)
 
 
 def _bucket(settings: BatchSettings, rows: int) -> int:
     """The size of a call for `rows` where only some sizes exist."""
     return settings.buckets[bisect_left(settings.buckets, rows)] if settings.buckets else rows
-
-
-def _takes(cost: Sequence[float], workers: int) -> tuple[int, ...]:
-    """How many to take of each queue length, so that those that wait now have the least total time to completion.
-
-    ``total[n] = min over b of b cost[b] + (n - b) cost[b] / workers + total[n - b]``: the b rows of this call are
-    done after ``cost[b]``; the others wait until one of the workers is free again, on average ``cost[b] / workers``.
-    """
-    most = len(cost) - 1
-    take, total = [0], [0.0]
-    for waiting in range(1, 4 * most + 1):
-
-        def drained(rows: int, waiting: int = waiting) -> float:
-            return cost[rows] * (rows + (waiting - rows) / workers) + total[waiting - rows]
-
-        greedy = min(waiting, most)
-        chosen = min(range(1, greedy + 1), key=lambda rows: (drained(rows), -rows))
-        if drained(chosen) > (1 - MARGIN) * drained(greedy):
-            chosen = greedy
-        take.append(chosen)
-        total.append(drained(chosen))
-    return tuple(take)
 
 
 class Waiting(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,19 +135,20 @@ def _plain(graph: Any) -> Any:
     if not isinstance(graph, dict) or "graph_module" not in graph:
         raise ValueError(f"{GRAPH} is no exported program")
     graph["guards_code"] = []
-
-    def strip(value: Any) -> None:
-        if isinstance(value, dict):
-            if "metadata" in value:
-                value["metadata"] = {}
-            for item in value.values():
-                strip(item)
-        elif isinstance(value, list):
-            for item in value:
-                strip(item)
-
-    strip(graph)
+    for table in tables(graph):
+        if "metadata" in table:
+            table["metadata"] = {}
     return graph
+
+
+def tables(value: Any) -> Iterator[dict[str, Any]]:
+    """Every table in a tree of JSON, outer ones first; what has been changed in one by then is what is gone through."""
+    if isinstance(value, dict):
+        yield value
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from tables(item)
 
 
 def _check(value: Any, key: str = "") -> None:

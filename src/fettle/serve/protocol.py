@@ -16,18 +16,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from fettle.serve.refusal import Malformed
 from fettle.serve.tensors import TensorSpec
 
 Array = np.ndarray[Any, Any]
 MAX_DIMS = 16
-
-
-class Malformed(Exception):
-    """The request is not one, or not one for this model: the HTTP status and a sentence for the client."""
-
-    def __init__(self, reason: str, status: int = 400) -> None:
-        super().__init__(reason)
-        self.reason, self.status = reason, status
 
 
 class _Input(msgspec.Struct):

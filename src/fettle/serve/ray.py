@@ -14,11 +14,11 @@ from typing import Any
 from ray import serve
 
 from fettle.errors import UsageError
-from fettle.serve.app import App
 from fettle.serve.host import host_id
+from fettle.serve.http import App
 from fettle.serve.metrics import Metrics
 from fettle.serve.package import open_package
-from fettle.serve.pool import Rejected
+from fettle.serve.refusal import Rejected
 from fettle.serve.registry import Options, Registry
 
 _apps: list[App] = []

@@ -20,7 +20,8 @@ from fettle.errors import UsageError
 from fettle.recipe import write_text
 from fettle.serve.metrics import Metrics, ModelMetrics
 from fettle.serve.package import MANIFEST, Package, ServeSettings, check_name, open_package
-from fettle.serve.pool import Pool, Rejected
+from fettle.serve.pool import Pool
+from fettle.serve.refusal import Rejected
 
 log = logging.getLogger("fettle.serve")
 DRAIN_S = 30.0

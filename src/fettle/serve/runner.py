@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -73,21 +75,54 @@ class Runner:
         return took
 
 
+@dataclass(frozen=True)
+class Tuned:
+    """How a tuned model is stored."""
+
+    model: str
+    """``exported``: a program of torch; ``openvino``: OpenVINO's own files."""
+    recipe: Mapping[str, str]
+    applied: Collection[str]
+    """Techniques of the recipe that are in what is stored."""
+
+    @property
+    def rest(self) -> Recipe:
+        """Levels to apply when it is loaded."""
+        return Recipe(self.recipe).without(*self.applied)
+
+
 def load_model(package: Package, device: str = "cpu") -> tuple[Callable[..., Any], list[torch.Tensor]]:
     """The tuned model, a callable from tensors to a tuple of tensors, and one batch of samples, all on `device`."""
     from safetensors.torch import load_file
 
-    from fettle.applying import apply
-
-    module = load_program(package.folder, device)
+    manifest = package.manifest
     samples = load_file(package.folder / SAMPLES)
     try:
-        tensors = [samples[spec.name].to(device) for spec in package.manifest.inputs]
+        tensors = [samples[spec.name].to(device) for spec in manifest.inputs]
     except KeyError as error:
         raise UsageError(f"{SAMPLES} has no tensor {error}") from error
-    recipe = Recipe(package.manifest.recipe)
-    run = apply(module, recipe, [tuple(tensors)]) if recipe.levels else module
-    return run, tensors
+    return tuned(package.folder, Tuned(manifest.model, manifest.recipe, manifest.applied), tensors, device), tensors
+
+
+def tuned(folder: Path, kept: Tuned, samples: Sequence[torch.Tensor], device: str = "cpu") -> Callable[..., Any]:
+    """What is stored in a folder, with the rest of its recipe applied. Raises `UsageError`."""
+    from fettle.applying import apply
+
+    if kept.model == "openvino":
+        from fettle.serve.openvino import OpenvinoModel
+
+        return OpenvinoModel(folder, kept.recipe.get("runtime", "openvino"), device)
+    if kept.model != "exported":
+        raise UsageError(f"the package's model is stored as {kept.model[:40]!r}, which this fettle does not know")
+    module = load_program(folder, device)
+    if not kept.rest.levels:
+        return module
+    batches = [tuple(samples)]
+    if kept.rest.levels.get("shapes") == "static":
+        # Each number of rows is compiled for itself, and after a few torch would give up and run uncompiled.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
+        batches.append(tuple(tensor[:1] for tensor in samples))  # another shape: else the level would be refused
+    return apply(module, kept.rest, batches)
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -8,205 +8,32 @@ top is tested again. What fails on the way (a recipe, a batch size, a number of 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import msgspec
-
-from fettle.errors import UsageError
+from fettle.serve.arrivals import poisson
 from fettle.serve.calibrate import Calibration, Stopped, calibrate
-from fettle.serve.client import Shot, tensor_shot
 from fettle.serve.host import host_id
-from fettle.serve.journal import Journal, Tested, package_key
-from fettle.serve.load import Run, as_data, open_loop, poisson
+from fettle.serve.journal import Journal, package_key
 from fettle.serve.overheads import Overheads, measure_overheads
-from fettle.serve.package import SAMPLES, CurveTable, Package, ServeSettings
-from fettle.serve.policy import BatchSettings, PolicyName, plan
+from fettle.serve.package import Package
+from fettle.serve.points import Branch, Failure, Found, Measured, Point, Setting, Variant
+from fettle.serve.policy import plan
+from fettle.serve.proof import prove, sample_shots, serve_settings
+from fettle.serve.ranking import between, crews, rank
 from fettle.serve.served import Served, ServerFailure
-from fettle.serve.simulate import Costs, capacity, simulate
+from fettle.serve.simulate import simulate
 
-LATE = "the load generator was late itself in tests that failed: what was measured is a lower bound"
-"""A late generator makes latencies longer, never shorter: what passes has passed."""
 HEAD_ROOM = 0.2
 """Share of the capacity that a setting had better have left: what is suggested where nobody asks for another."""
-STEPS_DOWN = (0.85, 0.7, 0.5)
-"""Of the rate, after the first, second and third load test that did not keep the limit."""
-DELAYS = (0.0, 0.25)
-"""Waiting for a fuller batch, as shares of the cost of one row."""
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 OFF = 1.15
 """A prediction that is off by more than this factor is corrected."""
 HOPELESS = 0.5
 """A recipe with no smaller error that serves less than this share of another's is not tried with other workers."""
-_POLICIES: tuple[PolicyName, ...] = ("greedy", "curve")
 Tell = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Branch:
-    """What a cost curve is measured for."""
-
-    workers: int
-    threads: int
-    device: str = "cpu"
-    variant: str = ""
-    """Which of the packages; empty where there is one only."""
-
-    def __str__(self) -> str:
-        workers = f"{self.workers} worker{'s' if self.workers > 1 else ''}"
-        threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
-        device = f" on {self.device}" if self.device != "cpu" else ""
-        return f"{workers} x {threads}{device}" + (f", {self.variant}" if self.variant else "")
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One way to serve."""
-
-    workers: int
-    threads: int
-    max_rows: int
-    delay_s: float
-    policy: PolicyName
-    pad: bool = False
-    device: str = "cpu"
-    variant: str = ""
-
-    @property
-    def branch(self) -> Branch:
-        """The part that costs are measured for."""
-        return Branch(self.workers, self.threads, self.device, self.variant)
-
-    def batching(self) -> BatchSettings:
-        """For the queue."""
-        return BatchSettings(
-            max_rows=self.max_rows,
-            max_delay_s=self.delay_s,
-            policy=self.policy,
-            pad=self.pad,
-            workers=self.workers,
-        )
-
-    def __str__(self) -> str:
-        delay = f", {self.delay_s * 1e3:.3g} ms delay" if self.delay_s else ""
-        pad = ", padding" if self.pad else ""
-        return f"{self.branch}, {self.policy} up to {self.max_rows} rows{delay}{pad}"
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One package that can serve the model: the model with one recipe."""
-
-    name: str
-    package: Package
-
-    @property
-    def error(self) -> float:
-        """Relative L2 error of its answers against the model as given."""
-        return float(self.package.manifest.accuracy.get("relative_error", math.nan))
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Something that was tried, or could not be, and why."""
-
-    what: str
-    why: str
-
-
-@dataclass
-class Point:
-    """A setting with what was predicted, and what was measured where it was."""
-
-    setting: Setting
-    predicted: float
-    """Requests a second under the limit, by simulation."""
-    predicted_p50_s: float = math.nan
-    """At that rate."""
-    p99_s: float = math.inf
-    """By simulation at `Found.reference_rate`."""
-    memory_bytes: int = 0
-    """Of all workers: as calibrated, or as seen in the last load test."""
-    error: float = math.nan
-    """Relative L2 error of the answers."""
-    cost: float | None = None
-    """Of a million requests at `capacity`, in the unit of the price."""
-    front: bool = False
-    """Whether no other point is better in one respect and no worse in the others."""
-    measured: float | None = None
-    """Requests a second under the limit, by load tests; None where none was made."""
-    tests: list[Tested] = field(default_factory=list)
-
-    @property
-    def lowest(self) -> float:
-        """The lowest rate that was tested."""
-        return min((test.rate for test in self.tests), default=math.nan)
-
-    @property
-    def capacity(self) -> float:
-        """As measured (0 where no test kept the limit), else as predicted."""
-        return self.predicted if self.measured is None else self.measured
-
-
-@dataclass
-class Measured:
-    """What is known of one branch."""
-
-    branch: Branch
-    calibration: Calibration
-    overheads: Overheads | None = None
-    """Measured with this branch; None: `lent` ones are used."""
-    lent: Overheads | None = None
-    lent_by: str = ""
-    scale: float = 1.0
-    """By which the costs were multiplied after load tests that contradicted them."""
-
-    @property
-    def costs(self) -> Costs:
-        """For the simulation."""
-        around = self.overheads or self.lent
-        samples = {n: tuple(value * self.scale for value in s) for n, s in self.calibration.samples.items()}
-        return Costs(samples, around.request_s, around.batch_s) if around else Costs(samples)
-
-
-@dataclass
-class Found:
-    """The outcome of a search."""
-
-    limit_s: float
-    rate: float
-    """What was asked for; 0: as much as possible."""
-    head_room: float = 0.0
-    """Share of the capacity that has to be left at `rate`."""
-    points: list[Point] = field(default_factory=list)
-    """Best first: measured ones by measurement, then the others by prediction."""
-    branches: dict[Branch, Measured] = field(default_factory=dict)
-    failures: list[Failure] = field(default_factory=list)
-    why: list[str] = field(default_factory=list)
-    reference_rate: float = 0.0
-    """Requests a second at which the points' `p99_s` are compared."""
-    tests: int = 0
-    """Load tests that the outcome rests on,"""
-    tests_kept: int = 0
-    """and how many of them had been made by an earlier run of the same search."""
-    interrupted: bool = False
-    seconds: float = 0.0
-
-    @property
-    def best(self) -> Point | None:
-        """The best measured point that serves anything within the limit."""
-        good = [point for point in self.points if point.measured]
-        return max(good, key=lambda point: point.measured or 0.0, default=None)
-
-    @property
-    def met(self) -> bool:
-        """Whether the limit is kept, at the rate that was asked for and with the head-room."""
-        return self.best is not None and (1 - self.head_room) * (self.best.measured or 0.0) >= self.rate
 
 
 async def search(
@@ -293,7 +120,7 @@ class _Search:
             at = f" at {rows} row{'s' if rows > 1 else ''}" if rows else ", loading"
             self.found.failures.append(Failure(f"{branch}{at}", why))
         if made.samples:
-            self.found.branches[branch] = Measured(branch, made)
+            self.found.branches[branch] = Measured(branch, made, package.settings.buckets)
 
     def _check_memory(self, branch: Branch) -> None:
         """Raise where so many workers as one is known to need memory for would not fit beside each other."""
@@ -521,170 +348,3 @@ class _Search:
 
 class _TooMuch(Exception):
     """More memory than there is."""
-
-
-def crews(cores: int, device: str = "cpu") -> list[tuple[int, int]]:
-    """Workers and threads of each: all cores to one worker, then divided; also one core left for the front end.
-
-    Workers that share another device than the CPU need a core each, to hand it work.
-    """
-    if device != "cpu":
-        return [(workers, 1) for workers in (1, 2) if workers <= max(cores, 1)]
-    counts = [2**power for power in range(cores.bit_length()) if 2**power <= cores]
-    counts += [cores] if cores not in counts else []
-    found = [(workers, cores // workers) for workers in counts]
-    return found + ([(1, cores - 1)] if cores > 1 else [])
-
-
-def between(workers: int, known: Sequence[int]) -> list[int]:
-    """Numbers of workers halfway to the neighbours among those `known`."""
-    place = known.index(workers)
-    near = [known[i] for i in (place - 1, place + 1) if 0 <= i < len(known)]
-    return sorted({(workers + other) // 2 for other in near} - set(known))
-
-
-def rank(branches: Iterable[Measured], limit_s: float, tell: Tell = lambda text: None) -> list[Point]:
-    """Every setting, simulated; best first."""
-    points = []
-    for measured in branches:
-        branch, costs = measured.branch, measured.costs
-        curve = costs.curve()
-        for rows, policy in itertools.product([size for size in ROWS if size <= curve.rows[-1]], _POLICIES):
-            plans = set()
-            for delay, pad in itertools.product(DELAYS if rows > 1 else (0.0,), (False, True)):
-                if pad and not measured.calibration.may_pad:
-                    continue
-                setting = Setting(branch.workers, branch.threads, rows, delay * curve.at(1), policy, pad,
-                                  branch.device, branch.variant)  # fmt: skip
-                tables = plan(setting.batching(), curve)
-                if (delay, tables) in plans:
-                    continue  # with this curve padding changes nothing
-                plans.add((delay, tables))
-                best, seen = capacity(setting.batching(), costs, limit_s)
-                points.append(Point(setting, best, seen.percentile(50) if seen else math.nan))
-        tell(f"{len(points)} settings simulated")
-    # Of settings that are as good, the simpler one: fewer workers, no delay, no padding, smaller batches.
-    return sorted(
-        points,
-        key=lambda p: (
-            -round(p.predicted, 1), p.setting.workers, p.setting.delay_s, p.setting.pad, p.setting.max_rows
-        ),
-    )  # fmt: skip
-
-
-async def prove(
-    package: Package, point: Point, costs: Costs, found: Found, seconds: float, journal: Journal | None = None,
-    tell: Tell = lambda text: None, stop: asyncio.Event | None = None,
-) -> None:  # fmt: skip
-    """Open-loop load tests around the predicted capacity: up while it holds, down while it does not, then between.
-
-    Tests that the journal holds are not made again; the server is started for the first that it does not hold. Raises
-    `ServerFailure` where the server fails, and `Stopped`.
-    """
-    journal, setting, limit_s = journal or Journal(), point.setting, found.limit_s
-    settings = serve_settings(package.settings, setting, costs, limit_s, host_id())
-    served: Served | None = None
-    try:
-        good, bad, rate, missed = 0.0, math.inf, point.predicted, 0
-        for _ in range(4):
-            length = min(60.0, max(seconds, 1000 / rate))
-            key = f"{package_key(package)} {setting} {rate:.6g}/s {length:.6g}s {limit_s:g}s"
-            if key not in journal.tests:
-                if stop is not None and stop.is_set():
-                    raise Stopped
-                tell(f"{rate:.4g} requests/s on {setting}")
-                served = served or await Served.start(package, settings, setting.device)
-                journal.tests[key] = await _test(served, package, point, costs, rate, length, limit_s, stop)
-                journal.save()
-            else:
-                found.tests_kept += 1
-            tested = journal.tests[key]
-            found.tests += 1
-            point.tests.append(tested)
-            point.memory_bytes = tested.inside.memory_bytes or point.memory_bytes
-            if tested.held:
-                good = max(good, rate)
-            else:
-                bad, missed = min(bad, rate), missed + 1
-                if tested.run["void"] and LATE not in found.why:
-                    found.why.append(LATE)
-            if good and bad < math.inf:
-                if bad / good < 1.05:
-                    break
-                rate = math.sqrt(good * bad)
-            else:
-                rate = rate * 1.1 if good else rate * STEPS_DOWN[min(missed, 3) - 1]
-        point.measured = good
-    finally:
-        if served is not None:
-            await served.close()
-
-
-async def _test(
-    served: Served, package: Package, point: Point, costs: Costs, rate: float, seconds: float, limit_s: float,
-    stop: asyncio.Event | None,
-) -> Tested:  # fmt: skip
-    """One run; again where it failed while this client was too slow, which says little of the server."""
-    shots = sample_shots(package, served.url)
-    for seed in range(2):
-        await served.look()
-        try:
-            run = await open_loop(shots, poisson(rate, seconds, seed), limit_s=limit_s, stop=stop)
-        except UsageError as error:  # nothing answers any more
-            raise ServerFailure(str(error)) from error
-        if run.interrupted:
-            raise Stopped
-        if not run.void or run.percentile(99) <= limit_s:
-            break
-    inside = await served.look()
-    expected = simulate(poisson(rate, seconds, seed), point.setting.batching(), costs).percentile(99)
-    return Tested(
-        rate, held(run), as_data(run), inside, expected * 1e3 if math.isfinite(expected) else None
-    )  # fmt: skip
-
-
-def held(run: Run) -> bool:
-    """Whether a run kept its limit: a steady state, nothing failed or refused, and a p99 within."""
-    return bool(run.stable and run.answered and not run.failed and not run.shed and run.percentile(99) <= run.limit_s)
-
-
-def sample_shots(package: Package, url: str, most: int = 8) -> list[Shot]:
-    """Requests of one row each, with the rows of the package's own sample."""
-    from safetensors.numpy import load_file
-
-    samples = load_file(package.folder / SAMPLES)
-    specs = package.manifest.inputs
-    rows = min([most, *(len(samples[spec.name]) for spec in specs if spec.batched)])
-    shots = []
-    for row in range(rows):
-        tensors = [
-            (spec.name, spec.datatype, samples[spec.name][row : row + 1] if spec.batched else samples[spec.name])
-            for spec in specs
-        ]
-        shots.append(tensor_shot(f"{url}/v2/models/{package.manifest.name}/infer", tensors, {}))
-    return shots
-
-
-def serve_settings(given: ServeSettings, setting: Setting, costs: Costs, limit_s: float, machine: str) -> ServeSettings:
-    """A package's settings with those of the search and the curve they rest on."""
-    curve = costs.curve()
-    return msgspec.structs.replace(
-        given, max_rows=setting.max_rows, delay_ms=setting.delay_s * 1e3, policy=setting.policy, pad=setting.pad,
-        workers=setting.workers, threads=setting.threads, limit_ms=limit_s * 1e3,
-        curve=CurveTable(curve.rows, curve.seconds, machine),
-    )  # fmt: skip
-
-
-def tuned(found: Found, package: Package) -> ServeSettings:
-    """The best point as settings for its package. Only where there is a best point."""
-    assert found.best is not None
-    setting = found.best.setting
-    costs = found.branches[setting.branch].costs
-    return serve_settings(package.settings, setting, costs, found.limit_s, host_id())
-
-
-def as_json(found: Found, **more: Any) -> dict[str, Any]:
-    """The search as plain data without NaN or infinity, with `more` facts about it."""
-    from fettle.serve.outcome import plain
-
-    return plain(found) | more

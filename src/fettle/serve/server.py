@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from fettle.errors import UsageError
-from fettle.serve.app import App, Limits
 from fettle.serve.host import host_id
+from fettle.serve.http import App, Limits
 from fettle.serve.metrics import Metrics
 from fettle.serve.package import Package, open_package
-from fettle.serve.pool import Rejected
+from fettle.serve.refusal import Rejected
 from fettle.serve.registry import Options, Registry
 from fettle.serve.spans import Spans
 
@@ -61,7 +61,7 @@ class Server:
     def __init__(self, address: Address, options: Options) -> None:
         import uvicorn
 
-        from fettle.serve.http import Protocol
+        from fettle.serve.http.connection import Protocol
 
         address.check()
         self.address = address

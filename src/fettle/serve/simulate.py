@@ -156,7 +156,7 @@ def capacity(
     Rates that keep the workers busier than `utilisation` are not believed: close to saturation a simulation is
     optimistic, and so are its users. 0 where even an idle server is too slow.
     """
-    from fettle.serve.load import poisson
+    from fettle.serve.arrivals import poisson
 
     curve = costs.curve()
     best = max(n / (curve.at(n) + costs.batch_s) for n in range(1, settings.max_rows + 1)) * settings.workers

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fettle.errors import UsageError
-from fettle.serve.pool import Answer
+from fettle.serve.request import Answer
 
 
 class Spans:

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,13 +21,12 @@ import msgspec
 from fettle.errors import UsageError
 from fettle.recipe import Recipe
 from fettle.serve.calibrate import Stopped
+from fettle.serve.export import NOT_SERVED
 from fettle.serve.package import open_package
-from fettle.serve.search import Failure, Variant
+from fettle.serve.points import Failure, Variant
 from fettle.workload import Target
 
 AS_GIVEN = "as given"
-_NOT_SERVED = ("mode", "batch", "allocator", "threads")
-"""Settings of the process or of the call, which the search finds itself: recipes that differ in these only are one."""
 PACKAGE_S = 1800.0
 
 
@@ -58,38 +58,38 @@ def package_all(
 
 def distinct(recipes: Sequence[Recipe]) -> list[Recipe]:
     """What is left of each recipe when it is served, every one once, in the given order."""
-    return list(dict.fromkeys(recipe.without(*_NOT_SERVED) for recipe in recipes))
+    return list(dict.fromkeys(recipe.without(*NOT_SERVED) for recipe in recipes))
 
 
 def _package(text: str, target: Target, recipe: Recipe, path: Path, max_rows: int, stopped: Callable[[], bool]) -> str:
     """Run ``fettle package``; why it failed, or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    levels = path.parent / f"{path.name}.recipe.toml"
-    recipe.save(levels)
-    process = subprocess.Popen(
-        [sys.executable, "-c", "from fettle.cli import main; main()", "package", text, "--recipe", str(levels),
-         "--output", str(path), "--name", target.name, "--max-rows", str(max_rows), "--json"],
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        waited = 0.0
-        while waited < PACKAGE_S:
-            try:
-                _, said = process.communicate(timeout=0.25)
-                break
-            except subprocess.TimeoutExpired:
-                waited += 0.25
-                if stopped():
-                    raise Stopped from None
-        else:
-            return f"packaging it took longer than {PACKAGE_S:.0f} s"
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    if process.returncode == 0:
-        return ""
+    with tempfile.TemporaryDirectory() as scratch:  # a target that is none leaves nothing behind
+        levels = Path(scratch) / "recipe.toml"
+        recipe.save(levels)
+        process = subprocess.Popen(
+            [sys.executable, "-c", "from fettle.cli import main; main()", "package", text, "--recipe", str(levels),
+             "--output", str(path), "--name", target.name, "--max-rows", str(max_rows), "--json"],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            waited = 0.0
+            while waited < PACKAGE_S:
+                try:
+                    _, said = process.communicate(timeout=0.25)
+                    break
+                except subprocess.TimeoutExpired:
+                    waited += 0.25
+                    if stopped():
+                        raise Stopped from None
+            else:
+                return f"packaging it took longer than {PACKAGE_S:.0f} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if process.returncode == 0:
+            return ""
     lines = [line.removeprefix("fettle:").strip() for line in said.splitlines() if line.strip()]
     ended = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
     return lines[-1][:400] if lines else f"packaging it ended with {ended}"

@@ -10,12 +10,13 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
 
+Shape = tuple[int, ...]
 PREFIX = struct.Struct("<IQ")
 MAX_HEADER = 16 << 20
 SHARED = 1 << 63
@@ -24,7 +25,17 @@ SHARED_FROM, SHARED_BYTES = 1 << 20, 256 << 20
 """Bodies of this size and up to that go through it. Pages take memory only once they were used."""
 
 
-class Load(msgspec.Struct, tag="load", array_like=True):
+class _Message(msgspec.Struct, tag=str.lower, array_like=True):
+    """Called by its class on the wire."""
+
+
+class _OfCall(_Message):
+    """Says which call it belongs to."""
+
+    id: int
+
+
+class Load(_Message):
     """To the worker, once: open this package and warm these batch sizes."""
 
     folder: str
@@ -36,61 +47,53 @@ class Load(msgspec.Struct, tag="load", array_like=True):
     explain: bool = False
 
 
-class Run(msgspec.Struct, tag="run", array_like=True):
+class Run(_OfCall):
     """To the worker: one call. `shapes[request][input]` describes the body, in this order."""
 
-    id: int
     size: int
-    shapes: list[list[list[int]]]
+    shapes: list[list[Shape]]
 
 
-class Call(msgspec.Struct, tag="call", array_like=True):
+class Call(_OfCall):
     """To the worker: raw bodies for the handler's four steps; their lengths describe the body."""
 
-    id: int
     lengths: list[int]
     kinds: list[str]
     explain: bool = False
     """Answer with what moved the answer, instead of the answer."""
 
 
-class Explain(msgspec.Struct, tag="explain", array_like=True):
+class Explain(_OfCall):
     """To the worker: what moved the answer of one request, whose inputs' shapes describe the body."""
 
-    id: int
-    shapes: list[list[int]]
+    shapes: list[Shape]
     target: int = -1
 
 
-class Generate(msgspec.Struct, tag="generate", array_like=True):
+class Generate(_OfCall):
     """To the worker: prompts to answer piece by piece; their lengths describe the body. `Done` has none then."""
 
-    id: int
     lengths: list[int]
 
 
-class Cancel(msgspec.Struct, tag="cancel", array_like=True):
+class Cancel(_OfCall):
     """To the worker, during `Generate`: nobody waits for this prompt's answer any more."""
 
-    id: int
     index: int
 
 
-class Piece(msgspec.Struct, tag="piece", array_like=True):
+class Piece(_OfCall):
     """From the worker, during `Generate`: the body is the next piece of this prompt's answer, or `last`, all of it."""
 
-    id: int
     index: int
     last: bool = False
 
 
-class Ping(msgspec.Struct, tag="ping", array_like=True):
+class Ping(_OfCall):
     """To the worker: are you there?"""
 
-    id: int
 
-
-class Ready(msgspec.Struct, tag="ready", array_like=True):
+class Ready(_Message):
     """From the worker: loaded and warm."""
 
     pid: int
@@ -99,11 +102,10 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     load_s: float
 
 
-class Done(msgspec.Struct, tag="done", array_like=True):
+class Done(_OfCall):
     """From the worker: the outputs' shapes, or the bodies' lengths; and where the time went."""
 
-    id: int
-    shapes: list[list[int]]
+    shapes: list[Shape]
     join_s: float
     model_s: float
     rss: int
@@ -112,26 +114,63 @@ class Done(msgspec.Struct, tag="done", array_like=True):
     """What the handler counted: kind, name, value."""
 
 
-class Failed(msgspec.Struct, tag="failed", array_like=True):
+class Failed(_OfCall):
     """From the worker: this call, or the loading (id -1), raised. `usage`: the text is for whoever started us."""
 
-    id: int
     reason: str
     usage: bool = False
 
 
-class Pong(msgspec.Struct, tag="pong", array_like=True):
+class Pong(_OfCall):
     """From the worker: here I am."""
 
-    id: int
     rss: int
 
 
+Message = TypeVar("Message")
 ToWorker = Load | Run | Call | Explain | Generate | Cancel | Ping
 FromWorker = Ready | Piece | Done | Failed | Pong
 _encoder = msgspec.msgpack.Encoder()
 to_worker = msgspec.msgpack.Decoder(ToWorker)
 from_worker = msgspec.msgpack.Decoder(FromWorker)
+
+
+class Nonsense(Exception):
+    """The other side does not speak this."""
+
+
+class Frames(Generic[Message]):
+    """Messages out of a stream that comes in pieces of any size."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[Message]) -> None:
+        self._decoder = decoder
+        self._buffer = bytearray()
+        self._need = PREFIX.size
+
+    def feed(self, data: bytes) -> Iterator[tuple[Message, memoryview]]:
+        """Every header and body that is whole now. Bodies are views of what was received. Raises `Nonsense`."""
+        self._buffer += data
+        while len(self._buffer) >= self._need:
+            head, body = PREFIX.unpack_from(self._buffer)
+            if head > MAX_HEADER:
+                raise Nonsense
+            whole = PREFIX.size + head + body
+            if len(self._buffer) < whole:
+                self._need = whole
+                return
+            # The buffer is handed on, not copied.
+            if len(self._buffer) == whole:
+                taken, self._buffer = self._buffer, bytearray()
+            else:
+                taken = self._buffer[:whole]
+                del self._buffer[:whole]
+            self._need = PREFIX.size
+            view = memoryview(taken)
+            try:
+                header = self._decoder.decode(view[PREFIX.size : PREFIX.size + head])
+            except msgspec.MsgspecError:
+                raise Nonsense from None
+            yield header, view[PREFIX.size + head :]
 
 
 def frame(header: ToWorker | FromWorker, body: Sequence[Any] = ()) -> list[Any]:

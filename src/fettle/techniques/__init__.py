@@ -11,7 +11,8 @@ from fettle.techniques import _source, _training
 from fettle.techniques._base import Code, Facts, Level, Technique
 from fettle.techniques._bundles import bundles
 from fettle.techniques._facts import machine_facts, probe_facts, unchanged
-from fettle.techniques._host import usable_cores
+from fettle.techniques._host import cpu_flags, usable_cores
+from fettle.techniques._openvino import OpenvinoRequest, openvino_core, openvino_model
 from fettle.techniques._ranks import modules_by_size, repeated_blocks
 from fettle.techniques._source import load, render
 from fettle.techniques.accumulate import Accumulate
@@ -21,6 +22,7 @@ from fettle.techniques.batch import LARGEST, BatchSize
 from fettle.techniques.channels_last import ChannelsLast
 from fettle.techniques.checkpointing import Checkpointing
 from fettle.techniques.compile import Compile, Freeze, Region, Shapes
+from fettle.techniques.conv_grad import ConvGrad
 from fettle.techniques.cuda_graphs import CudaGraphs
 from fettle.techniques.cudnn_benchmark import CudnnBenchmark
 from fettle.techniques.grad import Grad
@@ -30,8 +32,8 @@ from fettle.techniques.mode import Mode
 from fettle.techniques.optimizer import OptimizerKind
 from fettle.techniques.parallel import Buckets, Compress, Graph, Offload, Parallel, Policy, Wrap
 from fettle.techniques.precision import Precision
-from fettle.techniques.quantize import Quantize
-from fettle.techniques.runtime import Runtime, Streams
+from fettle.techniques.quantize import Quantize, quantize_exported
+from fettle.techniques.runtime import Runtime, Streams, openvino_precision
 from fettle.techniques.sdpa_backend import SdpaBackend
 from fettle.techniques.sparsity import Sparsity
 from fettle.techniques.threads import Threads
@@ -52,6 +54,7 @@ CATALOGUE: tuple[Technique, ...] = (
     ChannelsLast(),
     Sparsity(),
     Quantize(),
+    ConvGrad(),
     Checkpointing(),  # inside what is compiled, as torchtitan has it
     Compile(),
     Freeze(),
@@ -73,9 +76,10 @@ CATALOGUE: tuple[Technique, ...] = (
 )
 
 __all__ = [
-    "CATALOGUE", "LARGEST", "Code", "Facts", "Level", "Technique", "bundles", "check_names", "conflict", "find",
-    "known_levels", "load", "machine_facts", "modules_by_size", "normal", "probe_facts", "render", "repeated_blocks",
-    "source", "unchanged", "usable_cores",
+    "CATALOGUE", "LARGEST", "Code", "Facts", "Level", "OpenvinoRequest", "Technique", "bundles", "check_names",
+    "conflict", "cpu_flags", "find", "known_levels", "load", "machine_facts", "modules_by_size", "normal",
+    "openvino_core", "openvino_model", "openvino_precision", "probe_facts", "quantize_exported", "render",
+    "repeated_blocks", "source", "unchanged", "usable_cores",
 ]  # fmt: skip
 
 

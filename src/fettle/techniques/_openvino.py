@@ -18,11 +18,11 @@ def openvino_core() -> Any:
     return openvino.process_core
 
 
-def openvino_compiled(flat: torch.nn.Module, tensors: Any, samples: Any, int8: bool, config: Any) -> Any:
-    """The model compiled by OpenVINO for the CPU; on request quantised to int8, calibrated on `samples`."""
+def openvino_model(program: Any, samples: Any, int8: bool) -> Any:
+    """An exported program as OpenVINO's model; on request quantised to int8, calibrated on `samples`."""
     import openvino
 
-    model = openvino.convert_model(torch.export.export(flat, tuple(tensors)))
+    model = openvino.convert_model(program)
     if int8:
         import nncf
 
@@ -32,6 +32,12 @@ def openvino_compiled(flat: torch.nn.Module, tensors: Any, samples: Any, int8: b
         attention = any(node.get_type_name() in ("Softmax", "ScaledDotProductAttention") for node in model.get_ops())
         kind = nncf.ModelType.TRANSFORMER if attention else None
         model = nncf.quantize(model, rows, model_type=kind, subset_size=len(samples))
+    return model
+
+
+def openvino_compiled(flat: torch.nn.Module, tensors: Any, samples: Any, int8: bool, config: Any) -> Any:
+    """The model compiled by OpenVINO for the CPU; on request quantised to int8, calibrated on `samples`."""
+    model = openvino_model(torch.export.export(flat, tuple(tensors)), samples, int8)
     return openvino_core().compile_model(model, "CPU", config)
 
 

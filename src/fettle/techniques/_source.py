@@ -13,12 +13,15 @@ import linecache
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from fettle.errors import UsageError
 from fettle.recipe import Recipe
 from fettle.techniques._base import Code, Facts, Technique
+
+_BEFORE_START = ("LD_PRELOAD", "MALLOC_CONF")
+"""Variables that a process which is running already takes no notice of."""
 
 _MAIN = '''
 
@@ -86,13 +89,7 @@ def render(
     the workload's first batches are handed to ``optimize``.
     """
     parts = codes(recipe, facts, catalogue)
-    environment = {key: value for _, _, code in parts for key, value in code.environment.items()}
-    helpers: dict[str, Callable[..., Any]] = {}
-    for _, _, code in parts:
-        for helper in code.helpers:
-            helpers[helper.__name__] = helper
-
-    lines = preamble(heading or f"Optimised for inference: {recipe}.", environment, helpers.values())
+    lines = preamble(heading or f"Optimised for inference: {recipe}.", [code for _, _, code in parts])
     lines += ["", *_optimize(parts, facts)]
     if target is not None:
         lines += [_main(target, facts, calibration)]
@@ -101,25 +98,39 @@ def render(
     return source
 
 
-def preamble(heading: str, environment: dict[str, str], helpers: Iterable[Callable[..., Any]]) -> list[str]:
+def preamble(heading: str, lines_of: Sequence[Code]) -> list[str]:
     """The lines before the function: what it is, variables for the process, imports, helpers."""
+    environment = {key: value for code in lines_of for key, value in code.environment.items()}
+    helpers = {helper.__name__: helper for code in lines_of for helper in code.helpers}
     lines = [f'"""{heading}"""', ""]
+    before_start = {key: environment.pop(key) for key in _BEFORE_START if key in environment}
+    if environment or before_start:
+        lines += ["import os", *(["import sys"] if before_start else []), ""]
+    if before_start:
+        lines += _start_again(before_start)
     if environment:
-        lines += ["import os", ""]
-        preload = environment.pop("LD_PRELOAD", None)
-        if preload:
-            lines += [
-                "# The allocator can only be chosen before the process starts:",
-                f"#   LD_PRELOAD={preload} python optimized.py",
-            ]
         lines += [f'os.environ.setdefault("{key}", "{value}")' for key, value in sorted(environment.items())] + [""]
-    sources = [textwrap.dedent(inspect.getsource(helper)).rstrip() for helper in helpers]
+    sources = [textwrap.dedent(inspect.getsource(helper)).rstrip() for helper in helpers.values()]
     if any(_uses_name(source, "Any") for source in sources):
         lines += ["from typing import Any", ""]
     lines += ["import torch", ""]
     for source in sources:
         lines += ["", source, ""]
     return lines
+
+
+def _start_again(variables: dict[str, str]) -> list[str]:
+    """Lines that start the program once more with `variables`, which the linker and the allocator read at its start."""
+    shell = " ".join(f"{key}={value}" for key, value in variables.items())
+    return [
+        "# The allocator can only be chosen before the process starts. Run by itself this file starts once more with",
+        "# it; start a program that imports it like this:",
+        f"#   {shell} python program.py",
+        f'if __name__ == "__main__" and os.environ.get("LD_PRELOAD") != "{variables["LD_PRELOAD"]}":',
+        f"    os.environ.update({variables})",
+        "    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])",
+        "",
+    ]
 
 
 def load(source: str, label: str) -> Callable[..., Callable[..., Any]]:

@@ -39,6 +39,17 @@ def quantize_linear(model: torch.nn.Module, config: str, label: str) -> None:
 
 def quantize_static(model: torch.nn.Module, batches: Any) -> Any:
     """Convolutions and linear layers in int8 with scales measured on `batches`, exported for the x86 compiler."""
+    shapes: Any = torch.export.AdditionalInputs()  # type: ignore[no-untyped-call] # sizes that differ among the batches are left open
+    for batch in batches:
+        shapes.add(*spread(batch))
+    with torch.no_grad():
+        args, kwargs = spread(batches[0])
+        exported = torch.export.export(model, args, kwargs, dynamic_shapes=shapes).module()
+    return quantize_exported(exported, batches)
+
+
+def quantize_exported(exported: Any, batches: Any) -> Any:
+    """The module of an exported program with its convolutions and linear layers in int8, scales from `batches`."""
     import logging
 
     quiet_torchao()
@@ -46,12 +57,7 @@ def quantize_static(model: torch.nn.Module, batches: Any) -> Any:
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
     from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
 
-    shapes: Any = torch.export.AdditionalInputs()  # type: ignore[no-untyped-call] # sizes that differ among the batches are left open
-    for batch in batches:
-        shapes.add(*spread(batch))
     with torch.no_grad():
-        args, kwargs = spread(batches[0])
-        exported = torch.export.export(model, args, kwargs, dynamic_shapes=shapes).module()
         quantizer = x86.X86InductorQuantizer()
         quantizer.set_global(x86.get_default_x86_inductor_quantization_config())
         prepared = prepare_pt2e(exported, quantizer)
@@ -115,7 +121,7 @@ class Quantize(Technique):
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         if level == "int8-static":
             return Code(
-                helpers=(quiet_torchao, spread, quantize_static),
+                helpers=(quiet_torchao, spread, quantize_static, quantize_exported),
                 prepare=("model = quantize_static(model, batches)",),
             )
         return Code(

@@ -1,6 +1,6 @@
 """What executes the model: torch, torch's ahead-of-time compiler, or another runtime that the model is exported to."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +13,7 @@ from fettle.techniques._openvino import (
     openvino_compiled,
     openvino_core,
     openvino_engine,
+    openvino_model,
     openvino_streams_engine,
 )
 
@@ -77,6 +78,11 @@ def tensorrt_engine(flat: torch.nn.Module, tensors: Any) -> Any:
     return lambda values: engine(*values)
 
 
+def openvino_precision(level: str, cpu_flags: Collection[str]) -> str:
+    """OpenVINO's precision hint: what int8 leaves in floating point is bfloat16 where the CPU has it."""
+    return "bf16" if {"amx_bf16", "avx512_bf16"} & set(cpu_flags) and level != "openvino" else "f32"
+
+
 class Runtime(Technique):
     name = "runtime"
     title = "runtime"
@@ -131,13 +137,13 @@ class Runtime(Technique):
             build = f"lambda flat, tensors, samples: aoti_engine(flat, tensors, {options})"
             return Code(helpers=(*shared, aoti_engine), prepare=(f"model = Exported(model, {build})",))
         if level.startswith("openvino"):
-            hint = "bf16" if {"amx_bf16", "avx512_bf16"} & set(facts.cpu_flags) and level != "openvino" else "f32"
+            hint = openvino_precision(level, facts.cpu_flags)
             int8 = level == "openvino-int8"
             batches = ", batches" if int8 else ""
             engine: Any = openvino_streams_engine if recipe.levels.get("streams") == "per-core" else openvino_engine
             build = f'lambda flat, tensors, samples: {engine.__name__}(flat, tensors, "{hint}", samples, {int8})'
             return Code(
-                helpers=(*shared, openvino_core, openvino_compiled, OpenvinoRequest, engine),
+                helpers=(*shared, openvino_core, openvino_model, openvino_compiled, OpenvinoRequest, engine),
                 prepare=(f"model = Exported(model, {build}{batches})",),
             )
         engine = {"onnxruntime": onnxruntime_engine, "tensorrt": tensorrt_engine}[level]

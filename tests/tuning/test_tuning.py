@@ -16,6 +16,7 @@ from torch import nn
 
 import fettle
 from fettle.recipe import Recipe, load_recipe
+from fettle.result import Result
 from fettle.tuning import save
 
 WORK = """
@@ -60,7 +61,7 @@ def work(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[fettle.tuning.Result, Path, Path]:  # type: ignore[name-defined]
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path, Path]:
     folder = tmp_path_factory.mktemp("tuned")
     (folder / "work.py").write_text(WORK)
     result = fettle.tune(str(folder / "work.py"), techniques=few(), budget_s=120, output=folder / "out")

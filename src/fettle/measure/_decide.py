@@ -1,0 +1,68 @@
+"""A look at the data of a race: who is certainly not the best, and whether the race is over."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from fettle.measure import _statistics
+from fettle.measure._entrants import Entrant
+from fettle.measure._rules import Rules
+
+_DEAR_CALL_NS = 1_000_000_000
+
+
+def decided(entrants: Sequence[Entrant], anchor: Entrant, rules: Rules) -> bool:
+    """Drop what is certainly not the best; say whether the race is over."""
+    live = [entrant for entrant in entrants if entrant.live]
+    if rules.settle_verdicts:
+        for entrant in live:
+            entrant.live = entrant is anchor or not _is_settled(anchor, entrant, rules)
+        return all(not entrant.live for entrant in entrants if entrant is not anchor)
+    for entrant in live:
+        if entrant.rejected:  # shown with its speed, but it cannot win: the first look is enough
+            entrant.live = False
+    able = [entrant for entrant in live if not entrant.rejected]
+    if not able:
+        return True
+    # Speed-ups refer to the anchor: it stays to the end, unless one call of it would cost as much as a round.
+    anchor_stays = anchor.live and anchor.first.answer["call_ns"] < _DEAR_CALL_NS
+    leader = min(able, key=lambda entrant: statistics.median(entrant.per_sample.values()))
+    alpha = rules.alpha / max(1, len(able) - 1)
+    for entrant in able:
+        if entrant is leader or (entrant is anchor and anchor_stays):
+            continue
+        behind = _statistics.log_interval(log_ratios(entrant, leader), alpha)  # log(this / leader)
+        if behind.low > 0 or behind.high < math.log(1 + rules.indifference):
+            entrant.live = False
+    in_doubt = sum(entrant.live for entrant in entrants if entrant is not anchor or entrant is leader)
+    return in_doubt <= 1 and (leader is anchor or not anchor_stays or _is_precise(anchor, leader, rules))
+
+
+def _is_settled(anchor: Entrant, entrant: Entrant, rules: Rules) -> bool:
+    """Whether more rounds would tell no more of an entry against the anchor.
+
+    With replicates the only question is how precise the rounds have become, whatever they say: a race that stops for
+    its precision may be judged once, at the full error rate. With one process the verdict itself is waited for, and
+    every look pays its share.
+    """
+    replicated = min(len(anchor.runners), len(entrant.runners)) > 1
+    alpha = 1 - rules.confidence if replicated else rules.alpha
+    found = _statistics.log_interval(log_ratios(anchor, entrant), alpha)
+    precise = found.high - found.low < 2 * math.log(1 + rules.indifference)
+    if replicated:
+        return precise
+    return precise and _statistics.verdict(_statistics.exp(found), rules.indifference) != "cannot tell"
+
+
+def _is_precise(anchor: Entrant, leader: Entrant, rules: Rules) -> bool:
+    """Whether the leader's speed-up is known as well as the rules ask."""
+    found = _statistics.log_interval(log_ratios(anchor, leader), rules.alpha)
+    return rules.precision is None or (found.high - found.low) / 2 <= rules.precision
+
+
+def log_ratios(slower: Entrant, faster: Entrant) -> list[float]:
+    """log(time of the first / time of the second) for each round that both took part in."""
+    first, second = slower.per_sample, faster.per_sample
+    return [first[number] - second[number] for number in first if number in second]

@@ -1,0 +1,204 @@
+"""The processes of a race: each entry's, started one after the other and paused, and what they have measured so far."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from fettle.measure._process import Worker, WorkerError
+from fettle.measure._rules import Entry, Judge, Progress, Rules
+from fettle.measure._trial import Accuracy, Trial, nan_for_none
+
+
+@dataclass
+class Held:
+    """The baseline's process, kept from one race of a study to the next so that it is started once. Close it."""
+
+    runner: Runner | None = None
+
+    def take(self) -> Runner | None:
+        """The runner, with nothing measured yet; None where there is none or it has died."""
+        if self.runner is None or self.runner.failure:
+            return None
+        kept = self.runner
+        return Runner(kept.entry, kept.worker, kept.answer, kept.accuracy, kept.rejected, time.monotonic())
+
+    def close(self) -> None:
+        """End the process."""
+        if self.runner is not None:
+            self.runner.worker.close()
+            self.runner = None
+
+
+@dataclass
+class Runner:
+    """One process of an entry."""
+
+    entry: Entry
+    worker: Worker
+    answer: dict[str, Any]
+    accuracy: Accuracy
+    rejected: str
+    began: float
+    started_s: float = 0.0
+    rounds_ms: dict[int, float] = field(default_factory=dict)
+    samples_ns: list[int] = field(default_factory=list)
+    energy_j: list[float] = field(default_factory=list)
+    failure: str = ""
+
+    @property
+    def per_sample(self) -> dict[int, float]:
+        """Log time of one row by round."""
+        return {number: math.log(ms / self.answer["samples"]) for number, ms in self.rounds_ms.items()}
+
+
+@dataclass
+class Entrant:
+    """An entry in the race: its processes, the first of which speaks for all where they cannot differ."""
+
+    runners: list[Runner]
+    live: bool = True
+
+    @property
+    def first(self) -> Runner:
+        return self.runners[0]
+
+    @property
+    def rejected(self) -> str:
+        return next((runner.rejected for runner in self.runners if runner.rejected), "")
+
+    @property
+    def failure(self) -> str:
+        return next((runner.failure for runner in self.runners if runner.failure), "")
+
+    @property
+    def per_sample(self) -> dict[int, float]:
+        """Log time of one row by round, the mean over the processes."""
+        logs = [runner.per_sample for runner in self.runners]
+        return {number: statistics.fmean(log[number] for log in logs) for number in logs[0] if _in_all(number, logs)}
+
+
+@dataclass(frozen=True)
+class Start:
+    """What every worker of a race is started with."""
+
+    target: Mapping[str, Any]
+    fingerprint: str
+    judging: Judge
+    rules: Rules
+    log_folder: Path | None
+    environment: Mapping[str, str]
+    heat: int
+    held: Held | None
+
+    def line_up(
+        self, entries: Sequence[Entry], trials: dict[int, Trial], stack: ExitStack, tell: Callable[[Progress], None]
+    ) -> dict[int, Entrant]:
+        """Start the workers one after the other; failures go into `trials`. Stops at the deadline, and when memory
+        runs short: the entries after the last one touched have not been begun."""
+        entrants: dict[int, Entrant] = {}
+        for index, entry in enumerate(entries):
+            if index and time.monotonic() > self.rules.deadline:
+                break
+            is_held = self.held is not None and not entry.recipe.levels
+            waiting = self.held.take() if self.held is not None and is_held else None
+            if waiting is not None:
+                entrants[index] = Entrant([waiting])
+                continue
+            tell(Progress("start", entry.recipe))
+            began = time.monotonic()
+            try:
+                runner = self.one(entry, f"{index:02d}")
+            except WorkerError as error:
+                if error.kind == "timeout" and time.monotonic() > self.rules.deadline:
+                    break  # the budget ended it, not its own time limit: that says nothing about the recipe
+                trials[index] = Trial(
+                    entry.recipe, "failed", str(error), seconds=time.monotonic() - began, heat=self.heat
+                )
+                tell(Progress("trial", entry.recipe, trial=trials[index]))
+                continue
+            entrants[index] = Entrant([runner])
+            if self.held is not None and is_held:
+                self.held.runner = runner
+            else:
+                stack.callback(runner.worker.close)
+            if _memory_is_short() and len(entrants) > 1:
+                break
+        return entrants
+
+    def replicate(self, entrants: Mapping[int, Entrant], stack: ExitStack, tell: Callable[[Progress], None]) -> None:
+        """Start the further processes of each entry that may win, a whole set at a time: as many sets as the rules ask
+        for, and as time and memory allow."""
+        able = {index: entrant for index, entrant in entrants.items() if not entrant.rejected}
+        left_s = min(self.rules.replicate_s, self.rules.deadline - time.monotonic())
+        for copy in range(1, self.rules.replicates):
+            cost_s = sum(entrant.first.started_s for entrant in able.values())
+            if len(able) < 2 or cost_s > left_s or _memory_is_short():
+                return
+            began = time.monotonic()
+            for index, entrant in able.items():
+                tell(Progress("start", entrant.first.entry.recipe))
+                try:
+                    runner = self.one(entrant.first.entry, f"{index:02d}-{copy}")
+                except WorkerError as error:
+                    entrant.first.failure, entrant.live = f"its process {copy + 1}: {error}", False
+                    continue
+                stack.callback(runner.worker.close)
+                entrant.runners.append(runner)
+            able = {index: entrant for index, entrant in able.items() if entrant.live}
+            left_s -= time.monotonic() - began
+
+    def one(self, entry: Entry, name: str) -> Runner:
+        """Start one process and pause it. Raises `WorkerError`, the process gone."""
+        began = time.monotonic()
+        log = self.log_folder / f"{self.heat:03d}-{name}.log" if self.log_folder else None
+        worker = Worker({**self.environment, **entry.environment}, log, ranks=entry.ranks)
+        try:
+            runner = self._prepared(worker, entry, began)
+        except BaseException:
+            worker.close()
+            raise
+        worker.pause()
+        runner.started_s = time.monotonic() - began
+        return runner
+
+    def _prepared(self, worker: Worker, entry: Entry, began: float) -> Runner:
+        built = worker.ask("build", self.rules.prepare_timeout_s, target=self.target)
+        if self.fingerprint and built["fingerprint"] != self.fingerprint:
+            raise WorkerError(
+                "the factory built other weights or inputs than before: make it deterministic "
+                "(seed every generator; fettle calls torch.manual_seed(0) first)"
+            )
+        timeout_s = max(10.0, min(self.rules.prepare_timeout_s, self.rules.deadline - time.monotonic() + 30.0))
+        answer = worker.ask(
+            "prepare",
+            timeout_s,
+            source=entry.source,
+            label=str(entry.recipe),
+            path=self.judging.path,
+            factor=entry.factor,
+            calibrated=entry.calibrated,
+        )
+        accuracy = msgspec.convert(nan_for_none(answer["accuracy"]), Accuracy)
+        rejected = ""
+        if self.judging.path and not (self.judging.exempt_baseline and not entry.recipe.levels):
+            rejected = self.judging.reason(accuracy)
+        return Runner(entry, worker, answer, accuracy, rejected, began)
+
+
+def _in_all(number: int, logs: Sequence[Mapping[int, float]]) -> bool:
+    return all(number in log for log in logs)
+
+
+def _memory_is_short() -> bool:
+    memory = psutil.virtual_memory()
+    return bool(memory.available < 0.25 * memory.total)

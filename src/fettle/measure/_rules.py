@@ -1,0 +1,93 @@
+"""What a race is asked to do, and what it tells meanwhile. Plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fettle.measure._accuracy import judge
+from fettle.measure._statistics import LOOKS
+from fettle.measure._trial import Accuracy, Trial
+from fettle.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A recipe at the start line: its source and what its process needs."""
+
+    recipe: Recipe
+    source: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    factor: int = 1
+    """The batch is this many times larger."""
+    calibrated: bool = False
+    """Batches that calibrated it may not judge it."""
+    ranks: int = 1
+    """Processes that it is spread over."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a race is run."""
+
+    slice_s: float = 0.15
+    """Length of one slice; a call that is longer is a slice of its own."""
+    max_rounds: int = 48
+    confidence: float = 0.95
+    """Of the whole race: the looks share what is left."""
+    indifference: float = 0.01
+    """Differences below this are not worth more rounds."""
+    precision: float | None = None
+    """Go on until the leader's speed-up is known to within this share, half the interval's width: what an announced
+    number needs. Only where a call of the baseline takes less than a second."""
+    prepare_timeout_s: float = 900.0
+    call_timeout_s: float = 120.0
+    settle_verdicts: bool = False
+    """Go on until each entry's verdict against the baseline is known, not only the leader: what `bench` wants."""
+    replicates: int = 1
+    """Processes for each entry, as far as `replicate_s` allows."""
+    replicate_s: float = 60.0
+    """What starting the second and further processes of all entries may take together, in seconds."""
+    deadline: float = math.inf
+    """`time.monotonic()` at which to stop: what has been measured by then counts."""
+
+    @property
+    def alpha(self) -> float:
+        """Error rate of one look."""
+        return (1 - self.confidence) / len(LOOKS)
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Where the reference outputs lie, and what an answer may be off by."""
+
+    path: str = ""
+    max_error: float | None = None
+    min_agreement: float | None = None
+    max_metric_drop: float | None = None
+    reference_metric: float = math.nan
+    exempt_baseline: bool = True
+    """The workload as given is measured also where its train mode makes its answers wrong."""
+
+    def reason(self, accuracy: Accuracy) -> str:
+        """Why an accuracy is outside the limits, one phrase; empty when it is inside."""
+        return judge(
+            accuracy,
+            max_error=self.max_error,
+            min_agreement=self.min_agreement,
+            max_metric_drop=self.max_metric_drop,
+            reference_metric=self.reference_metric,
+        )
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a race tells while it runs."""
+
+    stage: str
+    """``start`` a worker, ``round`` of the race, ``trial`` is known."""
+    recipe: Recipe | None = None
+    round: int = 0
+    live: int = 0
+    trial: Trial | None = None

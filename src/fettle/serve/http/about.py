@@ -1,0 +1,36 @@
+"""What the server says of itself: metrics, and the page and document of what can be called."""
+
+from __future__ import annotations
+
+from prometheus_client import generate_latest
+
+from fettle import __version__
+from fettle.serve.http.call import Call
+from fettle.serve.http.openapi import openapi, page
+from fettle.serve.http.reply import Reply, said
+from fettle.serve.registry import Registry
+
+_NO_SCRIPTS = (b"content-security-policy", b"default-src 'none'; style-src 'unsafe-inline'")
+
+
+async def read(call: Call) -> Reply | None:
+    """``/metrics``, ``/openapi.json`` and ``/docs``."""
+    match call.method, call.parts:
+        case "GET", ["metrics"]:
+            return Reply(200, (_metrics(call.registry),), b"text/plain; version=0.0.4; charset=utf-8")
+        case ("GET", ["openapi.json"]) | ("OPTIONS", []):
+            return said(openapi(call.registry, __version__))
+        case "GET", ([] | ["docs"]):
+            html = page(openapi(call.registry, __version__))
+            return Reply(200, (html,), b"text/html; charset=utf-8", (_NO_SCRIPTS,))
+    return None
+
+
+def _metrics(registry: Registry) -> bytes:
+    every = registry.metrics
+    for name, number, version in registry.versions():
+        every.queue_rows.labels(name, number).set(version.pool.waiting_rows)
+        every.inflight.labels(name, number).set(version.pool.inflight)
+        for worker in version.pool.workers:
+            every.worker_bytes.labels(name, number, str(worker.index)).set(worker.rss)
+    return generate_latest(every.registry)

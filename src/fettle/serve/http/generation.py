@@ -1,0 +1,83 @@
+"""Triton's generate extension: a prompt in; the text out, whole, or as it comes by server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Any
+
+from fettle.errors import UsageError
+from fettle.serve.handlers import generate as prompts
+from fettle.serve.http.call import Call
+from fettle.serve.http.openapi import generates
+from fettle.serve.http.reply import GONE, Reply, said
+from fettle.serve.pool import Pool
+from fettle.serve.refusal import Rejected
+from fettle.serve.request import Answer
+
+
+async def generate(call: Call) -> Reply | None:
+    """``POST /v2/models/NAME[/versions/V]/generate`` and ``/generate_stream``."""
+    if call.method != "POST":
+        return None
+    match call.parts:
+        case ["v2", "models", name, "generate" | "generate_stream" as how]:
+            return await _generate(call, name, None, stream=how == "generate_stream")
+        case ["v2", "models", name, "versions", number, "generate" | "generate_stream" as how]:
+            return await _generate(call, name, number, stream=how == "generate_stream")
+    return None
+
+
+async def _generate(call: Call, name: str, number: str | None, *, stream: bool) -> Reply:
+    body = await call.body()
+    version = call.choose(name, number, call.header(b"x-request-id"))
+    if not generates(version):
+        raise Rejected(400, f"the model {name} generates no text")
+    try:
+        prompt = prompts.read_prompt(body)
+    except UsageError as error:
+        raise Rejected(400, str(error)) from None
+    gone = call.gone()
+    pieces: asyncio.Queue[bytes | None] = asyncio.Queue()
+    answer = version.pool.submit(
+        rows=1, key="generate", body=body, kind="application/json", gone=gone, piece=pieces.put_nowait
+    )
+    answer.add_done_callback(lambda _: pieces.put_nowait(None))
+    first = await pieces.get()  # what is refused is refused by its status, before a stream has begun
+    if first is None:
+        await answer
+    manifest = version.package.manifest
+    head = {"model_name": manifest.name, "model_version": manifest.version}
+    if prompt.id:
+        head = {"id": prompt.id, **head}
+    events = _events(version.pool, answer, first, pieces, head, gone)
+    version.last_ms = int(time.time() * 1e3)
+    if stream:
+        return Reply(200, kind=b"text/event-stream", headers=((b"cache-control", b"no-cache"),), events=events)
+    async for _ in events:
+        pass
+    if answer.cancelled():
+        raise Rejected(GONE, "the client went away")
+    found = json.loads((await answer).body)
+    return said({**head, "text_output": found["text_output"]})
+
+
+async def _events(
+    pool: Pool, answer: asyncio.Future[Answer], first: bytes | None, pieces: asyncio.Queue[bytes | None],
+    head: Mapping[str, Any], gone: Callable[[], bool] | None,
+) -> AsyncGenerator[bytes, None]:  # fmt: skip
+    """Server-sent events of a text that is being generated. Where the client goes away, the generating stops."""
+    piece = first
+    try:
+        while piece is not None:
+            if gone is not None and gone():
+                return
+            yield b"data: " + json.dumps({**head, "text_output": piece.decode()}).encode() + b"\n\n"
+            piece = await pieces.get()
+        if answer.done() and not answer.cancelled() and answer.exception() is not None:
+            yield b"data: " + json.dumps({"error": "the model failed"}).encode() + b"\n\n"
+    finally:
+        if not answer.done():
+            pool.stop(answer)

@@ -1,0 +1,48 @@
+"""What changes the served models while the server runs: load, unload, default, weights, shadow, batching."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fettle.serve.http.call import Call
+from fettle.serve.http.reply import Reply, said
+from fettle.serve.refusal import Rejected
+from fettle.serve.registry import Registry
+
+
+async def manage(call: Call) -> Reply | None:
+    """The repository extension's load and unload, and ``/admin/models/NAME``."""
+    registry = call.registry
+    match call.method, call.parts:
+        case "POST", ["v2", "repository", "models", name, "load"]:
+            # Triton takes a configuration and whole files here: code from whoever can reach the port. We do not.
+            if (await call.json()).get("parameters"):
+                raise Rejected(400, "load takes no parameters: models come from the store as they are")
+            await registry.load_named(name)
+            return said({})
+        case "POST", ["v2", "repository", "models", name, "unload"]:
+            await registry.unload(name)
+            return said({})
+        case "PUT", ["admin", "models", name]:
+            registry.change(name, await call.json())
+            return said(_described(name, registry))
+        case "GET", ["admin", "models", name]:
+            registry.choose(name)
+            return said(_described(name, registry))
+    return None
+
+
+def _described(name: str, registry: Registry) -> dict[str, Any]:
+    model = registry.models[name]
+    return {
+        "name": name, "default": model.default, "weights": model.weights, "shadow": model.shadow,
+        "versions": {
+            number: {
+                "state": version.state, "workers": len(version.pool.workers),
+                "max_rows": version.pool.settings.max_rows, "delay_ms": version.pool.settings.delay_ms,
+                "policy": version.pool.settings.policy, "take": version.pool.queue.plan.take[:65],
+                "recipe": version.package.manifest.recipe, "accuracy": version.package.manifest.accuracy,
+            }
+            for number, version in model.versions.items()
+        },
+    }  # fmt: skip

@@ -1,0 +1,187 @@
+"""The Open Inference Protocol v2: inference, and what can be read of models. `protocol` has its bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from fettle import __version__
+from fettle.serve import protocol
+from fettle.serve.http.call import Call
+from fettle.serve.http.reply import Reply, said
+from fettle.serve.refusal import Malformed, Refusal, Rejected
+from fettle.serve.registry import Version
+from fettle.serve.tensors import TensorSpec
+
+EXTENSIONS = ["generate", "binary_tensor_data", "model_repository", "model_configuration", "statistics"]
+
+
+async def infer(call: Call) -> Reply | None:
+    """``POST /v2/models/NAME[/versions/V]/infer`` and ``/explain``."""
+    if call.method != "POST":
+        return None
+    match call.parts:
+        case ["v2", "models", name, "infer" | "explain" as what]:
+            return await _infer(call, name, None, explain=what == "explain")
+        case ["v2", "models", name, "versions", number, "infer" | "explain" as what]:
+            return await _infer(call, name, number, explain=what == "explain")
+    return None
+
+
+async def _infer(call: Call, name: str, number: str | None, *, explain: bool) -> Reply:
+    body = await call.body()
+    version = call.choose(name, number, call.header(b"x-session-id") or call.header(b"x-request-id"))
+    pool = version.pool
+    asked = protocol.read_request(
+        body, _header_length(call), pool.specs, pool.output_specs, pool.settings.max_rows
+    )  # fmt: skip
+    key = _key(asked, pool.specs)
+    answer = pool.submit(
+        rows=asked.rows, key=key, arrays=asked.arrays, timeout_s=asked.timeout_s, gone=call.gone(), explain=explain,
+        target=_target(asked.parameters) if explain else -1,
+    )  # fmt: skip
+    shadow = call.registry.shadow_of(name, version)
+    if shadow is not None and not explain:
+        call.registry.later(_shadowed(shadow, asked, key))
+    found = await answer
+    version.last_ms = int(time.time() * 1e3)
+    if explain:  # an attribution for each input, called and shaped as that is
+        binary = asked.parameters.get("binary_data_output") is True
+        outputs = [(spec, array, binary) for spec, array in zip(pool.attribution_specs, found.outputs, strict=True)]
+    else:
+        outputs = [(pool.output_specs[index], found.outputs[index], binary) for index, binary in asked.wanted]
+    manifest = version.package.manifest
+    parts, json_length = protocol.write_answer(asked.id, manifest.name, manifest.version, outputs)
+    if json_length is None:
+        return Reply(200, tuple(parts), answer=found)
+    more = ((b"inference-header-content-length", str(json_length).encode()),)
+    return Reply(200, tuple(parts), b"application/octet-stream", more, found)
+
+
+def _header_length(call: Call) -> int | None:
+    length = call.headers.get(b"inference-header-content-length")
+    if length is None:
+        return None
+    if not length.isdigit() or len(length) > 11:
+        raise Malformed("Inference-Header-Content-Length is no number")
+    return int(length)
+
+
+def _key(asked: protocol.Inference, specs: Sequence[TensorSpec]) -> Hashable:
+    """Requests with equal keys may share a call: the same shapes but for the rows, and the same unbatched values."""
+    key: list[Any] = []
+    for array, spec in zip(asked.arrays, specs, strict=True):
+        key.append(array.shape[1:] if spec.batched else (array.shape, array.tobytes()))
+    return tuple(key)
+
+
+def _target(parameters: Mapping[str, Any]) -> int:
+    """Which element of the first output to explain; -1, the largest, where nothing is said."""
+    target = parameters.get("target", -1)
+    if not isinstance(target, int) or isinstance(target, bool) or not -1 <= target < 1 << 31:
+        raise Malformed("the parameter target is the number of an element of the first output")
+    return target
+
+
+async def _shadowed(version: Version, asked: protocol.Inference, key: Hashable) -> None:
+    with contextlib.suppress(Rejected):
+        await version.pool.submit(rows=asked.rows, key=key, arrays=asked.arrays)
+
+
+# -- what can be read -------------------------------------------------------------------------------------------------
+
+
+async def read(call: Call) -> Reply | None:
+    """The server's and the models' health, metadata, configuration and statistics."""
+    registry = call.registry
+    match call.method, call.parts:
+        case "GET", ["v2"]:
+            return said({"name": "fettle", "version": __version__, "extensions": EXTENSIONS})
+        case "GET", ["v2", "health", "live"]:
+            return said({"live": True})
+        case "GET", ["v2", "health", "ready"]:
+            if not registry.ready:
+                return said({"error": "not ready", "ready": False, "live": True}, 503)
+            return said({"ready": True, "live": True})
+        case "GET", ["v2", "models"]:
+            return said({"models": sorted(registry.models)})
+        case "GET", ["v2", "models", "stats"]:
+            return said({"model_stats": [_statistics(*row) for row in registry.versions()]})
+        case "GET", ["v2", "models", name, "stats"]:
+            registry.choose(name)
+            return said({"model_stats": [_statistics(*row) for row in registry.versions() if row[0] == name]})
+        case "GET", ["v2", "models", name, "versions", number, "stats"]:
+            return said({"model_stats": [_statistics(name, number, registry.choose(name, number))]})
+        case "GET", ["v2", "models", name]:
+            return _metadata(call, name, None)
+        case "GET", ["v2", "models", name, "versions", number]:
+            return _metadata(call, name, number)
+        case "GET", ["v2", "models", name, "ready"]:
+            return _ready(name, registry.choose(name))
+        case "GET", ["v2", "models", name, "versions", number, "ready"]:
+            return _ready(name, registry.choose(name, number))
+        case "GET", ["v2", "models", name, "config"]:
+            return said(_configuration(name, registry.choose(name)))
+        case "GET", ["v2", "models", name, "versions", number, "config"]:
+            return said(_configuration(name, registry.choose(name, number)))
+        case "POST", ["v2", "repository", "index"]:
+            return said(
+                [{"name": name, "version": number, "state": version.state, "reason": version.reason}
+                 for name, number, version in registry.versions()]
+            )  # fmt: skip
+        case "POST", ["v2", "repository", "models", _, "load" | "unload"]:
+            raise Refusal(403, "models are loaded and unloaded on the management port")
+    return None
+
+
+def _metadata(call: Call, name: str, number: str | None) -> Reply:
+    version = call.registry.choose(name, number)
+    numbers = sorted(call.registry.models[name].versions)
+    return said(protocol.metadata(name, numbers, version.pool.specs, version.pool.output_specs))
+
+
+def _ready(name: str, version: Version) -> Reply:
+    if not version.pool.ready:
+        return said({"error": f"the model {name} is not ready", "name": name, "ready": False}, 503)
+    return said({"name": name, "ready": True})
+
+
+def _statistics(name: str, number: str, version: Version) -> dict[str, Any]:
+    seen = version.metrics
+
+    def row(count: int, ns: int) -> dict[str, int]:
+        return {"count": count, "ns": ns}
+
+    batches = [
+        {"batch_size": rows, "compute_input": row(calls, join), "compute_infer": row(calls, model),
+         "compute_output": row(calls, 0)}
+        for rows, (calls, join, model) in sorted(seen.by_size.items())
+    ]  # fmt: skip
+    return {
+        "name": name, "version": number, "last_inference": version.last_ms, "inference_count": seen.rows,
+        "execution_count": seen.executions,
+        "inference_stats": {
+            "success": row(seen.succeeded, seen.success_ns), "fail": row(seen.failed, seen.fail_ns),
+            "queue": row(seen.succeeded, seen.queue_ns), "compute_input": row(seen.executions, seen.join_ns),
+            "compute_infer": row(seen.executions, seen.model_ns), "compute_output": row(seen.executions, 0),
+        },
+        "batch_stats": batches,
+    }  # fmt: skip
+
+
+def _configuration(name: str, version: Version) -> dict[str, Any]:
+    pool = version.pool
+    batched = all(spec.batched for spec in (*pool.specs, *pool.output_specs))
+
+    def tensor(spec: TensorSpec) -> dict[str, Any]:
+        dims = spec.shape[1:] if batched else spec.shape
+        return {"name": spec.name, "data_type": f"TYPE_{spec.datatype}", "dims": list(dims)}
+
+    return {
+        "name": name, "platform": "pytorch_fettle", "backend": "fettle",
+        "max_batch_size": pool.settings.max_rows if batched else 0,
+        "input": [tensor(spec) for spec in pool.specs], "output": [tensor(spec) for spec in pool.output_specs],
+        "dynamic_batching": {"max_queue_delay_microseconds": int(pool.settings.delay_ms * 1e3)},
+    }  # fmt: skip

@@ -1,0 +1,71 @@
+"""Answers on their way out."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from fettle.serve.refusal import Headers, NoSuchPath, Refusal
+from fettle.serve.request import Answer
+
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+JSON = b"application/json"
+"""Without a charset: kserve's client compares it with ``==``."""
+GONE = 499
+"""Inside the server: the client went away. Where somebody still listens, it reads 503."""
+_TORCHSERVE = ("predictions", "explanations", "models", "v1")
+_TORCHSERVE_TYPES = {
+    400: "BadRequestException", 404: "ModelNotFoundException", 413: "RequestEntityTooLargeException",
+    500: "InternalServerException", 503: "ServiceUnavailableException",
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class Reply:
+    """One answer: status, body in parts, and its type."""
+
+    status: int
+    body: tuple[bytes, ...] = ()
+    kind: bytes = JSON
+    headers: Headers = ()
+    answer: Answer | None = None
+    """What the pool said of it, for the spans."""
+    events: AsyncGenerator[bytes, None] | None = None
+    """The body as it comes, where it is not known yet."""
+
+    async def send(self, send: Send) -> None:
+        """Give it to the client."""
+        if self.events is not None:
+            headers = [(b"content-type", self.kind), *self.headers]
+            await send({"type": "http.response.start", "status": self.status, "headers": headers})
+            async with contextlib.aclosing(self.events) as events:
+                async for event in events:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+            return
+        whole = self.body[0] if len(self.body) == 1 else b"".join(self.body)
+        headers = [(b"content-type", self.kind), (b"content-length", b"%d" % len(whole)), *self.headers]
+        await send({"type": "http.response.start", "status": self.status, "headers": headers})
+        await send({"type": "http.response.body", "body": whole})
+
+
+def said(value: Any, status: int = 200) -> Reply:
+    """A value as JSON."""
+    return Reply(status, (json.dumps(value).encode(),))
+
+
+def refused(refusal: Refusal, parts: list[str]) -> Reply:
+    """What a client of the protocol that this path belongs to understands as an error."""
+    status = 503 if refusal.status == GONE else refusal.status
+    if not parts or parts[0] not in _TORCHSERVE:
+        reply = said({"error": refusal.reason}, status)
+    else:
+        kind = _TORCHSERVE_TYPES.get(status, "ServiceException")
+        if isinstance(refusal, NoSuchPath):
+            kind = "ResourceNotFoundException"
+        reply = said({"code": status, "type": kind, "message": refusal.reason}, status)
+    reply.headers = refusal.headers
+    return reply

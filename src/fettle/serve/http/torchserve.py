@@ -1,0 +1,133 @@
+"""TorchServe's URLs, so that its clients stay as they are: predictions by the handler, and management."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from typing import Any
+
+from fettle.serve.http.call import Call
+from fettle.serve.http.reply import Reply, said
+from fettle.serve.refusal import Malformed, NoSuchPath, Rejected
+from fettle.serve.registry import Version
+
+
+async def predict(call: Call) -> Reply | None:
+    """``/predictions/NAME[/V]``, ``/explanations/NAME[/V]``, ``/v1/models/NAME:predict`` and ``:explain``."""
+    match call.method, call.parts:
+        case "POST" | "PUT", ["predictions", name]:
+            return await _predict(call, name, None)
+        case "POST" | "PUT", ["predictions", name, number]:
+            return await _predict(call, name, number)
+        case "POST", ["explanations", name]:
+            return await _predict(call, name, None, explain=True)
+        case "POST", ["explanations", name, number]:
+            return await _predict(call, name, number, explain=True)
+        case "POST", ["v1", "models", name] if name.endswith(":predict"):
+            return await _predict(call, name.removesuffix(":predict"), None)
+        case "POST", ["v1", "models", name] if name.endswith(":explain"):
+            return await _predict(call, name.removesuffix(":explain"), None, explain=True)
+    return None
+
+
+async def _predict(call: Call, name: str, number: str | None, *, explain: bool = False) -> Reply:
+    body = await call.body()
+    version = call.choose(name, number, call.header(b"x-request-id"))
+    kind = call.header(b"content-type")[:200]
+    if kind.startswith("multipart/form-data"):
+        body = _form_data(body, kind)
+    answer = await version.pool.submit(rows=1, key="body", body=body, kind=kind, gone=call.gone(), explain=explain)
+    version.last_ms = int(time.time() * 1e3)
+    return Reply(200, (answer.body,), answer.kind.encode("latin-1"), answer=answer)
+
+
+def _form_data(body: bytes, kind: str) -> bytes:
+    """The first file of a multipart form, as ``curl -F data=@file`` sends it."""
+    from email.parser import BytesParser
+    from email.policy import HTTP
+
+    if body.count(b"\r\n--") > 64:
+        raise Malformed("the form has too many parts")
+    message = BytesParser(policy=HTTP).parsebytes(b"Content-Type: " + kind.encode("latin-1") + b"\r\n\r\n" + body)
+    for part in message.iter_parts():
+        if part.get_param("name", header="content-disposition") in ("data", "body"):
+            data = part.get_payload(decode=True)
+            return data if isinstance(data, bytes) else b""
+    raise Malformed("the form has no field data")
+
+
+async def ping(call: Call) -> Reply | None:
+    """``GET /ping``."""
+    if (call.method, call.parts) != ("GET", ["ping"]):
+        return None
+    return said({"status": "Healthy"}) if call.registry.ready else said({"status": "Unhealthy"}, 500)
+
+
+# -- management -------------------------------------------------------------------------------------------------------
+
+
+async def manage(call: Call) -> Reply | None:
+    """``/models``: list, describe, register by name, unregister, set the default version."""
+    registry = call.registry
+    match call.method, call.parts:
+        case "GET", ["models"]:
+            names = [{"modelName": name, "modelUrl": name} for name in sorted(registry.models)]
+            return said({"models": names})
+        case "GET", ["models", name]:
+            return said([_described(name, registry.choose(name))])
+        case "GET", ["models", name, "all"]:
+            registry.choose(name)
+            return said([_described(n, made) for n, _, made in registry.versions() if n == name])
+        case "GET", ["models", name, number]:
+            return said([_described(name, registry.choose(name, number))])
+        case "POST", ["models"]:
+            return await _register(call)
+        case "DELETE", ["models", name]:
+            await registry.unload(name)
+            return said({"status": f'Model "{name}" unregistered'})
+        case "DELETE", ["models", name, number]:
+            await registry.unload(name, number)
+            return said({"status": f'Model "{name}" unregistered'})
+        case "PUT", ["models", name, number, "set-default"]:
+            registry.change(name, {"default": number})
+            return said({"status": f'Default version successfully updated for model "{name}" to "{number}"'})
+        case "PUT", ["models", name] | ["models", name, _]:
+            registry.choose(name, call.parts[2] if len(call.parts) > 2 else None)
+            raise Rejected(501, "the number of workers is set in serve.toml: load the model again to change it")
+        case _, ["predictions" | "v1", *_]:
+            raise NoSuchPath
+    return None
+
+
+async def _register(call: Call) -> Reply:
+    query = call.query()
+    wanted = query.get("url", "")
+    if "/" in wanted or "\\" in wanted or ":" in wanted or not wanted:
+        raise Rejected(400, "url names a package of the store; addresses and paths are not taken")
+    made = await call.registry.load_named(query.get("model_name") or wanted.removesuffix(".zip"))
+    manifest, count = made.package.manifest, len(made.pool.workers)
+    text = f'Model "{manifest.name}" Version: {manifest.version} registered with {count} initial workers'
+    return said({"status": text})
+
+
+def _described(name: str, version: Version) -> dict[str, Any]:
+    pool = version.pool
+    workers = [
+        {"id": str(worker.index), "startTime": _iso(worker.started_at), "memoryUsage": worker.rss, "pid": worker.pid,
+         "status": "READY" if worker.ready else "UNREADY", "gpu": pool.device != "cpu"}
+        for worker in pool.workers
+    ]  # fmt: skip
+    count = len(pool.workers)
+    return {
+        "modelName": name, "modelVersion": version.package.manifest.version, "modelUrl": name, "engine": "Torch",
+        "runtime": "python", "minWorkers": count, "maxWorkers": count, "batchSize": pool.settings.max_rows,
+        "maxBatchDelay": int(pool.settings.delay_ms), "loadedAtStartup": True, "workers": workers,
+        "jobQueueStatus": {
+            "remainingCapacity": max(0, pool.settings.max_queue_rows - pool.waiting_rows),
+            "pendingRequests": pool.queue.requests,
+        },
+    }  # fmt: skip
+
+
+def _iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,65 @@
+"""Every setting that can be tried, simulated: a few milliseconds each, where a load test takes seconds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from fettle.serve.points import Measured, Point, Setting
+from fettle.serve.policy import PolicyName, plan
+from fettle.serve.simulate import capacity
+
+DELAYS = (0.0, 0.25)
+"""Waiting for a fuller batch, as shares of the cost of one row."""
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_POLICIES: tuple[PolicyName, ...] = ("greedy", "curve")
+
+
+def crews(cores: int, device: str = "cpu") -> list[tuple[int, int]]:
+    """Workers and threads of each: all cores to one worker, then divided; also one core left for the front end.
+
+    Workers that share another device than the CPU need a core each, to hand it work.
+    """
+    if device != "cpu":
+        return [(workers, 1) for workers in (1, 2) if workers <= max(cores, 1)]
+    counts = [2**power for power in range(cores.bit_length()) if 2**power <= cores]
+    counts += [cores] if cores not in counts else []
+    found = [(workers, cores // workers) for workers in counts]
+    return found + ([(1, cores - 1)] if cores > 1 else [])
+
+
+def between(workers: int, known: Sequence[int]) -> list[int]:
+    """Numbers of workers halfway to the neighbours among those `known`."""
+    place = known.index(workers)
+    near = [known[i] for i in (place - 1, place + 1) if 0 <= i < len(known)]
+    return sorted({(workers + other) // 2 for other in near} - set(known))
+
+
+def rank(branches: Iterable[Measured], limit_s: float, tell: Callable[[str], None] = lambda text: None) -> list[Point]:
+    """Every setting, simulated; best first."""
+    points = []
+    for measured in branches:
+        branch, costs = measured.branch, measured.costs
+        curve = costs.curve()
+        for rows, policy in itertools.product([size for size in ROWS if size <= curve.rows[-1]], _POLICIES):
+            plans = set()
+            for delay, pad in itertools.product(DELAYS if rows > 1 else (0.0,), (False, True)):
+                if pad and not measured.calibration.may_pad:
+                    continue
+                setting = Setting(branch.workers, branch.threads, rows, delay * curve.at(1), policy, pad,
+                                  branch.device, branch.variant, measured.buckets)  # fmt: skip
+                tables = plan(setting.batching(), curve)
+                if (delay, tables) in plans:
+                    continue  # with this curve padding changes nothing
+                plans.add((delay, tables))
+                best, seen = capacity(setting.batching(), costs, limit_s)
+                points.append(Point(setting, best, seen.percentile(50) if seen else math.nan))
+        tell(f"{len(points)} settings simulated")
+    # Of settings that are as good, the simpler one: fewer workers, no delay, no padding, smaller batches.
+    return sorted(
+        points,
+        key=lambda p: (
+            -round(p.predicted, 1), p.setting.workers, p.setting.delay_s, p.setting.pad, p.setting.max_rows
+        ),
+    )  # fmt: skip

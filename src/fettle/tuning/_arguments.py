@@ -1,0 +1,96 @@
+"""What `tune` is given, checked: one clear line for each thing that cannot be."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fettle.errors import UsageError
+from fettle.recipe import Recipe
+from fettle.result import Goal, Limits
+from fettle.search import DESIGNS
+from fettle.techniques import check_names
+from fettle.workload import Target, Workload, as_batches, find_target, target_from_objects
+
+MODES = ("inference", "training")
+GOALS: tuple[Goal, ...] = ("throughput", "latency", "memory", "energy", "startup")
+
+
+def target_of(
+    model: Any,
+    inputs: Any,
+    call: Callable[..., Any] | None,
+    metric: Callable[[Callable[..., Any]], float] | None,
+    folder: Path,
+    mode: str = "inference",
+) -> Target:
+    from fettle.train import TrainingWorkload
+
+    if mode not in MODES:
+        raise UsageError(f"unknown mode {mode!r}: there are {', '.join(MODES)}")
+    if isinstance(model, TrainingWorkload):
+        if mode != "training":
+            raise UsageError("a TrainingWorkload is tuned with mode='training'")
+        return replace(target_from_objects(model, folder / "cache"), mode=mode)
+    if mode == "training" and not isinstance(model, (str, Target)):
+        raise UsageError("training needs a fettle.TrainingWorkload(model, optimizer, loss, data), or 'file.py:factory'")
+    if isinstance(model, Target):
+        return replace(model, mode=mode)
+    if isinstance(model, str):
+        if inputs is not None:
+            raise UsageError("inputs belong to a live model; the factory of a target gives its own")
+        return replace(find_target(model), mode=mode)
+    if not isinstance(model, Workload):
+        if inputs is None:
+            raise UsageError("give sample inputs: fettle.tune(model, [batch])")
+        model = Workload(model, as_batches(inputs), call, metric)
+    return target_from_objects(model, folder / "cache")
+
+
+def check_limits(limits: Limits, goal: str, budget_s: float | None, design: str) -> None:
+    if goal not in GOALS:
+        raise UsageError(f"unknown goal {goal!r}: there are {', '.join(GOALS)}")
+    if design not in DESIGNS:
+        raise UsageError(f"unknown design {design!r}: there are {', '.join(DESIGNS)}")
+    checks = {
+        "max error": limits.max_error, "max latency": limits.max_latency_ms, "max memory": limits.max_memory_bytes,
+        "budget": budget_s, "min throughput": limits.min_throughput,
+    }  # fmt: skip
+    for name, value in checks.items():
+        if value is not None and not value > 0:
+            raise UsageError(f"an impossible limit: {name} must be above 0, and is {value:g}")
+    if limits.min_agreement is not None and not 0 <= limits.min_agreement <= 1:
+        raise UsageError(f"an impossible limit: min agreement is a share between 0 and 1, not {limits.min_agreement:g}")
+    if limits.max_metric_drop is not None and not limits.max_metric_drop >= 0:
+        raise UsageError(f"an impossible limit: max metric drop must not be below 0, and is {limits.max_metric_drop:g}")
+
+
+def check_ranks(nproc: int, device_memory_bytes: int | None, mode: str) -> None:
+    if isinstance(nproc, bool) or not 1 <= nproc <= 1024:
+        raise UsageError(f"--nproc {nproc}: give the number of ranks on this machine, 1 to 1024")
+    if nproc > 1 and mode != "training":
+        raise UsageError("--nproc is for training: add --mode training")
+    if device_memory_bytes is not None and device_memory_bytes <= 0:
+        raise UsageError("an impossible limit: device memory must be above 0")
+
+
+def check_techniques(allowed: Mapping[str, Sequence[str]]) -> Mapping[str, Sequence[str]]:
+    """The user's choice of levels; raises `UsageError` for a name that the catalogue does not have."""
+    for name, levels in allowed.items():
+        for level in levels:
+            check_names(Recipe({name: level}))
+    return allowed
+
+
+def writable(folder: Path) -> Path:
+    """The folder, made if need be, as a full path. Raises `UsageError` when nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot write to the output folder {folder}: {error.strerror}") from error
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"cannot write to the output folder {folder}: permission denied")
+    return folder.resolve()

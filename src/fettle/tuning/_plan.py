@@ -1,0 +1,83 @@
+"""The memory plan of a study on several ranks, made before any parallel strategy is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fettle.errors import UsageError
+from fettle.measure import Worker, WorkerError
+from fettle.recipe import Recipe
+from fettle.result import PlanRow
+from fettle.study import Study
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What the plan predicted, and what it rules out."""
+
+    made: Mapping[str, Any] | None = None
+    """`fettle.train.plan.Plan` as plain data; None where there is none."""
+    note: str = ""
+    """How it was made, or why it could not be."""
+
+    def rules_out(self, recipe: Recipe) -> str:
+        """Why the plan says that a recipe cannot fit; empty where it may, or nobody knows."""
+        if recipe.levels.get("parallel", "single") == "single":
+            return ""
+        from fettle.train.study_plan import rules_out
+
+        return rules_out(self.made, recipe.levels)
+
+    def rows(self) -> tuple[PlanRow, ...]:
+        """The predictions for the report."""
+        if not self.made:
+            return ()
+        memory = self.made["device_memory_bytes"]
+        limit = None if memory is None else int(memory * (1 - self.made["headroom"]))
+        return tuple(
+            PlanRow(
+                item["strategy"],
+                item["peak_bytes"],
+                item["parts"],
+                limit,
+                item["collectives"],
+                item["sent_bytes"],
+                item["failed"],
+            )
+            for item in self.made["predictions"]
+        )
+
+
+def plan_memory(
+    worker: Worker, study: Study, nproc: int, device: str, device_memory_bytes: int | None, tell: Callable[[str], None]
+) -> MemoryPlan:
+    """Plan the parallel strategies over `nproc` ranks, or recall the plan of an earlier run of the study."""
+    measured_with = study.note("ranks")
+    if nproc > 1 and measured_with not in (None, nproc):
+        raise UsageError(f"the study {study.name!r} holds trials on {measured_with} ranks: choose another --study")
+    if nproc == 1:
+        return MemoryPlan()
+    study.set_note("ranks", nproc)
+    memory = device_memory_bytes or _memory_of_rank(device, nproc)
+    key = f"plan {nproc} {memory}" if device_memory_bytes else f"plan {nproc}"
+    kept = study.note(key)
+    if kept is None:
+        tell(f"planning the memory of {nproc} ranks")
+        try:
+            kept = worker.ask("plan", 300.0, factor=nproc, device_memory_bytes=memory)
+        except (WorkerError, UsageError) as error:
+            kept = {"plan": None, "note": f"the memory could not be planned: {error}"}
+        study.set_note(key, kept)
+    return MemoryPlan(kept["plan"], kept["note"])
+
+
+def _memory_of_rank(device: str, nproc: int) -> int:
+    """Bytes that one rank may fill: its GPU, or its share of this machine."""
+    import psutil
+    import torch
+
+    if device == "cuda":
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    return int(psutil.virtual_memory().total) // nproc

@@ -1,0 +1,228 @@
+"""One run of a study: it measures recipes in heats, remembers trials, and watches the budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from fettle.errors import UsageError
+from fettle.machine import Machine
+from fettle.measure import Entry, Held, Judge, Progress, Rules, Trial, Worker, WorkerError, race
+from fettle.recipe import Recipe
+from fettle.result import Goal, Limits
+from fettle.study import Study
+from fettle.techniques import find, normal, source
+from fettle.tuning import _limits
+from fettle.tuning._budget import Budget
+from fettle.tuning._plan import plan_memory
+from fettle.tuning._probe import probe
+from fettle.workload import Target
+
+SCREENING_ROUNDS = 20
+"""Most rounds of a race of the search. The last race, which is the one that is announced, may go on for longer."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a study tells while it runs, for a progress display."""
+
+    doing: str
+    """What runs now, for people."""
+    trial: Trial | None = None
+    """A trial that has just become known."""
+    best: Trial | None = None
+    elapsed_s: float = 0.0
+    budget_s: float | None = None
+
+
+Tell = Callable[[Event], None]
+
+
+class Session:
+    """One run of a study. It is what a design of `fettle.search` measures with."""
+
+    def __init__(
+        self,
+        target: Target,
+        folder: Path,
+        limits: Limits,
+        goal: Goal,
+        budget_s: float | None,
+        started: float,
+        tell: Tell,
+        confidence: float = 0.95,
+        trial_timeout_s: float = 900.0,
+        *,
+        nproc: int = 1,
+        device_memory_bytes: int | None = None,
+    ) -> None:
+        self.target, self.folder, self.limits, self.goal = target, folder, limits, goal
+        self.budget = Budget(budget_s, started)
+        self.rules = Rules(confidence=confidence, prepare_timeout_s=trial_timeout_s)
+        self.known: dict[Recipe, Trial] = {}
+        """Every recipe that was measured, by this run of the study or an earlier one."""
+        self.baseline = Held()
+        self._tell = tell
+        self._nproc, self._device_memory_bytes = nproc, device_memory_bytes
+        self._heat = 0
+        self._earlier_s = 0.0
+
+    def open(self, name: str, storage: str, machine: Machine, allow_batch: bool) -> None:
+        """Probe the workload, compute its reference, and open or resume its study."""
+        timeout_s = self.rules.prepare_timeout_s
+        with Worker(self._environment(), self._folder("logs") / "probe.log") as worker:
+            try:
+                built = worker.ask("build", timeout_s, target=msgspec.to_builtins(self.target))
+                self.study = Study.open(name, storage, built["fingerprint"], machine.id)
+                self.probed = probe(
+                    worker, self.study, self._folder("cache"), built["fingerprint"], allow_batch, timeout_s
+                )
+                self.plan = plan_memory(
+                    worker, self.study, self._nproc, self.probed.facts.device, self._device_memory_bytes, self.tell
+                )
+            except WorkerError as error:
+                raise UsageError(f"the workload could not be probed: {error}") from error
+        self.facts = replace(self.probed.facts, ranks=self._nproc)
+        if self.limits.max_metric_drop is not None and not self.probed.has_metric:
+            raise UsageError("--max-metric-drop needs a metric: give the workload one, Workload(..., metric=function)")
+        for trial in self.study.trials():
+            self.known[trial.recipe] = self.judged(trial)
+            self._heat = max(self._heat, trial.heat)
+        self._earlier_s = float(self.study.note("seconds") or 0.0)
+
+    # -- what a design asks ------------------------------------------------------------------------------------------
+
+    def measure(self, recipes: Sequence[Recipe]) -> list[Trial]:
+        """Race those of `recipes` that are not known yet beside the baseline; answer for all that are known then."""
+        wanted = list(dict.fromkeys(normal(recipe) for recipe in recipes))
+        missing = [recipe for recipe in wanted if recipe not in self.known]
+        if missing and not self.spent():
+            self.race_unknown(missing)
+        return [self.known[recipe] for recipe in wanted if recipe in self.known]
+
+    def score(self, trial: Trial) -> float:
+        """The goal as a number, smaller is better; infinite where the trial may not win."""
+        return math.inf if self.misses(trial) else _limits.score(trial, self.goal)
+
+    def spent(self) -> bool:
+        """Whether the budget is used up, but for the last race."""
+        return self.budget.started + self.budget.elapsed_s > self._deadline()
+
+    # -- what is known -----------------------------------------------------------------------------------------------
+
+    @property
+    def seconds(self) -> float:
+        """What the study has taken, earlier runs of it included."""
+        return self._earlier_s + self.budget.elapsed_s
+
+    def best(self) -> Trial | None:
+        """The trial with the best score, the simpler recipe where two are equal within noise; None if none may win."""
+        able = [trial for trial in self.known.values() if math.isfinite(self.score(trial))]
+        return min(able, key=self.rank, default=None)
+
+    def rank(self, trial: Trial) -> tuple[float, int]:
+        """The score, and at equal score how many levels differ from the workload as given: least first."""
+        return self.score(trial), len(trial.recipe.levels)
+
+    def misses(self, trial: Trial) -> str:
+        """Which limit a trial breaks that its status does not tell of, as a phrase; empty when it keeps them.
+
+        The workload as given is measured whatever its answers: only here may they cost it the win.
+        """
+        broken = _limits.misses(trial, self.limits)
+        baseline = self.known.get(Recipe())
+        if broken or trial.recipe.levels or baseline is None or baseline.status == "failed":
+            return broken
+        return self._judge().reason(baseline.accuracy)
+
+    def judged(self, trial: Trial) -> Trial:
+        """A trial of an earlier run under today's limits on accuracy."""
+        if trial.status == "failed" or not trial.recipe.levels:
+            return trial
+        reason = self._judge().reason(trial.accuracy)
+        return replace(trial, status="rejected" if reason else "measured", reason=reason)
+
+    # -- measuring ---------------------------------------------------------------------------------------------------
+
+    def race_unknown(self, recipes: Sequence[Recipe]) -> None:
+        """Race recipes that are not known in one heat, beside the baseline, and keep their trials."""
+        entries = [Recipe(), *(recipe for recipe in recipes if recipe.levels)]
+        rules = replace(self.rules, deadline=self._deadline(), max_rounds=SCREENING_ROUNDS)
+        self.keep(self.run(entries, rules, self.baseline))
+
+    def run(self, recipes: Sequence[Recipe], rules: Rules, held: Held | None = None) -> list[Trial]:
+        """Race `recipes` as they are, known or not, in fresh processes (but for what is `held`), and keep nothing."""
+        self._heat += 1
+        return race(
+            msgspec.to_builtins(self.target),
+            self.probed.fingerprint,
+            [self._entry(recipe) for recipe in recipes],
+            self._judge(),
+            rules,
+            log_folder=self._folder("logs"),
+            environment=self._environment(),
+            tell=self._pass_on,
+            heat=self._heat,
+            held=held,
+        )
+
+    def keep(self, trials: Sequence[Trial]) -> None:
+        """Keep those trials in the study whose recipes were not known."""
+        for trial in trials:
+            if trial.recipe not in self.known:
+                self.study.add(trial)
+                self.known[trial.recipe] = trial
+                self.study.set_note("seconds", self.seconds)
+                self.tell(f"measured {trial.recipe}", trial)
+
+    def tell(self, doing: str, trial: Trial | None = None) -> None:
+        """Pass on what happens."""
+        best = self.best() if self.known else None
+        self._tell(Event(doing, trial, best, self.budget.elapsed_s, self.budget.seconds))
+
+    def _pass_on(self, progress: Progress) -> None:
+        if progress.stage == "start":
+            self.tell(f"starting {progress.recipe}")
+        elif progress.stage == "round":
+            self.tell(f"round {progress.round}, {progress.live} in the race")
+
+    def _deadline(self) -> float:
+        """When to begin the last race of the leader and the baseline."""
+        return self.budget.deadline([trial for trial in (self.best(), self.known.get(Recipe())) if trial])
+
+    def _entry(self, recipe: Recipe) -> Entry:
+        environment: dict[str, str] = {}
+        calibrated = False
+        for name, level in recipe.levels.items():
+            technique = find(name)
+            environment |= technique.code(level, recipe, self.facts).environment
+            calibrated |= level in technique.calibrated
+        batch = recipe.levels.get("batch", "")
+        factor = int(batch[1:]) if batch.startswith("x") else 1
+        ranks = self._nproc if recipe.levels.get("parallel", "single") != "single" else 1
+        return Entry(recipe, source(recipe, self.facts), environment, factor, calibrated, ranks)
+
+    def _judge(self) -> Judge:
+        return Judge(
+            str(self.probed.reference_path),
+            self.limits.max_error,
+            self.limits.min_agreement,
+            self.limits.max_metric_drop,
+            self.probed.reference.metric,
+        )
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            # One compile cache a study, so that the last race and a resumed study find what was compiled.
+            "TORCHINDUCTOR_CACHE_DIR": str(self._folder("cache/inductor").resolve()),
+            "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+        }
+
+    def _folder(self, name: str) -> Path:
+        folder = self.folder / name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder

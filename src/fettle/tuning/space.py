@@ -1,0 +1,85 @@
+"""The space of recipes of one workload: the levels that work here and that the user allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from fettle.errors import UsageError
+from fettle.recipe import Recipe
+from fettle.result import LeftOut
+from fettle.search import Space
+from fettle.techniques import CATALOGUE, Facts, bundles, conflict, find, normal
+
+
+def space_for(
+    facts: Facts,
+    allowed: Mapping[str, Sequence[str]],
+    ruled_out: Callable[[Recipe], str] = lambda recipe: "",
+) -> tuple[Space, list[LeftOut]]:
+    """The space of recipes that can work here and that the user allows, and what was left out with the rule.
+
+    `ruled_out` knows of more recipes that cannot work, beyond what the catalogue's own rules say.
+    """
+    choices: dict[str, tuple[str, ...]] = {}
+    left_out: list[LeftOut] = []
+    required: dict[str, str] = {"mode": "eval"} if facts.train_mode_differs else {}
+    for technique in CATALOGUE:
+        usable = [technique.given]
+        if facts.mode not in technique.modes:
+            if technique.name in allowed:
+                raise UsageError(f"--technique {technique.name} is for {' and '.join(technique.modes)} only")
+            continue
+        for level in technique.levels(facts):
+            permitted = technique.name not in allowed or level.name in allowed[technique.name]
+            if level.name == technique.given:
+                continue
+            if level.why_not:
+                left_out.append(LeftOut(technique.name, level.name, level.why_not))
+            elif not permitted:
+                left_out.append(LeftOut(technique.name, level.name, "not among the levels allowed by --technique"))
+            else:
+                usable.append(level.name)
+                if why := ruled_out(Recipe({technique.name: level.name})):
+                    left_out.append(LeftOut(technique.name, level.name, f"{why}, unless another technique saves it"))
+        if technique.name in allowed:
+            _pin(technique.name, technique.given, allowed[technique.name], usable, left_out, required)
+        choices[technique.name] = tuple(usable)
+    useful = [
+        recipe
+        for recipe in (normal(bundle) for bundle in bundles(facts))
+        if all(level in choices[name] for name, level in recipe.levels.items())
+    ]
+
+    def why_not(recipe: Recipe) -> str:
+        for name, level in required.items():
+            if recipe.levels and recipe.levels.get(name, find(name).given) != level:
+                return f"{name}={level} is required"
+        return conflict(recipe, facts) or ruled_out(recipe)
+
+    space = Space(
+        choices=choices,
+        conflict=why_not,
+        needs={technique.name: technique.needs for technique in CATALOGUE if technique.needs},
+        required=normal(Recipe(required)),
+        cost=lambda recipe: max((find(n).level_cost(level) for n, level in recipe.levels.items()), default=1),
+        bundles=[normal(Recipe({**recipe.levels, **required})) for recipe in useful],
+    )
+    return space, left_out
+
+
+def _pin(
+    name: str, given: str, levels: Sequence[str], usable: list[str], left_out: list[LeftOut], required: dict[str, str]
+) -> None:
+    """Take the user's choice for one technique: it is an error when none of the levels can be had; a lone one is
+    required. Of several, those that cannot be had are among `left_out` already."""
+    if name == "threads":
+        usable += [level for level in levels if level.isdigit() and level not in usable]
+    possible = [level for level in levels if level in usable]
+    if not possible:
+        why = next((item.why for item in left_out if item.technique == name and item.level == levels[0]), "unknown")
+        raise UsageError(f"--technique {name}={levels[0]} cannot be had here: {why}")
+    if len(possible) == 1:
+        required[name] = possible[0]
+        usable[:] = list(dict.fromkeys([given, possible[0]]))
+    elif given not in possible:
+        required.setdefault(name, possible[0])

@@ -1,0 +1,154 @@
+"""Recipes that are stored in the package: calibrated int8, and OpenVINO's own files."""
+
+import copy
+import re
+
+import pytest
+import torch
+
+from fettle.applying import apply
+from fettle.errors import UsageError
+from fettle.recipe import Recipe
+from fettle.serve.export import write_package
+from fettle.serve.openvino import GRAPH, OpenvinoModel
+from fettle.serve.package import ServeSettings, open_package, seal
+from fettle.serve.runner import Runner, load_model
+from fettle.workload import Workload
+
+STATIC = Recipe.parse("quantize=int8-static compile=default freeze=on grad=inference_mode")
+
+
+def conv(channels=3):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(channels, 8, 3), torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(),
+        torch.nn.Linear(8, 4),
+    )  # fmt: skip
+    batches = [torch.randn(4, channels, 8, 8) for _ in range(3)]
+    return Workload(model.eval(), batches, check_inputs=[torch.randn(4, channels, 8, 8)])
+
+
+def tuned(work, recipe):
+    return apply(copy.deepcopy(work.model), recipe, list(work.inputs))
+
+
+def distance(one, other):
+    return float((one - other).norm() / other.norm())
+
+
+@pytest.fixture(scope="module")
+def static(tmp_path_factory):
+    """A package in int8 of a model with one channel, for which torch cannot compile any number of rows."""
+    work, path = conv(channels=1), tmp_path_factory.mktemp("int8") / "conv"
+    fast = tuned(work, STATIC)
+    return work, fast, write_package(work, STATIC, path, name="conv", settings=ServeSettings(max_rows=4))
+
+
+def test_int8_that_was_calibrated_answers_as_the_tuned_model_did(static):
+    work, fast, package = static
+    manifest = package.manifest
+    assert dict(manifest.recipe).items() >= STATIC.levels.items()
+    assert manifest.applied == ("quantize",)
+    assert manifest.accuracy["calibrated_on"] == 3
+    assert 0 < manifest.accuracy["relative_error"] < 0.1
+    run, _ = load_model(package)
+    question = work.check_inputs[0]
+    with torch.inference_mode():
+        answer, expected = run(question)[0], fast(question)
+    wanted = work.model(question).detach()
+    assert distance(answer, expected) < 0.5 * distance(expected, wanted)  # where a rounding went the other way
+    assert distance(answer, wanted) < 0.1
+    assert "quantized_decomposed" in (package.folder / "graph.json").read_text()
+
+
+def test_sizes_that_are_compiled_for_themselves_are_the_only_ones(static):
+    _, _, package = static
+    if package.manifest.recipe.get("shapes") != "static":  # a torch whose compiler can do it
+        assert package.settings.buckets == ()
+        return
+    assert package.settings.buckets == (1, 2, 4, 8)
+    assert set(package.settings.batching().buckets) == {1, 2, 4, 8}
+
+
+def test_there_must_be_batches_to_calibrate_on(tmp_path):
+    work = Workload(conv().model, [torch.randn(4, 3, 8, 8)])
+    with pytest.raises(UsageError, match="no batches to calibrate on"):
+        write_package(work, STATIC, tmp_path / "conv", name="conv")
+    with pytest.raises(UsageError, match="needs compile"):
+        write_package(conv(), Recipe.parse("quantize=int8-static"), tmp_path / "conv", name="conv")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_package_worse_than_its_recipe_allowed_is_refused(tmp_path):
+    evidence = {"limits": {"max_error": 1e-9}, "accuracy": {"error": 1e-10}}
+    with pytest.raises(UsageError, match="fettle tune allowed 1e-09"):
+        write_package(conv(), Recipe.parse("precision=bf16"), tmp_path / "conv", name="conv", evidence=evidence)
+    assert not any(tmp_path.iterdir())
+
+
+# -- OpenVINO ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def openvino(tmp_path_factory):
+    pytest.importorskip("openvino")
+    pytest.importorskip("nncf")
+    work = conv()
+    recipe = Recipe.parse("runtime=openvino-int8 grad=inference_mode streams=per-core")
+    fast = tuned(work, recipe)
+    path = tmp_path_factory.mktemp("openvino") / "conv"
+    return work, fast, write_package(work, recipe, path, name="conv", settings=ServeSettings(max_rows=4))
+
+
+def test_openvinos_files_answer_as_the_tuned_model_did(openvino):
+    work, fast, package = openvino
+    manifest = package.manifest
+    assert manifest.model == "openvino"
+    assert manifest.recipe == {"runtime": "openvino-int8", "grad": "inference_mode"}
+    assert manifest.requires.keys() == {"torch", "openvino"}
+    assert sorted(manifest.files) == ["openvino.bin", "openvino.xml", "samples.safetensors", "serve.toml"]
+    assert manifest.accuracy["calibrated_on"] == 3
+    question = work.check_inputs[0]
+    run, _ = load_model(package)
+    wanted = work.model(question).detach()
+    assert distance(run(question)[0], fast(question)) < 0.5 * distance(fast(question), wanted)
+    runner = Runner(package)
+    assert set(runner.warm([1, 2, 3, 4])) == {1, 2, 3, 4}
+    torch.testing.assert_close(torch.from_numpy(runner.run([[question[:3].numpy()]], 4)[0]), run(question)[0][:3])
+    assert not re.search(r"/(home|tmp|root|work)/", (package.folder / GRAPH).read_text())  # nothing of who made it
+
+
+HOSTILE = {
+    "an extension": ('version="opset1"', 'version="extension"'),
+    "another operator": ('type="Convolution"', 'type="../../Convolution"'),
+    "memory between requests": ('type="ReLU"', 'type="ReadValue"'),
+    "weights outside": ('offset="0"', 'offset="99999999"'),
+    "negative": ('offset="0"', 'offset="-8"'),
+    "entities": ("<net ", '<!DOCTYPE net [<!ENTITY a "b">]><net '),
+    "a comment": ("<net ", "<!-- <net --><net "),
+    "another root": ("<net ", "<not "),
+    "no text": ("<net ", "<net\0 "),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_graph_is_refused_before_openvino_reads_it(openvino, tmp_path, monkeypatch, what):
+    import shutil
+
+    from fettle.serve import openvino as room
+
+    folder = tmp_path / "conv"
+    shutil.copytree(openvino[2].folder, folder)
+    old, new = HOSTILE[what]
+    text = (folder / GRAPH).read_text()
+    assert old in text, what
+    (folder / GRAPH).write_text(text.replace(old, new, 1))
+    seal(folder, openvino[2].manifest)  # a stranger can compute digests too
+    monkeypatch.setattr(room, "openvino_core", lambda: pytest.fail("it was read"))
+    with pytest.raises(UsageError, match="cannot be used"):
+        OpenvinoModel(open_package(folder).folder, "openvino-int8")
+
+
+def test_openvinos_files_run_on_the_cpu_only(openvino):
+    with pytest.raises(UsageError, match="runs on the CPU"):
+        load_model(openvino[2], "cuda")

@@ -1,0 +1,70 @@
+"""The CPU allocator: what a recipe asks for is what the process really has."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from fettle.recipe import Recipe
+from fettle.techniques import Facts, conflict, machine_facts, source
+
+WORKLOAD = """
+import torch
+
+class Who(torch.nn.Module):
+    def forward(self, x):
+        mapped = open("/proc/self/maps").read()
+        print("mapped:", *(name for name in ("jemalloc", "tcmalloc") if f"lib{name}" in mapped))
+        return x * 2
+
+def workload():
+    return Who(), [torch.ones(2)]
+"""
+HERE = machine_facts().libraries
+
+
+def needs(name):
+    return pytest.param(name, marks=pytest.mark.skipif(name not in HERE, reason=f"lib{name} is not installed"))
+
+
+@pytest.mark.parametrize("name", [needs("jemalloc"), needs("tcmalloc")])
+def test_the_script_starts_again_with_the_allocator(name, tmp_path):
+    (tmp_path / "who.py").write_text(WORKLOAD)
+    target = (str(tmp_path / "who.py"), "workload")
+    script = tmp_path / "optimized.py"
+    script.write_text(source(Recipe({"allocator": name}), Facts(libraries=HERE), target=target))
+    environment = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script), "an argument"], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count(f"mapped: {name}\n") == 2  # once for each call, and the file ran once
+    assert "conf" not in done.stderr  # jemalloc tells of options that it does not know
+
+
+@pytest.mark.parametrize("name", [needs("jemalloc"), needs("tcmalloc")])
+def test_a_worker_has_the_allocator(name, tmp_path):
+    from pathlib import Path
+
+    from fettle.measure import Worker
+    from fettle.techniques import find
+
+    environment = find("allocator").code(name, Recipe({"allocator": name}), Facts(libraries=HERE)).environment
+    with Worker(environment) as worker:
+        assert f"lib{name}" in Path(f"/proc/{worker.pid}/maps").read_text()
+
+
+def test_only_where_the_library_is():
+    facts = replace(Facts(), libraries={})
+    assert conflict(Recipe({"allocator": "jemalloc"}), facts) == "allocator=jemalloc: jemalloc was not found"
+
+
+def test_importing_the_file_starts_nothing():
+    """Only a file that is run by itself may start the process again: a program that imports it goes on."""
+    text = source(Recipe({"allocator": "jemalloc"}), Facts(libraries={"jemalloc": "/nowhere/libjemalloc.so.2"}))
+    before = dict(os.environ)
+    exec(compile(text, "optimized.py", "exec"), {"__name__": "optimized"})
+    assert dict(os.environ) == before
+    assert "#   LD_PRELOAD=/nowhere/libjemalloc.so.2 MALLOC_CONF=" in text
