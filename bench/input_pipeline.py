@@ -15,7 +15,7 @@ the pipeline in memory and of no other. Exit code 1 where it is missed. JSON goe
 
 The bar of the traces, waiting 0.30 and about 0.01, bound 1.42x, reached 1.20x, is of two samples of PyTorch's Kineto
 repository, tb_plugin/samples at commit be239c04: resnet50_num_workers_0/worker0.1623143566756 and
-resnet50_num_workers_4/worker0.1623212756351. Its other recording without workers, worker0.1623143089861, waits for 0.40.
+resnet50_num_workers_4/worker0.1623212756351. Another recording of the first, worker0.1623143089861, waits for 0.40.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def traces(one: Path, other: Path) -> dict:
         print(line, flush=True)
     reached = before.step_s / after.step_s
     return {
-        "traces": [one.name, other.name],
+        "traces": [f"{path.parent.name}/{path.name}" for path in (one, other)],
         "waiting": [before.waiting, after.waiting], "bound": before.bound, "reached": reached,
         "held": {
             "reached within the bound": reached <= before.bound,

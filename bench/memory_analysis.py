@@ -72,14 +72,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--snapshots", type=Path, help="folder with the published snapshots")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write all results here")
     parser.add_argument("--child", nargs=2, metavar=("WHAT", "FILE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         print(json.dumps(_measure(*arguments.child)))
         return 0
     failures = _known_values(arguments.snapshots) if arguments.snapshots else []
+    known = None if arguments.snapshots is None else {"files": list(KNOWN), "failures": list(failures)}
     with tempfile.TemporaryDirectory() as folder:
-        failures += _speed(Path(folder), arguments.rounds)
+        rows, missed = _speed(Path(folder), arguments.rounds)
+    failures += missed
+    if arguments.json:
+        data = {"known_values": known, "rounds": arguments.rounds, "sizes": rows, "failures": failures}
+        arguments.json.write_text(json.dumps(data, indent=1) + "\n")
     for failure in failures:
         print("FAILED:", failure)
     return 1 if failures else 0
@@ -179,7 +185,8 @@ def _decisions(folder: Path, requests: int = 60) -> list[str]:
     return wrong
 
 
-def _speed(folder: Path, rounds: int) -> list[str]:
+def _speed(folder: Path, rounds: int) -> tuple[list[dict[str, float]], list[str]]:
+    """A row for each size, and the limits that were not kept."""
     files = {size: folder / f"{size}.pickle" for size in SIZES}
     for size, file in files.items():
         file.write_bytes(pickle.dumps(synthetic(size), protocol=4))
@@ -198,11 +205,22 @@ def _speed(folder: Path, rounds: int) -> list[str]:
         f"\n{'events':>10} {'file':>8} {'load':>7} {'fettle':>8} {'torch':>8} {'torch/fettle':>13} {'peak memory':>12}"
     )
     median = {key: statistics.median(values) for key, values in seconds.items()}
+    rows = []
     for size in SIZES:
         bare, ours, theirs = (median[what, size] for what in ("pickle", "fettle", "torch"))
         print(
             f"{size:>10,} {files[size].stat().st_size / 1e6:>6.0f}MB {bare:>6.2f}s {ours:>7.2f}s {theirs:>7.2f}s "
             f"{theirs / ours:>12.2f}x {peak['fettle', size] / 2**30:>9.2f}GiB"
+        )
+        rows.append(
+            {
+                "events": size,
+                "file_bytes": files[size].stat().st_size,
+                "pickle_load_s": bare,
+                "fettle_s": ours,
+                "torch_viewer_s": theirs,
+                "fettle_peak_bytes": peak["fettle", size],
+            }
         )
     largest = SIZES[-1]
     growth = (median["fettle", largest] / median["fettle", SIZES[0]]) / (largest / SIZES[0])
@@ -216,7 +234,7 @@ def _speed(folder: Path, rounds: int) -> list[str]:
         failures.append(f"{largest:,} events took {peak['fettle', largest] / 2**30:.2f} GiB, the limit is 2 GiB")
     if growth > LINEAR_WITHIN:
         failures.append(f"time grows {growth:.2f} times faster than the events")
-    return failures
+    return rows, failures
 
 
 def _measure(what: str, file: str) -> dict[str, float]:

@@ -26,6 +26,8 @@ import json, resource, sys, time
 def peak():
     own = int(next(l for l in open('/proc/self/status') if l.startswith('VmHWM')).split()[1]) / 1024
     return own
+def timed(f):
+    t = time.perf_counter(); r = f(); return time.perf_counter() - t, r
 """
 
 OURS = (
@@ -34,8 +36,6 @@ OURS = (
 from fettle import trace as T
 from fettle.trace import reader
 before = peak()
-def timed(f):
-    t = time.perf_counter(); r = f(); return time.perf_counter() - t, r
 opened, trace = timed(lambda: T.load(sys.argv[1], use_sidecar=False))
 memory = peak() - before + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
 steps = {
@@ -61,8 +61,6 @@ THEIRS = (
 import logging; logging.disable(logging.CRITICAL)
 from hta.trace_analysis import TraceAnalysis
 before = peak()
-def timed(f):
-    t = time.perf_counter(); r = f(); return time.perf_counter() - t, r
 opened, a = timed(lambda: TraceAnalysis(trace_files={0: sys.argv[1]}))
 memory = peak() - before
 steps = {

@@ -1,17 +1,17 @@
 """Training loops tuned against as given, the losses inside the band of other seeds.
 
-    python bench/train_step.py train_resnet train_gpt2 train_bert --budget 300
+    python bench/train_step.py                          all three, ten minutes each
+    python bench/train_step.py --only train_bert        one of them; what is known of the others stays
 
 The figures are those of the last, fresh race of each study. The bar, on a CPU with AMX: at least 2x for the
-convolutional loop and both transformers, the loss deviation at most 1. A workload's JSON goes to
-bench/results/training/<machine>/<workload>.json as soon as it is known; the exit code is 1 where the bar is missed.
+convolutional loop and both transformers, the loss deviation at most 1. A workload's row goes into
+bench/results/train_step.json as soon as it is known; the exit code is 1 where the bar is missed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -21,21 +21,20 @@ from fettle.result import Result
 from fettle.tuning import save, tune
 
 HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "train_step.json"
 BAR = {"train_resnet": 2.0, "train_gpt2": 2.0, "train_bert": 2.0}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workloads", nargs="*", default=["train_resnet", "train_gpt2", "train_bert"])
-    parser.add_argument("--budget", type=float, default=300.0, help="seconds for each tuning")
+    parser.add_argument("--only", action="append", choices=sorted(BAR), help="this workload; may be repeated")
+    parser.add_argument("--budget", type=float, default=600.0, help="seconds for each tuning")
     parser.add_argument("--technique", action="append", default=[], help="NAME=LEVEL,LEVEL as in fettle tune")
     parser.add_argument("--keep", type=Path, help="folder for the reports")
     options = parser.parse_args()
     allowed = {name: levels.split(",") for name, levels in (item.split("=", 1) for item in options.technique)}
-    machine = re.sub(r"[^a-z0-9]+", "-", this_machine().summary.lower()).strip("-")
-    folder = HERE / "results" / "training" / machine
     missed = False
-    for name in options.workloads:
+    for name in options.only or BAR:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
             output = options.keep / name if options.keep else Path(scratch)
             result = tune(
@@ -45,8 +44,8 @@ def main() -> None:
             if options.keep:
                 save(result, output)
         found = row(name, result)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+        rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        RESULTS.write_text(json.dumps({**rows, name: found}, indent=1) + "\n")
         print(json.dumps({key: value for key, value in found.items() if key not in ("losses", "seeds")}), flush=True)
         missed |= not found["held"]
     sys.exit(1 if missed else 0)

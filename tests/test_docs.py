@@ -26,3 +26,10 @@ def test_commands_exist(page: Path) -> None:
 
     for command in re.findall(r"^\$ fettle ([a-z-]+)", page.read_text(), re.MULTILINE):
         assert command in _COMMANDS
+
+
+def test_every_command_has_its_line() -> None:
+    from fettle.cli import _COMMANDS
+
+    listed = re.findall(r"^\| `fettle ([a-z-]+)", (ROOT / "docs" / "commands.md").read_text(), re.MULTILINE)
+    assert set(listed) == set(_COMMANDS)

@@ -64,13 +64,18 @@ ALONE = Interval(1.0, 1.0, 1.0)
 """The speed-up of the workload as given over itself."""
 
 
-def keeps(bound: float, brought: Interval, before: Interval = ALONE) -> bool:
+def keeps(bound: float, brought: Interval, before: Interval = ALONE) -> bool | None:
     """Whether a bound, a share of the call as given, holds against what was measured.
 
     Something that brought the speed-up `brought` beside a recipe which itself had the speed-up `before` saved at least
-    (1 - 1 / brought.low) / before.high of the call as given.
+    (1 - 1 / brought.low) / before.high of the call as given. None where the interval reaches from no gain to beyond the
+    bound, and says nothing.
     """
-    return 1 - (1 - 1 / brought.low) / before.high >= (1 - bound) / 1.02
+    least = (1 - 1 / brought.low) / before.high
+    most = (1 - 1 / brought.high) / before.low
+    if least <= 0 and most > bound:
+        return None
+    return 1 - least >= (1 - bound) / 1.02
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,8 @@ class Advice:
 
     @property
     def bound_kept(self) -> bool | None:
-        """Whether the least that was surely gained stays below the bound; None where nothing was measured."""
+        """Whether the least that was surely gained stays below the bound; None where nothing was measured, or
+        too little to tell."""
         return None if self.brought is None else keeps(self.bound, self.brought, self.before)
 
 

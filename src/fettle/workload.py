@@ -215,7 +215,7 @@ def workload_from(made: object, where: str) -> Workload:
     if isinstance(made, Workload):
         return made
     if type(made).__name__ == "TrainingWorkload":
-        raise UsageError(f"the factory {where} returned a TrainingWorkload: use fettle tune --mode training")
+        raise UsageError(f"the factory {where} returned a TrainingWorkload: use --mode training")
     if isinstance(made, tuple) and len(made) == 2:
         return Workload(made[0], as_batches(made[1]))
     names = {item.name for item in dataclasses.fields(Workload)}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fettle.cli import main
 from fettle.diagnose import Diagnosis, Finding, diagnose, diagnosis_json
 from fettle.diagnose.collect import collect
 from fettle.diagnose.evidence import Evidence, Operation
@@ -18,6 +19,7 @@ from fettle.errors import UsageError
 from fettle.measure import Interval
 from fettle.techniques import Facts
 from fettle.workload import find_target
+from tests.trace.build import Build
 
 HEAD = """
 import time
@@ -167,6 +169,91 @@ def test_bad_input_is_one_line(name: str, words: str, tmp_path: Path) -> None:
         diagnose(path)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_message_keeps_its_brackets(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["fettle", "diagnose", "[batch].json"])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2
+    assert "[batch].json" in capsys.readouterr().err
+
+
+def test_of_a_folder_what_cannot_be_read_is_left_out_with_a_note(tmp_path: Path) -> None:
+    for name in ("broken.json", "other.json"):
+        (tmp_path / name).write_text("{")
+    with pytest.raises(UsageError, match=r"none of its files can be read; left out: broken\.json"):
+        diagnose(tmp_path)
+    made = Build().step(0, 0, 1000)
+    made.add("user_annotation", "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 0, 600)
+    made.op("aten::mm", 600, 390)
+    made.write(tmp_path / "good.json")
+    found = diagnose(tmp_path)
+    assert found.findings[0].rule == "data-wait"
+    assert found.findings[0].evidence[0] == "in good.json"
+    assert sum(found.budget.values()) == pytest.approx(1.0)
+    assert sum(note.startswith("left out: ") for note in found.notes) == 2
+
+
+def test_a_trace_without_time_says_so(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text('{"traceEvents": [{"ph": "X", "ts": "a"}]}')
+    assert "take no time" in diagnose(tmp_path / "x.json").notes[-1]
+
+
+def test_a_bound_in_words() -> None:
+    assert Finding("r", "s", 0.75).most == "at most 75% of the time, 4.00x"
+    assert Finding("r", "s", 0.999).most == "nearly all of the time"
+    assert Finding("r", "s", bound_bytes=3 << 20).most == "at most 3 MiB"
+    assert Finding("r", "s", startup_s=2.0).most == "at most 2.0 s at start-up"
+    assert Finding("r", "s").most == ""
+
+
+def test_a_scripted_module_and_a_sparse_batch(tmp_path: Path) -> None:
+    target = write(
+        tmp_path,
+        """
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = torch.jit.script(nn.Linear(8, 8))
+            def forward(self, x):
+                return self.inner(torch.sparse.mm(x, torch.ones(8, 8)))
+        def workload():
+            return Net().eval(), [torch.eye(8).to_sparse()]
+        """,
+    )
+    assert diagnose(target, seconds=0.2, compile_check=False).wall_s > 0
+
+
+def test_of_a_training_loop_a_step_is_diagnosed(tmp_path: Path) -> None:
+    target = write(
+        tmp_path,
+        """
+        import fettle
+        def loss(model, batch):
+            value = model(batch).square().mean()
+            value.item()
+            return value
+        def workload():
+            block = lambda: nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1), nn.BatchNorm1d(16))
+            net = nn.Sequential(*[block() for _ in range(20)])
+            slow = lambda rows: (time.sleep(0.02), torch.stack(rows))[1]
+            data = torch.utils.data.DataLoader(torch.ones(12, 16), batch_size=4, collate_fn=slow)
+            return fettle.TrainingWorkload(net, lambda p: torch.optim.AdamW(p, foreach=False), loss, data)
+        """,
+    )
+    with pytest.raises(UsageError, match="use --mode training"):
+        diagnose(target)
+    with pytest.raises(UsageError, match="unknown mode"):
+        diagnose(target, mode="serving")
+    found = diagnose(target, mode="training", seconds=0.5)
+    rules = [finding.rule for finding in found.findings]
+    assert rules[0] == "data-wait"
+    assert {"optimizer", "syncs"} <= set(rules)
+    every = {*rules, *(finding.rule for finding in found.opportunities)}
+    assert not every & {"train-mode", "grad-recorded", "batch-norm", "random", "weight-bound", "leak"}
+    assert found.evidence is not None
+    assert found.evidence.rows == 4
 
 
 def op(group: str, seconds: float, **more: object) -> Operation:

@@ -1,15 +1,28 @@
 """Each rule on evidence with its cause planted, and on evidence without it."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from fettle.diagnose import RULES, Evidence, Finding, Operation, Sync, advice, brought, findings_of, roofline
+from fettle.diagnose import (
+    RULES,
+    Evidence,
+    Finding,
+    Operation,
+    Sync,
+    Verified,
+    advice,
+    brought,
+    findings_of,
+    roofline,
+    verify,
+)
 from fettle.diagnose.compile_health import CacheHealth, CompileHealth, GraphBreak, LimitHit, Recompile
 from fettle.measure import Interval, Trial
 from fettle.recipe import Recipe
 from fettle.result import Advice
-from fettle.techniques import Facts
+from fettle.techniques import Facts, conflict, normal
 
 PEAKS = {"matmul_float32": 1e11, "matmul_bfloat16": 1e12, "copy": 1e10}
 
@@ -125,6 +138,24 @@ def test_a_rule_is_silent_about_other_causes(rule: str) -> None:
     assert RULES[rule](seen(wall_s=0.00605)) is None
 
 
+@pytest.mark.parametrize("rule", PLANTED)
+def test_the_levels_that_a_rule_names_can_be_had_together(rule: str) -> None:
+    here = PLANTED[rule].facts
+    able = {"packages": {"torchao": "1"}, "num_linear": 1, "physical_cores": 4, "dtype": "float32"}
+    evidence = replace(PLANTED[rule], facts=replace(here, **able))  # type: ignore[arg-type]
+    found = RULES[rule](evidence)
+    assert found is not None
+    assert conflict(normal(Recipe(found.levels)), evidence.facts) == ""
+
+
+def test_static_int8_is_named_with_the_frozen_weights_that_it_needs() -> None:
+    product = op("convolution", "matrix", 0.004, flops=10**9)
+    found = RULES["int8"](seen(product, facts=facts(cpu_flags=("avx512_vnni",), num_conv=1)))
+    assert found is not None
+    assert found.levels["quantize"] == "int8-static"
+    assert found.levels["freeze"] == "on"
+
+
 def test_a_line_that_breaks_the_graph_is_named_once() -> None:
     sync = Sync("/a/net.py", 4, "f", "x.item()", "aten._local_scalar_dense", "item", "reads", 3)
     both = replace(PLANTED["graph-breaks"], syncs=[sync])
@@ -178,3 +209,58 @@ def test_what_advice_brought_is_read_from_two_trials_that_differ_by_it_alone() -
     assert nothing.bound_kept is None
     broken = Advice("r", "s", {}, 0.1, Interval(2.0, 1.9, 2.1))
     assert broken.bound_kept is False
+    # A bound is a share of the call as given: half of a call that is ten times as fast is 5% of it.
+    assert replace(broken, before=Interval(10.0, 9.0, 11.0)).bound_kept is True
+    assert replace(broken, brought=Interval(1.5, 0.5, 4.0)).bound_kept is None
+    assert replace(broken, brought=Interval(1.0, 0.95, 1.05)).bound_kept is True
+
+
+class TestVerify:
+    """Fixes raced in a comparison that is made up here."""
+
+    def race(self, monkeypatch: pytest.MonkeyPatch, times: dict[str, float], given: Facts) -> dict[str, Verified]:
+        """`verify`, where a recipe takes its share of the time as given."""
+
+        def bench(target: str, recipes: list[Recipe], **options: object) -> SimpleNamespace:
+            def trial(recipe: Recipe) -> Trial:
+                if str(recipe) not in times:
+                    return Trial(recipe, "failed", reason="it crashed")
+                speedup = 1 / times[str(recipe)]
+                return Trial(recipe, "measured", speedup=Interval(speedup, 0.99 * speedup, 1.01 * speedup))
+
+            return SimpleNamespace(trials=[trial(recipe) for recipe in [Recipe(), *recipes]])
+
+        monkeypatch.setattr("fettle.comparing.bench", bench)
+        found = [
+            Finding("train-mode", "It is in train mode.", 0.5, levels={"mode": "eval"}),
+            Finding("float32", "Slow.", 0.3, levels={"precision": "bf16"}),
+            Finding("grad", "Recorded.", 0.2, levels={"grad": "inference_mode"}),
+            Finding("syncs", "No technique.", 0.5),
+            Finding("small-kernels", "For a GPU.", 0.5, levels={"cuda_graphs": "on"}),
+        ]
+        return {item.finding.rule: item for item in verify("model.py", found, given)}
+
+    def test_beside_the_workload_as_given(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        times = {"": 1.0, "precision=bf16": 0.75, "grad=inference_mode": 0.5, "mode=eval": 0.9}
+        found = self.race(monkeypatch, times, Facts(is_module=True, training=True))
+        assert set(found) == {"train-mode", "float32", "grad", "small-kernels"}
+        assert found["float32"].saved == pytest.approx(0.25)
+        assert found["float32"].bound_kept
+        assert found["grad"].bound_kept is False
+        assert found["small-kernels"].speedup is None
+        assert found["small-kernels"].problem
+
+    def test_beside_eval_mode_where_train_mode_gives_other_answers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        times = {"mode=eval": 0.8, "mode=eval precision=bf16": 0.55, "grad=inference_mode mode=eval": 0.5}
+        found = self.race(monkeypatch, times, Facts(is_module=True, training=True, train_mode_differs=True))
+        assert found["train-mode"].beside == ""
+        assert found["train-mode"].saved == pytest.approx(0.2)
+        assert found["float32"].beside == "mode=eval"
+        assert found["float32"].saved == pytest.approx(0.25)
+        assert found["float32"].bound_kept
+        assert found["grad"].bound_kept is False  # 0.3 of the call as given
+
+    def test_a_fix_that_does_not_run_says_why(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        found = self.race(monkeypatch, {"mode=eval": 0.8}, Facts(is_module=True, training=True))
+        assert found["float32"].problem == "it crashed"
+        assert found["float32"].bound_kept is None

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from fettle.errors import UsageError
 from fettle.inputs import Measured, Setting, measure_and_search
 from fettle.inputs.contest import PAIRS, Contest
+from fettle.inputs.found import cannot_help
 from fettle.inputs.guard import Room
 from fettle.inputs.journal import Journal
-from fettle.inputs.search import ROUNDS, _search, cannot_help
+from fettle.inputs.search import ROUNDS, _search
 from fettle.inputs.setting import AS_GIVEN, BATCH_INDEX, Facts, Slice, ratio, smallest_of_the_best
 
 HERE = Path(__file__).parent
@@ -96,7 +97,7 @@ def test_what_is_found_is_near_the_best_there_is(make_s, hand_s, step_s, cores, 
         number for number in range(most + 1)
         if contest.true_rate(Setting(number, persistent_workers=True)) >= 0.995 * best
     )  # fmt: skip
-    assert found.best.setting.num_workers <= 1.1 * enough + 1  # noise hides a percent or two
+    assert found.best.setting.num_workers <= 1.25 * enough + 1  # one step of the climb: noise hides a percent or two
 
 
 @settings(max_examples=60, deadline=None)

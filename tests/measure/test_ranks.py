@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,28 +13,18 @@ from fettle.measure import Entry, Judge, Rules, Worker, WorkerError, race
 from fettle.recipe import Recipe
 from fettle.techniques import Facts, source
 from fettle.workload import find_target
+from tests.processes import alive, left_behind
 
+RANKS = "fettle.measure._ranks"
 TRAIN = Path(__file__).parent.parent / "train"
 FACTS = Facts(mode="training", samples=16, ranks=2, max_grad_norm=1.0, optimizer="AdamW", block_classes=("Block",))
 
 
-def family() -> set[int]:
-    """Processes that run a rank or the process that starts them."""
-    found = set()
-    for process in psutil.process_iter(["pid", "cmdline"]):
-        if "fettle.measure._ranks" in " ".join(process.info["cmdline"] or ()):
-            found.add(process.info["pid"])
-    return found
-
-
 @pytest.fixture(autouse=True)
 def no_orphans():
-    before = family()
+    before = alive(RANKS)
     yield
-    deadline = time.monotonic() + 10
-    while (left := family() - before) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not left
+    assert not left_behind(before, RANKS)
 
 
 def target(name: str) -> dict:
@@ -101,15 +90,15 @@ def test_every_strategy_runs_and_trains_alike():
 
 @pytest.mark.slow
 def test_ranks_end_with_the_process_that_started_them():
-    before = family()
+    before = alive(RANKS)
     worker = Worker(ranks=2)
     try:
         worker.ask("build", 120, target=target("planned.py:workload"))
-        ranks = family() - before
+        ranks = alive(RANKS) - before
         assert len(ranks) == 3
         os.kill(worker.pid, signal.SIGKILL)
-        _, alive = psutil.wait_procs([psutil.Process(pid) for pid in ranks - {worker.pid}], timeout=10)
-        assert not alive
+        _, left = psutil.wait_procs([psutil.Process(pid) for pid in ranks - {worker.pid}], timeout=10)
+        assert not left
         with pytest.raises(WorkerError, match="SIGKILL"):
             worker.ask("slice", 10, seconds=0.1)
     finally:

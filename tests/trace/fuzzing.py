@@ -3,8 +3,8 @@
     python -m tests.trace.fuzzing [--first 0] [--count 10000] [--state fuzz.json]
 
 Every case is its seed: the same number is the same trace, so that a failure can be run again alone (`--first N --count
-1`) and a run that was ended goes on where it stopped (`--state`). With `--atheris` (where atheris is installed) a
-coverage-guided run starts from the same traces.
+1`) and a run that was ended goes on where it stopped (`--state`). `fuzz_atheris` starts a
+coverage-guided run from the same traces.
 """
 
 from __future__ import annotations
@@ -206,33 +206,13 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _atheris(folder: Path) -> None:
-    import atheris
-
-    def one(data: bytes) -> None:
-        (folder / "t.json").write_bytes(data)
-        answer_everything(folder / "t.json")
-
-    corpus = folder / "corpus"
-    corpus.mkdir()
-    for i, text in enumerate(SEEDS):
-        (corpus / str(i)).write_bytes(text)
-    atheris.instrument_all()
-    atheris.Setup([sys.argv[0], f"-timeout={CASE_SECONDS}", "-rss_limit_mb=3000", "-max_len=20000", str(corpus)], one)
-    atheris.Fuzz()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--state", type=Path)
-    parser.add_argument("--atheris", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        if options.atheris:
-            _atheris(Path(folder))
-            return
         failed = run_cases(options.first, options.count, Path(folder), options.state)
     print("\n".join(failed) or f"{options.count} mutated traces: none crashed, hung or grew")
     sys.exit(1 if failed else 0)

@@ -80,6 +80,7 @@ def test_other_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
         ["whatif", "T", "--kernels", "("],
         ["record", "nonsense"],
         ["record", "nowhere.py:f"],
+        ["record", "no.such.module:f"],
     ],
 )
 def test_what_the_caller_can_mend_is_one_line_and_two(
@@ -201,6 +202,15 @@ def test_record_then_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert "aten::relu" in T.operator_table(trace)["operator"].to_list()
     assert T.memory_timeline(trace).height > 0
     assert T.time_account(trace)["compute_ns"].min() > 0
+    capsys.readouterr()
+    program.write_text("calls = []\ndef step():\n    calls.append(1)\n    assert len(calls) < 3, 'three\\nlines'\n")
+    for text, said in ((program.read_text(), "raised in step 2: AssertionError: three"), ("def step(:", "SyntaxError")):
+        program.write_text(text)
+        assert run(monkeypatch, "record", f"{program}:step", "-o", str(tmp_path / "none.json")) == 2
+        told = capsys.readouterr().err.strip()
+        assert said in told
+        assert len(told.splitlines()) == 1
+        assert not (tmp_path / "none.json").exists()
     with T.record(tmp_path / "block.json"):
         sum(range(10))
     with (

@@ -164,13 +164,18 @@ def test_several_processes_read_what_one_reads(tmp_path: Path, monkeypatch: pyte
     for i in range(20):
         build.add("cpu_instant_event", "[memory]", 1000 + i, 0, ph="i", tid=2 + i % 3, Bytes=64, Addr=i)
     path = build.write(tmp_path / "t.json")
-    one = load(path, use_sidecar=False, processes=1)
+    shares: list[float] = []
+    one = load(path, use_sidecar=False, processes=1, on_progress=shares.append)
+    assert shares[-1] == 1.0
     if helpers == "die":
         monkeypatch.setattr(parallel, "_HELPER", "raise SystemExit(3)")
     elif helpers == "are not there":
         monkeypatch.setattr(parallel.sys, "executable", "")
     size = path.stat().st_size
-    columns, metadata, facts = parallel.read_in_parallel(path, size, 2, 10**9, span_bytes=20_000)
+    shares.clear()
+    columns, metadata, facts = parallel.read_in_parallel(path, size, 2, 10**9, 20_000, on_progress=shares.append)
+    assert shares == sorted(shares)
+    assert 0 <= shares[0] < 1
     assert metadata == one.metadata
     two = assemble(path, None, columns, metadata, facts)
     assert two.names == one.names

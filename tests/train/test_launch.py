@@ -1,39 +1,25 @@
 """Two gloo ranks: what they measure is what was predicted, and whatever goes wrong is one failed trial, no orphan."""
 
-import os
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from fettle.train.plan import build_fake, plan
 from fettle.train.strategies import parse_strategy
 from fettle.train.strategies_launch import launch
 from fettle.workload import find_target
+from tests.processes import alive, left_behind
 
 HERE = Path(__file__).parent / "planned.py"
+RANKS = "fettle.train.strategies_"
 pytestmark = pytest.mark.slow
-
-
-def family() -> set[int]:
-    """Processes of this user that run a rank or its supervisor."""
-    found = set()
-    for process in psutil.process_iter(["pid", "cmdline", "username"]):
-        words = " ".join(process.info["cmdline"] or ())
-        if "fettle.train.strategies_" in words and process.info["pid"] != os.getpid():
-            found.add(process.info["pid"])
-    return found
 
 
 @pytest.fixture(autouse=True)
 def no_orphans():
-    before = family()
+    before = alive(RANKS)
     yield
-    deadline = time.monotonic() + 10
-    while (left := family() - before) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not left
+    assert not left_behind(before, RANKS)
 
 
 @pytest.mark.parametrize("text", ["ddp", "zero1", "zero2", "zero3", "zero3 checkpoint=block"])

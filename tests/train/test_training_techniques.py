@@ -12,6 +12,7 @@ import torch
 
 from fettle.recipe import Recipe
 from fettle.techniques import CATALOGUE, Facts, bundles, conflict, load, source
+from fettle.techniques.conv_grad import gradients_by_products
 from fettle.train import Steps, load_training
 from fettle.train.step_parts import step_parts
 from fettle.workload import find_target
@@ -22,7 +23,8 @@ FACTS = Facts(
     optimizer="AdamW", optimizer_levels=("foreach", "fused"), loader_workers=-1, max_grad_norm=1.0, allow_batch=True,
     physical_cores=2, cpu_flags=("avx512_fp16", "amx_bf16"),
 )  # fmt: skip
-SLOW = {"compile", "shapes", "region"}
+SLOW = {"compile", "shapes", "region", "conv_grad"}
+"""Left to the slow tests, or (conv_grad: the little net's convolution has three channels) to a test of their own."""
 
 
 def cases():
@@ -60,6 +62,42 @@ def test_losses_stay(name, level):
     assert found.losses == pytest.approx(wanted.losses, abs=close)
     assert found.grad_norms == pytest.approx(wanted.grad_norms, rel=0.5)
     assert wanted.losses[-1] < wanted.losses[0]
+
+
+@pytest.mark.parametrize(
+    ("channels", "kernel", "stride", "padding", "last"),
+    [(16, 3, 1, 1, False), (16, 3, 2, 1, True), (16, 1, 2, 0, True), (24, (2, 5), (1, 3), (1, 0), False)],
+)
+def test_gradients_by_products_are_the_gradients(channels, kernel, stride, padding, last):
+    torch.manual_seed(0)
+    layer = torch.nn.Conv2d(channels, 8, kernel, stride, padding).double()
+    x = torch.randn(2, channels, 9, 11, dtype=torch.double, requires_grad=True)
+    if last:
+        x = x.detach().contiguous(memory_format=torch.channels_last).requires_grad_()
+    outputs = []
+    for _ in range(2):  # first by the library's kernel
+        layer.zero_grad()
+        x.grad = None
+        value = layer(x)
+        value.square().sum().backward()
+        outputs.append([value.detach(), x.grad, layer.weight.grad, layer.bias.grad])
+        assert gradients_by_products(torch.nn.Sequential(layer)) == 1
+    for wanted, found in zip(*outputs, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_gradients_by_products_under_autocast_reach_float32_weights():
+    layer = torch.nn.Conv2d(16, 4, 3)
+    gradients_by_products(torch.nn.Sequential(layer))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = layer(torch.randn(2, 16, 6, 6))
+    value.float().sum().backward()
+    assert (value.dtype, layer.weight.grad.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_gradients_by_products_need_a_convolution_with_channels():
+    with pytest.raises(RuntimeError, match="16 channels"):
+        gradients_by_products(torch.nn.Conv2d(3, 8, 3))
 
 
 def test_masters_and_weights_may_lie_in_memory_in_different_ways():

@@ -13,6 +13,7 @@ import sys
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from fettle.errors import UsageError
 
@@ -84,5 +85,6 @@ def main() -> None:
 
 
 def _fail(message: str) -> None:
-    Console(stderr=True, soft_wrap=True).print(f"[bold red]fettle:[/] {' '.join(message.split())}", highlight=False)
+    line = escape(" ".join(message.split()))  # a message may hold brackets: [batch], torch-fettle[ray]
+    Console(stderr=True, soft_wrap=True).print(f"[bold red]fettle:[/] {line}", highlight=False)
     sys.exit(2)

@@ -36,6 +36,7 @@ def command(
     ] = None,
     seconds: Annotated[str, typer.Option(help="time for the timed collectors")] = "6s",
     budget: Annotated[str, typer.Option(help="time for --verify")] = "3m",
+    mode: Annotated[str, typer.Option(help="inference or training (a TrainingWorkload)")] = "inference",
     no_compile: Annotated[bool, typer.Option("--no-compile", help="do not trace with torch.compile")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="write the report to this HTML file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the diagnosis as JSON")] = False,
@@ -48,6 +49,8 @@ def command(
 
       fettle diagnose model.py:classifier --verify --output diagnosis.html
 
+      fettle diagnose loop.py --mode training
+
       fettle diagnose trace.json.gz
 
       fettle diagnose model.py --fail-on graph-breaks=0,recompiles=0,syncs=0
@@ -56,13 +59,19 @@ def command(
     from fettle.diagnose import verify as race_fixes
 
     allowed = _allowed(fail_on)
+    if verify and mode == "training":
+        raise UsageError("--verify is for inference: fettle tune --mode training tries what is named here")
     if output is not None and not output.resolve().parent.is_dir():
         raise UsageError(f"{output.parent}: no such folder for the report")
     progress = Console(stderr=True)
     with progress.status("starting") as status:
         tell = status.update if progress.is_terminal and not as_json else (lambda text: None)
         found = diagnose(
-            target, seconds=_options.duration_s(seconds, "--seconds"), compile_check=not no_compile, tell=tell
+            target,
+            seconds=_options.duration_s(seconds, "--seconds"),
+            compile_check=not no_compile,
+            mode=mode,
+            tell=tell,
         )
         checked = []
         if verify:
@@ -143,7 +152,7 @@ def _print(found: Diagnosis, checked: Sequence[Verified], console: Console) -> N
         if items:
             console.print(f"\n[bold underline]{title}[/]", highlight=False)
         for place, finding in enumerate(items[:_MOST], 1):
-            console.print(f"\n[bold]{place}. {escape(finding.says)}[/]  {_bound(finding)}", highlight=False)
+            console.print(f"\n[bold]{place}. {escape(finding.says)}[/]  [yellow]{finding.most}[/]", highlight=False)
             for line in finding.evidence[: 3 if finding.opportunity else 5]:
                 console.print(f"   {escape(line)}", style="dim", highlight=False)
             fix = " ".join(f"{name}={level}" for name, level in finding.levels.items())
@@ -155,18 +164,14 @@ def _print(found: Diagnosis, checked: Sequence[Verified], console: Console) -> N
             console.print(f"\n{len(items) - _MOST} smaller ones: see --json or the report", highlight=False)
 
 
-def _bound(finding: object) -> str:
-    bound, size, start = finding.bound, finding.bound_bytes, finding.startup_s  # type: ignore[attr-defined]
-    if bound > 0:
-        return f"[yellow]at most {bound:.0%} of the time, {finding.speedup:.2f}x[/]"  # type: ignore[attr-defined]
-    if size:
-        return f"[yellow]at most {size / 2**20:.0f} MiB[/]"
-    return f"[yellow]at most {start:.1f} s at start-up[/]" if start else ""
-
-
 def _checked(item: Verified) -> str:
     if item.speedup is None:
         return f"[red]the fix did not run:[/] {escape(item.problem)}"
-    word = "[green]within the bound[/]" if item.bound_kept else "[bold red]beyond the bound: the rule is wrong[/]"
+    words = {
+        True: "[green]within the bound[/]",
+        False: "[bold red]beyond the bound: the rule is wrong[/]",
+        None: "[yellow]too uncertain to hold against the bound: give a longer --budget[/]",
+    }
+    word = words[item.bound_kept]
     over = f" over {escape(item.beside)}" if item.beside else ""
     return f"measured {item.speedup} with {escape(item.recipe)}{over}: {word}"

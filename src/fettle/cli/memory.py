@@ -30,7 +30,16 @@ def command(
     max_file_size: Annotated[str, typer.Option(help="Refuse larger files.")] = "1GiB",
     as_json_: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
-    """Analyse a memory snapshot: peak, holders, spikes, leaks, fragmentation, churn; or compare two."""
+    """Analyse a memory snapshot: peak, holders, spikes, leaks, fragmentation, churn; or compare two.
+
+    [bold]Examples[/]
+
+      fettle memory run.pickle --report memory.html
+
+      fettle memory before.pickle after.pickle
+
+      fettle memory run.pickle --request 2GiB --device-free 1GiB
+    """
     limit = parse_size(max_file_size)
     request_bytes = parse_size(request) if request is not None else None
     free_bytes = parse_size(device_free) if device_free is not None else None

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,22 +22,26 @@ from fettle.diagnose._timing import held, timed
 from fettle.diagnose.evidence import Evidence
 from fettle.diagnose.operators import operations, watched
 from fettle.diagnose.syncs import find_syncs
+from fettle.diagnose.training import TrainingSteps, as_workload
 from fettle.diagnose.variants import variants
 from fettle.diagnose.waiting import at_hand, waiting
 from fettle.machine import measure_peaks
 from fettle.techniques import probe_facts, unchanged
+from fettle.train import TrainingWorkload
 from fettle.workload import Workload, leaves
 
 
-def collect(workload: Workload, seconds: float) -> Evidence:
-    """All evidence of one workload, in about `seconds` and at least a few calls each."""
-    device = _device(workload)
+def collect(given: Workload | TrainingWorkload, seconds: float) -> Evidence:
+    """All evidence of one workload, in about `seconds` and at least a few calls each; of a training loop its steps."""
+    workload = as_workload(given)
     model = workload.model
+    owner = model.model if isinstance(model, TrainingSteps) else model
+    device = _device(owner, workload)
 
     def call(batch: Any = workload.inputs[0]) -> Any:
         return workload.run(model, batch)
 
-    module = model if isinstance(model, torch.nn.Module) else None
+    module = owner if isinstance(owner, torch.nn.Module) else None
     began = time.perf_counter()
     call()
     first_call_s = time.perf_counter() - began
@@ -45,8 +50,10 @@ def collect(workload: Workload, seconds: float) -> Evidence:
     watch, watched_s = watched(workload, device)
     found = watch.rows()
     with held(torch.autograd, "set_detect_anomaly", False, torch.is_anomaly_enabled()):  # its own checks would be found
-        syncs = find_syncs(call, on_device=[model, workload.inputs[0]]).syncs
+        syncs = find_syncs(call, on_device=[owner, workload.inputs[0]]).syncs
     facts = probe_facts(workload)
+    if isinstance(model, TrainingSteps):
+        facts = replace(facts, mode="training", training=True)
     gc_s, slept_s, loading = waiting(call)
     loader_s = loading.seconds / loading.calls
     waits = loader_s > 0.02 * wall_s
@@ -58,7 +65,7 @@ def collect(workload: Workload, seconds: float) -> Evidence:
         watched_s=watched_s,
         peaks=measure_peaks(device),
         settings={**_settings(), "records": str(_records(call()))},
-        variants=variants(call, wall_s, 0.5 * seconds, module) if device == "cpu" else {},
+        variants=variants(call, wall_s, 0.5 * seconds, module if owner is model else None) if device == "cpu" else {},
         threads=torch.get_num_threads(),
         cores=facts.physical_cores,
         rows=facts.samples,
@@ -91,7 +98,7 @@ def glance(workload: Workload, seconds: float) -> Evidence:
     The model is left as it was: the reference of the search is computed from it.
     """
     del seconds
-    device = _device(workload)
+    device = _device(workload.model, workload)
     module = workload.model if isinstance(workload.model, torch.nn.Module) else torch.nn.Module()
     with unchanged(workload, module), torch.no_grad():
         plain = timed(lambda: workload.run(workload.model, workload.inputs[0]), device, 0.0, least=2)
@@ -218,9 +225,9 @@ def _records(output: Any) -> bool:
     return any(leaf.requires_grad for _, leaf in leaves(output) if isinstance(leaf, torch.Tensor))
 
 
-def _device(workload: Workload) -> str:
-    if isinstance(workload.model, torch.nn.Module):
-        for parameter in workload.model.parameters():
+def _device(model: Any, workload: Workload) -> str:
+    if isinstance(model, torch.nn.Module):
+        for parameter in model.parameters():
             return str(parameter.device.type)
     for _, leaf in leaves(workload.inputs[0]):
         if isinstance(leaf, torch.Tensor):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,11 @@ class Diagnosis:
         timed = [finding for finding in (*self.findings, *self.opportunities) if finding.bound > 0]
         if timed:
             first = timed[0]
-            return f"{first.says} Mending it could save at most {first.bound:.0%} of the time ({first.speedup:.2f}x)."
-        for first in (*self.findings, *self.opportunities):
-            return first.says
+            return f"{first.says} Mending it could save {first.most}."
+        for first in self.findings:
+            return f"{first.says} Mending it could save {first.most}." if first.most else first.says
+        if self.opportunities:
+            return self.opportunities[0].says
         return "Nothing stands out: no rule found more than 3% of the time to be won."
 
     @property
@@ -68,13 +70,19 @@ def diagnose(
     *,
     seconds: float = 6.0,
     compile_check: bool = True,
+    mode: str = "inference",
     tell: Tell = lambda text: None,
 ) -> Diagnosis:
     """Diagnose a workload (``file.py:factory``), a profiler trace, an allocator snapshot, or a folder of them.
 
-    `seconds` is what the timed collectors may take, the workload's own calls apart. Raises `UsageError` for a target
-    that is none of these.
+    `seconds` is what the timed collectors may take, the workload's own calls apart. With `mode` "training" the factory
+    returns a `TrainingWorkload`, and what is diagnosed is its step. Raises `UsageError` for a target that is none of
+    these.
     """
+    from fettle.tuning import MODES
+
+    if mode not in MODES:
+        raise UsageError(f"unknown mode {mode!r}: there are {', '.join(MODES)}")
     if isinstance(target, Target):
         return _of_workload(target, seconds, compile_check, tell)
     path = Path(target)
@@ -84,7 +92,7 @@ def diagnose(
         return _of_files([], [path], str(path), tell)
     if path.name.endswith((".json", ".json.gz")):
         return _of_files([path], [], str(path), tell)
-    return _of_workload(find_target(str(target)), seconds, compile_check, tell)
+    return _of_workload(replace(find_target(str(target)), mode=mode), seconds, compile_check, tell)
 
 
 def diagnosis_json(diagnosis: Diagnosis) -> dict[str, Any]:
@@ -139,7 +147,9 @@ def _of_workload(target: Target, seconds: float, compile_check: bool, tell: Tell
         except WorkerError as error:
             raise UsageError(f"the workload could not be run: {error}") from error
     seen = replace(msgspec.convert(answer["found"], Evidence, strict=False), load_s=answer["load_s"])
-    if compile_check:
+    if target.mode == "training":
+        notes.append("a call is one step of the training loop; torch.compile was not tried on it")
+    elif compile_check:
         tell("tracing with torch.compile")
         try:
             seen = replace(seen, compile=compile_health(target, backend="aot_eager", rounds=2, timeout_s=180.0))
@@ -187,31 +197,57 @@ def _of_folder(folder: Path, tell: Tell) -> Diagnosis:
 
 
 def _of_files(traces: Sequence[Path], snapshots: Sequence[Path], subject: str, tell: Tell) -> Diagnosis:
-    from fettle.diagnose.memory_rules import memory_findings
+    """Of several files, those that cannot be read are left out with a note."""
+    several = len(traces) + len(snapshots) > 1
+    found: list[Finding] = []
+    budgets: list[Mapping[str, float]] = []
+    notes: list[str] = []
+    left_out = 0
+    for path in (*traces, *snapshots):
+        tell(f"reading {path.name}")
+        try:
+            items, budget, remarks = _of_trace(path) if path in traces else _of_snapshot(path)
+        except UsageError as error:
+            if not several:
+                raise
+            left_out += 1
+            notes.append(f"left out: {error}")
+            continue
+        found += [replace(item, evidence=(f"in {path.name}", *item.evidence)) if several else item for item in items]
+        budgets += [budget] if budget else []
+        notes += remarks
+    if left_out == len(traces) + len(snapshots):
+        raise UsageError(f"{subject}: none of its files can be read; {notes[0]}")
+    found.sort(key=lambda finding: finding.weight, reverse=True)
+    causes = dict.fromkeys(name for budget in budgets for name in budget)
+    return Diagnosis(
+        subject,
+        [finding for finding in found if not finding.opportunity],
+        {name: sum(budget.get(name, 0.0) for budget in budgets) / len(budgets) for name in causes},
+        opportunities=[finding for finding in found if finding.opportunity],
+        notes=notes,
+    )
+
+
+_OfFile = tuple[list[Finding], Mapping[str, float], list[str]]
+"""Findings, time budget and notes of one file."""
+
+
+def _of_trace(path: Path) -> _OfFile:
     from fettle.diagnose.trace_rules import trace_findings
-    from fettle.memory import analyse, read
     from fettle.trace import load, trace_health
 
-    found: list[Finding] = []
-    budget: dict[str, float] = {}
-    notes: list[str] = []
-    several = len(traces) + len(snapshots) > 1
+    trace = load(path)
+    uncertain = trace_health(trace).uncertain
+    notes = [f"{path.name}: uncertain: {', '.join(uncertain)}"] if uncertain else []
+    found, budget = trace_findings(trace)
+    if not budget:
+        notes.append(f"{path.name}: its events take no time, there is nothing to account for")
+    return found, budget, notes
 
-    def named(path: Path, items: Iterable[Finding]) -> list[Finding]:
-        return [replace(item, evidence=(f"in {path.name}", *item.evidence)) if several else item for item in items]
 
-    for path in traces:
-        tell(f"reading {path.name}")
-        trace = load(path)
-        uncertain = trace_health(trace).uncertain
-        if uncertain:
-            notes.append(f"{path.name}: uncertain: {', '.join(uncertain)}")
-        items, shares = trace_findings(trace)
-        found += named(path, items)
-        for name, value in shares.items():
-            budget[name] = budget.get(name, 0.0) + value / len(traces)
-    for path in snapshots:
-        tell(f"reading {path.name}")
-        found += named(path, memory_findings(analyse(read(path))))
-    found.sort(key=lambda finding: finding.weight, reverse=True)
-    return Diagnosis(subject, found, budget, notes=notes)
+def _of_snapshot(path: Path) -> _OfFile:
+    from fettle.diagnose.memory_rules import memory_findings
+    from fettle.memory import analyse, read
+
+    return memory_findings(analyse(read(path))), {}, []

@@ -85,7 +85,6 @@ class Evidence:
     weight_bytes: int = 0
     duplicate_bytes: int = 0
     """Bytes of parameters that equal another parameter's, value for value, without sharing its memory."""
-    peak_bytes: int | None = None
     load_s: float = 0.0
     first_call_s: float = 0.0
     syncs: Sequence[Sync] = ()

@@ -45,6 +45,17 @@ class Finding:
         return 1 / max(1 - self.bound, 1e-9)
 
     @property
+    def most(self) -> str:
+        """The bound in words, for people; empty where there is none."""
+        if self.bound >= 0.99:
+            return "nearly all of the time"
+        if self.bound > 0:
+            return f"at most {self.bound:.0%} of the time, {self.speedup:.2f}x"
+        if self.bound_bytes:
+            return f"at most {self.bound_bytes / 2**20:.0f} MiB"
+        return f"at most {self.startup_s:.1f} s at start-up" if self.startup_s else ""
+
+    @property
     def weight(self) -> tuple[bool, float, float, float]:
         """For sorting: faults before opportunities, then by time, start-up, bytes; larger is worse."""
         return (not self.opportunity, round(self.bound, 3), self.startup_s, float(self.bound_bytes))

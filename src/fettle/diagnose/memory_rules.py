@@ -5,52 +5,100 @@ from __future__ import annotations
 from fettle.diagnose.finding import Finding
 from fettle.memory import Analysis
 
+_LARGE_SHARE = 0.1
+"""Of the peak: whoever holds less is not worth a line of its own."""
+
 
 def memory_findings(analysis: Analysis) -> list[Finding]:
-    """What the memory room found, as findings, the largest first."""
-    found = []
-    for leak in analysis.leaks.leaks:
-        lines = tuple(f"{row.own_line}: {row.count} blocks of {row.size_bytes} bytes" for row in leak.survivors[:3])
-        found.append(
-            Finding(
-                "leak",
-                f"Memory grows by {leak.bytes_per_step / 2**20:.1f} MiB a step ({leak.kind}).",
-                bound_bytes=int(leak.bytes_per_step * analysis.leaks.steps),
-                evidence=lines,
-                advice=leak.what_to_do,
-            )
-        )
-    stuck = sum(pool.non_releasable_bytes for pool in analysis.pools)
-    reserved = sum(pool.reserved_bytes for pool in analysis.pools)
-    if reserved and stuck >= 0.1 * reserved:
-        found.append(
-            Finding(
-                "fragmentation",
-                f"{stuck / reserved:.0%} of the reserved memory is free and cannot be given back.",
-                bound_bytes=stuck,
-                evidence=(f"{stuck >> 20} of {reserved >> 20} MiB",),
-                advice="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or fewer distinct sizes",
-            )
-        )
-    for churn in analysis.churn:
-        found.append(
-            Finding(
-                "churn",
-                f"Segments are freed and fetched again: {churn.cause}.",
-                bound_bytes=0,
-                evidence=(f"{churn.freed_segments} freed, {churn.allocated_segments} fetched, at {churn.own_line}",),
-                advice=churn.what_to_do,
-            )
-        )
-    for spike in analysis.spikes[:3]:
-        lines = tuple(row.own_line for row in spike.contributors[:3])
-        found.append(
-            Finding(
-                "spike",
-                f"The peak stands {spike.height_bytes >> 20} MiB above the plateau.",
-                bound_bytes=spike.height_bytes,
-                evidence=lines,
-                advice="split the operation, or checkpoint it",
-            )
-        )
+    """What the memory room found, as findings, the largest first; and who holds most of the peak, which is no fault."""
+    found = [*_leaks(analysis), *_fragmentation(analysis), *_churn(analysis), *_spikes(analysis), *_holders(analysis)]
     return sorted(found, key=lambda finding: finding.weight, reverse=True)
+
+
+def _leaks(analysis: Analysis) -> list[Finding]:
+    return [
+        Finding(
+            "leak",
+            f"Memory grows by {leak.bytes_per_step / 2**20:.1f} MiB a step ({leak.kind}).",
+            bound_bytes=int(leak.bytes_per_step * analysis.leaks.steps),
+            where=tuple(row.own_line for row in leak.survivors[:3]),
+            evidence=tuple(
+                f"{row.own_line}: {row.count} blocks of {row.size_bytes} bytes" for row in leak.survivors[:3]
+            ),
+            advice=leak.what_to_do,
+            formula="robust slope of use at the ends of steps x steps",
+            before="losses.append(loss)",
+            after="losses.append(loss.detach())",
+        )
+        for leak in analysis.leaks.leaks
+    ]
+
+
+def _fragmentation(analysis: Analysis) -> list[Finding]:
+    stuck, reserved = analysis.non_releasable_bytes, analysis.reserved_bytes
+    if not reserved or stuck < 0.1 * reserved:
+        return []
+    return [
+        Finding(
+            "fragmentation",
+            f"{stuck / reserved:.0%} of the reserved memory is free and cannot be given back.",
+            bound_bytes=stuck,
+            evidence=(f"{stuck >> 20} of {reserved >> 20} MiB",),
+            advice="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or fewer distinct sizes",
+            formula="free blocks in segments that hold a block in use",
+            before="python train.py",
+            after="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python train.py",
+        )
+    ]
+
+
+def _churn(analysis: Analysis) -> list[Finding]:
+    return [
+        Finding(
+            "churn",
+            f"Segments are freed and fetched again: {churn.cause}.",
+            where=(churn.own_line,),
+            evidence=(f"{churn.freed_segments} freed, {churn.allocated_segments} fetched, at {churn.own_line}",),
+            advice=churn.what_to_do,
+            formula="no bound: it costs time, which a snapshot does not hold",
+            before="torch.cuda.empty_cache()  # every step",
+            after="# let the cache work",
+        )
+        for churn in analysis.churn
+    ]
+
+
+def _spikes(analysis: Analysis) -> list[Finding]:
+    return [
+        Finding(
+            "spike",
+            f"The peak stands {spike.height_bytes >> 20} MiB above the plateau.",
+            bound_bytes=spike.height_bytes,
+            where=tuple(row.own_line for row in spike.contributors[:3]),
+            evidence=tuple(f"{row.own_line}: {row.bytes >> 20} MiB" for row in spike.contributors[:3]),
+            advice="split the operation, or checkpoint it",
+            formula="top of the stretch - median of use",
+            before="y = block(x)",
+            after="y = torch.cat([block(part) for part in x.chunk(4)])",
+        )
+        for spike in analysis.spikes[:3]
+    ]
+
+
+def _holders(analysis: Analysis) -> list[Finding]:
+    large = [row for row in analysis.holders if row.share >= _LARGE_SHARE][:1]
+    return [
+        Finding(
+            "peak-holder",
+            f"{row.own_line} holds {row.share:.0%} of the peak: {row.bytes >> 20} MiB in {row.count} blocks.",
+            bound_bytes=row.bytes,
+            where=(row.own_line,),
+            evidence=tuple(f"{row.own_line}: {row.bytes >> 20} MiB, {row.share:.0%}" for row in analysis.holders[:5]),
+            advice="store it in fewer bits, keep it for a shorter time, or compute it again (activation checkpointing)",
+            formula="its requested bytes at the peak",
+            before="y = block(x)",
+            after="y = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)",
+            opportunity=True,
+        )
+        for row in large
+    ]

@@ -74,6 +74,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.batches: set[bytes] = set()
         self.batches_run = self.batches_seen_before = 0
         for name, module in _named_modules(model):
+            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks: its operators count as its caller's
+                continue
             pair = (name, type(module).__name__)
             self.handles.append(module.register_forward_pre_hook(functools.partial(self._enter, pair)))
             self.handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))

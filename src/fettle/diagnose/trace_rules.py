@@ -1,144 +1,259 @@
-"""Findings from a profiler trace: where its steps wait, by the trace room's time account."""
+"""Findings from a profiler trace: where its steps wait, by the trace room's time account.
+
+A bound is the time that the cause holds over the wall time of the steps. The profiler itself makes the rest of a step
+longer, which would make that share too small: what its events cost is taken off the wall time first. On a trace without
+a device, time that no event explains may belong to any cause: it counts in bounds, and does not make one of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import polars as pl
 
 from fettle.diagnose.finding import Finding
-from fettle.trace import Trace, kernel_table, steps, time_account
+from fettle.trace import Kind, Trace, idle_summary, kernel_table, small_operators, steps, time_account
 
 LEAST = 0.03
+_LEAST_PYTHON = 0.25
+"""On a trace of the host alone: Python around operators below this share is the rule, not a fault."""
+_FEWEST_OPERATORS = 50
+"""A step, likewise."""
+_EVENT_NS = 3_000
+"""More than recording one event on the host costs: 0.9 us as `bench/trace_bounds.py --event-cost` found it, shapes
+included; Python's stacks cost more, and have events of their own."""
 
+
+@dataclass(frozen=True)
+class _Cause:
+    """What is said of time that was lost in one way."""
+
+    rule: str
+    says: str
+    advice: str
+    before: str
+    after: str
+    levels: Mapping[str, str] = field(default_factory=dict)
+    on_host: str = ""
+    """The sentence for a trace without a device; empty: the same."""
+
+
+_GRAPHS = {"cuda_graphs": "on"}
 _IDLE = {
-    "data_loading": ("data-wait", "The step waits for data.", "more loader workers, or cheaper transforms", {}),
-    "blocking_call": (
+    "data_loading": _Cause(
+        "data-wait",
+        "The step waits for data.",
+        "more loader workers, or cheaper transforms: fettle data finds the setting",
+        "DataLoader(dataset, batch_size=32)",
+        "DataLoader(dataset, batch_size=32, num_workers=N, persistent_workers=True)",
+    ),
+    "blocking_call": _Cause(
         "syncs",
         "The device idles while the host waits in a blocking call.",
         "keep values on the device; copy from pinned memory without blocking",
-        {},
+        "total += loss.item()",
+        "total += loss.detach()  # .item() once, at the end",
     ),
-    "python": (
+    "python": _Cause(
         "python-bound",
         "The device idles while the host runs Python.",
         "compile the model, or record CUDA graphs",
-        {"cuda_graphs": "on"},
+        "y = model(x)",
+        "model = torch.compile(model)\ny = model(x)",
+        _GRAPHS,
+        "The main thread runs Python between many small operators.",
     ),
-    "operator": (
+    "operator": _Cause(
         "launch-bound",
         "The device idles while the host is inside operators: many small kernels.",
         "compile the model, or record CUDA graphs",
-        {"cuda_graphs": "on"},
+        "y = model(x)",
+        "model = torch.compile(model, mode='reduce-overhead')\ny = model(x)",
+        _GRAPHS,
     ),
-    "runtime_call": ("runtime-calls", "The device idles in other calls to its runtime.", "see fettle trace idle", {}),
-    "launch_call": (
+    "runtime_call": _Cause(
+        "runtime-calls",
+        "The device idles in other calls to its runtime.",
+        "fettle trace idle names the calls: fewer events, streams and queries in the step",
+        "event = torch.cuda.Event()  # every step",
+        "event = torch.cuda.Event()  # once",
+    ),
+    "launch_call": _Cause(
         "launch-bound-calls",
         "The device idles while kernels are being launched.",
         "record CUDA graphs",
-        {"cuda_graphs": "on"},
+        "y = model(x)",
+        "graph.replay()",
+        _GRAPHS,
     ),
-    "launch_latency": (
+    "launch_latency": _Cause(
         "launch-latency",
         "The device idles between a launch and its start.",
         "record CUDA graphs, or keep more work queued",
-        {"cuda_graphs": "on"},
+        "y = model(x)",
+        "graph.replay()",
+        _GRAPHS,
     ),
-    "allocator": (
+    "other_rank": _Cause(
+        "other-rank",
+        "The step waits for another rank.",
+        "find the late rank (fettle trace stragglers) and divide the work evenly",
+        "sampler = None  # ranks with longer rows are late",
+        "sampler = rows_of_like_length(rank)",
+    ),
+    "allocator": _Cause(
         "allocator",
         "The device idles while memory is allocated or freed.",
         "stop calling empty_cache(); expandable segments; fixed shapes",
-        {},
+        "torch.cuda.empty_cache()  # every step",
+        "# let the cache work",
     ),
-    "compile_or_load": (
+    "compile_or_load": _Cause(
         "compiling",
         "Steps contain compilation or lazy loading.",
         "warm up, and keep the compile cache",
-        {},
+        "for batch in loader:\n    step(batch)",
+        "step(example)  # warm up\nfor batch in loader:\n    step(batch)",
     ),
-    "garbage_collection": (
+    "garbage_collection": _Cause(
         "garbage-collection",
         "The device idles during Python's garbage collection.",
         "gc.freeze(), and collect at a time of your own",
-        {},
+        "train(model)",
+        "gc.collect()\ngc.freeze()\ntrain(model)",
+        on_host="Python's garbage collector runs during steps.",
     ),
-    "stream_event": ("stream-event", "Work waits for an event of another stream.", "look at the streams' order", {}),
-    "between_kernels": (
+    "stream_event": _Cause(
+        "stream-event",
+        "Work waits for an event of another stream.",
+        "look at the streams' order: fettle trace critical",
+        "stream.wait_event(event)  # before all work",
+        "stream.wait_event(event)  # before the work that needs it",
+    ),
+    "between_kernels": _Cause(
         "between-kernels",
         "The usual gap between many short kernels adds up.",
         "compile: fewer, larger kernels",
+        "y = model(x)",
+        "model = torch.compile(model)\ny = model(x)",
         {"compile": "default"},
     ),
 }
-"""By cause of idle time: rule, sentence, advice, levels."""
+"""By cause of idle time."""
+_EXPOSED = {
+    "exposed_communication": _Cause(
+        "communication",
+        "Communication is not hidden behind computing.",
+        "larger buckets, overlap, or fewer bytes",
+        "DistributedDataParallel(model, bucket_cap_mb=1)",
+        "DistributedDataParallel(model, gradient_as_bucket_view=True)",
+    ),
+    "exposed_copy": _Cause(
+        "copies",
+        "The device copies while nothing computes.",
+        "pinned memory and non_blocking copies",
+        "x = x.cuda()",
+        "x = x.cuda(non_blocking=True)  # DataLoader(..., pin_memory=True)",
+    ),
+}
 
 
 def trace_findings(trace: Trace) -> tuple[list[Finding], dict[str, float]]:
     """Findings of one rank's trace, costliest first; and its time budget as shares of the wall time."""
     account = time_account(trace)
-    wall = int(account["wall_ns"].sum())
-    if wall <= 0:
+    wall_ns = int(account["wall_ns"].sum())
+    if wall_ns <= 0:
         return [], {}
     share = {
-        column.removesuffix("_ns"): int(account[column].sum()) / wall
+        column.removesuffix("_ns"): int(account[column].sum()) / wall_ns
         for column in account.columns
         if column.endswith("_ns") and column not in ("start_ns", "wall_ns", "idle_ns")
     }
+    count = account["step"].n_unique()
     on_device = bool(trace.device_keys)
+    busy = share["compute"] + share["exposed_communication"] + share["exposed_copy"] if on_device else 0.0
+    unknown = 0.0 if on_device else share["idle_host_untraced"]
+    left = 1 - _profiler_ns(trace) / wall_ns
+    details = _details(trace)
+
+    def found_of(cause: _Cause, lost: float, besides: float, evidence: Sequence[str]) -> Finding:
+        bound = min(0.999, (lost + besides) / max(left, busy + lost + besides))
+        return Finding(
+            cause.rule,
+            cause.says if on_device or not cause.on_host else cause.on_host,
+            bound,
+            evidence=(f"{lost:.1%} of the wall time of {count} step{'s' if count > 1 else ''}", *evidence),
+            advice=cause.advice,
+            levels=cause.levels if on_device else {},
+            formula="time lost to it / (wall time of the steps - what recording their events cost)",
+            before=cause.before,
+            after=cause.after,
+        )
+
     found = []
-    for cause, (rule, says, advice, levels) in _IDLE.items():
-        idle = share.get(f"idle_{cause}", 0.0)
-        lines = [f"{idle:.1%} of the wall time of {account['step'].n_unique()} steps"]
-        if cause == "data_loading":
+    for name, cause in _IDLE.items():
+        lost, besides, least, lines = share[f"idle_{name}"], unknown, LEAST, []
+        if name == "data_loading":
+            waits = data_waits(trace)
             # The main thread may wait while the device still works: only the device's idle time can be won.
-            lines = [f"the main thread waits {data_waits(trace):.1%} of a step for the next batch", *lines]
-        if idle >= LEAST:
-            found.append(Finding(rule, says, idle, evidence=tuple(lines), advice=advice, levels=levels))
-    for key, rule, says, advice in (
-        (
-            "exposed_communication",
-            "communication",
-            "Communication is not hidden behind computing.",
-            "larger buckets, overlap, or fewer bytes",
-        ),
-        (
-            "exposed_copy",
-            "copies",
-            "The device copies while nothing computes.",
-            "pinned memory and non_blocking copies",
-        ),
-    ):
-        if share.get(key, 0.0) >= LEAST:
-            found.append(Finding(rule, says, share[key], evidence=(f"{share[key]:.1%} of the time",), advice=advice))
+            lines = [f"the main thread waits {waits:.1%} of a step for the next batch"]
+            lost = lost if on_device else max(lost, waits)  # operators inside the loader are loading too
+        elif name == "python" and not on_device:
+            lost, least = lost + unknown, _LEAST_PYTHON
+            besides = min(1.0, int(small_operators(trace)["time_ns"].sum()) / wall_ns)
+            lost *= _operators(trace) >= _FEWEST_OPERATORS * count
+        if lost >= least:
+            lines += [f"meanwhile: {details[name]}"] if details.get(name) else []
+            found.append(found_of(cause, lost, besides, lines))
+    found += [found_of(cause, share[name], 0.0, ()) for name, cause in _EXPOSED.items() if share[name] >= LEAST]
     if on_device:
-        found += _small_kernels(trace, share.get("compute", 0.0))
+        found += _small_kernels(trace, share["compute"])
     budget = {name: value for name, value in share.items() if value > 0}
     return sorted(found, key=lambda finding: finding.weight, reverse=True), budget
 
 
 def data_waits(trace: Trace) -> float:
     """Median over steps of the share in which the main thread waits for the next batch (the loader's own range)."""
-    windows = steps(trace)
     codes = [code for code, name in enumerate(trace.names) if name.startswith("enumerate(DataLoader)")]
     rows = np.flatnonzero(np.isin(trace.column("name"), codes) & trace.is_host)
-    if not len(rows) or not windows.height:
-        return 0.0
     begins, ends = trace.ts[rows], trace.end[rows]
     shares = []
-    for start, end in zip(windows["start_ns"].to_list(), windows["end_ns"].to_list(), strict=True):
+    for start, end in steps(trace).select("start_ns", "end_ns").iter_rows():
         inside = np.clip(np.minimum(ends, end) - np.maximum(begins, start), 0, None).sum()
         shares.append(float(inside) / max(end - start, 1))
-    return float(np.median(shares))
+    return float(np.median(shares)) if shares else 0.0
+
+
+def _operators(trace: Trace) -> int:
+    """Operators that no other operator called."""
+    rows = np.flatnonzero(trace.kind == Kind.OPERATOR)
+    parent = trace.stacks.parent[rows]
+    return int(((parent < 0) | (trace.kind[np.maximum(parent, 0)] != Kind.OPERATOR)).sum())
+
+
+def _profiler_ns(trace: Trace) -> int:
+    """The most that recording the host's events within the steps can have cost the thread with most of them."""
+    windows = steps(trace)
+    rows = np.flatnonzero(trace.is_host)
+    at = np.searchsorted(windows["start_ns"].to_numpy(), trace.ts[rows], side="right") - 1
+    inside = rows[(at >= 0) & (trace.ts[rows] < windows["end_ns"].to_numpy()[at])]
+    threads = np.unique(trace.column("thread")[inside], return_counts=True)[1]
+    return _EVENT_NS * int(threads.max(initial=0))
+
+
+def _details(trace: Trace) -> dict[str, str]:
+    """By cause of idle time: the events that held the host longest, of the device that idles most."""
+    frames = [idle_summary(trace, device) for device in trace.device_keys]
+    frame = max(frames, key=lambda one: one["idle_ns"].sum(), default=None)
+    return dict(frame.select("cause", "what").iter_rows()) if frame is not None else {}
 
 
 def _small_kernels(trace: Trace, compute: float) -> Sequence[Finding]:
     table = kernel_table(trace)
-    column = next((name for name in ("total_ns", "sum_ns", "duration_ns") if name in table.columns), "")
-    if not column or "count" not in table.columns or not table.height:
-        return []
-    short = table.filter(pl.col(column) / pl.col("count") < 5_000)
-    share = float(short[column].sum()) / max(float(table[column].sum()), 1.0) * compute
+    short = table.filter(pl.col("mean_ns") < 5_000)
+    share = float(short["sum_ns"].sum()) / max(float(table["sum_ns"].sum()), 1.0) * compute
     if share < LEAST:
         return []
     return [
@@ -149,5 +264,8 @@ def _small_kernels(trace: Trace, compute: float) -> Sequence[Finding]:
             evidence=(f"{int(short['count'].sum())} kernels below 5 us on average",),
             levels={"compile": "default"},
             advice="compile: fuse them",
+            formula="time of kernels below 5 us on average / wall time of the steps",
+            before="y = model(x)",
+            after="model = torch.compile(model)\ny = model(x)",
         )
     ]

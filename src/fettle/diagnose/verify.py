@@ -34,7 +34,8 @@ class Verified:
 
     @property
     def bound_kept(self) -> bool | None:
-        """Whether the least that was surely saved stays below the bound; None where nothing was measured."""
+        """Whether the least that was surely saved stays below the bound; None where nothing was measured, or
+        too little to tell."""
         return None if self.speedup is None else keeps(self.finding.bound, self.speedup, self.before)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 
 from fettle.errors import UsageError
-from fettle.inputs.search import Found
+from fettle.inputs.found import Found
 from fettle.inputs.setting import BATCH_INDEX, ONE_BY_ONE, Measured
 from fettle.memory.units import size_text
 from fettle.recipe import write_text

@@ -11,7 +11,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from fettle.errors import UsageError
 from fettle.inputs import guard
 from fettle.inputs.contest import PAIRS, Contest, Tell
+from fettle.inputs.found import Found, cannot_help, verdict
 from fettle.inputs.journal import Journal, content_hash
 from fettle.inputs.lints import Lint
 from fettle.inputs.setting import (
@@ -31,72 +32,12 @@ from fettle.inputs.setting import (
     ratio,
     smallest_of_the_best,
 )
-from fettle.memory.units import size_text
 
 ROUNDS = 6
 """Most rounds among the last ones."""
 _FIRST_ROUNDS = 3
 _KEEP = 0.92
 """Share of the best rate that keeps a setting in."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """What was found about a pipeline. Times in seconds."""
-
-    target: str
-    given: Measured
-    plain: Measured
-    """torch's own default: no workers."""
-    best: Measured
-    settings: Sequence[Measured]
-    step_s: float
-    """A step alone on a batch that is there already; 0 where the target has no step."""
-    cores: int
-    cores_why: str
-    verdict: str
-    notes: Sequence[str] = ()
-    lints: Sequence[Lint] = ()
-    search_s: float = 0.0
-    seconds: float = 0.0
-    """The search and the looking for faults."""
-    interrupted: bool = False
-    reused: int = 0
-    """Answers taken over from a search that was killed."""
-
-    @property
-    def before(self) -> Measured:
-        """What a gain is told against: the setting as given, or no workers where that fails."""
-        return self.given if self.given.able else self.plain
-
-    @property
-    def waiting(self) -> float:
-        """Share of a step spent waiting for data, as given."""
-        return self.before.waiting
-
-    @property
-    def bound(self) -> float:
-        """The most that removing the wait could bring: 1 / (1 - waiting). Infinite without a step."""
-        return 1 / (1 - self.waiting) if self.step_s and self.waiting < 1 else math.inf
-
-    @property
-    def batch_p50_s(self) -> float:
-        """One batch made by one process alone."""
-        return _first(self.plain, "fetch_p50_s")
-
-    @property
-    def batch_p95_s(self) -> float:
-        return _first(self.plain, "fetch_p95_s")
-
-    @property
-    def gain(self) -> float:
-        """Batches a second of the best over those as given."""
-        return 1.0 if self.best.setting == self.before.setting else ratio(self.best, self.before)
-
-    @property
-    def code(self) -> str:
-        """The lines to take away."""
-        return self.best.setting.code
 
 
 def measure_and_search(
@@ -188,16 +129,6 @@ def _search(contest: Contest, device: str, lints: bool, began: float) -> Found:
         contest.reused,
     )  # fmt: skip
     return replace(found, verdict=verdict(found, why))
-
-
-def cannot_help(plain: Measured, step_s: float, cores: int) -> str:
-    """Why workers cannot help, as a sentence, where the costs alone say so; empty where they may."""
-    if step_s and plain.waiting < WITHIN:
-        return (f"Workers cannot help: making a batch takes {plain.waiting:.1%} of a step, so that removing all of it "
-                f"brings at most {1 / (1 - plain.waiting):.2f}x.")  # fmt: skip
-    if cores == 1 and plain.last.cpu_share > 0.9:
-        return "Workers cannot help: there is one core, and loading and stepping keep it busy."
-    return ""
 
 
 def climb(contest: Contest, facts: Facts, scores: dict[Setting, float], step_s: float) -> None:
@@ -376,10 +307,6 @@ def _device(device: str) -> str:
     return "cuda" if device == "cuda" else "cpu"
 
 
-def _first(item: Measured, name: str) -> float:
-    return float(getattr(next(iter(item.slices.values())), name))
-
-
 class _State:
     interrupted = False
 
@@ -392,56 +319,3 @@ def _interruptible() -> Iterator[_State]:
         yield state
     except KeyboardInterrupt:
         state.interrupted = True
-
-
-def verdict(found: Found, why: str = "") -> str:
-    """The answer in one or two sentences."""
-    before, best = found.before, found.best
-    takes = f"{found.gain:.2f}x the batches a second with {best.setting.name}"
-    if not found.given.able:
-        takes += ", over no workers: as given it fails"
-    waited = f"{before.waiting:.0%} of the time was waiting" if found.step_s else "no step was given"
-    helped = best is not before and found.gain >= 1 + WITHIN
-    if not best.setting.num_workers and not why:
-        why = _why_workers_lost(found)
-    if why:
-        if helped:
-            return f"{why} {takes}."
-        if before.setting.num_workers and best is not before:
-            return f"{why} {best.setting.arguments} is as fast as the {before.setting.num_workers} given."
-        return why
-    if helped:
-        return f"{takes} ({waited})."
-    if best is not before:
-        return f"No setting is more than 3% faster than the one given; {best.setting.arguments} is as fast and smaller."
-    return f"The setting as given is the smallest within 3% of the best ({waited})."
-
-
-def _why_workers_lost(found: Found) -> str:
-    """What was seen of settings with workers, where none won."""
-    tried = [item for item in found.settings if item.setting.num_workers and item.able]
-    failed = [item for item in found.settings if item.setting.num_workers and item.failure and not item.left_out]
-    if not tried:
-        told = failed or [item for item in found.settings if item.left_out]
-        return f"Workers do not run: {told[0].failure}." if told else ""
-    fastest = max(tried, key=lambda item: ratio(item, found.plain))
-    seen, reached = next(iter(fastest.slices.values())), ratio(fastest, found.plain)
-    many = fastest.setting.num_workers
-    beside = f"one brings {reached:.2f}x" if many == 1 else f"{many} of them bring {reached:.2f}x"
-    if reached >= 1 + WITHIN:
-        return f"Workers cannot help beside {found.best.setting.name}: alone {beside}."
-    if found.step_s and reached > 1 - WITHIN and found.plain.waiting < 0.1:
-        return f"Workers cannot help: waiting is {found.plain.waiting:.1%} of a step, and {beside}."
-    if seen.fetch_p50_s * seen.rate < 0.5 * fastest.setting.num_workers:
-        handing = max(1 / seen.rate - found.step_s, 0.0)
-        return (
-            f"Workers cannot help: making a batch of {size_text(seen.batch_bytes)} takes {_time(found.batch_p50_s)}, "
-            f"getting it from a worker {_time(handing)}; {beside}."
-        )
-    if found.plain.last.cpu_share > 0.9 * found.cores:
-        return f"Workers cannot help: the loop keeps all {found.cores} cores busy without them; {beside}."
-    return f"Workers cannot help: {beside}."
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"

@@ -21,7 +21,7 @@ from fettle.measure._accuracy import user_metric
 from fettle.measure._clock import Clock, warm_up
 from fettle.measure._lockstep import mean
 from fettle.measure._trial import Accuracy
-from fettle.measure._worker import Request, State, compile_cache, compiler_notes, notes_kept, weight_bytes
+from fettle.measure._worker import Request, State, compiler_notes, notes_kept, prepared, weight_bytes
 from fettle.recipe import Recipe
 from fettle.techniques import LARGEST, Facts, load, probe_facts, source
 from fettle.train import (
@@ -162,20 +162,8 @@ def prepare(state: State, request: Request) -> dict[str, Any]:
         if not steady:
             notes.append("the time was still falling after 10 s of warm-up")
         notes += compiler_notes()
-    if peak is not None and state.device != "cuda":
-        peak = max(0, peak - state.base_bytes)
-    return {
-        "load_s": state.load_s,
-        "optimize_s": optimize_s,
-        "first_call_s": first_call_s,
-        "cache": compile_cache(),
-        "accuracy": msgspec.to_builtins(accuracy),
-        "peak_bytes": peak,
-        "call_ns": state.call_ns,
-        "samples": workload.rows * request.factor,
-        "notes": list(dict.fromkeys(notes)),
-        "phases_ms": phases,
-    }
+    told = prepared(state, optimize_s, first_call_s, accuracy, peak, workload.rows * request.factor, notes)
+    return {**told, "phases_ms": phases}
 
 
 def plan(state: State, request: Request) -> dict[str, Any]:

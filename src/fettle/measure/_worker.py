@@ -19,9 +19,12 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+if TYPE_CHECKING:
+    from fettle.measure._trial import Accuracy
 
 
 class Request(msgspec.Struct):
@@ -161,6 +164,19 @@ def prepare(state: State, request: Request) -> dict[str, Any]:
         if not steady:
             notes.append("the time was still falling after 10 s of warm-up")
         notes += compiler_notes()
+    return prepared(state, optimize_s, first_call_s, accuracy, peak, rows * request.factor, notes)
+
+
+def prepared(
+    state: State,
+    optimize_s: float,
+    first_call_s: float,
+    accuracy: Accuracy,
+    peak: int | None,
+    samples: int,
+    notes: list[str],
+) -> dict[str, Any]:
+    """What is reported of a recipe that is ready to be timed. On a CPU the peak is that above the loaded process."""
     if peak is not None and state.device != "cuda":
         peak = max(0, peak - state.base_bytes)
     return {
@@ -171,9 +187,9 @@ def prepare(state: State, request: Request) -> dict[str, Any]:
         "accuracy": msgspec.to_builtins(accuracy),
         "peak_bytes": peak,
         "call_ns": state.call_ns,
-        "samples": rows * request.factor,
+        "samples": samples,
         "notes": list(dict.fromkeys(notes)),
-    }
+    }  # fmt: skip
 
 
 def take_slice(state: State, request: Request) -> dict[str, Any]:
@@ -277,7 +293,7 @@ def with_check(workload: Any) -> Any:
     if not check and len(workload.inputs) == 1:
 
         def other(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.dim() == 0:
+            if tensor.dim() == 0 or tensor.layout != torch.strided:  # rows of a sparse or nested tensor stay
                 return tensor
             return tensor.roll(1, 0) if tensor.shape[0] > 1 else tensor.flip(-1)
 

@@ -22,6 +22,7 @@ from fettle.techniques.batch import LARGEST, BatchSize
 from fettle.techniques.channels_last import ChannelsLast
 from fettle.techniques.checkpointing import Checkpointing
 from fettle.techniques.compile import Compile, Freeze, Region, Shapes
+from fettle.techniques.conv_grad import ConvGrad
 from fettle.techniques.cuda_graphs import CudaGraphs
 from fettle.techniques.cudnn_benchmark import CudnnBenchmark
 from fettle.techniques.grad import Grad
@@ -53,6 +54,7 @@ CATALOGUE: tuple[Technique, ...] = (
     ChannelsLast(),
     Sparsity(),
     Quantize(),
+    ConvGrad(),
     Checkpointing(),  # inside what is compiled, as torchtitan has it
     Compile(),
     Freeze(),

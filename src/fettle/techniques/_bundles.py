@@ -35,6 +35,8 @@ def _training(facts: Facts) -> list[dict[str, str]]:
     half = {**base, "precision": "autocast-bf16"} if native else base
     compiled = {**half, "compile": "default"}
     masters = {**base, "precision": "bf16-master"}
+    products = {"conv_grad": "products"} if facts.device == "cpu" and native and facts.num_conv else {}
+    plain = {"sdpa_backend": "math"} if facts.device == "cpu" and native and facts.uses_sdpa else {}
     if facts.ranks > 1:  # each strategy as it is, then the usual first choice with what makes a step fast
         kinds = ("ddp", "zero1", "zero2", "zero3", "hsdp")
         return [*({"parallel": kind} for kind in kinds), {**half, "parallel": "ddp"}, {**compiled, "parallel": "ddp"},
@@ -42,9 +44,10 @@ def _training(facts: Facts) -> list[dict[str, str]]:
     inside = {**base, "matmul": "medium"}
     return [
         half,
+        *([{**masters, **products, **plain}] if products or plain else []),
+        *([masters, {**masters, "compile": "default"}] if native else []),
         compiled,
         *([{**inside, "compile": "default"}, inside] if native else []),
-        *([masters, {**masters, "compile": "default"}] if native else []),
         *([{**compiled, "region": "blocks"}] if facts.block_classes else []),
         base,
         {**compiled, "checkpoint": "budget-0.5"},

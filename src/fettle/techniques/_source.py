@@ -13,7 +13,7 @@ import linecache
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from fettle.errors import UsageError
@@ -89,13 +89,7 @@ def render(
     the workload's first batches are handed to ``optimize``.
     """
     parts = codes(recipe, facts, catalogue)
-    environment = {key: value for _, _, code in parts for key, value in code.environment.items()}
-    helpers: dict[str, Callable[..., Any]] = {}
-    for _, _, code in parts:
-        for helper in code.helpers:
-            helpers[helper.__name__] = helper
-
-    lines = preamble(heading or f"Optimised for inference: {recipe}.", environment, helpers.values())
+    lines = preamble(heading or f"Optimised for inference: {recipe}.", [code for _, _, code in parts])
     lines += ["", *_optimize(parts, facts)]
     if target is not None:
         lines += [_main(target, facts, calibration)]
@@ -104,8 +98,10 @@ def render(
     return source
 
 
-def preamble(heading: str, environment: dict[str, str], helpers: Iterable[Callable[..., Any]]) -> list[str]:
+def preamble(heading: str, lines_of: Sequence[Code]) -> list[str]:
     """The lines before the function: what it is, variables for the process, imports, helpers."""
+    environment = {key: value for code in lines_of for key, value in code.environment.items()}
+    helpers = {helper.__name__: helper for code in lines_of for helper in code.helpers}
     lines = [f'"""{heading}"""', ""]
     before_start = {key: environment.pop(key) for key in _BEFORE_START if key in environment}
     if environment or before_start:
@@ -114,7 +110,7 @@ def preamble(heading: str, environment: dict[str, str], helpers: Iterable[Callab
         lines += _start_again(before_start)
     if environment:
         lines += [f'os.environ.setdefault("{key}", "{value}")' for key, value in sorted(environment.items())] + [""]
-    sources = [textwrap.dedent(inspect.getsource(helper)).rstrip() for helper in helpers]
+    sources = [textwrap.dedent(inspect.getsource(helper)).rstrip() for helper in helpers.values()]
     if any(_uses_name(source, "Any") for source in sources):
         lines += ["from typing import Any", ""]
     lines += ["import torch", ""]

@@ -7,7 +7,7 @@ asked for the next loss.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from fettle.recipe import Recipe
@@ -58,14 +58,10 @@ def render_training(
 ) -> str:
     """The source of ``optimized.py`` for a training `recipe`. With `target` the file runs as it stands."""
     parts = codes(recipe, facts, catalogue)
-    environment = {key: value for _, _, code in parts for key, value in code.environment.items()}
-    helpers: dict[str, Callable[..., Any]] = {"endless": endless}
-    for _, _, code in parts:
-        helpers |= {helper.__name__: helper for helper in code.helpers}
     heading = heading or f"A training loop: {recipe}."
     if recipe.levels.get("parallel", "single") != "single":
         heading += f"\n\nStart it with: torchrun --nproc-per-node {facts.ranks} optimized.py\n"
-    lines = preamble(heading, environment, helpers.values())
+    lines = preamble(heading, [Code(helpers=(endless,)), *(code for _, _, code in parts)])
     lines += ["", *_train(parts, facts)]
     if target is not None:
         path, load_lines = module_lines(target[0])

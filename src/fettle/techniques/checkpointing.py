@@ -9,6 +9,7 @@ import torch
 
 from fettle.recipe import Recipe
 from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.techniques.compile import blocks_of
 
 
 def keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -22,25 +23,16 @@ def keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any
 
 
 def checkpoint_blocks(model: torch.nn.Module, policy: Any = None) -> int:
-    """Checkpoint the repeated blocks of a model: modules of a class found three times in one container.
-
-    Returns how many blocks there were.
-    """
+    """Checkpoint the repeated blocks of a model, and return how many there were."""
     import functools
 
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-    blocks: dict[int, torch.nn.Module] = {}
-    for container in model.modules():
-        if isinstance(container, (torch.nn.ModuleList, torch.nn.Sequential)):
-            kinds = [type(child) for child in container]
-            for child in container:
-                if kinds.count(type(child)) >= 3 and next(child.children(), None) is not None:
-                    blocks[id(child)] = child
+    blocks = blocks_of(model)
     options: dict[str, Any] = {} if policy is None else {
         "context_fn": functools.partial(create_selective_checkpoint_contexts, policy)
     }  # fmt: skip
-    for block in blocks.values():
+    for block in blocks:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
     if not blocks:
         raise RuntimeError("checkpointing found no repeated blocks")
@@ -75,6 +67,7 @@ class Checkpointing(Technique):
             return Code(setup=(f"import {config}", budget))
         if level == "selective":
             return Code(
-                helpers=(keep_products, checkpoint_blocks), prepare=("checkpoint_blocks(model, keep_products)",)
+                helpers=(blocks_of, keep_products, checkpoint_blocks),
+                prepare=("checkpoint_blocks(model, keep_products)",),
             )
-        return Code(helpers=(checkpoint_blocks,), prepare=("checkpoint_blocks(model)",))
+        return Code(helpers=(blocks_of, checkpoint_blocks), prepare=("checkpoint_blocks(model)",))

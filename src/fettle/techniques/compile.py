@@ -13,11 +13,8 @@ from fettle.recipe import Recipe
 from fettle.techniques._base import Code, Facts, Level, Technique
 
 
-def compile_blocks(model: torch.nn.Module, **options: Any) -> int:
-    """Compile the repeated blocks of a model one by one: modules of a class found three times in one container.
-
-    Blocks of a class share their code, so it is compiled once. Returns how many blocks there were.
-    """
+def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The repeated blocks of a model: modules of a class found three times in one container."""
     blocks: dict[int, torch.nn.Module] = {}
     for container in model.modules():
         if isinstance(container, (torch.nn.ModuleList, torch.nn.Sequential)):
@@ -25,7 +22,16 @@ def compile_blocks(model: torch.nn.Module, **options: Any) -> int:
             for child in container:
                 if kinds.count(type(child)) >= 3 and next(child.children(), None) is not None:
                     blocks[id(child)] = child
-    for block in blocks.values():
+    return list(blocks.values())
+
+
+def compile_blocks(model: torch.nn.Module, **options: Any) -> int:
+    """Compile the repeated blocks of a model one by one, and return how many there were.
+
+    Blocks of a class share their code, so it is compiled once.
+    """
+    blocks = blocks_of(model)
+    for block in blocks:
         block.compile(**options)
     if not blocks:
         raise RuntimeError("regional compilation found no repeated blocks")
@@ -75,7 +81,7 @@ class Compile(Technique):
         arguments = ", ".join(f"{name}={value}" for name, value in options.items())
         if recipe.levels.get("region") == "blocks":
             separator = ", " if arguments else ""
-            return Code(helpers=(compile_blocks,), prepare=(f"compile_blocks(model{separator}{arguments})",))
+            return Code(helpers=(blocks_of, compile_blocks), prepare=(f"compile_blocks(model{separator}{arguments})",))
         if not facts.is_module:
             return Code(prepare=(f"model = torch.compile(model{', ' if arguments else ''}{arguments})",))
         return Code(prepare=(f"model.compile({arguments})",))
@@ -114,13 +120,24 @@ class Freeze(Technique):
         return Code(setup=("from torch._inductor import config as inductor", "inductor.freezing = True"))
 
 
-class Shapes(Technique):
-    name = "shapes"
+class _Within(Technique):
+    """A setting of the compile call: its lines are `Compile.code`'s."""
+
     modes: ClassVar[frozenset[str]] = frozenset({"inference", "training"})
-    title = "compiled shapes"
-    given = "auto"
     needs: ClassVar[Mapping[str, str]] = {"compile": "default"}
     cost = 2
+
+    def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
+        return "needs compile" if level != self.given and recipe.levels.get("compile", "off") == "off" else ""
+
+    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        return Code()
+
+
+class Shapes(_Within):
+    name = "shapes"
+    title = "compiled shapes"
+    given = "auto"
 
     def levels(self, facts: Facts) -> list[Level]:
         one = "the batches all have one shape" if facts.num_input_shapes == 1 and not facts.custom_call else ""
@@ -130,20 +147,11 @@ class Shapes(Technique):
             Level("dynamic", "one compiled graph for all shapes", one),
         ]
 
-    def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        return "needs compile" if level != self.given and recipe.levels.get("compile", "off") == "off" else ""
 
-    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
-        return Code()  # an argument of the compile call, see `Compile.code`
-
-
-class Region(Technique):
+class Region(_Within):
     name = "region"
-    modes: ClassVar[frozenset[str]] = frozenset({"inference", "training"})
     title = "compiled region"
     given = "whole"
-    needs: ClassVar[Mapping[str, str]] = {"compile": "default"}
-    cost = 2
 
     def levels(self, facts: Facts) -> list[Level]:
         why_not = "" if facts.block_classes else "the model has no block repeated at least three times"
@@ -151,9 +159,3 @@ class Region(Technique):
             Level("whole", "the whole model"),
             Level("blocks", "each repeated block by itself: compiles sooner, survives graph breaks outside", why_not),
         ]
-
-    def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        return "needs compile" if level != self.given and recipe.levels.get("compile", "off") == "off" else ""
-
-    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
-        return Code()  # decides what the compile call is, see `Compile.code`

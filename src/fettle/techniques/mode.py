@@ -20,7 +20,7 @@ class Mode(Technique):
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         if level == self.given and facts.train_mode_differs and recipe.levels:
-            return "train mode changes the outputs (dropout, batch norm): eval is a precondition"
+            return "train mode changes the outputs (dropout, batch norm): eval is a precondition, add mode=eval"
         return ""
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:

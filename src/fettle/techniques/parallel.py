@@ -23,12 +23,17 @@ REPLICATED, SHARDED = ("ddp", "zero1"), ("zero2", "zero3", "hsdp")
 
 
 class _Setting(Technique):
-    """A setting that some strategies have."""
+    """A setting that the strategies in `kinds` have, with what each of its levels means; the given one comes first."""
 
     modes: ClassVar[frozenset[str]] = frozenset({"training"})
     rung = 4
     cost = 2
     kinds: ClassVar[tuple[str, ...]]
+    means: ClassVar[Mapping[str, str]]
+
+    def levels(self, facts: Facts) -> list[Level]:
+        alone = _alone(facts)
+        return [Level(name, text, "" if name == self.given else alone) for name, text in self.means.items()]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         if level != self.given and recipe.levels.get("parallel", "single") not in self.kinds:
@@ -127,33 +132,30 @@ _HOOKS = {
 }
 
 
-class Wrap(_Setting):
+class _Sharded(_Setting):
+    kinds = SHARDED
+    needs: ClassVar[Mapping[str, str]] = {"parallel": "zero3"}
+
+
+class Wrap(_Sharded):
     name = "wrap"
     title = "FSDP units"
     given = "block"
-    kinds = SHARDED
-    needs: ClassVar[Mapping[str, str]] = {"parallel": "zero3"}
-
-    def levels(self, facts: Facts) -> list[Level]:
-        return [
-            Level("block", "each repeated block is a unit"),
-            Level("size", "modules above a twentieth of the parameters are units", _alone(facts)),
-            Level("root", "one unit, the whole model: a mistake, gathered at once", _alone(facts)),
-        ]
+    means: ClassVar[Mapping[str, str]] = {
+        "block": "each repeated block is a unit",
+        "size": "modules above a twentieth of the parameters are units",
+        "root": "one unit, the whole model: a mistake, gathered at once",
+    }
 
 
-class Policy(_Setting):
+class Policy(_Sharded):
     name = "policy"
     title = "FSDP mixed precision"
     given = "fp32"
-    kinds = SHARDED
-    needs: ClassVar[Mapping[str, str]] = {"parallel": "zero3"}
-
-    def levels(self, facts: Facts) -> list[Level]:
-        return [
-            Level("fp32", "as given"),
-            Level("bf16", "parameters gathered and used in bfloat16, gradients reduced in float32", _alone(facts)),
-        ]
+    means: ClassVar[Mapping[str, str]] = {
+        "fp32": "as given",
+        "bf16": "parameters gathered and used in bfloat16, gradients reduced in float32",
+    }
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         if level == "bf16" and recipe.levels.get("precision", "fp32") != "fp32":
@@ -161,58 +163,47 @@ class Policy(_Setting):
         return super().conflict(level, recipe, facts)
 
 
-class Offload(_Setting):
+class Offload(_Sharded):
     name = "offload"
     title = "FSDP offloading"
     given = "none"
-    kinds = SHARDED
-    needs: ClassVar[Mapping[str, str]] = {"parallel": "zero3"}
-
-    def levels(self, facts: Facts) -> list[Level]:
-        return [
-            Level("none", "as given"),
-            Level("cpu", "shards, gradients and optimizer state in host memory", _alone(facts)),
-        ]
+    means: ClassVar[Mapping[str, str]] = {
+        "none": "as given",
+        "cpu": "shards, gradients and optimizer state in host memory",
+    }
 
 
-class Buckets(_Setting):
+class _Replicated(_Setting):
+    kinds = REPLICATED
+    needs: ClassVar[Mapping[str, str]] = {"parallel": "ddp"}
+
+
+class Buckets(_Replicated):
     name = "ddp_buckets"
     title = "DDP buckets"
     given = "view"
-    kinds = REPLICATED
-    needs: ClassVar[Mapping[str, str]] = {"parallel": "ddp"}
-
-    def levels(self, facts: Facts) -> list[Level]:
-        return [
-            Level("view", "gradients live inside the buckets"),
-            Level("copy", "gradients are copied into buckets", _alone(facts)),
-        ]
+    means: ClassVar[Mapping[str, str]] = {
+        "view": "gradients live inside the buckets",
+        "copy": "gradients are copied into buckets",
+    }
 
 
-class Graph(_Setting):
+class Graph(_Replicated):
     name = "ddp_graph"
     title = "DDP graph"
     given = "dynamic"
-    kinds = REPLICATED
-    needs: ClassVar[Mapping[str, str]] = {"parallel": "ddp"}
-
-    def levels(self, facts: Facts) -> list[Level]:
-        return [
-            Level("dynamic", "the parameters in use are found out in each step"),
-            Level("static", "the same parameters are used in each step", _alone(facts)),
-        ]
+    means: ClassVar[Mapping[str, str]] = {
+        "dynamic": "the parameters in use are found out in each step",
+        "static": "the same parameters are used in each step",
+    }
 
 
-class Compress(_Setting):
+class Compress(_Replicated):
     name = "ddp_compress"
     title = "DDP gradient compression"
     given = "none"
-    kinds = REPLICATED
-    needs: ClassVar[Mapping[str, str]] = {"parallel": "ddp"}
-
-    def levels(self, facts: Facts) -> list[Level]:
-        return [
-            Level("none", "gradients are sent as they are"),
-            Level("fp16", "gradients are sent in float16", _alone(facts)),
-            Level("powersgd", "gradients are sent as products of rank 1 with error feedback", _alone(facts)),
-        ]
+    means: ClassVar[Mapping[str, str]] = {
+        "none": "gradients are sent as they are",
+        "fp16": "gradients are sent in float16",
+        "powersgd": "gradients are sent as products of rank 1 with error feedback",
+    }

@@ -1,4 +1,9 @@
-"""Which kernel scaled_dot_product_attention runs. Left alone, torch picks by its own order of preference."""
+"""Which kernel scaled_dot_product_attention runs. Left alone, torch picks by its own order of preference.
+
+It need not be the fastest: on a CPU the backward pass of flash attention in bfloat16 takes longer than in float32.
+"""
+
+from typing import ClassVar
 
 from fettle.recipe import Recipe
 from fettle.techniques._base import Code, Facts, Level, Technique
@@ -13,6 +18,7 @@ _BACKENDS = {
 
 class SdpaBackend(Technique):
     name = "sdpa_backend"
+    modes: ClassVar[frozenset[str]] = frozenset({"inference", "training"})
     title = "SDPA kernel"
     given = "auto"
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fettle.trace.account import account_total, time_account
-from fettle.trace.communication import arrival, collective_table, collectives, overlap, stragglers
+from fettle.trace.arrival import arrival, stragglers
+from fettle.trace.attribution import attribute_kernels
+from fettle.trace.communication import collective_table, collectives, overlap
 from fettle.trace.compare import Comparison, compare
 from fettle.trace.critical import CriticalPath, critical_path, path_events
 from fettle.trace.critical_ranks import critical_path_of_ranks
@@ -32,7 +34,6 @@ from fettle.trace.memory_timeline import memory_peak, memory_timeline
 from fettle.trace.model import Trace
 from fettle.trace.operators import (
     annotation_table,
-    attribute_kernels,
     call_tree,
     counters_by_operator,
     kernel_sequences,

@@ -347,8 +347,3 @@ def path_events(trace: Trace, path: CriticalPath) -> pl.DataFrame:
         time_ns="time_ns",
         share=pl.col("time_ns") / max(path.wall_ns, 1),
     )
-
-
-def rows_on_path(path: CriticalPath) -> Ints:
-    """Event rows that hold time on the path."""
-    return np.unique(path.pieces["row"].filter(path.pieces["row"] >= 0).to_numpy())

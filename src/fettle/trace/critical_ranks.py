@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from fettle.errors import UsageError
-from fettle.trace.communication import clock_offsets, match_collectives
+from fettle.trace.arrival import clock_offsets, match_collectives
 from fettle.trace.critical import CriticalPath, _Walk, window_of
 from fettle.trace.idle import main_thread
 from fettle.trace.model import Trace

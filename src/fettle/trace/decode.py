@@ -41,6 +41,7 @@ _DAY_NS = 86_400 * 10**9
 _EXACT_US = 2.0**43
 _IS_DEVICE = np.isin(np.arange(256), DEVICE_KINDS)
 _IS_OPERATOR = np.isin(np.arange(256), (Kind.OPERATOR, Kind.ANNOTATION))
+_COMPLETE_OR_FLOW = frozenset(("X", "s", "f", "t"))
 _CONTROL = bytes.maketrans(bytes(range(32)), b" " * 32)
 
 
@@ -138,7 +139,7 @@ class Columns:
         self.tally.events_seen += len(events)
         complete = [e for e in events if e.ph == "X"]
         if len(complete) != len(events):
-            others = [e for e in events if e.ph != "X" and e.ph not in ("s", "f", "t")]
+            others = [e for e in events if e.ph not in _COMPLETE_OR_FLOW]
             self.tally.flow_events += len(events) - len(complete) - len(others)
             if others:
                 self._append_others(others)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
+from fettle.trace.ancestry import ancestors
 from fettle.trace.intervals import merge, total
 from fettle.trace.kinds import Kind
 from fettle.trace.launches import text_column
 from fettle.trace.model import Bools, Ints, Trace
-from fettle.trace.operators import ancestors
 from fettle.trace.stacks import CAUSES_OF_HOST
 
 SMALL_NS = 10_000

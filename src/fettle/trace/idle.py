@@ -15,11 +15,13 @@ from __future__ import annotations
 import re
 
 import numpy as np
+import numpy.typing as npt
 import polars as pl
 
-from fettle.trace.intervals import Intervals, clip, gaps, merge
+from fettle.trace.intervals import Intervals, gaps, merge, split
 from fettle.trace.kinds import Kind, is_graph_launch
 from fettle.trace.model import Ints, Trace
+from fettle.trace.ordering import order_by
 from fettle.trace.stacks import CAUSES_OF_HOST
 
 CAUSES: dict[str, str] = {
@@ -46,9 +48,13 @@ CAUSES: dict[str, str] = {
 # Old versions had no `autograd::engine` range: there the operators themselves tell.
 _BACKWARD = re.compile(r"^autograd::engine::evaluate_function|Backward\d*$")
 BETWEEN_KERNELS_NS = 30_000
-_Part = tuple[Ints, Ints, list[str] | str, Ints, Ints]
-"""Pieces of idle time: start, end, cause, detail, gap."""
 LATENCY_NS = 100_000
+WINDOWS_AT_ONCE = 4096  # enough to be quick, few enough that what is found in them stays in the cache
+Causes = npt.NDArray[np.uint8]  # numbers in the order of `CAUSES`
+_NUMBER = {cause: i for i, cause in enumerate(CAUSES)}
+_OF_HOST = np.array([_NUMBER.get(cause, 0) for cause in CAUSES_OF_HOST], dtype=np.uint8)
+_NAMES = pl.Series(list(CAUSES), dtype=pl.Enum(list(CAUSES)))
+_NONE = np.zeros(0, np.int64)
 
 
 def idle_pieces(trace: Trace, device: int) -> pl.DataFrame:
@@ -69,7 +75,7 @@ def _idle_pieces(trace: Trace, device: int) -> pl.DataFrame:
     low, high = trace.span
     starts, ends = gaps(busy, low, high)
     if not len(starts):
-        return _frame([], np.zeros(0, np.int64), np.zeros(0, np.int64))
+        return _Pieces().frame(_NONE)
     next_row = _next_work(trace, rows, ends)
     pieces = _Pieces()
     launch = np.full(len(starts), -1, dtype=np.int64)
@@ -105,68 +111,60 @@ def _idle_pieces(trace: Trace, device: int) -> pl.DataFrame:
         np.concatenate([thread, np.full(int(tail.sum()), main)]),
         np.concatenate([mine, number[tail]]),
     )
-    return _frame(_full_queue(trace, pieces.parts), next_row, starts)
+    return _full_queue(trace, pieces).frame(next_row)
 
 
-def _full_queue(trace: Trace, parts: list[_Part]) -> list[_Part]:
+def _full_queue(trace: Trace, pieces: _Pieces) -> _Pieces:
     """The pieces, with the time that launch calls spent while some stream's queue was full cut out of them."""
     from fettle.trace.queue import full_intervals
 
     full = full_intervals(trace)
     if not len(full[0]):
-        return parts
-    cut: list[_Part] = []
-    for start, end, cause, detail, gap in parts:
-        names = np.full(len(start), cause) if isinstance(cause, str) else np.array(cause)
-        calls = names == "launch_call"
+        return pieces
+    cut = _Pieces()
+    for start, end, cause, detail, gap in pieces.parts:
+        calls = cause == _NUMBER["launch_call"]
         rest = ~calls
-        if rest.any():
-            cut.append((start[rest], end[rest], names[rest].tolist(), detail[rest], gap[rest]))
-        for i in np.flatnonzero(calls).tolist():
-            low, high = int(start[i]), int(end[i])
-            inside = clip(full, low, high)
-            outside = gaps(inside, low, high)
-            for (begins, stops), name in ((inside, "full_queue"), (outside, "launch_call")):
-                count = len(begins)
-                cut.append((begins, stops, name, np.full(count, detail[i]), np.full(count, gap[i])))
-    return [part for part in cut if len(part[0])]
+        cut.add(start[rest], end[rest], cause[rest], detail[rest], gap[rest])
+        if calls.any():
+            pair, what, of = (start[calls], end[calls]), detail[calls], gap[calls]
+            free = gaps(full, int(start.min()), int(end.max()))
+            for windows, name in ((full, "full_queue"), (free, "launch_call")):
+                begins, stops, piece, _ = split(pair, windows)
+                cut.add(begins, stops, name, what[piece], of[piece])
+    return cut
 
 
 class _Pieces:
+    """Pieces of idle time as they are found, in no order."""
+
     def __init__(self) -> None:
-        self.parts: list[_Part] = []
+        self.parts: list[tuple[Ints, Ints, Causes, Ints, Ints]] = []
 
-    def add(self, start: Ints, end: Ints, cause: list[str] | str, detail: Ints | int, gap: Ints) -> None:
+    def add(self, start: Ints, end: Ints, cause: Causes | str, detail: Ints | int, gap: Ints) -> None:
         if len(start):
+            causes = np.full(len(start), _NUMBER[cause], np.uint8) if isinstance(cause, str) else cause
             details = np.full(len(start), detail, dtype=np.int64) if isinstance(detail, int) else detail
-            self.parts.append((start, end, cause, details, gap))
+            self.parts.append((start, end, causes, details, gap))
 
-
-def _frame(parts: list[_Part], next_row: Ints, starts: Ints) -> pl.DataFrame:
-    schema = {
-        "start_ns": pl.Int64(),
-        "end_ns": pl.Int64(),
-        "cause": pl.Categorical(),
-        "detail": pl.Int64(),
-        "gap": pl.Int64(),
-        "next_row": pl.Int64(),
-    }
-    if not parts:
-        return pl.DataFrame(schema=schema)
-    frames = []
-    for start, end, cause, detail, gap in parts:
-        causes = pl.Series("cause", cause, dtype=pl.String()) if not isinstance(cause, str) else pl.lit(cause)
-        frames.append(
-            pl.DataFrame({"start_ns": start, "end_ns": end, "detail": detail, "gap": gap, "next_row": next_row[gap]})
-            .with_columns(cause=causes)
-            .select(list(schema))
+    def frame(self, next_row: Ints) -> pl.DataFrame:
+        if not self.parts:
+            self.parts = [(_NONE, _NONE, _NONE.astype(np.uint8), _NONE, _NONE)]
+        start, end, cause, detail, gap = (np.concatenate(column) for column in zip(*self.parts, strict=True))
+        some = order_by(start)
+        if not (end > start).all():
+            some = some[end[some] > start[some]]
+        gap = gap[some]
+        return pl.DataFrame(
+            {
+                "start_ns": start[some],
+                "end_ns": end[some],
+                "cause": _NAMES.gather(pl.Series(cause[some], dtype=pl.UInt32())),
+                "detail": detail[some],
+                "gap": gap,
+                "next_row": next_row[gap],
+            }
         )
-    return (
-        pl.concat(frames)
-        .filter(pl.col("end_ns") > pl.col("start_ns"))
-        .sort("start_ns")
-        .cast({"cause": pl.Categorical()})
-    )
 
 
 def _next_work(trace: Trace, rows: Ints, ends: Ints) -> Ints:
@@ -266,21 +264,23 @@ def _host_time(trace: Trace, pieces: _Pieces, start: Ints, end: Ints, thread: In
     keep = end > start
     start, end, thread, gap = start[keep], end[keep], thread[keep], gap[keep]
     fallbacks = [t for t in [main_thread(trace), *autograd_threads(trace)] if t >= 0]
-    asked: dict[int, int] = {}
+    names = trace.column("name")
+    asked: set[int] = set()
     while len(start):
         next_round: list[tuple[Ints, Ints, Ints, Ints]] = []
         for one in np.unique(thread):
             mine = np.flatnonzero(thread == one)
             mine = mine[np.argsort(start[mine], kind="stable")]
-            s, e, row, window = trace.stacks.over(int(one), start[mine], end[mine])
-            owner = gap[mine][window]
-            cause = np.where(row >= 0, trace.stacks.cause[row], 0)
-            silent = cause == 0
-            name = np.where(row >= 0, trace.column("name")[row].astype(np.int64), -1)
-            known = ~silent
-            pieces.add(s[known], e[known], [CAUSES_OF_HOST[c] for c in cause[known]], name[known], owner[known])
-            if silent.any():
-                next_round.append((s[silent], e[silent], owner[silent], name[silent]))
+            for some in np.split(mine, range(WINDOWS_AT_ONCE, len(mine), WINDOWS_AT_ONCE)):
+                s, e, row, window = trace.stacks.over(int(one), start[some], end[some])
+                owner = gap[some][window]
+                cause = np.where(row >= 0, trace.stacks.cause[row], 0)
+                name = np.where(row >= 0, names[row].astype(np.int64), -1)
+                known = np.flatnonzero(cause)
+                pieces.add(s[known], e[known], _OF_HOST[cause[known]], name[known], owner[known])
+                silent = np.flatnonzero(cause == 0)
+                if len(silent):
+                    next_round.append((s[silent], e[silent], owner[silent], name[silent]))
         if not next_round:
             return
         start, end, gap, name = (np.concatenate([part[i] for part in next_round]) for i in range(4))
@@ -290,7 +290,7 @@ def _host_time(trace: Trace, pieces: _Pieces, start: Ints, end: Ints, thread: In
         if not remaining:
             pieces.add(start, end, "host_untraced", name, gap)
             return
-        asked[remaining[0]] = 1
+        asked.add(remaining[0])
         thread = np.full(len(start), remaining[0])
 
 
@@ -300,13 +300,11 @@ def idle_summary(trace: Trace, device: int, windows: Intervals | None = None) ->
     Columns: rank, device, cause, idle_ns, share (of this device's idle time), gaps (pieces), what (the three longest
     details with their ns), meaning.
     """
-    from fettle.trace.intervals import split
-
     frame = idle_pieces(trace, device)
     if windows is not None:
         start, end, piece, _ = split((frame["start_ns"].to_numpy(), frame["end_ns"].to_numpy()), windows)
         frame = frame[piece].with_columns(start_ns=pl.Series(start), end_ns=pl.Series(end))
-    frame = frame.with_columns(idle_ns=pl.col("end_ns") - pl.col("start_ns"), cause=pl.col("cause").cast(pl.String()))
+    frame = frame.select("cause", "detail", idle_ns=pl.col("end_ns") - pl.col("start_ns"))
     if not frame.height:
         return pl.DataFrame(
             schema={
@@ -329,6 +327,7 @@ def idle_summary(trace: Trace, device: int, windows: Intervals | None = None) ->
         )
     total = int(frame["idle_ns"].sum())
     summary = frame.group_by("cause").agg(pl.col("idle_ns").sum(), gaps=pl.len()).sort("idle_ns", descending=True)
+    summary = summary.with_columns(pl.col("cause").cast(pl.String()))
     return summary.select(
         rank=pl.lit(trace.rank, dtype=pl.Int64()),
         device=pl.lit(device, dtype=pl.Int64()),

@@ -13,6 +13,7 @@ import polars as pl
 
 from fettle.trace.kinds import Kind, is_graph_launch
 from fettle.trace.model import Ints, Trace
+from fettle.trace.ordering import order_by
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,11 @@ class LaunchLinks:
 
     device_rows: Ints
     launch_rows: Ints
-    launch_of_row: dict[str, Ints]
+    by_row: Ints  # the launch of any event by its row; -1 for what is no device work too
 
     def launch_of(self, rows: Ints) -> Ints:
         """Launch rows of the given event rows; -1 for what is no device work or has no known launch."""
-        return self.launch_of_row["launch"][rows]
+        return self.by_row[rows]
 
 
 def link_launches(trace: Trace) -> LaunchLinks:
@@ -33,8 +34,7 @@ def link_launches(trace: Trace) -> LaunchLinks:
     device_rows = trace.device_rows
     correlation = trace.column("correlation")
     calls = np.flatnonzero((trace.kind == Kind.RUNTIME) & (correlation > 0))
-    order = np.lexsort((trace.ts[calls], correlation[calls]))
-    calls = calls[order]
+    calls = calls[order_by(correlation[calls], trace.ts[calls])]
     numbers = correlation[calls]
     wanted = correlation[device_rows]
     left = np.searchsorted(numbers, wanted, side="left")
@@ -42,13 +42,17 @@ def link_launches(trace: Trace) -> LaunchLinks:
     launch = np.full(len(device_rows), -1, dtype=np.int64)
     has = (right > left) & (wanted > 0)
     launch[has] = calls[left[has]]
-    for i in np.flatnonzero(has & (right - left > 1)).tolist():
-        same = calls[left[i] : right[i]]
-        before = same[trace.ts[same] <= trace.ts[device_rows[i]]]
-        launch[i] = before[-1] if len(before) else same[0]
+    several = np.flatnonzero(has & (right - left > 1))
+    if len(several):
+        number = np.concatenate([numbers, wanted[several]])
+        time = np.concatenate([trace.ts[calls], trace.ts[device_rows[several]]])
+        order = order_by(number, time, (np.arange(len(number)) >= len(calls)).astype(np.int64))
+        last_call = np.empty(len(order), dtype=np.int64)
+        last_call[order] = np.maximum.accumulate(np.where(order < len(calls), order, -1))
+        launch[several] = calls[np.maximum(last_call[len(calls) :], left[several])]
     by_row = np.full(trace.events.height, -1, dtype=np.int64)
     by_row[device_rows] = launch
-    return LaunchLinks(device_rows, launch, {"launch": by_row})
+    return LaunchLinks(device_rows, launch, by_row)
 
 
 def launch_stats(trace: Trace) -> pl.DataFrame:

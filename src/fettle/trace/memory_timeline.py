@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
+from fettle.trace.ancestry import ancestors
 from fettle.trace.launches import text_column
 from fettle.trace.model import Ints, Trace
-from fettle.trace.operators import ancestors
 
 DEVICE_TYPES = {0: "cpu", 1: "cuda", 20: "privateuseone", 12: "xpu", 9: "meta"}
 

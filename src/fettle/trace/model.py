@@ -208,8 +208,3 @@ class Trace:
         process, tid = self.threads[thread]
         label = self.thread_names.get(f"{process}/{tid}", "")
         return label or f"process {process} thread {tid}"
-
-
-def empty_side() -> dict[str, pl.DataFrame]:
-    """The side tables with no rows."""
-    return {name: pl.DataFrame(schema=schema) for name, schema in SIDE_TABLES.items()}

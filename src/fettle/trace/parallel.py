@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,18 @@ from fettle.trace.stream import (
     parse_metadata,
 )  # fmt: skip
 
-SPAN_BYTES = 32 << 20
+SPAN_BYTES = 16 << 20
 _PROBE_BYTES = max(BLOCK_BYTES, 8 << 20)
 _HELPER = "import sys; sys.path[:] = sys.argv[2:]; from fettle.trace.parallel import help_with; help_with(sys.argv[1])"
 
 
 def read_in_parallel(
-    path: Path, size: int, count: int, max_events: int, span_bytes: int = SPAN_BYTES
+    path: Path,
+    size: int,
+    count: int,
+    max_events: int,
+    span_bytes: int = SPAN_BYTES,
+    on_progress: Callable[[float], None] | None = None,
 ) -> tuple[Columns, dict[str, Any], dict[str, Any]]:
     """Decode an uncompressed file with `count` processes, this one included."""
     with path.open("rb") as file:
@@ -66,7 +71,11 @@ def read_in_parallel(
         (Path(scratch) / "plan.json").write_text(json.dumps(plan))
         helpers = [_start_helper(scratch) for _ in range(count - 1)] if sys.executable else []
         try:
-            parts = {i: _decode(plan, i) for i in _claims(Path(scratch), len(cuts) - 1)}
+            parts = {}
+            for i in _claims(Path(scratch), len(cuts) - 1):  # in order: what comes before i is taken
+                if on_progress is not None:
+                    on_progress(i / (len(cuts) - 1))
+                parts[i] = _decode(plan, i)
             for helper in helpers:
                 helper.wait()
         finally:

@@ -8,6 +8,7 @@ import polars as pl
 from fettle.trace.intervals import Intervals, merge
 from fettle.trace.launches import text_column
 from fettle.trace.model import Ints, Trace
+from fettle.trace.ordering import order_by
 
 FULL_QUEUE = 1024
 
@@ -26,7 +27,7 @@ def queue_length(trace: Trace) -> pl.DataFrame:
     time = np.concatenate([trace.ts[calls], np.maximum(trace.ts[rows], trace.ts[calls])])
     change = np.concatenate([np.ones(len(rows), np.int64), -np.ones(len(rows), np.int64)])
     device, stream = np.concatenate([device, device]), np.concatenate([stream, stream])
-    order = np.lexsort((-change, time, stream, device))
+    order = order_by(device, stream, time, -change)
     device, stream, time, change = device[order], stream[order], time[order], change[order]
     length = np.cumsum(change)  # every stream's changes add up to zero, so the next one starts at zero
     return pl.DataFrame(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ def load(
     use_sidecar: bool = True,
     processes: int | None = None,
     max_events: int = DEFAULT_MAX_EVENTS,
+    on_progress: Callable[[float], None] | None = None,
 ) -> Trace:
     """Open one profiler trace (JSON or gzipped JSON).
 
@@ -36,6 +38,7 @@ def load(
         use_sidecar: Read the columns kept from an earlier opening of the very same bytes, and keep them otherwise.
         processes: How many processes decode a large uncompressed file; None chooses.
         max_events: Refuse files with more events than this.
+        on_progress: Told the share of the file that has been read, again and again.
 
     Raises:
         UsageError: The file is missing, unreadable, or holds no trace events.
@@ -49,30 +52,37 @@ def load(
         if kept is not None:
             return kept
     try:
-        columns, metadata, facts = _read(path, processes, max_events)
+        columns, metadata, facts = _read(path, processes, max_events, on_progress)
     except (OSError, EOFError, zlib.error) as error:
         raise UsageError(f"cannot read {path}: {error}") from error
+    except UsageError as error:
+        raise UsageError(f"{path.name}: {error}") from error
     trace = assemble(path, rank, columns, metadata, facts)
     if key is not None and facts["file_bytes"] > 1 << 20:
         sidecar.write(trace, key)
     return trace
 
 
-def load_all(path: str | Path, **options: Any) -> list[Trace]:
+def load_all(path: str | Path, *, on_progress: Callable[[float], None] | None = None, **options: Any) -> list[Trace]:
     """Open a file, or every trace in a folder (`*.json`, `*.json.gz`), one trace a rank, ordered by rank.
 
     Two files that claim one rank get different ones, and the health report says so.
     """
     path = Path(path)
     if not path.is_dir():
-        return [load(path, **options)]
+        return [load(path, on_progress=on_progress, **options)]
     files = sorted(p for p in path.iterdir() if p.is_file() and p.name.endswith((".json", ".json.gz", ".gz")))
     if not files:
         raise UsageError(f"no *.json or *.json.gz traces in {path}")
     traces, taken, unreadable = [], set(), []
-    for file in files:
+    for number, file in enumerate(files):
+
+        def one(share: float, number: int = number) -> None:
+            if on_progress is not None:
+                on_progress((number + share) / len(files))
+
         try:
-            trace = load(file, **options)
+            trace = load(file, on_progress=one, **options)
         except UsageError as error:
             unreadable.append(str(error))
             continue
@@ -90,18 +100,21 @@ def _with_rank(trace: Trace, rank: int, note: str) -> Trace:
     return replace(trace, rank=rank, facts=replace(trace.facts, notes=(*trace.facts.notes, note)))
 
 
-def _read(path: Path, processes: int | None, max_events: int) -> tuple[Columns, dict[str, Any], dict[str, Any]]:
+def _read(
+    path: Path, processes: int | None, max_events: int, on_progress: Callable[[float], None] | None
+) -> tuple[Columns, dict[str, Any], dict[str, Any]]:
     size = path.stat().st_size
     with path.open("rb") as file:
         compressed = file.read(2) == b"\x1f\x8b"
     if not compressed and size > PARALLEL_ABOVE_BYTES and processes != 1:
         count = min(processes or min(os.cpu_count() or 1, 8), max(1, size // (64 << 20)))
         if count > 1:
-            return read_in_parallel(path, size, count, max_events)
+            return read_in_parallel(path, size, count, max_events, on_progress=on_progress)
     columns = Columns()
     with path.open("rb") as file:
         stream: Any = Inflate(file) if compressed else file
-        counted = Counted(stream)
+        on_read = None if on_progress is None else lambda: on_progress(file.tell() / max(size, 1))
+        counted = Counted(stream, on_read=on_read)
         header, trailer, truncated = stream_events(counted, columns, max_events)
     metadata = parse_metadata(header, trailer, columns.tally)
     if columns.tally.events_seen == 0:

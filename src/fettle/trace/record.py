@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -30,7 +31,7 @@ def record(
 
     With `active` steps, call `.step()` on the profiler after each step: `wait` steps are skipped, `warmup` steps are
     run with the profiler on and thrown away (its first step is slow), and then `active` steps are kept. Without, all
-    of the block is kept.
+    of the block is kept. A block that raises writes nothing.
 
     Stacks explain idle time down to source lines and make the trace several times larger and the program slower; memory
     adds every allocation. Both are off.
@@ -42,11 +43,12 @@ def record(
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
     plan = schedule(wait=wait, warmup=warmup, active=active, repeat=1) if active else None
-    written = []
+    written, failed = [], False
 
     def write(profiler: profile) -> None:
-        profiler.export_chrome_trace(str(path))
-        written.append(path)
+        if not failed:
+            profiler.export_chrome_trace(str(path))
+            written.append(path)
 
     with profile(
         activities=activities,
@@ -56,7 +58,11 @@ def record(
         with_stack=stacks,
         on_trace_ready=write,
     ) as profiler:
-        yield profiler
+        try:
+            yield profiler
+        except BaseException:
+            failed = True
+            raise
         if torch.cuda.is_available():
             torch.cuda.synchronize()
     if not written:
@@ -67,7 +73,7 @@ def load_target(target: str) -> Callable[[], object]:
     """The function that `path/to/file.py:name` or `package.module:name` names.
 
     Raises:
-        UsageError: There is no such file, module or function.
+        UsageError: There is no such file, module or function, or importing it fails, for whatever reason.
     """
     place, _, name = target.rpartition(":")
     if not place or not name:
@@ -80,10 +86,13 @@ def load_target(target: str) -> Callable[[], object]:
             assert spec is not None
             assert spec.loader is not None
             module = importlib.util.module_from_spec(spec)
+            sys.modules.setdefault(spec.name, module)  # dataclasses and pickling inside the file look it up there
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(place)
-    except ImportError as error:
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:
         raise UsageError(f"cannot import {place}: {first_line(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):

@@ -16,8 +16,6 @@ from fettle.trace.model import SIDE_TABLES
 
 MAX_TEXT_CHARS = 8192
 _FRAME_ROWS = 200_000
-_COLLECTIVE_KEY = b'"Collective name"'
-_RARE_KEYS = (b'"Call stack"', b'"kernel_file"', b'"kernel_hash"', _COLLECTIVE_KEY)
 
 
 class SideTables:
@@ -54,30 +52,28 @@ class SideTables:
         self, args: list[Any], kind: npt.NDArray[np.uint8], operators: list[int], chunk: bytes, base: int
     ) -> None:
         """What the complete events of one chunk tell; `base` is the row of the first one."""
-        self._operators(args, operators, chunk, base)
-        self._device(args, kind, chunk, base)
+        self._operators(args, operators, base)
+        self._device(args, kind, base)
         ranges = np.flatnonzero(kind == Kind.COUNTER_RANGE)
         if len(ranges):
             self._counters(chunk, ranges, base)
 
-    def _operators(self, args: list[Any], rows: list[int], chunk: bytes, base: int) -> None:
-        numbers = integers([args[i].sequence for i in rows])
+    def _operators(self, args: list[Any], rows: list[int], base: int) -> None:
+        chosen = [args[i] for i in rows]
+        numbers = integers([a.sequence for a in chosen])
         has = np.flatnonzero(numbers >= 0)
         if len(has):
-            with_number = np.array(rows, dtype=np.int64)[has]
-            forward = integers([args[i].forward_thread for i in with_number.tolist()])
-            self.put("autograd", row=with_number + base, sequence=numbers[has], forward_thread=forward)
-        if not any(key in chunk for key in _RARE_KEYS):
-            return
+            forward = integers([chosen[i].forward_thread for i in has.tolist()])
+            row = np.array(rows, dtype=np.int64)[has] + base
+            self.put("autograd", row=row, sequence=numbers[has], forward_thread=forward)
         # One pass finds the few operators that have any of the rare facts.
         rare = [
             i
-            for i in rows
-            if (a := args[i]).stack
-            or a.collective is not None
-            or a.kernel_file is not None
-            or a.kernel_hash is not None
+            for i, a in zip(rows, chosen, strict=True)
+            if a.stack is not None or a.collective is not None or a.kernel_file is not None or a.kernel_hash is not None
         ]
+        if not rare:
+            return
         some = [i for i in rare if args[i].kernel_file is not None or args[i].kernel_hash is not None]
         if some:
             self.put(
@@ -91,7 +87,7 @@ class SideTables:
             self.put("stacks", row=[base + i for i in some], stack=[say(args[i].stack, MAX_TEXT_CHARS) for i in some])
         self._collectives([i for i in rare if args[i].collective is not None], args, base)
 
-    def _device(self, args: list[Any], kind: npt.NDArray[np.uint8], chunk: bytes, base: int) -> None:
+    def _device(self, args: list[Any], kind: npt.NDArray[np.uint8], base: int) -> None:
         rows = np.flatnonzero((kind == Kind.MEMCPY) | (kind == Kind.MEMSET)).tolist()
         some = [i for i in rows if args[i].bytes is not None or args[i].bandwidth is not None]
         if some:
@@ -101,9 +97,8 @@ class SideTables:
                 bytes=[integer(args[i].bytes) for i in some],
                 gb_per_s=[number(args[i].bandwidth) for i in some],
             )
-        if _COLLECTIVE_KEY in chunk:
-            rows = np.flatnonzero(kind == Kind.KERNEL).tolist()
-            self._collectives([i for i in rows if args[i].collective is not None], args, base)
+        rows = np.flatnonzero(kind == Kind.KERNEL).tolist()
+        self._collectives([i for i in rows if args[i].collective is not None], args, base)
         some = np.flatnonzero(kind == Kind.SYNC).tolist()
         if some:
             self.put(

@@ -9,6 +9,7 @@ import polars as pl
 
 from fettle.errors import UsageError
 from fettle.trace.account import time_account
+from fettle.trace.attribution import attribute_kernels
 from fettle.trace.communication import collectives
 from fettle.trace.idle import idle_pieces
 from fettle.trace.kernels import kernel_table
@@ -16,7 +17,7 @@ from fettle.trace.kinds import Kind
 from fettle.trace.launches import launch_stats, text_column
 from fettle.trace.memory_timeline import memory_timeline
 from fettle.trace.model import Trace
-from fettle.trace.operators import attribute_kernels, operator_table
+from fettle.trace.operators import operator_table
 from fettle.trace.queue import queue_length
 from fettle.trace.steps import steps
 

@@ -3,12 +3,13 @@ thread.
 
 Computed for all threads at once with array operations. An event's parent is the last event of its thread that began
 before it and has not ended; candidates are followed through each other's candidates, which takes a few rounds even for
-deep stacks. Events that overlap without nesting (clocks of whole microseconds make them) are cut at their parent's end.
+deep stacks. Events that overlap without nesting (clocks of whole microseconds make them) are cut at their parent's end,
+in order, each before what it contains.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from fettle.trace.ordering import order_by
 
 # Outer to inner, for events with the same start and length.
 _NESTING = {Kind.ANNOTATION: 0, Kind.PYTHON: 1, Kind.OPERATOR: 2, Kind.RUNTIME: 3, Kind.OVERHEAD: 4}
+BLOCK = 1 << 16
 CAUSES_OF_HOST = (
     "host_untraced",
     "operator",
@@ -53,6 +55,7 @@ class HostStacks:
     segment_end: Ints
     segment_row: Ints
     overlaps_cut: int
+    _covers: dict[int, tuple[Ints, Ints]] = field(default_factory=dict)
 
     def thread_slice(self, thread: int) -> slice:
         """The segments of one thread."""
@@ -79,31 +82,33 @@ class HostStacks:
         Returns start, end, innermost row (-1: nothing traced) and window index of every piece; the pieces of a window
         add up to it exactly.
         """
-        part = self.thread_slice(thread)
-        seg_start, seg_end, seg_row = self.segment_start[part], self.segment_end[part], self.segment_row[part]
-        first = np.searchsorted(seg_end, start, side="right")
-        last = np.searchsorted(seg_start, end, side="left")
-        count = np.maximum(last - first, 0)
+        edge, owner = self._cover(thread)
+        first = np.searchsorted(edge, start, side="right") - 1
+        count = np.where(end > start, np.searchsorted(edge, end, side="left") - first, 0)
         window = np.repeat(np.arange(len(start)), count)
-        segment = ranges(first, count)
-        begins, stops = np.maximum(seg_start[segment], start[window]), np.minimum(seg_end[segment], end[window])
-        rows = seg_row[segment]
-        # The free time before each piece, and after the last one of a window.
-        head = np.ones(len(window), dtype=bool)
-        head[1:] = window[1:] != window[:-1]
-        before = np.empty(len(window), dtype=np.int64)
-        before[head] = start[window[head]]
-        before[~head] = stops[np.flatnonzero(~head) - 1]
-        reach = start.copy()
-        reach[window] = stops  # the last piece of each window wins
-        free = begins > before
-        tail = end > reach
-        all_start = np.concatenate([begins, before[free], reach[tail]])
-        all_end = np.concatenate([stops, begins[free], end[tail]])
-        all_row = np.concatenate([rows, np.full(int(free.sum()) + int(tail.sum()), -1, dtype=np.int64)])
-        all_window = np.concatenate([window, window[free], np.flatnonzero(tail)])
-        order = np.lexsort((all_start, all_window))
-        return all_start[order], all_end[order], all_row[order], all_window[order]
+        cell = ranges(first, count)
+        begins, stops, rows = edge[cell], edge[cell + 1], owner[cell]
+        some = count > 0
+        behind = np.cumsum(count)[some]
+        begins[behind - count[some]] = start[some]
+        stops[behind - 1] = end[some]
+        return begins, stops, rows, window
+
+    def _cover(self, thread: int) -> tuple[Ints, Ints]:
+        """All time cut at the edges of a thread's segments: edges, and the row (-1: none) from each to the next."""
+        if thread not in self._covers:
+            part = self.thread_slice(thread)
+            start, end, row = self.segment_start[part], self.segment_end[part], self.segment_row[part]
+            free = np.ones(len(start) + 1, dtype=bool)  # before each segment, and behind the last
+            free[1:-1] = start[1:] > end[:-1]
+            at = np.arange(len(start)) + np.cumsum(free[:-1])
+            owner = np.full(len(start) + int(free.sum()), -1, dtype=np.int64)
+            edge = np.empty(len(owner) + 1, dtype=np.int64)
+            edge[at], owner[at] = start, row
+            edge[at + 1] = end
+            edge[0], edge[-1] = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+            self._covers[thread] = edge, owner
+        return self._covers[thread]
 
 
 def build_stacks(trace: Trace) -> HostStacks:
@@ -113,32 +118,60 @@ def build_stacks(trace: Trace) -> HostStacks:
     all_rows = np.flatnonzero(trace.is_host)
     lasting = trace.dur[all_rows] > 0
     rows = _outer_first(trace, all_rows[lasting])
-    start, end, threads = trace.ts[rows], trace.end[rows], thread[rows].astype(np.int64)
-    cut = 0
-    parent = _parents(start, end, threads)
-    for _ in range(8):
-        inner = np.flatnonzero(parent >= 0)
-        too_long = inner[end[inner] > end[parent[inner]]]
-        if not len(too_long):
-            break
-        cut = max(cut, len(too_long))
-        end[too_long] = end[parent[too_long]]
-        parent = _parents(start, end, threads)
-    depth, segments = _sweep(start, end, parent, threads, rows)
-
-    parent_by_row = np.full(count, -1, dtype=np.int64)
-    inner = np.flatnonzero(parent >= 0)
-    parent_by_row[rows[inner]] = rows[parent[inner]]
-    depth_by_row = np.zeros(count, dtype=np.int64)
-    depth_by_row[rows] = depth
-    partial = HostStacks(parent_by_row, depth_by_row, np.zeros(0, np.int64), rows, *segments, cut)
+    parent, depth = np.full(count, -1, dtype=np.int64), np.zeros(count, dtype=np.int64)
+    segments, cut = _nest(trace, rows, parent, depth)
+    partial = HostStacks(parent, depth, np.zeros(0, np.int64), rows, *segments, cut)
     instants = all_rows[~lasting]
     if len(instants):
         around = partial.innermost(thread[instants], trace.ts[instants])
-        parent_by_row[instants] = around
-        depth_by_row[instants[around >= 0]] = depth_by_row[around[around >= 0]] + 1
-    cause = _causes(trace, parent_by_row, all_rows)
-    return HostStacks(parent_by_row, depth_by_row, cause, rows, *segments, cut)
+        parent[instants] = around
+        depth[instants[around >= 0]] = depth[around[around >= 0]] + 1
+    return replace(partial, cause=_causes(trace, parent, all_rows))
+
+
+def _nest(
+    trace: Trace, rows: Ints, parent_by_row: Ints, depth_by_row: Ints
+) -> tuple[tuple[Ints, Ints, Ints, Ints], int]:
+    """Fill in parents and depths; returns the segments' columns, and how many events were cut.
+
+    Block by block, so that the arrays stay in the cache and no large ones are made only to be thrown away, which costs
+    several times the arithmetic. What is open where a block ends begins the next one; events that begin together stay
+    together, so that what is open has lasted.
+    """
+    thread_of, cut = trace.column("thread"), 0
+    open_rows, open_ends = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    found: list[tuple[Ints, Ints, Ints, Ints]] = []
+    low = high = 0
+    while high < len(rows):
+        low, high = high, min(high + BLOCK, len(rows))
+        while high < len(rows) and trace.ts[rows[high]] == trace.ts[rows[high - 1]]:
+            high += 1
+        new = rows[low:high]
+        kept, mine = len(open_rows), np.concatenate([open_rows, new])
+        start, end = trace.ts[mine], np.concatenate([open_ends, trace.ts[new] + trace.dur[new]])
+        start[:kept] = start[kept]
+        thread = thread_of[mine].astype(np.int64)
+        parent = _parents(start, end, thread)
+        cut += _cut_overlaps(start, end, thread, parent)
+        open_rows = open_ends = np.zeros(0, np.int64)
+        if high < len(rows) and thread_of[rows[high]] == thread[-1]:
+            until = int(trace.ts[rows[high]])
+            chain = [len(mine) - 1]
+            while parent[chain[-1]] >= 0:
+                chain.append(int(parent[chain[-1]]))
+            still = np.array([i for i in reversed(chain) if end[i] > until], dtype=np.int64)
+            open_rows, open_ends = mine[still], end[still]
+            end[still] = until
+        depth, segments = _sweep(start, end, parent, thread, mine)
+        found.append(segments)
+        depth_by_row[new] = depth[kept:]
+        inner = np.flatnonzero(parent[kept:] >= 0)
+        parent_by_row[new[inner]] = mine[parent[kept:][inner]]
+    if not found:
+        nothing = np.zeros(0, np.int64)
+        return (nothing, nothing, nothing, nothing), 0
+    of_thread, starts, ends, of_row = (np.concatenate(column) for column in zip(*found, strict=True))
+    return (of_thread, starts, ends, of_row), cut
 
 
 def _outer_first(trace: Trace, rows: Ints) -> Ints:
@@ -174,6 +207,34 @@ def _parents(start: Ints, end: Ints, thread: Ints) -> Ints:
         candidate[active] = candidate[candidate[active]]
         active = active[candidate[active] >= 0]
     return candidate
+
+
+def _cut_overlaps(start: Ints, end: Ints, thread: Ints, parent: Ints) -> int:
+    """End every event with its parent at the latest, in place, ends and parents; returns how many were cut.
+
+    A cut changes the parents only of what begins before the event's old end: from each event that is too long, events
+    are gone through one by one until there.
+    """
+    inner = np.flatnonzero(parent >= 0)
+    too_long = inner[end[inner] > end[parent[inner]]].tolist()
+    starts, ends, above = memoryview(start), memoryview(end), memoryview(parent)  # plain integers, several times faster
+    cut, at = 0, 0
+    for first in too_long:
+        if first < at:
+            continue
+        at, reach = first, ends[first]
+        behind = int(np.searchsorted(thread, thread[first], side="right"))
+        while at < behind and starts[at] < reach:
+            around = at - 1 if at > first else above[first]
+            while around >= 0 and ends[around] <= starts[at]:
+                around = above[around]
+            above[at] = around
+            if around >= 0 and ends[at] > ends[around]:
+                reach = max(reach, ends[at])
+                ends[at] = ends[around]
+                cut += 1
+            at += 1
+    return cut
 
 
 def _sweep(

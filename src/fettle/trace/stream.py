@@ -12,7 +12,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -67,8 +67,9 @@ class Inflate:
 class Counted:
     """Reads blocks, counts them, and ends quietly where a compressed stream is cut off."""
 
-    def __init__(self, stream: BinaryIO, limit: int | None = None) -> None:
-        self.stream, self.limit, self.bytes, self.broken = stream, limit, 0, False
+    def __init__(self, stream: BinaryIO, limit: int | None = None, on_read: Callable[[], None] | None = None) -> None:
+        self.stream, self.limit, self.on_read = stream, limit, on_read
+        self.bytes, self.broken = 0, False
 
     def read(self) -> bytes:
         wanted = BLOCK_BYTES if self.limit is None else min(BLOCK_BYTES, self.limit - self.bytes)
@@ -82,6 +83,8 @@ class Counted:
             self.broken = True
             return b""
         self.bytes += len(block)
+        if self.on_read is not None:
+            self.on_read()
         return block
 
 
@@ -154,7 +157,7 @@ def chunks(
 
 def _last_boundary(text: bytes, boundary: re.Pattern[bytes]) -> tuple[int, int] | None:
     """(end of the last whole event, start of the next) in `text`."""
-    window = 16 << 10
+    window = 2 << 10
     while True:
         start = max(0, len(text) - window)
         last = None

@@ -10,22 +10,22 @@ convolutions on a CPU, each of which is tried once). That is what the headroom i
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
 from collections import Counter, UserDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch._subclasses import FakeTensorMode
-from torch.utils._pytree import tree_map_only
 
 from fettle.errors import UsageError, first_line
 from fettle.train import plan_formulas as formulas
-from fettle.train.plan_timeline import Collective, Timeline, peak_of
+from fettle.train.plan_ddp import collectives_of_ddp, ddp_buckets
+from fettle.train.plan_fake import fake_model, fake_tensors, fake_world, fsdp_marks
+from fettle.train.plan_timeline import Timeline, peak_of
 from fettle.train.plan_workspace import Workspaces
 from fettle.train.strategies import Strategy, apply, mesh_shape, precision_context, units_of, usual_strategies
 from fettle.train.workload import TrainingWorkload, load_training
@@ -159,22 +159,6 @@ def as_json(made: Plan) -> dict[str, Any]:
     return asdict(made)
 
 
-@contextmanager
-def fake_world(world_size: int) -> Iterator[None]:
-    """A process group of `world_size` ranks that pretends to communicate; this process is rank 0."""
-    import torch.distributed as dist
-    from torch.distributed._tools import fake_collectives  # noqa: F401 (registers collectives for fake tensors)
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    if dist.is_initialized():
-        raise UsageError("a process group exists already: plan in a process of its own, outside torchrun")
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def _predict(
     workload: TrainingWorkload, strategy: Strategy, ranks: int, ranks_per_node: int, device: str, mode: FakeTensorMode
 ) -> Prediction:
@@ -185,8 +169,8 @@ def _predict(
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names) if strategy.sharded else None
     round_to = 512 if device == "cuda" else 1
     with mode:
-        model = _fake_model(workload.model, mode)
-        batch = _fake_tensors(_batch(workload))
+        model = fake_model(workload.model)
+        batch = fake_tensors(_batch(workload))
         all_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
         trained_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         units = [sum(p.numel() * p.element_size() for p in unit.parameters()) for unit in units_of(model, strategy)]
@@ -202,7 +186,7 @@ def _predict(
         extra = -(-max([*units, rest]) // shape[-1])  # the shard of one unit on its way to the device
         peak = replace(peak, bytes=peak.bytes + extra)
         peak.parts["transients"] += extra
-    collectives = [*timeline.collectives, *_collectives_of_ddp(model, strategy)]
+    collectives = [*timeline.collectives, *collectives_of_ddp(model, strategy)]
     sent, between = formulas.sent_bytes(collectives, shape, ranks_per_node) if ranks > 1 else (0, 0)
     count = formulas.state_tensors(type(optimizer).__name__, optimizer.defaults)
     sharing = shape[-1]
@@ -251,7 +235,7 @@ def _step(
     workspaces = Workspaces(here) if device == "cpu" else None
     timeline = Timeline(round_to, gloo=device == "cpu", workspace=workspaces)
     with ExitStack() as stack:
-        stack.enter_context(_fsdp_marks(timeline))
+        stack.enter_context(fsdp_marks(timeline))
         stack.enter_context(timeline)
         timeline.see([list(model.parameters()), list(model.buffers())], "parameters", final=True)
         timeline.see([list(state.values()) for state in optimizer.state.values()], "optimizer state", final=True)
@@ -259,7 +243,7 @@ def _step(
         states = {"parameters": _held(timeline, "parameters"), "gradients": 0}
         states["optimizer state"] = _held(timeline, "optimizer state")
         if strategy.kind in ("ddp", "zero1"):
-            _ddp_buckets(trained, strategy, timeline)
+            ddp_buckets(trained, strategy, timeline)
         with timeline.phase("forward"), precision_context(strategy, "cpu"):
             loss = workload.loss(model, batch)
         with timeline.phase("backward"):
@@ -275,111 +259,8 @@ def _step(
     return timeline, states, optimizer
 
 
-def _ddp_buckets(trained: list[torch.nn.Parameter], strategy: Strategy, timeline: Timeline) -> None:
-    """DDP's flat buckets, and what its reducer does with a gradient as soon as it is there."""
-    with timeline.phase("before"):
-        views = _bucket_views(trained)
-        timeline.see(views, "gradients" if strategy.buckets == "view" else "transients", final=True)
-        if strategy.compress == "powersgd":
-            errors = [torch.empty_like(view) for view in views]  # the error that PowerSGD carries to the next step
-            timeline.see(errors, "transients", final=True)
-            views[0]._fettle_errors = errors  # type: ignore[attr-defined]
-    sent: list[torch.Tensor] = []
-
-    def ready(view: torch.Tensor) -> Callable[[torch.Tensor], None]:
-        def hook(parameter: torch.Tensor) -> None:
-            assert parameter.grad is not None
-            with torch.no_grad():
-                view.copy_(parameter.grad)
-                if strategy.buckets == "view":
-                    parameter.grad = view
-                if strategy.compress == "fp16":
-                    sent.append(view.to(torch.float16))  # an upper bound: all are still on their way at the end
-                    timeline.see(sent[-1], "transients", final=True)
-
-        return hook
-
-    for parameter, view in zip(trained, views, strict=True):
-        parameter.register_post_accumulate_grad_hook(ready(view))  # type: ignore[no-untyped-call]
-
-
-def _bucket_views(trained: list[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """One view a parameter into flat buckets, one bucket set for each type."""
-    views: dict[int, torch.Tensor] = {}
-    for dtype in {p.dtype for p in trained}:
-        same = [p for p in trained if p.dtype == dtype]
-        left = list(reversed(same))
-        for size in formulas.bucket_sizes([p.numel() * p.element_size() for p in same]):
-            flat = torch.empty(size // left[0].element_size(), dtype=dtype)
-            offset = 0
-            while offset < flat.numel():
-                parameter = left.pop(0)
-                views[id(parameter)] = flat[offset : offset + parameter.numel()].view(parameter.shape)
-                offset += parameter.numel()
-    return [views[id(p)] for p in trained]
-
-
-def _collectives_of_ddp(model: torch.nn.Module, strategy: Strategy) -> list[Collective]:
-    if strategy.kind not in ("ddp", "zero1"):
-        return []
-    trained = [p for p in model.parameters() if p.requires_grad]
-    sizes = [p.numel() * p.element_size() for p in trained]
-    divisor = 2 if strategy.compress == "fp16" and trained[0].element_size() == 4 else 1
-    made = [Collective("all_reduce", size // divisor) for size in formulas.bucket_sizes(sizes)]
-    if strategy.kind == "zero1":  # the owner of each parameter sends its new value to all
-        made += [Collective("broadcast", size) for size in sizes]
-    return made
-
-
-@contextmanager
-def _fsdp_marks(timeline: Timeline) -> Iterator[None]:
-    """Let the timeline know what FSDP2 allocates for communication: gathered parameters and its flat buffers."""
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-    originals = {name: getattr(FSDPParamGroup, name) for name in ("unshard", "wait_for_unshard", "post_backward")}
-
-    def marked(original: Callable[..., Any]) -> Callable[..., Any]:
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with timeline.communicating():
-                return original(self, *args, **kwargs)
-
-        return method
-
-    for name, original in originals.items():
-        setattr(FSDPParamGroup, name, marked(original))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(FSDPParamGroup, name, original)
-
-
 def _held(timeline: Timeline, part: str) -> int:
     return sum(life.size for life in timeline.lives if life.part == part and not life.died)
-
-
-def _fake_model(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
-    """A copy of the model with fake weights on the CPU; shared weights stay shared."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        fake = torch.nn.Parameter(_fake_tensors(parameter.detach()), parameter.requires_grad)
-        memo[id(parameter)] = fake
-    for buffer in model.buffers():
-        memo[id(buffer)] = _fake_tensors(buffer)
-    try:
-        copied: torch.nn.Module = copy.deepcopy(model, memo)
-    except Exception as error:
-        raise UsageError(f"the model cannot be copied ({first_line(error)}): give a factory that builds it") from error
-    return copied
-
-
-def _fake_tensors(tree: Any) -> Any:
-    """The same shapes, strides and types under the mode that is active, on the CPU."""
-
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-
-    return tree_map_only(torch.Tensor, fake, dict(tree) if isinstance(tree, UserDict) else tree)
 
 
 def _batch(workload: TrainingWorkload) -> Any:

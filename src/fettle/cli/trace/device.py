@@ -9,7 +9,14 @@ from fettle.cli.trace.shared import Chart, Fresh, Json, Rows, Source, app, joine
 
 @app.command()
 def kernels(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False) -> None:
-    """Kernels by type and name, per rank and across ranks."""
+    """Kernels by type and name, per rank and across ranks.
+
+    [bold]Examples[/]
+
+      fettle trace kernels trace.json.gz --rows 10
+
+      fettle trace kernels ranks/
+    """
     from fettle.trace import charts
     from fettle.trace import kernels as k
 
@@ -24,7 +31,12 @@ def kernels(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart
 
 @app.command()
 def launches(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False) -> None:
-    """Launch calls and delays: every launch of every runtime, graphs too."""
+    """Launch calls and delays: every launch of every runtime, graphs too.
+
+    [bold]Example[/]
+
+      fettle trace launches trace.json.gz
+    """
     from fettle.trace import charts
     from fettle.trace.launches import call_table, launch_stats
 
@@ -36,7 +48,15 @@ def launches(source: Source, as_json: Json = False, rows: Rows = 30, chart: Char
 
 @app.command()
 def comm(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False) -> None:
-    """Communication: overlap, collectives with bandwidths, arrival skew, stragglers and clocks."""
+    """Communication: overlap, collectives with bandwidths, arrival skew, stragglers and clocks.
+
+    [bold]Examples[/]
+
+      fettle trace comm ranks/
+
+      fettle trace comm ranks/ --chart collectives.html
+    """
+    from fettle.trace import arrival as a
     from fettle.trace import charts
     from fettle.trace import communication as c
 
@@ -45,9 +65,9 @@ def comm(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = 
     notes = {}
     if len(traces) > 1:
         frames |= {
-            "stragglers": c.stragglers(traces),
-            "clocks": c.clock_offsets(c.match_collectives(traces)),
-            "arrival": c.arrival(traces).drop("key"),
+            "stragglers": a.stragglers(traces),
+            "clocks": a.clock_offsets(a.match_collectives(traces)),
+            "arrival": a.arrival(traces).drop("key"),
         }
     else:
         notes["stragglers"] = "unknown: one rank only; give a folder of ranks"
@@ -57,7 +77,12 @@ def comm(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = 
 
 @app.command()
 def queue(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False) -> None:
-    """Queue length of each stream over time, and time on a full queue."""
+    """Queue length of each stream over time, and time on a full queue.
+
+    [bold]Example[/]
+
+      fettle trace queue trace.json.gz --chart queue.html
+    """
     from fettle.trace import charts
     from fettle.trace.queue import queue_length, queue_summary
 
@@ -76,7 +101,12 @@ def queue(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart =
 def bandwidth(
     source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False
 ) -> None:
-    """Bandwidth of copies and memory sets."""
+    """Bandwidth of copies and memory sets.
+
+    [bold]Example[/]
+
+      fettle trace bandwidth trace.json.gz
+    """
     from fettle.trace import charts
     from fettle.trace.queue import bandwidth_summary, copy_bandwidth
 

@@ -8,12 +8,17 @@ import typer
 from rich.console import Console
 
 from fettle.cli.trace.shared import Fresh, Json, Rows, Source, app, joined, open_traces, show
+from fettle.errors import UsageError, first_line
 
 
 @app.command()
 def hta(source: Source, as_json: Json = False, rows: Rows = 30, fresh: Fresh = False) -> None:
     """The numbers of Holistic Trace Analysis, under its definitions and rounding (see the docs for where they
     mislead).
+
+    [bold]Example[/]
+
+      fettle trace hta trace.json.gz --json
     """
     from fettle.trace import hta as h
 
@@ -35,6 +40,10 @@ def sql(
 ) -> None:
     """Ask your own: SQL over events, steps, account, idle, kernels, launches, work, operators, collectives, queue,
     memory.
+
+    [bold]Example[/]
+
+      fettle trace sql trace.json.gz "select name, sum(dur_ns) as ns from events group by name order by ns desc"
     """
     from fettle.trace.sql import query
 
@@ -48,7 +57,12 @@ def augment(
     fresh: Fresh = False,
     as_json: Json = False,
 ) -> None:
-    """Write the trace again with queue, copy and critical-path tracks, for Perfetto."""
+    """Write the trace again with queue, copy and critical-path tracks, for Perfetto.
+
+    [bold]Example[/]
+
+      fettle trace augment trace.json.gz for-perfetto.json
+    """
     from fettle.trace.critical import critical_path
     from fettle.trace.perfetto import augment as write
 
@@ -67,7 +81,14 @@ def report(
     fresh: Fresh = False,
     as_json: Json = False,
 ) -> None:
-    """One self-contained HTML page: account, idle causes, kernels, overlap, ranks, critical path, a step's timeline."""
+    """One self-contained HTML page: account, idle causes, kernels, overlap, ranks, critical path, a step's timeline.
+
+    [bold]Examples[/]
+
+      fettle trace report trace.json.gz -o report.html
+
+      fettle trace report after.json.gz --before before.json.gz
+    """
     from fettle.trace.report import write_report
 
     earlier = open_traces(before, fresh)[0] if before is not None else None
@@ -92,14 +113,22 @@ def record(
     memory: Annotated[bool, typer.Option("--memory", help="With every allocation.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Run a function step by step under the profiler and keep the trace."""
+    """Run a function step by step under the profiler and keep the trace.
+
+    [bold]Example[/]
+
+      fettle trace record train.py:step -o trace.json.gz --active 5 --stacks
+    """
     from fettle.trace.record import load_target
     from fettle.trace.record import record as record_trace
 
     step = load_target(target)
     with record_trace(output, warmup=warmup, active=active, stacks=stacks, memory=memory) as profiler:
-        for _ in range(warmup + active):
-            step()
+        for number in range(warmup + active):
+            try:
+                step()
+            except Exception as error:
+                raise UsageError(f"{target} raised in step {number}: {first_line(error)}") from error
             profiler.step()
     print(json.dumps({"file": str(output), "steps": active})) if as_json else Console().print(
         f"wrote {output}", highlight=False

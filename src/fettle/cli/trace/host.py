@@ -13,9 +13,15 @@ from fettle.errors import UsageError
 def operators(
     source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False
 ) -> None:
-    """Operators by name and shapes; and kernels by module and source line."""
+    """Operators by name and shapes; and kernels by module and source line.
+
+    [bold]Example[/]
+
+      fettle trace operators trace.json.gz --rows 10
+    """
     from fettle.trace import charts
-    from fettle.trace.operators import attribute_kernels, operator_table
+    from fettle.trace.attribution import attribute_kernels
+    from fettle.trace.operators import operator_table
 
     traces = open_traces(source, fresh)
     table, work = joined(traces, operator_table), joined(traces, attribute_kernels)
@@ -40,7 +46,14 @@ def tree(
     depth: Annotated[int, typer.Option(min=1, max=200, help="How deep.")] = 4,
     python: Annotated[bool, typer.Option("--python", help="With Python functions.")] = False,
 ) -> None:
-    """Calls merged by path, with host and device time."""
+    """Calls merged by path, with host and device time.
+
+    [bold]Examples[/]
+
+      fettle trace tree trace.json.gz --depth 6
+
+      fettle trace tree trace.json.gz --python
+    """
     from fettle.trace.operators import call_tree
 
     show(
@@ -58,7 +71,12 @@ def sequences(
     rows: Rows = 10,
     fresh: Fresh = False,
 ) -> None:
-    """Frequent kernel sequences under an operator."""
+    """Frequent kernel sequences under an operator.
+
+    [bold]Example[/]
+
+      fettle trace sequences trace.json.gz aten::linear
+    """
     from fettle.trace.operators import kernel_sequences
 
     show(
@@ -72,7 +90,12 @@ def sequences(
 def annotations(
     source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False
 ) -> None:
-    """User annotations with host and device time."""
+    """User annotations with host and device time.
+
+    [bold]Example[/]
+
+      fettle trace annotations trace.json.gz
+    """
     from fettle.trace import charts
     from fettle.trace.operators import annotation_table
 
@@ -83,7 +106,12 @@ def annotations(
 
 @app.command()
 def counters(source: Source, as_json: Json = False, rows: Rows = 30, fresh: Fresh = False) -> None:
-    """Hardware counters (CUPTI) by operator."""
+    """Hardware counters (CUPTI) by operator.
+
+    [bold]Example[/]
+
+      fettle trace counters trace.json.gz
+    """
     from fettle.trace.operators import counters_by_operator
 
     frames = [f for t in open_traces(source, fresh) if (f := counters_by_operator(t)) is not None]
@@ -104,7 +132,12 @@ def counters(source: Source, as_json: Json = False, rows: Rows = 30, fresh: Fres
 
 @app.command()
 def host(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False) -> None:
-    """The CPU's side: threads, operator overhead, small operators, conversions, data loading."""
+    """The CPU's side: threads, operator overhead, small operators, conversions, data loading.
+
+    [bold]Example[/]
+
+      fettle trace host trace.json.gz
+    """
     from fettle.trace import charts
     from fettle.trace import host as h
 
@@ -125,7 +158,12 @@ def host(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = 
 
 @app.command()
 def memory(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False) -> None:
-    """Memory over time: who held what at the peak."""
+    """Memory over time: who held what at the peak.
+
+    [bold]Example[/]
+
+      fettle trace memory trace.json.gz
+    """
     from fettle.trace import charts
     from fettle.trace.memory_timeline import memory_peak, memory_timeline
 

@@ -6,17 +6,35 @@ from typing import Annotated
 import polars as pl
 import typer
 
-from fettle.cli.trace.shared import Chart, Fresh, Json, Rows, Source, app, joined, open_traces, show, write_chart
+from fettle.cli.trace.shared import (
+    Chart,
+    Fresh,
+    Json,
+    Rows,
+    Source,
+    app,
+    joined,
+    open_traces,
+    read_traces,
+    show,
+    write_chart,
+)
 from fettle.errors import UsageError
 
 
 @app.command()
 def health(source: Source, as_json: Json = False, fresh: Fresh = False) -> None:
-    """Can the trace be trusted? What was skipped, repaired or missing."""
-    from fettle.trace.health import trace_health
-    from fettle.trace.reader import load_all
+    """Can the trace be trusted? What was skipped, repaired or missing.
 
-    found = [trace_health(t) for t in load_all(source, use_sidecar=not fresh)]
+    [bold]Examples[/]
+
+      fettle trace health trace.json.gz
+
+      fettle trace health ranks/ --json
+    """
+    from fettle.trace.health import trace_health
+
+    found = [trace_health(t) for t in read_traces(source, fresh)]
     if as_json:
         print(json.dumps([h.as_dict() for h in found], default=str))
         return
@@ -34,7 +52,12 @@ def health(source: Source, as_json: Json = False, fresh: Fresh = False) -> None:
 
 @app.command()
 def steps(source: Source, as_json: Json = False, rows: Rows = 30, fresh: Fresh = False) -> None:
-    """The steps: medians, outliers, drift."""
+    """The steps: medians, outliers, drift.
+
+    [bold]Example[/]
+
+      fettle trace steps trace.json.gz
+    """
     from fettle.trace.steps import step_summary
     from fettle.trace.steps import steps as find
 
@@ -52,7 +75,14 @@ def account(
     fresh: Fresh = False,
     annotation: Annotated[str | None, typer.Option(help="Take annotations of this name for steps.")] = None,
 ) -> None:
-    """Where did the time go? Every nanosecond of each step, booked once."""
+    """Where did the time go? Every nanosecond of each step, booked once.
+
+    [bold]Examples[/]
+
+      fettle trace account trace.json.gz --chart account.html
+
+      fettle trace account trace.json.gz --annotation generate
+    """
     from fettle.trace import charts
     from fettle.trace.account import account_total, time_account
 
@@ -63,7 +93,14 @@ def account(
 
 @app.command()
 def idle(source: Source, as_json: Json = False, chart: Chart = None, fresh: Fresh = False) -> None:
-    """Why was the device idle? Each gap cut into the pieces that different causes held."""
+    """Why was the device idle? Each gap cut into the pieces that different causes held.
+
+    [bold]Examples[/]
+
+      fettle trace idle trace.json.gz
+
+      fettle trace idle ranks/ --chart idle.png
+    """
     from fettle.trace import charts
     from fettle.trace.idle import idle_summary
 

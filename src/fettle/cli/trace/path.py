@@ -21,7 +21,14 @@ def critical(
     fresh: Fresh = False,
     overlay: Annotated[Path | None, typer.Option(help="Write the trace with the path as a track (JSON).")] = None,
 ) -> None:
-    """The critical path: what held the step up, over all of its wall clock."""
+    """The critical path: what held the step up, over all of its wall clock.
+
+    [bold]Examples[/]
+
+      fettle trace critical trace.json.gz --step 3
+
+      fettle trace critical ranks/ --overlay for-perfetto.json
+    """
     from fettle.trace import charts
     from fettle.trace.critical import critical_path, path_events
     from fettle.trace.critical_ranks import critical_path_of_ranks
@@ -65,7 +72,14 @@ def whatif(
     ] = None,
     factor: Annotated[float, typer.Option(min=0, help="With --kernels.")] = 0.0,
 ) -> None:
-    """How long would the step be without syncs, with perfect overlap, with one graph launch, with faster kernels?"""
+    """How long would the step be without syncs, with perfect overlap, with one graph launch, with faster kernels?
+
+    [bold]Examples[/]
+
+      fettle trace whatif trace.json.gz
+
+      fettle trace whatif trace.json.gz --kernels gemm --factor 0.5
+    """
     from fettle.trace.critical import critical_path
     from fettle.trace.whatif import what_if
 
@@ -91,7 +105,12 @@ def compare(
     steps_before: Annotated[str | None, typer.Option(help="Steps of the first trace, such as 3,4,5.")] = None,
     steps_after: Annotated[str | None, typer.Option(help="Steps of the second trace.")] = None,
 ) -> None:
-    """Why is one trace slower than another? The change of the step time, booked to causes."""
+    """Why is one trace slower than another? The change of the step time, booked to causes.
+
+    [bold]Example[/]
+
+      fettle trace compare before.json.gz after.json.gz --skip 1
+    """
     from fettle.trace import charts
     from fettle.trace.compare import compare as compare_traces
 

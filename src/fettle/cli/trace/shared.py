@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import polars as pl
 import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from fettle.trace.model import Trace
@@ -30,21 +30,27 @@ Fresh = Annotated[
 Step = Annotated[int | None, typer.Option("--step", help="One step's number; all steps where left out.")]
 
 
-def open_traces(path: Path, fresh: bool = False) -> list[Trace]:
-    """Open a trace or a folder, with a sign of life for people."""
+def read_traces(path: Path, fresh: bool = False) -> list[Trace]:
+    """Read a trace or a folder; people see how far it is and how long it will take."""
     from fettle.trace.reader import load_all
 
     console = Console(stderr=True)
-    with Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
         TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as progress:
-        progress.add_task(f"reading {path}", total=None)
-        traces = load_all(path, use_sidecar=not fresh)
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(f"reading {path}", total=1.0)
+        return load_all(path, use_sidecar=not fresh, on_progress=lambda share: progress.update(task, completed=share))
+
+
+def open_traces(path: Path, fresh: bool = False) -> list[Trace]:
+    """Read a trace or a folder, and say which answers are uncertain."""
+    console = Console(stderr=True)
+    traces = read_traces(path, fresh)
     for trace in traces:
         from fettle.trace.health import trace_health
 

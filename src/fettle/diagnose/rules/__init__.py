@@ -7,6 +7,7 @@ would need at its measured peak where that is known. It is a ceiling, not a fore
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from fettle.diagnose.evidence import Evidence
 from fettle.diagnose.finding import Finding
@@ -57,6 +58,8 @@ from fettle.diagnose.rules import (
     weight_bound,
     weight_memory,
 )
+from fettle.recipe import Recipe
+from fettle.techniques import conflict
 
 Rule = Callable[[Evidence], Finding | None]
 
@@ -107,11 +110,16 @@ _MODULES = (
     weight_memory,
     duplicate_weights,
 )
+_INFERENCE = (train_mode, grad_recorded, batch_norm, random, weight_bound, int8, weight_memory, first_call)
+"""What is no fault of a training loop, or could not be mended in one."""
 RULES: Mapping[str, Rule] = {module.__name__.rpartition(".")[2].replace("_", "-"): module.look for module in _MODULES}
 """By the name that `Finding.rule` has. Of two with the same bound the earlier one comes first."""
 
 
 def findings(seen: Evidence) -> list[Finding]:
     """What all rules say of the evidence: faults, the costliest first, then opportunities."""
-    found = [finding for look in RULES.values() if (finding := look(seen)) is not None]
+    silent = {module.look for module in _INFERENCE} if seen.facts.mode == "training" else set()
+    found = [finding for look in RULES.values() if look not in silent and (finding := look(seen)) is not None]
+    if seen.facts.mode == "training":  # levels are named for inference: those that a training loop has not are dropped
+        found = [replace(item, levels={}) if conflict(Recipe(item.levels), seen.facts) else item for item in found]
     return sorted(found, key=lambda finding: finding.weight, reverse=True)

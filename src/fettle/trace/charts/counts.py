@@ -31,12 +31,7 @@ def delay_chart(launches: pl.DataFrame) -> Any:
         alt.Chart(main_parts(shown, "call", "work").group_by("call", "power", "delay").agg(pl.col("work").sum()))
         .mark_bar()
         .encode(
-            x=alt.X(
-                "delay:N",
-                sort=alt.EncodingSortField("power", op="min"),
-                title="from the end of the launch call to the start of the work",
-                axis=alt.Axis(labelOverlap=True, labelAngle=-40),
-            ),
+            x=_by_power("delay", "from the end of the launch call to the start of the work"),
             y=alt.Y("sum(work):Q", title="pieces of work"),
             color=colour(
                 "call",
@@ -56,6 +51,12 @@ def power_of_two_us(power: int) -> str:
     return f"{low} us" if low < 1000 else (f"{low / 1000:.0f} ms" if low < 1_000_000 else f"{low / 1e6:.0f} s")
 
 
+def _by_power(column: str, title: str) -> Any:
+    """An axis of named classes, in order of the powers of two they stand for."""
+    order, axis = alt.EncodingSortField("power", op="min"), alt.Axis(labelOverlap=True, labelAngle=-40)
+    return alt.X(f"{column}:N", sort=order, title=title, axis=axis)
+
+
 def size_chart(sizes: pl.DataFrame) -> Any:
     """Operators by their own length: columns power (see `power_of_two_us`), count, time_ns."""
     shown = sizes.with_columns(
@@ -66,12 +67,7 @@ def size_chart(sizes: pl.DataFrame) -> Any:
         alt.Chart(shown.select("power", "size", "count", "ms"))
         .mark_bar(color="#1f8a99")
         .encode(
-            x=alt.X(
-                "size:N",
-                sort=alt.EncodingSortField("power", op="min"),
-                title="an innermost operator takes at least",
-                axis=alt.Axis(labelOverlap=True, labelAngle=-40),
-            ),
+            x=_by_power("size", "an innermost operator takes at least"),
             y=alt.Y("ms:Q", title="milliseconds in all"),
             tooltip=["size", "count", alt.Tooltip("ms:Q", format=",.3f")],
         )

@@ -5,14 +5,8 @@ from __future__ import annotations
 import polars as pl
 
 from fettle.trace import charts
-from fettle.trace.communication import (
-    arrival,
-    clock_offsets,
-    collective_table,
-    collectives,
-    match_collectives,
-    stragglers,
-)
+from fettle.trace.arrival import arrival, clock_offsets, match_collectives, stragglers
+from fettle.trace.communication import collective_table, collectives
 from fettle.trace.communication import overlap as overlap_of
 from fettle.trace.kernels import kernel_classes, kernel_table, kernels_across_ranks
 from fettle.trace.kinds import short_kernel_name

@@ -6,11 +6,11 @@ import polars as pl
 
 from fettle.trace import charts
 from fettle.trace import host as host_side
+from fettle.trace.attribution import attribute_kernels
 from fettle.trace.host import host_summary, parallel_operators, threads
 from fettle.trace.model import Trace
 from fettle.trace.operators import (
     annotation_table,
-    attribute_kernels,
     call_tree,
     counters_by_operator,
     kernel_sequences,

@@ -1,0 +1,49 @@
+"""A training loop as a workload: a call is one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fettle.train import TrainingWorkload, rows_of
+from fettle.workload import Workload
+
+
+class TrainingSteps:
+    """Call it to make one step on the next batch: loss, backward, clipping, the optimizer's step.
+
+    Its data goes on from call to call, so that workers of a loader are started once an epoch, as in the loop itself.
+    """
+
+    def __init__(self, workload: TrainingWorkload) -> None:
+        self.model = workload.model.train()
+        self._workload = workload
+        self._optimizer = workload.optimizer(list(self.model.parameters()))
+        self._batches: Iterator[Any] = iter(())
+
+    def __call__(self) -> torch.Tensor:
+        """The step's loss, without its graph."""
+        with torch.enable_grad():
+            loss = self._workload.loss(self.model, self._next())
+            loss.backward()  # type: ignore[no-untyped-call]
+            if self._workload.max_grad_norm is not None:
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._workload.max_grad_norm)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            return loss.detach()
+
+    def _next(self) -> Any:
+        for batch in self._batches:
+            return batch
+        self._batches = iter(self._workload.data)
+        return next(self._batches)
+
+
+def as_workload(workload: Workload | TrainingWorkload) -> Workload:
+    """The workload itself, or the steps of a training loop as one."""
+    if isinstance(workload, Workload):
+        return workload
+    rows = workload.samples or rows_of(workload.first)
+    return Workload(TrainingSteps(workload), [()], name=workload.name, samples=rows)

@@ -1,0 +1,78 @@
+"""What a plan runs on: ranks that only pretend to communicate, and a model whose tensors have no memory."""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from fettle.errors import UsageError, first_line
+from fettle.train.plan_timeline import Timeline
+
+
+@contextmanager
+def fake_world(world_size: int) -> Iterator[None]:
+    """A process group of `world_size` ranks that pretends to communicate; this process is rank 0."""
+    import torch.distributed as dist
+    from torch.distributed._tools import fake_collectives  # noqa: F401 (registers collectives for fake tensors)
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise UsageError("a process group exists already: plan in a process of its own, outside torchrun")
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def fsdp_marks(timeline: Timeline) -> Iterator[None]:
+    """Let the timeline know what FSDP2 allocates for communication: gathered parameters and its flat buffers."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    originals = {name: getattr(FSDPParamGroup, name) for name in ("unshard", "wait_for_unshard", "post_backward")}
+
+    def marked(original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with timeline.communicating():
+                return original(self, *args, **kwargs)
+
+        return method
+
+    for name, original in originals.items():
+        setattr(FSDPParamGroup, name, marked(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(FSDPParamGroup, name, original)
+
+
+def fake_model(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy of the model with fake weights on the CPU; shared weights stay shared."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        fake = torch.nn.Parameter(fake_tensors(parameter.detach()), parameter.requires_grad)
+        memo[id(parameter)] = fake
+    for buffer in model.buffers():
+        memo[id(buffer)] = fake_tensors(buffer)
+    try:
+        copied: torch.nn.Module = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise UsageError(f"the model cannot be copied ({first_line(error)}): give a factory that builds it") from error
+    return copied
+
+
+def fake_tensors(tree: Any) -> Any:
+    """The same shapes, strides and types under the mode that is active, on the CPU."""
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+    return tree_map_only(torch.Tensor, fake, dict(tree) if isinstance(tree, UserDict) else tree)

@@ -1,0 +1,66 @@
+"""Who called whom: nesting, and what becomes of events that overlap without nesting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fettle.trace import stacks as room
+from fettle.trace.intervals import merge, total
+from tests.trace.build import Build
+
+SPANS = st.lists(st.tuples(st.integers(0, 15), st.integers(0, 9), st.integers(1, 2)), min_size=1, max_size=25)
+
+
+def test_a_chain_of_overlaps_is_cut_in_order_and_loses_nothing_else(tmp_path: Path) -> None:
+    made = Build().op("a", 0, 10).op("b", 9, 11).op("c", 19, 11).op("inside c", 20, 9).op("d", 29, 5)
+    stacks = made.load(tmp_path).stacks
+    # b is cut at a's end, 10; then c, which b's old end had covered, has no parent and keeps its whole length.
+    assert stacks.parent.tolist() == [-1, 0, -1, 2, 2]
+    assert stacks.overlaps_cut == 2
+    pieces = zip(stacks.segment_row, stacks.segment_start // 1000, stacks.segment_end // 1000, strict=True)
+    assert [tuple(map(int, p)) for p in pieces] == [
+        (0, 0, 9), (1, 9, 10), (2, 19, 20), (3, 20, 29), (4, 29, 30),
+    ]  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None)
+@given(spans=SPANS, block=st.integers(1, 6))
+def test_nesting_is_that_of_a_stack(
+    spans: list[tuple[int, int, int]], block: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Whatever the size of the blocks that it is found in."""
+    made = Build()
+    for start, length, thread in spans:
+        made.op("x", start, length, tid=thread)
+    trace = made.load(tmp_path_factory.mktemp("s"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room, "BLOCK", block)
+        stacks, thread = trace.stacks, trace.column("thread")
+    end = trace.end.copy()
+    open_events: list[int] = []
+    for row in stacks.rows.tolist():  # the plain way, event by event
+        while open_events and (end[open_events[-1]] <= trace.ts[row] or thread[open_events[-1]] != thread[row]):
+            open_events.pop()
+        above = open_events[-1] if open_events else -1
+        assert stacks.parent[row] == above
+        assert stacks.depth[row] == len(open_events)
+        if above >= 0:
+            end[row] = min(end[row], end[above])
+        open_events.append(row)
+    for one in np.unique(thread):
+        part, mine = stacks.thread_slice(int(one)), np.flatnonzero(thread == one)
+        starts, ends = stacks.segment_start[part], stacks.segment_end[part]
+        assert (ends > starts).all()
+        assert (starts[1:] >= ends[:-1]).all()
+        assert int((ends - starts).sum()) == total(merge(trace.ts[mine], end[mine]))
+    low, high = np.array([0, 7_000, 7_000, 20_000]), np.array([7_000, 20_000, 7_000, 50_000])
+    for one in np.unique(thread):
+        start, end, row, window = stacks.over(int(one), low, high)
+        assert np.bincount(window, weights=end - start, minlength=4).tolist() == [7_000, 13_000, 0, 30_000]
+        assert (start[1:] == end[:-1]).all()
+        assert (row == stacks.innermost(np.full(len(start), one), start)).all()

@@ -1,0 +1,81 @@
+"""The goal and the limits as numbers, and the time that is kept back for the last race."""
+
+import math
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fettle.measure import Accuracy, Interval, Startup, Trial
+from fettle.recipe import Recipe
+from fettle.result import Limits
+from fettle.tuning._budget import Budget
+from fettle.tuning._last_race import climb
+from fettle.tuning._limits import distance, misses, score
+
+
+def trial(**facts) -> Trial:
+    given = {
+        "time_ms": 10.0, "samples": 5, "speedup": Interval(2.0, 1.9, 2.1), "peak_bytes": 1 << 20, "energy_j": None,
+        "startup": Startup(1.0, 2.0, 3.0), "accuracy": Accuracy(error=0.01),
+    }  # fmt: skip
+    return Trial(Recipe({"precision": "bf16"}), "measured", **{**given, **facts})
+
+
+def test_a_score_is_smaller_for_the_better_trial():
+    assert score(trial(speedup=Interval(3.0, 2.9, 3.1)), "throughput") < score(trial(), "throughput")
+    assert score(trial(peak_bytes=1), "memory") < score(trial(), "memory")
+    assert score(trial(startup=Startup(0.1, 0.1, 0.1)), "startup") < score(trial(), "startup")
+
+
+@pytest.mark.parametrize(
+    ("facts", "goal"), [({"speedup": None}, "latency"), ({"peak_bytes": None}, "memory"), ({}, "energy")]
+)
+def test_what_was_not_measured_never_wins(facts, goal):
+    assert score(trial(**facts), goal) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("limits", "phrase"),
+    [
+        (Limits(max_latency_ms=9), "10 ms is above 9 ms"),
+        (Limits(max_memory_bytes=1 << 19), "1 MiB is above 0 MiB"),
+        (Limits(min_throughput=501), "500 samples a second are below 501"),
+        (Limits(max_latency_ms=10, max_memory_bytes=1 << 20, min_throughput=500), ""),
+    ],
+)
+def test_a_limit_that_is_missed_is_named(limits, phrase):
+    assert misses(trial(), limits) == phrase
+
+
+def test_an_unknown_time_or_memory_keeps_no_limit():
+    assert misses(trial(time_ms=math.nan), Limits(max_latency_ms=9))
+    assert misses(trial(peak_bytes=None), Limits(max_memory_bytes=9))
+
+
+def test_the_largest_miss_is_the_distance():
+    assert distance(trial(), Limits(max_error=0.02)) == 0
+    assert distance(trial(), Limits(max_error=0.005, max_latency_ms=9)) == pytest.approx(math.log(2))
+    assert distance(trial(accuracy=Accuracy()), Limits(max_error=0.02)) == math.inf
+
+
+@given(seconds=st.floats(1, 1e5), load=st.floats(0, 1e4))
+def test_at_least_half_of_a_budget_is_for_the_search(seconds, load):
+    started = time.monotonic()
+    deadline = Budget(seconds, started).deadline([trial(startup=Startup(load, 1.0, 1.0))])
+    assert started + 0.5 * seconds - 1e-3 <= deadline < started + seconds
+
+
+def test_no_budget_is_never_spent():
+    free = Budget(None, time.monotonic())
+    assert free.deadline([trial()]) == math.inf
+    assert free.affords(1e9)
+    assert not Budget(1.0, time.monotonic()).affords(2.0)
+
+
+def test_a_ladder_climbs_one_level_at_a_time():
+    recipe = Recipe({"compile": "default", "precision": "bf16", "grad": "inference_mode"})
+    steps = climb(recipe)
+    assert [len(step.levels) for step in steps] == [1, 2, 3]
+    assert steps[-1] == recipe
