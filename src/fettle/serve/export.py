@@ -18,7 +18,7 @@ import torch
 from fettle.errors import UsageError, first_line
 from fettle.recipe import Recipe
 from fettle.serve import handlers
-from fettle.serve.flat import BEFORE_EXPORT, Flat, datatype
+from fettle.serve.flat import BEFORE_EXPORT, MOST_JUDGED, Flat, datatype
 from fettle.serve.generating import generating
 from fettle.serve.handler import Context
 from fettle.serve.host import host_id
@@ -270,7 +270,8 @@ def _answers(flat: Flat, folder: Path, kept: Tuned) -> list[list[torch.Tensor]]:
 
 def _outputs(flat: Flat, found: Sequence[Sequence[torch.Tensor]]) -> tuple[TensorSpec, ...]:
     """What the outputs are called, and which of their sizes move with the input's."""
-    sample = next(answers for question, answers in zip(flat.questions, found, strict=False) if question is flat.samples)
+    # Not found by its identity: torch.export may leave copies of a module's lists behind.
+    sample = found[len(flat.questions) - 1 - min(len(flat.judged), MOST_JUDGED)]
     outputs = []
     for path, answer, double, there in zip(flat.paths, sample, found[-2], found[-1], strict=True):
         batched = answer.dim() > 0 and double.shape[0] == 2 * answer.shape[0]
