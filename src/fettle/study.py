@@ -7,6 +7,7 @@ and optuna-dashboard opens it. Reading a study parses JSON and never runs code.
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 import warnings
@@ -82,33 +83,34 @@ class Study:
                 raise UsageError(f"trial {trial.number} of the study cannot be read: {first_line(error)}") from error
         return found
 
-    def add(self, trial: Trial) -> None:
-        """Keep a finished trial."""
+    def add(self, trial: Trial, mode: str = "inference") -> None:
+        """Keep a finished trial: its parameters are the techniques of that mode."""
         params: dict[str, Any] = {}
         distributions: dict[str, optuna.distributions.BaseDistribution] = {}
         known = known_levels()  # the same on every machine: a storage is shared, and Optuna's choices are fixed
-        for technique in CATALOGUE:
+        for technique in [technique for technique in CATALOGUE if mode in technique.modes]:
             params[technique.name] = trial.recipe.levels.get(technique.name, technique.given)
             distributions[technique.name] = optuna.distributions.CategoricalDistribution(known[technique.name])
         failed = trial.status == "failed" or math.isnan(trial.time_ms)
         error = trial.accuracy.error
-        self._study.add_trial(
-            create_trial(
-                state=TrialState.FAIL if failed else TrialState.COMPLETE,
-                values=None if failed else [trial.time_ms / trial.samples, error if math.isfinite(error) else 1e9],
-                params=params,
-                distributions=distributions,
-                user_attrs={
-                    _TRIAL: json.dumps(trial.to_json()),
-                    _MACHINE: self._machine_id,
-                    "recipe": str(trial.recipe),
-                    "status": trial.status,
-                    "reason": trial.reason,
-                },
-                # Optuna's own mark for a trial that breaks a constraint: positive means infeasible.
-                system_attrs={"constraints": [1.0 if trial.status == "rejected" else 0.0]},
-            )
+        kept = create_trial(
+            state=TrialState.FAIL if failed else TrialState.COMPLETE,
+            values=None if failed else [trial.time_ms / trial.samples, error if math.isfinite(error) else 1e9],
+            params=params,
+            distributions=distributions,
+            user_attrs={
+                _TRIAL: json.dumps(trial.to_json()),
+                _MACHINE: self._machine_id,
+                "recipe": str(trial.recipe),
+                "status": trial.status,
+                "reason": trial.reason,
+            },
+            # Optuna's own mark for a trial that breaks a constraint: positive means infeasible.
+            system_attrs={"constraints": [1.0 if trial.status == "rejected" else 0.0]},
         )
+        if kept.datetime_complete and math.isfinite(trial.seconds):  # a timeline without this has points, not bars
+            kept.datetime_start = kept.datetime_complete - datetime.timedelta(seconds=trial.seconds)
+        self._study.add_trial(kept)
 
     def note(self, key: str) -> Any:
         """A fact about the study as a whole on this machine, or None."""

@@ -122,6 +122,11 @@ def test_optuna_reads_the_study(tuned) -> None:
     assert len(study.trials) == len(result.trials)
     assert {trial.user_attrs["recipe"] for trial in study.trials} == {str(trial.recipe) for trial in result.trials}
     assert study.best_trials
+    for trial in study.trials:  # a dashboard's timeline has bars, and its importances no techniques of training
+        assert trial.duration is not None
+        assert trial.duration.total_seconds() > 0
+        assert "precision" in trial.params
+        assert "optimizer" not in trial.params
 
 
 def test_the_same_call_again_measures_nothing(tuned) -> None:
@@ -195,6 +200,11 @@ def test_limits_that_nothing_meets_leave_the_nearest_misses(work: Path, tmp_path
     result = fettle.tune(str(work), techniques=few(), budget_s=60, output=tmp_path / "out", max_latency_ms=1e-6)
     assert result.winner is None
     assert 1 <= len(result.nearest) <= 3
+
+
+def test_a_budget_that_the_probe_used_up_still_measures_the_workload_as_given(work: Path, tmp_path: Path) -> None:
+    result = fettle.tune(str(work), techniques=few(), budget_s=0.1, output=tmp_path / "out")
+    assert [trial.recipe for trial in result.trials] == [fettle.Recipe()]
 
 
 @pytest.mark.parametrize(
