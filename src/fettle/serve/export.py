@@ -270,8 +270,7 @@ def _answers(flat: Flat, folder: Path, kept: Tuned) -> list[list[torch.Tensor]]:
 
 def _outputs(flat: Flat, found: Sequence[Sequence[torch.Tensor]]) -> tuple[TensorSpec, ...]:
     """What the outputs are called, and which of their sizes move with the input's."""
-    # Not found by its identity: torch.export may leave copies of a module's lists behind.
-    sample = found[len(flat.questions) - 1 - min(len(flat.judged), MOST_JUDGED)]
+    sample = found[flat.cuts]  # the few rows come first; exporting copies lists, so identity says nothing
     outputs = []
     for path, answer, double, there in zip(flat.paths, sample, found[-2], found[-1], strict=True):
         batched = answer.dim() > 0 and double.shape[0] == 2 * answer.shape[0]
