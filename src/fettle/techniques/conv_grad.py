@@ -18,14 +18,14 @@ class ProductGradient(torch.autograd.Function):
     """A 2-D convolution with one group and no dilation; its weight gradient is one product for each kernel row."""
 
     @staticmethod
-    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.bfloat16)
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.bfloat16)  # type: ignore[untyped-decorator]
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, stride: Any, padding: Any) -> Any:
         ctx.save_for_backward(x, weight)
         ctx.stride, ctx.padding, ctx.has_bias = stride, padding, bias is not None
         return torch.nn.functional.conv2d(x, weight, bias, stride, padding)
 
     @staticmethod
-    @torch.amp.custom_bwd(device_type="cpu")
+    @torch.amp.custom_bwd(device_type="cpu")  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Any) -> Any:
         (x, weight), (down, right), (top, left) = ctx.saved_tensors, ctx.stride, ctx.padding
         made, channels, tall, wide = weight.shape
@@ -50,7 +50,8 @@ class ProductGradient(torch.autograd.Function):
 
 def convolve(layer: Any, x: torch.Tensor) -> Any:
     """The forward pass of a convolution whose weight gradient is made of products."""
-    return ProductGradient.apply(x, layer.weight, layer.bias, layer.stride, layer.padding)
+    given = (x, layer.weight, layer.bias, layer.stride, layer.padding)
+    return ProductGradient.apply(*given)  # type: ignore[no-untyped-call]
 
 
 def gradients_by_products(model: torch.nn.Module) -> int:
@@ -63,7 +64,7 @@ def gradients_by_products(model: torch.nn.Module) -> int:
         and layer.padding_mode == "zeros" and not isinstance(layer.padding, str) and layer.in_channels >= 16
     ]  # fmt: skip
     for layer in found:
-        layer.forward = functools.partial(convolve, layer)
+        layer.forward = functools.partial(convolve, layer)  # type: ignore[method-assign]
     if not found:
         raise RuntimeError("no convolution has 16 channels, one group and no dilation")
     return len(found)
