@@ -7,7 +7,8 @@ Models are multilayer perceptrons with random weights: `tiny` (64-64-8, a call o
 and `wide` (64-4096-4096-4096-4096-4096-8, about 20 ms: how well it batches). Each server gets one worker with one
 thread, batches of at most 8, and no delay; requests are 64 numbers of JSON. Closed loop at 1, 8, 32 and 128 clients,
 then Poisson arrivals at 50, 80 and 90% of the rate that this server reached. The servers take turns in random order,
-`--rounds` times; shown are medians. The raw model's batched throughput is measured in a process of its own.
+`--rounds` times; shown are medians. Before the first load each is left alone, and its processes' CPU is added up.
+The raw model's batched throughput is measured in a process of its own.
 
 Peers: `pip install litserve mosec 'ray[serve]'`. One that is not installed is left out and named.
 """
@@ -86,7 +87,22 @@ def wait_until_it_answers(server: str, port: int, process: Any, seconds: float =
 # -- measuring --------------------------------------------------------------------------------------------------------
 
 
-def measure(server: str, model: str, port: int, folder: Path, seconds: float) -> dict[str, Any]:
+def idle_percent(process: Any, seconds: float) -> float:
+    """CPU of all the server's processes while nobody asks, in percent of one core."""
+    import psutil
+
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+
+    def spent() -> float:
+        return sum(sum(one.cpu_times()[:2]) for one in family if one.is_running())
+
+    time.sleep(2)  # what starting left to do
+    before, began = spent(), time.perf_counter()
+    time.sleep(seconds)
+    return 100 * (spent() - before) / (time.perf_counter() - began)
+
+
+def measure(server: str, model: str, port: int, folder: Path, seconds: float, idle_s: float) -> dict[str, Any]:
     """One turn of one server."""
     from fettle.serve.arrivals import poisson
     from fettle.serve.load import closed_loop, open_loop
@@ -95,6 +111,7 @@ def measure(server: str, model: str, port: int, folder: Path, seconds: float) ->
     try:
         found: dict[str, Any] = {
             "first_answer_s": wait_until_it_answers(server, port, process),
+            "idle_percent": idle_percent(process, idle_s),
             "closed": {},
             "open": {},
         }
@@ -149,6 +166,7 @@ def main() -> None:
     parser.add_argument("--models", default="tiny,wide")
     parser.add_argument("--servers", default="fettle,litserve,mosec,ray")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each run")
+    parser.add_argument("--idle", type=float, default=10.0, help="seconds for which the idle server is watched")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--port", type=int, default=18100)
@@ -172,7 +190,7 @@ def main() -> None:
                 for name in random.sample(servers, len(servers)):
                     port += 1
                     try:
-                        turns[name].append(measure(name, model, port, folder, options.seconds))
+                        turns[name].append(measure(name, model, port, folder, options.seconds, options.idle))
                     except RuntimeError as error:
                         print(f"{model}: {error}")
             results["models"][model] = {
@@ -199,13 +217,18 @@ def package(model: str, folder: Path) -> None:
 
 def show(model: str, found: dict[str, Any]) -> None:
     print(f"\n{model}: the raw model does {found['raw_rows_per_s']:.0f} rows/s in batches of {ROWS}")
-    print(f"{'':10}{'first s':>8}" + "".join(f"{f'c={c}':>22}" for c in (1, 8, 32, 128)) + f"{'80% open p99':>14}")
+    print(
+        f"{'':10}{'first s':>8}{'idle %':>8}"
+        + "".join(f"{f'c={c}':>22}" for c in (1, 8, 32, 128))
+        + f"{'80% open p99':>14}"
+    )
     for name, row in found.items():
         if name == "raw_rows_per_s":
             continue
         cells = [f"{r['throughput']:.0f}/s {r['p50_ms']:.2f}/{r['p99_ms']:.1f}" for r in row["closed"].values()]
         late = "*" if row["open"]["80%"]["late_ms"] > 1 else ""
-        print(f"{name:10}{row['first_answer_s']:8.1f}" + "".join(f"{cell:>22}" for cell in cells)
+        print(f"{name:10}{row['first_answer_s']:8.1f}{row['idle_percent']:8.1f}"
+              + "".join(f"{cell:>22}" for cell in cells)
               + f"{row['open']['80%']['p99_ms']:12.1f}{late}")  # fmt: skip
 
 

@@ -55,6 +55,9 @@ def test_a_handlers_own_metrics_are_seen(tmp_path):
             'fettle_handler_seconds_sum{model="m",name="thinking",version="1"} 0.75',
             'fettle_handler_value{model="m",name="memory",version="1"} 2000.0',
             'fettle_handler_value{model="m",name="full",version="1"} 12.5',
+            'fettle_preprocess_seconds_count{model="m",version="1"} 3.0',
+            'fettle_model_seconds_count{model="m",version="1"} 3.0',
+            'fettle_postprocess_seconds_count{model="m",version="1"} 3.0',
         ):
             assert line in seen
         ask(server.url + "/predictions/m", b"many")  # a series for each request would fill any monitoring

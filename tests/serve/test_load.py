@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from fettle.errors import UsageError
 from fettle.serve.arrivals import poisson, read_schedule
 from fettle.serve.client import http_shot, model_shot
-from fettle.serve.load import closed_loop, open_loop
+from fettle.serve.load import _inconsistent, closed_loop, open_loop
 from fettle.serve.package import open_package
 from fettle.serve.policy import BatchSettings
 from fettle.serve.run import TORCHSERVE_COLUMNS, Run, as_data, as_torchserve_row, warm_up
@@ -106,6 +107,9 @@ def test_an_open_loop_sends_what_is_due(server):
     assert set(run.statuses) == {200}
     assert run.stable
     assert run.little == pytest.approx(1, abs=0.2)
+    intervals = as_data(run)["intervals_ms"]
+    assert set(intervals) == {"p50", "p90", "p95", "p99"}
+    assert intervals["p50"][0] <= intervals["p50"][1]
     assert run.within == 1
     data = as_data(run)
     assert data["latency_ms"]["p50"] <= data["latency_ms"]["p99"] <= data["latency_ms"]["p100"]
@@ -198,6 +202,32 @@ def test_connections_that_break_are_failures():
     found = asyncio.run(run())
     assert found.answered == 0
     assert found.failed > 0
+    assert found.errors == {"connection lost": found.failed}
+
+
+def test_answers_that_never_come_are_told_from_connections_that_break():
+    async def run():
+        async def handle(reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
+
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        shot = http_shot(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", b"", {})
+        found = await open_loop([shot], np.arange(20) / 100, patience_s=0.1)
+        server.close()
+        return found
+
+    found = asyncio.run(run())
+    assert found.errors == {"no answer": found.failed}
+    assert not found.stable
+
+
+def test_a_run_whose_count_and_times_disagree_is_void():
+    """Little's law: what is counted on its way is the rate times the time of one, both seen for themselves."""
+    sound = Run("open", 100, 10, np.full(1000, 0.04), statuses={200: 1000}, mean_inflight=4.1, expected_inflight=4.0)
+    assert _inconsistent(sound) == ""
+    assert "Little's law is off by 1.50" in _inconsistent(replace(sound, mean_inflight=6.0))
+    few = replace(sound, statuses={200: 50}, mean_inflight=6.0)
+    assert _inconsistent(few) == ""  # too much beginning and end to say
 
 
 def test_the_beginning_that_differs_is_left_out():

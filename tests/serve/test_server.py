@@ -1,5 +1,6 @@
 """The server, spoken to over HTTP: protocols, versions, faults, and what strangers may not do."""
 
+import contextlib
 import json
 import os
 import signal
@@ -220,6 +221,42 @@ def test_bodies_are_bounded(store):
         assert infer(server, [[1, 2, 3, 4]])[0] == 200
 
 
+def test_connections_that_say_nothing_or_half_are_closed(store):
+    with running([open_package(store / "net-1")], limits=Limits(idle_s=0.3)) as server:
+        address = ("127.0.0.1", server.ports[0])
+        for begun in (b"", b"POST /v2/models/net/infer HTTP/1.1\r\nHost: a\r\nX-Slow: "):
+            with socket.create_connection(address, timeout=30) as link:
+                link.sendall(begun)
+                assert link.recv(100) == b""
+        with socket.create_connection(address, timeout=30) as link:  # one that has been served, too
+            link.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert b" 200 " in link.recv(1000)
+            assert link.recv(100) == b""
+        assert infer(server, [[1, 2, 3, 4]])[0] == 200
+
+
+def test_headers_are_bounded(server):
+    """Many of them, one without an end, and some after the last chunk of a body."""
+    begun = b"POST /v2/models/net/infer HTTP/1.1\r\nHost: a\r\n"
+    for start, more in (
+        (begun, b"X-Many: a\r\n" * 1000),
+        (begun + b"X-Long: ", b"a" * 10_000),
+        (begun + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", b"X-Many: a\r\n" * 1000),
+        (begun + b"Transfer-Encoding: chunked\r\n\r\n1;", b"a" * 10_000),
+    ):
+        with socket.create_connection(("127.0.0.1", server.ports[0]), timeout=30) as link:
+            link.sendall(start)
+            with contextlib.suppress(ConnectionError):
+                for _ in range(2000):  # 20 MB, if they were taken
+                    link.sendall(more)
+                pytest.fail("all of it was taken")
+    body = json.dumps({"inputs": [{"name": "input", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]})
+    chunks = b"".join(b"1\r\n" + bytes([byte]) + b"\r\n" for byte in (" " * 20_000 + body).encode())
+    with socket.create_connection(("127.0.0.1", server.ports[0]), timeout=30) as link:  # small chunks are no headers
+        link.sendall(begun + b"Transfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n")
+        assert b" 200 " in link.recv(1000)
+
+
 def test_a_handler_runs_only_where_it_is_trusted(store):
     package = open_package(store / "echo")
     with pytest.raises(UsageError, match="--trust"), running([package]):
@@ -393,7 +430,7 @@ def test_a_server_that_is_killed_takes_its_workers_along(store):
     said = json.loads(server.stdout.readline())
     assert ask(said["url"] + "/v2/health/ready")[0] == 200
     workers = psutil.Process(server.pid).children(recursive=True)
-    assert workers
+    assert len(workers) == 1  # the one that was started ahead of everything else has been taken
     server.kill()
     server.wait()
     _, alive = psutil.wait_procs(workers, timeout=30)

@@ -2,6 +2,8 @@
 
 import copy
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -59,6 +61,13 @@ def test_int8_that_was_calibrated_answers_as_the_tuned_model_did(static):
     assert distance(answer, expected) < 0.5 * distance(expected, wanted)  # where a rounding went the other way
     assert distance(answer, wanted) < 0.1
     assert "quantized_decomposed" in (package.folder / "graph.json").read_text()
+
+
+def test_int8_is_read_in_a_process_that_has_quantised_nothing(static):
+    code = "import sys; from pathlib import Path; from fettle.serve.program import load_program; import torch; "
+    code += "print(load_program(Path(sys.argv[1]))(torch.zeros(3, 1, 8, 8))[0].shape)"
+    done = subprocess.run([sys.executable, "-c", code, str(static[2].folder)], capture_output=True, text=True)
+    assert done.stdout.strip() == "torch.Size([3, 4])", done.stderr
 
 
 def test_sizes_that_are_compiled_for_themselves_are_the_only_ones(static):

@@ -67,6 +67,23 @@ def test_other_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_commands_over_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in range(2):
+        build = training(3, extra_gap=5.0 * rank, ranks=2)
+        build.metadata["distributedInfo"] = {"rank": rank, "world_size": 2}
+        build.write(tmp_path / f"{rank}.json")
+    found = {}
+    for command in ("health", "account", "idle", "kernels", "comm", "queue", "critical", "whatif", "operators", "host"):
+        assert run(monkeypatch, command, str(tmp_path), "--json") == 0
+        found[command] = json.loads(capsys.readouterr().out)
+    assert {row["rank"] for row in found["account"]["steps"]} == {0, 1}
+    assert len(found["comm"]["arrival"]) == 3
+    assert [row["rank"] for row in found["comm"]["clocks"]] == [0, 1]
+    assert found["kernels"]["across_ranks"]
+
+
 @pytest.mark.parametrize(
     "args",
     [

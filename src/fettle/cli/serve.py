@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import sys
@@ -16,6 +17,7 @@ from fettle.errors import UsageError
 
 if TYPE_CHECKING:
     from fettle.serve.package import Package
+    from fettle.serve.spawn import Spare
 
 
 def command(
@@ -41,7 +43,7 @@ def command(
     threads: Annotated[int | None, typer.Option(min=1, help="threads of each worker")] = None,
     max_rows: Annotated[int | None, typer.Option(min=1, help="rows of the largest batch")] = None,
     delay: Annotated[float | None, typer.Option(min=0, help="milliseconds to wait for a batch to fill")] = None,
-    device: Annotated[str, typer.Option(help="cpu, or cuda")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, cuda, or several: cuda:0,cuda:1; else serve.toml's")] = "",
     explain: Annotated[bool, typer.Option(help="answer /explain and /explanations by Captum")] = False,
     otel: Annotated[bool, typer.Option(help="a span for each inference, to OTEL_EXPORTER_OTLP_ENDPOINT")] = False,
     log_requests: Annotated[bool, typer.Option(help="a line of JSON for each request, on standard error")] = False,
@@ -61,6 +63,7 @@ def command(
 
       fettle serve --store models --management-port 8081 --state served.json
     """
+    spare = _spare(packages, threads, workers) if p99 is None else None  # first of all: it imports torch meanwhile
     try:
         from fettle.serve.registry import Options
         from fettle.serve.server import Address, serve, token_from
@@ -82,7 +85,7 @@ def command(
     )  # fmt: skip
     address.check()
     options = Options(
-        store, state, tuple(trust or ()), device, explain,
+        store, state, tuple(trust or ()), device, explain, spare=spare,
         override={key: value for key, value in override.items() if value is not None},
     )  # fmt: skip
     logging.basicConfig(
@@ -105,12 +108,27 @@ def command(
     opened = [_packaged(text, recipe) for text in packages or ()]
     if p99 is not None:
         opened = [_tuned(package, p99, rate) for package in opened]
-    if sys.platform != "win32":
-        import uvloop
+    try:
+        if sys.platform != "win32":
+            import uvloop
 
-        uvloop.run(serve(address, options, opened, started))
-    else:
-        asyncio.run(serve(address, options, opened, started))
+            uvloop.run(serve(address, options, opened, started))
+        else:
+            asyncio.run(serve(address, options, opened, started))
+    finally:
+        if spare is not None:
+            spare.end()
+
+
+def _spare(packages: list[str] | None, threads: int | None, workers: int | None) -> Spare | None:
+    """A process for the first worker of the first package, if it is one. What is wrong is found out later."""
+    from fettle.serve.spawn import Spare, likely_threads
+
+    if not packages or not (Path(packages[0]) / "serve.toml").is_file():
+        return None
+    with contextlib.suppress(OSError):
+        return Spare(likely_threads(Path(packages[0]), threads, workers))
+    return None
 
 
 def _packaged(text: str, recipe: Path | None) -> Package:

@@ -43,7 +43,7 @@ def _fragmentation(analysis: Analysis) -> list[Finding]:
             "fragmentation",
             f"{stuck / reserved:.0%} of the reserved memory is free and cannot be given back.",
             bound_bytes=stuck,
-            evidence=(f"{stuck >> 20} of {reserved >> 20} MiB",),
+            evidence=(f"{stuck / 2**20:.0f} of {reserved / 2**20:.0f} MiB",),
             advice="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or fewer distinct sizes",
             formula="free blocks in segments that hold a block in use",
             before="python train.py",
@@ -72,10 +72,10 @@ def _spikes(analysis: Analysis) -> list[Finding]:
     return [
         Finding(
             "spike",
-            f"The peak stands {spike.height_bytes >> 20} MiB above the plateau.",
+            f"The peak stands {spike.height_bytes / 2**20:.0f} MiB above the plateau.",
             bound_bytes=spike.height_bytes,
             where=tuple(row.own_line for row in spike.contributors[:3]),
-            evidence=tuple(f"{row.own_line}: {row.bytes >> 20} MiB" for row in spike.contributors[:3]),
+            evidence=tuple(f"{row.own_line}: {row.bytes / 2**20:.0f} MiB" for row in spike.contributors[:3]),
             advice="split the operation, or checkpoint it",
             formula="top of the stretch - median of use",
             before="y = block(x)",
@@ -90,10 +90,12 @@ def _holders(analysis: Analysis) -> list[Finding]:
     return [
         Finding(
             "peak-holder",
-            f"{row.own_line} holds {row.share:.0%} of the peak: {row.bytes >> 20} MiB in {row.count} blocks.",
+            f"{row.own_line} holds {row.share:.0%} of the peak: {row.bytes / 2**20:.0f} MiB in {row.count} blocks.",
             bound_bytes=row.bytes,
             where=(row.own_line,),
-            evidence=tuple(f"{row.own_line}: {row.bytes >> 20} MiB, {row.share:.0%}" for row in analysis.holders[:5]),
+            evidence=tuple(
+                f"{row.own_line}: {row.bytes / 2**20:.0f} MiB, {row.share:.0%}" for row in analysis.holders[:5]
+            ),
             advice="store it in fewer bits, keep it for a shorter time, or compute it again (activation checkpointing)",
             formula="its requested bytes at the peak",
             before="y = block(x)",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import logging
 import mmap
 import os
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from fettle.errors import UsageError, first_line
 from fettle.serve import wire
+from fettle.serve.spawn import SHARED_BYTES
 
 if TYPE_CHECKING:
     from fettle.serve.explain import Explainer
@@ -36,9 +38,11 @@ def main() -> None:
     link = socket.socket(fileno=int(sys.argv[1]))
     if len(sys.argv) > 2:
         descriptor = int(sys.argv[2])
-        shared.append(memoryview(mmap.mmap(descriptor, wire.SHARED_BYTES, access=mmap.ACCESS_READ)))
+        shared.append(memoryview(mmap.mmap(descriptor, SHARED_BYTES, access=mmap.ACCESS_READ)))
         os.close(descriptor)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
+    with contextlib.suppress(ImportError):  # which is reported when there is something to load
+        _import_early()
     with contextlib.suppress(ConnectionError, EOFError):
         load, _ = receive(link)
         if not isinstance(load, wire.Load):
@@ -58,6 +62,12 @@ def main() -> None:
         send(link, wire.Ready(os.getpid(), took, time.perf_counter() - began))
         while True:
             worker.answer(link, *receive(link))
+
+
+def _import_early() -> None:
+    """What any package needs, while the server is still busy with its own start."""
+    for name in ("torch._export.serde.serialize", "safetensors.torch", "fettle.applying", "fettle.serve.handler"):
+        importlib.import_module(name)
 
 
 class _Worker:
@@ -174,7 +184,6 @@ class _Worker:
 
     def call(self, header: wire.Call, body: memoryview) -> tuple[wire.Done, list[Any]]:
         """Bodies in, bodies out, through the handler's steps."""
-        began = time.perf_counter()
         bodies = _cut(body, header.lengths)
         if not header.explain:
             answers = self.handler.handle(bodies, header.kinds)
@@ -183,10 +192,11 @@ class _Worker:
         else:
             answers = self.handler.explain(bodies, header.kinds, self.explainer)
         lengths: list[wire.Shape] = [(len(data),) for data, _ in answers]
-        took = time.perf_counter() - began
+        took = self.handler.took
         done = wire.Done(
-            header.id, lengths, 0.0, took, self.rss(), [kind for _, kind in answers], self.handler.metrics.take()
-        )
+            header.id, lengths, 0.0, took.inference_s, self.rss(), [kind for _, kind in answers],
+            self.handler.metrics.take(), took.preprocess_s, took.postprocess_s,
+        )  # fmt: skip
         return done, [data for data, _ in answers]
 
 

@@ -76,7 +76,7 @@ def read_baseline(path: Path) -> list[_Earlier]:
 
 
 def compare(now: Sequence[dict[str, Any]], then: Sequence[_Earlier], confidence: float = 0.95) -> list[Change]:
-    """Every run of `now` (`fettle.serve.load.as_data`) against the run of the same load in `then`.
+    """Every run of `now` (`fettle.serve.run.as_data`) against the run of the same load in `then`.
 
     Raises `UsageError` where none has a partner.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -54,17 +55,30 @@ class Flat(torch.nn.Module):
             _alike(workload.check_inputs or workload.inputs[len(workload.calibration) :], paths)
         )
         """others, on which answers are compared. Where there is one batch only it is that."""
-        self.questions = [*(self.cut(size) for size in (1, 2) if size < rows), self.samples, *self.judged[:MOST_JUDGED]]
+        self.questions = [self.samples, *self.judged[:MOST_JUDGED]]
         self.wanted = [self._asked(question) for question in self.questions]
+        self.cuts = 0
+        """How many of the questions, at the beginning, are a few rows of the sample."""
+        for cut in [self._cut(size) for size in (2, 1) if size < rows]:
+            with contextlib.suppress(Exception):  # one that was traced may take its own number of rows only
+                self.wanted.insert(0, self._asked(cut))
+                self.questions.insert(0, cut)
+                self.cuts += 1
         # Only now, so that answers are compared with those of the model as it was given.
         self.inner = _rewritten(self.inner, recipe, workload)
 
-    def cut(self, rows: int) -> list[torch.Tensor]:
+    def _cut(self, rows: int) -> list[torch.Tensor]:
         """The sample with so many rows only."""
         return [t[:rows] if spec.batched else t for t, spec in zip(self.samples, self.inputs, strict=True)]
 
     def _fitting(self, batches: Sequence[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        return [b for b in batches if all(s.fits(tuple(t.shape)) for t, s in zip(b, self.inputs, strict=True))]
+        """Those batches that the exported model takes, but for the sample."""
+
+        def fits(tensor: torch.Tensor, spec: TensorSpec) -> bool:
+            return spec.fits(tuple(tensor.shape)) and not (spec.batched and len(tensor) > self.rows)
+
+        return [batch for batch in batches if batch[0] is not self.samples[0]
+                and all(map(fits, batch, self.inputs))]  # fmt: skip
 
     def _asked(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         with torch.no_grad():

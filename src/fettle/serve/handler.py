@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,12 +90,23 @@ class HandlerMetrics:
             self._found.append((kind, name, float(value)))
 
 
+@dataclass(frozen=True)
+class Took:
+    """Seconds of a handler's steps."""
+
+    preprocess_s: float = 0.0
+    inference_s: float = 0.0
+    postprocess_s: float = 0.0
+
+
 @dataclass
 class Steps:
     """A handler, called with bodies and answering bodies."""
 
     handler: Any
     metrics: HandlerMetrics
+    took: Took = Took()
+    """By the last `handle` or `explain`."""
 
     def explain(self, bodies: Sequence[bytes], kinds: Sequence[str], explainer: Any) -> list[tuple[bytes, str]]:
         """What moved the answer of every request, of the first input that has some. Raises `UsageError`.
@@ -102,7 +114,14 @@ class Steps:
         A handler of one's own has ``explain(data, explainer)`` between preprocess and postprocess.
         """
         requests = [{"body": body, "type": kind} for body, kind in zip(bodies, kinds, strict=True)]
+        began = time.perf_counter()
         data = self.handler.preprocess(requests)
+        ready = time.perf_counter()
+        answers = self._explained(data, explainer)
+        self.took = Took(ready - began, time.perf_counter() - ready)
+        return answers
+
+    def _explained(self, data: Any, explainer: Any) -> list[tuple[bytes, str]]:
         own = getattr(self.handler, "explain", None)
         if own is not None:
             return [_as_body(answer) for answer in own(data, explainer)]
@@ -130,7 +149,13 @@ class Steps:
     def handle(self, bodies: Sequence[bytes], kinds: Sequence[str]) -> list[tuple[bytes, str]]:
         """The four steps for a batch of requests; as many answers, with their content types."""
         requests = [{"body": body, "type": kind} for body, kind in zip(bodies, kinds, strict=True)]
-        answers = self.handler.postprocess(self.handler.inference(self.handler.preprocess(requests)))
+        began = time.perf_counter()
+        data = self.handler.preprocess(requests)
+        ready = time.perf_counter()
+        found = self.handler.inference(data)
+        done = time.perf_counter()
+        answers = self.handler.postprocess(found)
+        self.took = Took(ready - began, done - ready, time.perf_counter() - done)
         if len(answers) != len(bodies):
             raise RuntimeError(f"the handler answered {len(answers)} of {len(bodies)} requests")
         return [_as_body(answer) for answer in answers]

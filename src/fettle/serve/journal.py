@@ -30,7 +30,7 @@ class Tested(msgspec.Struct, forbid_unknown_fields=True):
     held: bool
     """Whether the limit was kept: nothing failed, nothing was refused, and the p99 was within it."""
     run: dict[str, Any]
-    """`fettle.serve.load.as_data`."""
+    """`fettle.serve.run.as_data`."""
     inside: Inside
     predicted_p99_ms: float | None = None
     """By simulation, before the test; None where the queue would only grow."""

@@ -208,9 +208,8 @@ class _Load:
                 await asyncio.wait_for(self._empty.wait(), seconds)
         self.again, self._ending = False, True
         now = time.perf_counter() - self.start
-        self.rows += [
-            (due, now, now, UNANSWERED) for _, due in self._queue
-        ]  # never sent: as lost as what never came back
+        # What was never sent is as lost as what never came back.
+        self.rows += [(due, now, now, UNANSWERED) for _, due in self._queue]
         self._queue.clear()
         for connection in list(self._all):
             connection.close()
@@ -236,7 +235,8 @@ class _Load:
         return Run(
             mode, 0.0, span, latency[good], statuses={int(k): v for k, v in Counter(status.tolist()).items()},
             limit_s=self.limit_s, late_s=float(np.percentile(table[:, 1] - table[:, 0], 99)), warm_up_s=first,
-            mean_inflight=self._mean_waiting(first, end), expected_inflight=float(latency.sum() / span),
+            mean_inflight=self._mean_waiting(first, end),
+            expected_inflight=float((table[:, 2] - table[:, 1]).sum() / span),  # lateness is told for itself
             done_s=table[good, 2],
         )  # fmt: skip
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import tomllib
@@ -37,6 +38,9 @@ MANIFEST, SAMPLES, SETTINGS, HANDLER = "manifest.json", "samples.safetensors", "
 FORMAT = 1
 MAX_FILES = 256
 _MAX_TEXT = 1 << 20
+
+
+_DEVICE = re.compile(r"[a-z]{2,16}(:\d{1,3})?")
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -99,6 +103,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     workers: int = 1
     threads: int = 0
     """Of each worker; 0: the machine's cores divided among the workers."""
+    devices: tuple[str, ...] = ("cpu",)
+    """Where the workers are, one after the other: ``["cuda:0", "cuda:1"]`` with two workers is one on each."""
     timeout_ms: float = 30_000.0
     """The longest that a request may take where it does not say itself, and the longest that a batch may take."""
     max_worker_bytes: int = 0
@@ -111,6 +117,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """For the batcher. Raises ValueError for settings that cannot be."""
         if self.policy not in ("greedy", "curve"):
             raise ValueError(f"no such policy: {self.policy!r}")
+        if not self.devices or not all(_DEVICE.fullmatch(device) for device in self.devices):
+            raise ValueError('devices are named as torch does: "cpu", "cuda", "cuda:1"')
         return BatchSettings(
             max_rows=self.max_rows, max_delay_s=self.delay_ms / 1e3, policy=self.policy, pad=self.pad,  # type: ignore[arg-type]
             buckets=self.buckets, max_queue_rows=self.max_queue_rows, workers=self.workers,

@@ -273,6 +273,12 @@ class BatchQueue(Generic[Item]):
         """How long a request that came now would about wait for its turn; 0 when no curve is known."""
         return self.rows * self.plan.row_s
 
+    @property
+    def gains_by_waiting(self) -> bool:
+        """Whether some wait, and one more row would make their batch a better one."""
+        take, rows = self.plan.take, self.rows
+        return 0 < rows < len(take) - 1 and take[rows + 1] > take[rows] and self._may_wait(rows)
+
     def _may_wait(self, rows: int) -> bool:
         return rows < len(self.plan.waits) and self.plan.waits[rows]
 

@@ -17,11 +17,14 @@ import msgspec
 import numpy as np
 
 from fettle.serve import wire
+from fettle.serve.alarm import Alarm
 from fettle.serve.metrics import ModelMetrics
 from fettle.serve.package import Package, ServeSettings
 from fettle.serve.policy import Batch, BatchQueue
 from fettle.serve.refusal import Rejected
 from fettle.serve.request import Answer, Request
+from fettle.serve.returns import Returns
+from fettle.serve.spawn import Spare
 from fettle.serve.tensors import TensorSpec
 from fettle.serve.worker import Worker
 
@@ -31,23 +34,24 @@ class Pool:
 
     def __init__(
         self, package: Package, settings: ServeSettings, metrics: ModelMetrics, *, machine: str = "",
-        cores: Sequence[Sequence[int]] = (), trust: str = "", device: str = "cpu", log_path: str | None = None,
-        explain: bool = False,
+        cores: Sequence[Sequence[int]] = (), devices: Sequence[str] = ("cpu",), trust: str = "",
+        log_path: str | None = None, explain: bool = False, spare: Spare | None = None,
     ) -> None:  # fmt: skip
         self.package, self.settings, self.metrics = package, settings, metrics
         self.specs, self.output_specs = package.manifest.inputs, package.manifest.outputs
         self.attribution_specs = [msgspec.structs.replace(spec, datatype="FP32") for spec in self.specs]
         self.queue: BatchQueue[Request] = BatchQueue(settings.batching(), settings.cost_curve(machine))
-        self.trust, self.device, self.log_path, self.explains = trust, device, log_path, explain
+        self.trust, self.devices, self.log_path, self.explains = trust, devices, log_path, explain
         self.cores = list(cores) or [[] for _ in range(settings.workers)]
         self.workers = [Worker(self, index) for index in range(settings.workers)]
+        self.spare = spare
         self.name = package.manifest.name
         self._loop_kept: asyncio.AbstractEventLoop | None = None
         self.closing = False
         self.problem = ""
         """Why loading failed, where it did."""
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_s = math.inf
+        self._returns = Returns()
+        self._alarm = Alarm(self._pump)
         self._pump_planned = False
         self._ids = 0
         self._idle = asyncio.Event()
@@ -90,10 +94,9 @@ class Pool:
             await asyncio.wait_for(self._idle.wait(), drain_s)
         for request in self._all_waiting():
             self._give_up(request, Rejected(503, "the model is being unloaded", 1.0, "unload"))
-        if self._timer is not None:
-            self._timer.cancel()
+        self._alarm.clear()
         for worker in self.workers:
-            worker.end()
+            worker.close()
 
     def change(self, settings: ServeSettings, machine: str) -> None:
         """Other batching settings, while running. The number of workers and threads stays."""
@@ -109,7 +112,6 @@ class Pool:
         target: int = -1, piece: Callable[[bytes], None] | None = None,
     ) -> asyncio.Future[Answer]:  # fmt: skip
         """Let a request wait for its batch. Raises `Rejected` at once when the queue is full or the model not ready."""
-        loop = asyncio.get_running_loop()
         if explain:
             if not self.explains:
                 raise Rejected(501, "explanations are off: the server was started without --explain", kind="off")
@@ -124,7 +126,7 @@ class Pool:
             rows,
             key,
             now + min(timeout_s or longest, longest),
-            loop.create_future(),
+            self.loop.create_future(),
             arrays,
             body,
             kind,
@@ -140,6 +142,7 @@ class Pool:
         if not taken:
             self.metrics.shed("queue_full")
             raise Rejected(429, "too many requests wait", max(0.05, self.queue.wait_s()), "queue_full")
+        self._returns.arrived(now)
         self._idle.clear()
         self.plan_pump()
         return request.answer
@@ -176,7 +179,8 @@ class Pool:
         for late in self.queue.expire(now):
             self.metrics.shed("deadline")
             self._give_up(late, Rejected(504, "the request's time was over before its turn came", kind="deadline"))
-        while True:
+        hold_s = self._returns.hold_s(now) if self.queue.gains_by_waiting else 0.0
+        while not hold_s:
             free = [worker for worker in self.workers if worker.ready and worker.batch is None]
             batch = self.queue.take(now, len(free))
             if batch is None:
@@ -184,7 +188,8 @@ class Pool:
             batch = self._without_gone(batch)
             if batch is not None:
                 free[0].run(batch, now)
-        self._wake_at(self.queue.wake_s())
+        wake_s = self.queue.wake_s()
+        self._alarm.set(min(wake_s, hold_s) if hold_s else wake_s, self.loop)
         if not self.queue.requests and not self.inflight:
             self._idle.set()
 
@@ -198,21 +203,6 @@ class Pool:
                 self._give_up(item, Rejected(499, "the client went away", kind="disconnected"))
         rows = sum(item.rows for item in kept)
         return Batch(kept, rows, self.queue.plan.size[rows]) if kept else None
-
-    def _wake_at(self, moment: float) -> None:
-        if moment == self._timer_s:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer_s = moment
-        self._timer = None
-        if moment < math.inf:
-            delay = max(0.0, moment - time.perf_counter())
-            self._timer = self.loop.call_later(delay, self._woken)
-
-    def _woken(self) -> None:
-        self._timer, self._timer_s = None, math.inf
-        self._pump()
 
     def _give_up(self, request: Request, why: Rejected) -> None:
         if not request.answer.done():
@@ -234,6 +224,8 @@ class Pool:
         first = batch.items[0]
         if not first.explain:
             self.metrics.batch(batch.rows, batch.size, done.join_s, done.model_s)
+        if first.body is not None and first.piece is None and not first.explain:
+            self.metrics.steps(done.pre_s, done.post_s)
         if done.metrics:
             self.metrics.handler(done.metrics)
         if first.piece is None:  # each text was answered when it was whole
@@ -246,6 +238,7 @@ class Pool:
             for request, answer in zip(batch.items, answers, strict=True):
                 answer.join_s, answer.model_s = done.join_s, done.model_s
                 self._give(request, answer, sent, batch.rows, now)
+        self._returns.answered(len(batch.items), now - sent, now)
         self._pump()
 
     def heard(self, request: Request, piece: memoryview, rows: int, sent: float, *, last: bool) -> None:

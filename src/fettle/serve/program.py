@@ -7,6 +7,7 @@ string of the graph is checked here before torch sees it, and only computing ope
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -98,8 +99,11 @@ def load_program(folder: Path, device: str = "cpu") -> torch.nn.Module:
     try:
         if (folder / GRAPH).stat().st_size > MAX_GRAPH_BYTES:
             raise UsageError(f"{GRAPH} is larger than {MAX_GRAPH_BYTES >> 20} MiB")
-        graph = _plain(json.loads((folder / GRAPH).read_text(encoding="utf-8")))
+        text = (folder / GRAPH).read_text(encoding="utf-8")
+        graph = _plain(json.loads(text))
         _check(graph)
+        if "torch.ops.quantized_decomposed." in text:
+            importlib.import_module("torch.ao.quantization.fx._decomposed")  # makes these operators known to torch
         weights = load_file(folder / WEIGHTS)
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise UsageError(f"the package's model cannot be read: {first_line(error)}") from error

@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +19,10 @@ from fettle.errors import UsageError
 from fettle.recipe import write_text
 from fettle.serve.metrics import Metrics, ModelMetrics
 from fettle.serve.package import MANIFEST, Package, ServeSettings, check_name, open_package
+from fettle.serve.placement import cores_for, usable_cores
 from fettle.serve.pool import Pool
 from fettle.serve.refusal import Rejected
+from fettle.serve.spawn import Spare
 
 log = logging.getLogger("fettle.serve")
 DRAIN_S = 30.0
@@ -63,10 +64,13 @@ class Options:
     """Where to remember what is served, so that a restart serves the same."""
     trust: tuple[str, ...] = ()
     """Digests of handlers that may run."""
-    device: str = "cpu"
+    device: str = ""
+    """Stands above every package's ``devices``; several with commas between them."""
     explain: bool = False
     """Whether workers can explain: they load the model a second time."""
     log_path: str | None = None
+    spare: Spare | None = None
+    """A process that was started already, for the first worker that fits."""
     override: Mapping[str, Any] = field(default_factory=dict)
     """Settings that stand above every package's ``serve.toml``."""
 
@@ -93,13 +97,14 @@ class Registry:
             settings = self._settings(package)
             metrics = ModelMetrics(self.metrics, name, number)
             digest = package.handler_digest or ""
+            model = self.models.get(name) or Model()
             pool = Pool(
-                package, settings, metrics, machine=self.machine, cores=self._cores(settings),
-                trust=digest if digest in self.options.trust else "", device=self.options.device,
-                log_path=self.options.log_path, explain=self.options.explain,
+                package, settings, metrics, machine=self.machine,
+                cores=self._cores(settings, model.versions.get(number)), devices=settings.devices,
+                trust=digest if digest in self.options.trust else "",
+                log_path=self.options.log_path, explain=self.options.explain, spare=self.options.spare,
             )  # fmt: skip
             made = Version(package, pool, metrics)
-            model = self.models.get(name) or Model()
             try:
                 await pool.start()
             except Rejected as error:
@@ -257,6 +262,8 @@ class Registry:
 
     def _settings(self, package: Package) -> ServeSettings:
         settings = msgspec.structs.replace(package.settings, **self.options.override)
+        if self.options.device:
+            settings = msgspec.structs.replace(settings, devices=tuple(self.options.device.split(",")))
         try:
             settings.batching()
         except ValueError as error:
@@ -265,15 +272,11 @@ class Registry:
             raise Rejected(400, f"{package.manifest.name} takes at most {package.manifest.max_rows} rows a batch")
         return settings
 
-    def _cores(self, settings: ServeSettings) -> Sequence[Sequence[int]]:
-        """Cores for each worker, without overlap where there are enough; else none are bound."""
-        if not hasattr(os, "sched_getaffinity") or settings.workers < 2:
-            return ()
-        usable = sorted(os.sched_getaffinity(0))
-        each = settings.threads or max(1, len(usable) // settings.workers)
-        if each * settings.workers > len(usable):
-            return ()
-        return [usable[each * index : each * (index + 1)] for index in range(settings.workers)]
+    def _cores(self, settings: ServeSettings, replaced: Version | None) -> Sequence[Sequence[int]]:
+        """Cores for each worker that no other pool's worker is bound to, apart from the version that will go."""
+        pools = [version.pool for _, _, version in self.versions() if version is not replaced]
+        taken = {core for pool in pools for cores in pool.cores for core in cores}
+        return cores_for(settings.workers, settings.threads, usable_cores(), taken)
 
     def later(self, coroutine: Any) -> None:
         """Run something that no request waits for."""

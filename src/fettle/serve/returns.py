@@ -13,7 +13,7 @@ SHARE = 0.05
 MOST_S = 0.005
 TRUST = 0.5
 """So many of the answered must be seen to return in time on average. Independent arrivals do not."""
-_SMOOTHING = 0.2
+_SMOOTHING = 0.3
 
 
 class Returns:

@@ -38,7 +38,7 @@ class Run:
     mean_inflight: float = 0.0
     """Requests on their way, on average: of a count that each that is sent raises and each that ends lowers."""
     expected_inflight: float = 0.0
-    """The same by Little's law: requests a second times the mean time of one."""
+    """The same by Little's law: requests a second times the mean time of one, from when it was sent."""
     stable: bool = True
     void: str = ""
     """Why nothing may be concluded; empty where something may."""

@@ -59,15 +59,10 @@ class Server:
     """One server in the running event loop."""
 
     def __init__(self, address: Address, options: Options) -> None:
-        import uvicorn
-
-        from fettle.serve.http.connection import Protocol
-
         address.check()
         self.address = address
         self.metrics = Metrics(float(options.override.get("limit_ms", 0.0)) / 1e3)
         self.registry = Registry(self.metrics, options, host_id())
-        self._uvicorn, self._protocol = uvicorn, Protocol
         self._running: list[tuple[Any, asyncio.Task[None]]] = []
         self._sockets: list[socket.socket] = []
         self.ports: list[int] = []
@@ -91,25 +86,34 @@ class Server:
             ports.append(address.management_port)
         try:
             self._sockets = [_bind(address.host, port) for port in ports]
-            state = self.registry.remembered() if restored else {}
-            for package in packages:
-                await self._load(package)
-            await self._restore(state, {package.manifest.name for package in packages})
+            loading = asyncio.create_task(self._load_all(packages, restored))
+            await asyncio.sleep(0)  # the first workers start, which takes them seconds; meanwhile:
+            import uvicorn
+
+            from fettle.serve.http.connection import Protocol
+
+            await loading
         except BaseException:
             await self.close()
             raise
         self.ports = [sock.getsockname()[1] for sock in self._sockets]
         for app, sock in zip(apps, self._sockets, strict=True):
-            config = self._uvicorn.Config(
+            config = uvicorn.Config(
                 app, log_config=None, access_log=False, lifespan="off", server_header=False, date_header=False,
-                http=self._protocol, proxy_headers=False, timeout_keep_alive=30, backlog=2048,
-                h11_max_incomplete_event_size=64 << 10,
+                http=Protocol, ws="none", proxy_headers=False, backlog=2048, h11_max_incomplete_event_size=64 << 10,
+                timeout_keep_alive=address.limits.idle_s,  # type: ignore[arg-type] # it takes fractions
             )  # fmt: skip
-            server = self._uvicorn.Server(config)
+            server = uvicorn.Server(config)
             server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment] # signals are ours
             self._running.append((server, asyncio.create_task(server.serve(sockets=[sock]))))
         while not all(server.started for server, _ in self._running):
             await asyncio.sleep(0.005)
+
+    async def _load_all(self, packages: Sequence[Package], restored: bool) -> None:
+        state = self.registry.remembered() if restored else {}
+        for package in packages:
+            await self._load(package)
+        await self._restore(state, {package.manifest.name for package in packages})
 
     async def _load(self, package: Package) -> None:
         try:

@@ -8,7 +8,6 @@ would be copied three times, in pieces of the socket's buffer. That memory has n
 from __future__ import annotations
 
 import mmap
-import os
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
@@ -21,8 +20,8 @@ PREFIX = struct.Struct("<IQ")
 MAX_HEADER = 16 << 20
 SHARED = 1 << 63
 """In a body's length: the body stands in the shared memory."""
-SHARED_FROM, SHARED_BYTES = 1 << 20, 256 << 20
-"""Bodies of this size and up to that go through it. Pages take memory only once they were used."""
+SHARED_FROM = 1 << 20
+"""Bodies of this size, and up to the memory's, go through it."""
 
 
 class _Message(msgspec.Struct, tag=str.lower, array_like=True):
@@ -112,6 +111,9 @@ class Done(_OfCall):
     kinds: list[str] = []
     metrics: list[tuple[str, str, float]] = []
     """What the handler counted: kind, name, value."""
+    pre_s: float = 0.0
+    post_s: float = 0.0
+    """Of a handler's steps before and after the model."""
 
 
 class Failed(_OfCall):
@@ -178,19 +180,6 @@ def frame(header: ToWorker | FromWorker, body: Sequence[Any] = ()) -> list[Any]:
     head = _encoder.encode(header)
     views = [memoryview(part).cast("B") if len(part) else b"" for part in body]
     return [PREFIX.pack(len(head), sum(len(view) for view in views)) + head, *views]
-
-
-def shared_memory() -> tuple[int, mmap.mmap] | None:
-    """Memory for one worker's bodies, and the descriptor that the worker maps. None where there cannot be any."""
-    if not hasattr(os, "memfd_create"):
-        return None
-    descriptor = os.memfd_create("fettle")
-    try:
-        os.ftruncate(descriptor, SHARED_BYTES)
-        return descriptor, mmap.mmap(descriptor, SHARED_BYTES)
-    except OSError:  # a limit on file sizes holds for this too
-        os.close(descriptor)
-        return None
 
 
 def shared_frame(header: ToWorker, body: Sequence[Any], memory: mmap.mmap) -> bytes:

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fettle.serve import wire
-from fettle.serve.host import cores
+from fettle.serve.alarm import Alarm
+from fettle.serve.placement import device_for
 from fettle.serve.policy import Batch
 from fettle.serve.refusal import Rejected
 from fettle.serve.request import Request
+from fettle.serve.spawn import spawn, threads_each
 from fettle.serve.worker_process import WorkerProcess
 
 if TYPE_CHECKING:
@@ -41,11 +43,17 @@ class Worker:
         self._process: WorkerProcess | None = None
         self._call = 0
         self._sent = 0.0
-        self._watch: asyncio.TimerHandle | None = None
+        self._alarm = Alarm(self._silent)
+        self._awaited = False
         self._loaded: asyncio.Future[None] | None = None
         self._failures = 0
         self._again: asyncio.Task[None] | None = None
         """Kept, because the event loop does not."""
+
+    @property
+    def device(self) -> str:
+        """Where its model is."""
+        return device_for(self.index, self.pool.devices)
 
     @property
     def pid(self) -> int:
@@ -60,27 +68,33 @@ class Worker:
     async def start(self) -> None:
         """Start a process; returns when it is warm or has failed."""
         pool = self.pool
-        threads = pool.settings.threads or max(1, cores() // pool.settings.workers)
+        threads = threads_each(pool.settings.threads, pool.settings.workers)
+        spawned = pool.spare.take(threads) if pool.spare is not None and pool.log_path is None else None
         process = self._process = WorkerProcess(self._hear, self._lost)
         self._loaded = pool.loop.create_future()
         self.started_at = time.time()
-        await process.start(threads, pool.log_path)
+        await process.start(spawned or spawn(threads, pool.log_path))
         self._wait(START_S)
         mine = list(pool.cores[self.index]) if self.index < len(pool.cores) else []
         process.write(
-            wire.Load(str(pool.package.folder), pool.sizes, threads, mine, pool.trust, pool.device, pool.explains)
+            wire.Load(str(pool.package.folder), pool.sizes, threads, mine, pool.trust, self.device, pool.explains)
         )
         await self._loaded
 
     def end(self) -> None:
         """Kill the process and its children."""
         self.ready = False
-        if self._watch is not None:
-            self._watch.cancel()
+        self._alarm.clear()
         if self._process is not None:
             self._process.end()
         if self._loaded is not None and not self._loaded.done():
             self._loaded.set_result(None)
+
+    def close(self) -> None:
+        """End it for good."""
+        self.end()
+        if self._again is not None:
+            self._again.cancel()
 
     def run(self, batch: Batch[Request], now: float) -> None:
         """Send a batch."""
@@ -158,22 +172,20 @@ class Worker:
 
     def _wait(self, seconds: float) -> None:
         """It must say something within this time."""
-        if self._watch is not None:
-            self._watch.cancel()
-        self._watch = self.pool.loop.call_later(seconds, self._hung)
-
-    def _hung(self) -> None:
-        log.warning("worker %d of %s does not answer: replaced", self.index, self.pool.name)
-        self._lost("hung")
+        self._awaited = True
+        self._alarm.set(time.perf_counter() + seconds, self.pool.loop)
 
     def _rest(self) -> None:
         """Idle: ask from time to time whether the process is there."""
-        if self._watch is not None:
-            self._watch.cancel()
-        self._watch = self.pool.loop.call_later(PING_S, self._ping)
+        self._awaited = False
+        self._alarm.set(time.perf_counter() + PING_S, self.pool.loop)
 
-    def _ping(self) -> None:
-        if self.batch is None:
+    def _silent(self) -> None:
+        """The alarm: it was idle for a while, or did not say what was awaited."""
+        if self._awaited:
+            log.warning("worker %d of %s does not answer: replaced", self.index, self.pool.name)
+            self._lost("hung")
+        else:
             self._write(wire.Ping(0))
             self._wait(PING_S)
 

@@ -1,4 +1,4 @@
-"""One worker process, from its start to its end: spawned with a clean environment, spoken to in frames."""
+"""One worker process from its start to its end, spoken to in frames."""
 
 from __future__ import annotations
 
@@ -6,17 +6,12 @@ import asyncio
 import contextlib
 import mmap
 import os
-import socket
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from fettle.serve import wire
-
-_ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LD_PRELOAD")
-_ENVIRONMENT_PREFIXES = ("OMP_", "KMP_", "MKL_", "GOMP_", "PYTHON", "TORCH", "TRITON_", "CUDA_", "NVIDIA_", "XDG_")
-"""What a worker inherits. Tokens and passwords in the server's environment are none of its business."""
+from fettle.serve.spawn import SHARED_BYTES, Spawned
 
 
 class WorkerProcess(asyncio.Protocol):
@@ -33,29 +28,10 @@ class WorkerProcess(asyncio.Protocol):
         self._memory: mmap.mmap | None = None
         self._ended = False
 
-    async def start(self, threads: int, log_path: str | None) -> None:
-        """Spawn it. What it prints goes to the end of `log_path`, else where ours goes."""
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        shared = wire.shared_memory()
-        given = [theirs.fileno()]
-        if shared is not None:
-            given.append(shared[0])
-            self._memory = shared[1]
-        log_file: Any = open(log_path, "ab") if log_path else None  # noqa: SIM115
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "fettle.serve._worker", *map(str, given)],
-                pass_fds=given, env=_environment(threads), stdin=subprocess.DEVNULL, stdout=log_file, stderr=log_file,
-                start_new_session=True,
-            )  # fmt: skip
-        finally:
-            theirs.close()
-            if shared is not None:
-                os.close(shared[0])
-            if log_file is not None:
-                log_file.close()
-        self._transport, _ = await asyncio.get_running_loop().create_connection(lambda: self, sock=ours)
+    async def start(self, spawned: Spawned) -> None:
+        """Speak with this process from now on."""
+        self._process, self._memory = spawned.process, spawned.memory
+        self._transport, _ = await asyncio.get_running_loop().create_connection(lambda: self, sock=spawned.link)
 
     @property
     def pid(self) -> int:
@@ -71,7 +47,7 @@ class WorkerProcess(asyncio.Protocol):
         """Send one message: a header, and buffers that follow it."""
         assert self._transport is not None
         size = sum(len(part) for part in body)
-        if self._memory is not None and wire.SHARED_FROM <= size <= wire.SHARED_BYTES:
+        if self._memory is not None and wire.SHARED_FROM <= size <= SHARED_BYTES:
             self._transport.write(wire.shared_frame(header, body, self._memory))
         else:
             self._transport.writelines(wire.frame(header, body))
@@ -105,12 +81,3 @@ class WorkerProcess(asyncio.Protocol):
         """The process has ended, or we ended it."""
         if not self._ended:
             self._lost("ended")
-
-
-def _environment(threads: int) -> dict[str, str]:
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name in _ENVIRONMENT or name.startswith(_ENVIRONMENT_PREFIXES)
-    }
-    return {**kept, "OMP_NUM_THREADS": str(threads)}

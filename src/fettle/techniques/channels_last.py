@@ -45,8 +45,11 @@ class ChannelsLast(Technique):
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         if facts.mode == "training":
             batch = ("batch = channels_last(batch)",) if facts.num_4d_inputs else ()
-            prepare = ("model.to(memory_format=torch.channels_last)",)
-            return Code(helpers=(channels_last,) if batch else (), prepare=prepare, batch=batch)
+            prepare = ["model.to(memory_format=torch.channels_last)"]
+            if recipe.levels.get("precision") == "bf16-master":  # else each step copies from one layout to the other
+                prepare += ["for master in parameters:", "    master.data = channels_last(master.data)"]
+            used = batch or len(prepare) > 1
+            return Code(helpers=(channels_last,) if used else (), prepare=tuple(prepare), batch=batch)
         inputs = ("args, kwargs = channels_last(args), channels_last(kwargs)",) if facts.num_4d_inputs else ()
         return Code(
             helpers=(channels_last,) if inputs else (),

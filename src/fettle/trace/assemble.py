@@ -14,6 +14,7 @@ from fettle.trace.kinds import DEVICE_KINDS, HOST_KINDS
 from fettle.trace.model import EVENT_COLUMNS, SIDE_TABLES, ReadFacts, Trace
 
 _WEEK_NS = 7 * 86_400 * 10**9
+_IS_WORK = np.isin(np.arange(256), [*HOST_KINDS, *DEVICE_KINDS])
 
 
 def assemble(path: Path, rank: int | None, columns: Columns, metadata: dict[str, Any], facts: dict[str, Any]) -> Trace:
@@ -77,8 +78,7 @@ def _drop_outliers(
     events: pl.DataFrame, side: dict[str, pl.DataFrame]
 ) -> tuple[pl.DataFrame, dict[str, pl.DataFrame], int]:
     """Drop events whose clock is more than a week from the trace's median: overflown device clocks, not work."""
-    kinds = events["kind"].to_numpy()
-    work = np.isin(kinds, [*HOST_KINDS, *DEVICE_KINDS])
+    work = _IS_WORK[events["kind"].to_numpy()]
     if not work.any():
         return events, side, 0
     ts = events["ts_ns"].to_numpy()

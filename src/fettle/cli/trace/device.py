@@ -56,18 +56,18 @@ def comm(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = 
 
       fettle trace comm ranks/ --chart collectives.html
     """
-    from fettle.trace import arrival as a
     from fettle.trace import charts
     from fettle.trace import communication as c
+    from fettle.trace.arrival import arrival, clock_offsets, match_collectives, stragglers
 
     traces = open_traces(source, fresh)
     frames = {"overlap": joined(traces, c.overlap), "collectives": joined(traces, c.collective_table)}
     notes = {}
     if len(traces) > 1:
         frames |= {
-            "stragglers": a.stragglers(traces),
-            "clocks": a.clock_offsets(a.match_collectives(traces)),
-            "arrival": a.arrival(traces).drop("key"),
+            "stragglers": stragglers(traces),
+            "clocks": clock_offsets(match_collectives(traces)),
+            "arrival": arrival(traces).drop("key"),
         }
     else:
         notes["stragglers"] = "unknown: one rank only; give a folder of ranks"

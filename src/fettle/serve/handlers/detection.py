@@ -15,19 +15,16 @@ import numpy as np
 from fettle.errors import UsageError
 from fettle.serve.handlers.image import (
     Decoding,
-    check_decoding,
+    Images,
     decode,
     image_input,
-    import_pillow,
     suggest_decoding,
 )  # fmt: skip
 from fettle.serve.handlers.parts import (
     Item,
-    call_together,
     label,
     output_index,
     probabilities,
-    read_labels,
 )  # fmt: skip
 from fettle.serve.tensors import TensorSpec
 
@@ -68,22 +65,15 @@ def suggest(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], files: 
     return Settings(suggest_decoding(image_input(inputs), 800), logits[0].name, boxes[0].name)
 
 
-class Handler:
+class Handler(Images):
     """Boxes in pixels of the image that was sent."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-
     def initialize(self, context: Any) -> None:
-        """Keep the runner; read the labels."""
-        import_pillow()
-        self.runner, self.max_rows = context.runner, context.manifest.max_rows
-        self.inputs, self.image = context.manifest.inputs, image_input(context.manifest.inputs)
-        check_decoding(self.settings.decoding, self.image)
+        """Find the outputs that hold scores and boxes."""
+        super().initialize(context)
         outputs = context.manifest.outputs
         self.logits = output_index(outputs, self.settings.logits)
         self.boxes = output_index(outputs, self.settings.boxes)
-        self.labels = read_labels(context.folder)
 
     def preprocess(self, requests: Sequence[dict[str, Any]]) -> list[Item]:
         """One row for each image; a mask says that all of its pixels are the image's."""
@@ -96,10 +86,6 @@ class Handler:
             ]
             items.append(Item(arrays, size))
         return items
-
-    def inference(self, data: list[Item]) -> list[Item]:
-        """One call for all."""
-        return call_together(self.runner, data, self.max_rows)
 
     def postprocess(self, answers: list[Item]) -> list[Any]:
         """``[{"label", "index", "score", "box": [left, top, right, bottom]}, ...]``, best first."""

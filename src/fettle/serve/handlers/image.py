@@ -103,28 +103,36 @@ def image_input(inputs: Sequence[TensorSpec]) -> TensorSpec:
     raise UsageError(f"no input takes images, which is [rows, 1 or 3, height, width] of floats: {shapes}")
 
 
-class Handler:
-    """The best classes of every image."""
+class Images:
+    """What handlers of images share: the input that takes them, the labels, and one call for all."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Any) -> None:
         self.settings = settings
 
     def initialize(self, context: Any) -> None:
         """Keep the runner; read the labels."""
         import_pillow()
         self.runner, self.max_rows = context.runner, context.manifest.max_rows
-        self.spec = image_input(context.manifest.inputs)
-        check_decoding(self.settings.decoding, self.spec)
-        self.place = output_index(context.manifest.outputs, self.settings.output)
+        self.inputs, self.image = context.manifest.inputs, image_input(context.manifest.inputs)
+        check_decoding(self.settings.decoding, self.image)
         self.labels = read_labels(context.folder)
-
-    def preprocess(self, requests: Sequence[dict[str, Any]]) -> list[Item]:
-        """One row for each image."""
-        return [Item([decode(r["body"], self.settings.decoding)[0].astype(self.spec.kind)]) for r in requests]
 
     def inference(self, data: list[Item]) -> list[Item]:
         """One call for all."""
         return call_together(self.runner, data, self.max_rows)
+
+
+class Handler(Images):
+    """The best classes of every image."""
+
+    def initialize(self, context: Any) -> None:
+        """Find the output that holds the scores."""
+        super().initialize(context)
+        self.place = output_index(context.manifest.outputs, self.settings.output)
+
+    def preprocess(self, requests: Sequence[dict[str, Any]]) -> list[Item]:
+        """One row for each image."""
+        return [Item([decode(r["body"], self.settings.decoding)[0].astype(self.image.kind)]) for r in requests]
 
     def postprocess(self, answers: list[Item]) -> list[Any]:
         """``[{"label", "index", "score"}, ...]``, best first."""

@@ -27,6 +27,8 @@ class Limits:
     max_body: int = 64 << 20
     body_s: float = 30.0
     """The longest that a body may take to arrive."""
+    idle_s: float = 30.0
+    """The longest that a connection may stay without a request whose headers are whole."""
 
 
 class Gone(Exception):

@@ -165,7 +165,7 @@ def _statistics(name: str, number: str, version: Version) -> dict[str, Any]:
         "inference_stats": {
             "success": row(seen.succeeded, seen.success_ns), "fail": row(seen.failed, seen.fail_ns),
             "queue": row(seen.succeeded, seen.queue_ns), "compute_input": row(seen.executions, seen.join_ns),
-            "compute_infer": row(seen.executions, seen.model_ns), "compute_output": row(seen.executions, 0),
+            "compute_infer": row(seen.executions, seen.model_ns), "compute_output": row(seen.executions, seen.post_ns),
         },
         "batch_stats": batches,
     }  # fmt: skip

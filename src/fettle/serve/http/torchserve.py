@@ -114,7 +114,7 @@ def _described(name: str, version: Version) -> dict[str, Any]:
     pool = version.pool
     workers = [
         {"id": str(worker.index), "startTime": _iso(worker.started_at), "memoryUsage": worker.rss, "pid": worker.pid,
-         "status": "READY" if worker.ready else "UNREADY", "gpu": pool.device != "cpu"}
+         "status": "READY" if worker.ready else "UNREADY", "gpu": worker.device != "cpu"}
         for worker in pool.workers
     ]  # fmt: skip
     count = len(pool.workers)

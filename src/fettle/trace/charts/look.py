@@ -40,6 +40,9 @@ _COLOURS = {
     "runtime_call": "#d9a05b",
     "rest": "#e2e5e8",
 }
+# The room that a chart has, not the width that fitting leaves it: that would change the legend's rows after their
+# height has been counted. Naming `width` has it looked up again when the window changes.
+_ROOM = "(width ? containerSize()[0] || width : width)"
 _SPARE = ("#1f77a8", "#2f9a6c", "#b4588e", "#a48a17", "#5c8d2f", "#8c2f39", "#4f5fb0", "#d9a05b")
 
 
@@ -76,7 +79,7 @@ def colour(field: str, values: list[str], title: str | None = None) -> alt.Color
         title=title,
         sort=values,
         scale=alt.Scale(domain=values, range=[_COLOURS.get(v) or next(spare) for v in values]),
-        legend=alt.Legend(columns=alt.ExprRef("max(1, floor(width / 190))"), labelLimit=180),
+        legend=alt.Legend(columns=alt.ExprRef(f"max(1, floor({_ROOM} / 200))"), labelLimit=180),
     )
 
 

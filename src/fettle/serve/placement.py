@@ -1,0 +1,28 @@
+"""Where workers run: cores and devices, given out so that no two workers get the same one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+
+
+def usable_cores() -> list[int]:
+    """Cores that this process may use; empty where the system does not let processes be bound."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def cores_for(workers: int, threads: int, usable: Sequence[int], taken: Collection[int]) -> list[list[int]]:
+    """Cores for each of `workers`, `threads` apiece (0: as many as there are for all), beside those `taken`.
+
+    Empty where there are not enough for that, or only one worker: then none is bound and the system schedules them.
+    """
+    free = [core for core in usable if core not in taken]
+    each = threads or len(free) // workers
+    if workers < 2 or each < 1 or each * workers > len(free):
+        return []
+    return [free[each * index : each * (index + 1)] for index in range(workers)]
+
+
+def device_for(index: int, devices: Sequence[str]) -> str:
+    """The device of a pool's worker: one after the other, and only where there are more workers than devices again."""
+    return devices[index % len(devices)]

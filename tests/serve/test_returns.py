@@ -1,0 +1,104 @@
+"""Whether those that were just answered are worth a moment's wait: without a clock."""
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fettle.serve.policy import BatchQueue, BatchSettings, CostCurve
+from fettle.serve.returns import MOST_S, SHARE, Returns
+
+
+def serve(returns, calls, answered, back, took_s=0.1):
+    """So many calls, of whose `answered` requests `back` are followed by another one at once. The moment after."""
+    now = 0.0
+    for _ in range(calls):
+        now += took_s
+        returns.answered(answered, took_s, now)
+        for _ in range(back):
+            returns.arrived(now + 1e-4)
+    return now
+
+
+def test_clients_that_return_are_awaited_until_all_are_back():
+    returns = Returns()
+    now = serve(returns, 8, 7, 7)
+    returns.answered(7, 0.1, now + 0.1)
+    now += 0.1
+    assert returns.hold_s(now) == now + MOST_S
+    for _ in range(6):
+        returns.arrived(now + 0.001)
+    assert returns.hold_s(now + 0.001) > 0
+    returns.arrived(now + 0.001)
+    assert returns.hold_s(now + 0.001) == 0
+
+
+def test_a_single_client_waits_for_nobody():
+    returns = Returns()
+    now = serve(returns, 20, 1, 1)
+    returns.answered(1, 0.1, now)
+    returns.arrived(now + 1e-4)
+    assert returns.hold_s(now + 1e-4) == 0
+
+
+@given(st.integers(2, 64), st.integers(0, 10**6))
+def test_independent_arrivals_are_not_awaited(answered, seed):
+    """Fewer than half come back in time: nobody is held up."""
+    returns = Returns()
+    now = serve(returns, 20, answered, seed % (answered // 2 + 1) if answered > 2 else 0)
+    returns.answered(answered, 0.1, now)
+    assert returns.hold_s(now) == 0
+
+
+@given(st.floats(1e-6, 10.0), st.floats(0.0, 1.0))
+def test_it_holds_no_longer_than_it_may(took_s, later):
+    returns = Returns()
+    returns.share = 1.0
+    returns.answered(4, took_s, 5.0)
+    now = 5.0 + later
+    held = returns.hold_s(now)
+    assert held == 0 or now < held <= 5.0 + min(SHARE * took_s, MOST_S)
+
+
+class Item:
+    def __init__(self, rows=1):
+        self.arrival_s, self.rows, self.key, self.deadline_s, self.queued = 0.0, rows, "", 1e9, False
+
+
+def test_a_full_batch_or_a_curve_that_gains_nothing_does_not_wait():
+    queue = BatchQueue(BatchSettings(max_rows=4))
+    assert not queue.gains_by_waiting  # nobody waits
+    for _ in range(3):
+        queue.push(Item())
+    assert queue.gains_by_waiting
+    queue.push(Item())
+    assert not queue.gains_by_waiting
+    flat = BatchQueue(BatchSettings(max_rows=4), CostCurve((1, 2, 3, 4), (0.01, 0.02, 0.03, 0.04)))
+    flat.push(Item())
+    assert not flat.gains_by_waiting  # each row costs the same, however many go together
+
+
+def test_an_alarm_that_is_moved_rings_once_at_its_last_moment():
+    import time
+
+    from fettle.serve.alarm import Alarm
+
+    async def watch():
+        loop, rings = asyncio.get_running_loop(), []
+        alarm = Alarm(lambda: rings.append(time.perf_counter()))
+        began = time.perf_counter()
+        for step in range(5):
+            alarm.set(began + 0.01 * step, loop)
+        alarm.set(began + 0.05, loop)
+        while not rings:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.05)
+        cleared = Alarm(lambda: rings.append(0.0))
+        cleared.set(time.perf_counter() + 0.01, loop)
+        cleared.clear()
+        await asyncio.sleep(0.03)
+        return began, rings
+
+    began, rings = asyncio.run(watch())
+    assert len(rings) == 1
+    assert rings[0] >= began + 0.049
