@@ -100,7 +100,7 @@ class Session:
         """Race those of `recipes` that are not known yet beside the baseline; answer for all that are known then."""
         wanted = list(dict.fromkeys(normal(recipe) for recipe in recipes))
         missing = [recipe for recipe in wanted if recipe not in self.known]
-        if missing and not (self.known and self.spent()):  # the workload as given is measured whatever the budget
+        if missing and not (self.known and self.spent()):
             self.race_unknown(missing)
         return [self.known[recipe] for recipe in wanted if recipe in self.known]
 
@@ -151,7 +151,8 @@ class Session:
     def race_unknown(self, recipes: Sequence[Recipe]) -> None:
         """Race recipes that are not known in one heat, beside the baseline, and keep their trials."""
         entries = [Recipe(), *(recipe for recipe in recipes if recipe.levels)]
-        rules = replace(self.rules, deadline=self._deadline(), max_rounds=SCREENING_ROUNDS)
+        deadline = self._deadline() if self.known else math.inf  # the workload as given comes first, and is measured
+        rules = replace(self.rules, deadline=deadline, max_rounds=SCREENING_ROUNDS)
         self.keep(self.run(entries, rules, self.baseline))
 
     def run(self, recipes: Sequence[Recipe], rules: Rules, held: Held | None = None) -> list[Trial]:
