@@ -18,7 +18,7 @@ import torch
 from fettle.errors import UsageError, first_line
 from fettle.recipe import Recipe
 from fettle.serve import handlers
-from fettle.serve.flat import BEFORE_EXPORT, MOST_JUDGED, Flat, datatype
+from fettle.serve.flat import BEFORE_EXPORT, Flat, datatype
 from fettle.serve.generating import generating
 from fettle.serve.handler import Context
 from fettle.serve.host import host_id

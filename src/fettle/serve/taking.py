@@ -139,7 +139,8 @@ class _World:
         chance = self.arrivals(load, rows)
         longer = np.concatenate([worse, np.full(self.top, worse[-1])])
         rest = max(0.0, 1.0 - float(chance.sum())) * worse[-1]
-        return np.correlate(longer, chance, "valid") + rest
+        expected: _Array = np.correlate(longer, chance, "valid") + rest
+        return expected
 
 
 def _choices(cost: _Array) -> _Array:
