@@ -51,9 +51,7 @@ def save_model(
 class OpenvinoModel:
     """The stored model on this machine's CPU, for any number of rows: tensors in, a tuple of tensors out."""
 
-    def __init__(self, folder: Path, level: str, device: str = "cpu") -> None:
-        if device != "cpu":
-            raise UsageError(f"the package is OpenVINO's, which runs on the CPU here, not on {device}")
+    def __init__(self, folder: Path, level: str) -> None:
         _check(folder)
         config = {
             "INFERENCE_PRECISION_HINT": openvino_precision(level, cpu_flags()),

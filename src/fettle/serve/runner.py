@@ -96,6 +96,8 @@ def load_model(package: Package, device: str = "cpu") -> tuple[Callable[..., Any
     from safetensors.torch import load_file
 
     manifest = package.manifest
+    if manifest.model == "openvino" and device != "cpu":
+        raise UsageError(f"the package is OpenVINO's, which runs on the CPU here, not on {device}")
     samples = load_file(package.folder / SAMPLES)
     try:
         tensors = [samples[spec.name].to(device) for spec in manifest.inputs]
@@ -111,7 +113,7 @@ def tuned(folder: Path, kept: Tuned, samples: Sequence[torch.Tensor], device: st
     if kept.model == "openvino":
         from fettle.serve.openvino import OpenvinoModel
 
-        return OpenvinoModel(folder, kept.recipe.get("runtime", "openvino"), device)
+        return OpenvinoModel(folder, kept.recipe.get("runtime", "openvino"))
     if kept.model != "exported":
         raise UsageError(f"the package's model is stored as {kept.model[:40]!r}, which this fettle does not know")
     module = load_program(folder, device)
