@@ -10,6 +10,8 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+from hypothesis import strategies as st
+
 MIB = 1 << 20
 FORWARD = "/home/user/model.py"
 Stack = list[dict[str, Any]]
@@ -180,3 +182,20 @@ def healthy_training(steps: int = 10) -> Machine:
         machine.step()
         machine.free(gradient)
     return machine
+
+
+OPERATION = st.tuples(
+    st.sampled_from(["alloc", "alloc", "free", "give_back"]), st.integers(1, 30 * MIB), st.integers(0, 99)
+)
+"""What a program does, a size in bytes, and which block or line it does it with."""
+
+
+def act(machine: Machine, held: list[int], plan: list[tuple[str, int, int]]) -> None:
+    """Do the operations of `plan`; `held` are the blocks that are not freed yet."""
+    for what, size, pick in plan:
+        if what == "alloc":
+            held.append(machine.alloc(size, stack(f"f:{pick % 5}")))
+        elif what == "free" and held:
+            machine.free(held.pop(pick % len(held)))
+        elif what == "give_back":
+            machine.give_back(stack("empty_cache:1"))

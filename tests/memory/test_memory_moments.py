@@ -4,39 +4,25 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_machine import MIB, Machine, stack
+from memory_machine import MIB, OPERATION, Machine, act, stack
 
 from fettle.memory import analyse, parse
 from fettle.memory.fragmentation import pools
 from fettle.memory.moments import state_at
 from fettle.memory.replay import replay
 
-operations = st.lists(
-    st.tuples(st.sampled_from(["alloc", "alloc", "free", "give_back"]), st.integers(1, 30 * MIB), st.integers(0, 99)),
-    min_size=1,
-    max_size=40,
-)
+operations = st.lists(OPERATION, min_size=1, max_size=40)
 
 
 @given(operations, operations)
 @settings(max_examples=80, deadline=None)
 def test_pools_of_an_earlier_moment(before: list[tuple[str, int, int]], after: list[tuple[str, int, int]]) -> None:
-    machine, held = Machine(), []
-
-    def run(plan: list[tuple[str, int, int]]) -> None:
-        for what, size, pick in plan:
-            if what == "alloc":
-                held.append(machine.alloc(size, stack(f"f:{pick % 5}")))
-            elif what == "free" and held:
-                machine.free(held.pop(pick % len(held)))
-            elif what == "give_back":
-                machine.give_back(stack("empty_cache:1"))
-
-    run(before)
+    machine, held = Machine(), list[int]()
+    act(machine, held, before)
     machine.note("snapshot", 0, [], addr=0)
     event = len(machine.events) - 1
     truth = pools(parse(machine.data()), 0)
-    run(after)
+    act(machine, held, after)
     later = parse(machine.data())
     if not later.devices:
         return

@@ -8,35 +8,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_machine import MIB, Machine, healthy_training, stack
+from memory_machine import MIB, OPERATION, Machine, act, healthy_training, stack
 
 from fettle.memory import parse
 from fettle.memory.invariants import check
 from fettle.memory.replay import replay
 
-operations = st.lists(
-    st.tuples(st.sampled_from(["alloc", "alloc", "free", "give_back"]), st.integers(1, 30 * MIB), st.integers(0, 99)),
-    min_size=1,
-    max_size=60,
-)
-
-
-def _run(plan: list[tuple[str, int, int]]) -> Machine:
-    machine, held = Machine(), []
-    for what, size, pick in plan:
-        if what == "alloc":
-            held.append(machine.alloc(size, stack(f"f:{pick % 5}")))
-        elif what == "free" and held:
-            machine.free(held.pop(pick % len(held)))
-        elif what == "give_back":
-            machine.give_back(stack("empty_cache:1"))
-    return machine
+operations = st.lists(OPERATION, min_size=1, max_size=60)
 
 
 @given(operations, st.floats(0, 1))
 @settings(max_examples=120, deadline=None)
 def test_exact_for_every_history_and_every_ring(plan: list[tuple[str, int, int]], kept: float) -> None:
-    machine = _run(plan)
+    machine = Machine()
+    act(machine, [], plan)
     window = round(len(machine.events) * kept)
     snapshot = parse(machine.data(window))
     if not snapshot.devices:

@@ -93,8 +93,13 @@ def render(
     lines += ["", *_optimize(parts, facts)]
     if target is not None:
         lines += [_main(target, facts, calibration)]
+    return text_of(lines)
+
+
+def text_of(lines: Iterable[str]) -> str:
+    """A file of those lines. A technique with a slip in its lines fails here, by name, not in the user's hands."""
     source = "\n".join(lines).rstrip() + "\n"
-    ast.parse(source)  # a technique with a slip in its lines fails here, by name, not in the user's hands
+    ast.parse(source)
     return source
 
 

@@ -6,13 +6,12 @@ asked for the next loss.
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterable
 from typing import Any
 
 from fettle.recipe import Recipe
 from fettle.techniques._base import Code, Facts, Technique
-from fettle.techniques._source import codes, module_lines, preamble
+from fettle.techniques._source import codes, module_lines, preamble, text_of
 
 _MAIN = '''
 
@@ -68,9 +67,7 @@ def render_training(
         on_gpus = facts.device == "cuda" and recipe.levels.get("parallel", "single") != "single"
         device = '    torch.cuda.set_device(int(__import__("os").environ["LOCAL_RANK"]))\n' if on_gpus else ""
         lines += [_MAIN.format(path=path, load=load_lines, factory=target[1], device=device)]
-    source = "\n".join(lines).rstrip() + "\n"
-    ast.parse(source)
-    return source
+    return text_of(lines)
 
 
 def _train(parts: list[tuple[Technique, str, Code]], facts: Facts) -> list[str]:
