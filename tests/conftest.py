@@ -7,6 +7,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch
+import torch._dynamo
 
 
 @pytest.fixture(autouse=True)
@@ -15,7 +16,9 @@ def _settings_stay():
     onednn, benchmark = torch.backends.mkldnn.enabled, torch.backends.cudnn.benchmark
     deterministic, dtype = torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()
     convolutions = torch.backends.mkldnn.conv.fp32_precision
+    recompiles = torch._dynamo.config.recompile_limit
     yield
+    torch._dynamo.config.recompile_limit = recompiles
     torch.backends.mkldnn.conv.fp32_precision = convolutions
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision(matmul)

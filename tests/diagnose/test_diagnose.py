@@ -237,7 +237,7 @@ def test_of_a_training_loop_a_step_is_diagnosed(tmp_path: Path) -> None:
         def workload():
             block = lambda: nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1), nn.BatchNorm1d(16))
             net = nn.Sequential(*[block() for _ in range(20)])
-            slow = lambda rows: (time.sleep(0.02), torch.stack(rows))[1]
+            slow = lambda rows: (time.sleep(0.1), torch.stack(rows))[1]
             data = torch.utils.data.DataLoader(torch.ones(12, 16), batch_size=4, collate_fn=slow)
             return fettle.TrainingWorkload(net, lambda p: torch.optim.AdamW(p, foreach=False), loss, data)
         """,

@@ -65,7 +65,7 @@ def command(
     try:
         from fettle.serve.arrivals import constant, poisson, read_schedule
         from fettle.serve.client import http_shot, model_shot
-        from fettle.serve.run import TORCHSERVE_COLUMNS, as_data, as_torchserve_row
+        from fettle.serve.run import TORCHSERVE_COLUMNS, as_torchserve_row
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed: pip install 'torch-fettle[serve]'") from error
     seconds = _options.duration_s(duration, "--duration")
@@ -83,6 +83,7 @@ def command(
     if schedule is not None:
         plans.append(("open", read_schedule(schedule)))
     from fettle.serve.compare import compare, read_baseline
+    from fettle.serve.run import as_data, finite
 
     earlier = read_baseline(baseline) if baseline is not None else []
     console = Console(stderr=True)
@@ -90,12 +91,12 @@ def command(
         show = status.update if console.is_terminal and not as_json else (lambda text: None)
         runs = _options.run_loop(_all(shots, plans, seconds, limit_s, show))
     interrupted = any(run.interrupted for run in runs)
-    changes = compare([_finite(as_data(run)) for run in runs], earlier) if earlier and not interrupted else []
+    changes = compare([as_data(run) for run in runs], earlier) if earlier and not interrupted else []
     if as_json and baseline is not None:
-        told = [_finite(asdict(change)) for change in changes]
-        print(json.dumps({"runs": [_finite(as_data(run)) for run in runs], "changes": told}))
+        told = [finite(asdict(change)) for change in changes]
+        print(json.dumps({"runs": [as_data(run) for run in runs], "changes": told}))
     elif as_json:
-        print(json.dumps([_finite(as_data(run)) for run in runs]))
+        print(json.dumps([as_data(run) for run in runs]))
     else:
         _print(runs, Console())
         _print_changes(changes, Console())
@@ -207,17 +208,6 @@ def _print_changes(changes: list[Change], console: Console) -> None:
 def _markdown(runs: list[Run]) -> str:
     rows = [_COLUMNS, ["---"] * len(_COLUMNS), *(_row(run) for run in runs)]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
-
-
-def _finite(data: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN."""
-    clean: dict[str, Any] = {}
-    for key, value in data.items():
-        if isinstance(value, dict):
-            clean[key] = _finite(value)
-        else:
-            clean[key] = None if isinstance(value, float) and not math.isfinite(value) else value
-    return clean
 
 
 def _read(path: Path) -> bytes:

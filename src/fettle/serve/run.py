@@ -78,6 +78,11 @@ class Run:
         total = sum(self.statuses.values())
         return self.goodput * self.duration_s / total if total else 0.0
 
+    @property
+    def mean_s(self) -> float:
+        """Of the latency; NaN where nothing was answered."""
+        return float(self.latency_s.mean()) if len(self.latency_s) else math.nan
+
     def percentile(self, percent: float) -> float:
         """Of the latency; NaN where nothing was answered."""
         return float(np.percentile(self.latency_s, percent)) if len(self.latency_s) else math.nan
@@ -141,19 +146,30 @@ def warm_up(values: np.ndarray[Any, Any], most: float = 0.5) -> int:
 
 
 def as_data(run: Run) -> dict[str, Any]:
-    """The run as plain data."""
-    return {
+    """The run as plain data that JSON can hold: what is not known is None."""
+    return finite({
         "mode": run.mode, "rate": run.rate, "concurrency": run.concurrency, "duration_s": run.duration_s,
         "warm_up_s": run.warm_up_s, "answered": run.answered, "shed": run.shed, "failed": run.failed,
         "statuses": run.statuses, "errors": run.errors, "throughput": run.throughput, "goodput": run.goodput,
         "within_limit": run.within, "limit_ms": run.limit_s * 1e3,
         "latency_ms": {f"p{p}": run.percentile(p) * 1e3 for p in (50, 90, 95, 99, 100)},
-        "mean_ms": float(run.latency_s.mean() * 1e3) if len(run.latency_s) else math.nan,
+        "mean_ms": run.mean_s * 1e3,
         "intervals_ms": {f"p{p}": _ms(run.interval(p)) for p in (50, 90, 95, 99)},
         "p99_interval_ms": _ms(run.interval(99)), "late_ms": run.late_s * 1e3, "little": run.little,
         "mean_inflight": run.mean_inflight, "stable": run.stable, "void": run.void, "interrupted": run.interrupted,
         "batches": run.batches(),
-    }  # fmt: skip
+    })  # fmt: skip
+
+
+def finite(data: dict[str, Any]) -> dict[str, Any]:
+    """The same without NaN and infinity, which JSON has not: None in their place, in dicts inside it too."""
+    clean: dict[str, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, dict):
+            clean[key] = finite(value)
+        else:
+            clean[key] = None if isinstance(value, float) and not math.isfinite(value) else value
+    return clean
 
 
 def _ms(ends: tuple[float, float] | None) -> list[float] | None:
@@ -178,7 +194,7 @@ def as_torchserve_row(run: Run, url: str) -> dict[str, Any]:
     row |= {
         "Benchmark": "fettle", "TS failed requests": str(bad), "TS throughput": f"{run.throughput:.2f}",
         "TS latency P50": f"{run.percentile(50) * 1e3:.2f}", "TS latency P90": f"{run.percentile(90) * 1e3:.2f}",
-        "TS latency P99": f"{run.percentile(99) * 1e3:.2f}", "TS latency mean": f"{as_data(run)['mean_ms']:.2f}",
+        "TS latency P99": f"{run.percentile(99) * 1e3:.2f}", "TS latency mean": f"{run.mean_s * 1e3:.2f}",
         "TS error rate": f"{bad / total * 100 if total else 0:.2f}", "Model": url, "Requests": str(total),
         "Concurrency": str(run.concurrency or ""),
     }  # fmt: skip
