@@ -39,18 +39,12 @@ FEW = {
     "channels_last": ["off", "on"],
     "matmul": ["highest"],
     "threads": ["as-given"],
+    "allocator": ["default"],
     "attention": ["as-is"],
     "quantize": ["none"],
     "compile": ["off"],
     "runtime": ["torch"],
-    "conv_bn": ["off"],
 }
-
-
-def few() -> dict[str, list[str]]:
-    from fettle.techniques import CATALOGUE
-
-    return {name: levels for name, levels in FEW.items() if name in {technique.name for technique in CATALOGUE}}
 
 
 @pytest.fixture
@@ -64,7 +58,7 @@ def work(tmp_path: Path) -> Path:
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path, Path]:
     folder = tmp_path_factory.mktemp("tuned")
     (folder / "work.py").write_text(WORK)
-    result = fettle.tune(str(folder / "work.py"), techniques=few(), budget_s=120, output=folder / "out")
+    result = fettle.tune(str(folder / "work.py"), techniques=FEW, budget_s=120, output=folder / "out")
     save(result, folder / "out")
     return result, folder / "work.py", folder / "out"
 
@@ -132,7 +126,7 @@ def test_optuna_reads_the_study(tuned) -> None:
 def test_the_same_call_again_measures_nothing(tuned) -> None:
     result, work, out = tuned
     events = []
-    again = fettle.tune(str(work), techniques=few(), budget_s=120, output=out, tell=lambda event: events.append(event))
+    again = fettle.tune(str(work), techniques=FEW, budget_s=120, output=out, tell=lambda event: events.append(event))
     assert [event for event in events if event.trial is not None] == []
     assert [trial.recipe for trial in again.trials] == [trial.recipe for trial in result.trials]
 
@@ -140,19 +134,19 @@ def test_the_same_call_again_measures_nothing(tuned) -> None:
 def test_a_study_of_another_workload_under_the_same_name_is_refused(tuned) -> None:
     _, work, out = tuned
     with pytest.raises(fettle.UsageError, match="another workload"):
-        fettle.tune(f"{work}:other", techniques=few(), output=out, study="work")
+        fettle.tune(f"{work}:other", techniques=FEW, output=out, study="work")
 
 
 def test_tighter_limits_judge_the_kept_trials_anew(tuned) -> None:
     _, work, out = tuned
-    result = fettle.tune(str(work), techniques=few(), budget_s=120, output=out, max_error=1e-4)
+    result = fettle.tune(str(work), techniques=FEW, budget_s=120, output=out, max_error=1e-4)
     assert result.winner is None or result.winner.accuracy.error <= 1e-4
     assert all(trial.status == "rejected" for trial in result.trials if "bf16" in str(trial.recipe))
 
 
 def test_killed_at_any_moment_the_same_command_goes_on(work: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    levels_by_name = {**few(), "channels_last": ["off"]}
+    levels_by_name = {**FEW, "channels_last": ["off"]}
     options = [f"--technique={name}={','.join(levels)}" for name, levels in levels_by_name.items()]
     command = [sys.executable, "-c", "from fettle.cli import main; main()", "tune", str(work), "-o", str(out), *options]
     first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
@@ -186,7 +180,7 @@ def test_live_objects_work_and_what_cannot_be_pickled_is_one_line(tmp_path: Path
             return {"y": self.layer(x)}
 
     model, batches = Local().eval(), [torch.randn(4, 8) for _ in range(2)]
-    result = fettle.tune(model, batches, techniques=few(), budget_s=40, output=tmp_path / "out")
+    result = fettle.tune(model, batches, techniques=FEW, budget_s=40, output=tmp_path / "out")
     assert result.winner is not None
     assert result.apply(model, batches)(batches[0])["y"].shape == (4, 8)
     import threading
@@ -197,13 +191,13 @@ def test_live_objects_work_and_what_cannot_be_pickled_is_one_line(tmp_path: Path
 
 
 def test_limits_that_nothing_meets_leave_the_nearest_misses(work: Path, tmp_path: Path) -> None:
-    result = fettle.tune(str(work), techniques=few(), budget_s=60, output=tmp_path / "out", max_latency_ms=1e-6)
+    result = fettle.tune(str(work), techniques=FEW, budget_s=60, output=tmp_path / "out", max_latency_ms=1e-6)
     assert result.winner is None
     assert 1 <= len(result.nearest) <= 3
 
 
 def test_a_budget_that_the_probe_used_up_still_measures_the_workload_as_given(work: Path, tmp_path: Path) -> None:
-    result = fettle.tune(str(work), techniques=few(), budget_s=0.1, output=tmp_path / "out")
+    result = fettle.tune(str(work), techniques=FEW, budget_s=0.1, output=tmp_path / "out")
     assert [trial.recipe for trial in result.trials] == [fettle.Recipe()]
 
 
