@@ -20,8 +20,9 @@ from fettle.measure import _meters
 from fettle.measure._accuracy import user_metric
 from fettle.measure._clock import Clock, warm_up
 from fettle.measure._lockstep import mean
+from fettle.measure._notes import compiler_notes, notes_kept
 from fettle.measure._trial import Accuracy
-from fettle.measure._worker import Request, State, compiler_notes, notes_kept, prepared, weight_bytes
+from fettle.measure._worker import Request, State, prepared, weight_bytes
 from fettle.recipe import Recipe
 from fettle.techniques import LARGEST, Facts, load, probe_facts, source
 from fettle.train import (

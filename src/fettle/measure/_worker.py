@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
-import logging
 import os
 import random
 import signal
@@ -22,6 +21,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+from fettle.measure._notes import compile_cache, compiler_notes, notes_kept
 
 if TYPE_CHECKING:
     from fettle.measure._trial import Accuracy
@@ -341,65 +342,6 @@ def check_inputs(workload: Any) -> None:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]
         where = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
         raise UsageError(f"the model does not take the inputs: {first_line(error)}{where}") from error
-
-
-class _Notes(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-@contextlib.contextmanager
-def notes_kept() -> Iterator[list[str]]:
-    """Collect what the optimised source logs about itself (the logger ``optimized``)."""
-    handler, logger = _Notes(), logging.getLogger("optimized")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    try:
-        yield handler.lines
-    finally:
-        logger.removeHandler(handler)
-
-
-def compiler_notes() -> list[str]:
-    """Graph breaks, recompiles and skipped CUDA graphs, as torch.compile counted them in this process."""
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is None:
-        return []
-    from torch._dynamo.utils import counters
-
-    notes = []
-    breaks = sum(counters["graph_break"].values())
-    if breaks:
-        reason = next(iter(counters["graph_break"])).strip().splitlines()[0]
-        notes.append(f"{breaks} graph break{'s' if breaks > 1 else ''}, the first: {reason[:120]}")
-    frames = counters["frames"]
-    if frames.get("total", 0) > frames.get("ok", 0):
-        notes.append(f"{frames['total'] - frames.get('ok', 0)} frames could not be compiled and run eagerly")
-    recompiles = sum(counters["recompiles"].values()) if "recompiles" in counters else 0
-    if recompiles:
-        notes.append(f"{recompiles} recompiles")
-    skipped = counters["inductor"].get("cudagraph_skips", 0)
-    if skipped:
-        notes.append(f"CUDA graphs skipped {skipped} times")
-    return notes
-
-
-def compile_cache() -> str:
-    """Whether the compile cache had the graphs: cold, warm, partly warm; empty where nothing was compiled."""
-    if "torch._dynamo" not in sys.modules:
-        return ""
-    from torch._dynamo.utils import counters
-
-    hits = counters["inductor"].get("fxgraph_cache_hit", 0)
-    misses = counters["inductor"].get("fxgraph_cache_miss", 0) + counters["inductor"].get("fxgraph_cache_bypass", 0)
-    if not hits and not misses:
-        return ""
-    return "warm" if not misses else "cold" if not hits else "partly warm"
 
 
 def explain(error: BaseException) -> dict[str, Any]:

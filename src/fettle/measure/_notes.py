@@ -1,0 +1,67 @@
+"""What a trial says of itself: lines that the optimised source logs, and what torch's compiler counted."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
+
+
+class _Notes(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def notes_kept() -> Iterator[list[str]]:
+    """Collect what the optimised source logs about itself (the logger ``optimized``)."""
+    handler, logger = _Notes(), logging.getLogger("optimized")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield handler.lines
+    finally:
+        logger.removeHandler(handler)
+
+
+def compiler_notes() -> list[str]:
+    """Graph breaks, recompiles and skipped CUDA graphs, as torch.compile counted them in this process."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        return []
+    from torch._dynamo.utils import counters
+
+    notes = []
+    breaks = sum(counters["graph_break"].values())
+    if breaks:
+        reason = next(iter(counters["graph_break"])).strip().splitlines()[0]
+        notes.append(f"{breaks} graph break{'s' if breaks > 1 else ''}, the first: {reason[:120]}")
+    frames = counters["frames"]
+    if frames.get("total", 0) > frames.get("ok", 0):
+        notes.append(f"{frames['total'] - frames.get('ok', 0)} frames could not be compiled and run eagerly")
+    recompiles = sum(counters["recompiles"].values()) if "recompiles" in counters else 0
+    if recompiles:
+        notes.append(f"{recompiles} recompiles")
+    skipped = counters["inductor"].get("cudagraph_skips", 0)
+    if skipped:
+        notes.append(f"CUDA graphs skipped {skipped} times")
+    return notes
+
+
+def compile_cache() -> str:
+    """Whether the compile cache had the graphs: cold, warm, partly warm; empty where nothing was compiled."""
+    if "torch._dynamo" not in sys.modules:
+        return ""
+    from torch._dynamo.utils import counters
+
+    hits = counters["inductor"].get("fxgraph_cache_hit", 0)
+    misses = counters["inductor"].get("fxgraph_cache_miss", 0) + counters["inductor"].get("fxgraph_cache_bypass", 0)
+    if not hits and not misses:
+        return ""
+    return "warm" if not misses else "cold" if not hits else "partly warm"
