@@ -1,6 +1,8 @@
 """What one test sets for the whole process, the next must not find. Tests run two at a time, see the Makefile."""
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 # Threads that wait by spinning would take the core from the other half of the tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -9,19 +11,32 @@ import pytest
 import torch
 import torch._dynamo
 
+_SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (
+        lambda: torch.backends.mkldnn.conv.fp32_precision,
+        lambda x: setattr(torch.backends.mkldnn.conv, "fp32_precision", x),
+    ),
+    (lambda: torch.backends.mkldnn.enabled, lambda x: setattr(torch.backends.mkldnn, "enabled", x)),
+    (lambda: torch.backends.cudnn.benchmark, lambda x: setattr(torch.backends.cudnn, "benchmark", x)),
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (lambda: torch._dynamo.config.recompile_limit, lambda x: setattr(torch._dynamo.config, "recompile_limit", x)),
+]
+# As they are before any test: a fixture of a module may change them before that module's first test begins.
+_FIRST = [read() for read, _ in _SETTINGS]
+
+
+def _restore() -> None:
+    for (read, write), first in zip(_SETTINGS, _FIRST, strict=True):
+        if read() != first:
+            write(first)
+
 
 @pytest.fixture(autouse=True)
 def _settings_stay():
-    threads, matmul = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    onednn, benchmark = torch.backends.mkldnn.enabled, torch.backends.cudnn.benchmark
-    deterministic, dtype = torch.are_deterministic_algorithms_enabled(), torch.get_default_dtype()
-    convolutions = torch.backends.mkldnn.conv.fp32_precision
-    recompiles = torch._dynamo.config.recompile_limit
+    _restore()
     yield
-    torch._dynamo.config.recompile_limit = recompiles
-    torch.backends.mkldnn.conv.fp32_precision = convolutions
-    torch.set_num_threads(threads)
-    torch.set_float32_matmul_precision(matmul)
-    torch.backends.mkldnn.enabled, torch.backends.cudnn.benchmark = onednn, benchmark
-    torch.use_deterministic_algorithms(deterministic)
-    torch.set_default_dtype(dtype)
+    _restore()

@@ -94,7 +94,6 @@ class Steps:
         data, sync, collecting = self._before
         first = self._walls[0] if self._walls else 0  # of those kept
         walls = sorted(itertools.islice(self._walls, 1, None)) or [first]
-        without_data = self._wall - data
         return StepReport(
             steps=self._count,
             wall_s=self._wall / 1e9,
@@ -107,13 +106,13 @@ class Steps:
             first_ms=first / 1e6,
             syncs_per_step=self._syncs / self._count if self._on_gpu and self._count else None,
             device_idle=None,
-            data_bound=self._wall / without_data if without_data > 0 else 1.0,
+            data_bound=self._wall / max(1, self._wall - data) if self._wall else 1.0,
             slow=tuple(self._slow),
         )
 
-    def _begin_again(self) -> None:
-        """Forget what was before the first step."""
-        self._started, self._before = time.perf_counter_ns(), (0, 0, 0)
+    def _begin_again(self, now: int) -> None:
+        """Forget what was before the first step, which begins at `now`."""
+        self._started, self._before = now, (0, 0, 0)
         self._data = self._sync = self._gc = 0
 
     def _median(self) -> float:

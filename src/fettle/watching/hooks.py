@@ -76,7 +76,7 @@ def _loader_next(steps: Steps, original: Callable[[Any], Any]) -> Callable[[Any]
         else:  # what ran before the loop is no step of it
             self._fettle_first = False
             if steps._count == 0:
-                steps._begin_again()
+                steps._begin_again(started)
         steps._in, collecting = "data", steps._gc
         try:
             return original(self)
