@@ -10,7 +10,7 @@ import pytest
 from fettle.errors import UsageError
 from fettle.inputs import Setting
 from fettle.inputs.from_trace import compare_text, waits_in_trace
-from fettle.inputs.lints import Lint
+from fettle.inputs.lint import Lint
 from fettle.inputs.report import as_data, check_path, curve, facts, page, rows, write_report
 from tests.inputs.test_search import MadeUp
 

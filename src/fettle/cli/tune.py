@@ -65,8 +65,8 @@ def command(
 
       fettle tune model.py --goal latency --max-memory 2GiB --technique precision=fp32,bf16
     """
-    from fettle.report import print_result, to_json
-    from fettle.tuning import save, tune
+    from fettle.report import print_result, save, to_json
+    from fettle.tuning import tune
 
     for name in allow or ():
         if name != "batch-size":

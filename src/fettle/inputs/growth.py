@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 from torch.utils.data import DataLoader, IterableDataset
 
-from fettle.inputs.lints import Lint, indices
+from fettle.inputs.lint import Lint, indices
 from fettle.memory.units import size_text
 
 _MANY = 100_000

@@ -8,6 +8,7 @@ from typing import Any
 
 import polars as pl
 
+from fettle.page import as_spec
 from fettle.trace.model import Trace
 
 CUT_CHARS = 110
@@ -51,9 +52,7 @@ class Section:
     tables: list[Table] = field(default_factory=list)
 
     def chart(self, title: str, chart: Any, words: str = "") -> None:
-        from fettle.trace.charts import spec
-
-        self.charts.append(Chart(title, words or title, spec(chart)))
+        self.charts.append(Chart(title, words or title, as_spec(chart)))
 
     def table(self, caption: str, frame: pl.DataFrame, rows: int = 15, keep: str = "") -> None:
         """A table of the first rows; columns that say nothing (one value that is null, empty or the only rank) go,
