@@ -17,11 +17,13 @@ def times(value: float | None) -> str:
 
 
 def interval(value: Interval | None) -> str:
-    """A ratio with its interval: ``9.91x [9.60, 10.22]``."""
+    """A ratio with its interval: ``9.91x [9.60, 10.22]``; of two rounds it can reach from nothing to thousands."""
     if value is None or not math.isfinite(value.estimate):
         return MISSING
     if not (math.isfinite(value.low) and math.isfinite(value.high)):
         return times(value.estimate)
+    if value.high > 10 * value.low:
+        return f"{times(value.estimate)} (too few rounds)"
     return f"{times(value.estimate)} [{value.low:.2f}, {value.high:.2f}]"
 
 
