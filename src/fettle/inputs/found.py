@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fettle.inputs.lint import Lint
 from fettle.inputs.setting import WITHIN, Measured, ratio
-from fettle.memory.units import size_text
+from fettle.units import size_text
 
 
 @dataclass(frozen=True)

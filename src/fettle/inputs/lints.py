@@ -17,7 +17,7 @@ from fettle.inputs.bucket import bucket_by_length, padding_waste
 from fettle.inputs.growth import growing_workers
 from fettle.inputs.lint import ROWS, Lint, indices, rows_of
 from fettle.inputs.profile import profile_rows
-from fettle.memory.units import size_text
+from fettle.units import size_text
 
 Notes = list[str]
 

@@ -13,8 +13,8 @@ from fettle.errors import UsageError
 from fettle.files import write_text
 from fettle.inputs.found import Found
 from fettle.inputs.setting import BATCH_INDEX, ONE_BY_ONE, Measured
-from fettle.memory.units import size_text
 from fettle.page import clean, theme
+from fettle.units import size_text
 
 SUFFIXES = (".html", ".png", ".svg")
 

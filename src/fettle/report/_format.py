@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from fettle.measure import Interval
+from fettle.units import size_text
 
 MISSING = "–"
 
@@ -50,13 +51,7 @@ def seconds(value: float | None) -> str:
 
 def size(value: float | None) -> str:
     """Bytes in binary units: ``412 MiB``."""
-    if value is None or not math.isfinite(value):
-        return MISSING
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1000:
-            return f"{value:.0f} B" if unit == "B" else f"{_three(value)} {unit}"
-        value /= 1024
-    return f"{_three(value)} TiB"
+    return MISSING if value is None or not math.isfinite(value) else size_text(value)
 
 
 def error(value: float | None) -> str:
