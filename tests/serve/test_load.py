@@ -182,7 +182,7 @@ def test_a_backlog_that_only_grows_ends_the_run():
 
     found = asyncio.run(run())
     assert not found.stable
-    assert found.duration_s < 15
+    assert found.duration_s < 30  # it ended before its schedule did
 
 
 def test_connections_that_break_are_failures():
