@@ -111,7 +111,9 @@ def test_a_token_costs_a_tokens_work_and_a_text_that_ends_disturbs_nobody(tmp_pa
         assert row["text_output"] == expected(model, prompt, row["tokens"])
 
 
-@pytest.mark.parametrize("how", ["weights", "autocast", "given"])
+@pytest.mark.parametrize(
+    "how", ["weights", *(pytest.param(how, marks=pytest.mark.slow) for how in ("autocast", "given"))]
+)
 def test_it_may_compute_in_another_type(tmp_path, how):
     """By the recipe, or because the model came so: what is kept has the type that the model computes in."""
     recipe = {"weights": "precision=bf16 grad=inference_mode", "autocast": "precision=autocast-bf16", "given": ""}[how]
