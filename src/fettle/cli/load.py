@@ -16,7 +16,7 @@ from rich.table import Table
 
 from fettle.cli import _options
 from fettle.errors import UsageError
-from fettle.recipe import write_text
+from fettle.files import write_text
 
 if TYPE_CHECKING:
     from fettle.serve.compare import Change

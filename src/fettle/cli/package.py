@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from fettle.errors import UsageError, first_line
-from fettle.recipe import Recipe, RecipeFile, load_recipe
+from fettle.recipe import Recipe
+from fettle.recipe_file import RecipeFile, load_recipe
 
 if TYPE_CHECKING:
     from fettle.serve.package import Package

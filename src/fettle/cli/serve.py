@@ -140,7 +140,7 @@ def _spare(packages: list[str] | None, threads: int | None, workers: int | None)
 
 def _packaged(text: str, recipe: Path | None) -> Package:
     """A package as it is; a target as the package that is made of it, in the current folder."""
-    from fettle.recipe import RecipeFile, load_recipe
+    from fettle.recipe_file import RecipeFile, load_recipe
     from fettle.serve.export import write_package
     from fettle.serve.package import open_package
     from fettle.workload import find_target

@@ -85,7 +85,7 @@ def command(
         from fettle.serve.search import search
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed: pip install 'torch-fettle[serve]'") from error
-    from fettle.recipe import write_text
+    from fettle.files import write_text
     from fettle.report import write_slo_report
     from fettle.serve.calibrate import Stopped
     from fettle.serve.host import cores as usable_cores
@@ -156,7 +156,8 @@ class _Work:
     @classmethod
     def of(cls, text: str, recipes: list[str], study: str | None, study_name: str, most: int) -> _Work:
         """Read what the command line names. Raises `UsageError`."""
-        from fettle.recipe import Recipe, load_recipe
+        from fettle.recipe import Recipe
+        from fettle.recipe_file import load_recipe
         from fettle.serve.package import open_package
         from fettle.serve.requires import check_here
 

@@ -18,7 +18,7 @@ from fettle.diagnose.rules import findings as rule_findings
 from fettle.errors import UsageError
 from fettle.machine import this_machine
 from fettle.measure import Worker, WorkerError
-from fettle.workload import Target, find_target
+from fettle.workload import Target, check_mode, find_target
 
 Tell = Callable[[str], None]
 _SNAPSHOTS = (".pickle", ".pkl")
@@ -79,10 +79,7 @@ def diagnose(
     returns a `TrainingWorkload`, and what is diagnosed is its step. Raises `UsageError` for a target that is none of
     these.
     """
-    from fettle.tuning import MODES
-
-    if mode not in MODES:
-        raise UsageError(f"unknown mode {mode!r}: there are {', '.join(MODES)}")
+    check_mode(mode)
     if isinstance(target, Target):
         return _of_workload(target, seconds, compile_check, tell)
     path = Path(target)

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from fettle.errors import UsageError
-from fettle.recipe import write_text
+from fettle.files import write_text
 from fettle.serve.host import cores
 from fettle.serve.metrics import Metrics, ModelMetrics
 from fettle.serve.package import MANIFEST, Package, ServeSettings, check_name, open_package
