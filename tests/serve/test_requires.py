@@ -2,13 +2,11 @@
 
 import json
 import shutil
-import sys
 from importlib import metadata
 
 import msgspec
 import pytest
 
-from fettle.cli import main
 from fettle.errors import UsageError
 from fettle.serve.package import open_package, seal
 from fettle.serve.registry import Options
@@ -65,12 +63,8 @@ def test_a_server_starts_nothing_that_cannot_run(store, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("command", [("serve",), ("slo", "--p99", "50ms")])
-def test_the_commands_say_it_in_one_line(store, tmp_path, monkeypatch, capsys, command):
-    path = asking_for(store, tmp_path / "net", torch=">=1000")
-    name, *options = command
+def test_the_commands_say_it_in_one_line(store, tmp_path, monkeypatch, run_fettle, command):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["fettle", name, str(path), *options])
-    with pytest.raises(SystemExit) as leaving:
-        main()
-    said = capsys.readouterr().err.splitlines()
-    assert (leaving.value.code, len(said), "torch>=1000" in said[0]) == (2, 1, True)
+    name, *options = command
+    done = run_fettle(name, asking_for(store, tmp_path / "net", torch=">=1000"), *options)
+    assert (done.code, len(done.err.splitlines()), "torch>=1000" in done.err) == (2, 1, True)

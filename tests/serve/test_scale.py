@@ -1,5 +1,6 @@
 """The number of workers, changed while requests come: none of them fails, no core is given out twice."""
 
+import asyncio
 import json
 import os
 import signal
@@ -179,3 +180,19 @@ def test_a_worker_that_leaves_answers_what_it_has(managed):
     pool = managed.registry.choose("echo").pool
     assert (len(pool.workers), pool.settings.max_rows, pool.settings.delay_ms) == (1, 4, 2)
     assert ask(managed.url + "/predictions/echo", b"again")[1] == b"AGAIN"
+    # One that is lost while its pool closes: what it had is answered, and the end need not wait.
+    found.clear()
+    thread = threading.Thread(target=lambda: found.append(ask(managed.url + "/predictions/echo", b"slow")[0]))
+    thread.start()
+    until(lambda: pool.workers[0].batch)
+
+    async def end():
+        ending = asyncio.ensure_future(managed.registry.unload("echo"))
+        while not pool.closing:
+            await asyncio.sleep(0)
+        os.kill(pool.workers[0].pid, signal.SIGKILL)
+        await ending
+
+    managed.call(end())
+    thread.join()
+    assert found == [500]
