@@ -276,7 +276,8 @@ def test_the_commands(server, store, tmp_path, run_fettle):
     assert done.code == any(change["verdict"] == "worse" for change in changes)
     for wrong in (["load", url], ["load", "http://127.0.0.1:9", "--rate", "1"], ["serve"], ["slo", "x", "--p99", "1"],
                   ["serve", str(tmp_path)], ["serve", str(store / "net-1"), "--host", "0.0.0.0"],
-                  ["package", "nothing.py"], ["load", url, "-c", "1", "--baseline", str(tmp_path / "none")],
+                  ["package", "nothing.py"], ["load", url, "-c", "1", "--csv", str(tmp_path)],
+                  ["load", url, "-c", "1", "--baseline", str(tmp_path / "none")],
                   ["slo", str(store / "net-1"), "--p99", "1s", "--recipe", "precision=bf16"],
                   ["slo", str(store / "net-1"), "--p99", "1s", "--head-room", "120%"],
                   ["slo", str(store / "net-1"), "--p99", "1s", "--price-per-hour", "much"],

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import csv
+import io
+import os
 import re
 import sys
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fettle.errors import UsageError
+from fettle.files import write_text
 
 if TYPE_CHECKING:
     from fettle.tuning import Event, Tell
@@ -42,6 +47,24 @@ def technique_levels(options: Sequence[str]) -> dict[str, list[str]]:
             )
         found.setdefault(name.strip(), []).extend(level.strip() for level in levels.split(",") if level.strip())
     return found
+
+
+def check_output(path: Path | None, option: str) -> None:
+    """Raise `UsageError` for a file that cannot be written: before the work that would be lost, not after it."""
+    if path is None:
+        return
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if path.is_dir() or not above.is_dir() or not os.access(above, os.W_OK):
+        raise UsageError(f"{option} {path} cannot be written")
+
+
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """A table with a header. Raises `UsageError` where it cannot be written."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
 
 
 def run_loop(work: Coroutine[Any, Any, T]) -> T:
