@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fettle.diagnose.finding import Finding
 from fettle.memory import Analysis
 
 _LARGE_SHARE = 0.1
 """Of the peak: whoever holds less is not worth a line of its own."""
+_LARGE_BYTES = 64 << 20
+"""Likewise, at the peak of a few calls that were recorded: who holds it matters little in a small model."""
 
 
-def memory_findings(analysis: Analysis) -> list[Finding]:
-    """What the memory room found, as findings, the largest first; and who holds most of the peak, which is no fault."""
+def memory_findings(analysis: Analysis, calls: int = 0) -> list[Finding]:
+    """What the memory room found, as findings, the largest first; and who holds most of the peak, which is no fault.
+
+    With `calls` the snapshot is of so many calls of one workload: what was there before is its weights, and a spike
+    that most calls have is how the call works.
+    """
+    if calls:
+        analysis = replace(
+            analysis,
+            spikes=tuple(spike for spike in analysis.spikes if spike.count <= calls / 2),
+            holders=tuple(row for row in analysis.holders if row.frames and row.bytes >= _LARGE_BYTES),
+        )
     found = [*_leaks(analysis), *_fragmentation(analysis), *_churn(analysis), *_spikes(analysis), *_holders(analysis)]
     return sorted(found, key=lambda finding: finding.weight, reverse=True)
 

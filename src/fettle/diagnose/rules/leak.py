@@ -13,7 +13,7 @@ def look(seen: Evidence) -> Finding | None:
         return None
     written = sum(op.written for op in seen.operations)
     what = ", with the autograd graphs that made them" if graph else ""
-    count = f"{seen.tensors_kept:.3g} tensor{'s' if seen.tensors_kept >= 2 else ''}"
+    count = f"{seen.tensors_kept:.3g} tensor{'s' if seen.tensors_kept >= 2 else ''}, {seen.bytes_kept / 2**20:.1f} MiB,"
     return Finding(
         "leak",
         f"{count} more stay alive after every call{what}.",
