@@ -234,7 +234,9 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     )
     with pytest.raises(UsageError, match="nowhere: what is recorded cannot be kept there"):
         diagnose(target, seconds=0.1, compile_check=False, beside=tmp_path / "nowhere" / "x.html")
-    found = diagnose(target, seconds=0.1, compile_check=False)  # a call of a microsecond that computes nothing
+    found = diagnose(
+        target, seconds=0.1, compile_check=False, record=False
+    )  # a call of a microsecond that computes nothing
     assert found.findings == []
     assert found.opportunities == []
 

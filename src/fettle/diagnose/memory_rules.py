@@ -10,22 +10,25 @@ from fettle.memory import Analysis
 _LARGE_SHARE = 0.1
 """Of the peak: whoever holds less is not worth a line of its own."""
 _LARGE_BYTES = 64 << 20
-"""Likewise, at the peak of a few calls that were recorded: who holds it matters little in a small model."""
+"""Likewise, of a few calls that were recorded: what holds the peak of a small model matters little."""
 
 
 def memory_findings(analysis: Analysis, calls: int = 0) -> list[Finding]:
     """What the memory room found, as findings, the largest first; and who holds most of the peak, which is no fault.
 
-    With `calls` the snapshot is of so many calls of one workload: what was there before is its weights, and a spike
-    that most calls have is how the call works.
+    With `calls` the snapshot is of so many calls of one workload: what was there before is its weights, and what is
+    small does not matter.
     """
     if calls:
         analysis = replace(
             analysis,
-            spikes=tuple(spike for spike in analysis.spikes if spike.count <= calls / 2),
+            spikes=tuple(spike for spike in analysis.spikes if spike.height_bytes >= _LARGE_BYTES),
             holders=tuple(row for row in analysis.holders if row.frames and row.bytes >= _LARGE_BYTES),
         )
-    found = [*_leaks(analysis), *_fragmentation(analysis), *_churn(analysis), *_spikes(analysis), *_holders(analysis)]
+    found = [*_leaks(analysis), *_fragmentation(analysis), *_churn(analysis)]
+    found += _spikes(analysis, calls or len(analysis.steps))
+    named = {line for finding in found for line in finding.where[:1]}
+    found += [holder for holder in _holders(analysis) if holder.where[0] not in named]  # one cause, one finding
     return sorted(found, key=lambda finding: finding.weight, reverse=True)
 
 
@@ -82,7 +85,8 @@ def _churn(analysis: Analysis) -> list[Finding]:
     ]
 
 
-def _spikes(analysis: Analysis) -> list[Finding]:
+def _spikes(analysis: Analysis, steps: int) -> list[Finding]:
+    """A spike of most steps is how the step works: it can be made lower, and nothing is wrong."""
     return [
         Finding(
             "spike",
@@ -94,6 +98,7 @@ def _spikes(analysis: Analysis) -> list[Finding]:
             formula="top of the stretch - median of use",
             before="y = block(x)",
             after="y = torch.cat([block(part) for part in x.chunk(4)])",
+            opportunity=spike.count > steps / 2 > 0,
         )
         for spike in analysis.spikes[:3]
     ]
