@@ -24,7 +24,7 @@ gpu-check:
 	$(PYTHON) -m pytest -m gpu
 
 lint: $(STAMP)
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports --no-cache
 
 docs: $(STAMP)
 	$(BIN)/mkdocs build --strict

@@ -27,8 +27,9 @@ from typing import Any
 
 import torch
 
+from fettle.files import write_text
 from fettle.machine import this_machine
-from fettle.recipe import Recipe, write_text
+from fettle.recipe import Recipe
 from fettle.serve.export import write_package
 from fettle.serve.package import Package, ServeSettings
 from fettle.serve.points import Found, Measured, Point

@@ -1,7 +1,9 @@
 """What one test sets for the whole process, the next must not find. Tests run two at a time, see the Makefile."""
 
 import os
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 # Threads that wait by spinning would take the core from the other half of the tests.
@@ -10,6 +12,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import pytest
 import torch
 import torch._dynamo
+
+from fettle.cli import main
 
 _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
     (torch.get_num_threads, torch.set_num_threads),
@@ -40,3 +44,30 @@ def _settings_stay():
     _restore()
     yield
     _restore()
+
+
+@dataclass
+class Said:
+    """What a command left: its exit code and what it wrote."""
+
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Said]
+
+
+@pytest.fixture
+def run_fettle(monkeypatch, capsys) -> Run:
+    """The command line in this process: starting Python and torch anew takes longer than most commands."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["fettle", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as leaving:
+            main()
+        said = capsys.readouterr()
+        return Said(leaving.value.code or 0, said.out, said.err)
+
+    return run

@@ -10,7 +10,8 @@ from typing import Any
 
 from fettle.errors import UsageError
 from fettle.machine import this_machine
-from fettle.recipe import Recipe, RecipeFile, load_recipe
+from fettle.recipe import Recipe
+from fettle.recipe_file import RecipeFile, load_recipe
 from fettle.techniques import check_names, conflict, find, load, normal, probe_facts, source
 from fettle.workload import Workload, as_batches
 

@@ -192,7 +192,7 @@ class Result:
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write recipe.toml, optimized.py, report.html and result.json to `folder`; returns their paths."""
-        from fettle.tuning import save
+        from fettle.report import save
 
         return save(self, Path(folder))
 

@@ -30,6 +30,9 @@ Batch = Any
 else is the one argument."""
 
 
+MODES = ("inference", "training")
+
+
 @dataclass(frozen=True)
 class Workload:
     """A model to be made fast for inference, with everything that is needed to measure and to judge it."""
@@ -155,6 +158,12 @@ class Target:
 
     def _named(self, workload: Workload) -> Workload:
         return workload if workload.name else dataclasses.replace(workload, name=self.name)
+
+
+def check_mode(mode: str) -> None:
+    """Raise `UsageError` for anything but ``inference`` and ``training``."""
+    if mode not in MODES:
+        raise UsageError(f"unknown mode {mode!r}: there are {', '.join(MODES)}")
 
 
 def find_target(text: str) -> Target:

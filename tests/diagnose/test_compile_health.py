@@ -1,5 +1,6 @@
 """What torch.compile did to a function: breaks, recompilations, specialised values, the limit."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,22 @@ def test_a_graph_break_has_its_line_and_reason() -> None:
     assert found.hint
 
 
+@pytest.mark.parametrize("how", ["all of it", "each logger"])
+def test_a_program_that_has_switched_logging_off_is_seen_all_the_same(how: str) -> None:
+    logger = logging.getLogger("torch._dynamo.symbolic_convert.__graph_breaks")
+    try:
+        logging.disable(logging.CRITICAL if how == "all of it" else logging.NOTSET)
+        logger.disabled = how == "each logger"
+        with watch_compile() as watch:
+            torch.compile(breaks, backend="eager")(torch.ones(3))
+        assert logger.disabled == (how == "each logger")
+        assert not logger.isEnabledFor(logging.DEBUG)
+    finally:
+        logging.disable(logging.NOTSET)
+        logger.disabled = False
+    assert len(watch.health().breaks) == 1
+
+
 def test_shapes_that_recompile_name_the_guard() -> None:
     compiled = torch.compile(clean, backend="eager", dynamic=False)
     with watch_compile() as watch:
@@ -73,8 +90,6 @@ def test_item_specialises_and_hits_the_limit() -> None:
 
 
 def test_clean_code_is_healthy_and_the_loggers_are_put_back() -> None:
-    import logging
-
     logger = logging.getLogger("torch._dynamo.symbolic_convert.__graph_breaks")
     before = (logger.level, logger.propagate, list(logger.handlers))
     with watch_compile() as watch:

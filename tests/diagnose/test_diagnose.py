@@ -11,11 +11,11 @@ import pytest
 
 from fettle.cli import main
 from fettle.diagnose import Diagnosis, Finding, diagnose, diagnosis_json
+from fettle.diagnose.advice import Verified
 from fettle.diagnose.collect import collect
 from fettle.diagnose.evidence import Evidence, Operation
 from fettle.diagnose.report import page
 from fettle.diagnose.rules import RULES, findings
-from fettle.diagnose.verify import Verified
 from fettle.errors import UsageError
 from fettle.measure import Interval
 from fettle.techniques import Facts

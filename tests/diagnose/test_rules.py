@@ -16,13 +16,13 @@ from fettle.diagnose import (
     brought,
     findings_of,
     roofline,
-    verify,
 )
 from fettle.diagnose.compile_health import CacheHealth, CompileHealth, GraphBreak, LimitHit, Recompile
 from fettle.measure import Interval, Trial
 from fettle.recipe import Recipe
 from fettle.result import Advice
 from fettle.techniques import Facts, conflict, normal
+from fettle.verifying import verify
 
 PEAKS = {"matmul_float32": 1e11, "matmul_bfloat16": 1e12, "copy": 1e10}
 
@@ -230,7 +230,7 @@ class TestVerify:
 
             return SimpleNamespace(trials=[trial(recipe) for recipe in [Recipe(), *recipes]])
 
-        monkeypatch.setattr("fettle.comparing.bench", bench)
+        monkeypatch.setattr("fettle.verifying.bench", bench)
         found = [
             Finding("train-mode", "It is in train mode.", 0.5, levels={"mode": "eval"}),
             Finding("float32", "Slow.", 0.3, levels={"precision": "bf16"}),

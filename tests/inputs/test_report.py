@@ -10,7 +10,7 @@ import pytest
 from fettle.errors import UsageError
 from fettle.inputs import Setting
 from fettle.inputs.from_trace import compare_text, waits_in_trace
-from fettle.inputs.lints import Lint
+from fettle.inputs.lint import Lint
 from fettle.inputs.report import as_data, check_path, curve, facts, page, rows, write_report
 from tests.inputs.test_search import MadeUp
 
@@ -104,17 +104,12 @@ def test_the_command(tmp_path: Path) -> None:
         (["none.json"], "none.json"),
     ],
 )
-def test_bad_usage_is_one_line(tmp_path: Path, monkeypatch, capsys, arguments: list[str], words: str) -> None:
-    from fettle.cli import main
-
+def test_bad_usage_is_one_line(tmp_path: Path, monkeypatch, run_fettle, arguments: list[str], words: str) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["fettle", "data", *arguments])
-    with pytest.raises(SystemExit) as left:
-        main()
-    assert left.value.code == 2
-    told = capsys.readouterr().err
-    assert words in told
-    assert told.count("\n") == 1
+    said = run_fettle("data", *arguments)
+    assert said.code == 2
+    assert words in said.err
+    assert said.err.count("\n") == 1
 
 
 def event(name: str, begin_us: float, length_us: float, category: str = "user_annotation") -> dict:
@@ -132,21 +127,16 @@ def write_trace(path: Path, step_us: float, wait_us: float, steps: int = 5) -> P
     return path
 
 
-def test_a_trace_tells_the_waiting_the_bound_and_what_was_reached(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_a_trace_tells_the_waiting_the_bound_and_what_was_reached(tmp_path: Path, run_fettle) -> None:
     before = waits_in_trace(write_trace(tmp_path / "before.json", 1000, 300))
     after = waits_in_trace(write_trace(tmp_path / "after.json", 800, 10))
     assert before.waiting == pytest.approx(0.3, abs=0.01)
     assert before.bound == pytest.approx(1 / 0.7, abs=0.02)
     assert "Reached: 1.25x, within the bound of 1.43x." in compare_text([before, after])
 
-    from fettle.cli import main
-
-    monkeypatch.setattr(sys, "argv", ["fettle", "data", str(tmp_path / "before.json"), "--after",
-                                      str(tmp_path / "after.json"), "--json"])  # fmt: skip
-    with pytest.raises(SystemExit) as left:
-        main()
-    assert left.value.code == 0
-    assert json.loads(capsys.readouterr().out)["achieved"] == pytest.approx(1.25, abs=0.01)
+    said = run_fettle("data", str(tmp_path / "before.json"), "--after", str(tmp_path / "after.json"), "--json")
+    assert said.code == 0
+    assert json.loads(said.out)["achieved"] == pytest.approx(1.25, abs=0.01)
 
 
 def test_a_trace_without_steps_or_loader_is_refused(tmp_path: Path) -> None:

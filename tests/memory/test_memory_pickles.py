@@ -72,10 +72,10 @@ def _bombs() -> dict[str, bytes]:
 def test_bombs_cost_neither_time_nor_memory(name: str) -> None:
     raw = _bombs()[name]
     tracemalloc.start()
-    began = time.perf_counter()
+    began = time.process_time()  # not the wall clock: that tells of the machine too
     with pytest.raises(UsageError):
         load_plain_data(raw, "bomb")
-    seconds = time.perf_counter() - began
+    seconds = time.process_time() - began
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 100 << 20

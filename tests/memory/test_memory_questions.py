@@ -11,7 +11,6 @@ from fettle.errors import UsageError
 from fettle.memory import Analysis, analyse, compare, parse, would_fit
 from fettle.memory.fragmentation import round_size, segment_size
 from fettle.memory.leaks import theil_sen
-from fettle.memory.units import parse_size, size_text
 
 GIB = 1 << 30
 FORWARD = ("relu:10", "forward:20", "_call_impl:30", "step:40")
@@ -437,25 +436,6 @@ def test_different_programs_are_called_so() -> None:
 
 
 # ---- words ----
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("512", 512), ("80M", 80 * MIB), ("1.5GiB", 3 * GIB // 2), ("2 gb", 2 * 10**9)]
-)
-def test_sizes_are_read(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "big", "-3MB", "3 XB", "1e3"])
-def test_other_words_are_not_sizes(text: str) -> None:
-    with pytest.raises(UsageError, match="is not a size"):
-        parse_size(text)
-
-
-def test_sizes_are_written() -> None:
-    assert [size_text(size) for size in (0, 1023, 1536, -3 * GIB, 12426629128)] == [
-        *("0 B", "1023 B", "1.50 KiB", "-3.00 GiB", "11.6 GiB"),
-    ]
 
 
 def test_the_recorders_own_growth_is_no_leak_of_the_host() -> None:

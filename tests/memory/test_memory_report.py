@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 
@@ -97,38 +95,33 @@ def test_a_report_that_cannot_be_written(tmp_path: Path) -> None:
         write_report(analyse(parse(healthy_training().data())), tmp_path / "no" / "x.html")
 
 
-def _fettle(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    program = "from fettle.cli import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", program, "memory", *map(str, arguments)], capture_output=True, text=True, check=False
-    )
-
-
-def test_the_command_prints_json_tables_and_a_report(tmp_path: Path) -> None:
+def test_the_command_prints_json_tables_and_a_report(tmp_path: Path, run_fettle) -> None:
     machine = healthy_training()
     file = machine.save(tmp_path / "snapshot.pickle")
-    done = _fettle(file, "--json", "--request", "3GiB", "--device-free", "0", "--report", tmp_path / "r.html")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    done = run_fettle(
+        "memory", file, "--json", "--request", "3GiB", "--device-free", "0", "--report", tmp_path / "r.html"
+    )
+    assert done.code == 0, done.err
+    result = json.loads(done.out)
     assert result["peak_bytes"] == max(machine.used)
     assert result["unexplained_bytes"] == 0
     assert result["fit"]["answer"] == "no"
     assert result["leaks"]["judged"] is True
     assert (tmp_path / "r.html").exists()
-    text = _fettle(file)
-    assert text.returncode == 0
-    assert "Who holds the peak" in text.stdout
-    assert "Leaks: none seen" in text.stdout
+    text = run_fettle("memory", file)
+    assert text.code == 0
+    assert "Who holds the peak" in text.out
+    assert "Leaks: none seen" in text.out
 
 
-def test_the_command_compares_two(tmp_path: Path) -> None:
+def test_the_command_compares_two(tmp_path: Path, run_fettle) -> None:
     first = healthy_training().save(tmp_path / "a.pickle")
     more = healthy_training()
     more.alloc(9 * MIB, stack("new:77"))
     second = more.save(tmp_path / "b.pickle")
-    result = json.loads(_fettle(first, second, "--json").stdout)
+    result = json.loads(run_fettle("memory", first, second, "--json").out)
     assert result["difference"]["at_end"][0]["own_line"] == "model.py:77 in new"
-    assert "model.py:77 in new" in _fettle(first, second).stdout
+    assert "model.py:77 in new" in run_fettle("memory", first, second).out
 
 
 @pytest.mark.parametrize(
@@ -140,17 +133,17 @@ def test_the_command_compares_two(tmp_path: Path) -> None:
         ["{file}", "--report", "no/r.html"],
     ],
 )
-def test_bad_use_is_one_line_and_exit_code_2(arguments: list[str], tmp_path: Path) -> None:
+def test_bad_use_is_one_line_and_exit_code_2(arguments: list[str], tmp_path: Path, run_fettle) -> None:
     file = healthy_training().save(tmp_path / "s.pickle")
-    done = _fettle(*(argument.format(file=file) for argument in arguments))
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert len(done.stderr.strip().splitlines()) == 1
+    done = run_fettle("memory", *(argument.format(file=file) for argument in arguments))
+    assert done.code == 2
+    assert done.out == ""
+    assert len(done.err.strip().splitlines()) == 1
 
 
-def test_rich_markup_in_a_file_is_printed_as_it_is(tmp_path: Path) -> None:
+def test_rich_markup_in_a_file_is_printed_as_it_is(tmp_path: Path, run_fettle) -> None:
     machine = Machine()
     machine.alloc(MIB, [{"name": "[bold]f[/nope]", "filename": "a.py", "line": 1}])
-    done = _fettle(machine.save(tmp_path / "s.pickle"))
-    assert done.returncode == 0, done.stderr
-    assert "[bold]f[/nope]" in done.stdout.replace("\n", "")
+    done = run_fettle("memory", machine.save(tmp_path / "s.pickle"))
+    assert done.code == 0, done.err
+    assert "[bold]f[/nope]" in done.out.replace("\n", "")

@@ -51,6 +51,9 @@ def crashed(text: str, reason: str, after_s: float = 12.0) -> Trial:
 EVAL = "mode=eval grad=inference"
 BEST = "channels_last=on compile=default freeze=on grad=inference mode=eval precision=bf16"
 MACHINE = {
+    "id": "fedcba9876543210",
+    "gpus": [],
+    "python": "3.12.4",
     "name": "two-core cloud machine",
     "system": "Linux 6.1",
     "cpu": "Intel Xeon (Sapphire Rapids)",

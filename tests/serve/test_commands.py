@@ -1,11 +1,8 @@
 """fettle package with handlers, import-mar, export: what people type, what they get, one line where it is wrong."""
 
 import json
-import sys
 
 import pytest
-
-from fettle.cli import main
 
 from .test_mar import mar, net, saved
 
@@ -27,18 +24,15 @@ def net():
 
 
 @pytest.fixture
-def fettle(tmp_path, monkeypatch, capsys):
+def fettle(tmp_path, monkeypatch, run_fettle):
     """Run a command in a folder with ``m.py``; exit code, output and error lines."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "m.py").write_text(TARGET)
     (tmp_path / "labels.txt").write_text("red\ngreen\nblue\n")
 
     def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["fettle", *arguments])
-        with pytest.raises(SystemExit) as leaving:
-            main()
-        said = capsys.readouterr()
-        return leaving.value.code or 0, said.out, [line for line in said.err.splitlines() if line.startswith("fettle:")]
+        said = run_fettle(*arguments)
+        return said.code, said.out, [line for line in said.err.splitlines() if line.startswith("fettle:")]
 
     return run
 

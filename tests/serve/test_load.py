@@ -3,8 +3,6 @@
 import asyncio
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -184,7 +182,7 @@ def test_a_backlog_that_only_grows_ends_the_run():
 
     found = asyncio.run(run())
     assert not found.stable
-    assert found.duration_s < 15
+    assert found.duration_s < 30  # it ended before its schedule did
 
 
 def test_connections_that_break_are_failures():
@@ -262,32 +260,28 @@ def test_only_plain_http(url):
         http_shot(url, b"", {})
 
 
-def fettle(*arguments):
-    code = "from fettle.cli import main; main()"
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
-
-
-def test_the_commands(server, store, tmp_path):
+def test_the_commands(server, store, tmp_path, run_fettle):
     url = server.url
-    done = fettle(
+    done = run_fettle(
         "load", url, "-c", "2", "--rate", "50", "-d", "1s", "--p99", "5s", "--json", "--csv", str(tmp_path / "c")
     )
-    assert done.returncode == 0, done.stderr
-    closed, opened = json.loads(done.stdout)
+    assert done.code == 0, done.err
+    closed, opened = json.loads(done.out)
     assert (closed["mode"], opened["mode"]) == ("closed", "open")
     assert (tmp_path / "c").read_text().startswith("Benchmark,TS failed requests,")
-    (tmp_path / "earlier.json").write_text(done.stdout)
-    done = fettle("load", url, "-c", "2", "-d", "1s", "--baseline", str(tmp_path / "earlier.json"), "--json")
-    changes = json.loads(done.stdout)["changes"]
+    (tmp_path / "earlier.json").write_text(done.out)
+    done = run_fettle("load", url, "-c", "2", "-d", "1s", "--baseline", str(tmp_path / "earlier.json"), "--json")
+    changes = json.loads(done.out)["changes"]
     assert [change["measure"] for change in changes] == ["answers/s", "p50", "p99"]
-    assert done.returncode == any(change["verdict"] == "worse" for change in changes)
+    assert done.code == any(change["verdict"] == "worse" for change in changes)
     for wrong in (["load", url], ["load", "http://127.0.0.1:9", "--rate", "1"], ["serve"], ["slo", "x", "--p99", "1"],
                   ["serve", str(tmp_path)], ["serve", str(store / "net-1"), "--host", "0.0.0.0"],
-                  ["package", "nothing.py"], ["load", url, "-c", "1", "--baseline", str(tmp_path / "none")],
+                  ["package", "nothing.py"], ["load", url, "-c", "1", "--csv", str(tmp_path)],
+                  ["load", url, "-c", "1", "--baseline", str(tmp_path / "none")],
                   ["slo", str(store / "net-1"), "--p99", "1s", "--recipe", "precision=bf16"],
                   ["slo", str(store / "net-1"), "--p99", "1s", "--head-room", "120%"],
                   ["slo", str(store / "net-1"), "--p99", "1s", "--price-per-hour", "much"],
                   ["slo", str(store / "net-1"), "--p99", "1s", "--device", "tpu"]):  # fmt: skip
-        done = fettle(*wrong)
-        assert done.returncode == 2, (wrong, done.stderr)
-        assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+        done = run_fettle(*wrong)
+        assert done.code == 2, (wrong, done.err)
+        assert len(done.err.strip().splitlines()) == 1, done.err

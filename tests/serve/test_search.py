@@ -360,7 +360,7 @@ def test_recipes_of_a_study(tmp_path):
 
     from fettle.machine import this_machine
     from fettle.measure import Accuracy, Trial
-    from fettle.measure._worker import with_check
+    from fettle.measure._inference import with_check
     from fettle.study import Study
     from fettle.workload import fingerprint
 

@@ -4,11 +4,14 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from fettle.recipe import Recipe
 from fettle.techniques import Facts, conflict, machine_facts, source
+from fettle.workload import find_target
 
 WORKLOAD = """
 import torch
@@ -46,13 +49,14 @@ def test_the_script_starts_again_with_the_allocator(name, tmp_path):
 
 @pytest.mark.parametrize("name", [needs("jemalloc"), needs("tcmalloc")])
 def test_a_worker_has_the_allocator(name, tmp_path):
-    from pathlib import Path
-
     from fettle.measure import Worker
     from fettle.techniques import find
 
+    (tmp_path / "who.py").write_text(WORKLOAD)
     environment = find("allocator").code(name, Recipe({"allocator": name}), Facts(libraries=HERE)).environment
     with Worker(environment) as worker:
+        target = msgspec.to_builtins(find_target(str(tmp_path / "who.py")))
+        worker.ask("build", 60, target=target)  # until it answers, the interpreter may not have begun
         assert f"lib{name}" in Path(f"/proc/{worker.pid}/maps").read_text()
 
 

@@ -12,8 +12,8 @@ import polars as pl
 import pytest
 
 from fettle import trace as T
-from fettle.cli import main
 from fettle.errors import UsageError
+from tests.conftest import Run
 from tests.trace.build import Build, training
 
 QUESTIONS = [
@@ -36,48 +36,34 @@ QUESTIONS = [
 ]
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *args: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["fettle", "trace", *args])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    return int(caught.value.code or 0)
-
-
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_every_question_in_both_forms(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], question: str
-) -> None:
-    path = str(training(3).write(tmp_path / "t.json.gz"))
-    assert run(monkeypatch, question, path) == 0
-    assert capsys.readouterr().out
-    assert run(monkeypatch, question, path, "--json") == 0
-    assert json.loads(capsys.readouterr().out)
+def test_every_question_in_both_forms(tmp_path: Path, run_fettle: Run, question: str) -> None:
+    path = training(3).write(tmp_path / "t.json.gz")
+    for more in ([], ["--json"]):
+        said = run_fettle("trace", question, path, *more)
+        assert said.code == 0
+        assert json.loads(said.out) if more else said.out
 
 
-def test_other_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    path = str(training(3).write(tmp_path / "t.json"))
-    other = str(training(3, kernel=35).write(tmp_path / "u.json"))
-    assert run(monkeypatch, "compare", path, other, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["change_ns"] == 0
-    assert run(monkeypatch, "sql", path, "select count(*) as n from events", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["result"] == [{"n": 27}]
-    assert run(monkeypatch, "sequences", path, "linear", "--json") == 0
-    capsys.readouterr()
-    assert run(monkeypatch, "account", path, "--chart", str(tmp_path / "c.png")) == 0
+def test_other_commands(tmp_path: Path, run_fettle: Run) -> None:
+    path = training(3).write(tmp_path / "t.json")
+    other = training(3, kernel=35).write(tmp_path / "u.json")
+    assert json.loads(run_fettle("trace", "compare", path, other, "--json").out)["change_ns"] == 0
+    counted = run_fettle("trace", "sql", path, "select count(*) as n from events", "--json")
+    assert json.loads(counted.out)["result"] == [{"n": 27}]
+    assert run_fettle("trace", "sequences", path, "linear", "--json").code == 0
+    assert run_fettle("trace", "account", path, "--chart", tmp_path / "c.png").code == 0
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_commands_over_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_over_ranks(tmp_path: Path, run_fettle: Run) -> None:
     for rank in range(2):
         build = training(3, extra_gap=5.0 * rank, ranks=2)
         build.metadata["distributedInfo"] = {"rank": rank, "world_size": 2}
         build.write(tmp_path / f"{rank}.json")
     found = {}
     for command in ("health", "account", "idle", "kernels", "comm", "queue", "critical", "whatif", "operators", "host"):
-        assert run(monkeypatch, command, str(tmp_path), "--json") == 0
-        found[command] = json.loads(capsys.readouterr().out)
+        found[command] = json.loads(run_fettle("trace", command, tmp_path, "--json").out)
     assert {row["rank"] for row in found["account"]["steps"]} == {0, 1}
     assert len(found["comm"]["arrival"]) == 3
     assert [row["rank"] for row in found["comm"]["clocks"]] == [0, 1]
@@ -100,12 +86,11 @@ def test_commands_over_ranks(
         ["record", "no.such.module:f"],
     ],
 )
-def test_what_the_caller_can_mend_is_one_line_and_two(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], args: list[str]
-) -> None:
-    path = str(training(2).write(tmp_path / "t.json"))
-    assert run(monkeypatch, *[path if a == "T" else a for a in args]) == 2
-    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+def test_what_the_caller_can_mend_is_one_line_and_two(tmp_path: Path, run_fettle: Run, args: list[str]) -> None:
+    path = training(2).write(tmp_path / "t.json")
+    said = run_fettle("trace", *[path if a == "T" else a for a in args])
+    assert said.code == 2
+    assert len(said.err.strip().splitlines()) == 1
 
 
 def test_the_report_stands_alone_and_executes_nothing_of_the_trace(tmp_path: Path) -> None:
@@ -185,10 +170,10 @@ def test_thinned_lines_keep_their_peaks() -> None:
     assert (thin["v"].max(), thin["v"].min(), thin["ts_ns"][0], thin["ts_ns"][-1]) == (99, -5, 0, len(values) - 1)
 
 
-def test_a_chart_survives_text_that_a_picture_cannot_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = str(training(3, name="bad\x00\x1b[31m\ud800name").write(tmp_path / "t.json"))
+def test_a_chart_survives_text_that_a_picture_cannot_hold(tmp_path: Path, run_fettle: Run) -> None:
+    path = training(3, name="bad\x00\x1b[31m\ud800name").write(tmp_path / "t.json")
     for suffix in ("svg", "png", "html", "json"):
-        assert run(monkeypatch, "kernels", path, "--chart", str(tmp_path / f"c.{suffix}")) == 0
+        assert run_fettle("trace", "kernels", path, "--chart", tmp_path / f"c.{suffix}").code == 0
     assert "\x1b" not in (tmp_path / "c.svg").read_text()
 
 
@@ -206,27 +191,24 @@ def test_the_augmented_trace_holds_the_old_and_the_new(tmp_path: Path) -> None:
             T.augment(trace, path)
 
 
-def test_record_then_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_record_then_read(tmp_path: Path, run_fettle: Run) -> None:
     program = tmp_path / "program.py"
     program.write_text("import torch\nx = torch.rand(32, 32)\ndef step():\n    return (x @ x).relu().sum()\n")
     target = tmp_path / "out.json.gz"
-    assert (
-        run(monkeypatch, "record", f"{program}:step", "-o", str(target), "--active", "3", "--warmup", "1", "--memory")
-        == 0
-    )
+    options = ["--active", "3", "--warmup", "1", "--memory"]
+    assert run_fettle("trace", "record", f"{program}:step", "-o", target, *options).code == 0
     trace = T.load(target, use_sidecar=False)
     assert T.steps(trace).height == 3
     assert "aten::relu" in T.operator_table(trace)["operator"].to_list()
     assert T.memory_timeline(trace).height > 0
     assert T.time_account(trace)["compute_ns"].min() > 0
-    capsys.readouterr()
     program.write_text("calls = []\ndef step():\n    calls.append(1)\n    assert len(calls) < 3, 'three\\nlines'\n")
     for text, said in ((program.read_text(), "raised in step 2: AssertionError: three"), ("def step(:", "SyntaxError")):
         program.write_text(text)
-        assert run(monkeypatch, "record", f"{program}:step", "-o", str(tmp_path / "none.json")) == 2
-        told = capsys.readouterr().err.strip()
-        assert said in told
-        assert len(told.splitlines()) == 1
+        told = run_fettle("trace", "record", f"{program}:step", "-o", tmp_path / "none.json")
+        assert told.code == 2
+        assert said in told.err
+        assert len(told.err.strip().splitlines()) == 1
         assert not (tmp_path / "none.json").exists()
     with T.record(tmp_path / "block.json"):
         sum(range(10))

@@ -13,8 +13,7 @@ import pytest
 
 import fettle
 from fettle.errors import UsageError
-from fettle.report import load_result
-from fettle.tuning import save
+from fettle.report import load_result, save
 
 TINY = Path(__file__).parent / "tiny_loop.py"
 FEW = {

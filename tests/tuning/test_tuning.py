@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 import fettle
-from fettle.recipe import Recipe, load_recipe
+from fettle.recipe import Recipe
+from fettle.recipe_file import load_recipe
+from fettle.report import save
 from fettle.result import Result
-from fettle.tuning import save
 
 WORK = """
 import torch

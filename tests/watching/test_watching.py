@@ -37,10 +37,10 @@ def test_a_loop_over_a_loader_needs_nothing_else() -> None:
     report = steps.report
     assert report is not None
     assert report.steps == 4
-    assert report.data_s > 0.9 * report.wall_s  # nothing but waiting was planted
-    assert report.data_s >= 0.08
+    assert 0.08 <= report.data_s <= report.wall_s  # eight items of 10 ms
+    assert report.data_s > 0.5 * report.wall_s  # nothing but waiting was planted
     assert total(report) == pytest.approx(report.wall_s)
-    assert report.data_bound > 5
+    assert report.data_bound == pytest.approx(report.wall_s / max(report.wall_s - report.data_s, 1e-9))
     assert "4 steps" in out.getvalue()
     assert "data" in out.getvalue()
 

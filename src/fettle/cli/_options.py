@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import csv
+import io
+import os
 import re
 import sys
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fettle.errors import UsageError
+from fettle.files import write_text
 
 if TYPE_CHECKING:
     from fettle.tuning import Event, Tell
 
 T = TypeVar("T")
 _DURATION = re.compile(r"\s*([0-9.]+)\s*(ms|s|m|min|h)?\s*")
-_SIZE = re.compile(r"\s*([0-9.]+)\s*(B|[KMGT]i?B)?\s*", re.IGNORECASE)
 _SECONDS = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-_POWERS = {"b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 def duration_s(text: str, option: str) -> float:
@@ -31,14 +34,6 @@ def duration_s(text: str, option: str) -> float:
     if not match or not _is_number(match[1]):
         raise UsageError(f"{option}: {text!r} is no duration, for example 90s, 10m, 1h, 100ms")
     return float(match[1]) * _SECONDS[match[2] or ""]
-
-
-def size_bytes(text: str, option: str) -> int:
-    """``800MiB``, ``2GB``, ``2GiB`` as bytes; MB means MiB here, as it does to most who write it."""
-    match = _SIZE.fullmatch(text)
-    if not match or not _is_number(match[1]):
-        raise UsageError(f"{option}: {text!r} is no size, for example 800MiB or 2GiB")
-    return int(float(match[1]) * _POWERS[(match[2] or "B")[0].lower()])
 
 
 def technique_levels(options: Sequence[str]) -> dict[str, list[str]]:
@@ -52,6 +47,24 @@ def technique_levels(options: Sequence[str]) -> dict[str, list[str]]:
             )
         found.setdefault(name.strip(), []).extend(level.strip() for level in levels.split(",") if level.strip())
     return found
+
+
+def check_output(path: Path | None, option: str) -> None:
+    """Raise `UsageError` for a file that cannot be written: before the work that would be lost, not after it."""
+    if path is None:
+        return
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if path.is_dir() or not above.is_dir() or not os.access(above, os.W_OK):
+        raise UsageError(f"{option} {path} cannot be written")
+
+
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """A table with a header. Raises `UsageError` where it cannot be written."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, text.getvalue())
 
 
 def run_loop(work: Coroutine[Any, Any, T]) -> T:

@@ -27,7 +27,7 @@ def command(
     """
     from fettle.applying import warn_if_foreign
     from fettle.comparing import bench, comparison_json
-    from fettle.recipe import load_recipe
+    from fettle.recipe_file import load_recipe
     from fettle.report import comparison_table
     from fettle.result import Limits
 

@@ -32,7 +32,8 @@ def command(
     """
     from fettle.comparing import bench, comparison_json
     from fettle.errors import UsageError
-    from fettle.recipe import Recipe, load_recipe
+    from fettle.recipe import Recipe
+    from fettle.recipe_file import load_recipe
     from fettle.report import comparison_table
     from fettle.result import Limits
     from fettle.techniques import check_names

@@ -62,7 +62,7 @@ def command(
       fettle diagnose model.py --fail-on graph-breaks=0,recompiles=0,syncs=0
     """
     from fettle.diagnose import diagnose, diagnosis_json
-    from fettle.diagnose import verify as race_fixes
+    from fettle.verifying import verify as race_fixes
 
     allowed = _allowed(fail_on)
     if verify and mode == "training":

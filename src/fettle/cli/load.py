@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import csv
 import json
 import math
 import signal
@@ -17,6 +16,7 @@ from rich.table import Table
 
 from fettle.cli import _options
 from fettle.errors import UsageError
+from fettle.files import write_text
 
 if TYPE_CHECKING:
     from fettle.serve.compare import Change
@@ -24,33 +24,49 @@ if TYPE_CHECKING:
 
 
 def command(
-    url: Annotated[str, typer.Argument(help="http://host:port, .../v2/models/NAME, or any URL with --body")],
+    url: Annotated[
+        str,
+        typer.Argument(help="http://HOST:PORT, where one model is served; .../v2/models/NAME; or any URL, with --body"),
+    ],
     rate: Annotated[
-        list[float] | None, typer.Option(min=0.01, help="requests a second, an open loop; several: one run each")
+        list[float] | None, typer.Option(min=0.01, help="open loop: requests a second. Repeated: one run for each")
     ] = None,
     concurrency: Annotated[
-        list[int] | None, typer.Option("--concurrency", "-c", min=1, help="a closed loop with so many clients")
+        list[int] | None,
+        typer.Option(
+            "--concurrency", "-c", min=1, help="closed loop: this many clients at once. Repeated: one run for each"
+        ),
     ] = None,
-    schedule: Annotated[Path | None, typer.Option(help="open loop by this file: seconds, one a line")] = None,
-    even: Annotated[bool, typer.Option("--even", help="even distances instead of Poisson arrivals")] = False,
-    duration: Annotated[str, typer.Option("--duration", "-d", help="of each run")] = "20s",
-    p99: Annotated[str | None, typer.Option("--p99", help="the latency limit, for example 100ms")] = None,
-    rows: Annotated[int, typer.Option(min=1, help="rows of each request")] = 1,
-    body: Annotated[Path | None, typer.Option(help="send this file as it is")] = None,
-    content_type: Annotated[str, typer.Option(help="of --body")] = "application/json",
+    schedule: Annotated[
+        Path | None, typer.Option(help="open loop: send at the seconds in this file, one a line")
+    ] = None,
+    even: Annotated[bool, typer.Option("--even", help="send at even intervals, not at random (Poisson) ones")] = False,
+    duration: Annotated[
+        str, typer.Option("--duration", "-d", help="length of each run, for example 20s or 2m")
+    ] = "20s",
+    p99: Annotated[
+        str | None, typer.Option("--p99", help="latency limit for 99% of the requests, for example 100ms")
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="rows in each request")] = 1,
+    body: Annotated[Path | None, typer.Option(help="send this file as the body of every request")] = None,
+    content_type: Annotated[str, typer.Option(help="content type of --body")] = "application/json",
     token_file: Annotated[Path | None, typer.Option(help="a file with the server's token")] = None,
-    seed: Annotated[int, typer.Option(help="of arrivals and values")] = 0,
+    seed: Annotated[int, typer.Option(help="seed of the arrival times and of the values sent")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="print the runs as JSON")] = False,
-    markdown: Annotated[Path | None, typer.Option(help="write the table to this file")] = None,
-    csv_file: Annotated[Path | None, typer.Option("--csv", help="write TorchServe's benchmark columns")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="write the table to this file, in Markdown")] = None,
+    csv_file: Annotated[
+        Path | None,
+        typer.Option("--csv", help="write a row for each run to this file, in TorchServe's benchmark columns"),
+    ] = None,
     baseline: Annotated[
         Path | None, typer.Option(help="compare with what an earlier --json printed; exit 1 where it became worse")
     ] = None,
 ) -> None:
     """Put load on a server and say what its users would wait. Exit code 1 where the limit is not met.
 
-    An open loop (--rate) sends when a request is due and counts latency from that moment; a closed loop (-c) waits for
-    each answer first, finds the greatest throughput, and shows too little of the waiting.
+    An open loop (--rate) sends each request when it is due and counts latency from that moment: what users would see.
+    In a closed loop (-c) each client waits for its answer before it asks again: good for the greatest throughput, but
+    it hides waiting.
 
     [bold]Examples[/]
 
@@ -68,6 +84,8 @@ def command(
         from fettle.serve.run import TORCHSERVE_COLUMNS, as_torchserve_row
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed: pip install 'torch-fettle[serve]'") from error
+    _options.check_output(markdown, "--markdown")
+    _options.check_output(csv_file, "--csv")
     seconds = _options.duration_s(duration, "--duration")
     limit_s = _options.duration_s(p99, "--p99") if p99 is not None else 0.0
     token = _read(token_file).decode().strip() if token_file is not None else ""
@@ -101,12 +119,9 @@ def command(
         _print(runs, Console())
         _print_changes(changes, Console())
     if markdown is not None:
-        markdown.write_text(_markdown(runs), encoding="utf-8")
+        write_text(markdown, _markdown(runs))
     if csv_file is not None:
-        with csv_file.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, TORCHSERVE_COLUMNS)
-            writer.writeheader()
-            writer.writerows(as_torchserve_row(run, url) for run in runs)
+        _options.write_csv(csv_file, TORCHSERVE_COLUMNS, (as_torchserve_row(run, url) for run in runs))
     if interrupted:
         raise typer.Exit(130)
     # What was refused or failed was not answered within the limit either.

@@ -14,7 +14,7 @@ from rich.table import Table
 from fettle.errors import UsageError
 from fettle.memory import Analysis, Difference, Snapshot, analyse, as_json, compare, read, verdict, write_report
 from fettle.memory.analysis import plain
-from fettle.memory.units import parse_size, size_text
+from fettle.units import parse_size, size_text
 
 
 def command(
@@ -40,9 +40,9 @@ def command(
 
       fettle memory run.pickle --request 2GiB --device-free 1GiB
     """
-    limit = parse_size(max_file_size)
-    request_bytes = parse_size(request) if request is not None else None
-    free_bytes = parse_size(device_free) if device_free is not None else None
+    limit = parse_size(max_file_size, "--max-file-size")
+    request_bytes = parse_size(request, "--request") if request is not None else None
+    free_bytes = parse_size(device_free, "--device-free") if device_free is not None else None
     console = Console(stderr=as_json_)
     if report is not None and not report.parent.is_dir():
         raise UsageError(f"{report.parent}: no such folder for the report")

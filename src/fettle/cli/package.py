@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from fettle.errors import UsageError, first_line
-from fettle.recipe import Recipe, RecipeFile, load_recipe
+from fettle.recipe import Recipe
+from fettle.recipe_file import RecipeFile, load_recipe
 
 if TYPE_CHECKING:
     from fettle.serve.package import Package
@@ -21,11 +22,15 @@ if TYPE_CHECKING:
 
 def command(
     target: Annotated[str, typer.Argument(help="path/to/file.py:factory or package.module:factory")],
-    recipe: Annotated[Path | None, typer.Option(help="recipe.toml of a study; without one, the model as given")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="a folder, or a file ending in .zip")] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(help="recipe.toml that fettle tune wrote; without it, the model as given")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="a folder, or a file ending in .zip; default: NAME-VERSION")
+    ] = None,
     name: Annotated[str, typer.Option(help="what clients call the model; default: the target's name")] = "",
     version: Annotated[str, typer.Option("--version", help="version of the package")] = "1",
-    max_rows: Annotated[int, typer.Option(min=1, help="rows of the largest batch")] = 8,
+    max_rows: Annotated[int, typer.Option(min=1, help="rows of the largest batch that is served")] = 8,
     handler: Annotated[
         str | None,
         typer.Option(help="tensor, image, detection, text, generate, or your handler.py: what /predictions does"),
@@ -34,7 +39,13 @@ def command(
     tokenizer: Annotated[
         Path | None, typer.Option(help="tokenizer.json of the library tokenizers, or its folder")
     ] = None,
-    handler_settings: Annotated[Path | None, typer.Option(help="TOML, above what the model suggests")] = None,
+    requires: Annotated[
+        list[str] | None,
+        typer.Option(help="a library that your handler.py imports: scipy, or 'scipy>=1.10'"),
+    ] = None,
+    handler_settings: Annotated[
+        Path | None, typer.Option(help="TOML with settings of a ready handler, which stand above its own guesses")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the manifest as JSON")] = False,
 ) -> None:
     """Write a model package: the exported model, its weights, the recipe, how it was judged, and how to serve it.
@@ -62,7 +73,7 @@ def command(
         package = write_package(
             found.load(), tuned.recipe, path, name=called, version=version, settings=ServeSettings(max_rows=max_rows),
             handler=as_handler(handler), handler_settings=toml_settings(handler_settings),
-            files=add_files(labels, tokenizer), evidence=tuned.evidence,
+            files=add_files(labels, tokenizer), requires=requires or (), evidence=tuned.evidence,
             tell=status.update if console.is_terminal and not as_json else (lambda text: None),
         )  # fmt: skip
     show(package, path, as_json)

@@ -39,15 +39,15 @@ def command(
       fettle plan train.py --world-size 16 --strategy "zero3 checkpoint=block" --strategy ddp --report plan.html
     """
     from fettle.errors import UsageError
-    from fettle.memory.units import parse_size
     from fettle.train import plan as planning
     from fettle.train.plan_report import check_path, write_plan
     from fettle.train.strategies import parse_strategy
+    from fettle.units import parse_size
     from fettle.workload import find_target
 
     if device not in ("cuda", "cpu"):
         raise UsageError(f"--device {device}: use cuda or cpu")
-    memory = parse_size(device_memory) if device_memory is not None else None
+    memory = parse_size(device_memory, "--device-memory") if device_memory is not None else None
     if memory == 0:
         raise UsageError("--device-memory 0: give the memory of one device, for example 80GiB")
     strategies = [parse_strategy(text) for text in strategy or ()]
@@ -82,10 +82,10 @@ def command(
 
 
 def _print(console: Console, made: object, note: str) -> None:
-    from fettle.memory.units import size_text
     from fettle.train.plan import Plan
     from fettle.train.plan_report import basis, row_texts, verdict
     from fettle.train.plan_timeline import PARTS
+    from fettle.units import size_text
 
     assert isinstance(made, Plan)
     console.print(f"\n[bold]{escape(verdict(made))}[/]\n", highlight=False)

@@ -22,12 +22,16 @@ if TYPE_CHECKING:
 
 def command(
     packages: Annotated[
-        list[str] | None, typer.Argument(help="what fettle package wrote, or a target, which is packaged first")
+        list[str] | None,
+        typer.Argument(help="packages that fettle package wrote, or path/to/file.py:factory, which is packaged first"),
     ] = None,
-    p99: Annotated[str | None, typer.Option("--p99", help="find the best setting under this limit first")] = None,
-    rate: Annotated[float, typer.Option(min=0.0, help="with --p99: requests a second that are needed")] = 0.0,
-    recipe: Annotated[Path | None, typer.Option(help="recipe.toml for a target")] = None,
-    host: Annotated[str, typer.Option(help="other than loopback needs --token-file or --insecure")] = "127.0.0.1",
+    p99: Annotated[
+        str | None,
+        typer.Option("--p99", help="first find the best setting under this latency limit, as fettle slo does"),
+    ] = None,
+    rate: Annotated[float, typer.Option(min=0.0, help="with --p99: requests a second to be served")] = 0.0,
+    recipe: Annotated[Path | None, typer.Option(help="recipe.toml to package a target with")] = None,
+    host: Annotated[str, typer.Option(help="any other than loopback needs --token-file or --insecure")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port")] = 8080,
     management_port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="load, unload and change models here; off without it")
@@ -37,17 +41,19 @@ def command(
     token_file: Annotated[
         Path | None, typer.Option(help="ask every request for this file's token; made if it is not there")
     ] = None,
-    insecure: Annotated[bool, typer.Option(help="anybody may call, on any host")] = False,
+    insecure: Annotated[bool, typer.Option(help="let anybody who can reach the port call, without a token")] = False,
     trust: Annotated[list[str] | None, typer.Option(help="SHA-256 of a handler.py that may run")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="processes of each model")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="worker processes of each model")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="threads of each worker")] = None,
     max_rows: Annotated[int | None, typer.Option(min=1, help="rows of the largest batch")] = None,
     delay: Annotated[float | None, typer.Option(min=0, help="milliseconds to wait for a batch to fill")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or several: cuda:0,cuda:1; else serve.toml's")] = "",
     explain: Annotated[bool, typer.Option(help="answer /explain and /explanations by Captum")] = False,
-    otel: Annotated[bool, typer.Option(help="a span for each inference, to OTEL_EXPORTER_OTLP_ENDPOINT")] = False,
+    otel: Annotated[
+        bool, typer.Option(help="send an OpenTelemetry span for each inference to OTEL_EXPORTER_OTLP_ENDPOINT")
+    ] = False,
     log_requests: Annotated[bool, typer.Option(help="a line of JSON for each request, on standard error")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="say in JSON where the server listens")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print in JSON where the server listens")] = False,
 ) -> None:
     """Serve models: the Open Inference Protocol v2 with binary tensors, and TorchServe's URLs. Ctrl-C drains and ends.
 
@@ -102,6 +108,7 @@ def command(
         console.print(f"serving {', '.join(names) or 'nothing yet'} at {base}", highlight=False)
         for name in names:
             console.print(f"  POST {base}/v2/models/{name}/infer   POST {base}/predictions/{name}", highlight=False)
+        console.print(f"  all that can be asked: {base}/docs", highlight=False)
         if management_port is not None:
             console.print(f"management on port {server.ports[1]}, token in {secret}", highlight=False)
 
@@ -133,7 +140,7 @@ def _spare(packages: list[str] | None, threads: int | None, workers: int | None)
 
 def _packaged(text: str, recipe: Path | None) -> Package:
     """A package as it is; a target as the package that is made of it, in the current folder."""
-    from fettle.recipe import RecipeFile, load_recipe
+    from fettle.recipe_file import RecipeFile, load_recipe
     from fettle.serve.export import write_package
     from fettle.serve.package import open_package
     from fettle.workload import find_target

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import csv
 import json
 import re
 import shutil
@@ -28,35 +27,47 @@ if TYPE_CHECKING:
 
 def command(
     target: Annotated[str, typer.Argument(help="a package, or path/to/file.py:factory, which is packaged first")],
-    p99: Annotated[str, typer.Option("--p99", help="the latency limit, for example 100ms")],
-    rate: Annotated[float, typer.Option(min=0.0, help="requests a second that are needed; 0: as many as can be")] = 0.0,
-    head_room: Annotated[str, typer.Option(help="share of the capacity to be left then, for example 20%")] = "0",
+    p99: Annotated[str, typer.Option("--p99", help="latency limit for 99% of the requests, for example 100ms")],
+    rate: Annotated[float, typer.Option(min=0.0, help="requests a second to be served; 0: as many as possible")] = 0.0,
+    head_room: Annotated[
+        str, typer.Option(help="share of the capacity to leave free at that rate, for example 20%")
+    ] = "0",
     recipe: Annotated[
-        list[str] | None, typer.Option(help="of a target: recipe.toml, or 'precision=bf16'. May be repeated")
+        list[str] | None, typer.Option(help="with a target: recipe.toml, or 'precision=bf16'. May be repeated")
     ] = None,
-    study: Annotated[str | None, typer.Option(help="of a target: try the recipes of this study.db")] = None,
-    study_name: Annotated[str, typer.Option(help="name in that storage; default: the target's name")] = "",
-    recipes: Annotated[int, typer.Option(min=1, help="how many of the study, beside the model as given")] = 3,
+    study: Annotated[str | None, typer.Option(help="with a target: try the best recipes of this study.db")] = None,
+    study_name: Annotated[str, typer.Option(help="the study's name in that storage; default: the target's name")] = "",
+    recipes: Annotated[
+        int, typer.Option(min=1, help="how many recipes of the study to try, beside the model as given")
+    ] = 3,
     max_error: Annotated[float, typer.Option(help="largest relative error of a recipe's answers")] = 0.02,
     max_rows: Annotated[int, typer.Option(min=1, max=256, help="rows of the largest batch to try")] = 32,
-    cores: Annotated[int | None, typer.Option(min=1, help="cores to use; default: all")] = None,
-    device: Annotated[list[str] | None, typer.Option(help="cpu or cuda:N; default: what is there")] = None,
+    cores: Annotated[int | None, typer.Option(min=1, help="cores for the workers; default: all")] = None,
+    device: Annotated[
+        list[str] | None, typer.Option(help="cpu or cuda:N; default: the CPU and one of each kind of GPU")
+    ] = None,
     seconds: Annotated[str, typer.Option(help="length of one load test")] = "8s",
-    confirm: Annotated[int, typer.Option(min=1, help="settings to prove by load tests")] = 2,
+    confirm: Annotated[int, typer.Option(min=1, help="how many settings to prove by load tests")] = 2,
     price: Annotated[
-        list[str] | None, typer.Option("--price-per-hour", help="of the machine: 0.40, or cuda=2.50. May be repeated")
+        list[str] | None,
+        typer.Option(
+            "--price-per-hour", help="what the machine costs: 0.40, or cuda=2.50 for that device. May be repeated"
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="folder for what is found; default slo-NAME")
     ] = None,
-    csv_file: Annotated[Path | None, typer.Option("--csv", help="load tests in TorchServe's benchmark columns")] = None,
+    csv_file: Annotated[
+        Path | None, typer.Option("--csv", help="write the load tests to this file, in TorchServe's benchmark columns")
+    ] = None,
     write: Annotated[bool, typer.Option(help="write the best setting to the package's serve.toml")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
 ) -> None:
-    """Calibrate, simulate every setting, prove the best by open-loop load, and write serve.toml. Exit 1: not met.
+    """Find the best way to serve a model under a latency limit, and write it to serve.toml.
 
-    OUTPUT holds report.html, result.json and all that was measured: a search that was stopped, also by kill -9, goes on
-    where it was.
+    Measures what batches of each size cost, simulates every setting, and proves the best ones by open-loop load. Exit
+    code 1 where the limit, or the rate under it, cannot be met. OUTPUT holds report.html, result.json and all that was
+    measured: a search that was stopped, also by kill -9, goes on where it was.
 
     [bold]Examples[/]
 
@@ -74,7 +85,7 @@ def command(
         from fettle.serve.search import search
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed: pip install 'torch-fettle[serve]'") from error
-    from fettle.recipe import write_text
+    from fettle.files import write_text
     from fettle.report import write_slo_report
     from fettle.serve.calibrate import Stopped
     from fettle.serve.host import cores as usable_cores
@@ -82,7 +93,8 @@ def command(
 
     limit_s = _options.duration_s(p99, "--p99")
     if limit_s <= 0:
-        raise UsageError("--p99 must be more than nothing")
+        raise UsageError("--p99 must be more than 0")
+    _options.check_output(csv_file, "--csv")
     room, prices, test_s = _share(head_room), _prices(price or []), _options.duration_s(seconds, "--seconds")
     chosen = device or usable_devices()
     for name in chosen:
@@ -119,10 +131,7 @@ def command(
     write_text(folder / "result.json", json.dumps(data) + "\n")
     write_slo_report(data, folder / "report.html")
     if csv_file is not None:
-        with csv_file.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, TORCHSERVE_COLUMNS)
-            writer.writeheader()
-            writer.writerows(torchserve_rows(found, work.name))
+        _options.write_csv(csv_file, TORCHSERVE_COLUMNS, torchserve_rows(found, work.name))
     if as_json:
         print(json.dumps(data))
     else:
@@ -147,13 +156,16 @@ class _Work:
     @classmethod
     def of(cls, text: str, recipes: list[str], study: str | None, study_name: str, most: int) -> _Work:
         """Read what the command line names. Raises `UsageError`."""
-        from fettle.recipe import Recipe, load_recipe
+        from fettle.recipe import Recipe
+        from fettle.recipe_file import load_recipe
         from fettle.serve.package import open_package
+        from fettle.serve.requires import check_here
 
         if Path(text).is_dir() or text.endswith(".zip"):
             if recipes or study is not None:
                 raise UsageError(f"{text} is packaged with its recipe already: name the target to try others")
             package = open_package(Path(text))
+            check_here(package.manifest.name, package.manifest.requires)
             return cls(package.manifest.name, package)
         from fettle.techniques import check_names
         from fettle.workload import find_target

@@ -28,14 +28,11 @@ def command(
     """
     import msgspec
 
-    from fettle.errors import UsageError
     from fettle.measure import Worker
     from fettle.techniques import CATALOGUE, Facts, machine_facts
-    from fettle.tuning import MODES
-    from fettle.workload import find_target
+    from fettle.workload import check_mode, find_target
 
-    if mode not in MODES:
-        raise UsageError(f"unknown mode {mode!r}: there are {', '.join(MODES)}")
+    check_mode(mode)
     if target is None:
         facts = machine_facts(mode)
     else:

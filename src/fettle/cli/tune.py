@@ -13,6 +13,7 @@ from rich.console import Console
 
 from fettle.cli import _options
 from fettle.errors import UsageError
+from fettle.units import parse_size
 
 
 def command(
@@ -65,15 +66,15 @@ def command(
 
       fettle tune model.py --goal latency --max-memory 2GiB --technique precision=fp32,bf16
     """
-    from fettle.report import print_result, to_json
-    from fettle.tuning import save, tune
+    from fettle.report import print_result, save, to_json
+    from fettle.tuning import tune
 
     for name in allow or ():
         if name != "batch-size":
             raise UsageError(f"--allow {name}: fettle can be allowed to change batch-size")
     budget_s = _options.duration_s(budget, "--budget")
     latency = None if max_latency is None else _options.duration_s(max_latency, "--max-latency") * 1e3
-    memory = None if max_memory is None else _options.size_bytes(max_memory, "--max-memory")
+    memory = None if max_memory is None else parse_size(max_memory, "--max-memory")
     with _options.progress(quiet=as_json) as tell:
         result = tune(
             target,
@@ -87,9 +88,7 @@ def command(
             max_memory_bytes=memory,
             min_throughput=min_throughput,
             nproc=nproc,
-            device_memory_bytes=None
-            if device_memory is None
-            else _options.size_bytes(device_memory, "--device-memory"),
+            device_memory_bytes=None if device_memory is None else parse_size(device_memory, "--device-memory"),
             budget_s=budget_s or None,
             techniques=_options.technique_levels(technique or []),
             allow_batch=allow_batch or "batch-size" in (allow or ()),

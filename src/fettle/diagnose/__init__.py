@@ -2,11 +2,12 @@
 
 Evidence is gathered in worker processes (`collect`, `syncs`, `compile_worker`) or read from traces and snapshots;
 rules (`rules`, `trace_rules`, `memory_rules`) turn evidence into findings, the costliest first. A finding states the
-most that mending it could bring, and `verify` holds that bound against what the fix then brought.
+most that mending it could bring, and `fettle.verifying` holds that bound against what the fix then brought.
 """
 
 from __future__ import annotations
 
+from fettle.diagnose.advice import Verified, advice, brought
 from fettle.diagnose.compile_health import CompileHealth
 from fettle.diagnose.compile_watch import watch_compile
 from fettle.diagnose.compile_worker import compile_health
@@ -18,10 +19,9 @@ from fettle.diagnose.rules import RULES
 from fettle.diagnose.rules import findings as findings_of
 from fettle.diagnose.sync_report import Sync, SyncReport
 from fettle.diagnose.syncs import confirm, find_cuda_syncs, find_syncs, watch_syncs
-from fettle.diagnose.verify import Verified, advice, brought, verify
 
 __all__ = [
     "RULES", "CompileHealth", "Diagnosis", "Evidence", "Finding", "Operation", "Roof", "Roofline", "Sync",
     "SyncReport", "Verified", "advice", "brought", "compile_health", "confirm", "diagnose", "diagnosis_json",
-    "find_cuda_syncs", "find_syncs", "findings_of", "roofline", "verify", "watch_compile", "watch_syncs",
+    "find_cuda_syncs", "find_syncs", "findings_of", "roofline", "watch_compile", "watch_syncs",
 ]  # fmt: skip

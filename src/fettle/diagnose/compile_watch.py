@@ -47,21 +47,24 @@ def watch_compile() -> Iterator[CompileWatch]:
     loggers = [
         logging.getLogger(f"torch._dynamo.{name}.__graph_breaks") for name in ("symbolic_convert", "convert_frame")
     ]
-    before = [(logger, logger.level, logger.propagate) for logger in loggers]
+    before = [(logger, logger.level, logger.propagate, logger.disabled) for logger in loggers]
     handler = _Breaks(watch)
     for logger in loggers:
         logger.addHandler(handler)
         logger.setLevel(logging.DEBUG)
-        logger.propagate = False
+        logger.propagate = logger.disabled = False
+        # A program may have switched logging off, by `logging.disable` or a `dictConfig` that knows no dynamo.
+        logger.isEnabledFor = lambda level: True  # type: ignore[method-assign]
     started = time.perf_counter()
     try:
         yield watch
     finally:
         watch.wall_s = time.perf_counter() - started
-        for logger, level, propagate in before:
+        for logger, level, propagate, disabled in before:
             logger.removeHandler(handler)
             logger.setLevel(level)
-            logger.propagate = propagate
+            logger.propagate, logger.disabled = propagate, disabled
+            del logger.isEnabledFor
         watch.metrics = [_plain(metric) for metric in utils.get_compilation_metrics()]
         for key, values in utils.counters.items():
             watch.counters[key] = Counter(values) - counters_before.get(key, Counter())

@@ -24,7 +24,7 @@ from fettle.diagnose.rules import findings as rule_findings
 from fettle.errors import UsageError
 from fettle.machine import this_machine
 from fettle.measure import WorkerError
-from fettle.workload import Target, find_target
+from fettle.workload import Target, check_mode, find_target
 
 Tell = Callable[[str], None]
 
@@ -115,10 +115,7 @@ def diagnose(
     as ``report.trace.json.gz`` and ``report.memory.pickle``. With `mode` "training" the factory returns a
     `TrainingWorkload`, and what is diagnosed is its step. Raises `UsageError` for a target that is none of these.
     """
-    from fettle.tuning import MODES
-
-    if mode not in MODES:
-        raise UsageError(f"unknown mode {mode!r}: there are {', '.join(MODES)}")
+    check_mode(mode)
     if isinstance(target, Target):
         return _of_workload(target, seconds, compile_check, record, beside, tell)
     path = Path(target)

@@ -19,7 +19,7 @@ from fettle.diagnose._timing import timed
 from fettle.diagnose.training import as_workload, device_of
 from fettle.errors import UsageError
 from fettle.memory import record as record_memory
-from fettle.trace.record import record as record_trace
+from fettle.trace.record import record as record_trace  # mypy takes the room's `record` for the module
 from fettle.train import TrainingWorkload
 from fettle.workload import Workload
 

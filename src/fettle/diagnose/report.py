@@ -9,11 +9,11 @@ from pathlib import Path
 import altair as alt
 import jinja2
 
+from fettle.diagnose.advice import Verified
 from fettle.diagnose.diagnosis import Diagnosis
 from fettle.diagnose.roofline import Roof, Roofline
-from fettle.diagnose.verify import Verified
-from fettle.recipe import write_text
-from fettle.report import theme
+from fettle.files import write_text
+from fettle.page import theme
 
 COLOURS = ("#1f77a8", "#d27a22", "#2f9a6c", "#b4588e", "#7d6bc4", "#a48a17", "#c24d4d", "#5b7083", "#8a949e")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fettle.inputs.bucket import LengthBuckets, bucket_by_length, padding_waste
 from fettle.inputs.found import Found
-from fettle.inputs.lints import Lint
+from fettle.inputs.lint import Lint
 from fettle.inputs.search import measure_and_search
 from fettle.inputs.setting import Measured, Setting
 

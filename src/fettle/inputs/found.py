@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fettle.inputs.lints import Lint
+from fettle.inputs.lint import Lint
 from fettle.inputs.setting import WITHIN, Measured, ratio
-from fettle.memory.units import size_text
+from fettle.units import size_text
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 from torch.utils.data import DataLoader, IterableDataset
 
-from fettle.inputs.lints import Lint, indices
-from fettle.memory.units import size_text
+from fettle.inputs.lint import Lint, indices
+from fettle.units import size_text
 
 _MANY = 100_000
 """Python objects in one container from which on copies are worth a look."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from fettle.inputs.setting import Setting
-from fettle.memory.units import size_text
+from fettle.units import size_text
 
 _GROUPS = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")

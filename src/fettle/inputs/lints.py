@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,30 +14,16 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fettle.errors import first_line
 from fettle.inputs.bucket import bucket_by_length, padding_waste
-from fettle.memory.units import size_text
+from fettle.inputs.growth import growing_workers
+from fettle.inputs.lint import ROWS, Lint, indices, rows_of
+from fettle.inputs.profile import profile_rows
+from fettle.units import size_text
 
-ROWS = 512
-"""Rows that a lint reads at most."""
-SECONDS = 3.0
-"""Time that a lint reads rows at most."""
 Notes = list[str]
-
-
-@dataclass(frozen=True)
-class Lint:
-    """One thing that is wrong, its evidence, and what to do."""
-
-    name: str
-    says: str
-    evidence: str
-    advice: str
 
 
 def lint(loader: DataLoader[Any]) -> tuple[list[Lint], Notes]:
     """All lints of one loader, each on at most 512 rows and a few seconds. One that fails is a note, not an end."""
-    from fettle.inputs.growth import growing_workers
-    from fettle.inputs.profile import profile_rows
-
     found: list[Lint] = []
     notes: Notes = []
     checks: list[Callable[[DataLoader[Any]], list[Lint]]] = [
@@ -53,29 +37,6 @@ def lint(loader: DataLoader[Any]) -> tuple[list[Lint], Notes]:
             text = str(error).strip().splitlines()[-1].strip() if "Traceback" in str(error) else first_line(error)
             notes.append(f"Looking for {check.__name__.replace('_', ' ')} ended early: {text[:200]}.")
     return found, notes
-
-
-def rows_of(loader: DataLoader[Any], most: int = ROWS, seconds: float = SECONDS) -> Iterator[tuple[Any, Any]]:
-    """Rows in the order in which the loader would read them, with their index (None in a stream)."""
-    began = time.monotonic()
-    dataset = loader.dataset
-    if isinstance(dataset, IterableDataset):
-        pairs: Iterator[tuple[Any, Any]] = ((None, row) for row in dataset)
-    else:
-        pairs = ((index, dataset[index]) for index in itertools.islice(indices(loader), most))
-    for count, pair in enumerate(pairs):
-        if count >= most:
-            return
-        yield pair
-        if time.monotonic() - began > seconds:
-            return
-
-
-def indices(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Row indices in the loader's own order."""
-    if loader.batch_sampler is not None:
-        return itertools.chain.from_iterable(loader.batch_sampler)
-    return iter(loader.sampler)
 
 
 def duplicates(loader: DataLoader[Any]) -> list[Lint]:

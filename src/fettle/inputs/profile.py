@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from fettle.inputs.lints import ROWS, Lint, rows_of
+from fettle.inputs.lint import ROWS, Lint, rows_of
 
 _LEAST_S = 2e-4
 """A row that takes less is no matter for a profile."""

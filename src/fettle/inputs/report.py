@@ -10,11 +10,11 @@ from typing import Any
 import jinja2
 
 from fettle.errors import UsageError
+from fettle.files import write_text
 from fettle.inputs.found import Found
 from fettle.inputs.setting import BATCH_INDEX, ONE_BY_ONE, Measured
-from fettle.memory.units import size_text
-from fettle.recipe import write_text
-from fettle.report import chart_svg, clean, theme
+from fettle.page import clean, theme
+from fettle.units import size_text
 
 SUFFIXES = (".html", ".png", ".svg")
 
@@ -133,7 +133,7 @@ def write_report(found: Found, path: Path) -> None:
         return
     import vl_convert
 
-    svg = chart_svg(curve(found), 640)
+    svg = theme.svg(curve(found), 640)
     if path.suffix == ".svg":
         write_text(path, svg)
         return
@@ -151,7 +151,7 @@ def page(found: Found) -> str:
     )
     # Two drawings of each, for wide and for narrow screens, in light and in dark: the page needs no script.
     drawn = {
-        f"{tone} {place}": chart_svg(curve(found, height), width, dark=tone == "dark")
+        f"{tone} {place}": theme.svg(curve(found, height), width, dark=tone == "dark")
         for tone in ("light", "dark") for place, width, height in (("wide", 800, 320), ("narrow", 300, 280))
     }  # fmt: skip
     return environment.get_template("page.html.j2").render(

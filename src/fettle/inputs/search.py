@@ -22,7 +22,7 @@ from fettle.inputs import guard
 from fettle.inputs.contest import PAIRS, Contest, Tell
 from fettle.inputs.found import Found, cannot_help, verdict
 from fettle.inputs.journal import Journal, content_hash
-from fettle.inputs.lints import Lint
+from fettle.inputs.lint import Lint
 from fettle.inputs.setting import (
     AS_GIVEN,
     WITHIN,

@@ -188,7 +188,8 @@ def be_a_rank() -> None:
     local = int(os.environ["LOCAL_RANK"])
     devices = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name] or [str(local)]
     os.environ["CUDA_VISIBLE_DEVICES"] = devices[local % len(devices)]
-    from fettle.measure._worker import State, answer_to, be_a_worker
+    from fettle.measure._state import State
+    from fettle.measure._worker import answer_to, be_a_worker
 
     be_a_worker()
     address = ("127.0.0.1", int(os.environ[_ADDRESS]))

@@ -1,4 +1,4 @@
-"""What a worker process does where the workload is a training loop; asked like `fettle.measure._worker`'s actions.
+"""What a worker process does where the workload is a training loop; asked like one where it is a call (`_inference`).
 
 A slice of a race is taken as for inference: one call is one optimizer step.
 """
@@ -21,8 +21,8 @@ from fettle.measure._accuracy import user_metric
 from fettle.measure._clock import Clock, warm_up
 from fettle.measure._lockstep import mean
 from fettle.measure._notes import compiler_notes, notes_kept
+from fettle.measure._state import Request, State, examine, one_sample, peaks, prepared, take_slice, weight_bytes
 from fettle.measure._trial import Accuracy
-from fettle.measure._worker import Request, State, prepared, weight_bytes
 from fettle.recipe import Recipe
 from fettle.techniques import LARGEST, Facts, load, probe_facts, source
 from fettle.train import (
@@ -153,8 +153,6 @@ def prepare(state: State, request: Request) -> dict[str, Any]:
         state.run, state.clock = lambda _: steps.step(), Clock(state.device)
         group = [None] * _pass_length(workload)
         state.cycle = itertools.repeat(group)
-        from fettle.measure._worker import one_sample
-
         samples, steady = warm_up(lambda: one_sample(state))
         peak = _meters.peak_bytes(state.device) if has_peak else None
         state.call_ns = sorted(samples)[len(samples) // 2]
@@ -176,7 +174,16 @@ def plan(state: State, request: Request) -> dict[str, Any]:
     return {"plan": as_json(made), "note": note}
 
 
-ACTIONS = {"build": build, "probe": probe, "plan": plan, "reference": reference, "prepare": prepare}
+ACTIONS = {
+    "build": build,
+    "examine": examine,
+    "probe": probe,
+    "peaks": peaks,
+    "plan": plan,
+    "reference": reference,
+    "prepare": prepare,
+    "slice": take_slice,
+}
 
 
 class _InOrder:
@@ -278,12 +285,12 @@ def _largest_batch(workload: TrainingWorkload, facts: Facts) -> int:
     import psutil
 
     limit = _HEADROOM * psutil.virtual_memory().available
-    peaks: dict[int, int] = {}
+    seen: dict[int, int] = {}
     on_gpu = facts.device == "cuda"
 
     def fits(factor: int) -> bool:
-        if not on_gpu and len(peaks) >= 2:
-            (one, low), (two, high) = sorted(peaks.items())[-2:]
+        if not on_gpu and len(seen) >= 2:
+            (one, low), (two, high) = sorted(seen.items())[-2:]
             if high + (high - low) / (two - one) * (factor - two) > limit:
                 return False
         batch = Recipe({"batch": f"x{factor}"} if factor > 1 else {})
@@ -306,8 +313,8 @@ def _largest_batch(workload: TrainingWorkload, facts: Facts) -> int:
             raise UsageError(f"a batch of {factor} times the size raised {first_line(error)}") from error
         if on_gpu:
             return bool(torch.cuda.memory_stats().get("num_alloc_retries", 0) == retries)
-        peaks[factor] = max(0, (_meters.peak_bytes(facts.device) or 0) - before)
-        return bool(peaks[factor] <= limit)
+        seen[factor] = max(0, (_meters.peak_bytes(facts.device) or 0) - before)
+        return bool(seen[factor] <= limit)
 
     return largest_that_fits(fits, most=LARGEST)
 

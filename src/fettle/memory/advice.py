@@ -13,7 +13,7 @@ from fettle.memory.churn import Churn
 from fettle.memory.fragmentation import Fit, Pool
 from fettle.memory.leaks import LeakReport
 from fettle.memory.snapshot import Snapshot
-from fettle.memory.units import size_text
+from fettle.units import size_text
 
 _MUCH = 0.10
 _MUCH_BYTES = 256 << 20

@@ -21,7 +21,7 @@ from fettle.memory.snapshot import Action, Frame, Snapshot
 from fettle.memory.spikes import Spike, spikes
 from fettle.memory.stacks import StackGroups, describe, group_stacks
 from fettle.memory.steps import Steps, find_steps
-from fettle.memory.units import size_text
+from fettle.units import size_text
 
 _FRAMES_IN_JSON = 12
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fettle.memory.snapshot import Action, Flags, Ints, Snapshot, State
-from fettle.memory.units import size_text
+from fettle.units import size_text
 
 KIB, MIB = 1 << 10, 1 << 20
 MIN_BLOCK_BYTES = 512

@@ -18,7 +18,7 @@ from fettle.memory.replay import Replay
 from fettle.memory.snapshot import Action, Frame, Ints, Snapshot
 from fettle.memory.stacks import StackGroups
 from fettle.memory.steps import Steps
-from fettle.memory.units import size_text
+from fettle.units import size_text
 
 _MIB = 1 << 20
 _WARM_UP_STEPS = 2

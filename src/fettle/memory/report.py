@@ -22,7 +22,7 @@ from fettle.memory.analysis import Analysis, verdict
 from fettle.memory.difference import Difference
 from fettle.memory.moments import segment_lives
 from fettle.memory.stacks import describe
-from fettle.memory.units import size_text
+from fettle.units import size_text
 
 
 def write_report(analysis: Analysis, path: str | os.PathLike[str], *, difference: Difference | None = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from fettle.measure import Interval
+from fettle.units import size_text
 
 MISSING = "–"
 
@@ -17,11 +18,13 @@ def times(value: float | None) -> str:
 
 
 def interval(value: Interval | None) -> str:
-    """A ratio with its interval: ``9.91x [9.60, 10.22]``."""
+    """A ratio with its interval: ``9.91x [9.60, 10.22]``; of two rounds it can reach from nothing to thousands."""
     if value is None or not math.isfinite(value.estimate):
         return MISSING
     if not (math.isfinite(value.low) and math.isfinite(value.high)):
         return times(value.estimate)
+    if value.high > 10 * value.low:
+        return f"{times(value.estimate)} (too few rounds)"
     return f"{times(value.estimate)} [{value.low:.2f}, {value.high:.2f}]"
 
 
@@ -48,13 +51,7 @@ def seconds(value: float | None) -> str:
 
 def size(value: float | None) -> str:
     """Bytes in binary units: ``412 MiB``."""
-    if value is None or not math.isfinite(value):
-        return MISSING
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1000:
-            return f"{value:.0f} B" if unit == "B" else f"{_three(value)} {unit}"
-        value /= 1024
-    return f"{_three(value)} TiB"
+    return MISSING if value is None or not math.isfinite(value) else size_text(value)
 
 
 def error(value: float | None) -> str:

@@ -8,10 +8,10 @@ from typing import Any
 
 import altair as alt
 
+from fettle.page import theme
+from fettle.page.theme import ACCENT, QUIET, Drawn
 from fettle.report import _format as fmt
-from fettle.report import _theme
 from fettle.report._facts import NO_LEVER, speed
-from fettle.report._theme import ACCENT, QUIET, Drawn
 from fettle.result import Result, Rung
 
 _STEP = 48
@@ -36,7 +36,7 @@ def throughput(result: Result) -> Drawn | None:
     whiskers = [row for row in rows if row["low"] is not None]
     layers = _bars(rows, "samples per second")
     if whiskers:
-        base = alt.Chart(_theme.data(whiskers)).encode(y=_y())
+        base = alt.Chart(theme.data(whiskers)).encode(y=_y())
         line = base.mark_rule(strokeWidth=1.5, yOffset=9, clip=True).encode(x=alt.X("low:Q"), x2="high:Q")
         caps = [
             base.mark_tick(thickness=1.5, height=8, yOffset=9, clip=True).encode(x=f"{side}:Q")
@@ -114,7 +114,7 @@ def _bars(rows: Rows, title: str) -> list[alt.Chart]:
     tallest = max(row["value"] for row in rows)
     # A wide interval may not shrink the bars to nothing: it is cut at half as much again as the longest.
     top = max(tallest, *(min(row.get("high") or 0, 1.5 * tallest) for row in rows))
-    base = alt.Chart(_theme.data(rows)).encode(y=_y())
+    base = alt.Chart(theme.data(rows)).encode(y=_y())
     x = alt.X("value:Q", axis=None, scale=alt.Scale(domain=[0, top or 1], nice=False))
     kinds = alt.Scale(domain=["given", "step", "winner"], range=[QUIET, ACCENT, ACCENT])
     strength = alt.Scale(domain=["given", "step", "winner"], range=[0.75, 0.6, 1])

@@ -7,10 +7,10 @@ import math
 import altair as alt
 
 from fettle.measure import Trial
+from fettle.page import theme
+from fettle.page.theme import ACCENT, LEVERS, QUIET, Drawn
 from fettle.report import _format as fmt
-from fettle.report import _theme
 from fettle.report._facts import is_winner, pareto, ranked, speed
-from fettle.report._theme import ACCENT, LEVERS, QUIET, Drawn
 from fettle.result import Result
 
 _POINTS = 60
@@ -35,7 +35,7 @@ def payback(result: Result) -> Drawn | None:
     range_ = [colours.get(name, LEVERS[1 + 2 * i % 6]) for i, name in enumerate(series)]
     scale = alt.Scale(type="log", nice=False)
     line = (
-        alt.Chart(_theme.data(rows))
+        alt.Chart(theme.data(rows))
         .mark_line(strokeWidth=2.5)
         .encode(
             x=alt.X("calls:Q", title="calls answered (log)", scale=scale, axis=alt.Axis(format="~s", tickCount=6)),
@@ -52,7 +52,7 @@ def payback(result: Result) -> Drawn | None:
     layers: list[alt.Chart] = [line]
     if calls and math.isfinite(calls) and calls >= 1:
         near_end = calls > end**0.6
-        data = _theme.data([{"calls": calls, "text": f"paid back after {fmt.count(calls)} calls"}])
+        data = theme.data([{"calls": calls, "text": f"paid back after {fmt.count(calls)} calls"}])
         mark = alt.Chart(data).encode(x="calls:Q")
         layers.append(mark.mark_rule(strokeDash=[6, 3]))
         layers.append(

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 import altair as alt
 
+from fettle.page import theme
+from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, Drawn
 from fettle.report import _format as fmt
-from fettle.report import _theme
 from fettle.report._facts import levers, name_of, pareto, ranked, speed, status_of
-from fettle.report._theme import ACCENT, LEVERS, QUIET, WARN, Drawn
 from fettle.result import Result
 
 SHAPES = {
@@ -96,7 +96,7 @@ def front(result: Result) -> Drawn | None:
         return None
     known = any(row["memory"] is not None for row in rows)
     y = _log([row["y"] for row in rows], alt.Y("y:Q"), "relative error (log)", "format(datum.value, '~g')")
-    base = alt.Chart(_theme.data(rows)).encode(x=_x(rows), y=y, tooltip=_tooltip())
+    base = alt.Chart(theme.data(rows)).encode(x=_x(rows), y=y, tooltip=_tooltip())
     kinds = alt.Scale(domain=[True, False], range=[ACCENT, QUIET])
     dots = base.mark_point(filled=True, size=160).encode(
         color=alt.Color("front:N", scale=kinds, legend=None),
@@ -126,7 +126,7 @@ def _cloud(result: Result, rows: Rows, y: alt.Y, rules: list[alt.Chart]) -> Draw
     names = sorted({row["lever"] for row in rows}, key=lambda name: (name in ("as given", OTHER), name))
     colours = [QUIET if name in ("as given", OTHER) else LEVERS[i % len(LEVERS)] for i, name in enumerate(names)]
     shown = [status for status in SHAPES if any(row["status"] == status for row in rows)]
-    base = alt.Chart(_theme.data(rows)).encode(x=_x(rows, _latency_ratio(result)), y=y)
+    base = alt.Chart(theme.data(rows)).encode(x=_x(rows, _latency_ratio(result)), y=y)
     dots = (
         base.mark_point(filled=True, size=90)
         .encode(
@@ -153,11 +153,11 @@ def _cloud(result: Result, rows: Rows, y: alt.Y, rules: list[alt.Chart]) -> Draw
         .mark_text(align="right", dx=-12, fontWeight=600)
         .encode(text=alt.value("winner"))
     )
-    one = alt.Chart(_theme.data([{"x": 1}])).mark_rule(strokeDash=[2, 3]).encode(x="x:Q")
+    one = alt.Chart(theme.data([{"x": 1}])).mark_rule(strokeDash=[2, 3]).encode(x="x:Q")
     ratio = _latency_ratio(result)
     if ratio is not None:
         text = f"latency limit {fmt.milliseconds(result.limits.max_latency_ms)}"
-        data = _theme.data([{"x": ratio, "text": text}])
+        data = theme.data([{"x": ratio, "text": text}])
         rules = [
             *rules,
             alt.Chart(data).mark_rule(color=WARN, strokeDash=[6, 3]).encode(x="x:Q"),
@@ -177,7 +177,7 @@ def _latency_ratio(result: Result) -> float | None:
 
 
 def _horizontal(value: float, text: str, colour: str) -> list[alt.Chart]:
-    base = alt.Chart(_theme.data([{"y": value, "text": text}])).encode(y="y:Q")
+    base = alt.Chart(theme.data([{"y": value, "text": text}])).encode(y="y:Q")
     return [
         base.mark_rule(color=colour, strokeDash=[6, 3]),
         base.mark_text(color=colour, align="left", dy=-7, fontSize=11).encode(x=alt.value(4), text="text:N"),

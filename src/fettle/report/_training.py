@@ -8,9 +8,9 @@ from typing import Any
 import altair as alt
 
 from fettle.measure import Trial
+from fettle.page import theme
+from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, Drawn
 from fettle.report import _format as fmt
-from fettle.report import _theme
-from fettle.report._theme import ACCENT, LEVERS, QUIET, WARN, Drawn
 from fettle.result import Result
 
 PHASES = ("data", "forward", "backward", "optimizer", "communication", "idle")
@@ -37,11 +37,11 @@ def losses(result: Result) -> Drawn | None:
         ]
     x = alt.X("step:Q", title="step", axis=alt.Axis(tickMinStep=1, grid=False))
     y = alt.Y("low:Q", title="loss", scale=alt.Scale(zero=False))
-    area = alt.Chart(_theme.data(band)).mark_area(opacity=0.22, color=QUIET).encode(x=x, y=y, y2="high:Q")
+    area = alt.Chart(theme.data(band)).mark_area(opacity=0.22, color=QUIET).encode(x=x, y=y, y2="high:Q")
     runs = alt.Scale(domain=["baseline", "tuned"], range=[QUIET, ACCENT])
     dashes = alt.Scale(domain=["baseline", "tuned"], range=[[1, 0], [5, 3]])
     line = (
-        alt.Chart(_theme.data(lines))
+        alt.Chart(theme.data(lines))
         .mark_line(strokeWidth=2)
         .encode(
             x=x,
@@ -78,7 +78,7 @@ def timeline(result: Result) -> Drawn | None:
     labels = list(dict.fromkeys(row["run"] for row in rows))
     x = alt.X("start:Q", title="milliseconds from the start of a step", axis=alt.Axis(grid=True))
     bars = (
-        alt.Chart(_theme.data(rows))
+        alt.Chart(theme.data(rows))
         .mark_bar(height=26)
         .encode(
             x=x,
@@ -130,7 +130,7 @@ def plan(result: Result) -> Drawn | None:
         return None
     named = list(dict.fromkeys(row["strategy"] for row in rows))
     bars = (
-        alt.Chart(_theme.data(rows))
+        alt.Chart(theme.data(rows))
         .mark_bar(height=16)
         .encode(
             x=alt.X("MiB:Q", title="predicted peak of one rank, MiB", axis=alt.Axis(grid=True)),
@@ -149,7 +149,7 @@ def plan(result: Result) -> Drawn | None:
     longest = max(sum(row.parts.values()) for row in result.plan)
     if not limits or min(limits) > 1.5 * longest:  # a line far beyond the bars would only squeeze them
         return alt.layer(bars).properties(width="container", height=24 * len(named))
-    line = alt.Chart(_theme.data([{"MiB": min(limits) / 2**20}])).mark_rule(strokeDash=[5, 3], size=2, color=WARN)
+    line = alt.Chart(theme.data([{"MiB": min(limits) / 2**20}])).mark_rule(strokeDash=[5, 3], size=2, color=WARN)
     return alt.layer(bars, line.encode(x="MiB:Q")).properties(width="container", height=24 * len(named))
 
 

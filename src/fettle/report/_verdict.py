@@ -29,7 +29,7 @@ def headline(result: Result) -> str:
         before, after = _goal_values(result)
         if before and after and after < before:
             return f"{before / after:.2f}x less {_GOAL_NOUN[result.goal]}"
-    if result.verdict == "faster" and winner.speedup:
+    if result.verdict == "faster" and winner.speedup and math.isfinite(winner.speedup.estimate):
         return f"{fmt.times(winner.speedup.estimate)} as fast"
     return {"faster": "Faster", "same": "No difference", "slower": "Slower", "cannot tell": "Cannot tell"}[
         result.verdict

@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import altair as alt
 
 from fettle.errors import UsageError
+from fettle.page import Figure, as_spec, clean
 from fettle.report import _format as fmt
-from fettle.report import _ladder, _payback, _scatter, _theme, _training
-from fettle.report._clean import clean
+from fettle.report import _ladder, _payback, _scatter, _training
 from fettle.report._facts import pareto, ranked
-from fettle.report._theme import Spec
 from fettle.report._verdict import payback as payback_text
 from fettle.result import Result
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One chart, ready to be drawn anywhere."""
-
-    name: str
-    """Short, for file names and anchors."""
-    title: str
-    alt: str
-    """What it shows, in words."""
-    spec: Spec
-    """Vega-Lite, without a configuration, as wide as what holds it."""
-
-    def svg(self, width: int = 640) -> str:
-        """As a light SVG."""
-        return _theme.svg(self.spec, width)
-
-    def png(self, width: int = 640) -> bytes:
-        """As a light PNG at twice the resolution."""
-        return _theme.png(self.spec, width)
 
 
 def figures(result: Result) -> list[Figure]:
@@ -98,14 +75,6 @@ def write_charts(result: Result, folder: str | Path) -> list[Path]:
     except OSError as error:
         raise UsageError(f"cannot write charts to {folder}: {error.strerror}") from error
     return written
-
-
-def as_spec(chart: _theme.Drawn | alt.HConcatChart) -> Spec:
-    """The chart as plain data, without what the page brings."""
-    spec: Spec = chart.to_dict()
-    for key in ("$schema", "config"):  # the page brings its own look, and names no address that could be fetched
-        spec.pop(key, None)
-    return spec
 
 
 def _bars_alt(rows: _ladder.Rows) -> str:

@@ -19,8 +19,9 @@ from typing import Any
 import msgspec
 
 from fettle.errors import UsageError, first_line
+from fettle.files import write_text
 from fettle.measure import Trial
-from fettle.recipe import Recipe, write_text
+from fettle.recipe import Recipe
 from fettle.result import Result
 
 FORMAT = 1

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fettle.recipe import write_text
-from fettle.report import _facts, _format, _verdict, shell
-from fettle.report._clean import clean
+from fettle.files import write_text
+from fettle.page import clean, shell
+from fettle.report import _facts, _format, _verdict
 from fettle.report.charts import figures
 from fettle.result import Result
 

@@ -12,13 +12,11 @@ from typing import Any
 
 import altair as alt
 
-from fettle.recipe import write_text
+from fettle.files import write_text
+from fettle.page import Figure, as_spec, clean, theme
+from fettle.page.shell import drawing, template
+from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, Drawn
 from fettle.report import _format as fmt
-from fettle.report import _theme
-from fettle.report._clean import clean
-from fettle.report._theme import ACCENT, LEVERS, QUIET, WARN, Drawn
-from fettle.report.charts import Figure, as_spec
-from fettle.report.shell import drawing, template
 
 Data = Mapping[str, Any]
 Rows = list[dict[str, Any]]
@@ -127,12 +125,12 @@ def capacity(data: Data) -> Drawn | None:
     colour = alt.Color("kind:N", title=None, scale=alt.Scale(domain=shown, range=[colours[kind] for kind in shown]),
                        legend=alt.Legend(columns=2))  # fmt: skip
     tooltip = [alt.Tooltip("setting:N"), alt.Tooltip("capacity:Q", title="predicted", format=".4~g")]
-    base = alt.Chart(_theme.data(rows)).encode(x=x, y=y, color=colour, tooltip=tooltip)
+    base = alt.Chart(theme.data(rows)).encode(x=x, y=y, color=colour, tooltip=tooltip)
     layers: list[alt.Chart] = [base.mark_line(strokeWidth=2), base.mark_point(filled=True, size=45)]
     proven = [{**row, "capacity": row["measured"]} for row in rows if row["measured"]]
     if proven:
         layers.append(
-            alt.Chart(_theme.data(proven)).mark_point(shape="diamond", size=190, strokeWidth=2.5).encode(
+            alt.Chart(theme.data(proven)).mark_point(shape="diamond", size=190, strokeWidth=2.5).encode(
                 x=x, y=y, color=colour,
                 tooltip=[alt.Tooltip("setting:N"), alt.Tooltip("capacity:Q", title="measured", format=".4~g")],
             )
@@ -169,7 +167,7 @@ def cost(data: Data) -> Drawn | None:
     x = alt.X("rows:Q", title="rows", scale=alt.Scale(zero=True, nice=False), axis=alt.Axis(grid=False, format="d"))
     colour = alt.Color("branch:N", title=None, scale=alt.Scale(domain=names, range=colours),
                        legend=alt.Legend(columns=1, labelLimit=330, symbolOpacity=1))  # fmt: skip
-    base = alt.Chart(_theme.data(rows)).encode(
+    base = alt.Chart(theme.data(rows)).encode(
         x=x, y=alt.Y("median_ms:Q", title="ms a call"), color=colour,
         tooltip=[alt.Tooltip("branch:N"), alt.Tooltip("rows:Q"), alt.Tooltip("median_ms:Q", format=".4~g"),
                  alt.Tooltip("row_ms:Q", title="ms a row", format=".4~g"), alt.Tooltip("calls:Q")],
@@ -181,7 +179,7 @@ def cost(data: Data) -> Drawn | None:
 
 
 def _rule(limit_ms: float) -> list[alt.Chart]:
-    data = _theme.data([{"y": limit_ms, "text": f"limit {_ms(limit_ms)}"}])
+    data = theme.data([{"y": limit_ms, "text": f"limit {_ms(limit_ms)}"}])
     base = alt.Chart(data).encode(y="y:Q")
     return [
         base.mark_rule(color=WARN, strokeDash=[6, 3]),
@@ -217,9 +215,9 @@ def prediction(data: Data) -> Drawn | None:
     axis = alt.Axis(values=_nice(*ends), format="~g")
     x = alt.X("predicted:Q", title="predicted p99, ms (log)", scale=scale, axis=axis)
     y = alt.Y("measured:Q", title="measured p99, ms (log)", scale=scale, axis=axis)
-    line = alt.Chart(_theme.data([{"v": ends[0]}, {"v": ends[1]}])).mark_line(color=QUIET, strokeDash=[3, 3])
+    line = alt.Chart(theme.data([{"v": ends[0]}, {"v": ends[1]}])).mark_line(color=QUIET, strokeDash=[3, 3])
     line = line.encode(x=alt.X("v:Q", scale=scale, title="predicted p99, ms (log)"), y=alt.Y("v:Q", scale=scale))
-    dots = alt.Chart(_theme.data(rows)).mark_point(filled=True, size=90, opacity=0.85).encode(
+    dots = alt.Chart(theme.data(rows)).mark_point(filled=True, size=90, opacity=0.85).encode(
         x=x, y=y,
         color=alt.Color("held:N", title=None, scale=alt.Scale(domain=["limit kept", "limit missed"],
                                                               range=[ACCENT, WARN])),
@@ -230,7 +228,7 @@ def prediction(data: Data) -> Drawn | None:
 
 
 def _rule_at(limit_ms: float, scale: alt.Scale) -> alt.Chart:
-    data = _theme.data([{"y": limit_ms}])
+    data = theme.data([{"y": limit_ms}])
     rule: alt.Chart = alt.Chart(data).mark_rule(color=WARN, strokeDash=[6, 3]).encode(y=alt.Y("y:Q", scale=scale))
     return rule
 
@@ -268,7 +266,7 @@ def front(data: Data) -> Drawn | None:
         return None
     x = alt.X("capacity:Q", title="requests a second under the limit", scale=alt.Scale(zero=False, nice=True))
     y = alt.Y("p99:Q", title=f"p99 at {data['reference_rate']:.4g}/s, ms", scale=alt.Scale(zero=False, nice=True))
-    base = alt.Chart(_theme.data(rows)).encode(x=x, y=y)
+    base = alt.Chart(theme.data(rows)).encode(x=x, y=y)
     dots = base.mark_point(filled=True).encode(
         color=alt.condition("datum.front", alt.value(ACCENT), alt.value(QUIET)),
         opacity=alt.condition("datum.front", alt.value(0.85), alt.value(0.25)),

@@ -9,9 +9,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from fettle.measure import Trial
+from fettle.page import clean
 from fettle.report import _facts, _verdict
 from fettle.report import _format as fmt
-from fettle.report._clean import clean
 from fettle.result import Result
 
 _STYLES = {"winner": "bold green", "rejected": "yellow", "over limit": "yellow", "baseline": "bold"}

@@ -19,7 +19,7 @@ from fettle.errors import UsageError, first_line
 from fettle.recipe import Recipe
 from fettle.serve import handlers
 from fettle.serve.flat import BEFORE_EXPORT, Flat, datatype
-from fettle.serve.generating import generating
+from fettle.serve.generating import generating, lengths
 from fettle.serve.handler import Context
 from fettle.serve.host import host_id
 from fettle.serve.package import (
@@ -36,6 +36,7 @@ from fettle.serve.package import (
     seal,
 )  # fmt: skip
 from fettle.serve.program import export_program, save_program
+from fettle.serve.requires import needed
 from fettle.serve.runner import Tuned, tuned
 from fettle.serve.tensors import TensorSpec
 from fettle.techniques import Facts, find, quantize_exported
@@ -59,6 +60,7 @@ def write_package(
     handler: Path | str | None = None,
     handler_settings: Mapping[str, Any] | None = None,
     files: Mapping[str, bytes] | None = None,
+    requires: Sequence[str] = (),
     evidence: Mapping[str, Any] | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Package:
@@ -66,6 +68,7 @@ def write_package(
 
     `handler` is the name of a ready handler, with `handler_settings` above what the model suggests, or the path of the
     user's own ``handler.py``. `files` are further files for it, by their names in the package: labels, a tokenizer.
+    `requires` names what a ``handler.py`` imports, as pip would be told.
     `evidence` is that of ``recipe.toml``: a package whose answers are worse than it allows is refused.
 
     Raises `UsageError` where the model cannot be exported, or the recipe cannot be applied to the exported model.
@@ -82,11 +85,11 @@ def write_package(
     scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:
         tell("exporting the model")
+        choices = [workload]
         if handler == "generate":
-            workload = generating(workload)
-        flat = Flat(workload, recipe)
-        most = 2 * max(settings.max_rows, flat.rows)
-        program = export_program(flat, flat.samples, flat.shapes, most)
+            choices = generating(workload)
+            handler_settings = {**lengths(workload.model), **(handler_settings or {})}
+        flat, program, most = _exported(choices, recipe, settings.max_rows)
         tell("storing it with its recipe")
         kept = _store(program, flat, served, most, scratch)
         _save_samples(flat, scratch)
@@ -96,10 +99,11 @@ def write_package(
             settings = msgspec.structs.replace(settings, buckets=_powers(most))
         (scratch / SETTINGS).write_text(tomli_w.dumps(as_toml_data(settings)), encoding="utf-8")
         ready = _add_handler(scratch, handler, handler_settings or {}, files or {}, flat.inputs, outputs)
+        kind = handler if isinstance(handler, str) else ""
         manifest = Manifest(
             format=FORMAT, name=name, version=version, inputs=flat.inputs, outputs=outputs, max_rows=most, files={},
             recipe=dict(kept.recipe), applied=tuple(kept.applied), model=kept.model, accuracy=accuracy, handler=ready,
-            requires=_requires(kept), machine=_machine(), created=_now(),
+            requires=needed(kept.recipe.get("runtime", "torch"), kind, requires), machine=_machine(), created=_now(),
         )  # fmt: skip
         seal(scratch, manifest)
         if path.suffix == ".zip":
@@ -122,6 +126,21 @@ def _check_levels(recipe: Recipe) -> None:
             )
         if level in find(name).calibrated and (why := find(name).conflict(level, recipe, Facts())):
             raise UsageError(f"the recipe cannot work here: {name}={level}: {why}")
+
+
+def _exported(
+    choices: Sequence[Workload], recipe: Recipe, max_rows: int
+) -> tuple[Flat, torch.export.ExportedProgram, int]:
+    """The first of the workloads that can be exported, and the most rows that it takes."""
+    for workload in choices:
+        flat = Flat(workload, recipe)
+        most = 2 * max(max_rows, flat.rows)
+        try:
+            return flat, export_program(flat, flat.samples, flat.shapes, most), most
+        except UsageError:
+            if workload is choices[-1]:
+                raise
+    raise AssertionError("there is a workload")
 
 
 def _store(program: torch.export.ExportedProgram, flat: Flat, recipe: Recipe, most: int, folder: Path) -> Tuned:
@@ -162,16 +181,6 @@ class _Again(torch.nn.Module):
 def _powers(most: int) -> tuple[int, ...]:
     """1, 2, 4, ... and the largest: the sizes of calls where each size is compiled for itself."""
     return tuple(sorted({2**power for power in range(most.bit_length()) if 2**power <= most} | {most}))
-
-
-def _requires(kept: Tuned) -> dict[str, str]:
-    """The versions that the package was made with, of what it needs to run."""
-    import importlib.metadata
-
-    found = {"torch": torch.__version__.partition("+")[0]}
-    if kept.model == "openvino":
-        found["openvino"] = importlib.metadata.version("openvino")
-    return found
 
 
 def _add_handler(

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from fettle.errors import UsageError
-from fettle.serve.handlers.generate import LAST, LOGITS
+from fettle.serve.caching import cached
+from fettle.serve.handlers.generate import LAST, LOGITS, Settings
 from fettle.workload import Workload, leaves
 
 
@@ -32,8 +33,11 @@ class NextToken(torch.nn.Module):
         return {LOGITS: logits.gather(1, place)[:, 0]}
 
 
-def generating(workload: Workload) -> Workload:
-    """The workload of the next token's scores. Raises `UsageError` where the model is no causal language model."""
+def generating(workload: Workload) -> list[Workload]:
+    """Workloads of the next token's scores, the best first: with keys and values kept where that can be, and without.
+
+    Raises `UsageError` where the model is no causal language model.
+    """
     batch = workload.inputs[0]
     model = workload.model
     if not isinstance(model, torch.nn.Module):
@@ -60,11 +64,23 @@ def generating(workload: Workload) -> Workload:
 
     short, whole = sample(ids.shape[1] // 2), sample(ids.shape[1])
     with torch.no_grad():
+        scores = wrapped(**whole)[LOGITS].float()
         early = wrapped(**{**whole, LAST: short[LAST]})[LOGITS].float()
         alone = wrapped(**short)[LOGITS].float()
     if not torch.allclose(early, alone, rtol=1e-2, atol=1e-2 * float(alone.abs().max())):
         raise UsageError("the model looks at later tokens, so it cannot generate one after the other")
-    return Workload(wrapped, [whole, short], name=workload.name, samples=len(ids))
+    plain = Workload(wrapped, [whole, short], name=workload.name, samples=len(ids))
+    kept = cached(model, ids, scores) if workload.call is None and names else None
+    return [kept, plain] if kept is not None else [plain]
+
+
+def lengths(model: Any) -> dict[str, int]:
+    """Settings of the generate handler for a model that says how many positions it has; empty for the usual ones."""
+    usual = Settings()
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if not isinstance(most, int) or not 1 < most < usual.max_tokens:
+        return {}
+    return {"max_tokens": most, "max_new_tokens": min(usual.max_new_tokens, most)}
 
 
 def _logits(answer: Any) -> torch.Tensor:

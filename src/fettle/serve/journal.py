@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from fettle.errors import UsageError
-from fettle.recipe import write_text
+from fettle.files import write_text
 from fettle.serve.calibrate import Calibration
 from fettle.serve.host import host_id
 from fettle.serve.overheads import Overheads

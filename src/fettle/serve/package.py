@@ -32,6 +32,7 @@ from fettle.errors import UsageError, first_line
 from fettle.serve.archive import unzip
 from fettle.serve.handlers import Settings as HandlerSettings
 from fettle.serve.policy import BatchSettings, CostCurve
+from fettle.serve.requires import specifiers
 from fettle.serve.tensors import TensorSpec
 
 MANIFEST, SAMPLES, SETTINGS, HANDLER = "manifest.json", "samples.safetensors", "serve.toml", "handler.py"
@@ -60,6 +61,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     others are applied when the model is loaded."""
     accuracy: dict[str, Any] = {}
     requires: dict[str, str] = {}
+    """Libraries that must be here to serve it, by the names that pip knows: ``{"torch": ">=2.13"}``."""
     machine: dict[str, str] = {}
     model: str = "exported"
     """How the model is stored: ``exported`` or ``openvino``."""
@@ -156,6 +158,7 @@ def open_package(path: Path, unpack_to: Path | None = None) -> Package:
     if manifest.format != FORMAT:
         raise UsageError(f"{path} has package format {manifest.format}; this fettle reads format {FORMAT}")
     check_name(manifest.name, manifest.version)
+    specifiers(manifest.requires)
     for name, digest in manifest.files.items():
         file = path / name
         if PurePosixPath(name).name != name or name.startswith("."):

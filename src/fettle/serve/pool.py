@@ -24,7 +24,7 @@ from fettle.serve.policy import Batch, BatchQueue
 from fettle.serve.refusal import Rejected
 from fettle.serve.request import Answer, Request
 from fettle.serve.returns import Returns
-from fettle.serve.spawn import Spare
+from fettle.serve.spawn import Spare, threads_each
 from fettle.serve.tensors import TensorSpec
 from fettle.serve.worker import Worker
 
@@ -42,8 +42,12 @@ class Pool:
         self.attribution_specs = [msgspec.structs.replace(spec, datatype="FP32") for spec in self.specs]
         self.queue: BatchQueue[Request] = BatchQueue(settings.batching(), settings.cost_curve(machine))
         self.trust, self.devices, self.log_path, self.explains = trust, devices, log_path, explain
-        self.cores = list(cores) or [[] for _ in range(settings.workers)]
-        self.workers = [Worker(self, index) for index in range(settings.workers)]
+        threads = threads_each(settings.threads, settings.workers)
+        self.workers = [
+            Worker(self, index, threads, cores[index] if cores else ()) for index in range(settings.workers)
+        ]
+        self._joining: list[Worker] = []
+        """Those that are started while the others serve."""
         self.spare = spare
         self.name = package.manifest.name
         self._loop_kept: asyncio.AbstractEventLoop | None = None
@@ -62,13 +66,54 @@ class Pool:
     async def start(self) -> None:
         """Start the workers and wait until all are warm. Raises `Rejected` (503) with the reason where one cannot."""
         try:
-            await asyncio.gather(*(worker.start() for worker in self.workers))
+            await self._start(self.workers)
+        except Rejected:
+            await self.close(0)
+            raise
+
+    async def _start(self, workers: Sequence[Worker]) -> None:
+        self.problem = ""
+        try:
+            await asyncio.gather(*(worker.start() for worker in workers))
         except OSError as error:  # no process to be had: memory, descriptors, a log that cannot be written
             self.problem = f"a worker cannot be started: {error.strerror}"
-        if not self.ready:
-            problem = self.problem or "a worker ended while loading"
-            await self.close(0)
-            raise Rejected(503, problem, kind="load")
+        if self.closing or not all(worker.ready for worker in workers):
+            raise Rejected(503, self.problem or "a worker ended while loading", kind="load")
+
+    async def scale(self, settings: ServeSettings, cores: Sequence[Sequence[int]], machine: str) -> None:
+        """Another number of workers, without a failed request.
+
+        New ones take part once all of them are warm. Those that are too many, or whose threads and cores are others
+        now, end after the batch that they have. Raises `Rejected` (503) where a new one cannot be started; then
+        nothing has changed.
+        """
+        threads = threads_each(settings.threads, settings.workers)
+        there = {worker.index: worker for worker in self.workers if not worker.leaving}
+        kept, self._joining = [], []
+        for index in range(settings.workers):
+            old, mine = there.get(index), list(cores[index]) if cores else []
+            if old is not None and old.threads == threads and (not cores or old.cores == mine):
+                kept.append(old)
+            else:
+                self._joining.append(Worker(self, index, threads, mine))
+        try:
+            await self._start(self._joining)
+        except BaseException:
+            for worker in self._joining:
+                worker.close()
+            raise
+        finally:
+            joined, self._joining = self._joining, []
+        left = [worker for worker in self.workers if worker not in kept]
+        self.workers = sorted([*kept, *joined], key=lambda worker: worker.index) + left
+        self.change(settings, machine)
+        for worker in left:
+            worker.leave()
+
+    def without(self, worker: Worker) -> None:
+        """One that left has answered its last batch."""
+        worker.close()
+        self.workers.remove(worker)
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -80,7 +125,12 @@ class Pool:
     @property
     def ready(self) -> bool:
         """Whether every worker is loaded and warm."""
-        return not self.closing and all(worker.ready for worker in self.workers)
+        return not self.closing and all(worker.ready for worker in self.workers if not worker.leaving)
+
+    @property
+    def cores(self) -> set[int]:
+        """Cores that its workers are bound to."""
+        return {core for worker in self.workers for core in worker.cores}
 
     @property
     def sizes(self) -> list[int]:
@@ -95,11 +145,11 @@ class Pool:
         for request in self._all_waiting():
             self._give_up(request, Rejected(503, "the model is being unloaded", 1.0, "unload"))
         self._alarm.clear()
-        for worker in self.workers:
+        for worker in [*self.workers, *self._joining]:
             worker.close()
 
     def change(self, settings: ServeSettings, machine: str) -> None:
-        """Other batching settings, while running. The number of workers and threads stays."""
+        """Other batching settings, while running."""
         self.settings = settings
         self.queue.change(settings.batching(), settings.cost_curve(machine))
         self.plan_pump()

@@ -55,9 +55,21 @@ def export_program(
     ]
     try:
         with torch.inference_mode(False), torch.no_grad():
-            return torch.export.export(model, tuple(examples), dynamic_shapes={"tensors": shapes})
+            program = torch.export.export(model, tuple(examples), dynamic_shapes={"tensors": shapes})
     except Exception as error:
         raise UsageError(f"the model cannot be exported for any number of rows: {first_line(error)}") from error
+    _forget_types(program)
+    return program
+
+
+def _forget_types(program: torch.export.ExportedProgram) -> None:
+    """Without the assertions that every tensor has the type it had while exporting: a recipe may compute in another."""
+    for module in program.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for node in list(module.graph.nodes):
+                if node.target is torch.ops.aten._assert_tensor_metadata.default:
+                    module.graph.erase_node(node)
+            module.recompile()
 
 
 def _two_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,12 +16,14 @@ from typing import Any
 import msgspec
 
 from fettle.errors import UsageError
-from fettle.recipe import write_text
+from fettle.files import write_text
+from fettle.serve.host import cores
 from fettle.serve.metrics import Metrics, ModelMetrics
 from fettle.serve.package import MANIFEST, Package, ServeSettings, check_name, open_package
 from fettle.serve.placement import cores_for, usable_cores
 from fettle.serve.pool import Pool
 from fettle.serve.refusal import Rejected
+from fettle.serve.requires import check_here
 from fettle.serve.spawn import Spare
 
 log = logging.getLogger("fettle.serve")
@@ -81,20 +83,26 @@ class Registry:
     def __init__(self, metrics: Metrics, options: Options, machine: str = "") -> None:
         self.metrics, self.options, self.machine = metrics, options, machine
         self.models: dict[str, Model] = {}
+        self.starting = False
+        """Whether the state file is still being read: nothing is written to it meanwhile."""
         self._lock = asyncio.Lock()
         self._later: set[asyncio.Task[Any]] = set()
 
     # -- loading -----------------------------------------------------------------------------------------------------
 
-    async def load(self, package: Package) -> Version:
-        """Load, warm, and only then serve a package. The first version of a name is its default.
+    async def load(self, package: Package, changed: Mapping[str, Any] | None = None) -> Version:
+        """Load, warm, and only then serve a package, with `changed` settings. The first version is the default.
 
         A version that is served already is replaced without a failed request: the new pool takes over when it is warm,
         and the old one finishes what it has. Raises `Rejected` where it cannot be loaded.
         """
         name, number = package.manifest.name, package.manifest.version
+        try:
+            check_here(name, package.manifest.requires)
+        except UsageError as error:
+            raise Rejected(400, str(error), kind="requires") from None
         async with self._lock:
-            settings = self._settings(package)
+            settings = self._settings(package, changed)
             metrics = ModelMetrics(self.metrics, name, number)
             digest = package.handler_digest or ""
             model = self.models.get(name) or Model()
@@ -116,7 +124,7 @@ class Registry:
             model.versions[number] = made
             model.default = model.default or number
             self.models[name] = model
-            self._remember()
+            self.remember()
         if old is not None:
             await self._retire(old)
         return made
@@ -137,12 +145,34 @@ class Registry:
                     model.default = max(model.versions, default="")
             if not model.versions:
                 del self.models[name]
-            self._remember()
+            self.remember()
         await asyncio.gather(*(self._retire(version) for version in old))
 
-    async def load_named(self, name: str, number: str | None = None) -> Version:
+    async def scale(self, name: str, number: str | None, workers: int) -> None:
+        """Another number of workers for a version, the default one where none is named; returns when they are warm."""
+        async with self._lock:
+            settings, cores = self.share(name, number, workers)
+            await self.find_version(name, number).pool.scale(settings, cores, self.machine)
+            self.remember()
+
+    def share(self, name: str, number: str | None, workers: int) -> tuple[ServeSettings, list[list[int]]]:
+        """What so many workers of a version would be set to, and their cores. Raises `Rejected` for too many."""
+        version = self.find_version(name, number)
+        pool = version.pool
+        settings = _with(pool.settings, {"workers": workers})
+        taken, usable = self._taken(apart=version), usable_cores()
+        # Its own cores first: workers that stay where they are need not start again.
+        free = [core for core in dict.fromkeys([*sorted(pool.cores), *usable]) if core not in taken]
+        need, there = workers * (settings.threads or 1), len(free) if usable else cores()
+        if workers > pool.settings.workers and need > there:
+            raise Rejected(409, f"{workers} workers of {name} need {need} cores, and there are {there} for it")
+        return settings, cores_for(workers, settings.threads, free, ())
+
+    async def load_named(
+        self, name: str, number: str | None = None, changed: Mapping[str, Any] | None = None
+    ) -> Version:
         """Load a package from the store by its name: never from a path or an address that a client gives."""
-        return await self.load(self.find(name, number))
+        return await self.load(self.find(name, number), changed)
 
     def find(self, name: str, number: str | None = None) -> Package:
         """The package of that name in the store; the highest version where none is given."""
@@ -179,11 +209,11 @@ class Registry:
                 raise Rejected(400, f"the model {name} has no version {str(number)[:80]!r}")
         changed = {}
         for number, version in model.versions.items() if "batch" in wanted else ():
-            changed[number] = _with_batching(version.pool.settings, wanted["batch"], version.package)
+            changed[number] = _with_batching(version.pool.settings, wanted["batch"])
         model.default, model.shadow, model.weights = default, shadow, dict(weights)
         for number, settings in changed.items():
             model.versions[number].pool.change(settings, self.machine)
-        self._remember()
+        self.remember()
 
     # -- choosing ----------------------------------------------------------------------------------------------------
 
@@ -196,6 +226,10 @@ class Registry:
         if version is None:
             raise Rejected(404, f"the model {name} has no version {number[:80]}")
         return version
+
+    def find_version(self, name: str, number: str | None) -> Version:
+        """The version of that number, the default one where none is named."""
+        return self.choose(name, number or self._model(name).default)
 
     def shadow_of(self, name: str, chosen: Version) -> Version | None:
         """The version that gets a copy, if it is another one."""
@@ -228,13 +262,19 @@ class Registry:
             raise UsageError(f"the state file {path} cannot be read: move it away to start afresh") from error
         return state
 
-    def _remember(self) -> None:
-        if self.options.state is None:
+    def remember(self) -> None:
+        """Write to the state file what is served."""
+        if self.options.state is None or self.starting:
             return
         state = {
             name: {
                 "versions": {number: str(v.package.folder) for number, v in model.versions.items()},
                 "default": model.default, "weights": model.weights, "shadow": model.shadow,
+                "changed": {
+                    number: changed
+                    for number, v in model.versions.items()
+                    if (changed := _changed(v.pool.settings, self._settings(v.package)))
+                },
             }
             for name, model in self.models.items()
         }  # fmt: skip
@@ -260,23 +300,22 @@ class Registry:
             raise Rejected(404, f"there is no model {name[:80]}")
         return model
 
-    def _settings(self, package: Package) -> ServeSettings:
-        settings = msgspec.structs.replace(package.settings, **self.options.override)
+    def _settings(self, package: Package, changed: Mapping[str, Any] | None = None) -> ServeSettings:
+        wanted = {**self.options.override, **(changed or {})}
         if self.options.device:
-            settings = msgspec.structs.replace(settings, devices=tuple(self.options.device.split(",")))
-        try:
-            settings.batching()
-        except ValueError as error:
-            raise Rejected(400, str(error)) from None
+            wanted["devices"] = self.options.device.split(",")
+        settings = _with(package.settings, wanted)
         if settings.max_rows > package.manifest.max_rows:
             raise Rejected(400, f"{package.manifest.name} takes at most {package.manifest.max_rows} rows a batch")
         return settings
 
     def _cores(self, settings: ServeSettings, replaced: Version | None) -> Sequence[Sequence[int]]:
         """Cores for each worker that no other pool's worker is bound to, apart from the version that will go."""
-        pools = [version.pool for _, _, version in self.versions() if version is not replaced]
-        taken = {core for pool in pools for cores in pool.cores for core in cores}
-        return cores_for(settings.workers, settings.threads, usable_cores(), taken)
+        return cores_for(settings.workers, settings.threads, usable_cores(), self._taken(replaced))
+
+    def _taken(self, apart: Version | None) -> set[int]:
+        """Cores that workers are bound to, apart from those of one version."""
+        return {core for _, _, version in self.versions() if version is not apart for core in version.pool.cores}
 
     def later(self, coroutine: Any) -> None:
         """Run something that no request waits for."""
@@ -295,19 +334,31 @@ def stored(store: Path) -> list[Package]:
     return found
 
 
-def _with_batching(settings: ServeSettings, wanted: Any, package: Package) -> ServeSettings:
+def _with_batching(settings: ServeSettings, wanted: Any) -> ServeSettings:
     allowed = {"max_rows", "delay_ms", "policy", "pad", "max_queue_rows", "timeout_ms", "limit_ms"}
     if not isinstance(wanted, Mapping) or set(wanted) - allowed:
         raise Rejected(400, f"batch may hold {', '.join(sorted(allowed))}")
+    changed = _with(settings, wanted)
+    # Only batch sizes that were warmed: a larger one would compile while clients wait.
+    if changed.max_rows > settings.max_rows:
+        raise Rejected(400, f"only {settings.max_rows} rows were warmed: load the model again for more")
+    return changed
+
+
+def _with(settings: ServeSettings, wanted: Mapping[str, Any]) -> ServeSettings:
+    """Settings with others in their place. Raises `Rejected` (400) for what cannot be."""
     try:
         changed = msgspec.convert({**msgspec.to_builtins(settings), **wanted}, ServeSettings)
         changed.batching()
     except ValueError as error:
         raise Rejected(400, str(error)[:200]) from None
-    # Only batch sizes that were warmed: a larger one would compile while clients wait.
-    if changed.max_rows > settings.max_rows:
-        raise Rejected(400, f"only {settings.max_rows} rows were warmed: load the model again for more")
     return changed
+
+
+def _changed(settings: ServeSettings, given: ServeSettings) -> dict[str, Any]:
+    """What was set otherwise while running."""
+    before = msgspec.to_builtins(given)
+    return {key: value for key, value in msgspec.to_builtins(settings).items() if value != before[key]}
 
 
 def _weighted(weights: Mapping[str, float], sticky: str) -> str:

@@ -49,10 +49,14 @@ class Runner:
             tensors.append(torch.from_numpy(joined))
         if self.device != "cpu":
             tensors = [tensor.to(self.device, non_blocking=True) for tensor in tensors]
+        answers = [as_array(tensor) for tensor in self.call(tensors)]
+        return [answer[:rows] if spec.batched else answer for answer, spec in zip(answers, self.outputs, strict=True)]
+
+    def call(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """One call with tensors that are on the device already; the answers stay there."""
         with torch.inference_mode():
             found = self._model(*tensors)
-        answers = [as_array(tensor) for tensor in ([found] if isinstance(found, torch.Tensor) else found)]
-        return [answer[:rows] if spec.batched else answer for answer, spec in zip(answers, self.outputs, strict=True)]
+        return [found] if isinstance(found, torch.Tensor) else list(found)
 
     def sample(self, rows: int) -> list[Array]:
         """The package's own inputs, repeated or cut to so many rows."""

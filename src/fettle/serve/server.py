@@ -21,6 +21,7 @@ from fettle.serve.metrics import Metrics
 from fettle.serve.package import Package, open_package
 from fettle.serve.refusal import Rejected
 from fettle.serve.registry import Options, Registry
+from fettle.serve.requires import check_here
 from fettle.serve.spans import Spans
 
 log = logging.getLogger("fettle.serve")
@@ -70,6 +71,8 @@ class Server:
     async def start(self, packages: Sequence[Package], restored: bool = True) -> None:
         """Bind the ports, load every package, then answer. Raises `UsageError` where one of them cannot be loaded."""
         address = self.address
+        for package in packages:
+            check_here(package.manifest.name, package.manifest.requires)
         apps = [
             App(
                 self.registry,
@@ -111,13 +114,16 @@ class Server:
 
     async def _load_all(self, packages: Sequence[Package], restored: bool) -> None:
         state = self.registry.remembered() if restored else {}
+        self.registry.starting = True  # a start that is cut short forgets nothing
         for package in packages:
             await self._load(package)
         await self._restore(state, {package.manifest.name for package in packages})
+        self.registry.starting = False
+        self.registry.remember()
 
-    async def _load(self, package: Package) -> None:
+    async def _load(self, package: Package, changed: dict[str, Any] | None = None) -> None:
         try:
-            await self.registry.load(package)
+            await self.registry.load(package, changed)
         except Rejected as error:
             raise UsageError(f"{package.manifest.name} cannot be served: {error.reason}") from error
 
@@ -126,9 +132,9 @@ class Server:
         for name, model in state.items():
             if name in given or not isinstance(model, dict):
                 continue
-            for folder in dict(model.get("versions", {})).values():
+            for number, folder in dict(model.get("versions", {})).items():
                 try:
-                    await self._load(open_package(Path(str(folder))))
+                    await self._load(open_package(Path(str(folder))), dict(model.get("changed", {})).get(number))
                 except UsageError as error:
                     log.error("%s of the last run is not served: %s", name, error)
             wanted = {key: model[key] for key in ("default", "weights", "shadow") if model.get(key)}

@@ -14,7 +14,7 @@ from fettle.serve.placement import device_for
 from fettle.serve.policy import Batch
 from fettle.serve.refusal import Rejected
 from fettle.serve.request import Request
-from fettle.serve.spawn import spawn, threads_each
+from fettle.serve.spawn import spawn
 from fettle.serve.worker_process import WorkerProcess
 
 if TYPE_CHECKING:
@@ -32,9 +32,11 @@ START_S = 600.0
 class Worker:
     """A worker that is there again after it was lost. It has one batch at a time."""
 
-    def __init__(self, pool: Pool, index: int) -> None:
-        self.pool, self.index = pool, index
+    def __init__(self, pool: Pool, index: int, threads: int, cores: Sequence[int] = ()) -> None:
+        self.pool, self.index, self.threads, self.cores = pool, index, threads, list(cores)
         self.ready = False
+        self.leaving = False
+        """Whether it takes no more batches and ends after the one that it has."""
         self.batch: Batch[Request] | None = None
         self.rss = 0
         self.restarts = 0
@@ -67,17 +69,15 @@ class Worker:
 
     async def start(self) -> None:
         """Start a process; returns when it is warm or has failed."""
-        pool = self.pool
-        threads = threads_each(pool.settings.threads, pool.settings.workers)
+        pool, threads = self.pool, self.threads
         spawned = pool.spare.take(threads) if pool.spare is not None and pool.log_path is None else None
         process = self._process = WorkerProcess(self._hear, self._lost)
         self._loaded = pool.loop.create_future()
         self.started_at = time.time()
         await process.start(spawned or spawn(threads, pool.log_path))
         self._wait(START_S)
-        mine = list(pool.cores[self.index]) if self.index < len(pool.cores) else []
         process.write(
-            wire.Load(str(pool.package.folder), pool.sizes, threads, mine, pool.trust, self.device, pool.explains)
+            wire.Load(str(pool.package.folder), pool.sizes, threads, self.cores, pool.trust, self.device, pool.explains)
         )
         await self._loaded
 
@@ -89,6 +89,12 @@ class Worker:
             self._process.end()
         if self._loaded is not None and not self._loaded.done():
             self._loaded.set_result(None)
+
+    def leave(self) -> None:
+        """Take no more batches, and end once the last is answered."""
+        self.ready, self.leaving = False, True
+        if self.batch is None:
+            self.pool.without(self)
 
     def close(self) -> None:
         """End it for good."""
@@ -163,6 +169,9 @@ class Worker:
             log.warning("a call of %s failed: %s", self.pool.name, header.reason)
             why = Rejected(400, header.reason, kind="input") if header.usage else Rejected(500, "the model failed")
             self.pool.failed(batch, why)
+        if self.leaving:
+            self.pool.without(self)
+            return
         most = self.pool.settings.max_worker_bytes
         if most and self.rss > most and self.batch is None and not self.pool.closing:
             log.warning("worker %d of %s has grown to %d MiB: replaced", self.index, self.pool.name, self.rss >> 20)
@@ -194,12 +203,14 @@ class Worker:
         first_start = not self.ready and not self.restarts
         batch, self.batch = self.batch, None
         self.end()
-        if first_start or self.pool.closing:
+        if batch is not None:
+            self.pool.failed(batch, Rejected(500, "the model's process ended during the call", kind="crash"))
+        if self.leaving:
+            self.pool.without(self)
+        if self.leaving or first_start or self.pool.closing:
             return  # whoever asked for the first start hears of its failure
         self.restarts += 1
         self.pool.metrics.restart(why)
-        if batch is not None:
-            self.pool.failed(batch, Rejected(500, "the model's process ended during the call", kind="crash"))
         wait_s = 0.0 if why == "grown" else BACK_OFF_S[min(self._failures, len(BACK_OFF_S) - 1)]
         self._failures += 1
         self._again = self.pool.loop.create_task(self._restart(wait_s))

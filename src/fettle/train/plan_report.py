@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from fettle.errors import UsageError
-from fettle.memory.units import size_text
 from fettle.train.plan import Plan, Prediction
 from fettle.train.plan_timeline import PARTS
+from fettle.units import size_text
 
 _GIB = 1 << 30
 _COLOURS = ("#1f77a8", "#2f9a6c", "#7d6bc4", "#d27a22", "#8a949e")

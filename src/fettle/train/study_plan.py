@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from fettle.memory.units import size_text
 from fettle.techniques import repeated_blocks
 from fettle.train.plan import Plan, build_fake, plan
 from fettle.train.strategies import KINDS, Strategy, parse_strategy
+from fettle.units import size_text
 from fettle.workload import Target
 
 _EXACT = ("parallel", "wrap", "offload", "ddp_buckets", "ddp_compress", "ddp_graph", "optimizer", "threads", "loading",

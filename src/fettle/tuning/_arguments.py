@@ -13,9 +13,8 @@ from fettle.recipe import Recipe
 from fettle.result import Goal, Limits
 from fettle.search import DESIGNS
 from fettle.techniques import check_names
-from fettle.workload import Target, Workload, as_batches, find_target, target_from_objects
+from fettle.workload import Target, Workload, as_batches, check_mode, find_target, target_from_objects
 
-MODES = ("inference", "training")
 GOALS: tuple[Goal, ...] = ("throughput", "latency", "memory", "energy", "startup")
 
 
@@ -29,8 +28,7 @@ def target_of(
 ) -> Target:
     from fettle.train import TrainingWorkload
 
-    if mode not in MODES:
-        raise UsageError(f"unknown mode {mode!r}: there are {', '.join(MODES)}")
+    check_mode(mode)
     if isinstance(model, TrainingWorkload):
         if mode != "training":
             raise UsageError("a TrainingWorkload is tuned with mode='training'")

@@ -1,15 +1,15 @@
 """The handler for text generation: a prompt in, one token after the other out.
 
-Greedy, or sampled with a temperature. Every step runs the whole text through the model: an exported program keeps no
-keys and values, so a text of n tokens costs n calls that grow with it. Good for short answers and small models. The
-texts of one batch go in step, filled up on their right, where a causal model cannot see.
+Greedy, or sampled with a temperature. Where the package's model takes the keys and values of the tokens before, each
+step runs the new token only; else every step runs the whole text, so that a text of n tokens costs n calls that grow
+with it. The texts of one batch go in step, filled up on their right, where a causal model cannot see.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -19,10 +19,15 @@ from fettle.serve.handlers.parts import Array, output_index, softmax
 from fettle.serve.handlers.text import TOKENIZER, read_tokenizer
 from fettle.serve.tensors import TensorSpec
 
+if TYPE_CHECKING:
+    from fettle.serve.handlers.cache import Cache
+
 LAST = "last"
 """The model's input that says which position's next token is wanted."""
 LOGITS = "logits"
-_INPUTS = ("input_ids", "attention_mask", LAST)
+SEEN, PAST, FRESH = "seen", "past", "fresh"
+"""The inputs of a model that is given the keys and values of the tokens before, and the output that joins them."""
+_INPUTS = ("input_ids", "attention_mask", LAST, SEEN, PAST)
 _ENDS = ("</s>", "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "[SEP]", "<eos>")
 
 
@@ -121,7 +126,9 @@ class Handler:
         names = [spec.name for spec in self.inputs]
         if "input_ids" not in names or LAST not in names or set(names) - set(_INPUTS):
             raise UsageError(f"the generate handler fills {', '.join(_INPUTS)}; the model has {', '.join(names)}")
-        self.place = output_index(context.manifest.outputs, LOGITS)
+        self.outputs = context.manifest.outputs
+        self.place = output_index(self.outputs, LOGITS)
+        self.keeps = PAST in names
         self.metrics = context.metrics
         self.tokenizer = read_tokenizer(context.folder)
         self.tokenizer.no_padding()
@@ -154,12 +161,13 @@ class Handler:
         """
         texts = [self._begin(index, body) for index, body in enumerate(bodies)]
         live = texts
+        cache = self._cache() if self.keeps else None
         while live:
             left = gone()
             for text in (text for text in live if text.index in left):
                 text.reason = "gone"
             going = [text for text in live if not text.reason]
-            for text, row in zip(going, self._logits(going) if going else (), strict=True):
+            for text, row in zip(going, self._logits(going, cache) if going else (), strict=True):
                 self._grow(text, _next(row, text), tell)
             for text in (text for text in live if text.reason):  # nobody waits for the longest of the batch
                 tell(text.index, text.answer())
@@ -181,8 +189,15 @@ class Handler:
         random = np.random.default_rng(wanted.seed)
         return _Text(index, ids, left, wanted, random, len(self.tokenizer.decode(ids)))
 
-    def _logits(self, live: Sequence[_Text]) -> Array:
+    def _cache(self) -> Cache:
+        from fettle.serve.handlers.cache import Cache  # imports torch, which the server's own process does without
+
+        return Cache(self.runner, self.inputs, self.outputs, self.place)
+
+    def _logits(self, live: Sequence[_Text], cache: Cache | None) -> Array:
         """Scores of every token to come next: one call for all texts."""
+        if cache is not None:
+            return cache.logits([text.index for text in live], [text.ids for text in live])
         length = max(len(text.ids) for text in live)
         parts = []
         for text in live:

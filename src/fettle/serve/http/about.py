@@ -28,6 +28,8 @@ async def read(call: Call) -> Reply | None:
 
 def _metrics(registry: Registry) -> bytes:
     every = registry.metrics
+    for gauge in (every.queue_rows, every.inflight, every.worker_bytes):
+        gauge.clear()  # of models and workers that are no more
     for name, number, version in registry.versions():
         every.queue_rows.labels(name, number).set(version.pool.waiting_rows)
         every.inflight.labels(name, number).set(version.pool.inflight)

@@ -87,6 +87,7 @@ class App:
         version = call.version
         if version is not None:
             version.metrics.response(reply.status)
+            version.last_ms = int(time.time() * 1e3)
             if self.spans is not None:
                 manifest = version.package.manifest
                 self.spans.record(call.headers, manifest.name, manifest.version, reply.status, began, reply.answer)

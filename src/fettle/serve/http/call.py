@@ -92,9 +92,19 @@ class Call:
         """A header's text; empty where it was not sent."""
         return self.headers.get(name, b"").decode("latin-1")
 
-    def choose(self, name: str, number: str | None, sticky: str = "") -> Version:
-        """The version that answers this call."""
-        self.version = self.registry.choose(name, number, sticky)
+    @property
+    def model_path(self) -> tuple[str, str | None, list[str]] | None:
+        """Of ``/v2/models/NAME[/versions/V]/...``: name, version, and the rest. None for other paths."""
+        match self.parts:
+            case ["v2", "models", name, "versions", number, *rest]:
+                return name, number, rest
+            case ["v2", "models", name, *rest]:
+                return name, None, rest
+        return None
+
+    def choose(self, name: str, number: str | None) -> Version:
+        """The version that answers this call. Those of one session, or of one request's tries, go the same way."""
+        self.version = self.registry.choose(name, number, self.header(b"x-session-id") or self.header(b"x-request-id"))
         return self.version
 
     def gone(self) -> Callable[[], bool] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
@@ -20,19 +19,15 @@ from fettle.serve.request import Answer
 
 async def generate(call: Call) -> Reply | None:
     """``POST /v2/models/NAME[/versions/V]/generate`` and ``/generate_stream``."""
-    if call.method != "POST":
-        return None
-    match call.parts:
-        case ["v2", "models", name, "generate" | "generate_stream" as how]:
-            return await _generate(call, name, None, stream=how == "generate_stream")
-        case ["v2", "models", name, "versions", number, "generate" | "generate_stream" as how]:
+    match call.method, call.model_path:
+        case "POST", (name, number, ["generate" | "generate_stream" as how]):
             return await _generate(call, name, number, stream=how == "generate_stream")
     return None
 
 
 async def _generate(call: Call, name: str, number: str | None, *, stream: bool) -> Reply:
     body = await call.body()
-    version = call.choose(name, number, call.header(b"x-request-id"))
+    version = call.choose(name, number)
     if not generates(version):
         raise Rejected(400, f"the model {name} generates no text")
     try:
@@ -53,7 +48,6 @@ async def _generate(call: Call, name: str, number: str | None, *, stream: bool) 
     if prompt.id:
         head = {"id": prompt.id, **head}
     events = _events(version.pool, answer, first, pieces, head, gone)
-    version.last_ms = int(time.time() * 1e3)
     if stream:
         return Reply(200, kind=b"text/event-stream", headers=((b"cache-control", b"no-cache"),), events=events)
     async for _ in events:

@@ -38,7 +38,7 @@ def _described(name: str, registry: Registry) -> dict[str, Any]:
         "name": name, "default": model.default, "weights": model.weights, "shadow": model.shadow,
         "versions": {
             number: {
-                "state": version.state, "workers": len(version.pool.workers),
+                "state": version.state, "workers": version.pool.settings.workers,
                 "max_rows": version.pool.settings.max_rows, "delay_ms": version.pool.settings.delay_ms,
                 "policy": version.pool.settings.policy, "take": version.pool.queue.plan.take[:65],
                 "recipe": version.package.manifest.recipe, "accuracy": version.package.manifest.accuracy,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -20,19 +19,15 @@ EXTENSIONS = ["generate", "binary_tensor_data", "model_repository", "model_confi
 
 async def infer(call: Call) -> Reply | None:
     """``POST /v2/models/NAME[/versions/V]/infer`` and ``/explain``."""
-    if call.method != "POST":
-        return None
-    match call.parts:
-        case ["v2", "models", name, "infer" | "explain" as what]:
-            return await _infer(call, name, None, explain=what == "explain")
-        case ["v2", "models", name, "versions", number, "infer" | "explain" as what]:
+    match call.method, call.model_path:
+        case "POST", (name, number, ["infer" | "explain" as what]):
             return await _infer(call, name, number, explain=what == "explain")
     return None
 
 
 async def _infer(call: Call, name: str, number: str | None, *, explain: bool) -> Reply:
     body = await call.body()
-    version = call.choose(name, number, call.header(b"x-session-id") or call.header(b"x-request-id"))
+    version = call.choose(name, number)
     pool = version.pool
     asked = protocol.read_request(
         body, _header_length(call), pool.specs, pool.output_specs, pool.settings.max_rows
@@ -46,7 +41,6 @@ async def _infer(call: Call, name: str, number: str | None, *, explain: bool) ->
     if shadow is not None and not explain:
         call.registry.later(_shadowed(shadow, asked, key))
     found = await answer
-    version.last_ms = int(time.time() * 1e3)
     if explain:  # an attribution for each input, called and shaped as that is
         binary = asked.parameters.get("binary_data_output") is True
         outputs = [(spec, array, binary) for spec, array in zip(pool.attribution_specs, found.outputs, strict=True)]
@@ -109,23 +103,6 @@ async def read(call: Call) -> Reply | None:
             return said({"models": sorted(registry.models)})
         case "GET", ["v2", "models", "stats"]:
             return said({"model_stats": [_statistics(*row) for row in registry.versions()]})
-        case "GET", ["v2", "models", name, "stats"]:
-            registry.choose(name)
-            return said({"model_stats": [_statistics(*row) for row in registry.versions() if row[0] == name]})
-        case "GET", ["v2", "models", name, "versions", number, "stats"]:
-            return said({"model_stats": [_statistics(name, number, registry.choose(name, number))]})
-        case "GET", ["v2", "models", name]:
-            return _metadata(call, name, None)
-        case "GET", ["v2", "models", name, "versions", number]:
-            return _metadata(call, name, number)
-        case "GET", ["v2", "models", name, "ready"]:
-            return _ready(name, registry.choose(name))
-        case "GET", ["v2", "models", name, "versions", number, "ready"]:
-            return _ready(name, registry.choose(name, number))
-        case "GET", ["v2", "models", name, "config"]:
-            return said(_configuration(name, registry.choose(name)))
-        case "GET", ["v2", "models", name, "versions", number, "config"]:
-            return said(_configuration(name, registry.choose(name, number)))
         case "POST", ["v2", "repository", "index"]:
             return said(
                 [{"name": name, "version": number, "state": version.state, "reason": version.reason}
@@ -133,13 +110,19 @@ async def read(call: Call) -> Reply | None:
             )  # fmt: skip
         case "POST", ["v2", "repository", "models", _, "load" | "unload"]:
             raise Refusal(403, "models are loaded and unloaded on the management port")
+    match call.method, call.model_path:
+        case "GET", (name, number, []):
+            pool, numbers = registry.choose(name, number).pool, sorted(registry.models[name].versions)
+            return said(protocol.metadata(name, numbers, pool.specs, pool.output_specs))
+        case "GET", (name, number, ["ready"]):
+            return _ready(name, registry.choose(name, number))
+        case "GET", (name, number, ["config"]):
+            return said(_configuration(name, registry.choose(name, number)))
+        case "GET", (name, number, ["stats"]):
+            registry.choose(name, number)
+            rows = [row for row in registry.versions() if row[0] == name and number in (None, row[1])]
+            return said({"model_stats": [_statistics(*row) for row in rows]})
     return None
-
-
-def _metadata(call: Call, name: str, number: str | None) -> Reply:
-    version = call.registry.choose(name, number)
-    numbers = sorted(call.registry.models[name].versions)
-    return said(protocol.metadata(name, numbers, version.pool.specs, version.pool.output_specs))
 
 
 def _ready(name: str, version: Version) -> Reply:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import time
+import logging
+import re
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 from fettle.serve.http.call import Call
 from fettle.serve.http.reply import Reply, said
 from fettle.serve.refusal import Malformed, NoSuchPath, Rejected
-from fettle.serve.registry import Version
+from fettle.serve.registry import Registry, Version
+
+log = logging.getLogger("fettle.serve")
 
 
 async def predict(call: Call) -> Reply | None:
@@ -32,12 +36,11 @@ async def predict(call: Call) -> Reply | None:
 
 async def _predict(call: Call, name: str, number: str | None, *, explain: bool = False) -> Reply:
     body = await call.body()
-    version = call.choose(name, number, call.header(b"x-request-id"))
+    version = call.choose(name, number)
     kind = call.header(b"content-type")[:200]
     if kind.startswith("multipart/form-data"):
         body = _form_data(body, kind)
     answer = await version.pool.submit(rows=1, key="body", body=body, kind=kind, gone=call.gone(), explain=explain)
-    version.last_ms = int(time.time() * 1e3)
     return Reply(200, (answer.body,), answer.kind.encode("latin-1"), answer=answer)
 
 
@@ -67,7 +70,7 @@ async def ping(call: Call) -> Reply | None:
 
 
 async def manage(call: Call) -> Reply | None:
-    """``/models``: list, describe, register by name, unregister, set the default version."""
+    """``/models``: list, describe, register by name, unregister, scale, set the default version."""
     registry = call.registry
     match call.method, call.parts:
         case "GET", ["models"]:
@@ -91,9 +94,10 @@ async def manage(call: Call) -> Reply | None:
         case "PUT", ["models", name, number, "set-default"]:
             registry.change(name, {"default": number})
             return said({"status": f'Default version successfully updated for model "{name}" to "{number}"'})
-        case "PUT", ["models", name] | ["models", name, _]:
-            registry.choose(name, call.parts[2] if len(call.parts) > 2 else None)
-            raise Rejected(501, "the number of workers is set in serve.toml: load the model again to change it")
+        case "PUT", ["models", name]:
+            return await _scale(call, name, None)
+        case "PUT", ["models", name, number]:
+            return await _scale(call, name, number)
         case _, ["predictions" | "v1", *_]:
             raise NoSuchPath
     return None
@@ -104,10 +108,44 @@ async def _register(call: Call) -> Reply:
     wanted = query.get("url", "")
     if "/" in wanted or "\\" in wanted or ":" in wanted or not wanted:
         raise Rejected(400, "url names a package of the store; addresses and paths are not taken")
-    made = await call.registry.load_named(query.get("model_name") or wanted.removesuffix(".zip"))
-    manifest, count = made.package.manifest, len(made.pool.workers)
+    named = {"initial_workers": "workers", "batch_size": "max_rows", "max_batch_delay": "delay_ms"}
+    # No workers at first is TorchServe's way to say: later.
+    changed = {ours: _number(query, name, 1) for name, ours in named.items() if query.get(name, "0") != "0"}
+    made = await call.registry.load_named(query.get("model_name") or wanted.removesuffix(".zip"), changed=changed)
+    manifest, count = made.package.manifest, made.pool.settings.workers
     text = f'Model "{manifest.name}" Version: {manifest.version} registered with {count} initial workers'
     return said({"status": text})
+
+
+async def _scale(call: Call, name: str, number: str | None) -> Reply:
+    """At least ``min_worker`` and at most ``max_worker`` workers. Without ``synchronous`` the answer comes at once."""
+    registry, query = call.registry, call.query()
+    least = _number(query, "min_worker", 1)
+    most = _number(query, "max_worker", least)
+    if not 1 <= least <= most:
+        raise Rejected(400, "min_worker is 1 or more and max_worker no less; to have no worker, unregister the model")
+    count = min(max(registry.find_version(name, number).pool.settings.workers, least), most)
+    registry.share(name, number, count)  # what cannot be is said now, also to those who do not wait
+    if query.get("synchronous", "").lower() != "true":
+        registry.later(_scaled(registry, name, number, count))
+        return said({"status": "Processing worker updates..."}, 202)
+    await registry.scale(name, number, count)
+    version = f", version: {number}" if number else ""
+    return said({"status": f"Workers scaled to {count} for model: {name}{version}"})
+
+
+async def _scaled(registry: Registry, name: str, number: str | None, count: int) -> None:
+    try:
+        await registry.scale(name, number, count)
+    except Rejected as error:
+        log.error("%s was not scaled to %d workers: %s", name, count, error.reason)
+
+
+def _number(query: Mapping[str, str], name: str, default: int) -> int:
+    text = query.get(name, str(default))
+    if not re.fullmatch(r"\d{1,4}", text, re.ASCII):
+        raise Rejected(400, f"{name} is a number")
+    return int(text)
 
 
 def _described(name: str, version: Version) -> dict[str, Any]:
@@ -117,7 +155,7 @@ def _described(name: str, version: Version) -> dict[str, Any]:
          "status": "READY" if worker.ready else "UNREADY", "gpu": worker.device != "cpu"}
         for worker in pool.workers
     ]  # fmt: skip
-    count = len(pool.workers)
+    count = pool.settings.workers
     return {
         "modelName": name, "modelVersion": version.package.manifest.version, "modelUrl": name, "engine": "Torch",
         "runtime": "python", "minWorkers": count, "maxWorkers": count, "batchSize": pool.settings.max_rows,

@@ -10,7 +10,7 @@ import altair as alt
 import polars as pl
 
 from fettle.errors import UsageError
-from fettle.report import shell
+from fettle.page import as_spec, shell
 from fettle.trace.idle import CAUSES
 
 MAX_ROWS = 4000
@@ -46,14 +46,6 @@ _ROOM = "(width ? containerSize()[0] || width : width)"
 _SPARE = ("#1f77a8", "#2f9a6c", "#b4588e", "#a48a17", "#5c8d2f", "#8c2f39", "#4f5fb0", "#d9a05b")
 
 
-def spec(chart: Any) -> dict[str, Any]:
-    """The chart as Vega-Lite, without a configuration or an address."""
-    made: dict[str, Any] = chart.to_dict()
-    for key in ("$schema", "config"):
-        made.pop(key, None)
-    return made
-
-
 def save(chart: Any, path: Path) -> None:
     """Write a chart as self-contained HTML, PNG, SVG or JSON, by the file's suffix.
 
@@ -63,7 +55,7 @@ def save(chart: Any, path: Path) -> None:
     kind = path.suffix.removeprefix(".")
     if kind not in ("html", "png", "svg", "json"):
         raise UsageError(f"charts are .html, .png, .svg or .json files, not '{path.suffix}'")
-    made = spec(chart)
+    made = as_spec(chart)
     content = json.dumps(made, default=str).encode() if kind == "json" else shell.draw(made, kind)
     try:
         path.write_bytes(content)

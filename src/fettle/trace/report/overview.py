@@ -10,8 +10,9 @@ from fettle.trace.health import trace_health
 from fettle.trace.idle import CAUSES, idle_summary
 from fettle.trace.memory_timeline import memory_timeline
 from fettle.trace.model import Trace
-from fettle.trace.report.section import Section, ms, place, size
+from fettle.trace.report.section import Section, ms, place
 from fettle.trace.steps import step_summary, steps
+from fettle.units import size_text
 
 SHOWN_PLACES = 6
 
@@ -71,7 +72,7 @@ def tiles(traces: list[Trace]) -> list[tuple[str, str, str]]:
         found.append(("outside operators", f"{idle:.0%}", "Python, waiting, other libraries"))
     peak = memory_timeline(trace)["allocated_bytes"].max()
     if isinstance(peak, int) and peak > 0:
-        found.append(("peak allocated", size(peak), "of the busiest allocator"))
+        found.append(("peak allocated", size_text(peak), "of the busiest allocator"))
     found.append(("events", f"{trace.events.height:,}", f"{len(traces)} rank(s)"))
     return found
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import polars as pl
 
 from fettle.errors import UsageError
-from fettle.recipe import write_text
-from fettle.report import clean, shell
+from fettle.files import write_text
+from fettle.page import clean, shell
 from fettle.trace.model import Trace
 from fettle.trace.report import device, host, overview, path
 from fettle.trace.report.section import Section

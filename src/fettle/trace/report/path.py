@@ -17,9 +17,10 @@ from fettle.trace.kernels import class_of_row
 from fettle.trace.kinds import Kind, short_kernel_name
 from fettle.trace.memory_timeline import memory_peak, memory_timeline
 from fettle.trace.model import Ints, Trace
-from fettle.trace.report.section import Section, ms, size
+from fettle.trace.report.section import Section, ms
 from fettle.trace.steps import steps
 from fettle.trace.whatif import what_if
+from fettle.units import size_text
 
 SHOWN_RANKS = 4
 TIMELINE_EVENTS = 1200
@@ -221,7 +222,7 @@ def memory(traces: list[Trace]) -> Section | None:
         if told.height:
             series = told.with_columns(mib=pl.col("allocated_bytes") / 2**20)
             rank = f", rank {trace.rank}" if len(traces) > 1 else ""
-            peak = size(int(told["allocated_bytes"].max() or 0))  # type: ignore[arg-type]
+            peak = size_text(int(told["allocated_bytes"].max() or 0))  # type: ignore[arg-type]
             section.chart(
                 f"Allocated{rank}, at most {peak}",
                 charts.step_line(series, "mib", series="device", unit="MiB", area=True),

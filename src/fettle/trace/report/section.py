@@ -8,7 +8,9 @@ from typing import Any
 
 import polars as pl
 
+from fettle.page import as_spec
 from fettle.trace.model import Trace
+from fettle.units import size_text
 
 CUT_CHARS = 110
 _NANOSECONDS = re.compile(r"_ns(?=_|$)")
@@ -51,9 +53,7 @@ class Section:
     tables: list[Table] = field(default_factory=list)
 
     def chart(self, title: str, chart: Any, words: str = "") -> None:
-        from fettle.trace.charts import spec
-
-        self.charts.append(Chart(title, words or title, spec(chart)))
+        self.charts.append(Chart(title, words or title, as_spec(chart)))
 
     def table(self, caption: str, frame: pl.DataFrame, rows: int = 15, keep: str = "") -> None:
         """A table of the first rows; columns that say nothing (one value that is null, empty or the only rank) go,
@@ -101,18 +101,9 @@ def _cell(value: Any, column: str) -> Cell:
     if column.endswith("share") and isinstance(value, (int, float)):
         return Cell(cell(value, column), bar=max(0.0, min(100.0, value * 100)))
     if isinstance(value, int) and "bytes" in column:
-        return Cell(size(value), f"{value:,} bytes")
+        return Cell(size_text(value), f"{value:,} bytes")
     text = str(value) if isinstance(value, str) else cell(value, column)
     return Cell(text) if len(text) <= CUT_CHARS else Cell(text[: CUT_CHARS - 1] + "…", text[:2000])
-
-
-def size(count: float) -> str:
-    """Bytes in binary units."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024 or unit == "GiB":
-            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
-        count /= 1024
-    return ""
 
 
 def ms(nanoseconds: float) -> str:

@@ -1,16 +1,14 @@
-"""Was the advice right? What each fix brought beside the bound: in a race of its own, or by the trials of a study."""
+"""What findings advise, and what that brought beside the bound: in a race of its own, or by the trials of a study."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from fettle.diagnose.finding import Finding
 from fettle.measure import Interval, Trial
 from fettle.recipe import Recipe
-from fettle.result import ALONE, Advice, Limits, keeps
-from fettle.techniques import Facts, conflict, normal
-from fettle.workload import Target
+from fettle.result import ALONE, Advice, keeps
 
 
 @dataclass(frozen=True)
@@ -39,54 +37,6 @@ class Verified:
         return None if self.speedup is None else keeps(self.finding.bound, self.speedup, self.before)
 
 
-def verify(
-    target: str | Target,
-    found: Sequence[Finding],
-    facts: Facts,
-    *,
-    budget_s: float = 180.0,
-    tell: Callable[[str], None] = lambda text: None,
-) -> list[Verified]:
-    """Race the levels that each finding names, all in one race with the workload as given.
-
-    Where train mode changes the answers, no fix but eval mode can be right: the others are put beside that.
-    """
-    from fettle.comparing import bench
-
-    first = Recipe({"mode": "eval"} if facts.train_mode_differs else {})
-    answers: list[Verified] = []
-    able: dict[Recipe, Finding] = {}
-    for finding in found:
-        recipe = normal(Recipe({**first.levels, **finding.levels}))
-        if not finding.levels or finding.bound <= 0 or recipe in able:
-            continue
-        why_not = conflict(recipe, facts)
-        if why_not:
-            answers.append(Verified(finding, str(recipe), None, why_not))
-        else:
-            able[recipe] = finding
-    if not able:
-        return answers
-    tell(f"racing {len(able)} fixes against the workload as given")
-    recipes = list(dict.fromkeys([first, *able] if first.levels else able))
-    trials = bench(target, recipes, limits=Limits(max_error=None), budget_s=budget_s, max_rounds=20).trials[1:]
-    trial_of = dict(zip(recipes, trials, strict=True))
-    for recipe, finding in able.items():
-        beside = first if recipe != first else Recipe()
-        answers.append(_verified(finding, trial_of[recipe], str(beside) if beside.levels else "", trial_of.get(beside)))
-    return answers
-
-
-def _verified(finding: Finding, trial: Trial, beside: str, without: Trial | None) -> Verified:
-    recipe = str(trial.recipe)
-    for needed in (trial, without):
-        if needed is not None and (needed.status == "failed" or needed.speedup is None):
-            return Verified(finding, recipe, None, needed.reason, beside)
-    if without is None:
-        return Verified(finding, recipe, trial.speedup)
-    return Verified(finding, recipe, _ratio(without.speedup, trial.speedup), "", beside, without.speedup or ALONE)
-
-
 def advice(found: Iterable[Finding]) -> list[Advice]:
     """What findings advise a study to try, before it has."""
     return [Advice(f.rule, f.says, dict(f.levels), f.bound) for f in found if f.levels and f.bound > 0]
@@ -110,13 +60,14 @@ def brought(advised: Iterable[Advice], trials: Iterable[Trial]) -> list[Advice]:
                 pairs.append((len(rest.levels), measured[rest], with_it))
         if pairs:
             _, without, with_it = min(pairs, key=lambda pair: pair[0])
-            brought = _ratio(without.speedup, with_it.speedup)
+            brought = ratio(without.speedup, with_it.speedup)
             item = replace(item, brought=brought, beside=without.recipe, before=without.speedup or ALONE)
         answers.append(item)
     return answers
 
 
-def _ratio(before: Interval | None, after: Interval | None) -> Interval | None:
+def ratio(before: Interval | None, after: Interval | None) -> Interval | None:
+    """What was gained between two speed-ups over the same baseline; its interval is the widest that theirs allow."""
     if before is None or after is None:
         return None
     return Interval(after.estimate / before.estimate, after.low / before.high, after.high / before.low)

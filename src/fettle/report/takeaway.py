@@ -1,4 +1,4 @@
-"""The files that the user takes away."""
+"""The four files that the user takes away."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from pathlib import Path
 
 import msgspec
 
-from fettle.recipe import RecipeFile, write_text
+from fettle.files import write_text
+from fettle.recipe_file import RecipeFile
+from fettle.report.data import save_result
+from fettle.report.html import write_report
 from fettle.result import Result
 
 
 def save(result: Result, folder: Path) -> list[Path]:
     """Write what the user takes away: recipe.toml, optimized.py, result.json, report.html. Returns the paths."""
-    from fettle.report import save_result, write_report
-
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     if result.winner is not None:
-        recipe_file(result).save(folder / "recipe.toml")
+        _recipe_file(result).save(folder / "recipe.toml")
         write_text(folder / "optimized.py", result.code)
         paths += [folder / "recipe.toml", folder / "optimized.py"]
     save_result(result, folder / "result.json")
@@ -26,7 +27,7 @@ def save(result: Result, folder: Path) -> list[Path]:
     return [*paths, folder / "report.html", folder / "result.json"]
 
 
-def recipe_file(result: Result) -> RecipeFile:
+def _recipe_file(result: Result) -> RecipeFile:
     """The winner's recipe with its evidence."""
     winner = result.winner
     assert winner is not None

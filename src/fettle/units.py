@@ -24,10 +24,12 @@ def size_text(size_bytes: float) -> str:
     return f"{sign}{value:.{digits}f} {unit}"
 
 
-def parse_size(text: str) -> int:
-    """Bytes from ``512``, ``1.5GiB``, ``2 GB`` or ``80M`` (MiB); `UsageError` for anything else."""
+def parse_size(text: str, option: str = "") -> int:
+    """Bytes from ``512``, ``1.5GiB``, ``2 GB`` (2 * 10**9) or ``80M`` (MiB); `UsageError` for anything else, which
+    names the option."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     factor = _FACTORS.get(match.group(2).upper()) if match else None
     if match is None or factor is None:
-        raise UsageError(f"{text!r} is not a size: write 512, 80MiB, 1.5GiB or 2GB")
+        where = f"{option}: " if option else ""
+        raise UsageError(f"{where}{text!r} is no size: write 512, 80MiB, 1.5GiB or 2GB")
     return int(float(match.group(1)) * factor)

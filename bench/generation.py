@@ -1,0 +1,119 @@
+"""Text token by token: fettle's generate handler with kept keys and values and without, and transformers' own.
+
+The same model (GPT-2's sizes or smaller, random weights: nothing is downloaded), the same prompts, greedy, the same
+number of new tokens, in one process, in turn, in random order, several rounds. Seconds are of whole batches; what comes
+out must be the same tokens, else nothing is reported. `generate` of transformers is what a user would write instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from unittest import mock
+
+import tokenizers
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from fettle.machine import this_machine
+from fettle.recipe import Recipe
+from fettle.serve import generating
+from fettle.serve.export import write_package
+from fettle.serve.handler import find_handler
+from fettle.serve.runner import Runner
+from fettle.workload import Workload
+
+WORDS = 5000
+
+
+def model_of(layers: int, width: int) -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=layers, n_embd=width, n_head=max(1, width // 64), vocab_size=WORDS, bos_token_id=None,
+        eos_token_id=None, initializer_range=0.5,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config).eval()
+
+
+def handler_of(model: GPT2LMHeadModel, folder: Path, most: int, *, keeps: bool):
+    ids = torch.randint(0, WORDS, (2, 16))
+    work = Workload(model, [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}])
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(WORDS)}, "0"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    with mock.patch.object(generating, "cached", generating.cached if keeps else lambda *given: None):
+        package = write_package(
+            work, Recipe(), folder, name="gpt", handler="generate", files={"tokenizer.json": made.to_str().encode()},
+            handler_settings={"max_new_tokens": most, "max_tokens": 1024},
+        )  # fmt: skip
+    assert keeps == ("past" in {spec.name for spec in package.manifest.inputs})
+    return find_handler(package, Runner(package), "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt")
+    parser.add_argument("--new", type=int, default=64, help="tokens to generate")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    model = model_of(given.layers, given.width)
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        handlers = {
+            "fettle, kept": handler_of(model, Path(folder) / "kept", given.new, keeps=True),
+            "fettle, whole text": handler_of(model, Path(folder) / "whole", given.new, keeps=False),
+        }
+        for rows in given.rows:
+            ids = torch.randint(0, WORDS, (rows, given.prompt))
+            texts = [" ".join(map(str, row)) for row in ids.tolist()]
+            parameters = {"max_tokens": given.new}
+            bodies = [json.dumps({"text_input": text, "parameters": parameters}).encode() for text in texts]
+
+            def by(handler, bodies=bodies) -> list[str]:
+                texts: dict[int, str] = {}
+
+                def hear(index: int, said: bytes, last: bool) -> None:
+                    if last:
+                        texts[index] = json.loads(said)["text_output"]
+
+                handler.generate(bodies, hear, set)
+                return [texts[index].strip() for index in range(len(bodies))]
+
+            def by_transformers(ids=ids) -> list[str]:
+                with torch.inference_mode():
+                    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0,
+                                         max_new_tokens=given.new)  # fmt: skip
+                return [" ".join(map(str, row)) for row in out[:, ids.shape[1] :].tolist()]
+
+            ways = {name: (lambda handler=handler: by(handler)) for name, handler in handlers.items()}
+            ways["transformers"] = by_transformers
+            answers = {name: way() for name, way in ways.items()}  # warms up, too
+            equal = len({json.dumps(answer) for answer in answers.values()}) == 1
+            took: dict[str, list[float]] = {name: [] for name in ways}
+            for _ in range(given.rounds):
+                for name in random.sample(list(ways), len(ways)):
+                    began = time.perf_counter()
+                    ways[name]()
+                    took[name].append(time.perf_counter() - began)
+            found.append({"rows": rows, "same_tokens": equal, "seconds": took})
+            print(f"{rows} texts, {given.prompt} + {given.new} tokens; the same tokens: {equal}")
+            for name, seconds in took.items():
+                middle = statistics.median(seconds)
+                print(f"  {name:20} {middle:8.3f} s  {rows * given.new / middle:8.1f} tokens/s")
+    if given.json is not None:
+        settings = {key: value for key, value in vars(given).items() if key != "json"}
+        given.json.write_text(
+            json.dumps({"machine": this_machine().summary, "settings": settings, "runs": found}, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main()

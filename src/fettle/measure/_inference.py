@@ -1,0 +1,192 @@
+"""What a worker process does where the workload is a call: build it, judge a recipe's answers, make it ready."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from fettle.measure._notes import compiler_notes, notes_kept
+from fettle.measure._state import Request, State, call, examine, one_sample, peaks, prepared, take_slice, weight_bytes
+
+
+def build(state: State, request: Request) -> dict[str, Any]:
+    """Build the workload, with the same seed in every worker."""
+    import torch
+
+    from fettle.measure import _meters
+    from fettle.workload import Target, fingerprint
+
+    started = time.perf_counter()
+    target = msgspec.convert(request.target, Target)
+    torch.manual_seed(0)
+    made = target.load()
+    state.workload = with_check(made)
+    state.derived_check = len(made.inputs) == 1 and not made.check_inputs
+    state.load_s = time.perf_counter() - started
+    state.fingerprint = fingerprint(state.workload)
+    state.device = device_of(state.workload)
+    _meters.trim()
+    state.base_bytes = _meters.resident_bytes() - weight_bytes(state.workload.model)
+    return {"load_s": state.load_s, "fingerprint": state.fingerprint, "name": state.workload.name}
+
+
+def probe(state: State, request: Request) -> dict[str, Any]:
+    """See that the model takes its inputs, and gather the facts."""
+    from fettle.techniques import probe_facts
+
+    check_inputs(state.workload)
+    facts = probe_facts(state.workload, allow_batch=request.allow_batch)
+    if state.derived_check:  # the same rows again: what calibrates a recipe must not judge it
+        facts = replace(facts, calibration_batches=0)
+    return {"facts": msgspec.to_builtins(facts), "has_metric": state.workload.metric is not None}
+
+
+def reference(state: State, request: Request) -> dict[str, Any]:
+    """Compute the reference outputs and write them to `request.path`."""
+    from fettle.measure._reference import write_reference
+
+    found = write_reference(state.workload, request.path)
+    return msgspec.to_builtins(found)  # type: ignore[no-any-return]
+
+
+def prepare(state: State, request: Request) -> dict[str, Any]:
+    """Apply a recipe's source, judge its first answers, warm up, and report what that took."""
+    import torch
+
+    from fettle.measure import _meters
+    from fettle.measure._accuracy import compare, first_rows, repeat_rows, tensors, user_metric, worst
+    from fettle.measure._clock import Clock, warm_up
+    from fettle.measure._reference import read_reference
+    from fettle.techniques import load
+
+    workload = state.workload
+    calibration = list(workload.calibration) or list(workload.inputs[:1])
+    with notes_kept() as notes:
+        started = time.perf_counter()
+        optimize = load(request.source, request.label)
+        extra = () if workload.call is None else (workload.call,)
+        run = optimize(workload.model, calibration, *extra)
+        optimize_s = time.perf_counter() - started
+        state.workload = replace(workload, model=run)  # a runtime of its own needs the original no more
+        del workload
+
+        # The answers come first and in the reference's order: a model whose buffers change in forward must have gone
+        # through the same calls. They are the recipe's first calls too, so this is where compiling is paid for.
+        batches = [*state.workload.inputs, *state.workload.check_inputs]
+        wanted = read_reference(request.path) if request.path else None
+        unseen = range(len(calibration) if request.calibrated else 0, len(batches))
+        rows = state.workload.samples or 1
+        first_call_s, judged = 0.0, []
+        for index, batch in enumerate(batches):
+            grown = repeat_rows(batch, request.factor, rows) if request.factor > 1 else batch
+            torch.manual_seed(0)
+            started = time.perf_counter()
+            output = call(run, grown)
+            if state.device == "cuda":
+                torch.cuda.synchronize()
+            first_call_s += time.perf_counter() - started if index < len(state.workload.inputs) else 0.0
+            if wanted is not None and index in unseen:
+                judged.append(compare(first_rows(tensors(output), request.factor, wanted[index]), wanted[index]))
+            del output
+        accuracy = worst(judged)
+        metric = state.workload.metric
+        if metric is not None:
+            value, problem = user_metric(metric, run)
+            accuracy = replace(accuracy, metric=value, problem=accuracy.problem or problem)
+
+        state.run, state.clock = run, Clock(state.device)
+        timed = [repeat_rows(batch, request.factor, rows) for batch in state.workload.inputs]
+        state.cycle = itertools.cycle(rotation(timed))
+        _meters.trim()
+        has_peak = _meters.reset_peak(state.device)
+        samples, steady = warm_up(lambda: one_sample(state))
+        peak = _meters.peak_bytes(state.device) if has_peak else None
+        state.call_ns = sorted(samples)[len(samples) // 2]
+        if not steady:
+            notes.append("the time was still falling after 10 s of warm-up")
+        notes += compiler_notes()
+    return prepared(state, optimize_s, first_call_s, accuracy, peak, rows * request.factor, notes)
+
+
+def rotation(batches: Sequence[Any]) -> list[list[Any]]:
+    """Batches grouped into samples: each alone where they have one shape, all together where they differ."""
+    import torch
+
+    from fettle.workload import leaves
+
+    shapes = {
+        tuple(tuple(leaf.shape) for _, leaf in leaves(batch) if isinstance(leaf, torch.Tensor)) for batch in batches
+    }
+    return [[batch] for batch in batches] if len(shapes) == 1 else [list(batches)]
+
+
+def with_check(workload: Any) -> Any:
+    """The workload with its rows counted and, where the user gave one batch only, a second one to judge on: the same
+    rows in another order, so that a recipe which only knows the first batch is found out."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    from fettle.workload import leaves
+
+    first = next((leaf for _, leaf in leaves(workload.inputs[0]) if isinstance(leaf, torch.Tensor)), None)
+    rows = workload.samples or (int(first.shape[0]) if first is not None and first.dim() else 1)
+    check = list(workload.check_inputs)
+    if not check and len(workload.inputs) == 1:
+
+        def other(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dim() == 0 or tensor.layout != torch.strided:  # rows of a sparse or nested tensor stay
+                return tensor
+            return tensor.roll(1, 0) if tensor.shape[0] > 1 else tensor.flip(-1)
+
+        check = [pytree.tree_map_only(torch.Tensor, other, workload.inputs[0])]
+    return replace(workload, samples=rows, check_inputs=check)
+
+
+def device_of(workload: Any) -> str:
+    """Device type of the model's parameters, else of the first input tensor, else cpu."""
+    import torch
+
+    from fettle.workload import leaves
+
+    if isinstance(workload.model, torch.nn.Module):
+        for tensor in itertools.chain(workload.model.parameters(), workload.model.buffers()):
+            return str(tensor.device.type)
+    for _, leaf in leaves(workload.inputs[0]):
+        if isinstance(leaf, torch.Tensor):
+            return str(leaf.device.type)
+    return "cpu"
+
+
+def check_inputs(workload: Any) -> None:
+    """Call the workload once as it is; raises `UsageError` with the model's own error and where it came from."""
+    import torch
+
+    from fettle.errors import UsageError, first_line
+    from fettle.measure._reference import buffers_kept
+
+    try:
+        torch.manual_seed(0)
+        with torch.no_grad(), buffers_kept(workload.model):
+            workload.run(workload.model, workload.inputs[0])
+    except Exception as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]
+        where = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+        raise UsageError(f"the model does not take the inputs: {first_line(error)}{where}") from error
+
+
+ACTIONS = {
+    "build": build,
+    "examine": examine,
+    "probe": probe,
+    "peaks": peaks,
+    "reference": reference,
+    "prepare": prepare,
+    "slice": take_slice,
+}

@@ -1,0 +1,152 @@
+"""What a worker process holds and is asked, and what it does alike whatever its workload is."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from fettle.measure._notes import compile_cache
+
+if TYPE_CHECKING:
+    from fettle.measure._trial import Accuracy
+
+
+class Request(msgspec.Struct):
+    """What the parent asks; fields that an action does not use stay empty."""
+
+    do: str
+    target: dict[str, Any] = {}  # msgspec copies mutable defaults
+    source: str = ""
+    label: str = ""
+    path: str = ""
+    factor: int = 1
+    calibrated: bool = False
+    allow_batch: bool = False
+    device_memory_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class State:
+    """What the worker holds from one request to the next."""
+
+    workload: Any = None
+    mode: str = "inference"
+    target: Any = None
+    fingerprint: str = ""
+    load_s: float = 0.0
+    derived_check: bool = False
+    base_bytes: int = 0
+    device: str = "cpu"
+    run: Callable[..., Any] | None = None
+    clock: Any = None
+    cycle: Iterator[Any] | None = None
+    call_ns: int = 0
+    padding: Any = None
+
+
+def take_slice(state: State, request: Request) -> dict[str, Any]:
+    """Call for `request.seconds`, at least once, and return each sample in nanoseconds."""
+    import torch
+
+    from fettle.measure import _meters
+    from fettle.measure._lockstep import agreed
+
+    wanted_ns = int(request.seconds * 1e9)
+    # Where the allocator happens to put a buffer can change the time of a small model by half, for as long as the
+    # process lives. Blocks of random sizes, held until the next slice, move the buffers of each slice elsewhere.
+    state.padding = [torch.empty(random.randrange(64, 1 << 18), dtype=torch.uint8) for _ in range(16)]
+    # What ran between two slices has emptied the caches: where calls are short, one call settles them unmeasured.
+    if state.call_ns * 5 < wanted_ns:
+        one_sample(state)
+    energy = _meters.energy_j(state.device)
+    samples: list[int] = []
+    started = time.perf_counter_ns()
+    while not samples or agreed(time.perf_counter_ns() - started < wanted_ns):
+        samples.append(one_sample(state))
+    after = _meters.energy_j(state.device)
+    spent = (after - energy) / len(samples) if energy is not None and after is not None else None
+    return {"samples_ns": samples, "energy_j": spent}
+
+
+def peaks(state: State, request: Request) -> dict[str, Any]:
+    """The machine's peaks on the workload's device."""
+    from fettle.machine import measure_peaks
+
+    return measure_peaks(state.device)
+
+
+def examine(state: State, request: Request) -> dict[str, Any]:
+    """Hand the workload to a function of another room, ``module:function``, and return what it finds.
+
+    With a path, that is where the function writes what it makes.
+    """
+    import importlib
+
+    module, _, name = request.label.partition(":")
+    function = getattr(importlib.import_module(module), name)
+    writes = {"path": request.path} if request.path else {}
+    found = function(state.workload, seconds=request.seconds, **writes)
+    return {"found": msgspec.to_builtins(found), "load_s": state.load_s}
+
+
+def prepared(
+    state: State,
+    optimize_s: float,
+    first_call_s: float,
+    accuracy: Accuracy,
+    peak: int | None,
+    samples: int,
+    notes: list[str],
+) -> dict[str, Any]:
+    """What is reported of a recipe that is ready to be timed. On a CPU the peak is that above the loaded process."""
+    if peak is not None and state.device != "cuda":
+        peak = max(0, peak - state.base_bytes)
+    return {
+        "load_s": state.load_s,
+        "optimize_s": optimize_s,
+        "first_call_s": first_call_s,
+        "cache": compile_cache(),
+        "accuracy": msgspec.to_builtins(accuracy),
+        "peak_bytes": peak,
+        "call_ns": state.call_ns,
+        "samples": samples,
+        "notes": list(dict.fromkeys(notes)),
+    }  # fmt: skip
+
+
+def one_sample(state: State) -> int:
+    """Time one call; where batches differ in shape, one round through all of them, as the time of a mean call."""
+    from fettle.measure._lockstep import slowest
+
+    assert state.cycle is not None
+    group = next(state.cycle)
+    total = 0
+    for batch in group:
+        total += state.clock.time_ns(lambda batch=batch: call(state.run, batch))
+    return slowest(total // len(group))
+
+
+def call(run: Callable[..., Any] | None, batch: Any) -> Any:
+    """Call the tuned callable on one batch."""
+    from fettle.workload import spread
+
+    assert run is not None
+    args, kwargs = spread(batch)
+    return run(*args, **kwargs)
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of a module's parameters and buffers, tied ones once; 0 for a plain callable."""
+    import torch
+
+    if not isinstance(model, torch.nn.Module):
+        return 0
+    seen = {id(t): t for t in itertools.chain(model.parameters(), model.buffers())}
+    return sum(t.numel() * t.element_size() for t in seen.values() if t.device.type == "cpu")

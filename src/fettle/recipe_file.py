@@ -1,0 +1,80 @@
+"""``recipe.toml``: a recipe with the evidence for it.
+
+Reading one parses it and checks its names against the catalogue; it never runs code.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fettle.errors import UsageError
+from fettle.files import write_text
+from fettle.recipe import FORMAT, Recipe
+from fettle.techniques import check_names
+
+_MAX_BYTES = 1 << 20
+
+
+class RecipeFile(BaseModel):
+    """What ``recipe.toml`` holds: the levels, and the evidence for them."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: int = FORMAT
+    levels: dict[str, str] = Field(default_factory=dict)
+    workload: dict[str, Any] = Field(default_factory=dict)
+    """name, fingerprint, target."""
+    machine: dict[str, Any] = Field(default_factory=dict)
+    """The machine's fingerprint and facts (`fettle.machine`)."""
+    evidence: dict[str, Any] = Field(default_factory=dict)
+    """speedup, its interval, times in ms, peak bytes, accuracy measures, the limits that held."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """The levels as a `Recipe`."""
+        return Recipe(self.levels)
+
+    def save(self, path: str | Path) -> None:
+        """Write the file whole or not at all."""
+        write_text(Path(path), tomli_w.dumps(_without_none(self.model_dump())))
+
+
+def load_recipe(path: str | Path) -> RecipeFile:
+    """Read a ``recipe.toml``. Raises `UsageError` in one line for anything that is not one."""
+    path = Path(path)
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise UsageError(f"{path} is too large to be a recipe")
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read the recipe {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is no recipe: {error}") from error
+    if "levels" not in data:
+        raise UsageError(f"{path} is no fettle recipe: it has no [levels] table")
+    try:
+        found = RecipeFile.model_validate(data)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise UsageError(
+            f"{path} is no fettle recipe: {'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+        ) from error
+    if found.format != FORMAT:
+        raise UsageError(f"{path} has recipe format {found.format}; this fettle reads format {FORMAT}")
+    check_names(found.recipe)
+    return found
+
+
+def _without_none(value: Any) -> Any:
+    """TOML has no null: leave such keys out, and write NaN-free plain data."""
+    if isinstance(value, Mapping):
+        return {str(key): _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, (list, tuple)):
+        return [_without_none(item) for item in value if item is not None]
+    return value

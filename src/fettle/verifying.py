@@ -1,0 +1,60 @@
+"""Was the advice right? The fixes that a diagnosis names, raced against the workload as given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from fettle.comparing import bench
+from fettle.diagnose import Finding, Verified
+from fettle.diagnose.advice import ratio
+from fettle.measure import Trial
+from fettle.recipe import Recipe
+from fettle.result import ALONE, Limits
+from fettle.techniques import Facts, conflict, normal
+from fettle.workload import Target
+
+
+def verify(
+    target: str | Target,
+    found: Sequence[Finding],
+    facts: Facts,
+    *,
+    budget_s: float = 180.0,
+    tell: Callable[[str], None] = lambda text: None,
+) -> list[Verified]:
+    """Race the levels that each finding names, all in one race with the workload as given.
+
+    Where train mode changes the answers, no fix but eval mode can be right: the others are put beside that.
+    """
+    first = Recipe({"mode": "eval"} if facts.train_mode_differs else {})
+    answers: list[Verified] = []
+    able: dict[Recipe, Finding] = {}
+    for finding in found:
+        recipe = normal(Recipe({**first.levels, **finding.levels}))
+        if not finding.levels or finding.bound <= 0 or recipe in able:
+            continue
+        why_not = conflict(recipe, facts)
+        if why_not:
+            answers.append(Verified(finding, str(recipe), None, why_not))
+        else:
+            able[recipe] = finding
+    if not able:
+        return answers
+    tell(f"racing {len(able)} fixes against the workload as given")
+    recipes = list(dict.fromkeys([first, *able] if first.levels else able))
+    trials = bench(target, recipes, limits=Limits(max_error=None), budget_s=budget_s, max_rounds=20).trials[1:]
+    trial_of = dict(zip(recipes, trials, strict=True))
+    for recipe, finding in able.items():
+        beside = first if recipe != first else Recipe()
+        answers.append(_verified(finding, trial_of[recipe], str(beside) if beside.levels else "", trial_of.get(beside)))
+    return answers
+
+
+def _verified(finding: Finding, trial: Trial, beside: str, without: Trial | None) -> Verified:
+    recipe = str(trial.recipe)
+    for needed in (trial, without):
+        if needed is not None and (needed.status == "failed" or needed.speedup is None):
+            return Verified(finding, recipe, None, needed.reason, beside)
+    if without is None:
+        return Verified(finding, recipe, trial.speedup)
+    return Verified(finding, recipe, ratio(without.speedup, trial.speedup), "", beside, without.speedup or ALONE)

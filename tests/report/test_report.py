@@ -1,0 +1,232 @@
+"""What a person takes away, from made-up results: the page, the table, the JSON and the pictures say the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from fettle.errors import UsageError
+from fettle.measure import Interval
+from fettle.report import _format as fmt
+from fettle.report import load_result, page, print_result, save, to_json, write_charts
+from fettle.report._facts import checks, levers, pareto, ranked, status_of
+from fettle.report._verdict import headline, verdict
+from fettle.report.data import from_json
+from tests.report.made_up import BEST, EVAL, HOSTILE, degenerate, resnet, trial
+
+ALL = {"full": resnet(), **degenerate()}
+
+
+class Reader(HTMLParser):
+    """The page as a browser takes it: its text outside scripts, every tag, every attribute that may fetch."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.words: list[str] = []
+        self.tags: list[str] = []
+        self.fetched: list[str] = []
+        self._silent = 0
+        self.feed(text)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self._silent += tag in ("script", "style")
+        self.fetched += [f"{name}={value}" for name, value in attrs if name in ("src", "href") and value]
+        self.fetched += [name for name, _ in attrs if name.startswith("on")]
+
+    def handle_endtag(self, tag: str) -> None:
+        self._silent -= tag in ("script", "style")
+
+    def handle_data(self, data: str) -> None:
+        if not self._silent:
+            self.words.append(data)
+
+
+def table(result: object, width: int = 80) -> str:
+    out = io.StringIO()
+    print_result(result, Console(file=out, width=width))  # type: ignore[arg-type]
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_result_makes_a_page_and_a_table_and_comes_back_from_json(name: str) -> None:
+    result = ALL[name]
+    seen = Reader(page(result))
+    assert fmt.MISSING not in headline(result)
+    assert seen.fetched == []  # no network, no handler of an event
+    assert " ".join(verdict(result).split()[:4]) in seen.text
+    for width in (60, 80, 160):
+        assert table(result, width)
+    again = from_json(json.loads(json.dumps(to_json(result), allow_nan=False)))
+    assert to_json(again) == to_json(result)
+
+
+def test_the_page_says_what_was_found() -> None:
+    seen = Reader(page(resnet())).text
+    assert "9.91x as fast" in seen
+    assert "44.0 ms a call instead of 436 ms, with answers within 0.0081" in seen
+    assert "relative error 0.038 is over the limit of 0.02" in seen  # fast and wrong is shown as rejected
+    assert "ran out of memory: 7.9 of 8.0 GiB in use" in seen
+    assert "this CPU has no float16 arithmetic" in seen
+    assert "fettle tune workloads/resnet50.py --min-agreement 0.97" in seen
+    assert "def optimize(model, batches):" in seen
+
+
+def test_hostile_names_stay_text() -> None:
+    text = page(ALL["hostile"])
+    seen = Reader(text)
+    assert "alert(" in seen.text
+    assert seen.tags.count("script") == Reader(page(resnet())).tags.count("script")
+    assert "img" not in seen.tags
+    assert "{{ 7*7 }}" in seen.text
+    for unfit in ("\x1b", "\u2028"):
+        assert unfit not in text
+    assert "\x1b" not in table(ALL["hostile"])
+
+
+def test_the_table_and_the_page_agree() -> None:
+    result = resnet()
+    rows = table(result, 200)
+    seen = Reader(page(result)).text
+    for one in ranked(result):
+        assert fmt.milliseconds(one.time_ms) in rows
+        assert fmt.interval(one.speedup) in rows
+        assert fmt.interval(one.speedup) in seen
+    assert len(ranked(result)) + 3 == len(result.trials)  # three never ran
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("no winner", "No"),
+        ("baseline wins", "Leave it as it is"),
+        ("same", "No difference"),
+        ("slower", "Slower"),
+        ("cannot tell", "Cannot tell"),
+        ("interrupted", "as fast"),
+        ("memory", "less memory"),
+    ],
+)
+def test_the_headline_is_no_better_than_the_race(name: str, words: str) -> None:
+    assert words in headline(ALL[name])
+
+
+def test_what_was_not_measured_is_never_kept() -> None:
+    result = resnet()
+    unknown = trial(BEST, 40.0, math.nan, mib=None)
+    held = {check.name: check.held for check in checks(result, unknown)}
+    assert held["relative error"] is None
+    assert held["peak memory"] is None
+    assert status_of(dataclasses.replace(result, winner=None), unknown) == "over limit"
+
+
+def test_statuses_limits_and_the_front() -> None:
+    result = resnet()
+    words = {str(one.recipe): status_of(result, one) for one in result.trials}
+    assert words[BEST] == "winner"
+    assert words["baseline"] == "baseline"
+    assert [word for word in words.values() if word == "failed"] == ["failed"] * 3
+    over = [one for one in result.trials if status_of(result, one) == "over limit"]
+    assert all(one.peak_bytes > 900 * 2**20 for one in over)
+    assert over
+    front = pareto(result.trials)
+    assert all(one.status == "measured" for one in front)
+    for one in front:
+        worse = [
+            other
+            for other in front
+            if other.speedup.estimate > one.speedup.estimate
+            and other.accuracy.error < one.accuracy.error
+            and other.peak_bytes < one.peak_bytes
+        ]
+        assert not worse
+
+
+def test_the_lever_is_the_technique_that_carries_the_speed() -> None:
+    trials = [trial("baseline"), trial(EVAL, 400), trial(f"{EVAL} precision=bf16", 100), trial("precision=bf16", 110)]
+    named = levers(trials)
+    assert named[trials[2].recipe] == "precision"
+    assert named[trials[0].recipe] == "as given"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, fmt.MISSING),
+        (Interval(math.nan, math.nan, math.nan), fmt.MISSING),
+        (Interval(1.5, -math.inf, math.inf), "1.50x"),
+        (Interval(9.91, 9.6, 10.22), "9.91x [9.60, 10.22]"),
+        (Interval(0.67, 0.0002, 2819.97), "0.67x (too few rounds)"),
+    ],
+)
+def test_intervals_as_text(value: Interval | None, text: str) -> None:
+    assert fmt.interval(value) == text
+
+
+@settings(max_examples=200, deadline=None)
+@given(value=st.floats(-1e18, 1e18) | st.sampled_from([None, math.nan, math.inf, -math.inf]))
+def test_any_number_is_text_without_surprises(value: float | None) -> None:
+    for shown in (fmt.times, fmt.milliseconds, fmt.seconds, fmt.size, fmt.error, fmt.share, fmt.number):
+        text = shown(value)
+        assert text == fmt.MISSING or re.search(r"\d", text)
+        assert "nan" not in text
+        assert "inf" not in text
+
+
+def test_the_four_files(tmp_path: Path) -> None:
+    paths = save(resnet(), tmp_path / "new")
+    assert sorted(path.name for path in paths) == ["optimized.py", "recipe.toml", "report.html", "result.json"]
+    assert load_result(tmp_path / "new" / "result.json").winner.recipe == resnet().winner.recipe  # type: ignore[union-attr]
+    assert [path.name for path in save(ALL["no winner"], tmp_path)] == ["report.html", "result.json"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no JSON"),
+        ("[]", "no fettle result"),
+        ('{"format": 99}', "format 99"),
+        ('{"format": 1, "surprise": 1}', "unknown field 'surprise'"),
+        ('{"format": 1, "name": 3}', "no fettle result"),
+        ("[" * 100_000, "no JSON"),
+    ],
+)
+def test_a_foreign_file_is_one_line(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=words) as caught:
+        load_result(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"samples": 0}, {"time_ms": -1.0}, {"peak_bytes": -5}, {"speedup": {"estimate": 3.0, "low": 4.0, "high": 5.0}}],
+)
+def test_figures_that_cannot_be_are_refused(change: dict[str, object]) -> None:
+    data = json.loads(json.dumps(to_json(resnet())))
+    data["trials"][3].update(change)
+    with pytest.raises(UsageError):
+        from_json(data)
+
+
+def test_charts_as_pictures(tmp_path: Path) -> None:
+    for path in write_charts(resnet(), tmp_path):
+        assert path.read_bytes().startswith(b"\x89PNG")
+        assert "<svg" in path.with_suffix(".svg").read_text()
+    assert (tmp_path / "ladder.png").exists()
+    assert HOSTILE not in "".join(path.read_text() for path in tmp_path.glob("*.svg"))
