@@ -19,7 +19,7 @@ def leaking() -> Machine:
 def in_pieces() -> Machine:
     """Four of five blocks of each segment are free, the fifth keeps the segment."""
     machine = Machine()
-    blocks = [machine.alloc(4 * MIB, stack("f:1")) for _ in range(20)]
+    blocks = [machine.alloc(4 * MIB, stack("f:1")) for _ in range(100)]
     for number, address in enumerate(blocks):
         if number % 5:
             machine.free(address)

@@ -9,6 +9,8 @@ from fettle.memory import Analysis
 
 _LARGE_SHARE = 0.1
 """Of the peak: whoever holds less is not worth a line of its own."""
+_STUCK_BYTES = 256 << 20
+"""Below this nobody gains from a setting of the allocator, whatever the share (`fettle.memory` advises none either)."""
 _LARGE_BYTES = 64 << 20
 """Likewise, of a few calls that were recorded: what holds the peak of a small model matters little."""
 
@@ -53,7 +55,7 @@ def _leaks(analysis: Analysis) -> list[Finding]:
 
 def _fragmentation(analysis: Analysis) -> list[Finding]:
     stuck, reserved = analysis.non_releasable_bytes, analysis.reserved_bytes
-    if not reserved or stuck < 0.1 * reserved:
+    if stuck < max(0.1 * reserved, _STUCK_BYTES):
         return []
     return [
         Finding(
@@ -109,7 +111,7 @@ def _holders(analysis: Analysis) -> list[Finding]:
     return [
         Finding(
             "peak-holder",
-            f"{row.own_line} holds {row.share:.0%} of the peak: {row.bytes / 2**20:.0f} MiB in {row.count} blocks.",
+            f"{row.own_line} holds {row.share:.0%} of the peak: {row.bytes / 2**20:.0f} MiB in {row.count} block{'s' if row.count > 1 else ''}.",
             bound_bytes=row.bytes,
             where=(row.own_line,),
             evidence=tuple(
