@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from fettle.diagnose.finding import Finding
 from fettle.memory import Analysis
+from fettle.units import size_text
 
 _LARGE_SHARE = 0.1
 """Of the peak: whoever holds less is not worth a line of its own."""
@@ -111,7 +112,7 @@ def _holders(analysis: Analysis) -> list[Finding]:
     return [
         Finding(
             "peak-holder",
-            f"{row.own_line} holds {row.share:.0%} of the peak: {row.bytes / 2**20:.0f} MiB in {row.count} block{'s' if row.count > 1 else ''}.",
+            f"{row.own_line} holds {row.share:.0%} of the peak, {size_text(row.bytes)} (blocks: {row.count}).",
             bound_bytes=row.bytes,
             where=(row.own_line,),
             evidence=tuple(
