@@ -45,7 +45,8 @@ class CachedNextToken(torch.nn.Module):
             past = past.to(self.dtype)
         cache: Any = DynamicCache()
         for layer in range(past.shape[1]):
-            one: Any = DynamicLayer()  # filled by hand: its own way begins with an empty tensor of one fixed type
+            # Filled by hand: its own way begins with an empty tensor of one fixed type.
+            one: Any = DynamicLayer()  # type: ignore[no-untyped-call,unused-ignore]
             one.keys, one.values, one.is_initialized = past[:, layer, 0], past[:, layer, 1], True
             one.dtype, one.device = past.dtype, past.device
             cache.layers.append(one)
