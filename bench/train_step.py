@@ -17,8 +17,9 @@ import tempfile
 from pathlib import Path
 
 from fettle.machine import this_machine
+from fettle.report import save
 from fettle.result import Result
-from fettle.tuning import save, tune
+from fettle.tuning import tune
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "train_step.json"
