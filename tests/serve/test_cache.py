@@ -117,7 +117,7 @@ def test_a_token_costs_a_tokens_work_and_a_text_that_ends_disturbs_nobody(tmp_pa
 def test_it_may_compute_in_another_type(tmp_path, how):
     """By the recipe, or because the model came so: what is kept has the type that the model computes in."""
     recipe = {"weights": "precision=bf16 grad=inference_mode", "autocast": "precision=autocast-bf16", "given": ""}[how]
-    model = gpt2() if how == "weights" else llama()
+    model = gpt2() if how == "weights" else llama()  # both have conversions to float32 of their own
     package = packaged(tmp_path / "m", model.bfloat16() if how == "given" else model, recipe)
     assert "past" in {spec.name for spec in package.manifest.inputs}
     assert (0 < package.manifest.accuracy["relative_error"] < 0.1) or how == "given"

@@ -39,12 +39,17 @@ class CachedNextToken(torch.nn.Module):
         clients and samples have it.
         """
         from transformers import DynamicCache
+        from transformers.cache_utils import DynamicLayer
 
         if self.dtype != torch.float32:  # in the graph it would undo what a recipe computes in
             past = past.to(self.dtype)
         cache: Any = DynamicCache()
         for layer in range(past.shape[1]):
-            cache.update(past[:, layer, 0], past[:, layer, 1], layer)
+            # Filled by hand: its own way begins with an empty tensor of one fixed type.
+            one: Any = DynamicLayer()  # type: ignore[no-untyped-call,unused-ignore]
+            one.keys, one.values, one.is_initialized = past[:, layer, 0], past[:, layer, 1], True
+            one.dtype, one.device = past.dtype, past.device
+            cache.layers.append(one)
         kept, new = past.shape[4], input_ids.shape[1]
         places = torch.arange(kept + new, device=input_ids.device)
         there = torch.cat([seen, attention_mask], 1).bool()

@@ -63,13 +63,35 @@ def export_program(
 
 
 def _forget_types(program: torch.export.ExportedProgram) -> None:
-    """Without the assertions that every tensor has the type it had while exporting: a recipe may compute in another."""
+    """Let a recipe compute in other types than those that were exported with.
+
+    Takes out the assertions of every tensor's type, and conversions to the type and device that a tensor had already.
+    """
     for module in program.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
             for node in list(module.graph.nodes):
                 if node.target is torch.ops.aten._assert_tensor_metadata.default:
                     module.graph.erase_node(node)
+                elif _converts_nothing(node):
+                    node.replace_all_uses_with(node.args[0])
+                    module.graph.erase_node(node)
             module.recompile()
+
+
+def _converts_nothing(node: torch.fx.Node) -> bool:
+    aten = torch.ops.aten
+    if node.target not in (aten.to.dtype, aten.to.device, aten.to.dtype_layout):
+        return False
+    asked = (*node.args[1:], *node.kwargs.values())
+    if any(value is True or isinstance(value, torch.memory_format) for value in asked):  # a copy, another layout
+        return False
+    given = node.args[0].meta.get("val") if isinstance(node.args[0], torch.fx.Node) else None
+    made = node.meta.get("val")
+    if not isinstance(given, torch.Tensor) or not isinstance(made, torch.Tensor):
+        return False
+    # What the program gives back is known by its name.
+    kept = any(user.op == "output" for user in node.users)
+    return (given.dtype, given.device) == (made.dtype, made.device) and not kept
 
 
 def _two_rows(tensor: torch.Tensor) -> torch.Tensor:
