@@ -1,6 +1,7 @@
 """Programs with one cause each: the cause is found, its bound is a share, and a healthy one is left alone."""
 
 import json
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -19,6 +20,7 @@ from fettle.errors import UsageError
 from fettle.measure import Interval
 from fettle.techniques import Facts
 from fettle.workload import find_target
+from tests.memory.memory_machine import healthy_training
 from tests.trace.build import Build
 
 HEAD = """
@@ -90,7 +92,7 @@ def write(folder: Path, body: str) -> str:
 
 @pytest.mark.parametrize("cause", CASES)
 def test_a_planted_cause_is_found(cause: str, tmp_path: Path) -> None:
-    found = diagnose(write(tmp_path, CASES[cause]), seconds=0.5, compile_check=False)
+    found = diagnose(write(tmp_path, CASES[cause]), seconds=0.5, compile_check=False, record=False)
     by_rule = {finding.rule: finding for finding in found.findings}
     assert cause in by_rule, found.findings
     assert 0.1 < by_rule[cause].bound <= 1
@@ -113,7 +115,7 @@ def test_compile_health_and_syncs_are_counted_with_their_lines(tmp_path: Path) -
             return Net().eval(), [torch.rand(8, 8), torch.rand(9, 9), torch.rand(10, 10)]
         """,
     )
-    found = diagnose(target, seconds=0.3)
+    found = diagnose(target, seconds=0.3, record=False)
     syncs = next(finding for finding in found.findings if finding.rule == "syncs")
     assert syncs.count >= 2  # .item() and the boolean index
     assert any("case.py:9" in line for line in syncs.evidence)
@@ -121,6 +123,15 @@ def test_compile_health_and_syncs_are_counted_with_their_lines(tmp_path: Path) -
     breaks = next(finding for finding in found.opportunities if finding.rule == "graph-breaks")
     assert any("case.py" in line for line in breaks.evidence)
     assert found.count("nothing of the kind") == 0
+
+
+def test_what_nobody_looked_for_has_not_passed() -> None:
+    seen = Diagnosis("x", [], evidence=Evidence(Facts(), wall_s=0.01))
+    assert seen.count("syncs") == 0
+    assert seen.count("graph-breaks") is None
+    assert seen.count("recompiles") is None
+    assert Diagnosis("x", []).count("syncs") is None
+    assert Diagnosis("x", [Finding("syncs", "It waits.", 0.1)]).count("syncs") == 1
 
 
 def test_the_command_fails_on_what_is_not_allowed(tmp_path: Path) -> None:
@@ -195,6 +206,41 @@ def test_of_a_folder_what_cannot_be_read_is_left_out_with_a_note(tmp_path: Path)
     assert sum(note.startswith("left out: ") for note in found.notes) == 2
 
 
+def test_a_limit_on_what_a_snapshot_cannot_show_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = healthy_training(4).save(tmp_path / "run.pickle")
+    monkeypatch.setattr(sys, "argv", ["fettle", "diagnose", str(path), "--fail-on", "syncs=0"])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 1
+    assert "syncs: not known, allowed 0" in capsys.readouterr().err
+
+
+def test_a_snapshot_that_contradicts_itself_is_read_with_a_note(tmp_path: Path) -> None:
+    data = healthy_training(4).data()
+    data["segments"][0]["total_size"] += 512
+    (tmp_path / "run.pickle").write_bytes(pickle.dumps(data, protocol=4))
+    assert any("contradicts itself in" in note for note in diagnose(tmp_path / "run.pickle").notes)
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    target = write(
+        tmp_path,
+        """
+        def workload():
+            return (lambda x: None), [3]
+        """,
+    )
+    with pytest.raises(UsageError, match="nowhere: what is recorded cannot be kept there"):
+        diagnose(target, seconds=0.1, compile_check=False, beside=tmp_path / "nowhere" / "x.html")
+    found = diagnose(
+        target, seconds=0.1, compile_check=False, record=False
+    )  # a call of a microsecond that computes nothing
+    assert found.findings == []
+    assert found.opportunities == []
+
+
 def test_a_trace_without_time_says_so(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('{"traceEvents": [{"ph": "X", "ts": "a"}]}')
     assert "take no time" in diagnose(tmp_path / "x.json").notes[-1]
@@ -222,7 +268,7 @@ def test_a_scripted_module_and_a_sparse_batch(tmp_path: Path) -> None:
             return Net().eval(), [torch.eye(8).to_sparse()]
         """,
     )
-    assert diagnose(target, seconds=0.2, compile_check=False).wall_s > 0
+    assert diagnose(target, seconds=0.2, compile_check=False, record=False).wall_s > 0
 
 
 def test_of_a_training_loop_a_step_is_diagnosed(tmp_path: Path) -> None:

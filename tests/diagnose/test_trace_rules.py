@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fettle.diagnose import trace_rules
 from fettle.diagnose.trace_rules import trace_findings
 from fettle.trace import load, record
 from tests.trace.build import Build
@@ -100,3 +101,82 @@ def test_a_trace_of_this_machine(tmp_path: Path) -> None:
     found, _ = trace_findings(load(tmp_path / "trace.json"))
     assert found[0].rule == "data-wait"
     assert found[0].bound > 0.9
+
+
+def held_up(category: str, name: str) -> Build:
+    """Two steps of 1000 us: the host is held up for 400, launches, and the device works until the step ends."""
+    made = Build()
+    for number in range(2):
+        start = 1000.0 * number
+        made.step(number, start, 1000).add(category, name, start, 400)
+        made.kernel("gemm", start + 410, 590, call=start + 401)
+    return made
+
+
+def alone(cat: str, name: str) -> Build:
+    """Device work that nothing hides: 400 us of it, then 600 of computing."""
+    made = Build().step(0, 0, 1000).kernel(name, 10, 400, call=1, cat=cat)
+    return made.kernel("gemm", 410, 590, call=4)
+
+
+def launched_slowly() -> Build:
+    return Build().step(0, 0, 1000).kernel("gemm", 410, 590, call=0, call_dur=400)
+
+
+def started_late() -> Build:
+    return Build().step(0, 0, 1000).kernel("gemm", 90, 910, call=1)
+
+
+def behind_an_event() -> Build:
+    made = Build().step(0, 0, 1000).kernel("a", 10, 10, call=0, stream=7).kernel("c", 11, 9, call=2, stream=8)
+    return made.call("cudaStreamWaitEvent", 5, 1).kernel("d", 120, 880, call=7, stream=8)
+
+
+def short_kernels(gap: float) -> Build:
+    """A hundred kernels, queued at once, with gaps between them."""
+    made = Build().step(0, 0, 1010)
+    for number in range(100):
+        made.kernel("mul", 10 + 10 * number, 10 - gap, call=0.05 * number, call_dur=0.05)
+    return made
+
+
+PLANTED = {
+    "data-wait": held_up("user_annotation", NEXT),
+    "syncs": held_up("cuda_runtime", "cudaStreamSynchronize"),
+    "python-bound": held_up("python_function", "net.py(3): forward"),
+    "launch-bound": held_up("cpu_op", "aten::add"),
+    "runtime-calls": held_up("cuda_runtime", "cudaEventRecord"),
+    "other-rank": held_up("user_annotation", "gloo:all_reduce"),
+    "allocator": held_up("cuda_runtime", "cudaMalloc"),
+    "compiling": held_up("cuda_driver", "cuModuleLoadData"),
+    "garbage-collection": held_up("python_function", "<built-in function collect>"),
+    "launch-bound-calls": launched_slowly(),
+    "launch-latency": started_late(),
+    "stream-event": behind_an_event(),
+    "between-kernels": short_kernels(gap=4.0),
+    "communication": alone("kernel", "ncclDevKernel_AllReduce_Sum"),
+    "transfers": alone("gpu_memcpy", "Memcpy HtoD"),
+    "small-kernels": short_kernels(gap=7.0),
+}
+
+
+def test_every_rule_of_a_trace_is_here() -> None:
+    rules = {cause.rule for cause in (*trace_rules._IDLE.values(), *trace_rules._EXPOSED.values())}
+    assert set(PLANTED) == rules | {"small-kernels"}
+
+
+@pytest.mark.parametrize("rule", PLANTED)
+def test_a_rule_names_its_cause_the_bound_and_the_answer(rule: str, tmp_path: Path) -> None:
+    found, _ = trace_findings(PLANTED[rule].load(tmp_path))
+    named = {finding.rule: finding for finding in found}
+    assert rule in named, found
+    assert 0.03 < named[rule].bound < 1
+    assert named[rule].advice
+    assert named[rule].formula
+    assert named[rule].before != named[rule].after
+    if "-kernels" not in rule:  # kernels that are short have gaps between them: two rules about the same program
+        assert set(named) == {rule}
+
+
+def test_a_device_that_works_all_the_time_gets_no_finding(tmp_path: Path) -> None:
+    assert trace_findings(on_device(10).load(tmp_path))[0] == []

@@ -38,7 +38,13 @@ def command(
     budget: Annotated[str, typer.Option(help="time for --verify")] = "3m",
     mode: Annotated[str, typer.Option(help="inference or training (a TrainingWorkload)")] = "inference",
     no_compile: Annotated[bool, typer.Option("--no-compile", help="do not trace with torch.compile")] = False,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="write the report to this HTML file")] = None,
+    no_record: Annotated[
+        bool, typer.Option("--no-record", help="record no profiler trace and no allocator history")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="write the report to this HTML file, and what was recorded beside it"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the diagnosis as JSON")] = False,
 ) -> None:
     """Say why it is slow or big: the causes that cost most, the most that mending each could bring, and what to do.
@@ -70,6 +76,8 @@ def command(
             target,
             seconds=_options.duration_s(seconds, "--seconds"),
             compile_check=not no_compile,
+            record=not no_record,
+            beside=output,
             mode=mode,
             tell=tell,
         )
@@ -85,9 +93,11 @@ def command(
             from fettle.diagnose.report import write_report
 
             write_report(found, checked, output, shlex.join(["fettle", *sys.argv[1:]]))
-    over = [
-        f"{rule}: {found.count(rule)}, allowed {most}" for rule, most in allowed.items() if found.count(rule) > most
-    ]
+    over = []
+    for rule, most in allowed.items():
+        count = found.count(rule)
+        if count is None or count > most:  # what nobody looked for has not passed
+            over.append(f"{rule}: {'not known' if count is None else count}, allowed {most}")
     if as_json:
         data = diagnosis_json(found)
         data["verified"] = [_verified_json(item) for item in checked]
@@ -162,6 +172,17 @@ def _print(found: Diagnosis, checked: Sequence[Verified], console: Console) -> N
                 console.print(f"   {_checked(by_rule[finding.rule])}", highlight=False)
         if len(items) > _MOST:
             console.print(f"\n{len(items) - _MOST} smaller ones: see --json or the report", highlight=False)
+    _print_watching(found, console)
+
+
+def _print_watching(found: Diagnosis, console: Console) -> None:
+    if found.watching:
+        console.print("\n[bold underline]What it was seen with[/]\n", highlight=False)
+    for item in found.watching:
+        console.print(f"{item.what}: a call took {item.slowdown:.1f}x as long", style="dim", highlight=False)
+        for line in (item.says, item.command):
+            if line:  # a command in one line, to be copied
+                console.print(f"   {escape(line)}", style="dim", highlight=False, soft_wrap=line == item.command)
 
 
 def _checked(item: Verified) -> str:

@@ -22,9 +22,9 @@ from fettle.diagnose._timing import held, timed
 from fettle.diagnose.evidence import Evidence
 from fettle.diagnose.operators import operations, watched
 from fettle.diagnose.syncs import find_syncs
-from fettle.diagnose.training import TrainingSteps, as_workload
+from fettle.diagnose.training import TrainingSteps, as_workload, device_of, trained
 from fettle.diagnose.variants import variants
-from fettle.diagnose.waiting import at_hand, waiting
+from fettle.diagnose.waiting import CoreClock, at_hand, waiting
 from fettle.machine import measure_peaks
 from fettle.techniques import probe_facts, unchanged
 from fettle.train import TrainingWorkload
@@ -35,8 +35,8 @@ def collect(given: Workload | TrainingWorkload, seconds: float) -> Evidence:
     """All evidence of one workload, in about `seconds` and at least a few calls each; of a training loop its steps."""
     workload = as_workload(given)
     model = workload.model
-    owner = model.model if isinstance(model, TrainingSteps) else model
-    device = _device(owner, workload)
+    owner = trained(workload)
+    device = device_of(workload)
 
     def call(batch: Any = workload.inputs[0]) -> Any:
         return workload.run(model, batch)
@@ -45,7 +45,8 @@ def collect(given: Workload | TrainingWorkload, seconds: float) -> Evidence:
     began = time.perf_counter()
     call()
     first_call_s = time.perf_counter() - began
-    plain = timed(call, device, 0.25 * seconds)
+    with CoreClock() as clock:
+        plain = timed(call, device, 0.25 * seconds)
     wall_s = statistics.median(plain)
     watch, watched_s = watched(workload, device)
     found = watch.rows()
@@ -68,6 +69,7 @@ def collect(given: Workload | TrainingWorkload, seconds: float) -> Evidence:
         variants=variants(call, wall_s, 0.5 * seconds, module if owner is model else None) if device == "cpu" else {},
         threads=torch.get_num_threads(),
         cores=facts.physical_cores,
+        crowded=clock.crowded,
         rows=facts.samples,
         padding=padding(workload)[0],
         padding_where=padding(workload)[1],
@@ -98,7 +100,7 @@ def glance(workload: Workload, seconds: float) -> Evidence:
     The model is left as it was: the reference of the search is computed from it.
     """
     del seconds
-    device = _device(workload.model, workload)
+    device = device_of(workload)
     module = workload.model if isinstance(workload.model, torch.nn.Module) else torch.nn.Module()
     with unchanged(workload, module), torch.no_grad():
         plain = timed(lambda: workload.run(workload.model, workload.inputs[0]), device, 0.0, least=2)
@@ -223,13 +225,3 @@ def _settings() -> dict[str, str]:
 def _records(output: Any) -> bool:
     """Whether autograd keeps a graph for the output."""
     return any(leaf.requires_grad for _, leaf in leaves(output) if isinstance(leaf, torch.Tensor))
-
-
-def _device(model: Any, workload: Workload) -> str:
-    if isinstance(model, torch.nn.Module):
-        for parameter in model.parameters():
-            return str(parameter.device.type)
-    for _, leaf in leaves(workload.inputs[0]):
-        if isinstance(leaf, torch.Tensor):
-            return str(leaf.device.type)
-    return "cpu"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,16 +13,32 @@ import msgspec
 
 from fettle.diagnose.compile_worker import compile_health
 from fettle.diagnose.evidence import GROUPS, Evidence
+from fettle.diagnose.examiner import Examiner
+from fettle.diagnose.files import of_files, traces_and_snapshots
 from fettle.diagnose.finding import Finding
+from fettle.diagnose.recordings import Recording, joined
+from fettle.diagnose.recordings import record as recorded
 from fettle.diagnose.roofline import Roof, Roofline, roofline
+from fettle.diagnose.rules import CROWDED
 from fettle.diagnose.rules import findings as rule_findings
 from fettle.errors import UsageError
 from fettle.machine import this_machine
-from fettle.measure import Worker, WorkerError
+from fettle.measure import WorkerError
 from fettle.workload import Target, check_mode, find_target
 
 Tell = Callable[[str], None]
-_SNAPSHOTS = (".pickle", ".pkl")
+
+
+@dataclass(frozen=True)
+class Watching:
+    """A collector, for people."""
+
+    what: str
+    slowdown: float
+    """How many times as long a call took."""
+    says: str = ""
+    command: str = ""
+    """What opens the file that it kept."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +57,8 @@ class Diagnosis:
     opportunities: Sequence[Finding] = ()
     """What techniques could bring on top, the most promising first: nothing is wrong there."""
     notes: Sequence[str] = ()
+    recordings: Sequence[Recording] = ()
+    """What was recorded of a workload, for a closer look."""
 
     @property
     def verdict(self) -> str:
@@ -59,10 +78,24 @@ class Diagnosis:
         """What was reached of what the machine could do, by module and operator; None for traces and snapshots."""
         return roofline(self.evidence) if self.evidence is not None else None
 
-    def count(self, rule: str) -> int:
-        """How often a rule's cause happens: what `--fail-on` limits."""
+    @property
+    def watching(self) -> list[Watching]:
+        """What the evidence was gathered with, where that made a call longer."""
+        found = []
+        if self.evidence is not None and self.evidence.watched_s:
+            slowdown = max(1.0, self.evidence.watched_s / self.wall_s)
+            found.append(Watching("operators, one by one", slowdown))
+        for item in self.recordings:
+            calls = f"{item.cost.calls} call{'s' if item.cost.calls > 1 else ''}"
+            found.append(Watching(f"{item.kind} of {calls}", item.cost.slowdown, item.says, item.command))
+        return found
+
+    def count(self, rule: str) -> int | None:
+        """How often a rule's cause happens: what `--fail-on` limits. None where nobody looked for it."""
         every = (*self.findings, *self.opportunities)
-        return sum(max(finding.count, 1) for finding in every if finding.rule == rule)
+        count = sum(max(finding.count, 1) for finding in every if finding.rule == rule)
+        needed = self.evidence and (self.evidence.compile if rule in ("graph-breaks", "recompiles") else self.evidence)
+        return count if count or needed else None
 
 
 def diagnose(
@@ -70,26 +103,26 @@ def diagnose(
     *,
     seconds: float = 6.0,
     compile_check: bool = True,
+    record: bool = True,
+    beside: Path | None = None,
     mode: str = "inference",
     tell: Tell = lambda text: None,
 ) -> Diagnosis:
     """Diagnose a workload (``file.py:factory``), a profiler trace, an allocator snapshot, or a folder of them.
 
-    `seconds` is what the timed collectors may take, the workload's own calls apart. With `mode` "training" the factory
-    returns a `TrainingWorkload`, and what is diagnosed is its step. Raises `UsageError` for a target that is none of
-    these.
+    `seconds` is what the timed collectors may take, the workload's own calls apart. With `record` a trace and an
+    allocator's history of a few calls are part of the evidence; `beside`, the path of a report, keeps them next to it
+    as ``report.trace.json.gz`` and ``report.memory.pickle``. With `mode` "training" the factory returns a
+    `TrainingWorkload`, and what is diagnosed is its step. Raises `UsageError` for a target that is none of these.
     """
     check_mode(mode)
     if isinstance(target, Target):
-        return _of_workload(target, seconds, compile_check, tell)
+        return _of_workload(target, seconds, compile_check, record, beside, tell)
     path = Path(target)
-    if path.is_dir():
-        return _of_folder(path, tell)
-    if path.suffix in _SNAPSHOTS:
-        return _of_files([], [path], str(path), tell)
-    if path.name.endswith((".json", ".json.gz")):
-        return _of_files([path], [], str(path), tell)
-    return _of_workload(replace(find_target(str(target)), mode=mode), seconds, compile_check, tell)
+    if path.is_dir() or traces_and_snapshots(path):
+        return _of_files(path, tell)
+    target = replace(find_target(str(target)), mode=mode)
+    return _of_workload(target, seconds, compile_check, record, beside, tell)
 
 
 def diagnosis_json(diagnosis: Diagnosis) -> dict[str, Any]:
@@ -103,6 +136,7 @@ def diagnosis_json(diagnosis: Diagnosis) -> dict[str, Any]:
         "findings": [{**msgspec.to_builtins(f), "speedup_at_most": f.speedup} for f in diagnosis.findings],
         "opportunities": [{**msgspec.to_builtins(f), "speedup_at_most": f.speedup} for f in diagnosis.opportunities],
         "notes": list(diagnosis.notes),
+        "recordings": [{**msgspec.to_builtins(item), "slowdown": item.cost.slowdown} for item in diagnosis.recordings],
     }
     if diagnosis.evidence is not None:
         data["roofline"] = _roofline_json(diagnosis.roofline)
@@ -126,23 +160,24 @@ def _roofline_json(roofs: Roofline | None) -> dict[str, Any] | None:
     }
 
 
-def examine(worker: Worker, function: str, seconds: float, timeout_s: float = 300.0) -> dict[str, Any]:
-    """Run one collector on the workload that `worker` has built."""
-    answer = worker.ask("examine", timeout_s, label=f"fettle.diagnose.collect:{function}", seconds=seconds)
-    return dict(answer)
-
-
-def _of_workload(target: Target, seconds: float, compile_check: bool, tell: Tell) -> Diagnosis:
-    notes = []
-    plain = msgspec.to_builtins(target)
-    with Worker() as worker:
-        tell("building the workload")
-        _ask_build(worker, plain)
-        tell("timing operators, and what switches bring")
+def _of_workload(
+    target: Target, seconds: float, compile_check: bool, record: bool, beside: Path | None, tell: Tell
+) -> Diagnosis:
+    made: list[Recording] = []
+    more: list[Finding] = []
+    notes: list[str] = []
+    with Examiner(target) as examiner:
+        tell("building the workload; timing operators, and what switches bring")
         try:
-            answer = examine(worker, "collect", seconds)
+            answer = examiner.examine("collect:collect", seconds)
         except WorkerError as error:
             raise UsageError(f"the workload could not be run: {error}") from error
+        if record:
+            try:
+                made, more, notes = recorded(examiner, 0.25 * seconds, beside, tell)
+            except OSError as error:
+                folder = beside.parent if beside else tempfile.gettempdir()
+                raise UsageError(f"{folder}: what is recorded cannot be kept there ({error.strerror})") from error
     seen = replace(msgspec.convert(answer["found"], Evidence, strict=False), load_s=answer["load_s"])
     if target.mode == "training":
         notes.append("a call is one step of the training loop; torch.compile was not tried on it")
@@ -152,7 +187,12 @@ def _of_workload(target: Target, seconds: float, compile_check: bool, tell: Tell
             seen = replace(seen, compile=compile_health(target, backend="aot_eager", rounds=2, timeout_s=180.0))
         except UsageError as error:
             notes.append(f"compile health: not known, {error}")
-    found = rule_findings(seen)
+    if seen.crowded > CROWDED and seen.threads <= seen.cores:
+        notes.append(
+            f"the machine is busy: threads of a call had no core for {seen.crowded:.0%} of the time; times, and what "
+            "switches bring, are less certain than on a quiet one"
+        )
+    found = joined(rule_findings(seen), more, seen.facts)
     return Diagnosis(
         subject=target.name,
         findings=[finding for finding in found if not finding.opportunity],
@@ -162,14 +202,19 @@ def _of_workload(target: Target, seconds: float, compile_check: bool, tell: Tell
         evidence=seen,
         machine=this_machine().summary,
         notes=notes,
+        recordings=made,
     )
 
 
-def _ask_build(worker: Worker, target: Mapping[str, Any]) -> None:
-    try:
-        worker.ask("build", 600.0, target=target)
-    except WorkerError as error:
-        raise UsageError(f"the workload could not be built: {error}") from error
+def _of_files(path: Path, tell: Tell) -> Diagnosis:
+    read = of_files(traces_and_snapshots(path), tell)
+    return Diagnosis(
+        str(path),
+        [finding for finding in read.findings if not finding.opportunity],
+        read.budget,
+        opportunities=[finding for finding in read.findings if finding.opportunity],
+        notes=read.notes,
+    )
 
 
 def _budget(seen: Evidence) -> dict[str, float]:
@@ -182,69 +227,3 @@ def _budget(seen: Evidence) -> dict[str, float]:
     budget = {name: spent / total for name, spent in sorted(inside.items(), key=lambda item: -item[1])}
     budget["outside operators: Python, autograd, dispatch, waiting"] = max(0.0, 1 - sum(budget.values()))
     return {name: share for name, share in budget.items() if share > 5e-4}
-
-
-def _of_folder(folder: Path, tell: Tell) -> Diagnosis:
-    files = sorted(path for path in folder.iterdir() if path.is_file())
-    traces = [path for path in files if path.name.endswith((".json", ".json.gz"))]
-    snapshots = [path for path in files if path.suffix in _SNAPSHOTS]
-    if not traces and not snapshots:
-        raise UsageError(f"{folder}: no traces (.json, .json.gz) and no memory snapshots (.pickle) in this folder")
-    return _of_files(traces, snapshots, str(folder), tell)
-
-
-def _of_files(traces: Sequence[Path], snapshots: Sequence[Path], subject: str, tell: Tell) -> Diagnosis:
-    """Of several files, those that cannot be read are left out with a note."""
-    several = len(traces) + len(snapshots) > 1
-    found: list[Finding] = []
-    budgets: list[Mapping[str, float]] = []
-    notes: list[str] = []
-    left_out = 0
-    for path in (*traces, *snapshots):
-        tell(f"reading {path.name}")
-        try:
-            items, budget, remarks = _of_trace(path) if path in traces else _of_snapshot(path)
-        except UsageError as error:
-            if not several:
-                raise
-            left_out += 1
-            notes.append(f"left out: {error}")
-            continue
-        found += [replace(item, evidence=(f"in {path.name}", *item.evidence)) if several else item for item in items]
-        budgets += [budget] if budget else []
-        notes += remarks
-    if left_out == len(traces) + len(snapshots):
-        raise UsageError(f"{subject}: none of its files can be read; {notes[0]}")
-    found.sort(key=lambda finding: finding.weight, reverse=True)
-    causes = dict.fromkeys(name for budget in budgets for name in budget)
-    return Diagnosis(
-        subject,
-        [finding for finding in found if not finding.opportunity],
-        {name: sum(budget.get(name, 0.0) for budget in budgets) / len(budgets) for name in causes},
-        opportunities=[finding for finding in found if finding.opportunity],
-        notes=notes,
-    )
-
-
-_OfFile = tuple[list[Finding], Mapping[str, float], list[str]]
-"""Findings, time budget and notes of one file."""
-
-
-def _of_trace(path: Path) -> _OfFile:
-    from fettle.diagnose.trace_rules import trace_findings
-    from fettle.trace import load, trace_health
-
-    trace = load(path)
-    uncertain = trace_health(trace).uncertain
-    notes = [f"{path.name}: uncertain: {', '.join(uncertain)}"] if uncertain else []
-    found, budget = trace_findings(trace)
-    if not budget:
-        notes.append(f"{path.name}: its events take no time, there is nothing to account for")
-    return found, budget, notes
-
-
-def _of_snapshot(path: Path) -> _OfFile:
-    from fettle.diagnose.memory_rules import memory_findings
-    from fettle.memory import analyse, read
-
-    return memory_findings(analyse(read(path))), {}, []

@@ -76,6 +76,8 @@ class Evidence:
     """Quick interleaved trials of what can be switched in place: share of the time saved, and its 95% interval."""
     threads: int = 1
     cores: int = 1
+    crowded: float = 0.0
+    """Share of the plain calls in which threads that could have run had no core: other programs took it."""
     rows: int = 1
     padding: float = 0.0
     """Share of positions in the inputs that are padding."""

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fettle.diagnose.finding import Finding
 from fettle.memory import Analysis
+from fettle.units import size_text
 
 _LARGE_SHARE = 0.1
 """Of the peak: whoever holds less is not worth a line of its own."""
+_STUCK_BYTES = 256 << 20
+"""Below this nobody gains from a setting of the allocator, whatever the share (`fettle.memory` advises none either)."""
+_LARGE_BYTES = 64 << 20
+"""Likewise, of a few calls that were recorded: what holds the peak of a small model matters little."""
 
 
-def memory_findings(analysis: Analysis) -> list[Finding]:
-    """What the memory room found, as findings, the largest first; and who holds most of the peak, which is no fault."""
-    found = [*_leaks(analysis), *_fragmentation(analysis), *_churn(analysis), *_spikes(analysis), *_holders(analysis)]
+def memory_findings(analysis: Analysis, calls: int = 0) -> list[Finding]:
+    """What the memory room found, as findings, the largest first; and who holds most of the peak, which is no fault.
+
+    With `calls` the snapshot is of so many calls of one workload: what was there before is its weights, and what is
+    small does not matter.
+    """
+    if calls:
+        analysis = replace(
+            analysis,
+            spikes=tuple(spike for spike in analysis.spikes if spike.height_bytes >= _LARGE_BYTES),
+            holders=tuple(row for row in analysis.holders if row.frames and row.bytes >= _LARGE_BYTES),
+        )
+    found = [*_leaks(analysis), *_fragmentation(analysis), *_churn(analysis)]
+    found += _spikes(analysis, calls or len(analysis.steps))
+    named = {line for finding in found for line in finding.where[:1]}
+    found += [holder for holder in _holders(analysis) if holder.where[0] not in named]  # one cause, one finding
     return sorted(found, key=lambda finding: finding.weight, reverse=True)
 
 
@@ -36,7 +56,7 @@ def _leaks(analysis: Analysis) -> list[Finding]:
 
 def _fragmentation(analysis: Analysis) -> list[Finding]:
     stuck, reserved = analysis.non_releasable_bytes, analysis.reserved_bytes
-    if not reserved or stuck < 0.1 * reserved:
+    if stuck < max(0.1 * reserved, _STUCK_BYTES):
         return []
     return [
         Finding(
@@ -68,7 +88,8 @@ def _churn(analysis: Analysis) -> list[Finding]:
     ]
 
 
-def _spikes(analysis: Analysis) -> list[Finding]:
+def _spikes(analysis: Analysis, steps: int) -> list[Finding]:
+    """A spike of most steps is how the step works: it can be made lower, and nothing is wrong."""
     return [
         Finding(
             "spike",
@@ -80,6 +101,7 @@ def _spikes(analysis: Analysis) -> list[Finding]:
             formula="top of the stretch - median of use",
             before="y = block(x)",
             after="y = torch.cat([block(part) for part in x.chunk(4)])",
+            opportunity=spike.count > steps / 2 > 0,
         )
         for spike in analysis.spikes[:3]
     ]
@@ -90,7 +112,7 @@ def _holders(analysis: Analysis) -> list[Finding]:
     return [
         Finding(
             "peak-holder",
-            f"{row.own_line} holds {row.share:.0%} of the peak: {row.bytes / 2**20:.0f} MiB in {row.count} blocks.",
+            f"{row.own_line} holds {row.share:.0%} of the peak, {size_text(row.bytes)} (blocks: {row.count}).",
             bound_bytes=row.bytes,
             where=(row.own_line,),
             evidence=tuple(

@@ -151,7 +151,7 @@ _EXPOSED = {
         "DistributedDataParallel(model, gradient_as_bucket_view=True)",
     ),
     "exposed_copy": _Cause(
-        "copies",
+        "transfers",
         "The device copies while nothing computes.",
         "pinned memory and non_blocking copies",
         "x = x.cuda()",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fettle.train import TrainingWorkload, rows_of
-from fettle.workload import Workload
+from fettle.workload import Workload, leaves
 
 
 class TrainingSteps:
@@ -47,3 +47,16 @@ def as_workload(workload: Workload | TrainingWorkload) -> Workload:
         return workload
     rows = workload.samples or rows_of(workload.first)
     return Workload(TrainingSteps(workload), [()], name=workload.name, samples=rows)
+
+
+def trained(workload: Workload) -> Any:
+    """The workload's model; of the steps of a training loop the model that they train."""
+    return workload.model.model if isinstance(workload.model, TrainingSteps) else workload.model
+
+
+def device_of(workload: Workload) -> str:
+    """Type of the device of the model's first parameter, else of the first input tensor, else ``cpu``."""
+    model = trained(workload)
+    held = model.parameters() if isinstance(model, torch.nn.Module) else ()
+    given = (leaf for _, leaf in leaves(workload.inputs[0]) if isinstance(leaf, torch.Tensor))
+    return next((str(tensor.device.type) for tensor in (*held, *given)), "cpu")

@@ -8,6 +8,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -124,7 +125,7 @@ def waiting(call: Callable[[], Any], least: int = 3) -> tuple[float, float, Load
                     call()
             # The main thread was neither on a core nor waiting for one: it slept. The system counts in ticks.
             wall, after = time.perf_counter() - started, _run_and_wait_s()
-            if before is not None and after is not None:
+            if before is not None and after is not None and wall > _LEAST_WATCHED_S / 4:  # shorter than some ticks
                 blocked = max(0.0, wall - (after - before))
     finally:
         if note in gc.callbacks:
@@ -132,11 +133,35 @@ def waiting(call: Callable[[], Any], least: int = 3) -> tuple[float, float, Load
     return spent / loading.calls, blocked / loading.calls, loading
 
 
+class CoreClock:
+    """How crowded the machine is while it is entered, seen from the threads of this process (Linux; else 0)."""
+
+    crowded = 0.0
+    """Of the time in which they ran or could have run, the share in which they had no core."""
+
+    def __enter__(self) -> CoreClock:
+        self._before = _all_threads()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ran, waited = (max(0.0, now - then) for now, then in zip(_all_threads(), self._before, strict=True))
+        self.crowded = waited / max(ran + waited, 1e-9)
+
+
+def _all_threads() -> tuple[float, float]:
+    told = [_schedule(path) for path in Path("/proc/self/task").glob("*/schedstat")]
+    return sum(ran for ran, _ in told), sum(waited for _, waited in told)
+
+
 def _run_and_wait_s() -> float | None:
     """Seconds that this thread ran or waited for a core (Linux); None where the system does not tell."""
+    return sum(_schedule(Path("/proc/thread-self/schedstat"))) or None
+
+
+def _schedule(path: Path) -> tuple[float, float]:
+    """Seconds that a thread ran, and that it waited for a core; zeros where the system does not tell."""
     try:
-        with open("/proc/thread-self/schedstat") as file:
-            ran, waited, *_ = file.read().split()
-    except (OSError, ValueError):
-        return None
-    return (int(ran) + int(waited)) / 1e9
+        ran, waited, *_ = path.read_text().split()
+        return int(ran) / 1e9, int(waited) / 1e9
+    except (OSError, ValueError):  # not Linux, or a thread that has just ended
+        return 0.0, 0.0

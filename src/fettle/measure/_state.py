@@ -83,11 +83,16 @@ def peaks(state: State, request: Request) -> dict[str, Any]:
 
 
 def examine(state: State, request: Request) -> dict[str, Any]:
-    """Hand the workload to a function of another room, ``module:function``, and return what it finds."""
+    """Hand the workload to a function of another room, ``module:function``, and return what it finds.
+
+    With a path, that is where the function writes what it makes.
+    """
     import importlib
 
     module, _, name = request.label.partition(":")
-    found = getattr(importlib.import_module(module), name)(state.workload, request.seconds)
+    function = getattr(importlib.import_module(module), name)
+    writes = {"path": request.path} if request.path else {}
+    found = function(state.workload, seconds=request.seconds, **writes)
     return {"found": msgspec.to_builtins(found), "load_s": state.load_s}
 
 

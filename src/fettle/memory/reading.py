@@ -131,7 +131,7 @@ class _Parser:
     def segments(self, rows: list[Any]) -> tuple[Segments, Blocks]:
         self.spend(len(rows))
         if not all(isinstance(row, dict) for row in rows):
-            raise self.bad("a segment that is not a dictionary")
+            raise self.bad("not a memory snapshot: a segment that is not a dictionary")
         # The profiler's export writes a segment without address for a device that holds nothing.
         rows = [row for row in rows if row.get("address") is not None or row.get("blocks")]
 

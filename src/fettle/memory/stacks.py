@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -18,6 +19,8 @@ NO_STACK = "(no stack recorded)"
 _AUTOGRAD_NODE = re.compile(r"[A-Za-z]\w*Backward\d*|AccumulateGrad")
 _NATIVE = (".cpp", ".cc", ".c", ".h", ".hpp", ".cu", ".cuh", ".so")
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "/Lib/")
+_LIBRARY_STARTS = ("torch/", "fettle/", str(Path(__file__).parents[1]), "<frozen", "<eval_with_key")
+"""Of names that the profiler has cut short; and this package, which calls the program while it records."""
 _PLUMBING = (
     "torch::unwind",
     "CapturedTraceback",
@@ -123,4 +126,4 @@ def phase(stack: Sequence[Frame]) -> str:
 
 def _is_library(frame: Frame) -> bool:
     file = frame.filename
-    return file.startswith(("torch/", "<frozen", "<eval_with_key")) or any(part in file for part in _LIBRARY)
+    return file.startswith(_LIBRARY_STARTS) or any(part in file for part in _LIBRARY)

@@ -58,8 +58,11 @@ from fettle.diagnose.rules import (
     weight_bound,
     weight_memory,
 )
+from fettle.diagnose.rules._common import CROWDED
 from fettle.recipe import Recipe
 from fettle.techniques import conflict
+
+__all__ = ["CROWDED", "RULES", "Rule", "findings"]
 
 Rule = Callable[[Evidence], Finding | None]
 

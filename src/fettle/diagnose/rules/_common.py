@@ -9,6 +9,8 @@ from fettle.diagnose.finding import Finding
 
 LEAST = 0.03
 """Share of the wall time below which a cause is not worth a line."""
+CROWDED = 0.1
+"""Share of time without a core from which on a machine is busy with other things."""
 UNKNOWN = (0.0, 0.0, 0.0)
 """Share saved and its interval where nothing was tried."""
 OPTIMIZER = ("addcdiv_", "addcmul_", "lerp_")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fettle.diagnose.evidence import Evidence
 from fettle.diagnose.finding import Finding
+from fettle.units import size_text
 
 
 def look(seen: Evidence) -> Finding | None:
@@ -13,7 +14,7 @@ def look(seen: Evidence) -> Finding | None:
         return None
     written = sum(op.written for op in seen.operations)
     what = ", with the autograd graphs that made them" if graph else ""
-    count = f"{seen.tensors_kept:.3g} tensor{'s' if seen.tensors_kept >= 2 else ''}"
+    count = f"{seen.tensors_kept:.3g} tensor{'s' if seen.tensors_kept >= 2 else ''}, {size_text(seen.bytes_kept)},"
     return Finding(
         "leak",
         f"{count} more stay alive after every call{what}.",

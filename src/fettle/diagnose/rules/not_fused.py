@@ -10,6 +10,8 @@ from fettle.diagnose.rules._common import about, taken
 def look(seen: Evidence) -> Finding | None:
     """Memory-bound operators one by one, each reading and writing everything."""
     ops = [op for op in seen.operations if op.group == POINTWISE]
+    if not ops:
+        return None
     return about(
         seen,
         "not-fused",

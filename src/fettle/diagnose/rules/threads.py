@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fettle.diagnose.evidence import Evidence
 from fettle.diagnose.finding import Finding
-from fettle.diagnose.rules._common import LEAST, UNKNOWN
+from fettle.diagnose.rules._common import CROWDED, LEAST, UNKNOWN
 
 
 def look(seen: Evidence) -> Finding | None:
@@ -34,8 +34,8 @@ def _too_few(seen: Evidence) -> Finding | None:
 
 def _too_many(seen: Evidence) -> Finding | None:
     """More threads than cores, or threads that only wait for each other."""
-    if seen.facts.device != "cpu":
-        return None
+    if seen.facts.device != "cpu" or (seen.threads <= seen.cores and seen.crowded > CROWDED):
+        return None  # threads that wait for cores that other programs take look like threads that wait for each other
     for name, levels in ((f"threads={seen.cores}", {}), ("threads=1", {"threads": "1"})):
         saved, low, high = seen.variants.get(name, UNKNOWN)
         more = seen.threads > seen.cores or name == "threads=1"
