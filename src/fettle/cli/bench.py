@@ -33,7 +33,7 @@ def command(
     from fettle.comparing import bench, comparison_json
     from fettle.errors import UsageError
     from fettle.recipe import Recipe, load_recipe
-    from fettle.report import comparison_table
+    from fettle.report import comparison_table, progress
     from fettle.result import Limits
     from fettle.techniques import check_names
 
@@ -46,7 +46,7 @@ def command(
         found = load_recipe(text).recipe if text.endswith(".toml") else Recipe.parse(text)
         check_names(found)
         recipes.append(found)
-    with _options.progress(quiet=as_json) as tell:
+    with progress(quiet=as_json) as tell:
         comparison = bench(
             target,
             recipes,
