@@ -7,6 +7,9 @@ Commands print its single line and leave with exit code 2; nothing has been writ
 class UsageError(Exception):
     """Bad usage or input. The message is one line: what is wrong, and what to do."""
 
+    def _render_traceback_(self) -> list[str]:  # what a notebook shows in place of a traceback
+        return [f"fettle: {self}"]
+
 
 def first_line(error: BaseException) -> str:
     """The first non-empty line of an error's text, with its type: ``ValueError: too few channels``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +33,10 @@ class Limits:
     min_throughput: float | None = None
     """Samples a second."""
 
+    def above(self, noise: float) -> Limits:
+        """The limits for a model whose own answers differ by `noise` from run to run: that much more is allowed."""
+        return self if self.max_error is None else replace(self, max_error=self.max_error + noise)
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -42,7 +46,8 @@ class Reference:
     why: str = ""
     """Why it is not float64, where it is not."""
     noise: float = 0.0
-    """Relative L2 error between two runs of the reference model: the floor for a model that is not deterministic."""
+    """Relative L2 error between two runs of the reference model with other seeds: what a recipe may be off by in
+    addition to the limit, for no recipe can be nearer to a model that is random than that model is to itself."""
     metric: float = math.nan
     """The user's metric of the reference."""
     curves: Sequence[Sequence[float]] = ()
@@ -173,6 +178,16 @@ class Result:
     """Training over several ranks: the memory plan."""
     confidence: float = 0.95
     """The level of every confidence interval in it."""
+
+    def __repr__(self) -> str:
+        from fettle.report import verdict
+
+        return f"{self.name}: {verdict(self)}"
+
+    def _repr_html_(self) -> str:  # what a notebook shows of a cell's last value
+        from fettle.report import cell
+
+        return cell(self)
 
     @property
     def baseline(self) -> Trial | None:

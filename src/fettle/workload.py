@@ -119,6 +119,33 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path or "output", tree
 
 
+def map_tensors(change: Any, tree: Any) -> Any:
+    """A copy of a tree with every tensor changed: tuples, lists, dicts, dataclasses, and what torch knows as a tree."""
+    import copy
+    import dataclasses
+
+    import torch
+
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    if tree is None or isinstance(tree, (str, int, float)):
+        return tree
+    if type(tree) in (tuple, list):  # the common branches first, without the cost of a general tree
+        return type(tree)(map_tensors(change, item) for item in tree)
+    if type(tree) is dict:
+        return {key: map_tensors(change, item) for key, item in tree.items()}
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, (type, dict)):  # torch knows only registered ones
+        changed = copy.copy(tree)
+        for item in dataclasses.fields(tree):
+            object.__setattr__(changed, item.name, map_tensors(change, getattr(tree, item.name)))
+        return changed
+
+    def inside(item: Any) -> Any:
+        return item if item is tree else map_tensors(change, item)
+
+    return torch.utils._pytree.tree_map(inside, tree, is_leaf=lambda item: item is not tree)
+
+
 @dataclass(frozen=True)
 class Target:
     """Where a workload comes from. Data only: building it is `load`, which runs the user's code."""

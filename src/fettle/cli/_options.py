@@ -1,4 +1,4 @@
-"""What commands share: reading durations, sizes and technique lists, and the live progress display."""
+"""What commands share: reading durations, sizes and technique lists."""
 
 from __future__ import annotations
 
@@ -7,21 +7,12 @@ import csv
 import io
 import os
 import re
-import sys
-import time
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from typing import Any, TypeVar
 
 from fettle.errors import UsageError
 from fettle.files import write_text
-
-if TYPE_CHECKING:
-    from fettle.tuning import Event, Tell
 
 T = TypeVar("T")
 _DURATION = re.compile(r"\s*([0-9.]+)\s*(ms|s|m|min|h)?\s*")
@@ -75,59 +66,6 @@ def run_loop(work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(work)
     made: T = uvloop.run(work)
     return made
-
-
-@contextmanager
-def progress(quiet: bool) -> Iterator[Tell]:
-    """A live line on stderr: what runs now, the best so far, how far the budget is spent. Lines only when piped."""
-    console = Console(stderr=True)
-    if quiet:
-        yield lambda event: None
-    elif not console.is_terminal:
-        yield _plain_lines()
-    else:
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=18), TaskProgressColumn(),
-                   TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())  # fmt: skip
-        with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task("starting", total=None)
-
-            def tell(event: Event) -> None:
-                best = ""
-                if event.best is not None and event.best.speedup is not None:
-                    best = f" [dim]| best {event.best.speedup.estimate:.2f}x[/]"
-                bar.update(
-                    task, description=f"{event.doing[:60]}{best}", completed=event.elapsed_s, total=event.budget_s
-                )
-                if event.trial is not None:
-                    bar.console.print(trial_line(event), highlight=False)
-
-            yield tell
-
-
-def trial_line(event: Event) -> str:
-    """One finished trial as a line."""
-    trial = event.trial
-    assert trial is not None
-    if trial.status == "failed":
-        return f"[red]failed[/]    {trial.recipe}: {trial.reason[:160]}"
-    ratio = f"{trial.speedup.estimate:6.2f}x" if trial.speedup else "       "
-    tail = f" [yellow]rejected: {trial.reason}[/]" if trial.status == "rejected" else ""
-    return f"{trial.time_ms:9.3f} ms {ratio}  {trial.recipe}{tail}"
-
-
-def _plain_lines() -> Tell:
-    """Progress for a log file: a line for each trial and each start, nothing for rounds."""
-    began = time.monotonic()
-
-    def tell(event: Event) -> None:
-        if event.trial is not None:
-            from rich.text import Text
-
-            print(f"[{time.monotonic() - began:6.1f} s] {Text.from_markup(trial_line(event)).plain}", file=sys.stderr)
-        elif not event.doing.startswith("round"):
-            print(f"[{time.monotonic() - began:6.1f} s] {event.doing}", file=sys.stderr)
-
-    return tell
 
 
 def _is_number(text: str) -> bool:

@@ -10,8 +10,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fettle.cli import _options
-
 
 def command(
     recipe: Annotated[Path, typer.Argument(help="a recipe.toml")],
@@ -28,7 +26,7 @@ def command(
     from fettle.applying import warn_if_foreign
     from fettle.comparing import bench, comparison_json
     from fettle.recipe_file import load_recipe
-    from fettle.report import comparison_table
+    from fettle.report import comparison_table, progress
     from fettle.result import Limits
 
     found = load_recipe(recipe)
@@ -43,7 +41,7 @@ def command(
         min_agreement=kept.get("min_agreement"),
         max_metric_drop=kept.get("max_metric_drop"),
     )
-    with _options.progress(quiet=as_json) as tell:
+    with progress(quiet=as_json) as tell:
         comparison = bench(
             target,
             [found.recipe],

@@ -34,7 +34,7 @@ def command(
     from fettle.errors import UsageError
     from fettle.recipe import Recipe
     from fettle.recipe_file import load_recipe
-    from fettle.report import comparison_table
+    from fettle.report import comparison_table, progress
     from fettle.result import Limits
     from fettle.techniques import check_names
 
@@ -47,7 +47,7 @@ def command(
         found = load_recipe(text).recipe if text.endswith(".toml") else Recipe.parse(text)
         check_names(found)
         recipes.append(found)
-    with _options.progress(quiet=as_json) as tell:
+    with progress(quiet=as_json) as tell:
         comparison = bench(
             target,
             recipes,

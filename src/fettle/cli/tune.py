@@ -66,7 +66,7 @@ def command(
 
       fettle tune model.py --goal latency --max-memory 2GiB --technique precision=fp32,bf16
     """
-    from fettle.report import print_result, save, to_json
+    from fettle.report import print_result, progress, save, to_json
     from fettle.tuning import tune
 
     for name in allow or ():
@@ -75,7 +75,7 @@ def command(
     budget_s = _options.duration_s(budget, "--budget")
     latency = None if max_latency is None else _options.duration_s(max_latency, "--max-latency") * 1e3
     memory = None if max_memory is None else parse_size(max_memory, "--max-memory")
-    with _options.progress(quiet=as_json) as tell:
+    with progress(quiet=as_json) as tell:
         result = tune(
             target,
             mode=mode,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fettle.measure._trial import Accuracy
-from fettle.workload import leaves
+from fettle.workload import leaves, map_tensors
 
 Outputs = dict[str, torch.Tensor]
 """The tensor leaves of one output by path, on the CPU."""
@@ -132,12 +132,11 @@ def judge(accuracy: Accuracy, *, max_error: float | None, min_agreement: float |
 
 def repeat_rows(batch: Any, factor: int, rows: int) -> Any:
     """The batch `factor` times over: every tensor with `rows` in its first dimension is repeated along it."""
-    from torch.utils import _pytree as pytree
 
     def grow(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor] * factor) if tensor.dim() and tensor.shape[0] == rows else tensor
 
-    return pytree.tree_map_only(torch.Tensor, grow, batch)
+    return map_tensors(grow, batch)
 
 
 def first_rows(outputs: Outputs, factor: int, reference: Outputs) -> Outputs:

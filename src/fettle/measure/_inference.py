@@ -131,9 +131,8 @@ def with_check(workload: Any) -> Any:
     """The workload with its rows counted and, where the user gave one batch only, a second one to judge on: the same
     rows in another order, so that a recipe which only knows the first batch is found out."""
     import torch
-    from torch.utils import _pytree as pytree
 
-    from fettle.workload import leaves
+    from fettle.workload import leaves, map_tensors
 
     first = next((leaf for _, leaf in leaves(workload.inputs[0]) if isinstance(leaf, torch.Tensor)), None)
     rows = workload.samples or (int(first.shape[0]) if first is not None and first.dim() else 1)
@@ -145,7 +144,7 @@ def with_check(workload: Any) -> Any:
                 return tensor
             return tensor.roll(1, 0) if tensor.shape[0] > 1 else tensor.flip(-1)
 
-        check = [pytree.tree_map_only(torch.Tensor, other, workload.inputs[0])]
+        check = [map_tensors(other, workload.inputs[0])]
     return replace(workload, samples=rows, check_inputs=check)
 
 

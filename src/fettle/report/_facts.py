@@ -81,7 +81,7 @@ def error_name(result: Result) -> str:
 
 def checks(result: Result, trial: Trial) -> list[Check]:
     """Every limit that was set, and whether `trial` keeps it. Finite outputs are a limit that is always set."""
-    limits: Limits = result.limits
+    limits: Limits = result.limits.above(result.reference.noise)
     accuracy = trial.accuracy
     measured = accuracy.finite or math.isfinite(accuracy.error)
     found = [

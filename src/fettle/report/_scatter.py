@@ -66,7 +66,7 @@ def against_error(result: Result) -> Drawn | None:
     rows = _with_error(points(result))
     if not rows:
         return None
-    limit = result.limits.max_error
+    limit = result.limits.above(result.reference.noise).max_error
     levels = [row["y"] for row in rows] + ([limit] if limit else [])
     y = _log(levels, alt.Y("y:Q"), "relative error (log)", "format(datum.value, '~g')")
     rules: list[alt.Chart] = []

@@ -28,6 +28,8 @@ class Facts:
     training: bool = False
     train_mode_differs: bool = False
     """In train mode the outputs differ from eval mode: then eval is a precondition, not a choice."""
+    changes_buffers: bool = False
+    """A forward pass in eval mode changes the module's buffers: running averages, counters, caches."""
     custom_call: bool = False
     """The workload is called through its own `call`, not ``model(...)``."""
     calibration_batches: int = 0

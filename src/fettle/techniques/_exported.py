@@ -83,6 +83,9 @@ class Exported:
                 args, kwargs = pytree.tree_unflatten(mixed, spec)
                 results, seen["spec"] = flatten(self.model(*args, **kwargs))
                 seen["constants"] = [None if isinstance(item, torch.Tensor) else (item,) for item in results]
+                # What is handed back as it came gets a place of its own: OpenVINO cannot name two things alike.
+                own = {id(tensor) for tensor in tensors}
+                results = [item.clone() if id(item) in own else item for item in results]
                 return tuple(item for item in results if isinstance(item, torch.Tensor))
 
         def plain(values: list[Any]) -> list[torch.Tensor]:

@@ -31,12 +31,13 @@ def probe_facts(workload: Workload, *, allow_batch: bool = False) -> Facts:
     parameters = list(module.parameters())
     device = _commonest([tensor.device.type for tensor in [*parameters, *module.buffers(), *tensors]], "cpu")
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in parameters if tensor.is_floating_point()]
-    uses_sdpa, manual_attention, train_mode_differs = _forward_facts(workload, module)
+    uses_sdpa, manual_attention, train_mode_differs, changes_buffers = _forward_facts(workload, module)
     return Facts(
         device=device,
         is_module=isinstance(model, torch.nn.Module),
         training=any(child.training for child in module.modules()) and isinstance(model, torch.nn.Module),
         train_mode_differs=train_mode_differs,
+        changes_buffers=changes_buffers,
         custom_call=workload.call is not None,
         calibration_batches=len(workload.calibration),
         dtype=_commonest(dtypes, "float32"),
@@ -100,13 +101,14 @@ class _SeesSdpa(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _forward_facts(workload: Workload, module: torch.nn.Module) -> tuple[bool, int, bool]:
-    """Whether SDPA is called, how many modules write attention out, and whether train mode changes the answers."""
+def _forward_facts(workload: Workload, module: torch.nn.Module) -> tuple[bool, int, bool, bool]:
+    """Whether SDPA is called, how many modules write attention out, whether train mode changes the answers, and
+    whether eval mode changes buffers."""
     training = [child for child in module.modules() if child.training and child is not module] or (
         [module] if module.training and isinstance(workload.model, torch.nn.Module) else []
     )
     differs = any(_random_or_batch_dependent(child) for child in training)
-    watch, manual = _SeesSdpa(), 0
+    watch, manual, changes = _SeesSdpa(), 0, False
     try:
         with unchanged(workload, module) as model, torch.no_grad():
 
@@ -115,18 +117,26 @@ def _forward_facts(workload: Workload, module: torch.nn.Module) -> tuple[bool, i
                 batch = copy.deepcopy(workload.inputs[0])  # a model may write into what it is given
                 return workload.run(model, batch)
 
+            before = _copies(module)
             with watch:
                 given = outputs()
-            if training and not differs:  # layers of the user's own may look at `self.training` too
+            if training and (before or not differs):  # layers of the user's own may look at `self.training` too
                 noise = _distance(given, outputs())
-                model.eval()
-                differs = _distance(given, outputs()) > 4 * noise + 1e-6
+                module.eval()
+                before = _copies(module)
+                differs = _distance(given, outputs()) > 4 * noise + 1e-6 or differs
+            after = dict(module.named_buffers())
+            changes = any(not torch.equal(value, after[name]) for name, value in before.items() if name in after)
             if not _is_transformers(module):  # those have implementations to choose from
                 model_in_eval = module.eval()  # with dropout on, nothing could be rewritten
                 manual = count_manual_attention(model_in_eval, outputs)
     except Exception:  # the baseline trial will say what is wrong with it
         pass
-    return watch.seen, manual, differs
+    return watch.seen, manual, differs, changes
+
+
+def _copies(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
 
 
 def _random_or_batch_dependent(layer: torch.nn.Module) -> bool:

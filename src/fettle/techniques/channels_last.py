@@ -6,20 +6,17 @@ import torch
 
 from fettle.recipe import Recipe
 from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.workload import map_tensors
 
 
 def channels_last(tree: Any) -> Any:
     """Lay out every floating 4-D tensor of a tree with the channels innermost."""
-    if isinstance(tree, torch.Tensor):
-        wanted = tree.dim() == 4 and tree.is_floating_point()
-        return tree.contiguous(memory_format=torch.channels_last) if wanted else tree
-    if type(tree) is tuple:
-        return tuple(channels_last(item) for item in tree)
-    if type(tree) is dict:
-        return {key: channels_last(item) for key, item in tree.items()}
-    from torch.utils import _pytree as pytree
 
-    return pytree.tree_map_only(torch.Tensor, channels_last, tree)
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        wanted = tensor.dim() == 4 and tensor.is_floating_point()
+        return tensor.contiguous(memory_format=torch.channels_last) if wanted else tensor
+
+    return map_tensors(change, tree)
 
 
 class ChannelsLast(Technique):
@@ -49,10 +46,10 @@ class ChannelsLast(Technique):
             if recipe.levels.get("precision") == "bf16-master":  # else each step copies from one layout to the other
                 prepare += ["for master in parameters:", "    master.data = channels_last(master.data)"]
             used = batch or len(prepare) > 1
-            return Code(helpers=(channels_last,) if used else (), prepare=tuple(prepare), batch=batch)
+            return Code(helpers=(map_tensors, channels_last) if used else (), prepare=tuple(prepare), batch=batch)
         inputs = ("args, kwargs = channels_last(args), channels_last(kwargs)",) if facts.num_4d_inputs else ()
         return Code(
-            helpers=(channels_last,) if inputs else (),
+            helpers=(map_tensors, channels_last) if inputs else (),
             prepare=("model.to(memory_format=torch.channels_last)",),
             inputs=inputs,
         )

@@ -6,21 +6,19 @@ import torch
 
 from fettle.recipe import Recipe
 from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.workload import map_tensors
 
 _DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
 
 def cast(tree: Any, dtype: torch.dtype) -> Any:
-    """Convert every floating tensor in a tree of tuples, lists, dicts and registered classes."""
-    if isinstance(tree, torch.Tensor):
-        return tree.to(dtype) if tree.is_floating_point() else tree
-    if type(tree) is tuple:  # the common shapes of arguments, without the cost of a general tree
-        return tuple(cast(item, dtype) for item in tree)
-    if type(tree) is dict:
-        return {key: cast(item, dtype) for key, item in tree.items()}
-    from torch.utils import _pytree as pytree
+    """Convert every floating tensor in a tree."""
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)
 
-    return pytree.tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
+
+def widen(tree: Any, dtype: torch.dtype) -> Any:
+    """Convert every tensor of `dtype` in a tree to float32."""
+    return map_tensors(lambda tensor: tensor.float() if tensor.dtype == dtype else tensor, tree)
 
 
 def gradients_to_masters(weights: list[torch.nn.Parameter], masters: list[torch.nn.Parameter]) -> None:
@@ -72,7 +70,7 @@ class Precision(Technique):
         dtype = _DTYPES[level.removeprefix("autocast-").removesuffix("-master")]
         if level == "bf16-master":
             return Code(
-                helpers=(cast, to_16_bits, gradients_to_masters, masters_to_weights),
+                helpers=(map_tensors, cast, to_16_bits, gradients_to_masters, masters_to_weights),
                 prepare=(
                     "weights, parameters = parameters, [torch.nn.Parameter(w.detach().clone()) for w in parameters]",
                     f"to_16_bits(model, {dtype})",
@@ -90,11 +88,15 @@ class Precision(Technique):
                 before_step=("scaler.unscale_(optimizer)",) if facts.max_grad_norm is not None else (),
                 step=("scaler.step(optimizer)", "scaler.update()"),
             )
+        outputs = (f"output = widen(output, {dtype})  # the caller sees the type it always saw",)
         if level.startswith("autocast-"):
-            return Code(contexts=(f'torch.autocast("{facts.device}", dtype={dtype})',))
+            autocast = f'torch.autocast("{facts.device}", dtype={dtype})'
+            if facts.mode == "training":
+                return Code(contexts=(autocast,))
+            return Code(helpers=(map_tensors, widen), contexts=(autocast,), outputs=outputs)
         return Code(
-            helpers=(cast,),
+            helpers=(map_tensors, cast, widen),
             prepare=(f"model.to({dtype})",),
             inputs=(f"args, kwargs = cast(args, {dtype}), cast(kwargs, {dtype})",),
-            outputs=("output = cast(output, torch.float32)  # the caller sees the type it always saw",),
+            outputs=outputs,
         )

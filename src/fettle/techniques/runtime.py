@@ -96,6 +96,8 @@ class Runtime(Technique):
             cannot = "the model is a plain callable"
         elif facts.custom_call:
             cannot = "the workload has a call of its own, and an exported model has only its forward"
+        elif facts.changes_buffers:
+            cannot = "the model changes its own buffers when it is called, and in an exported model they stay the same"
         cpu = "" if facts.device == "cpu" else f"the work is on {facts.device}, and this level runs on the CPU"
         cuda = "" if facts.device == "cuda" else "TensorRT needs a CUDA device"
         openvino = cannot or cpu or _missing(facts, "openvino")

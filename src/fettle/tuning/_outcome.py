@@ -85,7 +85,8 @@ def _winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, Verd
 def _nearest(session: Session) -> list[Trial]:
     """The trials that miss the limits by least, at most three."""
     ran = [trial for trial in session.known.values() if trial.status != "failed" and trial.recipe.levels]
-    return sorted(ran, key=lambda trial: (distance(trial, session.limits), trial.time_ms))[:3]
+    limits = session.limits.above(session.probed.reference.noise)
+    return sorted(ran, key=lambda trial: (distance(trial, limits), trial.time_ms))[:3]
 
 
 def _ladder(session: Session, winner: Trial) -> tuple[Rung, ...]:

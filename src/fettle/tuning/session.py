@@ -210,7 +210,7 @@ class Session:
     def _judge(self) -> Judge:
         return Judge(
             str(self.probed.reference_path),
-            self.limits.max_error,
+            self.limits.above(self.probed.reference.noise).max_error,
             self.limits.min_agreement,
             self.limits.max_metric_drop,
             self.probed.reference.metric,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,14 +51,15 @@ def tune(
     study: str | None = None,
     confidence: float = 0.95,
     trial_timeout_s: float = 900.0,
-    tell: Tell = lambda event: None,
+    tell: Tell | None = None,
     command: str = "",
 ) -> Result:
     """Find the fastest recipe for a workload that keeps its answers and the user's limits.
 
     `model` is a module (or any callable) with `inputs`, a `Workload`, or the text ``"file.py:factory"``. The limits
     are those of `fettle.result.Limits`; `techniques` allows levels by technique, one level pins it. Trials are kept in
-    the study under `output` (or at `storage`), so the same call goes on after an interrupt.
+    the study under `output` (or at `storage`), so the same call goes on after an interrupt. `tell` is called with each
+    `Event`; without it the progress is shown on a terminal or in a notebook.
 
     With ``mode="training"`` the workload is a `fettle.TrainingWorkload` and one call is one optimizer step. The
     guard is then on its losses: their mean distance from the baseline's may be `max_spread` times the typical
@@ -67,6 +69,8 @@ def tune(
 
     Returns a `Result`; ``result.apply(model, inputs)`` gives the tuned callable. Raises `UsageError` for bad input.
     """
+    from fettle.report import progress  # brings the charts' library, which other users of this room do not need
+
     started = time.monotonic()
     folder = writable(Path(output))
     target = target_of(model, inputs, call, metric, folder, mode)
@@ -78,6 +82,8 @@ def tune(
     allowed = check_techniques(techniques or {})
     machine = this_machine()
 
+    watched = ExitStack()
+    tell = tell or watched.enter_context(progress(lines=False))
     session = Session(target, folder, limits, goal, budget_s, started, tell, confidence, trial_timeout_s,
                       nproc=nproc, device_memory_bytes=device_memory_bytes)  # fmt: skip
     try:
@@ -98,6 +104,7 @@ def tune(
         result = outcome(session, last, left_out, machine, command, interrupted)
     finally:
         close_all()
+        watched.close()
     return result
 
 

@@ -1,0 +1,109 @@
+"""How a study is going: what runs now, the best so far, how far the budget is spent."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from fettle.page import clean
+from fettle.report import _format as fmt
+
+if TYPE_CHECKING:
+    from fettle.tuning import Event, Tell
+
+
+@contextmanager
+def progress(*, quiet: bool = False, lines: bool = True) -> Iterator[Tell]:
+    """Show it where somebody looks: a bar on a terminal, a changing output in a notebook.
+
+    Where neither is, a line on standard error for each start and each trial, or nothing without `lines`.
+    """
+    console = Console(stderr=True)
+    if quiet:
+        yield lambda event: None
+    elif console.is_jupyter:
+        with _cell() as tell:
+            yield tell
+    elif console.is_terminal:
+        with _bar(console) as tell:
+            yield tell
+    else:
+        yield _lines() if lines else lambda event: None
+
+
+@contextmanager
+def _bar(console: Console) -> Iterator[Tell]:
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=18), TaskProgressColumn(),
+               TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def tell(event: Event) -> None:
+            said = f"{escape(event.doing[:60])}[dim]{_best(event)}[/]"
+            bar.update(task, description=said, completed=event.elapsed_s, total=event.budget_s)
+            if event.trial is not None:
+                bar.console.print(trial_line(event), highlight=False)
+
+        yield tell
+
+
+@contextmanager
+def _cell() -> Iterator[Tell]:
+    """An output of a notebook's cell that changes in place: the trials so far, and what runs now."""
+    from IPython.display import display
+
+    def bundle(last: str) -> dict[str, Any]:
+        return {"text/plain": "\n".join([*done, last])}
+
+    done: list[str] = []
+    shown = display(bundle("starting"), raw=True, display_id=True)  # type: ignore[no-untyped-call, unused-ignore]
+    began = time.monotonic()
+
+    def tell(event: Event) -> None:
+        if event.trial is not None:
+            done.append(Text.from_markup(trial_line(event)).plain)
+        spent = fmt.seconds(event.elapsed_s) + (f" of {fmt.seconds(event.budget_s)}" if event.budget_s else "")
+        shown.update(bundle(f"{event.doing}{_best(event)} | {spent}"), raw=True)
+
+    yield tell
+    shown.update(bundle(f"done in {fmt.seconds(time.monotonic() - began)}"), raw=True)
+
+
+def _lines() -> Tell:
+    """For a log file: nothing for the rounds of a race."""
+    began = time.monotonic()
+
+    def tell(event: Event) -> None:
+        if event.trial is not None:
+            said = Text.from_markup(trial_line(event)).plain
+        elif event.doing.startswith("round"):
+            return
+        else:
+            said = event.doing
+        print(f"[{time.monotonic() - began:6.1f} s] {said}", file=sys.stderr)
+
+    return tell
+
+
+def _best(event: Event) -> str:
+    known = event.best is not None and event.best.speedup is not None
+    return f" | best {event.best.speedup.estimate:.2f}x" if known else ""  # type: ignore[union-attr]
+
+
+def trial_line(event: Event) -> str:
+    """One finished trial as a line, with rich's markup."""
+    assert event.trial is not None
+    trial = clean(event.trial)
+    if trial.status == "failed":
+        return f"[red]failed[/]    {trial.recipe}: {escape(trial.reason[:160])}"
+    ratio = f"{trial.speedup.estimate:6.2f}x" if trial.speedup else "       "
+    tail = f" [yellow]rejected: {escape(trial.reason)}[/]" if trial.status == "rejected" else ""
+    return f"{trial.time_ms:9.3f} ms {ratio}  {trial.recipe}{tail}"
