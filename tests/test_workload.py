@@ -22,6 +22,7 @@ from fettle.workload import (
     find_target,
     fingerprint,
     leaves,
+    map_tensors,
     spread,
     target_from_objects,
     workload_from,
@@ -456,3 +457,18 @@ class TestFingerprint:
 
     def test_a_module_without_weights_yet(self) -> None:
         assert fingerprint(Workload(nn.LazyLinear(3), [batch()])) == fingerprint(Workload(nn.LazyLinear(3), [batch()]))
+
+
+def test_tensors_are_changed_wherever_they_lie_and_the_tree_is_left_alone() -> None:
+    one = torch.ones(2)
+    tree = {"a": (one, [one, "text"]), "b": Pair(one, {"c": Point(one, 3)}), "d": None, "e": OrderedDict(f=one)}
+    changed = map_tensors(lambda tensor: tensor * 2, tree)
+    doubled = [leaf for _, leaf in leaves(changed) if isinstance(leaf, torch.Tensor)]
+    assert len(doubled) == 5
+    assert all(torch.equal(leaf, torch.full((2,), 2.0)) for leaf in doubled)
+    assert isinstance(changed["b"], Pair)
+    assert isinstance(changed["b"].right["c"], Point)
+    assert changed["b"].right["c"].y == 3
+    assert (type(changed["e"]), changed["a"][1][1], changed["d"]) == (OrderedDict, "text", None)
+    assert torch.equal(one, torch.ones(2))
+    assert tree["b"].left is one

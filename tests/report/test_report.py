@@ -18,10 +18,11 @@ from rich.console import Console
 from fettle.errors import UsageError
 from fettle.measure import Interval
 from fettle.report import _format as fmt
-from fettle.report import load_result, page, print_result, save, to_json, write_charts
+from fettle.report import cell, load_result, page, print_result, save, to_json, write_charts
 from fettle.report._facts import checks, levers, pareto, ranked, status_of
 from fettle.report._verdict import headline, verdict
 from fettle.report.data import from_json
+from fettle.result import Reference
 from tests.report.made_up import BEST, EVAL, HOSTILE, degenerate, resnet, trial
 
 ALL = {"full": resnet(), **degenerate()}
@@ -96,6 +97,32 @@ def test_hostile_names_stay_text() -> None:
     for unfit in ("\x1b", "\u2028"):
         assert unfit not in text
     assert "\x1b" not in table(ALL["hostile"])
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_notebook_shows_the_verdict_and_no_script(name: str) -> None:
+    result = ALL[name]
+    text = cell(result)
+    seen = Reader(text)
+    assert "script" not in seen.tags
+    assert "img" not in seen.tags
+    assert seen.fetched == []
+    assert "\x1b" not in text
+    assert " ".join(verdict(result).split()[:3]) in seen.text
+    assert repr(result).startswith(result.name)
+    assert len(result._repr_html_()) == pytest.approx(len(text), rel=0.01)  # pictures number their clips
+
+
+def test_what_the_caller_can_mend_is_one_line_in_a_notebook() -> None:
+    assert UsageError("no such file: x.py")._render_traceback_() == ["fettle: no such file: x.py"]
+
+
+def test_a_random_model_is_allowed_its_own_noise_on_top() -> None:
+    result = dataclasses.replace(resnet(), reference=Reference(noise=0.1))
+    held = {check.name: check for check in checks(result, trial(BEST, 40.0, 0.11))}
+    assert held["relative error"].held
+    assert "0.12" in held["relative error"].limit
+    assert "differ by 0.1 from seed to seed" in Reader(page(result)).text
 
 
 def test_the_table_and_the_page_agree() -> None:

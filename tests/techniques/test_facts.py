@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from fettle.recipe import Recipe
+from fettle.techniques import conflict, load, source
 from fettle.techniques._facts import probe_facts
 from fettle.workload import Workload
 
@@ -103,3 +105,46 @@ def test_input_is_not_written_into():
     batch = torch.ones(3)
     probe_facts(Workload(lambda x: x.add_(1), [batch]))
     assert torch.equal(batch, torch.ones(3))
+
+
+class Counting(nn.Module):
+    """Its buffer changes in eval mode too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return x * self.calls
+
+
+def test_a_model_that_changes_its_buffers_is_not_exported():
+    batch = torch.rand(2, 4)
+    facts = probe_facts(Workload(Counting().eval(), [batch]))
+    assert facts.changes_buffers
+    assert "changes its own buffers" in conflict(Recipe({"runtime": "openvino"}), facts)
+    for steady in (nn.BatchNorm1d(4).eval(), nn.BatchNorm1d(4), nn.Linear(4, 4)):
+        assert not probe_facts(Workload(steady, [batch])).changes_buffers
+
+
+@pytest.mark.parametrize("text", ["precision=bf16", "precision=autocast-bf16", "channels_last=on"])
+def test_a_dataclass_as_input_is_changed_inside_and_comes_back_in_float32(text):
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+
+        def forward(self, pair):
+            return Pair(self.conv(pair.left), pair.right)
+
+    model, batch = Adds().eval(), Pair(torch.rand(2, 3, 8, 8), torch.rand(2))
+    wanted = model(batch).left
+    facts = probe_facts(Workload(model, [batch]))
+    tuned = load(source(Recipe.parse(text), facts), text)(model, [batch])
+    found = tuned(batch)
+    assert found.left.dtype == torch.float32
+    assert (found.left - wanted).norm() < 0.02 * wanted.norm()
+    assert torch.allclose(found.right, batch.right, atol=0.01)
+    assert batch.left.dtype == torch.float32
+    assert batch.left.is_contiguous()
