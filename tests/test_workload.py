@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fettle
-from fettle.errors import UsageError
+from fettle.errors import UsageError, first_line
 from fettle.workload import (
     Target,
     Workload,
@@ -472,3 +472,18 @@ def test_tensors_are_changed_wherever_they_lie_and_the_tree_is_left_alone() -> N
     assert (type(changed["e"]), changed["a"][1][1], changed["d"]) == (OrderedDict, "text", None)
     assert torch.equal(one, torch.ones(2))
     assert tree["b"].left is one
+
+
+def test_a_line_of_an_error_has_no_colours() -> None:
+    assert first_line(ValueError("\x1b[96mred\x1b[0m\nmore")) == "ValueError: red"
+
+
+def test_a_model_without_weights_is_one_line() -> None:
+    from fettle.measure._inference import check_inputs
+
+    with torch.device("meta"):
+        empty = nn.Linear(4, 4)
+    workload = Workload(empty, [torch.ones(2, 4)])
+    fingerprint(workload)
+    with pytest.raises(UsageError, match="on the meta device"):
+        check_inputs(workload)

@@ -3,6 +3,10 @@
 Commands print its single line and leave with exit code 2; nothing has been written by then.
 """
 
+import re
+
+_COLOURS = re.compile("\x1b\\[[0-9;]*m")
+
 
 class UsageError(Exception):
     """Bad usage or input. The message is one line: what is wrong, and what to do."""
@@ -13,5 +17,5 @@ class UsageError(Exception):
 
 def first_line(error: BaseException) -> str:
     """The first non-empty line of an error's text, with its type: ``ValueError: too few channels``."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -9,6 +9,8 @@ import torch
 
 from fettle.measure import Accuracy, judge
 from fettle.measure._accuracy import compare, first_rows, repeat_rows, tensors, user_metric, worst
+from fettle.measure._reference import read_reference, write_reference
+from fettle.workload import Workload
 
 
 @dataclass
@@ -110,3 +112,19 @@ def test_growing_a_batch_and_cutting_its_output_back() -> None:
 def test_odd_containers_give_their_tensors() -> None:
     tree = OrderedDict(a=torch.ones(2), b=[{"c": torch.zeros(1)}, None, 3, "text"])
     assert set(tensors(tree)) == {".a", ".b[0].c", ".b[2]"}
+
+
+def test_a_model_that_writes_into_its_input_has_a_reference_and_no_noise(tmp_path):
+    batch = torch.ones(2, 3)
+    written = write_reference(Workload(lambda x: x.add_(1), [batch], samples=2), str(tmp_path / "reference"))
+    assert written.noise == 0
+    assert torch.equal(batch, torch.ones(2, 3))
+    assert torch.equal(read_reference(str(tmp_path / "reference"))[0]["output"].float(), torch.full((2, 3), 2.0))
+
+
+def test_a_random_model_has_its_own_distance_as_noise(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    steady = write_reference(Workload(model, [torch.rand(4, 64)], samples=4), str(tmp_path / "steady"))
+    shaky = Workload(lambda x: torch.nn.functional.dropout(x, 0.5), [torch.rand(4, 64)], samples=4)
+    assert steady.noise == 0
+    assert write_reference(shaky, str(tmp_path / "shaky")).noise > 0.1

@@ -170,6 +170,9 @@ def check_inputs(workload: Any) -> None:
     from fettle.errors import UsageError, first_line
     from fettle.measure._reference import buffers_kept
 
+    model = workload.model
+    if isinstance(model, torch.nn.Module) and any(tensor.is_meta for tensor in model.parameters()):
+        raise UsageError("the model is on the meta device, where weights have no values: load them before it is tuned")
     try:
         torch.manual_seed(0)
         with torch.no_grad(), buffers_kept(workload.model):

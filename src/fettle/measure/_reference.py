@@ -52,7 +52,8 @@ def write_reference(workload: Workload, path: str) -> Written:
         with buffers_kept(model):
             for batch in [*workload.inputs, *workload.check_inputs]:
                 torch.manual_seed(seed)
-                found.append(tensors(workload.run(model, cast(batch))))
+                fresh = map_tensors(torch.clone, batch)  # a model may write into what it is given
+                found.append(tensors(workload.run(model, cast(fresh))))
         return found
 
     with torch.no_grad():

@@ -72,11 +72,16 @@ class Session:
         self._earlier_s = 0.0
 
     def open(self, name: str, storage: str, machine: Machine, allow_batch: bool) -> None:
-        """Probe the workload, compute its reference, and open or resume its study."""
+        """Probe the workload, compute its reference, and open or resume the study `name`, or the workload's own.
+
+        Live objects of one class are other workloads as soon as their weights are: each has a study of its own.
+        """
         timeout_s = self.rules.prepare_timeout_s
         with Worker(self._environment(), self._folder("logs") / "probe.log") as worker:
             try:
                 built = worker.ask("build", timeout_s, target=msgspec.to_builtins(self.target))
+                own = f"-{built['fingerprint'][:8]}" if self.target.is_live else ""
+                name = name or self.target.name + own
                 self.study = Study.open(name, storage, built["fingerprint"], machine.id)
                 self.probed = probe(
                     worker, self.study, self._folder("cache"), built["fingerprint"], allow_batch, timeout_s

@@ -88,7 +88,7 @@ def tune(
                       nproc=nproc, device_memory_bytes=device_memory_bytes)  # fmt: skip
     try:
         session.tell("building the workload and its reference")
-        session.open(study or target.name, storage_url(storage, folder), machine, allow_batch)
+        session.open(study or "", storage_url(storage, folder), machine, allow_batch)
         space, left_out = space_for(session.facts, allowed, session.plan.rules_out)
         interrupted = False
         try:
