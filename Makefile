@@ -15,7 +15,7 @@ demo: $(STAMP)
 	$(BIN)/fettle tune workloads/digits.py --max-metric-drop 0.01 --budget 3m --output demo
 
 test: $(STAMP)
-	$(BIN)/pytest -n 2 --dist loadfile -m 'not slow and not gpu'
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow and not gpu'
 
 test-all: $(STAMP)
 	$(BIN)/pytest

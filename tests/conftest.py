@@ -46,6 +46,14 @@ def _settings_stay():
     _restore()
 
 
+_LONG = ("tuning/test_tuning.py", "train/test_tune_training.py", "techniques/test_contract.py", "measure/test_race.py")
+
+
+def pytest_collection_modifyitems(items):
+    """Files that take minutes begin first: one that begins last would keep one core, and leave the other idle."""
+    items.sort(key=lambda item: next((n for n, name in enumerate(_LONG) if item.nodeid.startswith(f"tests/{name}")), 9))
+
+
 @dataclass
 class Said:
     """What a command left: its exit code and what it wrote."""

@@ -264,3 +264,9 @@ class TestVerify:
         found = self.race(monkeypatch, {"mode=eval": 0.8}, Facts(is_module=True, training=True))
         assert found["float32"].problem == "it crashed"
         assert found["float32"].bound_kept is None
+
+
+def test_threads_are_not_named_where_nothing_could_use_them() -> None:
+    idle = replace(PLANTED["threads"], operations=())
+    assert "threads" in {finding.rule for finding in findings_of(PLANTED["threads"])}
+    assert "threads" not in {finding.rule for finding in findings_of(idle)}

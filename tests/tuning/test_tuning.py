@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import optuna
@@ -19,6 +18,7 @@ from fettle.recipe import Recipe
 from fettle.recipe_file import load_recipe
 from fettle.report import save
 from fettle.result import Result
+from tests.conftest import Run
 
 WORK = """
 import torch
@@ -140,14 +140,14 @@ def test_a_study_of_another_workload_under_the_same_name_is_refused(tuned) -> No
 
 def test_tighter_limits_judge_the_kept_trials_anew(tuned) -> None:
     _, work, out = tuned
-    result = fettle.tune(str(work), techniques=FEW, budget_s=120, output=out, max_error=1e-4)
+    result = fettle.tune(str(work), techniques=FEW, budget_s=30, output=out, max_error=1e-4)
     assert result.winner is None or result.winner.accuracy.error <= 1e-4
     assert all(trial.status == "rejected" for trial in result.trials if "bf16" in str(trial.recipe))
 
 
 def test_killed_at_any_moment_the_same_command_goes_on(work: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    levels_by_name = {**FEW, "channels_last": ["off"]}
+    levels_by_name = {**FEW, "channels_last": ["off"], "grad": ["grad"]}
     options = [f"--technique={name}={','.join(levels)}" for name, levels in levels_by_name.items()]
     command = [sys.executable, "-c", "from fettle.cli import main; main()", "tune", str(work), "-o", str(out), *options]
     first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
@@ -221,17 +221,17 @@ def test_a_budget_that_the_probe_used_up_still_measures_the_workload_as_given(wo
         (["work.py", "--output", "/proc/nothing"], "cannot write to the output folder"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(work: Path, arguments: list[str], words: str) -> None:
-    before = time.time()
-    command = [sys.executable, "-c", "from fettle.cli import main; main()", "tune", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=work.parent)
-    lines = [line for line in done.stderr.splitlines() if "fettle:" in line]
-    assert done.returncode == 2, done.stderr
+def test_bad_input_is_one_line_and_exit_code_2(
+    work: Path, arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, run_fettle: Run
+) -> None:
+    monkeypatch.chdir(work.parent)
+    said = run_fettle("tune", *arguments)
+    lines = [line for line in said.err.splitlines() if "fettle:" in line]
+    assert said.code == 2, said.err
     assert len(lines) == 1
     assert words in lines[0]
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in said.err
     assert not (work.parent / "fettle-out" / "recipe.toml").exists()
-    assert time.time() - before < 120
 
 
 @pytest.mark.parametrize(
@@ -255,28 +255,17 @@ def test_a_foreign_recipe_is_one_line(tmp_path: Path, text: str, words: str) -> 
     assert "\n" not in str(caught.value)
 
 
-def test_a_recipe_for_another_workload_is_refused(tuned) -> None:
+def test_a_recipe_for_another_workload_is_refused(tuned, run_fettle: Run) -> None:
     _, work, out = tuned
-    command = [sys.executable, "-c", "from fettle.cli import main; main()", "apply", str(out / "recipe.toml")]
-    done = subprocess.run([*command, f"{work}:other"], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "another workload" in done.stderr
+    said = run_fettle("apply", out / "recipe.toml", f"{work}:other")
+    assert said.code == 2
+    assert "another workload" in said.err
 
 
-def test_bench_of_the_baseline_against_itself_and_json(work: Path) -> None:
-    command = [
-        sys.executable,
-        "-c",
-        "from fettle.cli import main; main()",
-        "bench",
-        str(work),
-        "--json",
-        "--rounds",
-        "8",
-    ]
-    done = subprocess.run([*command, "--recipe", "baseline"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    trials = json.loads(done.stdout)["trials"]
+def test_bench_of_the_baseline_against_itself_and_json(work: Path, run_fettle: Run) -> None:
+    said = run_fettle("bench", work, "--json", "--rounds", "6", "--recipe", "baseline")
+    assert said.code == 0, said.err
+    trials = json.loads(said.out)["trials"]
     assert len(trials) == 2
     assert trials[1]["verdict"] in ("same", "cannot tell", "faster", "slower")
 

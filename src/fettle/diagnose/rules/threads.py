@@ -9,6 +9,8 @@ from fettle.diagnose.rules._common import CROWDED, LEAST, UNKNOWN
 
 def look(seen: Evidence) -> Finding | None:
     """Fewer threads than cores, or too many."""
+    if not seen.operations:
+        return None  # threads are the operators': without any, what their number seemed to save is chance
     return _too_few(seen) or _too_many(seen)
 
 
