@@ -348,10 +348,10 @@ PLANTED = Path(__file__).parents[2] / "bench" / "diagnosis_cases"
     ("kind", "name", "rule"),
     [
         ("inputs", "slow_read", "data-wait"),
-        ("inputs", "every_item_twice", "duplicate-data"),
-        ("compute", "no_key_value_cache", "recomputation"),
-        ("compute", "broadcast_distances", "spike"),
-        ("compute", "row_by_row", "python-loop"),
+        pytest.param("inputs", "every_item_twice", "duplicate-data", marks=pytest.mark.slow),
+        pytest.param("compute", "no_key_value_cache", "recomputation", marks=pytest.mark.slow),
+        pytest.param("compute", "broadcast_distances", "spike", marks=pytest.mark.slow),
+        pytest.param("compute", "row_by_row", "python-loop", marks=pytest.mark.slow),
         ("settings", "graph_kept_alive", "leak"),
     ],
 )
