@@ -18,7 +18,7 @@ test: $(STAMP)
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow and not gpu'
 
 test-all: $(STAMP)
-	$(BIN)/pytest
+	HYPOTHESIS_PROFILE=default $(BIN)/pytest
 
 gpu-check:
 	$(PYTHON) -m pytest -m gpu

@@ -100,6 +100,12 @@ def test_what_is_found_is_near_the_best_there_is(make_s, hand_s, step_s, cores, 
     assert found.best.setting.num_workers <= 1.25 * enough + 1  # one step of the climb: noise hides a percent or two
 
 
+@pytest.mark.xfail(strict=True, reason="26 workers where 14 are enough: noise of one sign in every third slice adds up")
+def test_noise_of_one_sign_does_not_double_the_workers() -> None:
+    found = MadeUp(0.072265625, 0.004383936922481471, 0.001, 13, 0.1, [0.9921875, 1.0, 1.0]).search()
+    assert found.best.setting.num_workers <= 1.25 * 14 + 1
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     make_s=st.floats(5e-3, 0.2), cores=st.integers(2, 32), noise=st.lists(st.floats(0.97, 1.03), min_size=5, max_size=9)
