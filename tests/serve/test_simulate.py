@@ -139,9 +139,7 @@ def test_its_capacity_under_a_limit_is_never_less(seed, kind, workers, limit):
     assert curve >= 0.95 * greedy
 
 
-@pytest.mark.xfail(
-    strict=True, reason="where 7 rows cost a quarter of what one does, the plan fails a limit at low rates"
-)
+@pytest.mark.xfail(strict=True, reason="7 rows cost a quarter of what 1 does: the plan fails at low rates")
 def test_a_curve_on_which_large_batches_are_cheaper_than_one_row():
     cost = random_curve(np.random.default_rng(694), 1)
     setting = BatchSettings(max_rows=8, policy="curve")

@@ -53,7 +53,7 @@ def test_a_study_of_a_loop(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("loss") == 8
 
-    resumed = tuned(tmp_path, budget_s=30)  # what is known is not measured again
+    resumed = tuned(tmp_path, budget_s=5)  # what is known is not measured again
     assert len(resumed.trials) >= len(result.trials)
     assert list(resumed.baseline.round_ms) == list(base.round_ms)
 

@@ -59,7 +59,7 @@ def work(tmp_path: Path) -> Path:
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path, Path]:
     folder = tmp_path_factory.mktemp("tuned")
     (folder / "work.py").write_text(WORK)
-    result = fettle.tune(str(folder / "work.py"), techniques=FEW, budget_s=120, output=folder / "out")
+    result = fettle.tune(str(folder / "work.py"), techniques=FEW, budget_s=60, output=folder / "out")
     save(result, folder / "out")
     return result, folder / "work.py", folder / "out"
 
@@ -150,6 +150,7 @@ def test_killed_at_any_moment_the_same_command_goes_on(work: Path, tmp_path: Pat
     levels_by_name = {**FEW, "channels_last": ["off"], "grad": ["grad"]}
     options = [f"--technique={name}={','.join(levels)}" for name, levels in levels_by_name.items()]
     command = [sys.executable, "-c", "from fettle.cli import main; main()", "tune", str(work), "-o", str(out), *options]
+    command += ["--budget", "40s"]
     first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     assert first.stderr is not None
     for line in first.stderr:
