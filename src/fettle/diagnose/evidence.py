@@ -124,8 +124,8 @@ class Evidence:
 
     @property
     def outside_s(self) -> float:
-        """Time of a call outside all operators: Python, autograd's and the dispatcher's own work, waiting."""
-        return max(0.0, self.wall_s - sum(op.seconds for op in self.operations))
+        """Time of a call outside all operators and loaders: Python, autograd's and the dispatcher's own work, waiting."""
+        return max(0.0, self.wall_s - sum(op.seconds for op in self.operations) - self.loader_s)
 
     @property
     def unexplained_s(self) -> float:
@@ -133,7 +133,7 @@ class Evidence:
         if self.compiled:  # what runs inside a compiled graph is not seen
             return 0.0
         slept_s = self.slept_s if self.share(self.slept_s) >= 0.1 else 0.0  # less is noise
-        known = self.loader_s + slept_s + self.gc_s + _HOST_S * sum(op.calls for op in self.operations)
+        known = slept_s + self.gc_s + _HOST_S * sum(op.calls for op in self.operations)
         return max(0.0, self.outside_s - known)
 
     def ideal_s(self) -> float:

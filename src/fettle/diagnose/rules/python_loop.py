@@ -34,7 +34,7 @@ def look(seen: Evidence) -> Finding | None:
     body = [
         op for op in seen.operations if op.line not in stepping and (op.calls >= 0.5 * turns or op.function in around)
     ]
-    host_s = max(0.0, seen.outside_s - seen.loader_s) * sum(op.calls for op in body) / total
+    host_s = seen.outside_s * sum(op.calls for op in body) / total
     spent = (taken(body) + host_s) * (1 - 1 / turns)
     return about(
         seen,

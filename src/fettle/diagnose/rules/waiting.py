@@ -13,7 +13,7 @@ def look(seen: Evidence) -> Finding | None:
     # Threads that wait for each other sleep too: what operators took is computation whoever did it.
     if seen.compiled and seen.compile is not None and not seen.compile.healthy:
         return None  # it waits for the compiler's processes, which another rule says
-    waiting = min(seen.slept_s, max(0.0, seen.outside_s - seen.loader_s))
+    waiting = min(seen.slept_s, seen.outside_s)
     if seen.share(waiting) < 0.1:
         return None
     return Finding(
