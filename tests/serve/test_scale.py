@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -17,7 +16,7 @@ from fettle.serve.registry import Options
 from fettle.serve.worker_process import WorkerProcess
 
 from .conftest import running
-from .test_server import TOKEN, ask, infer, manage
+from .test_server import TOKEN, ask, asking, infer, manage
 
 CORES = len(usable_cores())
 two_cores = pytest.mark.skipif(CORES < 2, reason="needs two cores that processes can be bound to")
@@ -33,26 +32,6 @@ def managed(store, tmp_path_factory):
         server.admin = f"http://127.0.0.1:{server.ports[1]}"
         server.call(server.registry.load_named("net", "1"))
         yield server
-
-
-@contextmanager
-def asking(server):
-    """Clients that ask all the time; gives the list of the statuses that they got."""
-    found, stop = [], threading.Event()
-
-    def client():
-        while not stop.is_set():
-            found.append(infer(server, [[1, 2, 3, 4]])[0])
-
-    threads = [threading.Thread(target=client) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield found
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
 
 
 def until(condition):

@@ -13,6 +13,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 import psutil
@@ -160,8 +161,9 @@ def test_a_worker_that_ends_or_hangs_is_replaced(server, how):
     assert ask(server.url + "/predictions/echo", b"again")[1] == b"AGAIN"
 
 
-def test_a_killed_worker_loses_no_request_silently(server):
-    pool = server.registry.choose("net").pool
+@contextmanager
+def asking(server):
+    """Clients that ask all the time; gives the list of the statuses that they got."""
     found, stop = [], threading.Event()
 
     def client():
@@ -171,16 +173,24 @@ def test_a_killed_worker_loses_no_request_silently(server):
     threads = [threading.Thread(target=client) for _ in range(4)]
     for thread in threads:
         thread.start()
-    time.sleep(0.3)
-    os.kill(pool.workers[0].pid, signal.SIGKILL)
-    deadline = time.time() + 60
-    time.sleep(0.2)
-    while time.time() < deadline and not pool.ready:
-        time.sleep(0.05)
-    time.sleep(0.3)
-    stop.set()
-    for thread in threads:
-        thread.join()
+    try:
+        yield found
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_a_killed_worker_loses_no_request_silently(server):
+    pool = server.registry.choose("net").pool
+    with asking(server) as found:
+        time.sleep(0.3)
+        os.kill(pool.workers[0].pid, signal.SIGKILL)
+        deadline = time.time() + 60
+        time.sleep(0.2)
+        while time.time() < deadline and not pool.ready:
+            time.sleep(0.05)
+        time.sleep(0.3)
     assert set(found) <= {200, 500, 503}
     assert found[0] == found[-1] == 200
 

@@ -264,5 +264,5 @@ def _storage(value: Any) -> Any:
     try:
         with torch._C.DisableTorchFunction():
             return value.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # torch's way to say that this kind of tensor has no storage
+    except RuntimeError:  # torch's way to say that this kind of tensor has no storage
         return None

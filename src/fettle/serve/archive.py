@@ -33,7 +33,7 @@ def unzip(archive: Path, folder: Path, *, what: str, max_files: int, folders: bo
     except _Unsound as error:
         raise UsageError(f"{archive} is no sound {what}: {error}") from error
     # zipfile says NotImplementedError of a compression that it does not know, RuntimeError of a password.
-    except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
+    except (OSError, zipfile.BadZipFile, RuntimeError, EOFError, ValueError) as error:
         raise UsageError(f"{archive} cannot be unpacked: {first_line(error)}") from error
 
 

@@ -87,7 +87,7 @@ def read_mar(path: Path) -> Mar:
     except KeyError as error:
         raise UsageError(f"{path} is no model archive: it has no {MANIFEST}") from error
     # zipfile says NotImplementedError of a compression that it does not know, RuntimeError of a password.
-    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError, RuntimeError, RecursionError) as error:
+    except (OSError, ValueError, zipfile.BadZipFile, RuntimeError) as error:
         raise UsageError(f"{path} is no model archive: {first_line(error)}") from error
     model = manifest.model
     if not manifest.runtime.lower().startswith("python"):
