@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import csv
 import io
-import os
 import re
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -38,15 +37,6 @@ def technique_levels(options: Sequence[str]) -> dict[str, list[str]]:
             )
         found.setdefault(name.strip(), []).extend(level.strip() for level in levels.split(",") if level.strip())
     return found
-
-
-def check_output(path: Path | None, option: str) -> None:
-    """Raise `UsageError` for a file that cannot be written: before the work that would be lost, not after it."""
-    if path is None:
-        return
-    above = next(folder for folder in path.absolute().parents if folder.exists())
-    if path.is_dir() or not above.is_dir() or not os.access(above, os.W_OK):
-        raise UsageError(f"{option} {path} cannot be written")
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:

@@ -15,6 +15,7 @@ from rich.markup import escape
 
 from fettle.cli import _options
 from fettle.errors import UsageError
+from fettle.files import check_writable
 
 if TYPE_CHECKING:
     from fettle.diagnose import Diagnosis, Verified
@@ -67,8 +68,7 @@ def command(
     allowed = _allowed(fail_on)
     if verify and mode == "training":
         raise UsageError("--verify is for inference: fettle tune --mode training tries what is named here")
-    if output is not None and not output.resolve().parent.is_dir():
-        raise UsageError(f"{output.parent}: no such folder for the report")
+    check_writable(output)
     progress = Console(stderr=True)
     with progress.status("starting") as status:
         tell = status.update if progress.is_terminal and not as_json else (lambda text: None)

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from fettle.cli import _options
 from fettle.errors import UsageError
-from fettle.files import write_text
+from fettle.files import check_writable, write_text
 
 if TYPE_CHECKING:
     from fettle.serve.compare import Change
@@ -84,8 +84,7 @@ def command(
         from fettle.serve.run import TORCHSERVE_COLUMNS, as_torchserve_row
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed: pip install 'torch-fettle[serve]'") from error
-    _options.check_output(markdown, "--markdown")
-    _options.check_output(csv_file, "--csv")
+    check_writable(markdown, csv_file)
     seconds = _options.duration_s(duration, "--duration")
     limit_s = _options.duration_s(p99, "--p99") if p99 is not None else 0.0
     token = _read(token_file).decode().strip() if token_file is not None else ""

@@ -14,7 +14,6 @@ from rich.markup import escape
 
 from fettle.errors import UsageError, first_line
 from fettle.recipe import Recipe
-from fettle.recipe_file import RecipeFile, load_recipe
 
 if TYPE_CHECKING:
     from fettle.serve.package import Package
@@ -60,6 +59,7 @@ def command(
 
       fettle package workloads/minilm.py --handler text --tokenizer minilm/tokenizer.json
     """
+    from fettle.recipe_file import RecipeFile, load_recipe
     from fettle.serve.export import write_package
     from fettle.serve.package import ServeSettings
     from fettle.workload import find_target

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from fettle.cli import _options
 from fettle.errors import UsageError
+from fettle.files import check_writable
 
 if TYPE_CHECKING:
     from fettle.recipe import Recipe
@@ -94,7 +95,7 @@ def command(
     limit_s = _options.duration_s(p99, "--p99")
     if limit_s <= 0:
         raise UsageError("--p99 must be more than 0")
-    _options.check_output(csv_file, "--csv")
+    check_writable(csv_file)
     room, prices, test_s = _share(head_room), _prices(price or []), _options.duration_s(seconds, "--seconds")
     chosen = device or usable_devices()
     for name in chosen:

@@ -19,15 +19,15 @@ app = typer.Typer(
 )
 
 Source = Annotated[
-    Path, typer.Argument(help="A trace (.json, .json.gz), or a folder with one trace a rank.", show_default=False)
+    Path, typer.Argument(help="a trace (.json, .json.gz), or a folder with one trace a rank", show_default=False)
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")]
-Rows = Annotated[int, typer.Option("--rows", min=1, help="How many rows of each table to show.")]
-Chart = Annotated[Path | None, typer.Option("--chart", help="Write a chart to this file: .html, .png, .svg or .json.")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON for machines instead of tables")]
+Rows = Annotated[int, typer.Option("--rows", min=1, help="how many rows of each table to show")]
+Chart = Annotated[Path | None, typer.Option("--chart", help="write a chart to this file: .html, .png, .svg or .json")]
 Fresh = Annotated[
-    bool, typer.Option("--fresh", help="Read the trace itself, not the columns kept from its last opening.")
+    bool, typer.Option("--fresh", help="read the trace itself, not the columns kept from its last opening")
 ]
-Step = Annotated[int | None, typer.Option("--step", help="One step's number; all steps where left out.")]
+Step = Annotated[int | None, typer.Option("--step", help="one step's number; all steps where left out")]
 
 
 def read_traces(path: Path, fresh: bool = False) -> list[Trace]:
