@@ -192,12 +192,18 @@ def _row(run: Run) -> list[str]:
 
 
 def _print(runs: list[Run], console: Console) -> None:
-    table = Table(box=None, header_style="bold")
-    for name in _COLUMNS:
-        table.add_column(name, justify="left" if name in ("load", "note") else "right")
-    for run in runs:
-        table.add_row(*_row(run))
+    """A column for each run: so many measures side by side would not fit a terminal."""
+    loads, *measures, notes = zip(*(_row(run) for run in runs), strict=True)
+    table = Table(_COLUMNS[0], box=None, header_style="bold")
+    for load in loads:
+        table.add_column(load, justify="right")
+    for name, cells in zip(_COLUMNS[1:-1], measures, strict=True):
+        if any(cells):
+            table.add_row(name, *cells)
     console.print(table)
+    for load, note in zip(loads, notes, strict=True):
+        if note:
+            console.print(f"{load}: {note}", style="yellow", highlight=False, markup=False)
 
 
 def _print_changes(changes: list[Change], console: Console) -> None:
