@@ -98,10 +98,17 @@ def main() -> None:
     except typer.Exit as leaving:
         sys.exit(leaving.exit_code)
     except _ParseError as error:
-        _fail(error.format_message())  # type: ignore[attr-defined]
+        message = error.format_message()  # type: ignore[attr-defined]
+        if not message:  # no command: the help was printed instead
+            sys.exit(2)
+        _fail(message)
     except BrokenPipeError:  # the reader of our output (`| head`) has gone: not an error of ours
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _fail(f"{error.filename}: {error.strerror}")  # a name that is too long, a disk that fails
 
 
 def _fail(message: str) -> None:

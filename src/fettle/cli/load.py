@@ -103,9 +103,7 @@ def command(
     from fettle.serve.run import as_data, finite
 
     earlier = read_baseline(baseline) if baseline is not None else []
-    console = Console(stderr=True)
-    with console.status("") as status:
-        show = status.update if console.is_terminal and not as_json else (lambda text: None)
+    with _options.telling("starting", quiet=as_json) as show:
         runs = _options.run_loop(_all(shots, plans, seconds, limit_s, show))
     interrupted = any(run.interrupted for run in runs)
     changes = compare([as_data(run) for run in runs], earlier) if earlier and not interrupted else []

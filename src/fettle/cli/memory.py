@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fettle.cli import _options
 from fettle.files import check_writable
 from fettle.memory import Analysis, Difference, Snapshot, analyse, as_json, compare, read, verdict, write_report
 from fettle.memory.analysis import plain
@@ -43,19 +44,18 @@ def command(
     limit = parse_size(max_file_size, "--max-file-size")
     request_bytes = parse_size(request, "--request") if request is not None else None
     free_bytes = parse_size(device_free, "--device-free") if device_free is not None else None
-    console = Console(stderr=as_json_)
     check_writable(report)
 
-    with console.status("reading the snapshot") as status:
+    with _options.telling("reading the snapshot", quiet=as_json_) as tell:
         first = read(snapshot, max_file_bytes=limit)
-        status.update("analysing")
+        tell("analysing")
         analysis = analyse(first, device, request_bytes=request_bytes, device_free_bytes=free_bytes, top=top)
         difference = None
         if second is not None:
             later = read(second, max_file_bytes=limit)
             difference = compare(first, later, analysis.device, top=top)
         if report is not None:
-            status.update("writing the report")
+            tell("writing the report")
             write_report(analysis, report, difference=difference)
 
     if as_json_:
@@ -64,6 +64,7 @@ def command(
             data["difference"] = plain(difference)
         typer.echo(json.dumps(data, indent=2))
         return
+    console = Console()
     _print_notes(console, first, analysis)
     if difference is not None:
         _print_difference(console, difference)

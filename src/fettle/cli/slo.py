@@ -103,9 +103,7 @@ def command(
             raise UsageError(f"--device {name}: cpu, cuda or cuda:N")
     work = _Work.of(target, recipe or [], study, study_name, recipes)
     folder = output or Path(f"slo-{work.name}")
-    console = Console(stderr=True)
-    with console.status("starting") as status:
-        tell = _teller(console, status, quiet=as_json)
+    with _options.telling("starting", quiet=as_json) as tell:
 
         async def run() -> Found:
             stop = asyncio.Event()
@@ -213,13 +211,6 @@ class _Work:
             package = open_package(place)
         write_settings(package, tuned(found, package))
         return package.folder
-
-
-def _teller(console: Console, status: Any, quiet: bool) -> Callable[[str], None]:
-    """A live line on a terminal."""
-    if quiet or not console.is_terminal:
-        return lambda text: None
-    return lambda text: status.update(text.replace("[", r"\["))
 
 
 def _share(text: str) -> float:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import polars as pl
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -48,12 +49,14 @@ def read_traces(path: Path, fresh: bool = False) -> list[Trace]:
 
 
 def open_traces(path: Path, fresh: bool = False) -> list[Trace]:
-    """Read a trace or a folder, and say which answers are uncertain."""
+    """Read a trace or a folder, and say what was left out of it and which answers are uncertain."""
+    from fettle.trace.health import trace_health
+
     console = Console(stderr=True)
     traces = read_traces(path, fresh)
     for trace in traces:
-        from fettle.trace.health import trace_health
-
+        for note in trace.facts.notes:
+            console.print(f"[yellow]rank {trace.rank}: {escape(note)}[/]", highlight=False)
         uncertain = trace_health(trace).uncertain
         if uncertain:
             console.print(
@@ -84,7 +87,7 @@ def show(frames: dict[str, pl.DataFrame], as_json: bool, rows: int = 30, notes: 
                 heading(column), justify="right" if shown[column].dtype.is_numeric() else "left", overflow="fold"
             )
         for row in shown.head(rows).iter_rows():
-            table.add_row(*(_escape(cell(v, c)) for v, c in zip(row, shown.columns, strict=True)))
+            table.add_row(*(escape(cell(v, c)) for v, c in zip(row, shown.columns, strict=True)))
         console.print(table)
         if shown.height > rows:
             console.print(f"{shown.height - rows} more rows: --rows {shown.height}", highlight=False)
@@ -97,12 +100,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
     return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
 
 
 def write_chart(path: Path | None, make: Callable[[], Any]) -> None:
