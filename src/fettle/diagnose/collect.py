@@ -23,13 +23,13 @@ from fettle.diagnose.compile_watch import is_compiled
 from fettle.diagnose.evidence import Evidence
 from fettle.diagnose.operators import operations, watched
 from fettle.diagnose.syncs import find_syncs
-from fettle.diagnose.training import TrainingSteps, as_workload, device_of, trained
+from fettle.diagnose.training import TrainingSteps, as_workload, device_type, trained
 from fettle.diagnose.variants import variants
 from fettle.diagnose.waiting import CoreClock, at_hand, waiting
 from fettle.machine import measure_peaks
 from fettle.techniques import probe_facts, unchanged
 from fettle.train import TrainingWorkload
-from fettle.workload import Workload, leaves
+from fettle.workload import Workload, leaves, tensors
 
 
 def collect(given: Workload | TrainingWorkload, seconds: float) -> Evidence:
@@ -37,7 +37,7 @@ def collect(given: Workload | TrainingWorkload, seconds: float) -> Evidence:
     workload = as_workload(given)
     model = workload.model
     owner = trained(workload)
-    device = device_of(workload)
+    device = device_type(workload)
 
     def call(batch: Any = workload.inputs[0]) -> Any:
         return workload.run(model, batch)
@@ -102,7 +102,7 @@ def glance(workload: Workload, seconds: float) -> Evidence:
     The model is left as it was: the reference of the search is computed from it.
     """
     del seconds
-    device = device_of(workload)
+    device = device_type(workload)
     module = workload.model if isinstance(workload.model, torch.nn.Module) else torch.nn.Module()
     with unchanged(workload, module), torch.no_grad():
         plain = timed(lambda: workload.run(workload.model, workload.inputs[0]), device, 0.0, least=2)
@@ -126,14 +126,14 @@ def padding(workload: Workload) -> tuple[float, str]:
     padded = positions = 0
     where = ""
     for batch in workload.inputs:
-        tensors = {path: leaf for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() == 2}
-        mask = next((t for path, t in tensors.items() if path.endswith("attention_mask")), None)
+        given = {path: leaf for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() == 2}
+        mask = next((t for path, t in given.items() if path.endswith("attention_mask")), None)
         if mask is not None:
             padded += int((mask == 0).sum())
             positions += mask.numel()
             where = "attention_mask"
             continue
-        ids = next((t for t in tensors.values() if t.dtype in (torch.int32, torch.int64) and t.shape[1] > 4), None)
+        ids = next((t for t in given.values() if t.dtype in (torch.int32, torch.int64) and t.shape[1] > 4), None)
         if ids is not None:
             last = ids[:, -1:]
             run = (ids.flip(1) == last).long().cumprod(1).sum(1)
@@ -190,10 +190,8 @@ def kept_alive(call: Callable[[], Any], calls: int = 3) -> tuple[float, float, f
         del alive  # it would keep them for the next count
     if min(after[0] - before[0] for before, after in itertools.pairwise(counts)) < 1:
         return 0.0, 0.0, 0.0
-    tensors, graphs, size = (
-        max(0.0, (last - first) / calls) for first, last in zip(counts[0], counts[-1], strict=True)
-    )
-    return tensors, graphs, size
+    kept, graphs, size = (max(0.0, (last - first) / calls) for first, last in zip(counts[0], counts[-1], strict=True))
+    return kept, graphs, size
 
 
 def fresh_s_per_byte(size: int = 32 << 20) -> float:
@@ -226,4 +224,4 @@ def _settings() -> dict[str, str]:
 
 def _records(output: Any) -> bool:
     """Whether autograd keeps a graph for the output."""
-    return any(leaf.requires_grad for _, leaf in leaves(output) if isinstance(leaf, torch.Tensor))
+    return any(tensor.requires_grad for tensor in tensors(output))

@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from fettle.diagnose.evidence import CAST, INDEX, LAYOUT, MATRIX, OTHER, POINTWISE, Operation
-from fettle.workload import Workload, leaves
+from fettle.errors import is_users
+from fettle.workload import Workload, tensors
 
 _LAYOUT_OPS = {"clone", "contiguous", "cat", "stack", "copy_", "copy", "constant_pad_nd", "repeat", "roll", "flip"}
 _INDEX_OPS = {"index", "index_select", "gather", "embedding", "index_put", "index_put_", "scatter", "masked_select",
@@ -243,7 +244,7 @@ def _user_place() -> tuple[str, str]:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if "/torch/" not in name and "/fettle/" not in name and not name.startswith("<frozen"):
+        if is_users(name):
             return f"{name.rpartition('/')[2]}:{frame.f_lineno}", frame.f_code.co_qualname.removesuffix(
                 ".<locals>.<genexpr>"
             )
@@ -263,12 +264,12 @@ def _named_modules(model: Any) -> list[tuple[str, torch.nn.Module]]:
 
 def _digest(args: Any) -> bytes | None:
     """What identifies the values of a module's inputs; None where there are none, or too many to read."""
-    tensors = [leaf for _, leaf in leaves(args) if isinstance(leaf, torch.Tensor)]
-    if not tensors or sum(tensor.numel() * tensor.element_size() for tensor in tensors) > 16 << 20:
+    given = tensors(args)
+    if not given or sum(tensor.numel() * tensor.element_size() for tensor in given) > 16 << 20:
         return None
     whole = hashlib.blake2b(digest_size=16)
     try:
-        for tensor in tensors:
+        for tensor in given:
             whole.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
             whole.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     except (RuntimeError, TypeError):  # a tensor without plain memory: sparse, nested, quantised
@@ -281,6 +282,6 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _dtype(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> str:
-    tensors = [*outputs, *inputs]
-    floating = [tensor for tensor in tensors if tensor.is_floating_point()]
-    return str((floating or tensors or [torch.empty(0)])[0].dtype).removeprefix("torch.")
+    every = [*outputs, *inputs]
+    floating = [tensor for tensor in every if tensor.is_floating_point()]
+    return str((floating or every or [torch.empty(0)])[0].dtype).removeprefix("torch.")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from fettle.measure._notes import compile_cache
+from fettle.workload import spread, tensors
 
 if TYPE_CHECKING:
     from fettle.measure._trial import Accuracy
@@ -133,10 +134,13 @@ def one_sample(state: State) -> int:
     return slowest(total // len(group))
 
 
+def same_shapes(batches: Iterable[Any]) -> bool:
+    """Whether the tensors of all batches have the same shapes."""
+    return len({tuple(tuple(tensor.shape) for tensor in tensors(batch)) for batch in batches}) == 1
+
+
 def call(run: Callable[..., Any] | None, batch: Any) -> Any:
     """Call the tuned callable on one batch."""
-    from fettle.workload import spread
-
     assert run is not None
     args, kwargs = spread(batch)
     return run(*args, **kwargs)

@@ -88,6 +88,9 @@ def load_target(target: str) -> Callable[[], object]:
             spec = importlib.util.spec_from_file_location(Path(place).stem, place)
             assert spec is not None
             assert spec.loader is not None
+            for folder in (str(Path.cwd()), str(Path(place).resolve().parent)):  # where its own imports lie
+                if folder not in sys.path:
+                    sys.path.insert(0, folder)
             module = importlib.util.module_from_spec(spec)
             sys.modules.setdefault(spec.name, module)  # dataclasses and pickling inside the file look it up there
             spec.loader.exec_module(module)
