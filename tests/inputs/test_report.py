@@ -145,3 +145,6 @@ def test_a_trace_without_steps_or_loader_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({"traceEvents": [event("ProfilerStep#1", 0, 10)]}))
     with pytest.raises(UsageError, match="no range of a DataLoader"):
         waits_in_trace(path)
+    path.write_text(json.dumps({"traceEvents": [event("enumerate(DataLoader)#x", 0, 10)]}))
+    with pytest.raises(UsageError, match="has no steps"):
+        waits_in_trace(path)

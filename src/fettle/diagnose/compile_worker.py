@@ -23,6 +23,7 @@ import msgspec
 from fettle.diagnose.compile_health import CompileHealth
 from fettle.diagnose.compile_watch import is_compiled, watch_compile
 from fettle.errors import UsageError, first_line
+from fettle.processes import be_a_worker
 from fettle.workload import Target, find_target
 
 
@@ -119,6 +120,7 @@ def _run(request: Mapping[str, Any]) -> CompileHealth:
 
 def main() -> None:
     """The worker process: a request file in, an answer file out."""
+    be_a_worker()
     asked, answered = Path(sys.argv[1]), Path(sys.argv[2])
     try:
         answer = json.dumps(asdict(_run(json.loads(asked.read_text()))))

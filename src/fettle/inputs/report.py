@@ -7,13 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from fettle.errors import UsageError
 from fettle.files import check_writable, write_bytes, write_text
 from fettle.inputs.found import Found
 from fettle.inputs.setting import BATCH_INDEX, ONE_BY_ONE, Measured
-from fettle.page import clean, theme
+from fettle.page import clean, shell, theme
 from fettle.units import size_text
 
 SUFFIXES = (".html", ".png", ".svg")
@@ -142,15 +140,12 @@ def write_report(found: Found, path: Path) -> None:
 def page(found: Found) -> str:
     """The page as text."""
     found = clean(found)
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("fettle.inputs", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
     # Two drawings of each, for wide and for narrow screens, in light and in dark: the page needs no script.
     drawn = {
         f"{tone} {place}": theme.svg(curve(found, height), width, dark=tone == "dark")
         for tone in ("light", "dark") for place, width, height in (("wide", 800, 320), ("narrow", 300, 280))
     }  # fmt: skip
-    return environment.get_template("page.html.j2").render(
+    return shell.template("fettle.inputs", "page.html.j2").render(
         found=found,
         facts=facts(found),
         rows=rows(found),

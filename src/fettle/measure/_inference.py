@@ -16,10 +16,10 @@ from fettle.measure._state import (
     State,
     call,
     examine,
-    one_sample,
     peaks,
     prepared,
     same_shapes,
+    settled,
     take_slice,
     weight_bytes,
 )
@@ -71,7 +71,7 @@ def prepare(state: State, request: Request) -> dict[str, Any]:
 
     from fettle.measure import _meters
     from fettle.measure._accuracy import compare, first_rows, repeat_rows, tensors, user_metric, worst
-    from fettle.measure._clock import Clock, warm_up
+    from fettle.measure._clock import Clock
     from fettle.measure._reference import read_reference
     from fettle.techniques import load
 
@@ -115,11 +115,7 @@ def prepare(state: State, request: Request) -> dict[str, Any]:
         state.cycle = itertools.cycle(rotation(timed))
         _meters.trim()
         has_peak = _meters.reset_peak(state.device)
-        samples, steady = warm_up(lambda: one_sample(state))
-        peak = _meters.peak_bytes(state.device) if has_peak else None
-        state.call_ns = sorted(samples)[len(samples) // 2]
-        if not steady:
-            notes.append("the time was still falling after 10 s of warm-up")
+        peak = settled(state, has_peak, notes)
         notes += compiler_notes()
     return prepared(state, optimize_s, first_call_s, accuracy, peak, rows * request.factor, notes)
 

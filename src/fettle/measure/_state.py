@@ -97,6 +97,19 @@ def examine(state: State, request: Request) -> dict[str, Any]:
     return {"found": msgspec.to_builtins(found), "load_s": state.load_s}
 
 
+def settled(state: State, has_peak: bool, notes: list[str]) -> int | None:
+    """Call until the time is steady; the peak of memory meanwhile, where it was reset and can be known."""
+    from fettle.measure import _meters
+    from fettle.measure._clock import warm_up
+
+    samples, steady = warm_up(lambda: one_sample(state))
+    peak = _meters.peak_bytes(state.device) if has_peak else None
+    state.call_ns = sorted(samples)[len(samples) // 2]
+    if not steady:
+        notes.append("the time was still falling after 10 s of warm-up")
+    return peak
+
+
 def prepared(
     state: State,
     optimize_s: float,

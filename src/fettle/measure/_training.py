@@ -18,17 +18,17 @@ import torch
 from fettle.errors import UsageError, first_line, place
 from fettle.measure import _meters
 from fettle.measure._accuracy import user_metric
-from fettle.measure._clock import Clock, warm_up
+from fettle.measure._clock import Clock
 from fettle.measure._lockstep import mean
 from fettle.measure._notes import compiler_notes, notes_kept
 from fettle.measure._state import (
     Request,
     State,
     examine,
-    one_sample,
     peaks,
     prepared,
     same_shapes,
+    settled,
     take_slice,
     weight_bytes,
 )
@@ -163,13 +163,9 @@ def prepare(state: State, request: Request) -> dict[str, Any]:
         state.run, state.clock = lambda _: steps.step(), Clock(state.device)
         group = [None] * _pass_length(workload)
         state.cycle = itertools.repeat(group)
-        samples, steady = warm_up(lambda: one_sample(state))
-        peak = _meters.peak_bytes(state.device) if has_peak else None
-        state.call_ns = sorted(samples)[len(samples) // 2]
+        peak = settled(state, has_peak, notes)
         phases = steps.timeline(max(_TIMELINE_STEPS, len(group)))
         notes += _collectives(steps)
-        if not steady:
-            notes.append("the time was still falling after 10 s of warm-up")
         notes += compiler_notes()
     told = prepared(state, optimize_s, first_call_s, accuracy, peak, workload.rows * request.factor, notes)
     return {**told, "phases_ms": phases}

@@ -7,19 +7,16 @@ and `_training`.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
-import signal
 import sys
 import traceback
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from fettle.measure._state import Request, State
+from fettle.processes import be_a_worker
 
 
 def main() -> None:
@@ -69,19 +66,6 @@ def explain(error: BaseException) -> dict[str, Any]:
     if cause is not None and "Error" in type(cause).__name__ and str(cause) and str(cause).splitlines()[0] not in text:
         text = f"{text} (from {first_line(cause)})"
     return {"kind": "error", "error": text[:400], "trace": traceback.format_exc()}
-
-
-def be_a_worker() -> None:
-    """What every process that measures does first."""
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    warnings.filterwarnings("ignore")
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to end this process when its parent ends, however it ends (Linux)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 if __name__ == "__main__":

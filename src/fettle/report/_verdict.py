@@ -6,7 +6,7 @@ import math
 
 from fettle.measure import Interval, Trial
 from fettle.report import _format as fmt
-from fettle.report._facts import misses, name_of, ran
+from fettle.report._facts import misses, name_of, ran, speed
 from fettle.result import Result
 
 
@@ -114,13 +114,13 @@ def _sentence(result: Result) -> str:
     figures = _figures(winner.speedup, result.confidence)
     if result.verdict == "faster":
         now, then = _per_call(result, winner)
-        return f"{fmt.times(_estimate(winner))} as fast as given{figures}: {now} instead of {then}, {answers}."
+        return f"{fmt.times(speed(winner))} as fast as given{figures}: {now} instead of {then}, {answers}."
     if result.verdict == "same":
         pace = f"runs as fast as the model as given{figures}"
         return f"No difference: the best recipe, {how}, {pace}. Keep the model as it is."
     if result.verdict == "slower":
         return (
-            f"Slower: measured again in a fresh race, {how} ran at {fmt.times(_estimate(winner))} the speed of the "
+            f"Slower: measured again in a fresh race, {how} ran at {fmt.times(speed(winner))} the speed of the "
             f"model as given{figures}. Keep the model as it is."
         )
     return (
@@ -194,10 +194,6 @@ def _pace(speedup: Interval | None) -> str:
     if speedup.low > 1:
         return f"faster, {text}"
     return f"slower, {text}" if speedup.high < 1 else f"not told apart, {text}"
-
-
-def _estimate(trial: Trial) -> float:
-    return trial.speedup.estimate if trial.speedup else math.nan
 
 
 def _figures(speedup: Interval | None, confidence: float) -> str:

@@ -44,6 +44,11 @@ class CriticalPath:
     end_ns: int
     pieces: pl.DataFrame
 
+    def __post_init__(self) -> None:
+        covered = int((self.pieces["end_ns"] - self.pieces["start_ns"]).sum())
+        if covered != self.wall_ns:
+            raise AssertionError(f"the critical path covers {covered} of {self.wall_ns} ns")
+
     @property
     def wall_ns(self) -> int:
         return self.end_ns - self.start_ns
@@ -79,11 +84,7 @@ def critical_path(trace: Trace, step: int | None = None, annotation: str | None 
     low, high = window_of(trace, step, annotation)
     walk = _Walk(trace, low, high)
     walk.run()
-    path = CriticalPath(low, high, walk.frame())
-    covered = int((path.pieces["end_ns"] - path.pieces["start_ns"]).sum())
-    if covered != high - low:
-        raise AssertionError(f"the critical path covers {covered} of {high - low} ns")
-    return path
+    return CriticalPath(low, high, walk.frame())
 
 
 class _Walk:
