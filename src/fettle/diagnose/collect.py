@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from fettle.diagnose._timing import held, timed
+from fettle.diagnose.compile_watch import is_compiled
 from fettle.diagnose.evidence import Evidence
 from fettle.diagnose.operators import operations, watched
 from fettle.diagnose.syncs import find_syncs
@@ -59,6 +60,7 @@ def collect(given: Workload | TrainingWorkload, seconds: float) -> Evidence:
     loader_s = loading.seconds / loading.calls
     waits = loader_s > 0.02 * wall_s
     tensors_kept, graphs_kept, bytes_kept = kept_alive(call)
+    padded, padded_where = padding(workload)
     return Evidence(
         facts=facts,
         wall_s=wall_s,
@@ -71,8 +73,8 @@ def collect(given: Workload | TrainingWorkload, seconds: float) -> Evidence:
         cores=facts.physical_cores,
         crowded=clock.crowded,
         rows=facts.samples,
-        padding=padding(workload)[0],
-        padding_where=padding(workload)[1],
+        padding=padded,
+        padding_where=padded_where,
         subnormal_weights=subnormal(module),
         weight_bytes=sum(p.numel() * p.element_size() for p in module.parameters()) if module is not None else 0,
         duplicate_bytes=duplicates(module),
@@ -80,7 +82,7 @@ def collect(given: Workload | TrainingWorkload, seconds: float) -> Evidence:
         syncs=syncs,
         batches_run=watch.batches_run,
         batches_seen_before=watch.batches_seen_before,
-        compiled=isinstance(model, torch._dynamo.OptimizedModule) or hasattr(model, "_torchdynamo_orig_callable"),
+        compiled=is_compiled(model),
         loader_s=loader_s,
         loader_rows=loading.rows,
         loader_batches=loading.batches // loading.calls,
@@ -137,7 +139,7 @@ def padding(workload: Workload) -> tuple[float, str]:
             run = (ids.flip(1) == last).long().cumprod(1).sum(1)
             alike = int((last == last.mode(0).values).sum())
             if alike > 1 or len(ids) == 1:  # one token at the end of several rows: the filler
-                padded += int((run[run > 1] - 0).sum())
+                padded += int(run[run > 1].sum())
             positions += ids.numel()
             where = "a repeated last token"
     return (padded / positions if positions else 0.0), where

@@ -29,7 +29,7 @@ def page(diagnosis: Diagnosis, checked: Sequence[Verified] = (), command: str = 
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     parts = [
-        {"name": name, "share": share, "colour": COLOURS[index % len(COLOURS)]}
+        {"name": name.replace("_", " "), "share": share, "colour": COLOURS[index % len(COLOURS)]}
         for index, (name, share) in enumerate(sorted(diagnosis.budget.items(), key=lambda item: -item[1]))
         if share >= 0.001
     ]

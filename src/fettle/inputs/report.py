@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 
 from fettle.errors import UsageError
-from fettle.files import write_text
+from fettle.files import check_writable, write_bytes, write_text
 from fettle.inputs.found import Found
 from fettle.inputs.setting import BATCH_INDEX, ONE_BY_ONE, Measured
 from fettle.page import clean, theme
@@ -118,11 +118,10 @@ def as_data(found: Found) -> dict[str, Any]:
 
 
 def check_path(path: Path) -> None:
-    """Raises `UsageError` for a suffix that is not drawn, or a folder that is not there."""
+    """Raises `UsageError` for a suffix that is not drawn, or a place that cannot be written."""
     if path.suffix not in SUFFIXES:
         raise UsageError(f"{path}: the report is written as .html, .png or .svg")
-    if not path.resolve().parent.is_dir():
-        raise UsageError(f"{path.parent}: no such folder for the report")
+    check_writable(path)
 
 
 def write_report(found: Found, path: Path) -> None:
@@ -136,11 +135,8 @@ def write_report(found: Found, path: Path) -> None:
     svg = theme.svg(curve(found), 640)
     if path.suffix == ".svg":
         write_text(path, svg)
-        return
-    try:
-        path.write_bytes(vl_convert.svg_to_png(svg, scale=2))
-    except OSError as error:
-        raise UsageError(f"{path}: the curve could not be written ({error.strerror})") from error
+    else:
+        write_bytes(path, vl_convert.svg_to_png(svg, scale=2))
 
 
 def page(found: Found) -> str:

@@ -143,6 +143,9 @@ def _no_winner(result: Result) -> str:
         return f"No winner: no recipe keeps the limits. Nearest: {name_of(near.recipe)}" + (
             f", with {missed}." if missed else "."
         )
+    if baseline is not None and len(result.trials) == 1:
+        missed = miss_text(result, baseline)
+        return f"No winner: the model as given misses {missed}, and nothing else was tried: give a longer budget."
     return "No winner: no recipe that was tried keeps the limits."
 
 

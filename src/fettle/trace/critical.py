@@ -69,7 +69,8 @@ def window_of(trace: Trace, step: int | None = None, annotation: str | None = No
         frame = frame.filter(pl.col("step") == step)
         if not frame.height:
             known = steps(trace, annotation)["step"].to_list()
-            raise UsageError(f"no step {step} in {trace.path.name}; it has {known[0]} to {known[-1]}")
+            there = f"it has {known[0]} to {known[-1]}" if known[-1] >= 0 else "no steps are marked in it"
+            raise UsageError(f"no step {step} in {trace.path.name}: {there}")
     return int(frame["start_ns"].min()), int(frame["end_ns"].max())  # type: ignore[arg-type]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from fettle.errors import UsageError, first_line
+from fettle.files import check_writable, whole
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -36,6 +37,7 @@ def record(
     Stacks explain idle time down to source lines and make the trace several times larger and the program slower; memory
     adds every allocation. Both are off.
     """
+    check_writable(path)
     import torch
     from torch.profiler import ProfilerActivity, profile, schedule
 
@@ -47,7 +49,8 @@ def record(
 
     def write(profiler: profile) -> None:
         if not failed:
-            profiler.export_chrome_trace(str(path))
+            with whole(path) as partial:
+                profiler.export_chrome_trace(str(partial))
             written.append(path)
 
     with profile(
