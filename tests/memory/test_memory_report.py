@@ -130,7 +130,7 @@ def test_the_command_compares_two(tmp_path: Path, run_fettle) -> None:
         ["missing.pickle"],
         ["{file}", "--request", "lots"],
         ["{file}", "--device", "9"],
-        ["{file}", "--report", "no/r.html"],
+        ["{file}", "--report", "{file}/r.html"],
     ],
 )
 def test_bad_use_is_one_line_and_exit_code_2(arguments: list[str], tmp_path: Path, run_fettle) -> None:
