@@ -24,7 +24,7 @@ def headline(result: Result) -> str:
     if winner is None:
         return "No winner"
     if not winner.recipe.levels:
-        return "Leave it as it is"
+        return "Leave it as it is" if _others(result) else "Nothing to compare"
     if result.goal in ("memory", "energy", "startup"):
         before, after = _goal_values(result)
         if before and after and after < before:
@@ -149,10 +149,14 @@ def _no_winner(result: Result) -> str:
     return "No winner: no recipe that was tried keeps the limits."
 
 
+def _others(result: Result) -> int:
+    return sum(1 for trial in result.trials if trial.recipe.levels)
+
+
 def _unchanged(result: Result) -> str:
-    others = sum(1 for trial in result.trials if trial.recipe.levels)
+    others = _others(result)
     if not others:
-        return "Leave it as it is: no other recipe was tried."
+        return "Nothing to compare: only the model as given was measured; give a longer budget, or allow more levels."
     what = {"memory": "needs less memory", "energy": "needs less energy", "startup": "starts sooner"}.get(
         result.goal, "is faster"
     )
