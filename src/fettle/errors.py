@@ -19,8 +19,9 @@ class UsageError(Exception):
 
 
 def place(error: BaseException) -> str:
-    """Where the caller's code went wrong, `` at model.py:12``: the innermost frame outside torch and fettle, if any."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
+    """Where the caller's code went wrong, `` at model.py:12``: the innermost line that is not installed, if any."""
+    told = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in told if is_users(frame.filename) and "/site-packages/" not in frame.filename]
     return f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
 
 

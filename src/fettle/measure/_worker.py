@@ -55,13 +55,13 @@ def explain(error: BaseException) -> dict[str, Any]:
     """An error as the parent will tell it: one line, and the traceback for the log."""
     import torch
 
-    from fettle.errors import UsageError, first_line
+    from fettle.errors import UsageError, first_line, place
 
     if isinstance(error, UsageError):
         return {"kind": "usage", "error": str(error)}
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
         return {"kind": "memory", "error": f"out of memory: {first_line(error)[:200]}", "trace": traceback.format_exc()}
-    text = first_line(error)
+    text = first_line(error) + place(error)
     cause = error.__cause__
     if cause is not None and "Error" in type(cause).__name__ and str(cause) and str(cause).splitlines()[0] not in text:
         text = f"{text} (from {first_line(cause)})"
