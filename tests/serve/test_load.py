@@ -99,9 +99,9 @@ def server(store):
 
 
 def test_an_open_loop_sends_what_is_due(server):
-    due = poisson(100, 3, seed=3)
+    due = poisson(200, 2, seed=3)
     run = asyncio.run(open_loop([model_shot(server.url)], due, limit_s=60.0))
-    assert sum(run.statuses.values()) + round(run.warm_up_s * 0) <= len(due)
+    assert 0.5 * len(due) <= sum(run.statuses.values()) <= len(due)  # those of the warm-up are left out
     assert set(run.statuses) == {200}
     assert run.stable
     assert not run.void

@@ -154,9 +154,7 @@ def test_optuna_reads_the_study(tuned) -> None:
 def test_the_same_call_again_measures_nothing(tuned) -> None:
     result, work, out = tuned
     events = []
-    again = fettle.tune(
-        str(work), techniques=FEW, budget_s=BUDGET_S, output=out, tell=lambda event: events.append(event)
-    )
+    again = fettle.tune(str(work), techniques=FEW, budget_s=BUDGET_S, output=out, tell=events.append)
     assert [event for event in events if event.trial is not None] == []
     assert [trial.recipe for trial in again.trials] == [trial.recipe for trial in result.trials]
 

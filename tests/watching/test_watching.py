@@ -148,7 +148,7 @@ def test_no_steps_says_what_to_do() -> None:
 
 
 def test_bad_usage_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no such folder"), watch(json_to=tmp_path / "no" / "x.json"):
+    with pytest.raises(UsageError, match="it is a folder"), watch(json_to=tmp_path):
         pass
     with pytest.raises(UsageError, match="above 1"), watch(slow_factor=1.0):
         pass

@@ -141,11 +141,6 @@ def _reading(gain: float, reach: float, zone: float) -> Reading:
     return "cannot tell"
 
 
-def _ordered(levels: set[str], given: str) -> list[str]:
-    """The given level first."""
-    return sorted(levels, key=lambda level: (level != given, level))
-
-
 def _all_seen(held: list[dict[str, str]], levels: dict[str, list[str]], pair: tuple[str, str]) -> bool:
     seen = {(row[pair[0]], row[pair[1]]) for row in held}
     return len(seen) == len(levels[pair[0]]) * len(levels[pair[1]])
