@@ -33,7 +33,7 @@ CASES = {
     "waiting": """
         class Net(nn.Module):
             def forward(self, x):
-                time.sleep(0.05)
+                time.sleep(0.03)
                 return x * 2
         def workload():
             return Net().eval(), [torch.ones(4, 4)]
@@ -299,7 +299,6 @@ def test_of_a_training_loop_a_step_is_diagnosed(tmp_path: Path) -> None:
     assert seen is not None
     assert seen.rows == 4
     assert seen.loader_s >= 0.02  # each step waits for a batch that takes this long to make
-    assert seen.at_hand_s > 0
     # What is counted is real; how long it takes is another thing on each machine, so it is set here.
     steady = [replace(op, seconds=10e-6 * op.calls) for op in seen.operations]
     step_s = 2 * sum(op.seconds for op in steady)

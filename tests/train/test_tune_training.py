@@ -21,7 +21,7 @@ TINY = Path(__file__).parent / "tiny_loop.py"
 FEW = {
     "precision": ["fp32"], "optimizer": ["as-given", "fused"], "compile": ["off"], "checkpoint": ["none"],
     "accumulate": ["off"], "zero_grad": ["none"], "threads": ["as-given"], "allocator": ["default"],
-    "channels_last": ["off"], "matmul": ["highest"],
+    "channels_last": ["off"], "matmul": ["highest"], "conv_grad": ["kernel"],
 }  # fmt: skip
 BUDGET_S = 1800
 """No machine uses it up: a study of so few recipes ends because it has tried them."""
@@ -50,7 +50,7 @@ def test_a_study_of_a_loop(tmp_path):
     assert len(base.accuracy.losses) == 8
     assert set(base.phases_ms) == {"data", "forward", "backward", "optimizer", "communication", "idle"}
     assert base.samples == 16
-    assert [str(trial.recipe) for trial in result.trials] == ["baseline", "optimizer=fused"]
+    assert {"baseline", "optimizer=fused"} <= {str(trial.recipe) for trial in result.trials}
     for trial in result.trials:
         assert trial.status == "measured"
         assert trial.accuracy.error <= 1
