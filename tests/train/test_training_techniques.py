@@ -1,5 +1,6 @@
 """Every level that trains: its loop is plain PyTorch, and its losses are the baseline's."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -13,6 +14,8 @@ import torch
 from fettle.recipe import Recipe
 from fettle.techniques import CATALOGUE, Facts, bundles, conflict, load, source
 from fettle.techniques.conv_grad import gradients_by_products
+from fettle.techniques.optimizer import compile_update
+from fettle.techniques.precision import gradients_to_masters, masters_to_weights
 from fettle.train import Steps, load_training
 from fettle.train.step_parts import step_parts
 from fettle.workload import find_target
@@ -32,7 +35,8 @@ def cases():
         if "training" not in technique.modes:
             continue
         for level in technique.levels(FACTS):
-            if level.name == technique.given or level.why_not or technique.name in SLOW or "budget" in level.name:
+            slow = technique.name in SLOW or "budget" in level.name or level.name == "compiled"
+            if level.name == technique.given or level.why_not or slow:
                 continue
             yield pytest.param(technique.name, level.name, id=f"{technique.name}={level.name}")
 
@@ -86,6 +90,19 @@ def test_gradients_by_products_are_the_gradients(channels, kernel, stride, paddi
         torch.testing.assert_close(found, wanted)
 
 
+def test_gradients_by_products_compile_as_one_graph():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(16, 16, 3, 1, 1), torch.nn.ReLU(), torch.nn.Conv2d(16, 8, 1, 2))
+    x = torch.randn(3, 16, 9, 11)[1:]  # does not begin where its memory does
+    found = []
+    for change in (lambda: model, lambda: torch.compile(model, backend="aot_eager", fullgraph=True)):
+        model.zero_grad()
+        change()(x).square().sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+        assert gradients_by_products(model) == 2
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
 def test_gradients_by_products_under_autocast_reach_float32_weights():
     layer = torch.nn.Conv2d(16, 4, 3)
     gradients_by_products(torch.nn.Sequential(layer))
@@ -112,11 +129,84 @@ def test_a_data_loader_gets_workers_and_the_same_rows():
     assert found.losses == pytest.approx(wanted.losses, abs=0.5)  # the loader draws from the same seed as dropout
 
 
+def compiled_by(backend, monkeypatch):
+    """torch.compile with another backend: no C++ compiler runs."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_a_compiled_update_with_masters_is_the_update(optimizer, monkeypatch):
+    compiled_by("aot_eager", monkeypatch)
+    make = {
+        "AdamW": functools.partial(torch.optim.AdamW, lr=1e-2),
+        "SGD": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+    }[optimizer]
+    ends, hooked = [], []
+    for kind in ("eager", "compiled"):
+        torch.manual_seed(0)
+        weights = [torch.nn.Parameter(torch.randn(*shape).bfloat16()) for shape in [(8, 4), (8,), (3,)]]
+        masters = [torch.nn.Parameter(weight.detach().float()) for weight in weights]
+        stepper = make(masters)
+        stepper.register_step_pre_hook(lambda *_, kind=kind: hooked.append(kind))
+        if kind == "compiled":
+            compile_update(stepper, weights, masters)
+        for number in range(4):
+            for weight in weights[:2]:  # the last one has no gradient
+                weight.grad = torch.full_like(weight, 0.1 * (number + 1))
+            if kind == "eager":
+                gradients_to_masters(weights, masters)
+            stepper.step()
+            if kind == "eager":
+                masters_to_weights(masters, weights)
+        ends.append([*masters, *weights])
+    assert hooked == ["eager"] * 4 + ["compiled"] * 4
+    torch.testing.assert_close(ends[1], ends[0])
+    assert all(master.grad is None for master in masters)
+
+
+def test_a_compiled_update_is_one_graph():
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    weights = [torch.nn.Parameter(torch.randn(8, 4).bfloat16())]
+    masters = [torch.nn.Parameter(weights[0].detach().float())]
+    stepper = torch.optim.AdamW(masters, foreach=True)
+    with pytest.MonkeyPatch.context() as patch:
+        compiled_by(count, patch)
+        compile_update(stepper, weights, masters)
+    for _ in range(4):
+        weights[0].grad = torch.ones_like(weights[0])
+        stepper.step()
+    assert len(graphs) == 1
+    torch.testing.assert_close(weights[0], masters[0].detach().bfloat16(), check_dtype=True)
+
+
+def test_with_a_compiled_update_the_gradients_of_the_weights_are_clipped(monkeypatch):
+    compiled_by("aot_eager", monkeypatch)
+    recipe = Recipe.parse("precision=bf16-master optimizer=compiled")
+    assert "clip_grad_norm_(weights, 1.0)" in source(recipe, FACTS)
+    wanted, found = losses(Recipe()), losses(recipe)
+    assert found.losses == pytest.approx(wanted.losses, abs=0.1)
+    assert found.grad_norms == pytest.approx(wanted.grad_norms, rel=0.5)
+
+
+def test_a_compiled_update_says_what_it_cannot_be_beside():
+    assert "GradScaler" in conflict(Recipe.parse("optimizer=compiled precision=autocast-fp16"), FACTS)
+    assert "parallel strategy" in conflict(Recipe.parse("optimizer=compiled parallel=ddp"), replace(FACTS, ranks=2))
+    none = replace(FACTS, optimizer="Own", optimizer_levels=())
+    assert "Own has no foreach" in conflict(Recipe.parse("optimizer=compiled"), none)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [
         "compile=default",
+        "optimizer=compiled",
+        "optimizer=compiled precision=bf16-master channels_last=on compile=default",
         "compile=default region=blocks checkpoint=blocks",
         "compile=default checkpoint=budget-0.5 precision=autocast-bf16 channels_last=on optimizer=fused",
         "compile=default precision=bf16-master",

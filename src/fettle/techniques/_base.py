@@ -113,7 +113,8 @@ class Code:
     """Statements that change `output` after every call, last technique first."""
 
     # In a training loop `contexts` are around ``loss(model, batch)``, `prepare` may also change `parameters` and
-    # `data`, and these have a place of their own. Of the last four the last technique that has one decides.
+    # `data`, and these have a place of their own. Of the last five the last technique that has one
+    # decides.
     optimizer: tuple[str, ...] = ()
     """Statements after `optimizer` was made."""
     batch: tuple[str, ...] = ()
@@ -125,6 +126,8 @@ class Code:
     backward: str = ""
     step: tuple[str, ...] = ()
     zero_grad: str = ""
+    clipped: str = ""
+    """A name in place of `parameters`: those whose gradients are clipped."""
 
 
 class Technique:

@@ -45,6 +45,7 @@ def _training(facts: Facts) -> list[dict[str, str]]:
     return [
         half,
         *([{**masters, **products, **plain}] if products or plain else []),
+        *([{**masters, **products, "optimizer": "compiled"}] if products else []),
         *([masters, {**masters, "compile": "default"}] if native else []),
         compiled,
         *([{**inside, "compile": "default"}, inside] if native else []),

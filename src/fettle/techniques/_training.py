@@ -98,7 +98,8 @@ def _train(parts: list[tuple[Technique, str, Code]], facts: Facts) -> list[str]:
     loop += inner
     loop += [line for code in found for line in code.before_step]
     if facts.max_grad_norm is not None:
-        loop += [f"torch.nn.utils.clip_grad_norm_(parameters, {facts.max_grad_norm!r})"]
+        clipped = _last([code.clipped for code in found]) or "parameters"
+        loop += [f"torch.nn.utils.clip_grad_norm_({clipped}, {facts.max_grad_norm!r})"]
     loop += next((list(code.step) for code in reversed(found) if code.step), ["optimizer.step()"])
     loop += [line for code in found for line in code.after_step]
     loop += [_last([code.zero_grad for code in found]) or "optimizer.zero_grad()"]

@@ -41,7 +41,7 @@ class ProductGradient(torch.autograd.Function):
             rows = []
             for row in range(tall):  # `wide` neighbours lie side by side in memory: a view that overlaps itself
                 size, strides = (count, height, width, wide * channels), (image, down * line, right * pixel, one)
-                seen = inner.as_strided(size, strides, inner.storage_offset() + row * line)
+                seen = inner.as_strided(size, strides, row * line)  # `pad` made it: it begins where its memory does
                 rows.append(columns @ seen.reshape(-1, wide * channels))
             of_weight = torch.stack(rows, 1).view(made, tall, wide, channels).permute(0, 3, 1, 2)
         of_bias = grad.sum((0, 2, 3)) if ctx.has_bias and ctx.needs_input_grad[2] else None

@@ -1,6 +1,9 @@
-"""How the optimizer goes over the parameters: one by one, in groups of tensors, or in one fused kernel."""
+"""How the optimizer goes over the parameters: one by one, in groups of tensors, in one fused kernel, or compiled.
 
-from typing import ClassVar
+An update is bound by memory. Compiled, it goes over it less often, and rounds float32 masters to weights as it does.
+"""
+
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,6 +22,35 @@ def implement(optimizer: torch.optim.Optimizer, *, foreach: bool, fused: bool) -
         optimizer._need_device_dtype_check_for_fused = True  # type: ignore[attr-defined]
 
 
+def compile_update(optimizer: Any, weights: Any = (), masters: Any = ()) -> None:
+    """Compile an optimizer's step; with 16-bit `weights` of float32 `masters`, the rounding to them, too.
+
+    The optimizer's hooks stay outside of what is compiled. The first step makes the optimizer's state and is not
+    compiled. A learning rate that is a number becomes part of the compiled code: one that changes must be a tensor.
+    """
+    import inspect
+    import types
+
+    plain = inspect.unwrap(type(optimizer).step)  # its wrappers call the hooks and break the graph, for no_grad
+
+    def update() -> None:
+        plain(optimizer)
+        for weight, master in zip(weights, masters, strict=True):
+            weight.copy_(master)
+
+    compiled = torch.compile(update)
+
+    def step(self: Any) -> None:
+        for weight, master in zip(weights, masters, strict=True):  # inside, torch.compile would end its graph here
+            master.grad = None if weight.grad is None else weight.grad.to(master.dtype)
+        with torch.no_grad():
+            (compiled if self.state else update)()
+        for master in masters:
+            master.grad = None
+
+    optimizer.step = types.MethodType(torch.optim.Optimizer.profile_hook_step(step), optimizer)
+
+
 class OptimizerKind(Technique):
     name = "optimizer"
     modes: ClassVar[frozenset[str]] = frozenset({"training"})
@@ -34,9 +66,26 @@ class OptimizerKind(Technique):
             Level("as-given", "as the factory makes it"),
             Level("fused", "one kernel for all of the update", lacks("fused")),
             Level("foreach", "each operation on all parameters at once", lacks("foreach")),
+            Level("compiled", "the update by torch.compile, the rounding of float32 masters in it", lacks("foreach")),
             Level("for-loop", "one parameter after the other: least memory", lacks("foreach")),
         ]
 
+    def level_cost(self, level: str) -> int:
+        return 2 if level == "compiled" else 1
+
+    def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
+        if level != "compiled":
+            return ""
+        if recipe.levels.get("parallel", "single") != "single":
+            return "shards and buckets of a parallel strategy are not compiled with the update"
+        if recipe.levels.get("precision") == "autocast-fp16":
+            return "a GradScaler leaves steps out, which a compiled update cannot"
+        return ""
+
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        if level == "compiled":
+            masters = ", weights, parameters" if recipe.levels.get("precision") == "bf16-master" else ""
+            lines = ("implement(optimizer, foreach=True, fused=False)", f"compile_update(optimizer{masters})")
+            return Code(helpers=(implement, compile_update), optimizer=lines)
         line = f"implement(optimizer, foreach={level == 'foreach'}, fused={level == 'fused'})"
         return Code(helpers=(implement,), optimizer=(line,))

@@ -69,13 +69,23 @@ class Precision(Technique):
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         dtype = _DTYPES[level.removeprefix("autocast-").removesuffix("-master")]
         if level == "bf16-master":
+            prepare = (
+                "weights, parameters = parameters, [torch.nn.Parameter(w.detach().clone()) for w in parameters]",
+                f"to_16_bits(model, {dtype})",
+            )
+            batch = (f"batch = cast(batch, {dtype})",)
+            if recipe.levels.get("optimizer") == "compiled":  # what goes between weights and masters is in its update
+                return Code(
+                    helpers=(map_tensors, cast, to_16_bits),
+                    prepare=prepare,
+                    batch=batch,
+                    clipped="weights",
+                    after_step=("for weight in weights:", "    weight.grad = None"),
+                )
             return Code(
                 helpers=(map_tensors, cast, to_16_bits, gradients_to_masters, masters_to_weights),
-                prepare=(
-                    "weights, parameters = parameters, [torch.nn.Parameter(w.detach().clone()) for w in parameters]",
-                    f"to_16_bits(model, {dtype})",
-                ),
-                batch=(f"batch = cast(batch, {dtype})",),
+                prepare=prepare,
+                batch=batch,
                 before_step=("gradients_to_masters(weights, parameters)",),
                 after_step=("masters_to_weights(parameters, weights)",),
             )

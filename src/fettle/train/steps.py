@@ -104,7 +104,11 @@ class Steps:
         if self._watching:
             self._enter("optimizer")
         if self._norms is not None:
-            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            stepped = [p for group in optimizer.param_groups for p in group["params"]]
+            gradients = [p.grad for p in stepped if p.grad is not None] or [
+                # a compiled update takes them from the model's weights itself
+                p.grad for p in self._workload.model.parameters() if p.grad is not None
+            ]  # fmt: skip
             norm = _whole(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
             scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer unscales inside its step
             self._norms.append(norm / float(scale) if scale is not None else norm)
