@@ -8,8 +8,6 @@ from typing import Any
 
 # Threads that wait by spinning would take the core from the other half of the tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# Kernels of models this small are compiled sooner than the processes that would compile them side by side are started.
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # What is printed depends on none of what a terminal or a build server says of itself.
 os.environ["_TYPER_FORCE_DISABLE_TERMINAL"] = "1"
 os.environ["COLUMNS"] = "80"
