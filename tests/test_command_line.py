@@ -46,3 +46,12 @@ def test_an_empty_target_is_not_this_folder(run_fettle) -> None:
     said = run_fettle("diagnose", "")
     assert said.code == 2
     assert "is no target" in said.err
+
+
+def test_an_interrupt_is_one_line(run_fettle, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fettle.report.load_result", stop)
+    said = run_fettle("report", "anywhere")
+    assert (said.code, said.out, said.err.strip()) == (130, "", "fettle: interrupted")

@@ -10,7 +10,7 @@ import importlib
 import os
 import signal
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -45,6 +45,8 @@ _COMMANDS: dict[str, dict[str, str]] = {
         "export": "export",
     },
 }
+
+_INTERRUPTED = 128 + signal.SIGINT
 
 # What the parser raises for a wrong option or command. Typer brings click along, its own copy in later versions, and
 # exports only this descendant of it.
@@ -88,13 +90,16 @@ def _print_version(asked: bool) -> None:
 
 def main() -> None:
     """Run the command line: exit 0 done, 1 limits not met or comparison failed, 2 bad usage, 130 interrupted."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own log, which is nothing for a person
     try:
         status = build()(standalone_mode=False)
+        if status == _INTERRUPTED:  # also what the parser makes of Ctrl-C
+            _fail("interrupted", _INTERRUPTED)
         sys.exit(status if isinstance(status, int) else 0)
     except UsageError as error:
         _fail(str(error))
     except (typer.Abort, KeyboardInterrupt):
-        sys.exit(128 + signal.SIGINT)
+        _fail("interrupted", _INTERRUPTED)
     except typer.Exit as leaving:
         sys.exit(leaving.exit_code)
     except _ParseError as error:
@@ -111,7 +116,7 @@ def main() -> None:
         _fail(f"{error.filename}: {error.strerror}")  # a name that is too long, a disk that fails
 
 
-def _fail(message: str) -> None:
+def _fail(message: str, code: int = 2) -> NoReturn:
     line = escape(" ".join(message.split()))  # a message may hold brackets: [batch], torch-fettle[ray]
     Console(stderr=True, soft_wrap=True).print(f"[bold red]fettle:[/] {line}", highlight=False)
-    sys.exit(2)
+    sys.exit(code)

@@ -52,6 +52,8 @@ def command(
 ) -> None:
     """Find the fastest recipe within limits, and write recipe.toml, optimized.py, report.html and study.db.
 
+    Exit code 1: no recipe keeps the limits. Killed or interrupted, the same command goes on where it was.
+
     [bold]Examples[/]
 
       fettle tune model.py

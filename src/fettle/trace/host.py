@@ -168,7 +168,9 @@ def loader_waits(trace: Trace) -> pl.DataFrame:
     codes = [code for code, name in enumerate(trace.names) if name.startswith("enumerate(DataLoader)")]
     rows = np.flatnonzero(np.isin(trace.column("name"), codes) & trace.is_host)
     begins, ends = trace.ts[rows], trace.end[rows]
-    frame = steps(trace).select("step", "start_ns", "end_ns", "wall_ns").head(None if len(rows) else 0)
+    frame = steps(trace)
+    if not len(rows):
+        frame = frame.clear()
     waits = [
         int(np.clip(np.minimum(ends, end) - np.maximum(begins, start), 0, None).sum())
         for start, end in frame.select("start_ns", "end_ns").iter_rows()
