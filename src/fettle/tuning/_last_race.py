@@ -11,6 +11,9 @@ from fettle.search import Space
 from fettle.techniques import CATALOGUE
 from fettle.tuning.session import Session
 
+REPLICATES = 3
+"""Processes for each recipe of the last race, where starting them is cheap."""
+
 
 def last_race(session: Session, space: Space) -> list[Trial]:
     """Measure the best again in fresh processes, beside the baseline and the cheap rungs of the leader's ladder.
@@ -32,7 +35,7 @@ def last_race(session: Session, space: Space) -> list[Trial]:
     session.baseline.close()
     budget_s = session.budget.seconds
     share_s = 60.0 if budget_s is None else min(60.0, 0.1 * budget_s)
-    rules = replace(session.rules, deadline=math.inf, precision=0.05, replicates=3, replicate_s=share_s)
+    rules = replace(session.rules, deadline=math.inf, precision=0.05, replicates=REPLICATES, replicate_s=share_s)
     trials = session.run([Recipe(), *best, *cheap], rules)
     session.keep([trial for trial in trials if trial.recipe in cheap])
     dear = [recipe for recipe in rungs if recipe not in session.known]
