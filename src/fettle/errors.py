@@ -3,8 +3,11 @@
 Commands print its single line and leave with exit code 2; nothing has been written by then.
 """
 
+import os
 import re
+import traceback
 
+_HERE = os.path.dirname(__file__) + os.sep
 _COLOURS = re.compile("\x1b\\[[0-9;]*m")
 
 
@@ -13,6 +16,18 @@ class UsageError(Exception):
 
     def _render_traceback_(self) -> list[str]:  # what a notebook shows in place of a traceback
         return [f"fettle: {self}"]
+
+
+def place(error: BaseException) -> str:
+    """Where the caller's code went wrong, `` at model.py:12``: the innermost line that is not installed, if any."""
+    told = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in told if is_users(frame.filename) and "/site-packages/" not in frame.filename]
+    return f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+
+
+def is_users(file: str) -> bool:
+    """Whether a line of this file is the caller's to change: not torch's, not fettle's, not made up in memory."""
+    return "/torch/" not in file and not file.startswith((_HERE, "<"))
 
 
 def first_line(error: BaseException) -> str:

@@ -11,7 +11,6 @@ import datetime
 import json
 import math
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from optuna.trial import TrialState, create_trial
 
 from fettle.errors import UsageError, first_line
 from fettle.measure import Trial
-from fettle.techniques import CATALOGUE, Facts, known_levels
+from fettle.techniques import CATALOGUE, known_levels
 
 _WORKLOAD, _TRIAL, _MACHINE = "fettle:workload", "fettle", "fettle:machine"
 
@@ -132,8 +131,3 @@ def _hidden(url: str) -> str:
     """A storage URL without its password."""
     scheme, separator, rest = url.partition("://")
     return f"{scheme}{separator}***@{rest.rpartition('@')[2]}" if "@" in rest else url
-
-
-def facts_from(data: Mapping[str, Any]) -> Facts:
-    """`Facts` from plain data."""
-    return msgspec.convert(data, Facts)

@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import itertools
 import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -117,6 +118,21 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(value, f"{path}[{index}]")
     else:
         yield path or "output", tree
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors among the leaves of a pytree."""
+    import torch
+
+    return [leaf for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def device_of(model: Any, batch: Any) -> str:
+    """Type of the device of a module's first parameter or buffer, else of the batch's first tensor, else ``cpu``."""
+    import torch
+
+    held = itertools.chain(model.parameters(), model.buffers()) if isinstance(model, torch.nn.Module) else ()
+    return next((str(tensor.device.type) for tensor in itertools.chain(held, tensors(batch))), "cpu")
 
 
 def map_tensors(change: Any, tree: Any) -> Any:

@@ -2,9 +2,9 @@
 
 import json
 import pickle
-import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from fettle.errors import UsageError
 from fettle.measure import Interval
 from fettle.techniques import Facts
 from fettle.workload import find_target
+from tests.conftest import Run
 from tests.memory.memory_machine import healthy_training
 from tests.trace.build import Build
 
@@ -32,7 +33,7 @@ CASES = {
     "waiting": """
         class Net(nn.Module):
             def forward(self, x):
-                time.sleep(0.02)
+                time.sleep(0.03)
                 return x * 2
         def workload():
             return Net().eval(), [torch.ones(4, 4)]
@@ -134,7 +135,7 @@ def test_what_nobody_looked_for_has_not_passed() -> None:
     assert Diagnosis("x", [Finding("syncs", "It waits.", 0.1)]).count("syncs") == 1
 
 
-def test_the_command_fails_on_what_is_not_allowed(tmp_path: Path) -> None:
+def test_the_command_fails_on_what_is_not_allowed(tmp_path: Path, run_fettle: Run) -> None:
     target = write(
         tmp_path,
         """
@@ -145,20 +146,17 @@ def test_the_command_fails_on_what_is_not_allowed(tmp_path: Path) -> None:
             return Net().eval(), [torch.rand(8, 8)]
         """,
     )
-    command = [sys.executable, "-c", "from fettle.cli import main; main()", "diagnose", target, "--seconds", "0.3"]
+    command = ["diagnose", target, "--seconds", "0.3"]
     report = tmp_path / "diagnosis.html"
-    done = subprocess.run(
-        [*command, "--fail-on", "syncs=0,graph-breaks=5", "--json", "-o", str(report)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1, done.stderr
-    data = json.loads(done.stdout)
+    done = run_fettle(*command, "--fail-on", "syncs=0,graph-breaks=5", "--json", "-o", report)
+    assert done.code == 1, done.err
+    data = json.loads(done.out)
     assert data["over_the_limit"] == ["syncs: 1, allowed 0"]
     assert data["evidence"]["syncs"][0]["operator"] == "aten._local_scalar_dense"
     assert "<h1>" in report.read_text()
-    wrong = subprocess.run([*command, "--fail-on", "sink=0"], capture_output=True, text=True, check=False)
-    assert wrong.returncode == 2
-    assert "--fail-on 'sink=0'" in wrong.stderr
+    wrong = run_fettle(*command, "--fail-on", "sink=0")
+    assert wrong.code == 2
+    assert "--fail-on 'sink=0'" in wrong.err
 
 
 @pytest.mark.parametrize(
@@ -193,7 +191,7 @@ def test_a_message_keeps_its_brackets(capsys: pytest.CaptureFixture[str], monkey
 def test_of_a_folder_what_cannot_be_read_is_left_out_with_a_note(tmp_path: Path) -> None:
     for name in ("broken.json", "other.json"):
         (tmp_path / name).write_text("{")
-    with pytest.raises(UsageError, match=r"none of its files can be read; left out: broken\.json"):
+    with pytest.raises(UsageError, match=r"none of its files can be read, for instance broken\.json"):
         diagnose(tmp_path)
     made = Build().step(0, 0, 1000)
     made.add("user_annotation", "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 0, 600)
@@ -232,8 +230,8 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
             return (lambda x: None), [3]
         """,
     )
-    with pytest.raises(UsageError, match="nowhere: what is recorded cannot be kept there"):
-        diagnose(target, seconds=0.1, compile_check=False, beside=tmp_path / "nowhere" / "x.html")
+    with pytest.raises(UsageError, match=r"case\.py: what is recorded cannot be kept there"):
+        diagnose(target, seconds=0.1, compile_check=False, beside=tmp_path / "case.py" / "x.html")
     found = diagnose(
         target, seconds=0.1, compile_check=False, record=False
     )  # a call of a microsecond that computes nothing
@@ -243,7 +241,8 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 
 def test_a_trace_without_time_says_so(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('{"traceEvents": [{"ph": "X", "ts": "a"}]}')
-    assert "take no time" in diagnose(tmp_path / "x.json").notes[-1]
+    with pytest.raises(UsageError, match=r"x\.json: its events take no time"):
+        diagnose(tmp_path / "x.json")
 
 
 def test_a_bound_in_words() -> None:
@@ -283,7 +282,7 @@ def test_of_a_training_loop_a_step_is_diagnosed(tmp_path: Path) -> None:
         def workload():
             block = lambda: nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1), nn.BatchNorm1d(16))
             net = nn.Sequential(*[block() for _ in range(20)])
-            slow = lambda rows: (time.sleep(0.1), torch.stack(rows))[1]
+            slow = lambda rows: (time.sleep(0.02), torch.stack(rows))[1]
             data = torch.utils.data.DataLoader(torch.ones(12, 16), batch_size=4, collate_fn=slow)
             return fettle.TrainingWorkload(net, lambda p: torch.optim.AdamW(p, foreach=False), loss, data)
         """,
@@ -292,14 +291,23 @@ def test_of_a_training_loop_a_step_is_diagnosed(tmp_path: Path) -> None:
         diagnose(target)
     with pytest.raises(UsageError, match="unknown mode"):
         diagnose(target, mode="serving")
-    found = diagnose(target, mode="training", seconds=0.5)
-    rules = [finding.rule for finding in found.findings]
-    assert rules[0] == "data-wait"
-    assert {"optimizer", "syncs"} <= set(rules)
-    every = {*rules, *(finding.rule for finding in found.opportunities)}
+    found = diagnose(target, mode="training", seconds=0.2)
+    every = {finding.rule for finding in (*found.findings, *found.opportunities)}
+    assert "syncs" in every
     assert not every & {"train-mode", "grad-recorded", "batch-norm", "random", "weight-bound", "leak"}
-    assert found.evidence is not None
-    assert found.evidence.rows == 4
+    seen = found.evidence
+    assert seen is not None
+    assert seen.rows == 4
+    assert seen.loader_s >= 0.02  # each step waits for a batch that takes this long to make
+    # What is counted is real; how long it takes is another thing on each machine, so it is set here.
+    steady = [replace(op, seconds=10e-6 * op.calls) for op in seen.operations]
+    step_s = 2 * sum(op.seconds for op in steady)
+    pinned = replace(
+        seen, operations=steady, wall_s=6 * step_s, loader_s=5 * step_s, at_hand_s=step_s, slept_s=0.0, gc_s=0.0
+    )
+    first, *rest = [finding.rule for finding in findings(pinned)]
+    assert first == "data-wait"
+    assert {"optimizer", "syncs"} <= set(rest)
 
 
 def op(group: str, seconds: float, **more: object) -> Operation:
@@ -347,7 +355,6 @@ PLANTED = Path(__file__).parents[2] / "bench" / "diagnosis_cases"
 @pytest.mark.parametrize(
     ("kind", "name", "rule"),
     [
-        ("inputs", "slow_read", "data-wait"),
         pytest.param("inputs", "every_item_twice", "duplicate-data", marks=pytest.mark.slow),
         pytest.param("compute", "no_key_value_cache", "recomputation", marks=pytest.mark.slow),
         pytest.param("compute", "broadcast_distances", "spike", marks=pytest.mark.slow),
@@ -356,11 +363,20 @@ PLANTED = Path(__file__).parents[2] / "bench" / "diagnosis_cases"
     ],
 )
 def test_a_planted_cause_is_named_and_a_mended_program_is_not_accused(kind: str, name: str, rule: str) -> None:
-    bounds = []
-    for end in ("", "_fixed"):
-        workload = find_target(f"{PLANTED / kind}.py:{name}{end}").load()
-        named = {finding.rule: finding.bound for finding in findings(collect(workload, 0.1))}
-        bounds.append(named.get(rule, 0.0))
-    assert 0 < bounds[0] <= 1
-    # A loader that is read in the same process always takes some of the time: mended it may still be named, for less.
-    assert bounds[1] < (0.8 * bounds[0] if rule == "data-wait" else 1e-9)
+    cause, mended = (_collected(kind, f"{name}{end}") for end in ("", "_fixed"))
+    named = {finding.rule: finding for finding in findings(cause)}
+    assert named[rule].bound <= 1
+    assert named[rule].bound > 0 or named[rule].bound_bytes > 0
+    assert rule not in {finding.rule for finding in findings(mended)}
+
+
+def test_a_loader_that_reads_slowly_is_named_and_takes_its_time() -> None:
+    """One that is read in the same process always takes some of the time: mended it may still be named, for less."""
+    cause, mended = (_collected("inputs", f"slow_read{end}") for end in ("", "_fixed"))
+    assert "data-wait" in {finding.rule for finding in findings(cause)}
+    assert cause.loader_s >= 64 * 0.003
+    assert mended.loader_s < 0.5 * cause.loader_s  # a tenth on a machine that does nothing else
+
+
+def _collected(kind: str, name: str) -> Evidence:
+    return collect(find_target(f"{PLANTED / kind}.py:{name}").load(), 0.1)

@@ -37,7 +37,7 @@ def waiting():
 
 
 def quick():
-    return DataLoader(Rows(one), batch_size=8), lambda batch: time.sleep(0.05)
+    return DataLoader(Rows(one), batch_size=8), lambda batch: time.sleep(0.15)
 
 
 def number():

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -42,9 +42,17 @@ def run() -> Iterator[object]:
         item.close()
 
 
+def by_then(condition: Callable[[], object]) -> bool:
+    """Whether it holds within two minutes."""
+    deadline = time.monotonic() + 120
+    while not (held := condition()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return bool(held)
+
+
 def gone(pids: list[int]) -> bool:
-    """Whether these processes end within ten seconds."""
-    for _ in range(100):
+    """Whether these processes end within a minute."""
+    for _ in range(600):
         if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
             return True
         time.sleep(0.1)
@@ -63,7 +71,18 @@ def test_of_a_stream_the_rows_are_named(run) -> None:
 def test_a_worker_that_hangs_is_one_failed_run_and_leaves_no_orphan(run, tmp_path: Path, monkeypatch) -> None:
     mark = tmp_path / "pid"
     monkeypatch.setenv("MARK", str(mark))
-    assert "timed out after 6 s in slice: a worker may hang" in run("hangs", 1, timeout_s=6.0)
+
+    class Timed(contest.Worker):
+        """Its time is over as soon as it hangs, however long it took to get there."""
+
+        def _read_line(self, deadline, timeout_s, do):
+            if do == "slice":
+                assert by_then(lambda: mark.exists() and mark.read_text())
+                deadline = time.monotonic() + 0.2
+            return super()._read_line(deadline, timeout_s, do)
+
+    monkeypatch.setattr(contest, "Worker", Timed)
+    assert "timed out after 300 s in slice: a worker may hang" in run("hangs", 1, timeout_s=300.0)
     assert gone([int(mark.read_text())])
 
 
@@ -115,10 +134,7 @@ def test_a_search_that_is_killed_goes_on_and_leaves_no_process(tmp_path: Path, m
     process = subprocess.Popen([*COMMAND, target, "--slice", "0.2s", "--keep", str(kept), "--json", "--no-lints"],
                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
     try:
-        for _ in range(600):
-            if kept.exists() and kept.read_bytes().count(b"\n") >= 9:
-                break
-            time.sleep(0.1)
+        assert by_then(lambda: kept.exists() and kept.read_bytes().count(b"\n") >= 9)
         family = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
     finally:
         process.send_signal(signal.SIGKILL)
@@ -145,15 +161,24 @@ def test_a_search_that_is_killed_goes_on_and_leaves_no_process(tmp_path: Path, m
     assert "facts" not in asked
     assert not kept.exists()
 
-    # The pipeline waits: its costs are known.
+    assert found.batch_p50_s > 0.03  # timed in the process that makes it: it waits for 32 ms
+    crewed = [item for item in found.settings if item.able and item.setting.num_workers]
+    assert crewed
+    for item in crewed:
+        assert item.last.fetch_p50_s > 0.03  # and in each worker
+        assert item.last.worker_bytes > 0
+    if found.best.setting.num_workers:
+        assert f"num_workers={found.best.setting.num_workers}" in found.code
+
+
+@pytest.mark.slow
+def test_a_pipeline_that_waits_gets_workers() -> None:
+    """On a machine that has the time; what is decided from which numbers is in `test_search`, with made-up ones."""
+    found = measure_and_search(f"{LOADERS}:waiting", slice_s=0.2, lints=False)
     assert found.waiting > 0.4  # 32 ms of loading beside 20 ms of work
     assert found.bound > 1.6
     assert found.best.setting.num_workers >= 2
     assert found.gain > 1.3
-    assert f"num_workers={found.best.setting.num_workers}" in found.code
-    assert found.batch_p50_s > 0.03  # timed in the process that makes it
-    assert found.best.last.fetch_p50_s > 0.03  # and in each worker
-    assert found.best.last.worker_bytes > 0
 
 
 def test_ctrl_c_shows_what_is_known_and_keeps_it(tmp_path: Path) -> None:
@@ -162,13 +187,10 @@ def test_ctrl_c_shows_what_is_known_and_keeps_it(tmp_path: Path) -> None:
         [*COMMAND, f"{LOADERS}:waiting", "--slice", "0.2s", "--keep", str(kept), "--json", "--no-lints"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    for _ in range(600):
-        if kept.exists() and kept.read_bytes().count(b"\n") >= 9:
-            break
-        time.sleep(0.1)
+    assert by_then(lambda: kept.exists() and kept.read_bytes().count(b"\n") >= 9)
     family = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
     told = json.loads(output)
     assert told["interrupted"]

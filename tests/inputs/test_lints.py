@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset
 
+from fettle.inputs import profile
 from fettle.inputs.growth import big_containers, growing_workers
 from fettle.inputs.lints import duplicates, getitems_differ, lint, padding
 from fettle.inputs.profile import profile_rows
@@ -39,7 +40,9 @@ def test_a_stream_that_is_split_by_worker_init_fn_is_no_fault() -> None:
     assert names(duplicates(DataLoader(SplitByInit(), batch_size=4))) == ["duplicate-data"]
 
 
-def test_the_slow_function_is_named() -> None:
+def test_the_slow_function_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Between a row of 10 us and one of milliseconds, far from both: a machine that halts for a moment is no slow row.
+    monkeypatch.setattr(profile, "_LEAST_S", 5e-4)
     found = profile_rows(DataLoader(loaders.Rows(loaders.slow, 32), batch_size=8))
     assert names(found) == ["slow-transform"]
     assert "slow at loaders.py:" in found[0].says

@@ -74,8 +74,9 @@ def test_files(found, tmp_path: Path, suffix: str) -> None:
 def test_a_report_that_cannot_be_is_refused_before_the_search(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="written as"):
         check_path(tmp_path / "curve.pdf")
-    with pytest.raises(UsageError, match="no such folder"):
-        check_path(tmp_path / "none" / "curve.svg")
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="cannot write"):
+        check_path(tmp_path / "file" / "curve.svg")
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -143,4 +144,7 @@ def test_a_trace_without_steps_or_loader_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     path.write_text(json.dumps({"traceEvents": [event("ProfilerStep#1", 0, 10)]}))
     with pytest.raises(UsageError, match="no range of a DataLoader"):
+        waits_in_trace(path)
+    path.write_text(json.dumps({"traceEvents": [event("enumerate(DataLoader)#x", 0, 10)]}))
+    with pytest.raises(UsageError, match="has no steps"):
         waits_in_trace(path)

@@ -97,7 +97,7 @@ def test_ranks_end_with_the_process_that_started_them():
         ranks = alive(RANKS) - before
         assert len(ranks) == 3
         os.kill(worker.pid, signal.SIGKILL)
-        _, left = psutil.wait_procs([psutil.Process(pid) for pid in ranks - {worker.pid}], timeout=10)
+        _, left = psutil.wait_procs([psutil.Process(pid) for pid in ranks - {worker.pid}], timeout=60)
         assert not left
         with pytest.raises(WorkerError, match="SIGKILL"):
             worker.ask("slice", 10, seconds=0.1)

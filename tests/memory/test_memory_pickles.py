@@ -79,7 +79,7 @@ def test_bombs_cost_neither_time_nor_memory(name: str) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 100 << 20
-    assert seconds < 5
+    assert seconds < 60  # on any machine: work that grows with what a bomb claims would not end
 
 
 def test_deeply_nested_lists_do_not_crash() -> None:

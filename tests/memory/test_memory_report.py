@@ -91,8 +91,8 @@ def test_every_kind_of_snapshot_can_be_reported(case: str, tmp_path: Path) -> No
 
 
 def test_a_report_that_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="could not be written"):
-        write_report(analyse(parse(healthy_training().data())), tmp_path / "no" / "x.html")
+    with pytest.raises(UsageError, match="cannot write"):
+        write_report(analyse(parse(healthy_training().data())), tmp_path)
 
 
 def test_the_command_prints_json_tables_and_a_report(tmp_path: Path, run_fettle) -> None:
@@ -130,7 +130,7 @@ def test_the_command_compares_two(tmp_path: Path, run_fettle) -> None:
         ["missing.pickle"],
         ["{file}", "--request", "lots"],
         ["{file}", "--device", "9"],
-        ["{file}", "--report", "no/r.html"],
+        ["{file}", "--report", "{file}/r.html"],
     ],
 )
 def test_bad_use_is_one_line_and_exit_code_2(arguments: list[str], tmp_path: Path, run_fettle) -> None:

@@ -152,6 +152,13 @@ def test_the_headline_is_no_better_than_the_race(name: str, words: str) -> None:
     assert words in headline(ALL[name])
 
 
+def test_where_only_the_baseline_was_measured_it_says_what_to_do() -> None:
+    for name in ("baseline wins", "no winner"):
+        alone = dataclasses.replace(ALL[name], trials=[ALL[name].baseline], nearest=())
+        assert "longer budget" in verdict(alone)
+        assert headline(alone) in ("Nothing to compare", "No winner")
+
+
 def test_what_was_not_measured_is_never_kept() -> None:
     result = resnet()
     unknown = trial(BEST, 40.0, math.nan, mib=None)

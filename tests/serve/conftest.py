@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -40,7 +41,8 @@ def store(tmp_path_factory):
     return folder
 
 
-ECHO = ServeSettings(max_rows=8, threads=1, timeout_ms=1500)
+ECHO = ServeSettings(max_rows=8, threads=1, timeout_ms=4000)
+"""A call that takes longer is taken for one that hangs: on a busy machine no other call does."""
 HANDLER = """
 import os, time
 
@@ -63,6 +65,14 @@ class Handler:
     def postprocess(self, answers):
         return [answer.upper() for answer in answers]
 """
+
+
+def until(condition):
+    """Wait until it holds, at most two minutes."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @contextmanager

@@ -20,14 +20,14 @@ from fettle.serve.package import ServeSettings
 from fettle.serve.registry import Options
 from fettle.workload import Workload
 
-from .conftest import net, running
+from .conftest import net, running, until
 from .test_conformance import shot
 from .test_server import ask
 
 HANDLER = """
-import time
+import os, time
 
-KEPT = []
+KEPT, GATE = [], "the gate"
 
 class Handler:
     def initialize(self, context):
@@ -40,8 +40,8 @@ class Handler:
         for text in data:
             if text == "leak":
                 KEPT.append(bytearray(b"x") * (200 << 20))
-            if text == "slow":
-                time.sleep(0.4)
+            while text == "slow" and not os.path.exists(GATE):
+                time.sleep(0.01)
         return data
     def postprocess(self, answers):
         return [answer.upper() for answer in answers]
@@ -51,11 +51,12 @@ class Handler:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("faults")
-    (folder / "handler.py").write_text(HANDLER)
+    (folder / "handler.py").write_text(HANDLER.replace("the gate", str(folder / "gate")))
     settings = ServeSettings(max_rows=8, threads=1, workers=2)
     package = write_package(Workload(net(), [torch.rand(4, 4)]), Recipe(), folder / "m", name="m", settings=settings,
                             handler=folder / "handler.py")  # fmt: skip
     with running([package], Options(trust=(package.handler_digest,))) as made:
+        made.gate = folder / "gate"
         yield made
 
 
@@ -76,19 +77,28 @@ def metric(server, name, **labels):
 
 @contextmanager
 def busy(server):
-    """Both workers are busy for a moment; gives threads for what shall wait meanwhile."""
+    """Both workers are busy until `release` is called; gives threads for what shall wait meanwhile, and `release`."""
+    pool = server.registry.choose("m").pool
+    server.gate.unlink(missing_ok=True)
     with ThreadPoolExecutor(16) as threads:
         blockers = []
-        for _ in range(2):
-            blockers.append(threads.submit(call, server, "slow"))
-            time.sleep(0.1)  # else both may share a batch, and one worker stays free
-        yield threads
+        try:
+            for count in (1, 2):  # one after the other: both in a batch would leave one worker free
+                blockers.append(threads.submit(call, server, "slow"))
+                until(lambda count=count: pool.inflight == count)
+            yield threads, server.gate.touch
+        finally:
+            server.gate.touch()
         assert [blocker.result()[0] for blocker in blockers] == [200, 200]
 
 
 def test_a_batch_that_is_too_large_for_memory_is_computed_one_by_one(server):
-    with busy(server) as threads:
-        found = list(threads.map(lambda text: call(server, text), ["big", "a", "big", "big"]))
+    pool = server.registry.choose("m").pool
+    with busy(server) as (threads, release):
+        asked = [threads.submit(call, server, text) for text in ("big", "a", "big", "big")]
+        until(lambda: pool.waiting_rows == 4)
+        release()
+        found = [one.result() for one in asked]
     assert found == [(200, b"BIG"), (200, b"A"), (200, b"BIG"), (200, b"BIG")]
 
 
@@ -126,9 +136,12 @@ def test_a_worker_that_leaks_is_replaced_between_two_batches_without_a_failed_re
 def test_a_client_that_hung_up_is_not_computed_and_is_counted(server):
     before = metric(server, "fettle_shed_total", model="m", reason="disconnected")
     seen = metric(server, "fettle_batch_rows_sum", model="m")
-    with busy(server), socket.create_connection(("127.0.0.1", server.ports[0])) as link:
-        link.sendall(b"POST /predictions/m HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\ngone")
-        time.sleep(0.05)
+    pool = server.registry.choose("m").pool
+    with busy(server):
+        with socket.create_connection(("127.0.0.1", server.ports[0])) as link:
+            link.sendall(b"POST /predictions/m HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\ngone")
+            until(lambda: pool.waiting_rows == 1)
+        assert ask(server.url + "/v2/health/ready")[0] == 200  # answered after it has seen the other one go
     assert call(server, "a")[0] == 200
     assert metric(server, "fettle_shed_total", model="m", reason="disconnected") == before + 1
     assert metric(server, "fettle_batch_rows_sum", model="m") == seen + 3
@@ -176,9 +189,7 @@ def test_large_and_small_requests_get_their_own_answers_also_after_a_worker_was_
         assert set(threads.map(infer, range(40))) == {(200, True)}
         os.kill(worker.pid, signal.SIGKILL)
         assert {right for _, right in threads.map(infer, range(12))} == {True}
-        deadline = time.time() + 60
-        while time.time() < deadline and not (worker.ready and worker.restarts):
-            time.sleep(0.05)
+        until(lambda: worker.ready and worker.restarts)
         assert set(threads.map(infer, range(12))) == {(200, True)}
 
 

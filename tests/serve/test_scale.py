@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import threading
-import time
 
 import psutil
 import pytest
@@ -15,7 +14,7 @@ from fettle.serve.placement import usable_cores
 from fettle.serve.registry import Options
 from fettle.serve.worker_process import WorkerProcess
 
-from .conftest import running
+from .conftest import running, until
 from .test_server import TOKEN, ask, asking, infer, manage
 
 CORES = len(usable_cores())
@@ -32,13 +31,6 @@ def managed(store, tmp_path_factory):
         server.admin = f"http://127.0.0.1:{server.ports[1]}"
         server.call(server.registry.load_named("net", "1"))
         yield server
-
-
-def until(condition):
-    deadline = time.time() + 60
-    while not condition() and time.time() < deadline:
-        time.sleep(0.02)
-    assert condition()
 
 
 def test_what_cannot_be_is_one_sentence_and_changes_nothing(managed):

@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import re
+import resource
 import signal
 import socket
 import subprocess
@@ -26,7 +28,7 @@ from fettle.serve.package import ServeSettings, open_package
 from fettle.serve.registry import Options
 from fettle.serve.server import Address, token_from
 
-from .conftest import net, running
+from .conftest import net, running, until
 
 TOKEN = "t" * 43
 
@@ -36,7 +38,7 @@ def ask(url, data=None, method=None, headers=None):
     data = json.dumps(data).encode() if isinstance(data, (dict, list)) else data
     request = urllib.request.Request(url, data=data, method=method, headers=headers or {})
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=120) as answer:
             status, body, found = answer.status, answer.read(), answer.headers
     except urllib.error.HTTPError as error:
         status, body, found = error.code, error.read(), error.headers
@@ -155,9 +157,7 @@ def test_a_worker_that_ends_or_hangs_is_replaced(server, how):
     before = pool.workers[0].restarts
     status, _, _ = ask(server.url + "/predictions/echo", how.encode())
     assert status == 500
-    deadline = time.time() + 60
-    while time.time() < deadline and not (pool.ready and pool.workers[0].restarts > before):
-        time.sleep(0.05)
+    until(lambda: pool.ready and pool.workers[0].restarts > before)
     assert ask(server.url + "/predictions/echo", b"again")[1] == b"AGAIN"
 
 
@@ -183,16 +183,14 @@ def asking(server):
 
 def test_a_killed_worker_loses_no_request_silently(server):
     pool = server.registry.choose("net").pool
+    before = pool.workers[0].restarts
     with asking(server) as found:
-        time.sleep(0.3)
+        until(lambda: len(found) >= 8)
+        assert set(found) == {200}
         os.kill(pool.workers[0].pid, signal.SIGKILL)
-        deadline = time.time() + 60
-        time.sleep(0.2)
-        while time.time() < deadline and not pool.ready:
-            time.sleep(0.05)
-        time.sleep(0.3)
+        until(lambda: pool.ready and pool.workers[0].restarts > before)
+        assert infer(server, [[1, 2, 3, 4]])[0] == 200
     assert set(found) <= {200, 500, 503}
-    assert found[0] == found[-1] == 200
 
 
 def test_a_request_whose_time_is_over_is_not_computed(store):
@@ -216,7 +214,7 @@ def test_a_full_queue_refuses_at_once_and_says_when_to_come_again(store):
 
 
 def test_bodies_are_bounded(store):
-    with running([open_package(store / "net-1")], limits=Limits(max_body=1000, body_s=0.5)) as server:
+    with running([open_package(store / "net-1")], limits=Limits(max_body=1000, body_s=3.0)) as server:
         assert ask(server.url + "/v2/models/net/infer", b"x" * 2000)[0] == 413
         with socket.create_connection(("127.0.0.1", server.ports[0])) as link:  # a gigabyte, announced
             link.sendall(b"POST /v2/models/net/infer HTTP/1.1\r\nHost: a\r\nContent-Length: 1073741824\r\n\r\n")
@@ -232,7 +230,7 @@ def test_bodies_are_bounded(store):
 
 
 def test_connections_that_say_nothing_or_half_are_closed(store):
-    with running([open_package(store / "net-1")], limits=Limits(idle_s=0.3)) as server:
+    with running([open_package(store / "net-1")], limits=Limits(idle_s=1.0)) as server:
         address = ("127.0.0.1", server.ports[0])
         for begun in (b"", b"POST /v2/models/net/infer HTTP/1.1\r\nHost: a\r\nX-Slow: "):
             with socket.create_connection(address, timeout=30) as link:
@@ -240,8 +238,10 @@ def test_connections_that_say_nothing_or_half_are_closed(store):
                 assert link.recv(100) == b""
         with socket.create_connection(address, timeout=30) as link:  # one that has been served, too
             link.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: a\r\n\r\n")
-            assert b" 200 " in link.recv(1000)
-            assert link.recv(100) == b""
+            said = b""
+            while part := link.recv(1000):
+                said += part
+            assert b" 200 " in said
         assert infer(server, [[1, 2, 3, 4]])[0] == 200
 
 
@@ -320,16 +320,16 @@ def test_versions_swap_under_load_without_a_failed_request(managed):
     threads = [threading.Thread(target=client) for _ in range(4)]
     for thread in threads:
         thread.start()
+    until(lambda: found)
     assert manage(managed, "/v2/repository/models/net/load", b"", "POST")[0] == 200  # version 2, the highest
     assert manage(managed, "/models/net/2/set-default", b"", "PUT")[0] == 200
     assert manage(managed, "/models/net/1", method="DELETE")[0] == 200
-    time.sleep(0.2)
+    until(lambda: found[-1][1] == "2")
     stop.set()
     for thread in threads:
         thread.join()
     assert {status for status, _ in found} == {200}
     assert found[0][1] == "1"
-    assert found[-1][1] == "2"
     state = json.loads(managed.registry.options.state.read_text())
     assert list(state["net"]["versions"]) == ["2"]
 
@@ -350,9 +350,7 @@ def test_weights_are_sticky_and_shadows_are_silent(managed):
     assert manage(managed, "/admin/models/net", {"weights": {}, "shadow": "2"}, "PUT")[0] == 200
     before = managed.registry.choose("net", "2").metrics.succeeded
     assert infer(managed, [[1, 2, 3, 4]])[1]["model_version"] == "1"
-    deadline = time.time() + 10
-    while time.time() < deadline and managed.registry.choose("net", "2").metrics.succeeded == before:
-        time.sleep(0.02)
+    until(lambda: managed.registry.choose("net", "2").metrics.succeeded > before)
     assert managed.registry.choose("net", "2").metrics.succeeded == before + 1
     for bad in (
         {"weights": {"9": 1}},
@@ -443,26 +441,29 @@ def test_a_server_that_is_killed_takes_its_workers_along(store):
     assert len(workers) == 1  # the one that was started ahead of everything else has been taken
     server.kill()
     server.wait()
-    _, alive = psutil.wait_procs(workers, timeout=30)
+    _, alive = psutil.wait_procs(workers, timeout=60)
     assert not alive
 
 
 def test_ctrl_c_answers_what_was_accepted_and_ends_with_0(store):
     code = "from fettle.cli import main; main()"
-    command = [sys.executable, "-c", code, "serve", str(store / "net-1"), "--port", "0", "--json", "--delay", "300"]
+    command = [sys.executable, "-c", code, "serve", str(store / "net-1"), "--port", "0", "--json", "--delay", "2000"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     said = json.loads(server.stdout.readline())
     tensor = {"name": "input", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}
     with ThreadPoolExecutor(1) as threads:
         answer = threads.submit(ask, said["url"] + "/v2/models/net/infer", {"inputs": [tensor]})
-        time.sleep(0.1)
+        waiting = re.compile(rb"^fettle_queue_rows{.*} 1", re.MULTILINE)
+        until(lambda: waiting.search(ask(said["url"] + "/metrics")[1]) or answer.done())
         server.send_signal(signal.SIGINT)
         assert answer.result()[0] == 200
-    assert server.wait(60) == 0
+    assert server.wait(120) == 0
 
 
 def test_a_thousand_connections_that_say_nothing_stop_nobody(server):
     links = []
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # both ends of each are this process's
     try:
         for _ in range(1000):
             links.append(socket.create_connection(("127.0.0.1", server.ports[0])))
@@ -470,3 +471,4 @@ def test_a_thousand_connections_that_say_nothing_stop_nobody(server):
     finally:
         for link in links:
             link.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -193,7 +193,11 @@ def test_the_augmented_trace_holds_the_old_and_the_new(tmp_path: Path) -> None:
 
 def test_record_then_read(tmp_path: Path, run_fettle: Run) -> None:
     program = tmp_path / "program.py"
-    program.write_text("import torch\nx = torch.rand(32, 32)\ndef step():\n    return (x @ x).relu().sum()\n")
+    (tmp_path / "beside_the_program.py").write_text("size = 32\n")
+    program.write_text(
+        "import torch\nfrom beside_the_program import size\n"
+        "x = torch.rand(size, size)\ndef step():\n    return (x @ x).relu().sum()\n"
+    )
     target = tmp_path / "out.json.gz"
     options = ["--active", "3", "--warmup", "1", "--memory"]
     assert run_fettle("trace", "record", f"{program}:step", "-o", target, *options).code == 0

@@ -289,3 +289,14 @@ def test_a_damaged_sidecar_is_ignored(tmp_path: Path) -> None:
         sidecar.write(load(path, use_sidecar=False), key)
         (sidecar._place(key) / damage).write_bytes(b"ARROW1 nonsense")
         assert not load(path).facts.from_sidecar
+
+
+def test_a_file_of_a_folder_that_cannot_be_read_is_told(tmp_path: Path, run_fettle) -> None:
+    made = Build().step(0, 0, 1000)
+    made.op("aten::mm", 100, 500)
+    made.write(tmp_path / "rank0.json")
+    (tmp_path / "rank1.json").write_text('{"traceEv')
+    assert "left out of the folder: rank1.json" in load_all(tmp_path)[0].facts.notes[-1]
+    said = run_fettle("trace", "account", str(tmp_path))
+    assert said.code == 0
+    assert "left out of the folder: rank1.json" in " ".join(said.err.split())

@@ -1,6 +1,7 @@
 """A study of a training loop from end to end, and what goes wrong in one."""
 
 import contextlib
+import functools
 import json
 import sqlite3
 import subprocess
@@ -14,13 +15,24 @@ import pytest
 import fettle
 from fettle.errors import UsageError
 from fettle.report import load_result, save
+from fettle.tuning import _last_race, session
 
 TINY = Path(__file__).parent / "tiny_loop.py"
 FEW = {
-    "precision": ["fp32", "autocast-bf16"], "optimizer": ["as-given", "fused"], "compile": ["off"],
-    "checkpoint": ["none"], "accumulate": ["off", "x2"], "zero_grad": ["none"], "threads": ["as-given"],
-    "allocator": ["default"], "channels_last": ["off"], "matmul": ["highest"],
+    "precision": ["fp32"], "optimizer": ["as-given", "fused"], "compile": ["off"], "checkpoint": ["none"],
+    "accumulate": ["off"], "zero_grad": ["none"], "threads": ["as-given"], "allocator": ["default"],
+    "channels_last": ["off"], "matmul": ["highest"], "conv_grad": ["kernel"],
 }  # fmt: skip
+BUDGET_S = 1800
+"""No machine uses it up: a study of so few recipes ends because it has tried them."""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Few rounds and processes: how certain a verdict is, is for the tests of the race."""
+    monkeypatch.setattr(session, "SCREENING_ROUNDS", 4)
+    monkeypatch.setattr(session, "Rules", functools.partial(session.Rules, slice_s=0.05, max_rounds=6))
+    monkeypatch.setattr(_last_race, "REPLICATES", 1)
 
 
 def tuned(tmp_path, factory="workload", **options):
@@ -28,7 +40,7 @@ def tuned(tmp_path, factory="workload", **options):
 
 
 def test_a_study_of_a_loop(tmp_path):
-    result = tuned(tmp_path, budget_s=30)
+    result = tuned(tmp_path, budget_s=BUDGET_S)
     assert result.facts.mode == "training"
     assert result.facts.optimizer == "AdamW"
     assert len(result.reference.curves) == 5
@@ -38,9 +50,9 @@ def test_a_study_of_a_loop(tmp_path):
     assert len(base.accuracy.losses) == 8
     assert set(base.phases_ms) == {"data", "forward", "backward", "optimizer", "communication", "idle"}
     assert base.samples == 16
-    ran = [trial for trial in result.trials if trial.status == "measured"]
-    assert len(ran) >= 2  # how many fit into the time is not for a test to say
-    for trial in ran:
+    assert {"baseline", "optimizer=fused"} <= {str(trial.recipe) for trial in result.trials}
+    for trial in result.trials:
+        assert trial.status == "measured"
         assert trial.accuracy.error <= 1
     save(result, tmp_path)
     again = load_result(tmp_path / "result.json")
@@ -53,8 +65,8 @@ def test_a_study_of_a_loop(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("loss") == 8
 
-    resumed = tuned(tmp_path, budget_s=5)  # what is known is not measured again
-    assert len(resumed.trials) >= len(result.trials)
+    resumed = tuned(tmp_path, budget_s=BUDGET_S)  # what is known is not measured again
+    assert [trial.recipe for trial in resumed.trials] == [trial.recipe for trial in result.trials]
     assert list(resumed.baseline.round_ms) == list(base.round_ms)
 
 
@@ -69,7 +81,7 @@ def test_a_study_of_a_loop(tmp_path):
 )
 def test_a_loop_that_cannot_be_judged_gets_one_line(tmp_path, factory, says):
     with pytest.raises(UsageError, match=says) as caught:
-        tuned(tmp_path, factory, budget_s=20)
+        tuned(tmp_path, factory, budget_s=BUDGET_S)
     assert "\n" not in str(caught.value)
 
 
@@ -80,8 +92,7 @@ def test_modes_are_not_mixed_up(tmp_path):
         fettle.tune(str(TINY), mode="training", techniques={"mode": ["eval"]}, output=tmp_path)
 
 
-RANKS = {**FEW, "precision": ["fp32"], "accumulate": ["off"], "optimizer": ["as-given", "fused"],
-         "parallel": ["single", "ddp"], "wrap": ["block"], "ddp_graph": ["dynamic"], "ddp_compress": ["none"],
+RANKS = {**FEW, "parallel": ["single", "ddp"], "wrap": ["block"], "ddp_graph": ["dynamic"], "ddp_compress": ["none"],
          "ddp_buckets": ["view"]}  # fmt: skip
 
 
@@ -98,7 +109,7 @@ def test_a_killed_study_goes_on_and_measures_nothing_twice(tmp_path):
         family = psutil.Process(process.pid).children(recursive=True)
         process.kill()  # SIGKILL: nothing of its own runs any more
         process.wait()
-        _, alive = psutil.wait_procs(family, timeout=15)
+        _, alive = psutil.wait_procs(family, timeout=60)
         assert not alive
     finally:
         process.kill()

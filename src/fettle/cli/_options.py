@@ -1,28 +1,31 @@
-"""What commands share: reading durations, sizes and technique lists."""
+"""What commands share: reading options, saying what is going on, writing tables."""
 
 from __future__ import annotations
 
 import asyncio
 import csv
 import io
-import os
 import re
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.markup import escape
 
 from fettle.errors import UsageError
 from fettle.files import write_text
 
 T = TypeVar("T")
-_DURATION = re.compile(r"\s*([0-9.]+)\s*(ms|s|m|min|h)?\s*")
+_DURATION = re.compile(r"\s*([0-9]{1,9}(?:\.[0-9]*)?|\.[0-9]+)\s*(ms|s|m|min|h)?\s*")
 _SECONDS = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
 def duration_s(text: str, option: str) -> float:
     """``90``, ``90s``, ``10m``, ``1h``, ``100ms`` as seconds."""
     match = _DURATION.fullmatch(text)
-    if not match or not _is_number(match[1]):
+    if not match:
         raise UsageError(f"{option}: {text!r} is no duration, for example 90s, 10m, 1h, 100ms")
     return float(match[1]) * _SECONDS[match[2] or ""]
 
@@ -40,13 +43,15 @@ def technique_levels(options: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def check_output(path: Path | None, option: str) -> None:
-    """Raise `UsageError` for a file that cannot be written: before the work that would be lost, not after it."""
-    if path is None:
+@contextmanager
+def telling(first: str, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
+    """A line that says what is going on, and changes in place: on standard error, where that is a terminal."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda text: None
         return
-    above = next(folder for folder in path.absolute().parents if folder.exists())
-    if path.is_dir() or not above.is_dir() or not os.access(above, os.W_OK):
-        raise UsageError(f"{option} {path} cannot be written")
+    with console.status(escape(first)) as status:
+        yield lambda text: status.update(escape(text))
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
@@ -66,7 +71,3 @@ def run_loop(work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(work)
     made: T = uvloop.run(work)
     return made
-
-
-def _is_number(text: str) -> bool:
-    return text.count(".") <= 1 and text != "."

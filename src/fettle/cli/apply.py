@@ -19,6 +19,8 @@ def command(
 ) -> None:
     """Measure a recipe again on this machine: is it still faster, are the answers still right?
 
+    Exit code 1: it is slower than the model as given, did not run, or its answers are off.
+
     [bold]Example[/]
 
       fettle apply fettle-out/recipe.toml model.py

@@ -17,12 +17,14 @@ def command(
         list[str] | None, typer.Option(help="'TECHNIQUE=LEVEL ...', 'baseline', or a recipe.toml. May be repeated")
     ] = None,
     max_error: Annotated[float, typer.Option(help="largest relative L2 error of the outputs")] = 0.02,
-    confidence: Annotated[float, typer.Option(help="of the intervals, for example 0.95")] = 0.95,
+    confidence: Annotated[float, typer.Option(help="share of intervals that hold the true ratio")] = 0.95,
     rounds: Annotated[int, typer.Option(help="most rounds of the race")] = 48,
     budget: Annotated[str, typer.Option(help="time for the whole race; 0 for no limit")] = "0",
     as_json: Annotated[bool, typer.Option("--json", help="print the trials as JSON")] = False,
 ) -> None:
     """Compare named recipes side by side, each against the workload as given.
+
+    Exit code 1: a recipe did not run, or its answers are off.
 
     [bold]Examples[/]
 

@@ -60,6 +60,8 @@ def command(
     from fettle.errors import UsageError
 
     if target.endswith((".json", ".json.gz")):
+        if output is not None:
+            raise UsageError("--output goes with a loader: fettle trace report draws a trace")
         _trace(Path(target), after, as_json)
         return
     if after is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from rich.markup import escape
 
 from fettle.cli import _options
 from fettle.errors import UsageError
+from fettle.files import check_writable
 
 if TYPE_CHECKING:
     from fettle.diagnose import Diagnosis, Verified
@@ -67,11 +69,8 @@ def command(
     allowed = _allowed(fail_on)
     if verify and mode == "training":
         raise UsageError("--verify is for inference: fettle tune --mode training tries what is named here")
-    if output is not None and not output.resolve().parent.is_dir():
-        raise UsageError(f"{output.parent}: no such folder for the report")
-    progress = Console(stderr=True)
-    with progress.status("starting") as status:
-        tell = status.update if progress.is_terminal and not as_json else (lambda text: None)
+    check_writable(output)
+    with _options.telling("starting", quiet=as_json) as tell:
         found = diagnose(
             target,
             seconds=_options.duration_s(seconds, "--seconds"),
@@ -108,7 +107,7 @@ def command(
         if output is not None:
             print(f"\nreport: {output}")
         for line in over:
-            Console(stderr=True).print(f"[bold red]more than allowed[/]: {line}", highlight=False)
+            Console(stderr=True).print(f"[bold red]limit not kept[/]: {line}", highlight=False)
     if over:
         raise typer.Exit(1)
 
@@ -116,13 +115,11 @@ def command(
 def _allowed(text: str | None) -> dict[str, int]:
     """``graph-breaks=0,syncs=2`` as numbers by rule."""
     known = ("graph-breaks", "recompiles", "syncs")
-    allowed = {}
-    for item in (text or "").split(","):
-        if not item.strip():
-            continue
+    allowed: dict[str, int] = {}
+    for item in () if text is None else text.split(","):
         name, _, number = item.strip().partition("=")
-        if name not in known or not number.isdigit():
-            raise UsageError(f"--fail-on {item.strip()!r}: write NAME=NUMBER with a name among {', '.join(known)}")
+        if name not in known or name in allowed or not re.fullmatch("[0-9]{1,9}", number):
+            raise UsageError(f"--fail-on {text!r}: write NAME=NUMBER,... with each name of {', '.join(known)} once")
         allowed[name] = int(number)
     return allowed
 
@@ -151,7 +148,10 @@ def _print(found: Diagnosis, checked: Sequence[Verified], console: Console) -> N
         console.print(f"Where the time goes{wall}:")
         for name, share in found.budget.items():
             if share >= 0.005:
-                console.print(f"  {share:6.1%} [cyan]{'█' * round(share * 40)}[/] {escape(name)}", highlight=False)
+                console.print(
+                    f"  {share:6.1%} [cyan]{'█' * round(share * 40)}[/] {escape(name.replace('_', ' '))}",
+                    highlight=False,
+                )
     roofs = found.roofline
     if roofs is not None and roofs.mfu == roofs.mfu:
         console.print(

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from fettle.cli import _options
 from fettle.cli.package import add_files, as_handler, show, toml_settings
 
 
@@ -50,13 +50,12 @@ def command(
     from fettle.workload import find_target
 
     mar = read_mar(file)
-    console = Console(stderr=True)
-    with console.status("reading the archive") as status:
+    with _options.telling("reading the archive", quiet=as_json) as tell:
         package = import_mar(
             mar, output or Path(f"{name or mar.name}-{mar.version}"), trust=trust.lower(),
             workload=find_target(target).load() if target else None, inputs=inputs or (),
             handler=as_handler(handler), handler_settings=toml_settings(handler_settings),
             files=add_files(labels, tokenizer), settings=ServeSettings(max_rows=max_rows), name=name,
-            tell=status.update if console.is_terminal and not as_json else (lambda text: None),
+            tell=tell,
         )  # fmt: skip
     show(package, output or Path(f"{name or mar.name}-{mar.version}"), as_json)

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from fettle.cli import _options
 from fettle.errors import UsageError
-from fettle.files import write_text
+from fettle.files import check_writable, write_text
 
 if TYPE_CHECKING:
     from fettle.serve.compare import Change
@@ -84,8 +84,7 @@ def command(
         from fettle.serve.run import TORCHSERVE_COLUMNS, as_torchserve_row
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed: pip install 'torch-fettle[serve]'") from error
-    _options.check_output(markdown, "--markdown")
-    _options.check_output(csv_file, "--csv")
+    check_writable(markdown, csv_file)
     seconds = _options.duration_s(duration, "--duration")
     limit_s = _options.duration_s(p99, "--p99") if p99 is not None else 0.0
     token = _read(token_file).decode().strip() if token_file is not None else ""
@@ -104,9 +103,7 @@ def command(
     from fettle.serve.run import as_data, finite
 
     earlier = read_baseline(baseline) if baseline is not None else []
-    console = Console(stderr=True)
-    with console.status("") as status:
-        show = status.update if console.is_terminal and not as_json else (lambda text: None)
+    with _options.telling("starting", quiet=as_json) as show:
         runs = _options.run_loop(_all(shots, plans, seconds, limit_s, show))
     interrupted = any(run.interrupted for run in runs)
     changes = compare([as_data(run) for run in runs], earlier) if earlier and not interrupted else []
@@ -193,12 +190,18 @@ def _row(run: Run) -> list[str]:
 
 
 def _print(runs: list[Run], console: Console) -> None:
-    table = Table(box=None, header_style="bold")
-    for name in _COLUMNS:
-        table.add_column(name, justify="left" if name in ("load", "note") else "right")
-    for run in runs:
-        table.add_row(*_row(run))
+    """A column for each run: so many measures side by side would not fit a terminal."""
+    loads, *measures, notes = zip(*(_row(run) for run in runs), strict=True)
+    table = Table(_COLUMNS[0], box=None, header_style="bold")
+    for load in loads:
+        table.add_column(load, justify="right")
+    for name, cells in zip(_COLUMNS[1:-1], measures, strict=True):
+        if any(cells):
+            table.add_row(name, *cells)
     console.print(table)
+    for load, note in zip(loads, notes, strict=True):
+        if note:
+            console.print(f"{load}: {note}", style="yellow", highlight=False, markup=False)
 
 
 def _print_changes(changes: list[Change], console: Console) -> None:

@@ -11,24 +11,25 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fettle.errors import UsageError
+from fettle.cli import _options
+from fettle.files import check_writable
 from fettle.memory import Analysis, Difference, Snapshot, analyse, as_json, compare, read, verdict, write_report
 from fettle.memory.analysis import plain
 from fettle.units import parse_size, size_text
 
 
 def command(
-    snapshot: Annotated[Path, typer.Argument(help="A snapshot of PyTorch's CUDA allocator, or one of `record()`.")],
-    second: Annotated[Path | None, typer.Argument(help="A later snapshot: show what changed.")] = None,
-    device: Annotated[int | None, typer.Option(help="Which device (default: the one with the highest peak).")] = None,
-    request: Annotated[str | None, typer.Option(help="Would a request of this size have fitted? (2GiB, 300MB)")] = None,
+    snapshot: Annotated[Path, typer.Argument(help="a snapshot of PyTorch's CUDA allocator, or one of `record()`")],
+    second: Annotated[Path | None, typer.Argument(help="a later snapshot: show what changed")] = None,
+    device: Annotated[int | None, typer.Option(help="which device (default: the one with the highest peak)")] = None,
+    request: Annotated[str | None, typer.Option(help="would a request of this size have fitted? (2GiB, 300MB)")] = None,
     device_free: Annotated[
-        str | None, typer.Option(help="What the device had free outside the allocator, for --request.")
+        str | None, typer.Option(help="what the device had free outside the allocator, for --request")
     ] = None,
-    report: Annotated[Path | None, typer.Option(help="Write the report, one HTML file, here.")] = None,
-    top: Annotated[int, typer.Option(min=1, max=1000, help="Rows in each table.")] = 10,
-    max_file_size: Annotated[str, typer.Option(help="Refuse larger files.")] = "1GiB",
-    as_json_: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    report: Annotated[Path | None, typer.Option(help="write the report, one HTML file, here")] = None,
+    top: Annotated[int, typer.Option(min=1, max=1000, help="rows in each table")] = 10,
+    max_file_size: Annotated[str, typer.Option(help="refuse larger files")] = "1GiB",
+    as_json_: Annotated[bool, typer.Option("--json", help="print the results as JSON")] = False,
 ) -> None:
     """Analyse a memory snapshot: peak, holders, spikes, leaks, fragmentation, churn; or compare two.
 
@@ -43,20 +44,18 @@ def command(
     limit = parse_size(max_file_size, "--max-file-size")
     request_bytes = parse_size(request, "--request") if request is not None else None
     free_bytes = parse_size(device_free, "--device-free") if device_free is not None else None
-    console = Console(stderr=as_json_)
-    if report is not None and not report.parent.is_dir():
-        raise UsageError(f"{report.parent}: no such folder for the report")
+    check_writable(report)
 
-    with console.status("reading the snapshot") as status:
+    with _options.telling("reading the snapshot", quiet=as_json_) as tell:
         first = read(snapshot, max_file_bytes=limit)
-        status.update("analysing")
+        tell("analysing")
         analysis = analyse(first, device, request_bytes=request_bytes, device_free_bytes=free_bytes, top=top)
         difference = None
         if second is not None:
             later = read(second, max_file_bytes=limit)
             difference = compare(first, later, analysis.device, top=top)
         if report is not None:
-            status.update("writing the report")
+            tell("writing the report")
             write_report(analysis, report, difference=difference)
 
     if as_json_:
@@ -65,6 +64,7 @@ def command(
             data["difference"] = plain(difference)
         typer.echo(json.dumps(data, indent=2))
         return
+    console = Console()
     _print_notes(console, first, analysis)
     if difference is not None:
         _print_difference(console, difference)

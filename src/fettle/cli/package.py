@@ -12,9 +12,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from fettle.cli import _options
 from fettle.errors import UsageError, first_line
 from fettle.recipe import Recipe
-from fettle.recipe_file import RecipeFile, load_recipe
 
 if TYPE_CHECKING:
     from fettle.serve.package import Package
@@ -60,6 +60,7 @@ def command(
 
       fettle package workloads/minilm.py --handler text --tokenizer minilm/tokenizer.json
     """
+    from fettle.recipe_file import RecipeFile, load_recipe
     from fettle.serve.export import write_package
     from fettle.serve.package import ServeSettings
     from fettle.workload import find_target
@@ -68,13 +69,12 @@ def command(
     tuned = load_recipe(recipe) if recipe is not None else RecipeFile()
     called = name or found.name
     path = output or Path(f"{called}-{version}")
-    console = Console(stderr=True)
-    with console.status("building the workload") as status:
+    with _options.telling("building the workload", quiet=as_json) as tell:
         package = write_package(
             found.load(), tuned.recipe, path, name=called, version=version, settings=ServeSettings(max_rows=max_rows),
             handler=as_handler(handler), handler_settings=toml_settings(handler_settings),
             files=add_files(labels, tokenizer), requires=requires or (), evidence=tuned.evidence,
-            tell=status.update if console.is_terminal and not as_json else (lambda text: None),
+            tell=tell,
         )  # fmt: skip
     show(package, path, as_json)
 

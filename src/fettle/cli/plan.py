@@ -22,7 +22,7 @@ def command(
         list[str] | None,
         typer.Option(help='instead of the usual ones, for example "zero3 precision=bf16 checkpoint=block"'),
     ] = None,
-    device: Annotated[str, typer.Option(help="cuda or cpu: whose defaults and whose rounding")] = "cuda",
+    device: Annotated[str, typer.Option(help="cuda or cpu: the kind of device that is planned for")] = "cuda",
     headroom: Annotated[float, typer.Option(help="share of the device kept free for what is not counted")] = 0.1,
     report: Annotated[Path | None, typer.Option(help="write stacked bars: .html, .png or .svg")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,

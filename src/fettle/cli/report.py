@@ -13,9 +13,9 @@ from rich.console import Console
 def command(
     source: Annotated[Path, typer.Argument(help="the output folder of a tuning, or its result.json")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="file to write; default report.html beside")
+        Path | None, typer.Option("--output", "-o", help="file to write; default: report.html beside result.json")
     ] = None,
-    charts: Annotated[Path | None, typer.Option(help="folder for the charts as PNG")] = None,
+    charts: Annotated[Path | None, typer.Option(help="folder for the charts as PNG and SVG")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
     """Write report.html of a finished tuning again, print its table, and save its charts.

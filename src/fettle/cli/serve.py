@@ -97,7 +97,7 @@ def command(
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO if log_requests else logging.WARNING, format="%(message)s"
     )
-    console = Console(stderr=True)
+    console = Console(stderr=True, soft_wrap=True)  # addresses in one piece
 
     def started(server: Any) -> None:
         base = f"http://{host}:{server.ports[0]}"
@@ -107,7 +107,8 @@ def command(
             return
         console.print(f"serving {', '.join(names) or 'nothing yet'} at {base}", highlight=False)
         for name in names:
-            console.print(f"  POST {base}/v2/models/{name}/infer   POST {base}/predictions/{name}", highlight=False)
+            console.print(f"  POST {base}/v2/models/{name}/infer", highlight=False)
+            console.print(f"  POST {base}/predictions/{name}", highlight=False)
         console.print(f"  all that can be asked: {base}/docs", highlight=False)
         if management_port is not None:
             console.print(f"management on port {server.ports[1]}, token in {secret}", highlight=False)

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from fettle.cli import _options
 from fettle.errors import UsageError
+from fettle.files import check_writable
 
 if TYPE_CHECKING:
     from fettle.recipe import Recipe
@@ -94,7 +95,7 @@ def command(
     limit_s = _options.duration_s(p99, "--p99")
     if limit_s <= 0:
         raise UsageError("--p99 must be more than 0")
-    _options.check_output(csv_file, "--csv")
+    check_writable(csv_file)
     room, prices, test_s = _share(head_room), _prices(price or []), _options.duration_s(seconds, "--seconds")
     chosen = device or usable_devices()
     for name in chosen:
@@ -102,9 +103,7 @@ def command(
             raise UsageError(f"--device {name}: cpu, cuda or cuda:N")
     work = _Work.of(target, recipe or [], study, study_name, recipes)
     folder = output or Path(f"slo-{work.name}")
-    console = Console(stderr=True)
-    with console.status("starting") as status:
-        tell = _teller(console, status, quiet=as_json)
+    with _options.telling("starting", quiet=as_json) as tell:
 
         async def run() -> Found:
             stop = asyncio.Event()
@@ -212,13 +211,6 @@ class _Work:
             package = open_package(place)
         write_settings(package, tuned(found, package))
         return package.folder
-
-
-def _teller(console: Console, status: Any, quiet: bool) -> Callable[[str], None]:
-    """A live line on a terminal."""
-    if quiet or not console.is_terminal:
-        return lambda text: None
-    return lambda text: status.update(text.replace("[", r"\["))
 
 
 def _share(text: str) -> float:

@@ -39,9 +39,9 @@ def command(
     technique: Annotated[
         list[str] | None, typer.Option(help="allow levels, NAME=LEVEL,LEVEL; one level pins it. May be repeated")
     ] = None,
-    allow_batch: Annotated[bool, typer.Option(help="let fettle change the batch size (goal throughput)")] = False,
+    allow_batch: Annotated[bool, typer.Option("--allow-batch", hidden=True)] = False,  # older spelling of the next one
     allow: Annotated[
-        list[str] | None, typer.Option(help="what else fettle may change: batch-size. May be repeated")
+        list[str] | None, typer.Option(help="what else fettle may change: batch-size (for goal throughput)")
     ] = None,
     design: Annotated[str, typer.Option(help="auto, ladder, factorial or ablation")] = "auto",
     output: Annotated[Path, typer.Option("--output", "-o", help="folder for what is found")] = Path("fettle-out"),
@@ -51,6 +51,8 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
     """Find the fastest recipe within limits, and write recipe.toml, optimized.py, report.html and study.db.
+
+    Exit code 1: no recipe keeps the limits. Killed or interrupted, the same command goes on where it was.
 
     [bold]Examples[/]
 

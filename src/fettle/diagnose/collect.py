@@ -19,16 +19,17 @@ from typing import Any
 import torch
 
 from fettle.diagnose._timing import held, timed
+from fettle.diagnose.compile_watch import is_compiled
 from fettle.diagnose.evidence import Evidence
 from fettle.diagnose.operators import operations, watched
 from fettle.diagnose.syncs import find_syncs
-from fettle.diagnose.training import TrainingSteps, as_workload, device_of, trained
+from fettle.diagnose.training import TrainingSteps, as_workload, device_type, trained
 from fettle.diagnose.variants import variants
 from fettle.diagnose.waiting import CoreClock, at_hand, waiting
 from fettle.machine import measure_peaks
 from fettle.techniques import probe_facts, unchanged
 from fettle.train import TrainingWorkload
-from fettle.workload import Workload, leaves, map_tensors
+from fettle.workload import Workload, leaves, map_tensors, tensors
 
 
 def collect(given: Workload | TrainingWorkload, seconds: float) -> Evidence:
@@ -36,7 +37,7 @@ def collect(given: Workload | TrainingWorkload, seconds: float) -> Evidence:
     workload = as_workload(given)
     model = workload.model
     owner = trained(workload)
-    device = device_of(workload)
+    device = device_type(workload)
 
     def call(batch: Any = workload.inputs[0]) -> Any:
         return workload.run(model, batch)
@@ -59,6 +60,7 @@ def collect(given: Workload | TrainingWorkload, seconds: float) -> Evidence:
     loader_s = loading.seconds / loading.calls
     waits = loader_s > 0.02 * wall_s
     tensors_kept, graphs_kept, bytes_kept = kept_alive(call)
+    padded, padded_where = padding(workload)
     return Evidence(
         facts=facts,
         wall_s=wall_s,
@@ -71,8 +73,8 @@ def collect(given: Workload | TrainingWorkload, seconds: float) -> Evidence:
         cores=facts.physical_cores,
         crowded=clock.crowded,
         rows=facts.samples,
-        padding=padding(workload)[0],
-        padding_where=padding(workload)[1],
+        padding=padded,
+        padding_where=padded_where,
         subnormal_weights=subnormal(module),
         weight_bytes=sum(p.numel() * p.element_size() for p in module.parameters()) if module is not None else 0,
         duplicate_bytes=duplicates(module),
@@ -80,7 +82,7 @@ def collect(given: Workload | TrainingWorkload, seconds: float) -> Evidence:
         syncs=syncs,
         batches_run=watch.batches_run,
         batches_seen_before=watch.batches_seen_before,
-        compiled=isinstance(model, torch._dynamo.OptimizedModule) or hasattr(model, "_torchdynamo_orig_callable"),
+        compiled=is_compiled(model),
         loader_s=loader_s,
         loader_rows=loading.rows,
         loader_batches=loading.batches // loading.calls,
@@ -100,7 +102,7 @@ def glance(workload: Workload, seconds: float) -> Evidence:
     The model is left as it was: the reference of the search is computed from it.
     """
     del seconds
-    device = device_of(workload)
+    device = device_type(workload)
     module = workload.model if isinstance(workload.model, torch.nn.Module) else torch.nn.Module()
     # A model may write into what it is given, and the reference is computed from these inputs afterwards.
     fresh = replace(workload, inputs=[map_tensors(torch.clone, workload.inputs[0])])
@@ -126,20 +128,20 @@ def padding(workload: Workload) -> tuple[float, str]:
     padded = positions = 0
     where = ""
     for batch in workload.inputs:
-        tensors = {path: leaf for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() == 2}
-        mask = next((t for path, t in tensors.items() if path.endswith("attention_mask")), None)
+        given = {path: leaf for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() == 2}
+        mask = next((t for path, t in given.items() if path.endswith("attention_mask")), None)
         if mask is not None:
             padded += int((mask == 0).sum())
             positions += mask.numel()
             where = "attention_mask"
             continue
-        ids = next((t for t in tensors.values() if t.dtype in (torch.int32, torch.int64) and t.shape[1] > 4), None)
+        ids = next((t for t in given.values() if t.dtype in (torch.int32, torch.int64) and t.shape[1] > 4), None)
         if ids is not None:
             last = ids[:, -1:]
             run = (ids.flip(1) == last).long().cumprod(1).sum(1)
             alike = int((last == last.mode(0).values).sum())
             if alike > 1 or len(ids) == 1:  # one token at the end of several rows: the filler
-                padded += int((run[run > 1] - 0).sum())
+                padded += int(run[run > 1].sum())
             positions += ids.numel()
             where = "a repeated last token"
     return (padded / positions if positions else 0.0), where
@@ -190,10 +192,8 @@ def kept_alive(call: Callable[[], Any], calls: int = 3) -> tuple[float, float, f
         del alive  # it would keep them for the next count
     if min(after[0] - before[0] for before, after in itertools.pairwise(counts)) < 1:
         return 0.0, 0.0, 0.0
-    tensors, graphs, size = (
-        max(0.0, (last - first) / calls) for first, last in zip(counts[0], counts[-1], strict=True)
-    )
-    return tensors, graphs, size
+    kept, graphs, size = (max(0.0, (last - first) / calls) for first, last in zip(counts[0], counts[-1], strict=True))
+    return kept, graphs, size
 
 
 def fresh_s_per_byte(size: int = 32 << 20) -> float:
@@ -226,4 +226,4 @@ def _settings() -> dict[str, str]:
 
 def _records(output: Any) -> bool:
     """Whether autograd keeps a graph for the output."""
-    return any(leaf.requires_grad for _, leaf in leaves(output) if isinstance(leaf, torch.Tensor))
+    return any(tensor.requires_grad for tensor in tensors(output))

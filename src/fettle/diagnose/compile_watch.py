@@ -32,6 +32,13 @@ from fettle.diagnose.compile_health import (
 )
 
 
+def is_compiled(model: Any) -> bool:
+    """Whether it is what `torch.compile` returned."""
+    import torch
+
+    return isinstance(model, torch._dynamo.OptimizedModule) or hasattr(model, "_torchdynamo_orig_callable")
+
+
 @contextlib.contextmanager
 def watch_compile() -> Iterator[CompileWatch]:
     """Watch everything that dynamo compiles in this process while the block runs; ask for `health()` afterwards.

@@ -21,8 +21,9 @@ from typing import Any
 import msgspec
 
 from fettle.diagnose.compile_health import CompileHealth
-from fettle.diagnose.compile_watch import watch_compile
+from fettle.diagnose.compile_watch import is_compiled, watch_compile
 from fettle.errors import UsageError, first_line
+from fettle.processes import be_a_worker
 from fettle.workload import Target, find_target
 
 
@@ -96,7 +97,7 @@ def _run(request: Mapping[str, Any]) -> CompileHealth:
     torch.manual_seed(0)
     workload = msgspec.convert(request["target"], Target).load()
     model = workload.model
-    if not hasattr(model, "_torchdynamo_orig_callable") and not isinstance(model, torch._dynamo.OptimizedModule):
+    if not is_compiled(model):
         model = torch.compile(model, mode=request["mode"], dynamic=request["dynamic"], backend=request["backend"])
     failure, calls, first_call_s, settled = [], 0, 0.0, 0
     counters = torch._dynamo.utils.get_compilation_metrics
@@ -119,6 +120,7 @@ def _run(request: Mapping[str, Any]) -> CompileHealth:
 
 def main() -> None:
     """The worker process: a request file in, an answer file out."""
+    be_a_worker()
     asked, answered = Path(sys.argv[1]), Path(sys.argv[2])
     try:
         answer = json.dumps(asdict(_run(json.loads(asked.read_text()))))

@@ -119,7 +119,7 @@ def diagnose(
     if isinstance(target, Target):
         return _of_workload(target, seconds, compile_check, record, beside, tell)
     path = Path(target)
-    if path.is_dir() or traces_and_snapshots(path):
+    if str(target) and (path.is_dir() or traces_and_snapshots(path)):
         return _of_files(path, tell)
     target = replace(find_target(str(target)), mode=mode)
     return _of_workload(target, seconds, compile_check, record, beside, tell)

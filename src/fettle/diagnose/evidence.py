@@ -124,7 +124,7 @@ class Evidence:
 
     @property
     def outside_s(self) -> float:
-        """Time of a call outside all operators and loaders: Python, autograd's and the dispatcher's own work, waiting."""
+        """Time of a call outside all operators and loaders: Python, autograd's and the dispatcher's work, waiting."""
         return max(0.0, self.wall_s - sum(op.seconds for op in self.operations) - self.loader_s)
 
     @property

@@ -40,7 +40,7 @@ def traces_and_snapshots(path: Path) -> list[Path]:
 def of_files(files: Sequence[Path], tell: Callable[[str], None]) -> OfFile:
     """What the files say. Of several, those that cannot be read are left out with a note."""
     read: list[OfFile] = []
-    notes: list[str] = []
+    unreadable: list[str] = []
     for path in files:
         tell(f"reading {path.name}")
         try:
@@ -48,19 +48,20 @@ def of_files(files: Sequence[Path], tell: Callable[[str], None]) -> OfFile:
         except UsageError as error:
             if len(files) == 1:
                 raise
-            notes.append(f"left out: {error}")
+            unreadable.append(str(error))
             continue
         if len(files) > 1:
             named = [replace(item, evidence=(f"in {path.name}", *item.evidence)) for item in one.findings]
             one = replace(one, findings=named)
         read.append(one)
     if not read:
-        raise UsageError(f"{files[0].parent}: none of its files can be read; {notes[0]}")
+        raise UsageError(f"{files[0].parent}: none of its files can be read, for instance {unreadable[0]}")
     found = sorted((item for one in read for item in one.findings), key=lambda item: item.weight, reverse=True)
     budgets = [one.budget for one in read if one.budget]
     causes = dict.fromkeys(name for budget in budgets for name in budget)
     shares = {name: sum(budget.get(name, 0.0) for budget in budgets) / len(budgets) for name in causes}
-    return OfFile(found, shares, [*notes, *(note for one in read for note in one.notes)])
+    notes = [*(f"left out: {line}" for line in unreadable), *(note for one in read for note in one.notes)]
+    return OfFile(found, shares, notes)
 
 
 def of_trace(path: Path, recorded: bool = False) -> OfFile:
@@ -75,7 +76,7 @@ def of_trace(path: Path, recorded: bool = False) -> OfFile:
     notes = [f"{path.name}: uncertain: {', '.join(uncertain)}"] if uncertain else []
     found, budget = trace_findings(trace)
     if not budget:
-        notes.append(f"{path.name}: its events take no time, there is nothing to account for")
+        raise UsageError(f"{path.name}: its events take no time, there is nothing to account for")
     return OfFile(found, budget, notes)
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from fettle.diagnose.evidence import CAST, INDEX, LAYOUT, MATRIX, OTHER, POINTWISE, Operation
-from fettle.workload import Workload, leaves
+from fettle.errors import is_users
+from fettle.workload import Workload, tensors
 
 _LAYOUT_OPS = {"clone", "contiguous", "cat", "stack", "copy_", "copy", "constant_pad_nd", "repeat", "roll", "flip"}
 _INDEX_OPS = {"index", "index_select", "gather", "embedding", "index_put", "index_put_", "scatter", "masked_select",
@@ -58,6 +60,45 @@ def watched(workload: Workload, device: str, calls: int = 3) -> tuple[Watch, flo
     return watch, statistics.median(totals)
 
 
+@dataclass
+class _Row:
+    """What is known of one operator in one module, on one line, in one dtype, from its first call on."""
+
+    kind: str
+    function: str
+    group: str = ""
+    flops: list[int] = field(default_factory=list)
+    weights: set[int] = field(default_factory=set)
+    """Where the weights of its products lie."""
+    bytes: int = 0
+    written: int = 0
+    largest: tuple[int, ...] = ()
+    growth: float = 0.0
+
+    def add(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """One run of the operator."""
+        name = func.overloadpacket.__name__
+        inputs, outputs = _tensors((args, kwargs)), _tensors(out)
+        self.group = group_of(name, inputs, outputs)
+        counter = flop_registry.get(func.overloadpacket)
+        if counter is not None:
+            if name in _WEIGHED and len(inputs) > 1:
+                self.weights.add(inputs[_WEIGHED[name]].data_ptr())
+            try:
+                self.flops.append(int(counter(*args, **kwargs, out_val=out)))
+            except Exception:
+                self.flops.append(0)  # a formula that does not know this form of the call
+        if name not in _FREE_OPS:
+            written = sum(tensor.numel() * tensor.element_size() for tensor in outputs)
+            self.bytes += written + sum(tensor.numel() * tensor.element_size() for tensor in inputs)
+            self.written += written
+        shape = max((tuple(tensor.shape) for tensor in outputs), key=math.prod, default=())
+        self.largest = max(self.largest, shape, key=math.prod)
+        given = max((tensor.numel() for tensor in inputs), default=0)
+        if given and math.prod(shape) >= 1 << 20:
+            self.growth = max(self.growth, math.prod(shape) / given)
+
+
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Times operators; module paths come from hooks on the modules."""
 
@@ -66,7 +107,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.device = device
         self.modules: list[tuple[str, str]] = [("", "")]
         self.seen: dict[tuple[str, str, str, str], list[list[float]]] = defaultdict(list)
-        self.facts: dict[tuple[str, str, str, str], dict[str, Any]] = {}
+        self.known: dict[tuple[str, str, str, str], _Row] = {}
         self.call = -1
         self.handles: list[Any] = []
         self.overhead_s = _watching_s() if device == "cpu" else 0.0
@@ -113,66 +154,32 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.device == "cuda":
             torch.cuda.synchronize()
         spent = time.perf_counter() - began
-        name = func.overloadpacket.__name__
-        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        outputs = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-        dtype = _dtype(inputs, outputs)
         module, kind = self.modules[-1]
         line, function = _user_place()
-        key = (name, module, line, dtype)
+        key = (func.overloadpacket.__name__, module, line, _dtype(_tensors(out), _tensors((args, kwargs))))
         rounds = self.seen[key]
         while len(rounds) <= self.call:
             rounds.append([0.0, 0])
         rounds[self.call][0] += max(0.0, spent - self.overhead_s)
         rounds[self.call][1] += 1
         if self.call == 0:
-            facts = self.facts.setdefault(
-                key,
-                {
-                    "steps": [],
-                    "weights": set(),
-                    "growth": 0.0,
-                    "bytes": 0,
-                    "largest": (),
-                    "group": "",
-                    "kind": kind,
-                    "function": function,
-                    "written": 0,
-                },
-            )
-            facts["group"] = group_of(name, inputs, outputs)
-            counter = flop_registry.get(func.overloadpacket)
-            if counter is not None:
-                if name in _WEIGHED and len(inputs) > 1:
-                    facts["weights"].add(inputs[_WEIGHED[name]].data_ptr())
-                try:
-                    facts["steps"].append(int(counter(*args, **kwargs, out_val=out)))
-                except Exception:
-                    facts["steps"].append(0)  # a formula that does not know this form of the call
-            if name not in _FREE_OPS:
-                facts["bytes"] += sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
-                facts["written"] += sum(tensor.numel() * tensor.element_size() for tensor in outputs)
-            shape = max((tuple(tensor.shape) for tensor in outputs), key=math.prod, default=())
-            facts["largest"] = max(facts["largest"], shape, key=math.prod)
-            given = max((tensor.numel() for tensor in inputs), default=0)
-            if given and math.prod(shape) >= 1 << 20:
-                facts["growth"] = max(facts["growth"], math.prod(shape) / given)
+            self.known.setdefault(key, _Row(kind, function)).add(func, args, kwargs, out)
         return out
 
     def rows(self) -> list[Operation]:
         """One row for each operator, module, line and dtype; dearest first."""
         found = []
         for (name, module, line, dtype), rounds in self.seen.items():
-            facts = self.facts.get((name, module, line, dtype))
-            if facts is None:
+            row = self.known.get((name, module, line, dtype))
+            if row is None:
                 continue  # it did not run in the first call: control flow took another way
             seconds = statistics.median(spent for spent, _ in rounds)
             calls = round(statistics.median(count for _, count in rounds))
             found.append(
-                Operation(f"aten.{name}", facts["group"], module, facts["kind"], line, dtype, calls, seconds,
-                          sum(facts["steps"]), facts["bytes"], facts["largest"],
-                          repeated_share(facts["steps"]) if len(facts["weights"]) == 1 else 0.0,
-                          len(facts["weights"]), facts["function"], facts["written"], facts["growth"])
+                Operation(f"aten.{name}", row.group, module, row.kind, line, dtype, calls, seconds,
+                          sum(row.flops), row.bytes, row.largest,
+                          repeated_share(row.flops) if len(row.weights) == 1 else 0.0,
+                          len(row.weights), row.function, row.written, row.growth)
             )  # fmt: skip
         return sorted(found, key=lambda row: -row.seconds)
 
@@ -231,17 +238,13 @@ def group_of(name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor])
     return OTHER
 
 
-def user_line() -> str:
-    """``file.py:12`` of the innermost frame that is neither torch's nor ours; empty where there is none."""
-    return _user_place()[0]
-
-
 def _user_place() -> tuple[str, str]:
-    """That line, and the function that it is in."""
+    """``file.py:12`` of the innermost frame that is neither torch's nor ours, and the function that it is in; both
+    empty where there is none."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if "/torch/" not in name and "/fettle/" not in name and not name.startswith("<frozen"):
+        if is_users(name):
             return f"{name.rpartition('/')[2]}:{frame.f_lineno}", frame.f_code.co_qualname.removesuffix(
                 ".<locals>.<genexpr>"
             )
@@ -261,12 +264,12 @@ def _named_modules(model: Any) -> list[tuple[str, torch.nn.Module]]:
 
 def _digest(args: Any) -> bytes | None:
     """What identifies the values of a module's inputs; None where there are none, or too many to read."""
-    tensors = [leaf for _, leaf in leaves(args) if isinstance(leaf, torch.Tensor)]
-    if not tensors or sum(tensor.numel() * tensor.element_size() for tensor in tensors) > 16 << 20:
+    given = tensors(args)
+    if not given or sum(tensor.numel() * tensor.element_size() for tensor in given) > 16 << 20:
         return None
     whole = hashlib.blake2b(digest_size=16)
     try:
-        for tensor in tensors:
+        for tensor in given:
             whole.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
             whole.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     except (RuntimeError, TypeError):  # a tensor without plain memory: sparse, nested, quantised
@@ -274,6 +277,11 @@ def _digest(args: Any) -> bytes | None:
     return whole.digest()
 
 
-def _dtype(inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> str:
-    floating = [tensor for tensor in (*outputs, *inputs) if tensor.is_floating_point()]
-    return str((floating or [*outputs, *inputs] or [torch.empty(0)])[0].dtype).removeprefix("torch.")
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _dtype(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> str:
+    every = [*outputs, *inputs]
+    floating = [tensor for tensor in every if tensor.is_floating_point()]
+    return str((floating or every or [torch.empty(0)])[0].dtype).removeprefix("torch.")

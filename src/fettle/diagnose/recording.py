@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fettle.diagnose._timing import timed
-from fettle.diagnose.training import as_workload, device_of
+from fettle.diagnose.training import as_workload, device_type
 from fettle.errors import UsageError
 from fettle.memory import record as record_memory
 from fettle.trace.record import record as record_trace  # mypy takes the room's `record` for the module
@@ -85,7 +85,7 @@ def _call(given: Workload | TrainingWorkload) -> tuple[Callable[[], Any], str]:
     def call() -> None:
         workload.run(workload.model, workload.inputs[0])
 
-    return call, device_of(workload)
+    return call, device_type(workload)
 
 
 def _planned(

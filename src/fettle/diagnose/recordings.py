@@ -24,7 +24,7 @@ _ENDINGS = {"memory": "memory.pickle", "trace": "trace.json.gz"}
 """Collectors of `recording`, and how their files end."""
 _OPENED_BY = {"memory": "memory", "trace": "trace account"}
 
-SAME_CAUSE = {
+_SAME_CAUSE = {
     "python-bound": ("host-bound", "python-loop"),
     "launch-bound": ("host-bound", "python-loop"),
     "launch-bound-calls": ("host-bound", "python-loop"),
@@ -70,6 +70,8 @@ def record(
     made: list[Recording] = []
     found: list[Finding] = []
     notes: list[str] = []
+    if beside is not None:
+        beside.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".fettle-", dir=beside and beside.absolute().parent) as folder:
         for kind, ending in _ENDINGS.items():
             tell(f"recording: {kind}")
@@ -98,7 +100,7 @@ def joined(found: Sequence[Finding], more: Sequence[Finding], facts: Facts) -> l
     """
     by_rule = {item.rule: item for item in found}
     for item in more:
-        same = next((rule for rule in (item.rule, *SAME_CAUSE.get(item.rule, ())) if rule in by_rule), None)
+        same = next((rule for rule in (item.rule, *_SAME_CAUSE.get(item.rule, ())) if rule in by_rule), None)
         if same is not None:
             by_rule[same] = _confirmed(by_rule[same], item)
         elif facts.device != "cpu" or item.rule not in _TIMED_UNWATCHED:

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import altair as alt
-import jinja2
 
 from fettle.diagnose.advice import Verified
 from fettle.diagnose.diagnosis import Diagnosis
 from fettle.diagnose.roofline import Roof, Roofline
 from fettle.files import write_text
-from fettle.page import theme
+from fettle.page import shell, theme
 
 COLOURS = ("#1f77a8", "#d27a22", "#2f9a6c", "#b4588e", "#7d6bc4", "#a48a17", "#c24d4d", "#5b7083", "#8a949e")
 
@@ -25,17 +24,13 @@ def write_report(diagnosis: Diagnosis, checked: Sequence[Verified], path: Path, 
 
 def page(diagnosis: Diagnosis, checked: Sequence[Verified] = (), command: str = "") -> str:
     """The page as text."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
     parts = [
-        {"name": name, "share": share, "colour": COLOURS[index % len(COLOURS)]}
+        {"name": name.replace("_", " "), "share": share, "colour": COLOURS[index % len(COLOURS)]}
         for index, (name, share) in enumerate(sorted(diagnosis.budget.items(), key=lambda item: -item[1]))
         if share >= 0.001
     ]
     roofs = diagnosis.roofline
-    template = environment.get_template("diagnosis.html.j2")
-    return template.render(
+    return shell.template("fettle.diagnose", "diagnosis.html.j2").render(
         d=diagnosis,
         parts=parts,
         roofs=roofs,

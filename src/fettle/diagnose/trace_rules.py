@@ -14,7 +14,7 @@ import numpy as np
 import polars as pl
 
 from fettle.diagnose.finding import Finding
-from fettle.trace import Kind, Trace, idle_summary, kernel_table, small_operators, steps, time_account
+from fettle.trace import Kind, Trace, idle_summary, kernel_table, loader_waits, small_operators, steps, time_account
 
 LEAST = 0.03
 _LEAST_PYTHON = 0.25
@@ -216,14 +216,8 @@ def trace_findings(trace: Trace) -> tuple[list[Finding], dict[str, float]]:
 
 def data_waits(trace: Trace) -> float:
     """Median over steps of the share in which the main thread waits for the next batch (the loader's own range)."""
-    codes = [code for code, name in enumerate(trace.names) if name.startswith("enumerate(DataLoader)")]
-    rows = np.flatnonzero(np.isin(trace.column("name"), codes) & trace.is_host)
-    begins, ends = trace.ts[rows], trace.end[rows]
-    shares = []
-    for start, end in steps(trace).select("start_ns", "end_ns").iter_rows():
-        inside = np.clip(np.minimum(ends, end) - np.maximum(begins, start), 0, None).sum()
-        shares.append(float(inside) / max(end - start, 1))
-    return float(np.median(shares)) if shares else 0.0
+    waits = loader_waits(trace)
+    return float((waits["wait_ns"] / waits["wall_ns"].clip(1)).median() or 0.0)  # type: ignore[arg-type]
 
 
 def _operators(trace: Trace) -> int:

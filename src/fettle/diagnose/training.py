@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fettle.train import TrainingWorkload, rows_of
-from fettle.workload import Workload, leaves
+from fettle.workload import Workload, device_of
 
 
 class TrainingSteps:
@@ -54,9 +54,6 @@ def trained(workload: Workload) -> Any:
     return workload.model.model if isinstance(workload.model, TrainingSteps) else workload.model
 
 
-def device_of(workload: Workload) -> str:
-    """Type of the device of the model's first parameter, else of the first input tensor, else ``cpu``."""
-    model = trained(workload)
-    held = model.parameters() if isinstance(model, torch.nn.Module) else ()
-    given = (leaf for _, leaf in leaves(workload.inputs[0]) if isinstance(leaf, torch.Tensor))
-    return next((str(tensor.device.type) for tensor in (*held, *given)), "cpu")
+def device_type(workload: Workload) -> str:
+    """Type of the device that a call is for."""
+    return device_of(trained(workload), workload.inputs[0])

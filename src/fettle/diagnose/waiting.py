@@ -11,10 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fettle.diagnose._timing import threads, timed
-from fettle.workload import leaves
+from fettle.workload import tensors
 
 _KEPT_BYTES = 512 << 20
 _LEAST_WATCHED_S = 0.2
@@ -73,8 +71,7 @@ class LoaderClock:
             return
         self.batches += 1
         if self.calls == 1 and self.kept:
-            tensors = [leaf for _, leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
-            self._bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            self._bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors(result))
             if self._bytes > _KEPT_BYTES:
                 self.kept.clear()
             else:

@@ -11,9 +11,7 @@ import functools
 import multiprocessing
 import multiprocessing.queues
 import os
-import signal
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from multiprocessing.sharedctypes import RawArray
@@ -23,6 +21,7 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils import fetch as torch_fetch
 
 from fettle.errors import first_line
+from fettle.processes import die_with_parent
 
 _KEEP = 512
 """Latest batches whose times are kept, a process."""
@@ -99,8 +98,7 @@ def install(board: Board) -> None:
 
 def worker_init(board: Board, own: Callable[[int], None] | None, number: int) -> None:
     """Each loader worker begins here: with fettle's watch, then the user's own `worker_init_fn`."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # end with the process that made it, however that ends
+    die_with_parent()
     install(board)
     # A batch that cannot be handed over (/dev/shm full) only prints in the queue's thread, and the loop waits for ever.
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_not_handed_over)  # type: ignore[attr-defined]

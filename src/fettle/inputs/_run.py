@@ -7,14 +7,12 @@ with as many batches ready as there were.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -28,6 +26,7 @@ from fettle.errors import UsageError, first_line
 from fettle.inputs import _fetch
 from fettle.inputs.pipeline import Step, batch_bytes, fetches, pipeline, with_setting
 from fettle.inputs.setting import SHORT, Facts, Setting, Slice
+from fettle.processes import be_a_worker
 
 _WARM_UP = 2
 _LONGEST_S = 8.0
@@ -224,10 +223,7 @@ def explain(error: BaseException, last_words: str = "") -> dict[str, Any]:
 
 def main() -> None:
     """Answer requests until the parent closes the pipe."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # end with the parent, however it ends, even while stopped
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    warnings.filterwarnings("ignore")
+    be_a_worker()
     requests = os.fdopen(int(sys.argv[1]), "rb")
     answers = os.fdopen(int(sys.argv[2]), "wb", buffering=0)
     process = Process()

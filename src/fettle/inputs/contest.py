@@ -14,12 +14,13 @@ import psutil
 from fettle.errors import UsageError
 from fettle.inputs.guard import Room, why_not
 from fettle.inputs.journal import Journal, key
-from fettle.inputs.setting import Facts, Measured, Setting, Slice
+from fettle.inputs.setting import WITHIN, Facts, Measured, Setting, Slice
 from fettle.measure import Worker, WorkerError
 
-PAIRS = 3
-"""Pairs of slices in which two settings are held against each other."""
-CLEAR = 1.4
+PAIRS, ROUNDS = 3, 6
+"""Pairs of slices in which two settings are held against each other, and the most where they are near the line."""
+_CLEAR, _NEAR = 1.15, 0.025
+"""Two pairs that are both this far beyond the line are enough; a median this near to it wants more of them."""
 Tell = Callable[[str, int, int], None]
 """What runs now, slices done, and slices expected in all."""
 
@@ -83,23 +84,24 @@ class Contest:
             self.run(setting, number)
         return number
 
-    def pairs(self, one: Setting, other: Setting, most: int = PAIRS) -> float:
-        """How much faster `one` is than `other`, side by side: the median over pairs of slices; 0 where it fails.
+    def pairs(self, one: Setting, other: Setting) -> float:
+        """How much faster `one` is than `other`, side by side: the median over rounds of both; 0 where `one` fails.
 
-        Two pairs that agree on a large difference are enough.
+        Rounds are added to those that both have until they say whether the larger of the two is worth its size.
         """
-        found: list[float] = []
-        while len(found) < most:
-            number = self.next_round(one, other)
-            mine, its = self.measured[one], self.measured[other]
-            if not mine.able:
+        line = 1 - WITHIN if one.size < other.size else 1 / (1 - WITHIN)
+        while True:
+            mine, its = self.measured.get(one), self.measured.get(other)
+            if mine and mine.failure:
                 return 0.0
-            if not its.able:
+            if its and its.failure:
                 return math.inf
-            found.append(mine.whole(number) / its.whole(number))
-            if len(found) == 2 and (max(found) < 1 / CLEAR or min(found) > CLEAR):
-                break
-        return statistics.median(found)
+            found = []
+            if mine and its:
+                found = [mine.whole(number) / its.whole(number) for number in mine.slices if number in its.slices]
+            if _decided(found, line):
+                return statistics.median(found)
+            self.next_round(one, other)
 
     def refused(self, setting: Setting) -> str:
         """Why a setting is not run: it would not fit, or a smaller one already did not."""
@@ -166,6 +168,16 @@ class Contest:
             process = self._processes[setting] = Worker(module="fettle.inputs._run")
             process.ask("open", self.timeout_s, target=self.target, setting=vars(setting), device=self.device)
         return self._processes[setting]
+
+
+def _decided(found: list[float], line: float) -> bool:
+    """Whether pairs are enough to tell on which side of `line` two settings are."""
+    if len(found) < 2:
+        return False
+    if min(found) > line * _CLEAR or max(found) < line / _CLEAR:
+        return True
+    near = abs(statistics.median(found) / line - 1) < _NEAR
+    return len(found) >= (ROUNDS if near else PAIRS)
 
 
 def _reason(error: WorkerError) -> str:

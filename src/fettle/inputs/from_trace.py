@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
+import polars as pl
 
 from fettle.errors import UsageError
-from fettle.trace import load, steps
+from fettle.trace import load, loader_waits, steps
 
 
 @dataclass(frozen=True)
@@ -34,23 +34,14 @@ class Waits:
 def waits_in_trace(path: Path) -> Waits:
     """The waiting of a trace's steps (`profiler.step()`). Raises `UsageError` where it has no steps or no loader."""
     trace = load(path)
-    windows = steps(trace)
-    codes = [code for code, name in enumerate(trace.names) if name.startswith("enumerate(DataLoader)")]
-    rows = np.flatnonzero(np.isin(trace.column("name"), codes) & trace.is_host)
-    if not windows.height:
+    if steps(trace)["step"][0] < 0:
         raise UsageError(f"{path} has no steps: call .step() on the profiler after each")
-    if not len(rows):
+    waits = loader_waits(trace).filter(pl.col("wall_ns") > 0)
+    if not waits.height:
         raise UsageError(f"{path} has no range of a DataLoader: profile the loop with the loader in it")
-    begins, ends = trace.ts[rows], trace.end[rows]
-    waits, times = [], []
-    for start, end in zip(windows["start_ns"].to_list(), windows["end_ns"].to_list(), strict=True):
-        if end > start:
-            waits.append(float(np.clip(np.minimum(ends, end) - np.maximum(begins, start), 0, None).sum()) / 1e9)
-            times.append((end - start) / 1e9)
-    shares = [wait / time for wait, time in zip(waits, times, strict=True)]
-    return Waits(
-        path.name, len(times), statistics.median(times), statistics.median(waits), min(1.0, statistics.median(shares))
-    )
+    wall_s, wait_s = ((waits[name] / 1e9).to_list() for name in ("wall_ns", "wait_ns"))
+    share = statistics.median(wait / wall for wait, wall in zip(wait_s, wall_s, strict=True))
+    return Waits(path.name, waits.height, statistics.median(wall_s), statistics.median(wait_s), min(1.0, share))
 
 
 def compare_text(waits: Sequence[Waits]) -> list[str]:

@@ -7,13 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from fettle.errors import UsageError
-from fettle.files import write_text
+from fettle.files import check_writable, write_bytes, write_text
 from fettle.inputs.found import Found
 from fettle.inputs.setting import BATCH_INDEX, ONE_BY_ONE, Measured
-from fettle.page import clean, theme
+from fettle.page import clean, shell, theme
 from fettle.units import size_text
 
 SUFFIXES = (".html", ".png", ".svg")
@@ -118,11 +116,10 @@ def as_data(found: Found) -> dict[str, Any]:
 
 
 def check_path(path: Path) -> None:
-    """Raises `UsageError` for a suffix that is not drawn, or a folder that is not there."""
+    """Raises `UsageError` for a suffix that is not drawn, or a place that cannot be written."""
     if path.suffix not in SUFFIXES:
         raise UsageError(f"{path}: the report is written as .html, .png or .svg")
-    if not path.resolve().parent.is_dir():
-        raise UsageError(f"{path.parent}: no such folder for the report")
+    check_writable(path)
 
 
 def write_report(found: Found, path: Path) -> None:
@@ -136,25 +133,19 @@ def write_report(found: Found, path: Path) -> None:
     svg = theme.svg(curve(found), 640)
     if path.suffix == ".svg":
         write_text(path, svg)
-        return
-    try:
-        path.write_bytes(vl_convert.svg_to_png(svg, scale=2))
-    except OSError as error:
-        raise UsageError(f"{path}: the curve could not be written ({error.strerror})") from error
+    else:
+        write_bytes(path, vl_convert.svg_to_png(svg, scale=2))
 
 
 def page(found: Found) -> str:
     """The page as text."""
     found = clean(found)
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("fettle.inputs", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
     # Two drawings of each, for wide and for narrow screens, in light and in dark: the page needs no script.
     drawn = {
         f"{tone} {place}": theme.svg(curve(found, height), width, dark=tone == "dark")
         for tone in ("light", "dark") for place, width, height in (("wide", 800, 320), ("narrow", 300, 280))
     }  # fmt: skip
-    return environment.get_template("page.html.j2").render(
+    return shell.template("fettle.inputs", "page.html.j2").render(
         found=found,
         facts=facts(found),
         rows=rows(found),

@@ -1,8 +1,8 @@
 """The search for a loader setting: each setting in a process of its own, in interleaved rounds.
 
 First the costs: how long a batch takes to make, how long a step takes alone. They say whether workers can help at all
-and how many are worth trying. Then one slice a setting, climbing; then rounds in random order among the good ones; and
-of these the smallest within 3% of the best.
+and how many are worth trying. Then upwards while it pays, and down again: the smallest within 3% of the best, each held
+directly against that one; then the other dimensions in the same way.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 
 from fettle.errors import UsageError
 from fettle.inputs import guard
-from fettle.inputs.contest import PAIRS, Contest, Tell
+from fettle.inputs.contest import Contest, Tell
 from fettle.inputs.found import Found, cannot_help, verdict
 from fettle.inputs.journal import Journal, content_hash
 from fettle.inputs.lint import Lint
@@ -33,9 +33,7 @@ from fettle.inputs.setting import (
     smallest_of_the_best,
 )
 
-ROUNDS = 6
-"""Most rounds among the last ones."""
-_FIRST_ROUNDS = 3
+_FIRST_ROUNDS = 2
 _KEEP = 0.92
 """Share of the best rate that keeps a setting in."""
 
@@ -97,7 +95,7 @@ def _search(contest: Contest, device: str, lints: bool, began: float) -> Found:
     given_setting = _given(facts)
     scores = {Setting(): 1.0}
     if given_setting not in scores:
-        scores[given_setting] = contest.pairs(given_setting, Setting())
+        _hold(contest, scores, given_setting, Setting())
     given = contest.measured[given_setting]
     notes = [*facts.notes, *_not_tried(facts)]
     why = cannot_help(plain, step_s, contest.here.cores)
@@ -106,7 +104,7 @@ def _search(contest: Contest, device: str, lints: bool, began: float) -> Found:
         if not why:
             climb(contest, facts, scores, step_s)
         variants(contest, facts, scores, bool(step_s and why), notes)
-        best = finals(contest, scores)
+        best = contest.measured[settle(contest, scores)]
         best = never_slower(contest, best, given, plain)
         search_s = time.monotonic() - began
     if not state.interrupted and lints:
@@ -132,29 +130,25 @@ def _search(contest: Contest, device: str, lints: bool, began: float) -> Found:
 
 
 def climb(contest: Contest, facts: Facts, scores: dict[Setting, float], step_s: float) -> None:
-    """Numbers of workers that the costs point to, each held against the best one so far.
+    """Numbers of workers that the costs point to, then upwards while it pays; each held against the best so far.
 
     One worker first: what it needs for a batch, its hand-over included, says how many would keep up with the step, or
-    would fill the cores. Then upwards while it pays, and between a number that is too small and one that is enough.
+    would fill the cores. Whether fewer do as well is for `settle`.
     """
     cores = contest.here.cores
-    given = _given(facts)
-    base = replace(given, fetch=AS_GIVEN, persistent_workers=True)
+    base = replace(_given(facts), fetch=AS_GIVEN, persistent_workers=True)
     settings = {setting.num_workers: setting for setting in scores}
-    tried = {number: scores[setting] for number, setting in settings.items()}
 
     def run(number: int) -> bool:
-        if number not in tried:
+        if number not in settings:
             settings[number] = replace(base, num_workers=number)
-            leader = max(tried, key=lambda one: tried[one])
-            tried[number] = tried[leader] * contest.pairs(settings[number], settings[leader])
-            scores[settings[number]] = tried[number]
-        return tried[number] > 0
+            _hold(contest, scores, settings[number], _top(scores))
+        return scores[settings[number]] > 0
 
     if not run(1):
         return
     seen = contest.measured[settings[1]].last
-    if tried[1] < 0.9 and seen.fetch_p50_s * seen.rate < 0.5:
+    if scores[settings[1]] < 0.9 and seen.fetch_p50_s * seen.rate < 0.5:
         return  # slower, and the worker idles more than half of its time: handing over is what takes the time
     waits = seen.fetch_busy < 0.5
     limit, most = (4 * cores, 8 * cores) if waits else (cores, 2 * cores)
@@ -162,28 +156,81 @@ def climb(contest: Contest, facts: Facts, scores: dict[Setting, float], step_s: 
     while wanted > 1 and not run(wanted):
         most, wanted = wanted - 1, wanted // 2
     while True:
-        able = [number for number, score in tried.items() if score > 0]
-        best = max(tried.values())
-        enough = min(number for number in able if tried[number] >= (1 - WITHIN) * best)
-        below = max((number for number in able if number < enough), default=0)
-        # Upwards: the largest one tried is better than the next smaller one, and the step still waits.
-        rises = enough == max(able) and tried[below] < (1 - WITHIN) * best
-        if rises and enough < most and contest.measured[settings[enough]].rate * step_s < 0.98:
-            more = min(most, max(enough + 1, enough * 5 // 4))
-            if not run(more):
-                most = more - 1
-        elif enough - below <= 1 or not run((enough + below) // 2):
+        able = sorted(number for number, setting in settings.items() if scores[setting] > 0)
+        rises = scores[settings[able[-2]]] < (1 - WITHIN) * scores[settings[able[-1]]]
+        waiting = contest.measured[settings[able[-1]]].rate * step_s < 0.99
+        if not (rises and waiting and able[-1] < most):
             return
+        more = min(most, max(able[-1] + 1, able[-1] * 5 // 4))
+        if not run(more):
+            most = more - 1
+
+
+def settle(contest: Contest, scores: dict[Setting, float]) -> Setting:
+    """The smallest setting within 3% of the best.
+
+    Every candidate is held directly against the same one, the best: were each held against the next, the noise of all
+    steps between them would add up. Where fewer workers are too few, the numbers between them and those that are enough
+    are searched.
+    """
+    top, accepted = _top(scores), False
+    while True:
+        near = [one for one, score in scores.items() if one.size < top.size and score >= _KEEP * scores[top]]
+        enough = top
+        for setting in sorted(near, key=lambda one: one.size):
+            if _hold(contest, scores, setting, top) >= 1 - WITHIN:
+                enough = setting
+                break
+        if scores[enough] > scores[top] / (1 - WITHIN):
+            top = enough  # what is smaller was held against one that is not the best
+            continue
+        middle = _between(scores, enough, top, halve=accepted)
+        if middle is None:
+            return enough
+        accepted = _hold(contest, scores, middle, top) >= 1 - WITHIN
+
+
+def _between(scores: dict[Setting, float], enough: Setting, top: Setting, *, halve: bool) -> Setting | None:
+    """A number of workers between one that is too few and `enough`; None where they are next to each other, nearly.
+
+    As many as would do if each brought what each of the too few does; halfway where the last such guess was too high.
+    """
+    number = enough.num_workers
+    fewer = {one.num_workers: one for one in scores if one.num_workers < number and _alike(one, enough)}
+    below = max(fewer, default=0)
+    if number - below <= max(1, below // 8):
+        return None
+    each = scores[fewer[below]] / below if below else 0.0
+    guess = (below + number) // 2 if halve or not each else math.ceil((1 - WITHIN) * scores[top] / each)
+    return replace(enough, num_workers=min(max(guess, below + 1), number - 1), persistent_workers=True)
+
+
+def _alike(one: Setting, other: Setting) -> bool:
+    """Whether two settings differ in their number of workers only (and whether workers stay)."""
+    if not one.num_workers:
+        return one.fetch == other.fetch
+    return replace(one, num_workers=0, persistent_workers=True) == replace(
+        other, num_workers=0, persistent_workers=True
+    )
+
+
+def _hold(contest: Contest, scores: dict[Setting, float], one: Setting, other: Setting) -> float:
+    """Hold a setting against another one whose score is known; gives how much faster it is, 0 where it fails."""
+    level = contest.pairs(one, other)
+    if math.isinf(level):  # the other one has failed since
+        scores[one], scores[other] = scores[other], 0.0
+    else:
+        scores[one] = scores[other] * level
+    return level
 
 
 def variants(contest: Contest, facts: Facts, scores: dict[Setting, float], useless: bool, notes: list[str]) -> None:
     """The other dimensions, each held against the best number of workers."""
-    leader = _leader(scores)
-    setting = leader
+    setting = settle(contest, scores)
 
-    def run(other: Setting, against: Setting) -> None:
-        if other not in scores:
-            scores[other] = scores[against] * contest.pairs(other, against)
+    def run(other: Setting, against: Setting) -> bool:
+        """Whether it is worth being larger."""
+        return other not in scores and _hold(contest, scores, other, against) > 1 / (1 - WITHIN)
 
     for fetch in facts.fetches:
         if fetch != AS_GIVEN and not useless:
@@ -192,8 +239,8 @@ def variants(contest: Contest, facts: Facts, scores: dict[Setting, float], usele
                 run(replace(setting, fetch=fetch), setting)
     seen = contest.measured[setting].last
     if setting.num_workers and seen.fetch_p99_s > 3 * seen.fetch_p50_s:
-        for prefetch in (4, 8):
-            run(replace(setting, prefetch_factor=prefetch), setting)
+        if run(replace(setting, prefetch_factor=4), setting):
+            run(replace(setting, prefetch_factor=8), setting)
     elif setting.num_workers:
         notes.append(
             f"prefetch_factor stays at {setting.prefetch_factor}: batches take about the same time each (99%: "
@@ -219,32 +266,10 @@ def variants(contest: Contest, facts: Facts, scores: dict[Setting, float], usele
         run(replace(setting, pin_memory=not setting.pin_memory), setting)
 
 
-def finals(contest: Contest, scores: dict[Setting, float]) -> Measured:
-    """Rounds among all that are near the best, until the smallest is surely as good as any; gives the one to take."""
-    live = _near(contest, scores)
-    numbers: list[int] = []
-    while len(live) > 1 and len(numbers) < ROUNDS:
-        contest.expected = contest.done + len(live) * (ROUNDS - len(numbers))
-        numbers.append(contest.next_round(*live))
-        items = [_only(contest.measured[setting], numbers) for setting in live if contest.measured[setting].able]
-        top = max(items, key=lambda item: ratio(item, items[0]))
-        if len(numbers) >= 3:
-            items = [item for item in items if ratio(item, top) >= 1 - 2 * WITHIN]
-            smallest = min(items, key=lambda item: item.setting.size)
-            if ratio(smallest, top) >= 1 - WITHIN / 3:
-                live = [smallest.setting]
-                break
-        live = [item.setting for item in items]
-    best = smallest_of_the_best([_only(contest.measured[setting], numbers) for setting in live])
-    return contest.measured[best.setting]
-
-
 def never_slower(contest: Contest, best: Measured, given: Measured, plain: Measured) -> Measured:
     """torch's default where what was found is not faster than it, side by side; and the gain over the one given."""
     for other in (plain, given):
-        shared = [number for number in best.slices if number in other.slices]
-        if other.able and other is not best and len(shared) < PAIRS:
-            contest.expected = contest.done + 2 * PAIRS
+        if other.able and other is not best:
             contest.pairs(best.setting, other.setting)
     return plain if best is not plain and ratio(best, plain) < 1 else best
 
@@ -254,7 +279,7 @@ def _set_levels(contest: Contest, scores: dict[Setting, float], best: Measured, 
     top = 1.0 if best is plain else ratio(best, plain)
     for setting, score in scores.items():
         item = contest.measured[setting]
-        met = len([number for number in item.slices if number in best.slices]) >= PAIRS
+        met = any(number in best.slices for number in item.slices)
         if item is plain:
             item.level = plain.rate
         elif item.able:
@@ -268,16 +293,9 @@ def _near(contest: Contest, scores: dict[Setting, float]) -> list[Setting]:
     return [setting for setting, score in able.items() if score >= _KEEP * top]
 
 
-def _leader(scores: dict[Setting, float]) -> Setting:
-    """The smallest within 3% of the best score."""
-    top = max(scores.values())
-    return min((setting for setting, score in scores.items() if score >= (1 - WITHIN) * top), key=lambda one: one.size)
-
-
-def _only(item: Measured, numbers: Sequence[int]) -> Measured:
-    """A setting with the slices of these rounds only; all of them where there were no rounds."""
-    kept = {number: part for number, part in item.slices.items() if number in numbers}
-    return replace(item, slices=kept or item.slices)
+def _top(scores: dict[Setting, float]) -> Setting:
+    """The best by score."""
+    return max(scores, key=lambda one: scores[one])
 
 
 def _given(facts: Facts) -> Setting:

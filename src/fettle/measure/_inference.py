@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,7 +11,18 @@ from typing import Any
 import msgspec
 
 from fettle.measure._notes import compiler_notes, notes_kept
-from fettle.measure._state import Request, State, call, examine, one_sample, peaks, prepared, take_slice, weight_bytes
+from fettle.measure._state import (
+    Request,
+    State,
+    call,
+    examine,
+    peaks,
+    prepared,
+    same_shapes,
+    settled,
+    take_slice,
+    weight_bytes,
+)
 
 
 def build(state: State, request: Request) -> dict[str, Any]:
@@ -21,7 +30,7 @@ def build(state: State, request: Request) -> dict[str, Any]:
     import torch
 
     from fettle.measure import _meters
-    from fettle.workload import Target, fingerprint
+    from fettle.workload import Target, device_of, fingerprint
 
     started = time.perf_counter()
     target = msgspec.convert(request.target, Target)
@@ -31,7 +40,7 @@ def build(state: State, request: Request) -> dict[str, Any]:
     state.derived_check = len(made.inputs) == 1 and not made.check_inputs
     state.load_s = time.perf_counter() - started
     state.fingerprint = fingerprint(state.workload)
-    state.device = device_of(state.workload)
+    state.device = device_of(state.workload.model, state.workload.inputs[0])
     _meters.trim()
     state.base_bytes = _meters.resident_bytes() - weight_bytes(state.workload.model)
     return {"load_s": state.load_s, "fingerprint": state.fingerprint, "name": state.workload.name}
@@ -62,7 +71,7 @@ def prepare(state: State, request: Request) -> dict[str, Any]:
 
     from fettle.measure import _meters
     from fettle.measure._accuracy import compare, first_rows, repeat_rows, tensors, user_metric, worst
-    from fettle.measure._clock import Clock, warm_up
+    from fettle.measure._clock import Clock
     from fettle.measure._reference import read_reference
     from fettle.techniques import load
 
@@ -106,25 +115,14 @@ def prepare(state: State, request: Request) -> dict[str, Any]:
         state.cycle = itertools.cycle(rotation(timed))
         _meters.trim()
         has_peak = _meters.reset_peak(state.device)
-        samples, steady = warm_up(lambda: one_sample(state))
-        peak = _meters.peak_bytes(state.device) if has_peak else None
-        state.call_ns = sorted(samples)[len(samples) // 2]
-        if not steady:
-            notes.append("the time was still falling after 10 s of warm-up")
+        peak = settled(state, has_peak, notes)
         notes += compiler_notes()
     return prepared(state, optimize_s, first_call_s, accuracy, peak, rows * request.factor, notes)
 
 
 def rotation(batches: Sequence[Any]) -> list[list[Any]]:
     """Batches grouped into samples: each alone where they have one shape, all together where they differ."""
-    import torch
-
-    from fettle.workload import leaves
-
-    shapes = {
-        tuple(tuple(leaf.shape) for _, leaf in leaves(batch) if isinstance(leaf, torch.Tensor)) for batch in batches
-    }
-    return [[batch] for batch in batches] if len(shapes) == 1 else [list(batches)]
+    return [[batch] for batch in batches] if same_shapes(batches) else [list(batches)]
 
 
 def with_check(workload: Any) -> Any:
@@ -133,9 +131,9 @@ def with_check(workload: Any) -> Any:
     import torch
 
     from fettle.errors import UsageError
-    from fettle.workload import leaves, map_tensors
+    from fettle.workload import map_tensors, tensors
 
-    first = next((leaf for _, leaf in leaves(workload.inputs[0]) if isinstance(leaf, torch.Tensor)), None)
+    first = next(iter(tensors(workload.inputs[0])), None)
     rows = workload.samples or (int(first.size(0)) if first is not None and first.dim() else 1)
     if rows == 0:
         raise UsageError("the first batch of the inputs has no rows: give batches with at least one")
@@ -151,26 +149,11 @@ def with_check(workload: Any) -> Any:
     return replace(workload, samples=rows, check_inputs=check)
 
 
-def device_of(workload: Any) -> str:
-    """Device type of the model's parameters, else of the first input tensor, else cpu."""
-    import torch
-
-    from fettle.workload import leaves
-
-    if isinstance(workload.model, torch.nn.Module):
-        for tensor in itertools.chain(workload.model.parameters(), workload.model.buffers()):
-            return str(tensor.device.type)
-    for _, leaf in leaves(workload.inputs[0]):
-        if isinstance(leaf, torch.Tensor):
-            return str(leaf.device.type)
-    return "cpu"
-
-
 def check_inputs(workload: Any) -> None:
     """Call the workload once as it is; raises `UsageError` with the model's own error and where it came from."""
     import torch
 
-    from fettle.errors import UsageError, first_line
+    from fettle.errors import UsageError, first_line, place
     from fettle.measure._reference import buffers_kept
     from fettle.workload import map_tensors
 
@@ -187,14 +170,12 @@ def check_inputs(workload: Any) -> None:
         with torch.no_grad():
             once()
     except (Exception, SystemExit) as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]
-        where = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
         if "does not require grad" in str(error):
             raise UsageError(
-                f"the model computes gradients in its own call{where}, and is called without them here: let it do so "
-                "under torch.enable_grad()"
+                f"the model computes gradients in its own call{place(error)}, and is called without them here: let it "
+                "do so under torch.enable_grad()"
             ) from error
-        raise UsageError(f"the model does not take the inputs: {first_line(error)}{where}") from error
+        raise UsageError(f"the model does not take the inputs: {first_line(error)}{place(error)}") from error
 
 
 ACTIONS = {

@@ -166,7 +166,7 @@ def _run_agent(ranks: _Ranks) -> None:
 
 def supervise() -> None:
     """The life of the process that the parent starts: READ_FD WRITE_FD RANKS."""
-    from fettle.measure._worker import die_with_parent
+    from fettle.processes import die_with_parent
 
     die_with_parent()
     requests = os.fdopen(int(sys.argv[1]), "rb")
@@ -189,7 +189,8 @@ def be_a_rank() -> None:
     devices = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name] or [str(local)]
     os.environ["CUDA_VISIBLE_DEVICES"] = devices[local % len(devices)]
     from fettle.measure._state import State
-    from fettle.measure._worker import answer_to, be_a_worker
+    from fettle.measure._worker import answer_to
+    from fettle.processes import be_a_worker
 
     be_a_worker()
     address = ("127.0.0.1", int(os.environ[_ADDRESS]))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from fettle.measure._notes import compile_cache
+from fettle.workload import spread, tensors
 
 if TYPE_CHECKING:
     from fettle.measure._trial import Accuracy
@@ -96,6 +97,19 @@ def examine(state: State, request: Request) -> dict[str, Any]:
     return {"found": msgspec.to_builtins(found), "load_s": state.load_s}
 
 
+def settled(state: State, has_peak: bool, notes: list[str]) -> int | None:
+    """Call until the time is steady; the peak of memory meanwhile, where it was reset and can be known."""
+    from fettle.measure import _meters
+    from fettle.measure._clock import warm_up
+
+    samples, steady = warm_up(lambda: one_sample(state))
+    peak = _meters.peak_bytes(state.device) if has_peak else None
+    state.call_ns = sorted(samples)[len(samples) // 2]
+    if not steady:
+        notes.append("the time was still falling after 10 s of warm-up")
+    return peak
+
+
 def prepared(
     state: State,
     optimize_s: float,
@@ -133,10 +147,13 @@ def one_sample(state: State) -> int:
     return slowest(total // len(group))
 
 
+def same_shapes(batches: Iterable[Any]) -> bool:
+    """Whether the tensors of all batches have the same shapes."""
+    return len({tuple(tuple(tensor.shape) for tensor in tensors(batch)) for batch in batches}) == 1
+
+
 def call(run: Callable[..., Any] | None, batch: Any) -> Any:
     """Call the tuned callable on one batch."""
-    from fettle.workload import spread
-
     assert run is not None
     args, kwargs = spread(batch)
     return run(*args, **kwargs)

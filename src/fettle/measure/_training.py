@@ -15,13 +15,23 @@ from typing import Any
 import msgspec
 import torch
 
-from fettle.errors import UsageError, first_line
+from fettle.errors import UsageError, first_line, place
 from fettle.measure import _meters
 from fettle.measure._accuracy import user_metric
-from fettle.measure._clock import Clock, warm_up
+from fettle.measure._clock import Clock
 from fettle.measure._lockstep import mean
 from fettle.measure._notes import compiler_notes, notes_kept
-from fettle.measure._state import Request, State, examine, one_sample, peaks, prepared, take_slice, weight_bytes
+from fettle.measure._state import (
+    Request,
+    State,
+    examine,
+    peaks,
+    prepared,
+    same_shapes,
+    settled,
+    take_slice,
+    weight_bytes,
+)
 from fettle.measure._trial import Accuracy
 from fettle.recipe import Recipe
 from fettle.techniques import LARGEST, Facts, load, probe_facts, source
@@ -36,7 +46,7 @@ from fettle.train import (
     load_training,
     training_fingerprint,
 )
-from fettle.workload import Target, Workload, leaves
+from fettle.workload import Target, Workload
 
 _TIMELINE_STEPS = 3
 _MOST_BATCHES = 32
@@ -153,13 +163,9 @@ def prepare(state: State, request: Request) -> dict[str, Any]:
         state.run, state.clock = lambda _: steps.step(), Clock(state.device)
         group = [None] * _pass_length(workload)
         state.cycle = itertools.repeat(group)
-        samples, steady = warm_up(lambda: one_sample(state))
-        peak = _meters.peak_bytes(state.device) if has_peak else None
-        state.call_ns = sorted(samples)[len(samples) // 2]
+        peak = settled(state, has_peak, notes)
         phases = steps.timeline(max(_TIMELINE_STEPS, len(group)))
         notes += _collectives(steps)
-        if not steady:
-            notes.append("the time was still falling after 10 s of warm-up")
         notes += compiler_notes()
     told = prepared(state, optimize_s, first_call_s, accuracy, peak, workload.rows * request.factor, notes)
     return {**told, "phases_ms": phases}
@@ -248,9 +254,6 @@ def _accuracy(curve: Curve, request: Request) -> Accuracy:
 
 def _check_step(workload: TrainingWorkload, facts: Facts) -> None:
     """One step as given; raises `UsageError` with the loop's own error and where it came from."""
-    import os
-    import traceback
-
     train = load(source(Recipe(), facts), "baseline")
     torch.manual_seed(0)
     checked: list[str] = []
@@ -269,10 +272,7 @@ def _check_step(workload: TrainingWorkload, facts: Facts) -> None:
     try:
         Steps(train, replace(workload, loss=loss)).step()
     except Exception as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if "/torch/" not in f.filename]
-        frames = [f for f in frames if "/fettle/" not in f.filename and not f.filename.startswith("<")]
-        where = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
-        said = checked[0] if checked else f"the first training step raised {first_line(error)}{where}"
+        said = checked[0] if checked else f"the first training step raised {first_line(error)}{place(error)}"
         raise UsageError(said) from error
 
 
@@ -324,8 +324,7 @@ def _pass_length(workload: TrainingWorkload) -> int:
     data: Iterable[Any] = workload.data
     if not isinstance(data, Sized) or not isinstance(data, Sequence) or len(data) > _MOST_BATCHES:
         return 1
-    shapes = {tuple(tuple(leaf.shape) for _, leaf in leaves(batch) if isinstance(leaf, torch.Tensor)) for batch in data}
-    return 1 if len(shapes) == 1 else len(data)
+    return 1 if same_shapes(data) else len(data)
 
 
 def _clip(workload: TrainingWorkload) -> float | None:

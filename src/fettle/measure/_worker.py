@@ -7,19 +7,16 @@ and `_training`.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
-import signal
 import sys
 import traceback
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from fettle.measure._state import Request, State
+from fettle.processes import be_a_worker
 
 
 def main() -> None:
@@ -58,30 +55,17 @@ def explain(error: BaseException) -> dict[str, Any]:
     """An error as the parent will tell it: one line, and the traceback for the log."""
     import torch
 
-    from fettle.errors import UsageError, first_line
+    from fettle.errors import UsageError, first_line, place
 
     if isinstance(error, UsageError):
         return {"kind": "usage", "error": str(error)}
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
         return {"kind": "memory", "error": f"out of memory: {first_line(error)[:200]}", "trace": traceback.format_exc()}
-    text = first_line(error)
+    text = first_line(error) + place(error)
     cause = error.__cause__
     if cause is not None and "Error" in type(cause).__name__ and str(cause) and str(cause).splitlines()[0] not in text:
         text = f"{text} (from {first_line(cause)})"
     return {"kind": "error", "error": text[:400], "trace": traceback.format_exc()}
-
-
-def be_a_worker() -> None:
-    """What every process that measures does first."""
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    warnings.filterwarnings("ignore")
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to end this process when its parent ends, however it ends (Linux)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import numpy as np
 from fettle.memory.snapshot import Action, Flags, Ints, Snapshot, State
 from fettle.units import size_text
 
-KIB, MIB = 1 << 10, 1 << 20
+MIB = 1 << 20
 MIN_BLOCK_BYTES = 512
 SMALL_REQUEST_BYTES = MIB
 SMALL_SEGMENT_BYTES = 2 * MIB

@@ -25,6 +25,7 @@ from typing import Any, Literal, Protocol
 import psutil
 
 from fettle.errors import UsageError, first_line
+from fettle.files import check_writable, whole
 from fettle.memory.cpu import CpuTimeline
 from fettle.memory.steps import STEP_MARK
 
@@ -70,15 +71,14 @@ def record(
     microseconds an allocation; on a CPU the profiler with stacks, which slows small operators severalfold, and
     between steps a pause whenever the ring has filled. A process killed by the system leaves no file.
 
-    Raises `UsageError` if the folder of `path` does not exist, `max_events` is below 1, or there is no such device.
+    Raises `UsageError` if `path` cannot be written, `max_events` is below 1, or there is no such device.
     """
     target = Path(path)
     if max_events < 1:
         raise UsageError("max_events must be at least 1")
     if stacks not in ("python", "all"):
         raise UsageError(f"stacks must be 'python' or 'all', not {stacks!r}")
-    if not target.absolute().parent.is_dir():
-        raise UsageError(f"{target.parent}: no such folder for the snapshot")
+    check_writable(target)
     import torch  # late: reading a snapshot must not wait for torch
 
     if device is None:
@@ -197,15 +197,12 @@ def _write_or_warn(
     marks = [{"stage": "END", "name": STEP_MARK, "device": 0, "time_us": time_us} for time_us, _ in recorder._steps]
     data["external_annotations"] = [*data.get("external_annotations", []), *marks]
     data["fettle"] = {"version": 1, "allocator": allocator, "host_memory": list(recorder._steps)}
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with partial.open("wb") as file:
+        with whole(path) as partial, partial.open("wb") as file:
             pickle.dump(data, file, protocol=4)
-        os.replace(partial, path)
-    except OSError as failure:
-        partial.unlink(missing_ok=True)
+    except UsageError as failure:
         if error is None:
-            raise UsageError(f"{path}: the snapshot could not be written ({failure.strerror})") from None
-        warnings.warn(f"{path}: the snapshot could not be written ({failure.strerror})", stacklevel=2)
+            raise
+        warnings.warn(str(failure), stacklevel=2)
         return False
     return True

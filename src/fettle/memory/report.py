@@ -17,7 +17,7 @@ import jinja2
 import numpy as np
 import numpy.typing as npt
 
-from fettle.errors import UsageError
+from fettle.files import write_text
 from fettle.memory.analysis import Analysis, verdict
 from fettle.memory.difference import Difference
 from fettle.memory.moments import segment_lives
@@ -27,15 +27,7 @@ from fettle.units import size_text
 
 def write_report(analysis: Analysis, path: str | os.PathLike[str], *, difference: Difference | None = None) -> None:
     """Write the report to `path`, replacing what is there. `UsageError` if it cannot be written."""
-    html = render(analysis, difference)
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.part")
-    try:
-        partial.write_text(html, encoding="utf-8")
-        os.replace(partial, target)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise UsageError(f"{target}: the report could not be written ({error.strerror})") from None
+    write_text(path, render(analysis, difference))
 
 
 def render(analysis: Analysis, difference: Difference | None = None) -> str:

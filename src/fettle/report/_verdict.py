@@ -6,7 +6,7 @@ import math
 
 from fettle.measure import Interval, Trial
 from fettle.report import _format as fmt
-from fettle.report._facts import misses, name_of, ran
+from fettle.report._facts import misses, name_of, ran, speed
 from fettle.result import Result
 
 
@@ -26,7 +26,7 @@ def headline(result: Result) -> str:
     if winner is None:
         return "No winner"
     if not winner.recipe.levels:
-        return "Leave it as it is"
+        return "Leave it as it is" if _others(result) else "Nothing to compare"
     if result.goal in ("memory", "energy", "startup"):
         before, after = _goal_values(result)
         if before and after and after < before:
@@ -116,13 +116,13 @@ def _sentence(result: Result) -> str:
     figures = _figures(winner.speedup, result.confidence)
     if result.verdict == "faster":
         now, then = _per_call(result, winner)
-        return f"{fmt.times(_estimate(winner))} as fast as given{figures}: {now} instead of {then}, {answers}."
+        return f"{fmt.times(speed(winner))} as fast as given{figures}: {now} instead of {then}, {answers}."
     if result.verdict == "same":
         pace = f"runs as fast as the model as given{figures}"
         return f"No difference: the best recipe, {how}, {pace}. Keep the model as it is."
     if result.verdict == "slower":
         return (
-            f"Slower: measured again in a fresh race, {how} ran at {fmt.times(_estimate(winner))} the speed of the "
+            f"Slower: measured again in a fresh race, {how} ran at {fmt.times(speed(winner))} the speed of the "
             f"model as given{figures}. Keep the model as it is."
         )
     return (
@@ -145,13 +145,20 @@ def _no_winner(result: Result) -> str:
         return f"No winner: no recipe keeps the limits. Nearest: {name_of(near.recipe)}" + (
             f", with {missed}." if missed else "."
         )
+    if baseline is not None and len(result.trials) == 1:
+        missed = miss_text(result, baseline)
+        return f"No winner: the model as given misses {missed}, and nothing else was tried: give a longer budget."
     return "No winner: no recipe that was tried keeps the limits."
 
 
+def _others(result: Result) -> int:
+    return sum(1 for trial in result.trials if trial.recipe.levels)
+
+
 def _unchanged(result: Result) -> str:
-    others = sum(1 for trial in result.trials if trial.recipe.levels)
+    others = _others(result)
     if not others:
-        return "Leave it as it is: no other recipe was tried."
+        return "Nothing to compare: only the model as given was measured; give a longer budget, or allow more levels."
     what = {"memory": "needs less memory", "energy": "needs less energy", "startup": "starts sooner"}.get(
         result.goal, "is faster"
     )
@@ -193,10 +200,6 @@ def _pace(speedup: Interval | None) -> str:
     if speedup.low > 1:
         return f"faster, {text}"
     return f"slower, {text}" if speedup.high < 1 else f"not told apart, {text}"
-
-
-def _estimate(trial: Trial) -> float:
-    return trial.speedup.estimate if trial.speedup else math.nan
 
 
 def _figures(speedup: Interval | None, confidence: float) -> str:

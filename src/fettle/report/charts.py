@@ -6,7 +6,7 @@ from pathlib import Path
 
 import altair as alt
 
-from fettle.errors import UsageError
+from fettle.files import write_bytes, write_text
 from fettle.page import Figure, as_spec, clean
 from fettle.report import _format as fmt
 from fettle.report import _ladder, _payback, _scatter, _training
@@ -65,15 +65,11 @@ def write_charts(result: Result, folder: str | Path) -> list[Path]:
     side_by_side = ladder(result)
     rest = [figure for figure in figures(result) if figure.name not in ("throughput", "memory")]
     written = []
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for figure in ([side_by_side] if side_by_side else []) + rest:
-            (folder / f"{figure.name}.svg").write_text(figure.svg(), encoding="utf-8")
-            path = folder / f"{figure.name}.png"
-            path.write_bytes(figure.png())
-            written.append(path)
-    except OSError as error:
-        raise UsageError(f"cannot write charts to {folder}: {error.strerror}") from error
+    for figure in ([side_by_side] if side_by_side else []) + rest:
+        write_text(folder / f"{figure.name}.svg", figure.svg())
+        path = folder / f"{figure.name}.png"
+        write_bytes(path, figure.png())
+        written.append(path)
     return written
 
 

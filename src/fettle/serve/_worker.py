@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import logging
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fettle.errors import UsageError, first_line
+from fettle.processes import die_with_parent
 from fettle.serve import wire
 from fettle.serve.spawn import SHARED_BYTES
 
@@ -32,8 +32,7 @@ shared: list[memoryview] = []
 
 def main() -> None:
     """Answer until the other side goes away."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # die with the server, however it dies
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
     link = socket.socket(fileno=int(sys.argv[1]))
     if len(sys.argv) > 2:

@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from fettle.processes import die_with_parent
 from fettle.serve.package import Package
 
 START_S, ANSWER_S = 600.0, 300.0
@@ -248,10 +249,7 @@ def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
 
 def _serve() -> None:
     """In the process: load, say so, and answer each line."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # die with whoever measures, however that dies
+    die_with_parent()
     link = socket.socket(fileno=int(sys.argv[1]))
     file = link.makefile("rwb")
 

@@ -16,8 +16,6 @@ import numpy as np
 from fettle.errors import UsageError
 from fettle.serve.tensors import TO_NUMPY
 
-MAX_ANSWER = 1 << 30
-
 
 @dataclass(frozen=True)
 class Shot:

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from fettle.processes import die_with_parent
 from fettle.serve.package import Package, ServeSettings, open_package
 
 START_S = 600.0
@@ -200,10 +201,7 @@ async def _serve(link: socket.socket) -> None:
 
 def main() -> None:
     """Serve what the first line names."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+    die_with_parent(signal.SIGTERM)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started us
     work = _serve(socket.socket(fileno=int(sys.argv[1])))
     try:

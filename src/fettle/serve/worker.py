@@ -41,7 +41,6 @@ class Worker:
         self.rss = 0
         self.restarts = 0
         self.started_at = 0.0
-        self.warm_s: dict[int, float] = {}
         self._process: WorkerProcess | None = None
         self._call = 0
         self._sent = 0.0
@@ -151,7 +150,7 @@ class Worker:
             self._answered(header, body)
 
     def _is_ready(self, header: wire.Ready) -> None:
-        self.ready, self._failures, self.warm_s = True, 0, header.seconds
+        self.ready, self._failures = True, 0
         log.info("worker %d of %s ready in %.1f s", self.index, self.pool.name, header.load_s)
         self._rest()
         if self._loaded is not None and not self._loaded.done():

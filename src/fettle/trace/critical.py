@@ -44,6 +44,11 @@ class CriticalPath:
     end_ns: int
     pieces: pl.DataFrame
 
+    def __post_init__(self) -> None:
+        covered = int((self.pieces["end_ns"] - self.pieces["start_ns"]).sum())
+        if covered != self.wall_ns:
+            raise AssertionError(f"the critical path covers {covered} of {self.wall_ns} ns")
+
     @property
     def wall_ns(self) -> int:
         return self.end_ns - self.start_ns
@@ -69,7 +74,8 @@ def window_of(trace: Trace, step: int | None = None, annotation: str | None = No
         frame = frame.filter(pl.col("step") == step)
         if not frame.height:
             known = steps(trace, annotation)["step"].to_list()
-            raise UsageError(f"no step {step} in {trace.path.name}; it has {known[0]} to {known[-1]}")
+            there = f"it has {known[0]} to {known[-1]}" if known[-1] >= 0 else "no steps are marked in it"
+            raise UsageError(f"no step {step} in {trace.path.name}: {there}")
     return int(frame["start_ns"].min()), int(frame["end_ns"].max())  # type: ignore[arg-type]
 
 
@@ -78,11 +84,7 @@ def critical_path(trace: Trace, step: int | None = None, annotation: str | None 
     low, high = window_of(trace, step, annotation)
     walk = _Walk(trace, low, high)
     walk.run()
-    path = CriticalPath(low, high, walk.frame())
-    covered = int((path.pieces["end_ns"] - path.pieces["start_ns"]).sum())
-    if covered != high - low:
-        raise AssertionError(f"the critical path covers {covered} of {high - low} ns")
-    return path
+    return CriticalPath(low, high, walk.frame())
 
 
 class _Walk:

@@ -40,11 +40,7 @@ def critical_path_of_ranks(traces: list[Trace], step: int | None = None) -> Crit
         )
         for rank, walk in walks.items()
     ]
-    path = CriticalPath(low, high, pl.concat(frames).sort("start_ns"))
-    covered = int((path.pieces["end_ns"] - path.pieces["start_ns"]).sum())
-    if covered != high - low:
-        raise AssertionError(f"the critical path covers {covered} of {high - low} ns")
-    return path
+    return CriticalPath(low, high, pl.concat(frames).sort("start_ns"))
 
 
 def _last_arrivals(

@@ -146,9 +146,8 @@ def _links(trace: Trace) -> list[Finding]:
 
 
 def _clock(trace: Trace) -> list[Finding]:
-    links = trace.launches
-    has = links.launch_rows >= 0
-    early = trace.ts[links.launch_rows[has]] - trace.ts[links.device_rows[has]]
+    work, calls = trace.launches.known
+    early = trace.ts[calls] - trace.ts[work]
     before = early[early > 0]
     worst = int(before.max()) if len(before) else 0
     return [

@@ -15,6 +15,7 @@ from fettle.trace.kinds import Kind
 from fettle.trace.launches import text_column
 from fettle.trace.model import Bools, Ints, Trace
 from fettle.trace.stacks import CAUSES_OF_HOST
+from fettle.trace.steps import steps
 
 SMALL_NS = 10_000
 CONVERSIONS = (
@@ -157,6 +158,24 @@ def data_loading(trace: Trace) -> pl.DataFrame:
         time_ns="time_ns",
         share=pl.col("time_ns") / max(high - low, 1),
     ).sort("time_ns", "operator", descending=[True, False])
+
+
+def loader_waits(trace: Trace) -> pl.DataFrame:
+    """How long each step waits in a DataLoader's own range for the next batch.
+
+    Columns: step, wall_ns, wait_ns. No rows where the trace has no such range.
+    """
+    codes = [code for code, name in enumerate(trace.names) if name.startswith("enumerate(DataLoader)")]
+    rows = np.flatnonzero(np.isin(trace.column("name"), codes) & trace.is_host)
+    begins, ends = trace.ts[rows], trace.end[rows]
+    frame = steps(trace)
+    if not len(rows):
+        frame = frame.clear()
+    waits = [
+        int(np.clip(np.minimum(ends, end) - np.maximum(begins, start), 0, None).sum())
+        for start, end in frame.select("start_ns", "end_ns").iter_rows()
+    ]
+    return frame.select("step", "wall_ns", wait_ns=pl.Series(waits, dtype=pl.Int64()))
 
 
 def _by_name(trace: Trace, rows: Ints) -> pl.DataFrame:

@@ -245,7 +245,7 @@ def main_thread(trace: Trace) -> int:
     step_codes = np.array([n.startswith("ProfilerStep#") for n in trace.names], dtype=bool)
     for rows in (
         np.flatnonzero((trace.kind == Kind.ANNOTATION) & step_codes[trace.column("name")]),
-        trace.launches.launch_rows[trace.launches.launch_rows >= 0],
+        trace.launches.known[1],
         np.flatnonzero(trace.is_host),
     ):
         if len(rows):

@@ -24,6 +24,12 @@ class LaunchLinks:
     launch_rows: Ints
     by_row: Ints  # the launch of any event by its row; -1 for what is no device work too
 
+    @property
+    def known(self) -> tuple[Ints, Ints]:
+        """The work whose launch is known, and those launches, row by row."""
+        has = self.launch_rows >= 0
+        return self.device_rows[has], self.launch_rows[has]
+
     def launch_of(self, rows: Ints) -> Ints:
         """Launch rows of the given event rows; -1 for what is no device work or has no known launch."""
         return self.by_row[rows]
@@ -62,9 +68,7 @@ def launch_stats(trace: Trace) -> pl.DataFrame:
     duration_ns (of the work), delay_ns (end of the call to start of the work; negative: it started inside the call, or
     clocks differ), short (bool: the work is shorter than the call that launched it; null for graphs).
     """
-    links = trace.launches
-    has = links.launch_rows >= 0
-    rows, calls = links.device_rows[has], links.launch_rows[has]
+    rows, calls = trace.launches.known
     names = np.array([is_graph_launch(n) for n in trace.names], dtype=bool)
     call_codes = trace.column("name")[calls]
     graph = names[call_codes] if len(calls) else np.zeros(0, dtype=bool)

@@ -35,16 +35,15 @@ def operator_table(trace: Trace) -> pl.DataFrame:
         .group_by("name", "shape")
         .agg(count=pl.len(), host_ns=pl.col("dur").sum(), self_ns=pl.col("self").sum())
     )
-    links = trace.launches
-    has = links.launch_rows >= 0
-    operator = ancestors(trace).operator[links.launch_rows[has]]
+    launched, calls = trace.launches.known
+    operator = ancestors(trace).operator[calls]
     known = operator >= 0
     work = (
         pl.DataFrame(
             {
                 "name": trace.column("name")[operator[known]],
                 "shape": trace.column("shape")[operator[known]],
-                "dur": trace.dur[links.device_rows[has][known]],
+                "dur": trace.dur[launched[known]],
             }
         )
         .group_by("name", "shape")
@@ -75,11 +74,9 @@ def call_tree(trace: Trace, *, max_depth: int = 6, python: bool = False) -> pl.D
     rows = np.flatnonzero(wanted)
     parent = _parent_among(trace, wanted)
     device = np.zeros(trace.events.height, dtype=np.int64)
-    links = trace.launches
-    has = links.launch_rows >= 0
-    around = nearest(trace, wanted, np.flatnonzero(trace.is_host))
-    owner = around[links.launch_rows[has]]
-    np.add.at(device, owner[owner >= 0], trace.dur[links.device_rows[has]][owner >= 0])
+    work, calls = trace.launches.known
+    owner = nearest(trace, wanted, np.flatnonzero(trace.is_host))[calls]
+    np.add.at(device, owner[owner >= 0], trace.dur[work][owner >= 0])
     depth = trace.stacks.depth
     for row in rows[np.argsort(-depth[rows], kind="stable")].tolist():
         if parent[row] >= 0:
@@ -138,9 +135,7 @@ def kernel_sequences(trace: Trace, operator: str, *, min_kernels: int = 3, top: 
     matches = np.array([operator in n for n in trace.names], dtype=bool)
     flags = (trace.kind == Kind.OPERATOR) & matches[trace.column("name")]
     outer = outermost(trace, flags, np.flatnonzero(trace.is_host))
-    links = trace.launches
-    has = links.launch_rows >= 0
-    rows, calls = links.device_rows[has], links.launch_rows[has]
+    rows, calls = trace.launches.known
     roots = outer[calls]
     inside = roots >= 0
     order = np.lexsort((trace.ts[rows[inside]], trace.ts[calls[inside]], roots[inside]))
@@ -187,13 +182,11 @@ def annotation_table(trace: Trace) -> pl.DataFrame:
         .group_by("name")
         .agg(count=pl.len(), host_ns=pl.col("dur").sum())
     )
-    links = trace.launches
-    has = links.launch_rows >= 0
-    around = nearest(trace, trace.kind == Kind.ANNOTATION, np.flatnonzero(trace.is_host))
-    owner = around[links.launch_rows[has]]
+    launched, calls = trace.launches.known
+    owner = nearest(trace, trace.kind == Kind.ANNOTATION, np.flatnonzero(trace.is_host))[calls]
     known = owner >= 0
     work = (
-        pl.DataFrame({"name": trace.column("name")[owner[known]], "dur": trace.dur[links.device_rows[has][known]]})
+        pl.DataFrame({"name": trace.column("name")[owner[known]], "dur": trace.dur[launched[known]]})
         .group_by("name")
         .agg(device_ns=pl.col("dur").sum(), kernels=pl.len())
     )

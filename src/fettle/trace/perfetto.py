@@ -13,6 +13,7 @@ from typing import Any
 import polars as pl
 
 from fettle.errors import UsageError
+from fettle.files import whole
 from fettle.trace.critical import CriticalPath
 from fettle.trace.model import Trace
 from fettle.trace.queue import copy_bandwidth, queue_length
@@ -34,7 +35,7 @@ def augment(trace: Trace, target: Path, *, path: CriticalPath | None = None) -> 
     if target.exists() and target.resolve() == trace.path.resolve():
         raise UsageError("the augmented trace must not overwrite the trace")
     added = 0
-    with open_text(trace.path) as source, target.open("wb") as out:
+    with open_text(trace.path) as source, whole(target) as partial, partial.open("wb") as out:
         head = source.read(1 << 20)
         found = _START.search(head)
         while found is None:

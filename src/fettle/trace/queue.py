@@ -19,9 +19,7 @@ def queue_length(trace: Trace) -> pl.DataFrame:
     A launch adds the work it launches (a graph: all its kernels) at the call's start; work leaves when it starts.
     Columns: rank, device, stream, ts_ns, length. Rows in order of device, stream and time.
     """
-    links = trace.launches
-    has = links.launch_rows >= 0
-    rows, calls = links.device_rows[has], links.launch_rows[has]
+    rows, calls = trace.launches.known
     device = trace.column("device")[rows].astype(np.int64)
     stream = trace.column("stream")[rows]
     time = np.concatenate([trace.ts[calls], np.maximum(trace.ts[rows], trace.ts[calls])])

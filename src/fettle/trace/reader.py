@@ -66,7 +66,8 @@ def load(
 def load_all(path: str | Path, *, on_progress: Callable[[float], None] | None = None, **options: Any) -> list[Trace]:
     """Open a file, or every trace in a folder (`*.json`, `*.json.gz`), one trace a rank, ordered by rank.
 
-    Two files that claim one rank get different ones, and the health report says so.
+    Two files that claim one rank get different ones, and a file that cannot be read is left out: the health report says
+    so. Raises `UsageError` where none can be read.
     """
     path = Path(path)
     if not path.is_dir():
@@ -88,16 +89,18 @@ def load_all(path: str | Path, *, on_progress: Callable[[float], None] | None = 
             continue
         if trace.rank in taken:
             free = next(r for r in range(len(files) + 1) if r not in taken)
-            trace = _with_rank(trace, free, f"rank {trace.rank} is claimed by another file too; called {free} here")
+            note = f"rank {trace.rank} is claimed by another file too; called {free} here"
+            trace = _noted(replace(trace, rank=free), note)
         taken.add(trace.rank)
         traces.append(trace)
     if not traces:
         raise UsageError(unreadable[0])
-    return sorted(traces, key=lambda t: t.rank)
+    first, *rest = sorted(traces, key=lambda t: t.rank)
+    return [_noted(first, *(f"left out of the folder: {line}" for line in unreadable)), *rest]
 
 
-def _with_rank(trace: Trace, rank: int, note: str) -> Trace:
-    return replace(trace, rank=rank, facts=replace(trace.facts, notes=(*trace.facts.notes, note)))
+def _noted(trace: Trace, *notes: str) -> Trace:
+    return replace(trace, facts=replace(trace.facts, notes=(*trace.facts.notes, *notes)))
 
 
 def _read(
@@ -118,7 +121,7 @@ def _read(
         header, trailer, truncated = stream_events(counted, columns, max_events)
     metadata = parse_metadata(header, trailer, columns.tally)
     if columns.tally.events_seen == 0:
-        raise UsageError(f"{path} holds no trace events: is it a profiler trace in Chrome JSON format?")
+        raise UsageError("no trace events in it: is it a profiler trace in Chrome JSON format?")
     return (
         columns,
         metadata,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from fettle.errors import UsageError, first_line
+from fettle.files import check_writable, whole
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -36,6 +37,7 @@ def record(
     Stacks explain idle time down to source lines and make the trace several times larger and the program slower; memory
     adds every allocation. Both are off.
     """
+    check_writable(path)
     import torch
     from torch.profiler import ProfilerActivity, profile, schedule
 
@@ -47,7 +49,8 @@ def record(
 
     def write(profiler: profile) -> None:
         if not failed:
-            profiler.export_chrome_trace(str(path))
+            with whole(path) as partial:
+                profiler.export_chrome_trace(str(partial))
             written.append(path)
 
     with profile(
@@ -85,6 +88,9 @@ def load_target(target: str) -> Callable[[], object]:
             spec = importlib.util.spec_from_file_location(Path(place).stem, place)
             assert spec is not None
             assert spec.loader is not None
+            for folder in (str(Path.cwd()), str(Path(place).resolve().parent)):  # where its own imports lie
+                if folder not in sys.path:
+                    sys.path.insert(0, folder)
             module = importlib.util.module_from_spec(spec)
             sys.modules.setdefault(spec.name, module)  # dataclasses and pickling inside the file look it up there
             spec.loader.exec_module(module)

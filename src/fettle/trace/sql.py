@@ -84,6 +84,8 @@ def query(traces: list[Trace], text: str) -> pl.DataFrame:
     """
     if not re.match(r"\s*(select|with)\b", text, re.IGNORECASE):
         raise UsageError("only queries: select ... from ... (or with ... select ...)")
+    if re.search(r"\bread_\w+\s*\(", re.sub("'[^']*'", "", text), re.IGNORECASE):
+        raise UsageError(f"only the trace is read: tables {', '.join(TABLES)}")
     named = [name for name in TABLES if name in text.lower()]
     frames = {name: pl.concat([TABLES[name](t) for t in traces], how="vertical_relaxed") for name in named}
     try:

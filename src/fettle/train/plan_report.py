@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fettle.errors import UsageError
+from fettle.files import check_writable, whole, write_text
 from fettle.train.plan import Plan, Prediction
 from fettle.train.plan_timeline import PARTS
 from fettle.units import size_text
@@ -52,27 +53,18 @@ def write_plan(made: Plan, path: str | os.PathLike[str]) -> None:
     """Write the picture to `path`; its suffix says what. Raises `UsageError` where that cannot be."""
     target = Path(path)
     check_path(target)
-    partial = target.with_name(f".{target.name}.part{target.suffix}")
-    chart = bars(made)
-    try:
-        if target.suffix == ".html":
-            partial.write_text(page(made), encoding="utf-8")
-        elif target.suffix == ".png":
-            chart.save(str(partial), scale_factor=2)
-        else:
-            chart.save(str(partial))
-        os.replace(partial, target)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise UsageError(f"{target}: the plan could not be written ({error.strerror})") from None
+    if target.suffix == ".html":
+        write_text(target, page(made))
+        return
+    with whole(target) as partial:
+        bars(made).save(str(partial), scale_factor=2 if target.suffix == ".png" else 1)
 
 
 def check_path(path: Path) -> None:
-    """Raises `UsageError` for a suffix that is not drawn, or a folder that is not there."""
+    """Raises `UsageError` for a suffix that is not drawn, or a place that cannot be written."""
     if path.suffix not in SUFFIXES:
         raise UsageError(f"{path}: a plan is written as {', '.join(SUFFIXES)}")
-    if not path.parent.is_dir():
-        raise UsageError(f"{path.parent}: no such folder for the plan")
+    check_writable(path)
 
 
 def page(made: Plan) -> str:

@@ -27,8 +27,6 @@ class Workspaces:
     def __init__(self, threads: int) -> None:
         self._threads = threads
         self._known: dict[Any, int] = {}
-        self.not_tried = 0
-        """Convolutions that were too large."""
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> int:
         """Bytes that `func` has allocated at most while it runs, its results among them."""
@@ -38,11 +36,8 @@ class Workspaces:
         tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
         key = (func, *(_key(leaf) for leaf in flat))
         if key not in self._known:
-            if sum(tensor.numel() * tensor.element_size() for tensor in tensors) > _LARGEST_BYTES:
-                self.not_tried += 1
-                self._known[key] = 0
-            else:
-                self._known[key] = _run(func, args, kwargs, self._threads)
+            held = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            self._known[key] = 0 if held > _LARGEST_BYTES else _run(func, args, kwargs, self._threads)
         return self._known[key]
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 
 from fettle.errors import UsageError
+from fettle.processes import die_with_parent
 from fettle.train.strategies import Strategy
 from fettle.workload import Target
 
@@ -174,14 +175,6 @@ def end_tree(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, 9)
     process.wait()
     psutil.wait_procs(family, timeout=5)
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to end this process when its parent ends (Linux; elsewhere nothing)."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None, use_errno=True).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL
 
 
 def supervise(request_path: str) -> None:

@@ -40,7 +40,7 @@ def last_race(session: Session, space: Space) -> LastRace:
     cheap = [recipe for recipe in rungs if space.cost(recipe) == 1 and recipe not in session.known]
     best = session.finalists()
     budget = session.budget
-    most = 2 if _is_beyond_doubt(session, leader) else REPLICATES
+    most = min(2, REPLICATES) if _is_beyond_doubt(session, leader) else REPLICATES
     plan = plan_finale(budget.left_s + 0.5 * budget.grace_s, baseline, best, len(cheap), most)
     if plan is None:
         return _too_small(session, race_s([baseline, leader]))

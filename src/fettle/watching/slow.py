@@ -11,6 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from fettle.files import write_text
+
 if TYPE_CHECKING:
     from fettle.watching.account import Steps
 
@@ -126,6 +128,4 @@ def write_samples(path: Path, samples: list[Sample], number: int) -> None:
         last = at
     close(0, last + gap)
     data = {"traceEvents": events, "fettle": {"step": number, "sampled_every_ms": 5, "samples": len(samples)}}
-    partial = path.with_name(path.name + ".part")
-    partial.write_text(json.dumps(data))
-    partial.replace(path)
+    write_text(path, json.dumps(data))

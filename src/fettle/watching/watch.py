@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from fettle.errors import UsageError
+from fettle.files import check_writable, write_text
 from fettle.watching.account import Steps
 from fettle.watching.device import DeviceMeter
 from fettle.watching.hooks import patched
@@ -35,11 +36,9 @@ def watch(
     `json_to` writes the report as JSON, `to` is where the summary goes (None: nowhere), `slow_trace` and `slow_factor`
     as in the package's text. The report is in `.report` afterwards. One watch at a time, in the thread of the loop.
 
-    Raises `UsageError` if a folder to write to does not exist, `slow_factor` is not above 1, or a watch is running.
+    Raises `UsageError` if a file cannot be written, `slow_factor` is not above 1, or a watch is running.
     """
-    for path in (slow_trace, json_to):
-        if path is not None and not Path(path).absolute().parent.is_dir():
-            raise UsageError(f"{Path(path).parent}: no such folder")
+    check_writable(slow_trace, json_to)
     if not slow_factor > 1:
         raise UsageError(f"slow_factor must be above 1, not {slow_factor}")
     if not _ONE.acquire(blocking=False):
@@ -60,7 +59,7 @@ def watch(
         _ONE.release()
         if steps.report is not None:
             if json_to is not None:
-                Path(json_to).write_text(steps.report.to_json())
+                write_text(json_to, steps.report.to_json())
             if to is not None:
                 print(steps.report, file=to)
 

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from fettle.cli.trace.shared import Fresh, Json, Rows, Source, app, joined, open_traces, show
 from fettle.errors import UsageError, first_line
+from fettle.files import check_writable
 
 
 @app.command()
@@ -33,7 +34,7 @@ def hta(source: Source, as_json: Json = False, rows: Rows = 30, fresh: Fresh = F
 @app.command()
 def sql(
     source: Source,
-    text: Annotated[str, typer.Argument(help="Such as: select name, sum(dur_ns) from events group by name")],
+    text: Annotated[str, typer.Argument(help="such as: select name, sum(dur_ns) from events group by name")],
     as_json: Json = False,
     rows: Rows = 50,
     fresh: Fresh = False,
@@ -53,7 +54,7 @@ def sql(
 @app.command()
 def augment(
     source: Source,
-    target: Annotated[Path, typer.Argument(help="The new trace (.json).")],
+    target: Annotated[Path, typer.Argument(help="the new trace (.json)")],
     fresh: Fresh = False,
     as_json: Json = False,
 ) -> None:
@@ -76,8 +77,8 @@ def augment(
 @app.command()
 def report(
     source: Source,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("trace-report.html"),
-    before: Annotated[Path | None, typer.Option(help="An earlier trace to compare with.")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="the page")] = Path("trace-report.html"),
+    before: Annotated[Path | None, typer.Option(help="an earlier trace to compare with")] = None,
     fresh: Fresh = False,
     as_json: Json = False,
 ) -> None:
@@ -91,6 +92,7 @@ def report(
     """
     from fettle.trace.report import write_report
 
+    check_writable(output)
     earlier = open_traces(before, fresh)[0] if before is not None else None
     failed = write_report(open_traces(source, fresh), output, before=earlier)
     if as_json:
@@ -104,13 +106,13 @@ def report(
 @app.command()
 def record(
     target: Annotated[
-        str, typer.Argument(help="path/to/file.py:function or package.module:function, called once a step.")
+        str, typer.Argument(help="path/to/file.py:function or package.module:function, called once a step")
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The trace.")] = Path("trace.json.gz"),
-    active: Annotated[int, typer.Option(min=1, help="Steps to keep.")] = 5,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps to run and throw away.")] = 2,
-    stacks: Annotated[bool, typer.Option("--stacks", help="With Python stacks: larger and slower.")] = False,
-    memory: Annotated[bool, typer.Option("--memory", help="With every allocation.")] = False,
+    output: Annotated[Path, typer.Option("--output", "-o", help="the trace")] = Path("trace.json.gz"),
+    active: Annotated[int, typer.Option(min=1, help="steps to keep")] = 5,
+    warmup: Annotated[int, typer.Option(min=0, help="steps to run and throw away")] = 2,
+    stacks: Annotated[bool, typer.Option("--stacks", help="with Python stacks: larger and slower")] = False,
+    memory: Annotated[bool, typer.Option("--memory", help="with every allocation")] = False,
     as_json: Json = False,
 ) -> None:
     """Run a function step by step under the profiler and keep the trace.

@@ -43,8 +43,8 @@ def tree(
     as_json: Json = False,
     rows: Rows = 60,
     fresh: Fresh = False,
-    depth: Annotated[int, typer.Option(min=1, max=200, help="How deep.")] = 4,
-    python: Annotated[bool, typer.Option("--python", help="With Python functions.")] = False,
+    depth: Annotated[int, typer.Option(min=1, max=200, help="how deep")] = 4,
+    python: Annotated[bool, typer.Option("--python", help="with Python functions")] = False,
 ) -> None:
     """Calls merged by path, with host and device time.
 
@@ -66,7 +66,7 @@ def tree(
 @app.command()
 def sequences(
     source: Source,
-    operator: Annotated[str, typer.Argument(help="Part of an operator's name.")],
+    operator: Annotated[str, typer.Argument(help="part of an operator's name")],
     as_json: Json = False,
     rows: Rows = 10,
     fresh: Fresh = False,

@@ -73,7 +73,7 @@ def account(
     rows: Rows = 30,
     chart: Chart = None,
     fresh: Fresh = False,
-    annotation: Annotated[str | None, typer.Option(help="Take annotations of this name for steps.")] = None,
+    annotation: Annotated[str | None, typer.Option(help="take annotations of this name for steps")] = None,
 ) -> None:
     """Where did the time go? Every nanosecond of each step, booked once.
 

@@ -19,7 +19,7 @@ def critical(
     rows: Rows = 30,
     chart: Chart = None,
     fresh: Fresh = False,
-    overlay: Annotated[Path | None, typer.Option(help="Write the trace with the path as a track (JSON).")] = None,
+    overlay: Annotated[Path | None, typer.Option(help="write the trace with the path as a track (JSON)")] = None,
 ) -> None:
     """The critical path: what held the step up, over all of its wall clock.
 
@@ -68,9 +68,11 @@ def whatif(
     as_json: Json = False,
     fresh: Fresh = False,
     kernels: Annotated[
-        str | None, typer.Option(help="Kernels that match this expression take --factor of their time.")
+        str | None, typer.Option(help="kernels that match this expression take --factor of their time")
     ] = None,
-    factor: Annotated[float, typer.Option(min=0, help="With --kernels.")] = 0.0,
+    factor: Annotated[
+        float, typer.Option(min=0, help="the share of their time that --kernels then take; 0: none")
+    ] = 0.0,
 ) -> None:
     """How long would the step be without syncs, with perfect overlap, with one graph launch, with faster kernels?
 
@@ -96,14 +98,14 @@ def whatif(
 @app.command()
 def compare(
     before: Source,
-    after: Annotated[Path, typer.Argument(help="The other trace.")],
+    after: Annotated[Path, typer.Argument(help="the other trace")],
     as_json: Json = False,
     rows: Rows = 20,
     chart: Chart = None,
     fresh: Fresh = False,
-    skip: Annotated[int, typer.Option(min=0, help="Leave out first steps.")] = 0,
-    steps_before: Annotated[str | None, typer.Option(help="Steps of the first trace, such as 3,4,5.")] = None,
-    steps_after: Annotated[str | None, typer.Option(help="Steps of the second trace.")] = None,
+    skip: Annotated[int, typer.Option(min=0, help="leave out first steps")] = 0,
+    steps_before: Annotated[str | None, typer.Option(help="steps of the first trace, such as 3,4,5")] = None,
+    steps_after: Annotated[str | None, typer.Option(help="steps of the second trace")] = None,
 ) -> None:
     """Why is one trace slower than another? The change of the step time, booked to causes.
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import polars as pl
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -19,15 +20,15 @@ app = typer.Typer(
 )
 
 Source = Annotated[
-    Path, typer.Argument(help="A trace (.json, .json.gz), or a folder with one trace a rank.", show_default=False)
+    Path, typer.Argument(help="a trace (.json, .json.gz), or a folder with one trace a rank", show_default=False)
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")]
-Rows = Annotated[int, typer.Option("--rows", min=1, help="How many rows of each table to show.")]
-Chart = Annotated[Path | None, typer.Option("--chart", help="Write a chart to this file: .html, .png, .svg or .json.")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON for machines instead of tables")]
+Rows = Annotated[int, typer.Option("--rows", min=1, help="how many rows of each table to show")]
+Chart = Annotated[Path | None, typer.Option("--chart", help="write a chart to this file: .html, .png, .svg or .json")]
 Fresh = Annotated[
-    bool, typer.Option("--fresh", help="Read the trace itself, not the columns kept from its last opening.")
+    bool, typer.Option("--fresh", help="read the trace itself, not the columns kept from its last opening")
 ]
-Step = Annotated[int | None, typer.Option("--step", help="One step's number; all steps where left out.")]
+Step = Annotated[int | None, typer.Option("--step", help="one step's number; all steps where left out")]
 
 
 def read_traces(path: Path, fresh: bool = False) -> list[Trace]:
@@ -48,12 +49,14 @@ def read_traces(path: Path, fresh: bool = False) -> list[Trace]:
 
 
 def open_traces(path: Path, fresh: bool = False) -> list[Trace]:
-    """Read a trace or a folder, and say which answers are uncertain."""
+    """Read a trace or a folder, and say what was left out of it and which answers are uncertain."""
+    from fettle.trace.health import trace_health
+
     console = Console(stderr=True)
     traces = read_traces(path, fresh)
     for trace in traces:
-        from fettle.trace.health import trace_health
-
+        for note in trace.facts.notes:
+            console.print(f"[yellow]rank {trace.rank}: {escape(note)}[/]", highlight=False)
         uncertain = trace_health(trace).uncertain
         if uncertain:
             console.print(
@@ -84,7 +87,7 @@ def show(frames: dict[str, pl.DataFrame], as_json: bool, rows: int = 30, notes: 
                 heading(column), justify="right" if shown[column].dtype.is_numeric() else "left", overflow="fold"
             )
         for row in shown.head(rows).iter_rows():
-            table.add_row(*(_escape(cell(v, c)) for v, c in zip(row, shown.columns, strict=True)))
+            table.add_row(*(escape(cell(v, c)) for v, c in zip(row, shown.columns, strict=True)))
         console.print(table)
         if shown.height > rows:
             console.print(f"{shown.height - rows} more rows: --rows {shown.height}", highlight=False)
@@ -97,12 +100,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
     return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
 
 
 def write_chart(path: Path | None, make: Callable[[], Any]) -> None:

@@ -10,6 +10,7 @@ import altair as alt
 import polars as pl
 
 from fettle.errors import UsageError
+from fettle.files import write_bytes
 from fettle.page import as_spec, shell
 from fettle.trace.idle import CAUSES
 
@@ -57,10 +58,7 @@ def save(chart: Any, path: Path) -> None:
         raise UsageError(f"charts are .html, .png, .svg or .json files, not '{path.suffix}'")
     made = as_spec(chart)
     content = json.dumps(made, default=str).encode() if kind == "json" else shell.draw(made, kind)
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    write_bytes(path, content)
 
 
 def colour(field: str, values: list[str], title: str | None = None) -> alt.Color:

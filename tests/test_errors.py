@@ -1,0 +1,22 @@
+"""Where an error is said to come from."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fettle.errors import first_line, is_users, place
+from fettle.workload import Workload
+
+
+def test_the_place_is_the_callers_innermost_line(tmp_path: Path) -> None:
+    path = tmp_path / "fettle" / "model.py"  # a folder of that name is not this package
+    code = "import torch\ndef call(model, x):\n    return torch.mm(x, x[0])\n"
+    names: dict[str, object] = {}
+    exec(compile(code, str(path), "exec"), names)
+    with pytest.raises(RuntimeError) as raised:
+        Workload(torch.nn.Identity(), [torch.ones(2, 2)], call=names["call"]).run(None, torch.ones(2, 2))
+    assert place(raised.value) == " at model.py:3"
+    assert first_line(raised.value).startswith("RuntimeError: ")
+    assert place(ValueError("never raised")) == ""
+    assert not any(is_users(file) for file in (torch.__file__, Workload.run.__code__.co_filename, "<string>"))

@@ -1,0 +1,52 @@
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from fettle.errors import UsageError
+from fettle.files import check_writable, whole, write_bytes, write_text
+
+
+def test_a_file_is_written_whole_and_its_folder_made(tmp_path: Path) -> None:
+    path = tmp_path / "new folder" / "müsli.txt"
+    check_writable(path, None)
+    assert not path.parent.exists()
+    write_text(path, "eins")
+    write_text(path, "zwei ½")
+    assert path.read_text(encoding="utf-8") == "zwei ½"
+    assert [item.name for item in path.parent.iterdir()] == [path.name]
+
+
+def test_a_block_that_raises_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "kept"
+    write_bytes(path, b"before")
+    with pytest.raises(KeyboardInterrupt), whole(path) as partial:  # noqa: PT012
+        partial.write_bytes(b"half")
+        raise KeyboardInterrupt
+    assert path.read_bytes() == b"before"
+    assert [item.name for item in tmp_path.iterdir()] == ["kept"]
+
+
+def test_a_link_stays_a_link_and_a_pipe_a_pipe(tmp_path: Path) -> None:
+    write_text(tmp_path / "real", "before")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    write_text(tmp_path / "link", "after")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_text() == "after"
+    check_writable(os.devnull)
+    write_text(os.devnull, "nothing")
+    assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
+
+
+@pytest.mark.parametrize("place", [".", "file/below", "a" * 300, "/proc/nothing/here"])
+def test_what_cannot_be_written_is_said_before_and_after(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    if place.startswith("a"):
+        with pytest.raises(UsageError, match="cannot write"):
+            write_text(tmp_path / place, "x")
+        return
+    for refused in (check_writable, lambda path: write_text(path, "x")):
+        with pytest.raises(UsageError, match="cannot write"):
+            refused(tmp_path / place)
+    assert [item.name for item in tmp_path.iterdir()] == ["file"]
