@@ -31,6 +31,7 @@ BUDGET_S = 1800
 def quick(monkeypatch):
     """Few rounds and processes: how certain a verdict is, is for the tests of the race."""
     monkeypatch.setattr(session, "SCREENING_ROUNDS", 4)
+    monkeypatch.setattr(_last_race, "SCREENING_ROUNDS", 4)
     monkeypatch.setattr(session, "Rules", functools.partial(session.Rules, slice_s=0.05, max_rounds=6))
     monkeypatch.setattr(_last_race, "REPLICATES", 1)
 

@@ -59,7 +59,7 @@ QUICK = """
 from functools import partial
 from fettle.measure import Rules
 from fettle.tuning import _last_race, session
-session.SCREENING_ROUNDS = 4
+session.SCREENING_ROUNDS = _last_race.SCREENING_ROUNDS = 4
 session.Rules = partial(Rules, slice_s=0.05, max_rounds=6)
 _last_race.REPLICATES = 1
 """
@@ -69,7 +69,8 @@ _last_race.REPLICATES = 1
 def quick() -> Iterator[None]:
     """Few rounds and processes: how certain a verdict is, is for the tests of the race."""
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in ((session, "SCREENING_ROUNDS"), (session, "Rules"), (_last_race, "REPLICATES")):
+        names = ("SCREENING_ROUNDS", "Rules", "REPLICATES")
+        for module, name in [(room, name) for room in (session, _last_race) for name in names if hasattr(room, name)]:
             patch.setattr(module, name, getattr(module, name))  # what it puts back
         exec(QUICK, {})
         yield
