@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from fettle.errors import UsageError
-from fettle.measure import Entry, Judge, Rules, Worker, WorkerError, _entrants, race
+from fettle.measure import Entry, Judge, Rules, Worker, WorkerError, _entrants, _inference, race
+from fettle.measure._state import Request, State
 from fettle.recipe import Recipe
 from fettle.workload import find_target
 
@@ -229,6 +230,74 @@ def test_inputs_that_the_model_rejects_are_one_line_with_the_place(tmp_path: Pat
     with pytest.raises(UsageError, match="the model does not take the inputs") as caught:
         builder.ask("probe", 60)
     assert "work.py:8" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "inputs", "words"),
+    [
+        ("return self.layer(x)", "[torch.ones(0, 3)]", "first batch of the inputs has no rows"),
+        ("return self.layer(x)", "[torch.ones(4, 3), torch.ones(4, 5)]", "does not take batch 2 of 2 of the inputs"),
+        ("return self.layer(x) / 0 * 0", "[torch.ones(4, 3)]", "NaN throughout"),
+        ("return (y for y in x)", "[torch.ones(4, 3)]", "holds no tensor"),
+        ("x.requires_grad_(); return torch.autograd.grad(self.layer(x).sum(), x)[0]", "[torch.ones(4, 3)]",
+         r"torch.enable_grad\(\)"),
+        ("exit(3)", "[torch.ones(4, 3)]", "SystemExit: 3"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_model_is_one_line(body: str, inputs: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=words) as caught:
+        _probed(_module(tmp_path, body, inputs), tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "inputs", "model"),
+    [
+        ("return self.layer(x.mul_(2))", "[torch.randn(4, 3), torch.randn(4, 3)]", "Net()"),  # writes into its input
+        ("return self.lazy(x)", "[torch.randn(4, 3)]", "Net()"),
+        ("return self.layer(x)", "[torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)])]", "Net()"),
+        ("return self.layer(x)", "[torch.randn(4, 3)]", "torch.export.export(Net(), (torch.randn(4, 3),)).module()"),
+        ("return self.layer(x)", "[torch.randn(4, 3)]", "torch.jit.script(torch.nn.Linear(3, 2))"),
+    ],
+)
+def test_odd_models_are_judged_right(body: str, inputs: str, model: str, tmp_path: Path) -> None:
+    target = _module(tmp_path, body, inputs, model)
+    reference = _probed(target, tmp_path)
+    state = State()
+    _inference.build(state, Request("build", target=target))
+    plain = "def optimize(model, batches):\n    return model\n"
+    prepared = _inference.prepare(state, Request("prepare", source=plain, path=reference))
+    assert prepared["accuracy"]["error"] < 1e-5
+    assert prepared["accuracy"]["problem"] == ""
+
+
+def _module(folder: Path, body: str, inputs: str, model: str = "Net()") -> dict[str, Any]:
+    lazy = "self.lazy = torch.nn.LazyLinear(2)" if "lazy" in body else ""
+    return _write(
+        folder,
+        f"""
+        import torch
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(3, 2)
+                {lazy}
+            def forward(self, x):
+                {body}
+        def workload():
+            return {model}, {inputs}
+        """,
+    )
+
+
+def _probed(target: dict[str, Any], folder: Path) -> str:
+    """What the first worker of a study does, in this process; returns the reference's path."""
+    state, path = State(), str(folder / "reference.pt")
+    _inference.build(state, Request("build", target=target))
+    _inference.probe(state, Request("probe"))
+    _inference.examine(state, Request("examine", label="fettle.diagnose.collect:glance"))
+    _inference.reference(state, Request("reference", path=path))
+    return path
 
 
 def test_one_batch_is_judged_on_another_too(tmp_path: Path, reference: Reference) -> None:
