@@ -63,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt")
     parser.add_argument("--new", type=int, default=32, help="tokens to generate")
     parser.add_argument("--rounds", type=int, default=3)
