@@ -8,21 +8,12 @@ from typing import Any
 
 # Threads that wait by spinning would take the core from the other half of the tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# Kernels of models this small are compiled sooner than the processes that would compile them side by side are started.
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # What is printed depends on none of what a terminal or a build server says of itself.
-for _name in (
-    "COLUMNS",
-    "LINES",
-    "FORCE_COLOR",
-    "NO_COLOR",
-    "PY_COLORS",
-    "TTY_COMPATIBLE",
-    "TTY_INTERACTIVE",
-    "TERMINAL_WIDTH",
-):
-    os.environ.pop(_name, None)
 os.environ["_TYPER_FORCE_DISABLE_TERMINAL"] = "1"
+os.environ["COLUMNS"] = "80"
+os.environ.pop("FORCE_COLOR", None)
+os.environ.pop("TTY_COMPATIBLE", None)
+os.environ.pop("TERMINAL_WIDTH", None)
 
 import hypothesis
 import pytest
