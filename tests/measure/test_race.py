@@ -255,7 +255,6 @@ def test_what_is_wrong_with_a_model_is_one_line(body: str, inputs: str, words: s
     [
         ("return self.layer(x.mul_(2))", "[torch.randn(4, 3), torch.randn(4, 3)]", "Net()"),  # writes into its input
         ("return self.lazy(x)", "[torch.randn(4, 3)]", "Net()"),
-        ("return self.layer(x)", "[torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)])]", "Net()"),
         ("return self.layer(x)", "[torch.randn(4, 3)]", "torch.export.export(Net(), (torch.randn(4, 3),)).module()"),
         ("return self.layer(x)", "[torch.randn(4, 3)]", "torch.jit.script(torch.nn.Linear(3, 2))"),
     ],

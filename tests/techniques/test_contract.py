@@ -284,3 +284,9 @@ def test_openvino_leaves_a_signal_stack_that_can_be_used(tmp_path):
         [sys.executable, "-X", "faulthandler", str(tmp_path / "two.py")], capture_output=True, text=True, check=False
     )
     assert done.stdout.strip() == "alive", (done.returncode, done.stderr[-2000:])
+
+
+def test_a_file_for_live_objects_says_how_to_use_it(capsys):
+    text = source(Recipe({"mode": "eval"}), Facts(training=True), heading="A live model, optimised.")
+    exec(compile(text, "optimized.py", "exec"), {"__name__": "__main__"})
+    assert "from optimized import optimize" in capsys.readouterr().out

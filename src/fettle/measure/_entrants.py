@@ -180,6 +180,8 @@ class Start:
                     try:
                         runner = self._ready(next(line), entrant.first.entry)
                     except WorkerError as error:
+                        if error.kind == "timeout" and time.monotonic() > self.rules.deadline:
+                            return  # the budget ended it: those that run already go on
                         entrant.first.failure, entrant.live = f"its process {copy + 1}: {error}", False
                         continue
                     stack.callback(runner.worker.close)
@@ -227,7 +229,7 @@ class Start:
 
     def _ready(self, built: Built, entry: Entry) -> Runner:
         """Apply the recipe in a process that was built, and pause it. Raises `WorkerError`, the process gone."""
-        began = time.monotonic()
+        began = time.monotonic() - built.build_s
         try:
             if built.failure is not None:
                 raise built.failure
@@ -236,7 +238,7 @@ class Start:
             built.worker.close()
             raise
         built.worker.pause()
-        runner.started_s = built.build_s + time.monotonic() - began
+        runner.started_s = time.monotonic() - began
         return runner
 
     def _prepared(self, worker: Worker, entry: Entry, began: float) -> Runner:
