@@ -8,6 +8,12 @@ from typing import Any
 
 # Threads that wait by spinning would take the core from the other half of the tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# What is printed depends on none of what a terminal or a build server says of itself.
+os.environ["_TYPER_FORCE_DISABLE_TERMINAL"] = "1"
+os.environ["COLUMNS"] = "80"
+os.environ.pop("FORCE_COLOR", None)
+os.environ.pop("TTY_COMPATIBLE", None)
+os.environ.pop("TERMINAL_WIDTH", None)
 
 import hypothesis
 import pytest
@@ -52,12 +58,18 @@ def _settings_stay():
     _restore()
 
 
-_LONG = ("tuning/test_tuning.py", "train/test_tune_training.py", "techniques/test_contract.py", "measure/test_race.py")
+_LONG = (
+    "tuning/test_tuning.py", "techniques/test_contract.py", "diagnose/test_diagnose.py", "serve/test_server.py",
+    "measure/test_race.py", "serve/test_search.py", "train/test_tune_training.py", "inputs/test_faults.py",
+    "serve/test_scale.py", "workloads/test_workloads.py",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):
     """Files that take minutes begin first: one that begins last would keep one core, and leave the other idle."""
-    items.sort(key=lambda item: next((n for n, name in enumerate(_LONG) if item.nodeid.startswith(f"tests/{name}")), 9))
+    items.sort(
+        key=lambda item: next((n for n, name in enumerate(_LONG) if item.nodeid.startswith(f"tests/{name}")), 99)
+    )
 
 
 @dataclass

@@ -74,10 +74,12 @@ def this_machine() -> Machine:
     )
 
 
-def measure_peaks(device: str) -> dict[str, float]:
+@lru_cache
+def measure_peaks(device: str) -> Mapping[str, float]:
     """What the device reaches in a large matrix product per dtype (FLOP/s) and in a copy (bytes/s, both ways).
 
-    The best of a few runs, as a ceiling should be. A dtype that the device cannot multiply is left out.
+    Measured once in a process; the best of a few runs, as a ceiling should be. A dtype that the device cannot multiply
+    is left out.
     """
     import torch
 

@@ -45,6 +45,33 @@ class RecipeFile(BaseModel):
         write_text(Path(path), tomli_w.dumps(_without_none(self.model_dump())))
 
 
+class _Workload(BaseModel):
+    name: str = ""
+    fingerprint: str = ""
+    target: str = ""
+
+
+class _Machine(BaseModel):
+    id: str | None = None
+    cpu: str = ""
+    gpus: list[str] = []
+    versions: dict[str, str] = {}
+
+
+class _Limits(BaseModel):
+    max_error: float | None = None
+    min_agreement: float | None = None
+    max_metric_drop: float | None = None
+
+
+class _Evidence(BaseModel):
+    limits: _Limits = _Limits()
+
+
+_SHAPES: dict[str, type[BaseModel]] = {"workload": _Workload, "machine": _Machine, "evidence": _Evidence}
+"""What fettle reads of these tables, and so must have this type. The rest of them is for people."""
+
+
 def load_recipe(path: str | Path) -> RecipeFile:
     """Read a ``recipe.toml``. Raises `UsageError` in one line for anything that is not one."""
     path = Path(path)
@@ -58,13 +85,15 @@ def load_recipe(path: str | Path) -> RecipeFile:
         raise UsageError(f"{path} is no recipe: {error}") from error
     if "levels" not in data:
         raise UsageError(f"{path} is no fettle recipe: it has no [levels] table")
+    where = ""
     try:
         found = RecipeFile.model_validate(data)
+        for where, shape in _SHAPES.items():
+            shape.model_validate(getattr(found, where))
     except ValidationError as error:
         problem = error.errors()[0]
-        raise UsageError(
-            f"{path} is no fettle recipe: {'.'.join(map(str, problem['loc']))}: {problem['msg']}"
-        ) from error
+        place = ".".join(map(str, ([where] if where else []) + list(problem["loc"])))
+        raise UsageError(f"{path} is no fettle recipe: {place}: {problem['msg']}") from error
     if found.format != FORMAT:
         raise UsageError(f"{path} has recipe format {found.format}; this fettle reads format {FORMAT}")
     check_names(found.recipe)

@@ -173,6 +173,8 @@ class Result:
     created: str = ""
     """ISO 8601, UTC."""
     interrupted: bool = False
+    unconfirmed: str = ""
+    """Why the winner was not measured again in a race of its own, one or two sentences; empty where it was."""
     notes: Sequence[str] = field(default_factory=tuple)
     plan: Sequence[PlanRow] = ()
     """Training over several ranks: the memory plan."""

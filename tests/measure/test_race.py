@@ -16,10 +16,12 @@ import psutil
 import pytest
 
 from fettle.errors import UsageError
-from fettle.measure import Entry, Judge, Rules, Worker, WorkerError, _entrants, race
+from fettle.measure import Entry, Judge, Rules, Worker, WorkerError, _entrants, _inference, race
+from fettle.measure._state import Request, State
 from fettle.recipe import Recipe
 from fettle.workload import find_target
 
+Reference = Callable[[Mapping[str, Any], Path], tuple[str, Judge]]
 SLEEPER = """
 import time, torch
 def model(x):
@@ -70,15 +72,26 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def _reference(target: Mapping[str, Any], path: Path) -> tuple[str, Judge]:
-    with Worker() as worker:
-        fingerprint = worker.ask("build", 60, target=target)["fingerprint"]
-        worker.ask("reference", 60, path=str(path))
-    return fingerprint, Judge(str(path), max_error=0.02)
+@pytest.fixture
+def reference(builder: Worker) -> Reference:
+    """Writes the reference outputs of a target to a path; gives its fingerprint, and what judges by them."""
+
+    def written(target: Mapping[str, Any], path: Path) -> tuple[str, Judge]:
+        fingerprint = builder.ask("build", 60, target=target)["fingerprint"]
+        builder.ask("reference", 60, path=str(path))
+        return fingerprint, Judge(str(path), max_error=0.02)
+
+    return written
 
 
-def test_a_race_ranks_rejects_and_survives(target: dict[str, Any], tmp_path: Path) -> None:
-    fingerprint, judging = _reference(target, tmp_path / "reference.pt")
+def _workers() -> set[int]:
+    children = psutil.Process().children(recursive=True)
+    return {child.pid for child in children if "fettle.measure._worker" in " ".join(child.cmdline())}
+
+
+def test_a_race_ranks_rejects_and_survives(target: dict[str, Any], tmp_path: Path, reference: Reference) -> None:
+    fingerprint, judging = reference(target, tmp_path / "reference.pt")
+    before = _workers()
     entries = [
         _entry("baseline"),
         _entry("faster", "model.delay = 0.002"),
@@ -101,9 +114,7 @@ def test_a_race_ranks_rejects_and_survives(target: dict[str, Any], tmp_path: Pat
     assert raises.reason == "ValueError: no such layer"
     assert dies.status == "failed"
     assert "SIGSEGV" in dies.reason
-    assert not [
-        p for p in psutil.Process().children(recursive=True) if "fettle.measure._worker" in " ".join(p.cmdline())
-    ]
+    assert _workers() == before
 
 
 def test_a_time_limit_kills_the_worker_with_its_children(
@@ -146,8 +157,10 @@ def test_a_worker_killed_from_outside_is_one_failed_trial(target: dict[str, Any]
         assert caught.value.kind == "memory"
 
 
-def test_a_recipe_that_dies_during_the_race_fails_and_the_others_go_on(target: dict[str, Any], tmp_path: Path) -> None:
-    fingerprint, judging = _reference(target, tmp_path / "reference.pt")
+def test_a_recipe_that_dies_during_the_race_fails_and_the_others_go_on(
+    target: dict[str, Any], tmp_path: Path, reference: Reference
+) -> None:
+    fingerprint, judging = reference(target, tmp_path / "reference.pt")
     mark = tmp_path / "now"
     body = f"import os\ndef run(x):\n    if os.path.exists({str(mark)!r}): os._exit(7)\n    return model(x)"
     trials = race(
@@ -172,8 +185,8 @@ def test_memory_error_is_called_out_of_memory(target: dict[str, Any]) -> None:
     assert trials[0].reason.startswith("out of memory")
 
 
-def test_a_deadline_leaves_out_what_was_not_begun(target: dict[str, Any], tmp_path: Path) -> None:
-    fingerprint, judging = _reference(target, tmp_path / "reference.pt")
+def test_a_deadline_leaves_out_what_was_not_begun(target: dict[str, Any], tmp_path: Path, reference: Reference) -> None:
+    fingerprint, judging = reference(target, tmp_path / "reference.pt")
     entries = [_entry("baseline"), _entry("late")]
     trials = race(target, fingerprint, entries, judging, Rules(deadline=time.monotonic() - 1, slice_s=0.05))
     assert [trial.recipe for trial in trials] == [Recipe()]
@@ -219,15 +232,83 @@ def test_inputs_that_the_model_rejects_are_one_line_with_the_place(tmp_path: Pat
     assert "work.py:8" in str(caught.value)
 
 
-def test_one_batch_is_judged_on_another_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("body", "inputs", "words"),
+    [
+        ("return self.layer(x)", "[torch.ones(0, 3)]", "first batch of the inputs has no rows"),
+        ("return self.layer(x)", "[torch.ones(4, 3), torch.ones(4, 5)]", "does not take batch 2 of 2 of the inputs"),
+        ("return self.layer(x) / 0 * 0", "[torch.ones(4, 3)]", "NaN throughout"),
+        ("return (y for y in x)", "[torch.ones(4, 3)]", "holds no tensor"),
+        ("x.requires_grad_(); return torch.autograd.grad(self.layer(x).sum(), x)[0]", "[torch.ones(4, 3)]",
+         r"torch.enable_grad\(\)"),
+        ("exit(3)", "[torch.ones(4, 3)]", "SystemExit: 3"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_model_is_one_line(body: str, inputs: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=words) as caught:
+        _probed(_module(tmp_path, body, inputs), tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "inputs", "model"),
+    [
+        ("return self.layer(x.mul_(2))", "[torch.randn(4, 3), torch.randn(4, 3)]", "Net()"),  # writes into its input
+        ("return self.lazy(x)", "[torch.randn(4, 3)]", "Net()"),
+        ("return self.layer(x)", "[torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)])]", "Net()"),
+        ("return self.layer(x)", "[torch.randn(4, 3)]", "torch.export.export(Net(), (torch.randn(4, 3),)).module()"),
+        ("return self.layer(x)", "[torch.randn(4, 3)]", "torch.jit.script(torch.nn.Linear(3, 2))"),
+    ],
+)
+def test_odd_models_are_judged_right(body: str, inputs: str, model: str, tmp_path: Path) -> None:
+    target = _module(tmp_path, body, inputs, model)
+    reference = _probed(target, tmp_path)
+    state = State()
+    _inference.build(state, Request("build", target=target))
+    plain = "def optimize(model, batches):\n    return model\n"
+    prepared = _inference.prepare(state, Request("prepare", source=plain, path=reference))
+    assert prepared["accuracy"]["error"] < 1e-5
+    assert prepared["accuracy"]["problem"] == ""
+
+
+def _module(folder: Path, body: str, inputs: str, model: str = "Net()") -> dict[str, Any]:
+    lazy = "self.lazy = torch.nn.LazyLinear(2)" if "lazy" in body else ""
+    return _write(
+        folder,
+        f"""
+        import torch
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = torch.nn.Linear(3, 2)
+                {lazy}
+            def forward(self, x):
+                {body}
+        def workload():
+            return {model}, {inputs}
+        """,
+    )
+
+
+def _probed(target: dict[str, Any], folder: Path) -> str:
+    """What the first worker of a study does, in this process; returns the reference's path."""
+    state, path = State(), str(folder / "reference.pt")
+    _inference.build(state, Request("build", target=target))
+    _inference.probe(state, Request("probe"))
+    _inference.examine(state, Request("examine", label="fettle.diagnose.collect:glance"))
+    _inference.reference(state, Request("reference", path=path))
+    return path
+
+
+def test_one_batch_is_judged_on_another_too(tmp_path: Path, reference: Reference) -> None:
     target = _write(tmp_path, "import torch\ndef workload():\n    return torch.nn.Linear(3, 2), torch.randn(4, 3)")
-    fingerprint, judging = _reference(target, tmp_path / "reference.pt")
+    fingerprint, judging = reference(target, tmp_path / "reference.pt")
     memo = "seen = {}\ndef run(x):\n    if 'y' not in seen: seen['y'] = model(x)\n    return seen['y']"
     trial = race(target, fingerprint, [_entry("remembers", memo, "run")], judging, Rules(max_rounds=3))[0]
     assert trial.status == "rejected"
 
 
-def test_a_model_whose_buffers_change_is_judged_in_the_reference_order(tmp_path: Path) -> None:
+def test_a_model_whose_buffers_change_is_judged_in_the_reference_order(tmp_path: Path, reference: Reference) -> None:
     target = _write(
         tmp_path,
         """
@@ -243,13 +324,13 @@ def test_a_model_whose_buffers_change_is_judged_in_the_reference_order(tmp_path:
             return Counter().eval(), [torch.ones(2, 2), torch.ones(2, 2) * 3]
         """,
     )
-    fingerprint, judging = _reference(target, tmp_path / "reference.pt")
+    fingerprint, judging = reference(target, tmp_path / "reference.pt")
     trial = race(target, fingerprint, [_entry("plain")], judging, Rules(max_rounds=3))[0]
     assert trial.ok
     assert trial.accuracy.error < 1e-6
 
 
-def test_a_metric_is_measured_and_a_broken_one_never_passes(tmp_path: Path) -> None:
+def test_a_metric_is_measured_and_a_broken_one_never_passes(tmp_path: Path, reference: Reference) -> None:
     text = """
     import torch
     def metric(run):
@@ -264,7 +345,7 @@ def test_a_metric_is_measured_and_a_broken_one_never_passes(tmp_path: Path) -> N
         return {"model": model, "inputs": [torch.ones(2, 3), torch.ones(2, 3)], "metric": broken}
     """
     target = _write(tmp_path, text)
-    fingerprint, _ = _reference(target, tmp_path / "reference.pt")
+    fingerprint, _ = reference(target, tmp_path / "reference.pt")
     judging = Judge(str(tmp_path / "reference.pt"), max_metric_drop=0.1, reference_metric=6.0)
     good, low = race(
         target,
@@ -278,16 +359,18 @@ def test_a_metric_is_measured_and_a_broken_one_never_passes(tmp_path: Path) -> N
     assert low.status == "rejected"
     assert "fell from 6 to 3" in low.reason
     target = _write(tmp_path, text, "bad")
-    fingerprint, _ = _reference(target, tmp_path / "reference.pt")
+    fingerprint, _ = reference(target, tmp_path / "reference.pt")
     trial = race(target, fingerprint, [_entry("same")], judging, Rules(max_rounds=3))[0]
     assert trial.status == "rejected"
     assert "metric is nan" in trial.reason
     assert math.isnan(trial.accuracy.metric)
 
 
-def test_replicates_show_what_differs_from_process_to_process(target: dict[str, Any], tmp_path: Path) -> None:
+def test_replicates_show_what_differs_from_process_to_process(
+    target: dict[str, Any], tmp_path: Path, reference: Reference
+) -> None:
     """Each process of the same code has a speed of its own: one process each would be certain of a difference."""
-    fingerprint, judging = _reference(target, tmp_path / "reference.pt")
+    fingerprint, judging = reference(target, tmp_path / "reference.pt")
     lottery = (
         f"import glob, os\nmine = os.path.join({str(tmp_path)!r}, f'process-{{os.getpid()}}')\n"
         f"open(mine, 'w').close()\nmodel.delay = 0.02 * len(glob.glob(os.path.join({str(tmp_path)!r}, 'process-*')))"
@@ -303,15 +386,17 @@ def test_replicates_show_what_differs_from_process_to_process(target: dict[str, 
     assert statistics.median(other.log_ratios) < 0  # the rounds say slower
 
 
-def test_replicates_are_not_started_where_they_would_take_too_long(target: dict[str, Any], tmp_path: Path) -> None:
-    fingerprint, judging = _reference(target, tmp_path / "reference.pt")
+def test_replicates_are_not_started_where_they_would_take_too_long(
+    target: dict[str, Any], tmp_path: Path, reference: Reference
+) -> None:
+    fingerprint, judging = reference(target, tmp_path / "reference.pt")
     rules = Rules(slice_s=0.05, max_rounds=3, replicates=3, replicate_s=0.1)
     trials = race(target, fingerprint, [_entry("baseline"), _entry("other")], judging, rules)
     assert [trial.processes for trial in trials] == [1, 1]
 
 
-def test_a_replicate_that_dies_fails_its_recipe(target: dict[str, Any], tmp_path: Path) -> None:
-    fingerprint, judging = _reference(target, tmp_path / "reference.pt")
+def test_a_replicate_that_dies_fails_its_recipe(target: dict[str, Any], tmp_path: Path, reference: Reference) -> None:
+    fingerprint, judging = reference(target, tmp_path / "reference.pt")
     second = (
         f"import os\nmark = {str(tmp_path / 'mark')!r}\nif os.path.exists(mark): raise ValueError('not twice')\n"
         "open(mark, 'w').close()"

@@ -472,3 +472,35 @@ def test_a_thousand_connections_that_say_nothing_stop_nobody(server):
         for link in links:
             link.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_what_http_says_of_a_connection_is_kept(store):
+    """Old clients, HEAD, two requests at once, and a client that asks before it sends its body."""
+
+    def said(request, later=b""):
+        with socket.create_connection(("127.0.0.1", server.ports[0]), timeout=30) as link:
+            link.sendall(request)
+            found = b""
+            if later:
+                found = link.recv(1000)
+                link.sendall(later)
+            while piece := link.recv(1 << 16):  # until the server closes
+                found += piece
+        return found
+
+    body = json.dumps(
+        {"inputs": [{"name": "input", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]}
+    ).encode()
+    head = b"POST /v2/models/net/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n" % len(body)
+    close = b"Connection: close\r\n"
+    with running([open_package(store / "net-1")]) as server:
+        old = said(b"GET /ping HTTP/1.0\r\n\r\n")
+        assert old.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert b"connection: close" in old
+        assert b"\r\n\r\n" in said(b"HEAD /v2 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        two = said(head + b"\r\n" + body + head + close + b"\r\n" + body)
+        assert two.count(b"HTTP/1.1 200 OK") == two.count(b'"model_name":"net"') == 2
+        assert two.count(b"connection: close") == 1
+        waited = said(head + close + b"Expect: 100-continue\r\n\r\n", later=body)
+        assert waited.startswith(b"HTTP/1.1 100 Continue\r\n\r\n")
+        assert waited.count(b"HTTP/1.1 200 OK") == 1

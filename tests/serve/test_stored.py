@@ -14,6 +14,7 @@ from fettle.recipe import Recipe
 from fettle.serve.export import write_package
 from fettle.serve.openvino import GRAPH, OpenvinoModel
 from fettle.serve.package import ServeSettings, open_package, seal
+from fettle.serve.program import load_program
 from fettle.serve.runner import Runner, load_model
 from fettle.workload import Workload
 
@@ -162,3 +163,37 @@ def test_a_hostile_graph_is_refused_before_openvino_reads_it(openvino, tmp_path,
 def test_openvinos_files_run_on_the_cpu_only(openvino):
     with pytest.raises(UsageError, match="runs on the CPU"):
         load_model(openvino[2], "cuda")
+
+
+class KeepsAType(torch.nn.Module):
+    """Makes a tensor and converts it to its input's type, which exporting finds to be nothing to do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.second(x * torch.arange(4).float().to(x.dtype))
+
+
+def test_a_part_that_stays_float32_is_named(tmp_path):
+    work = Workload(KeepsAType().eval(), [torch.rand(4, 4)])
+    with pytest.raises(UsageError, match=r"precision=bf16 cannot be packaged.*model\.to\(torch\.bfloat16\)") as failure:
+        write_package(work, Recipe.parse("precision=bf16"), tmp_path / "model", name="m")
+    assert "\n" not in str(failure.value)
+    made = Workload(KeepsAType().eval().to(torch.bfloat16), [torch.rand(4, 4, dtype=torch.bfloat16)])
+    assert not (tmp_path / "model").exists()
+    for name, what, recipe in (("cast", work, "precision=autocast-bf16"), ("given", made, "")):  # as it advises
+        write_package(what, Recipe.parse(recipe), tmp_path / name, name="m")
+
+
+def test_a_program_looks_at_new_shapes_only_and_at_all_of_them(store):
+    module, calls = load_program(store / "net-1"), []
+    wrong, right = torch.zeros(2, 5), torch.zeros(2, 4)
+    for rows in (right, right, wrong, right, wrong, torch.zeros(3, 4)):
+        try:
+            calls.append(tuple(module(rows)[0].shape))
+        except RuntimeError:
+            calls.append("refused")
+    assert calls == [(2, 3), (2, 3), "refused", (2, 3), "refused", (3, 3)]

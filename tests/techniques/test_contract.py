@@ -79,13 +79,15 @@ FACTS = replace(
 )  # fmt: skip
 DEAR = {
     "compile": {"max-autotune"},
-    "runtime": {"openvino-int8", "aoti"},
+    "runtime": {"openvino-int8", "openvino-bf16", "aoti"},
+    "freeze": {"on"},
+    "region": {"blocks"},
     "quantize": {"int8-weight"},
     "batch": {"x4", "x8", "x16", "x32"},
     "precision": {"fp16", "autocast-fp16"},
     "shapes": {"static", "dynamic"},
 }
-"""Left to the slow tests: a near twin stands for them, or they cost too much."""
+"""Left to the slow tests: a near twin or a mixture stands for them, or they cost too much."""
 
 
 def completed(name: str, level: str) -> Recipe:

@@ -35,7 +35,7 @@ def technique_levels(options: Sequence[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for option in options:
         name, equals, levels = option.partition("=")
-        if not equals or not name or not levels:
+        if not equals or not name.strip() or not levels.strip(" ,"):
             raise UsageError(
                 f"--technique {option!r}: write NAME=LEVEL or NAME=LEVEL,LEVEL, for example precision=bf16"
             )

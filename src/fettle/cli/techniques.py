@@ -28,7 +28,8 @@ def command(
     """
     import msgspec
 
-    from fettle.measure import Worker
+    from fettle.errors import UsageError
+    from fettle.measure import Worker, WorkerError
     from fettle.techniques import CATALOGUE, Facts, machine_facts
     from fettle.workload import check_mode, find_target
 
@@ -37,9 +38,12 @@ def command(
         facts = machine_facts(mode)
     else:
         found = replace(find_target(target), mode=mode)
-        with Worker() as worker:
-            worker.ask("build", 600, target=msgspec.to_builtins(found))
-            facts = msgspec.convert(worker.ask("probe", 600)["facts"], Facts)
+        try:
+            with Worker() as worker:
+                worker.ask("build", 600, target=msgspec.to_builtins(found))
+                facts = msgspec.convert(worker.ask("probe", 600)["facts"], Facts)
+        except WorkerError as error:
+            raise UsageError(f"the workload could not be probed: {error}") from error
     catalogue = [technique for technique in CATALOGUE if mode in technique.modes]
     if as_json:
         rows = [

@@ -29,7 +29,7 @@ from fettle.diagnose.waiting import CoreClock, at_hand, waiting
 from fettle.machine import measure_peaks
 from fettle.techniques import probe_facts, unchanged
 from fettle.train import TrainingWorkload
-from fettle.workload import Workload, leaves, tensors
+from fettle.workload import Workload, leaves, map_tensors, tensors
 
 
 def collect(given: Workload | TrainingWorkload, seconds: float) -> Evidence:
@@ -104,9 +104,11 @@ def glance(workload: Workload, seconds: float) -> Evidence:
     del seconds
     device = device_type(workload)
     module = workload.model if isinstance(workload.model, torch.nn.Module) else torch.nn.Module()
+    # A model may write into what it is given, and the reference is computed from these inputs afterwards.
+    fresh = replace(workload, inputs=[map_tensors(torch.clone, workload.inputs[0])])
     with unchanged(workload, module), torch.no_grad():
-        plain = timed(lambda: workload.run(workload.model, workload.inputs[0]), device, 0.0, least=2)
-        found, watched_s = operations(workload, device, calls=1)
+        plain = timed(lambda: fresh.run(fresh.model, fresh.inputs[0]), device, 0.0, least=2)
+        found, watched_s = operations(fresh, device, calls=1)
     facts = probe_facts(workload)
     return Evidence(
         facts=facts,

@@ -23,8 +23,11 @@ def decided(entrants: Sequence[Entrant], anchor: Entrant, rules: Rules) -> bool:
     for entrant in live:
         if entrant.rejected:  # shown with its speed, but it cannot win: the first look is enough
             entrant.live = False
-    able = [entrant for entrant in live if not entrant.rejected]
-    if not able:
+    for entrant in live:
+        if entrant is not anchor and entrant.live and _is_out_of_reach(anchor, entrant, rules):
+            entrant.live = False
+    able = [entrant for entrant in live if entrant.live and not entrant.rejected]
+    if not able or (able == [anchor] and len(entrants) > 1):
         return True
     # Speed-ups refer to the anchor: it stays to the end, unless one call of it would cost as much as a round.
     anchor_stays = anchor.live and anchor.first.answer["call_ns"] < _DEAR_CALL_NS
@@ -38,6 +41,13 @@ def decided(entrants: Sequence[Entrant], anchor: Entrant, rules: Rules) -> bool:
             entrant.live = False
     in_doubt = sum(entrant.live for entrant in entrants if entrant is not anchor or entrant is leader)
     return in_doubt <= 1 and (leader is anchor or not anchor_stays or _is_precise(anchor, leader, rules))
+
+
+def _is_out_of_reach(anchor: Entrant, entrant: Entrant, rules: Rules) -> bool:
+    """Whether an entry is certainly slower than what the caller has in hand."""
+    if math.isinf(rules.to_beat):
+        return False
+    return _statistics.log_interval(log_ratios(anchor, entrant), rules.alpha).high < rules.to_beat
 
 
 def _is_settled(anchor: Entrant, entrant: Entrant, rules: Rules) -> bool:

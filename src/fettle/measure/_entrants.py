@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,18 @@ class Held:
 
     runner: Runner | None = None
 
+    @property
+    def waits(self) -> bool:
+        """Whether there is a process to be taken."""
+        return self.runner is not None and not self.runner.failure
+
     def take(self) -> Runner | None:
         """The runner, with nothing measured yet; None where there is none or it has died."""
         if self.runner is None or self.runner.failure:
             return None
         kept = self.runner
-        return Runner(kept.entry, kept.worker, kept.answer, kept.accuracy, kept.rejected, time.monotonic())
+        began = time.monotonic()
+        return Runner(kept.entry, kept.worker, kept.answer, kept.accuracy, kept.rejected, began, kept.started_s)
 
     def close(self) -> None:
         """End the process."""
@@ -88,6 +95,16 @@ class Entrant:
 
 
 @dataclass(frozen=True)
+class Built:
+    """A process with the workload in it, or why it could not be built."""
+
+    worker: Worker
+    build_s: float
+    """Its share of the time that building took."""
+    failure: WorkerError | None = None
+
+
+@dataclass(frozen=True)
 class Start:
     """What every worker of a race is started with."""
 
@@ -106,6 +123,16 @@ class Start:
         """Start the workers one after the other; failures go into `trials`. Stops at the deadline, and when memory
         runs short: the entries after the last one touched have not been begun."""
         entrants: dict[int, Entrant] = {}
+        waits = self.held is not None and self.held.waits
+        queue = [(entry, f"{index:02d}") for index, entry in enumerate(entries) if entry.recipe.levels or not waits]
+        with closing(self._built(queue)) as line:
+            self._line_up(entries, trials, entrants, line, stack, tell)
+        return entrants
+
+    def _line_up(
+        self, entries: Sequence[Entry], trials: dict[int, Trial], entrants: dict[int, Entrant],
+        line: Generator[Built, None, None], stack: ExitStack, tell: Callable[[Progress], None],
+    ) -> None:  # fmt: skip
         for index, entry in enumerate(entries):
             if index and time.monotonic() > self.rules.deadline:
                 break
@@ -117,7 +144,7 @@ class Start:
             tell(Progress("start", entry.recipe))
             began = time.monotonic()
             try:
-                runner = self.one(entry, f"{index:02d}")
+                runner = self._ready(next(line), entry)
             except WorkerError as error:
                 if error.kind == "timeout" and time.monotonic() > self.rules.deadline:
                     break  # the budget ended it, not its own time limit: that says nothing about the recipe
@@ -133,52 +160,89 @@ class Start:
                 stack.callback(runner.worker.close)
             if _memory_is_short() and len(entrants) > 1:
                 break
-        return entrants
 
     def replicate(self, entrants: Mapping[int, Entrant], stack: ExitStack, tell: Callable[[Progress], None]) -> None:
         """Start the further processes of each entry that may win, a whole set at a time: as many sets as the rules ask
         for, and as time and memory allow."""
-        able = {index: entrant for index, entrant in entrants.items() if not entrant.rejected}
+        able = {
+            index: entrant for index, entrant in entrants.items() if not (entrant.rejected or entrant.first.entry.once)
+        }
         left_s = min(self.rules.replicate_s, self.rules.deadline - time.monotonic())
         for copy in range(1, self.rules.replicates):
             cost_s = sum(entrant.first.started_s for entrant in able.values())
             if len(able) < 2 or cost_s > left_s or _memory_is_short():
                 return
             began = time.monotonic()
-            for index, entrant in able.items():
-                tell(Progress("start", entrant.first.entry.recipe))
-                try:
-                    runner = self.one(entrant.first.entry, f"{index:02d}-{copy}")
-                except WorkerError as error:
-                    entrant.first.failure, entrant.live = f"its process {copy + 1}: {error}", False
-                    continue
-                stack.callback(runner.worker.close)
-                entrant.runners.append(runner)
+            queue = [(entrant.first.entry, f"{index:02d}-{copy}") for index, entrant in able.items()]
+            with closing(self._built(queue)) as line:
+                for entrant in able.values():
+                    tell(Progress("start", entrant.first.entry.recipe))
+                    try:
+                        runner = self._ready(next(line), entrant.first.entry)
+                    except WorkerError as error:
+                        entrant.first.failure, entrant.live = f"its process {copy + 1}: {error}", False
+                        continue
+                    stack.callback(runner.worker.close)
+                    entrant.runners.append(runner)
             able = {index: entrant for index, entrant in able.items() if entrant.live}
             left_s -= time.monotonic() - began
 
-    def one(self, entry: Entry, name: str) -> Runner:
-        """Start one process and pause it. Raises `WorkerError`, the process gone."""
-        began = time.monotonic()
-        log = self.log_folder / f"{self.heat:03d}-{name}.log" if self.log_folder else None
-        worker = Worker({**self.environment, **entry.environment}, log, ranks=entry.ranks)
-        try:
-            runner = self._prepared(worker, entry, began)
-        except BaseException:
-            worker.close()
-            raise
-        worker.pause()
-        runner.started_s = time.monotonic() - began
-        return runner
+    def _built(self, queue: Sequence[tuple[Entry, str]]) -> Generator[Built, None, None]:
+        """The processes of `queue` in its order, each with the workload built and paused, `Rules.abreast` of them built
+        side by side. Those that were built and never asked for are ended when the iterator is closed."""
+        for begin in range(0, len(queue), self.rules.abreast):
+            built = self._build(queue[begin : begin + self.rules.abreast])
+            try:
+                while built:
+                    yield built.pop(0)
+            finally:
+                for one in built:
+                    one.worker.close()
 
-    def _prepared(self, worker: Worker, entry: Entry, began: float) -> Runner:
-        built = worker.ask("build", self.rules.prepare_timeout_s, target=self.target)
+    def _build(self, group: Sequence[tuple[Entry, str]]) -> list[Built]:
+        began = time.monotonic()
+        workers: list[Worker] = []
+        try:
+            for entry, name in group:
+                log = self.log_folder / f"{self.heat:03d}-{name}.log" if self.log_folder else None
+                workers.append(Worker({**self.environment, **entry.environment}, log, ranks=entry.ranks))
+            failures = [_failure(partial(worker.begin, "build", target=self.target)) for worker in workers]
+            failures = [failure or _failure(partial(self._finish, worker))
+                        for worker, failure in zip(workers, failures, strict=True)]  # fmt: skip
+        except BaseException:
+            for worker in workers:
+                worker.close()
+            raise
+        build_s = (time.monotonic() - began) / len(group)
+        return [Built(worker, build_s, failure) for worker, failure in zip(workers, failures, strict=True)]
+
+    def _finish(self, worker: Worker) -> None:
+        built = worker.finish("build", self.rules.prepare_timeout_s)
+        worker.pause()
         if self.fingerprint and built["fingerprint"] != self.fingerprint:
             raise WorkerError(
                 "the factory built other weights or inputs than before: make it deterministic "
                 "(seed every generator; fettle calls torch.manual_seed(0) first)"
             )
-        timeout_s = max(10.0, min(self.rules.prepare_timeout_s, self.rules.deadline - time.monotonic() + 30.0))
+
+    def _ready(self, built: Built, entry: Entry) -> Runner:
+        """Apply the recipe in a process that was built, and pause it. Raises `WorkerError`, the process gone."""
+        began = time.monotonic()
+        try:
+            if built.failure is not None:
+                raise built.failure
+            runner = self._prepared(built.worker, entry, began)
+        except BaseException:
+            built.worker.close()
+            raise
+        built.worker.pause()
+        runner.started_s = built.build_s + time.monotonic() - began
+        return runner
+
+    def _prepared(self, worker: Worker, entry: Entry, began: float) -> Runner:
+        timeout_s = max(
+            10.0, min(self.rules.prepare_timeout_s, self.rules.deadline - time.monotonic() + self.rules.grace_s)
+        )
         answer = worker.ask(
             "prepare",
             timeout_s,
@@ -193,6 +257,14 @@ class Start:
         if self.judging.path and not (self.judging.exempt_baseline and not entry.recipe.levels):
             rejected = self.judging.reason(accuracy)
         return Runner(entry, worker, answer, accuracy, rejected, began)
+
+
+def _failure(do: Callable[[], None]) -> WorkerError | None:
+    try:
+        do()
+    except WorkerError as error:
+        return error
+    return None
 
 
 def _in_all(number: int, logs: Sequence[Mapping[int, float]]) -> bool:

@@ -130,10 +130,13 @@ def with_check(workload: Any) -> Any:
     rows in another order, so that a recipe which only knows the first batch is found out."""
     import torch
 
+    from fettle.errors import UsageError
     from fettle.workload import map_tensors, tensors
 
     first = next(iter(tensors(workload.inputs[0])), None)
-    rows = workload.samples or (int(first.shape[0]) if first is not None and first.dim() else 1)
+    rows = workload.samples or (int(first.size(0)) if first is not None and first.dim() else 1)
+    if rows == 0:
+        raise UsageError("the first batch of the inputs has no rows: give batches with at least one")
     check = list(workload.check_inputs)
     if not check and len(workload.inputs) == 1:
 
@@ -152,15 +155,26 @@ def check_inputs(workload: Any) -> None:
 
     from fettle.errors import UsageError, first_line, place
     from fettle.measure._reference import buffers_kept
+    from fettle.workload import map_tensors
 
     model = workload.model
     if isinstance(model, torch.nn.Module) and any(tensor.is_meta for tensor in model.parameters()):
         raise UsageError("the model is on the meta device, where weights have no values: load them before it is tuned")
-    try:
+
+    def once() -> None:
         torch.manual_seed(0)
-        with torch.no_grad(), buffers_kept(workload.model):
-            workload.run(workload.model, workload.inputs[0])
-    except Exception as error:
+        with buffers_kept(workload.model):  # a model may write into what it is given
+            workload.run(workload.model, map_tensors(torch.clone, workload.inputs[0]))
+
+    try:
+        with torch.no_grad():
+            once()
+    except (Exception, SystemExit) as error:
+        if "does not require grad" in str(error):
+            raise UsageError(
+                f"the model computes gradients in its own call{place(error)}, and is called without them here: let it "
+                "do so under torch.enable_grad()"
+            ) from error
         raise UsageError(f"the model does not take the inputs: {first_line(error)}{place(error)}") from error
 
 

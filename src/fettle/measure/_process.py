@@ -83,11 +83,19 @@ class Worker:
 
         A worker that fails in any way but an ordinary exception is gone afterwards.
         """
+        self.begin(do, **fields)
+        return self.finish(do, timeout_s)
+
+    def begin(self, do: str, **fields: Any) -> None:
+        """Send a request without waiting: `finish` has its answer. So two workers can work side by side."""
         self.resume()
         try:
             self._ask.write(msgspec.json.encode({"do": do, **fields}) + b"\n")
         except OSError:
             raise self._ended() from None
+
+    def finish(self, do: str, timeout_s: float) -> dict[str, Any]:
+        """The answer to the request that was begun; raises what `ask` raises."""
         line = self._read_line(time.monotonic() + timeout_s, timeout_s, do)
         answer: dict[str, Any] = msgspec.json.decode(line)
         if "error" in answer:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,7 @@ import msgspec
 import psutil
 import torch
 
+from fettle.errors import UsageError, first_line
 from fettle.measure._accuracy import Outputs, compare, tensors, user_metric, worst
 from fettle.workload import Workload, map_tensors
 
@@ -45,7 +47,8 @@ def write_reference(workload: Workload, path: str) -> Written:
     model = workload.model
     module = model if isinstance(model, torch.nn.Module) else None
     if module is not None:
-        module.eval()
+        with contextlib.suppress(NotImplementedError):  # an exported program has one mode, the one it was exported in
+            module.eval()
 
     def outputs(cast: Callable[[Any], Any], seed: int = 0) -> list[Outputs]:
         found = []
@@ -53,17 +56,26 @@ def write_reference(workload: Workload, path: str) -> Written:
             for batch in [*workload.inputs, *workload.check_inputs]:
                 torch.manual_seed(seed)
                 fresh = map_tensors(torch.clone, batch)  # a model may write into what it is given
-                found.append(tensors(workload.run(model, cast(fresh))))
+                try:
+                    found.append(tensors(workload.run(model, cast(fresh))))
+                except Exception as error:  # of the first batch, the probe has told
+                    number, total = len(found) + 1, len(workload.inputs) + len(workload.check_inputs)
+                    error.add_note(f"batch {number} of {total}")
+                    raise
         return found
 
     with torch.no_grad():
         timed = time.perf_counter()
-        given = outputs(lambda batch: batch)
+        try:
+            given = outputs(lambda batch: batch)
+        except Exception as error:
+            where = getattr(error, "__notes__", ["a batch"])[-1]
+            raise UsageError(f"the model does not take {where} of the inputs: {first_line(error)}") from error
         float32_s = time.perf_counter() - timed
         if not any(given):
-            from fettle.errors import UsageError
-
             raise UsageError("the model's output holds no tensor, so its answers cannot be checked")
+        if all(_is_nan(outputs) for outputs in given):
+            raise UsageError("the model's answers are NaN throughout, so no recipe's answers can be checked")
         noise = 0.0
         if float32_s < SECONDS / 2:
             noise = _distance(outputs(lambda batch: batch, seed=1), given)
@@ -86,7 +98,8 @@ def write_reference(workload: Workload, path: str) -> Written:
                 except Exception as error:
                     text = str(error).splitlines()
                     why = f"it does not run in float64: {text[0][:120] if text else type(error).__name__}"
-        torch.save(best, path)
+        torch.save(best, f"{path}.part")
+        os.replace(f"{path}.part", path)  # whole or not at all: a resumed study trusts what is there
     return Written(
         dtype=dtype,
         why=why,
@@ -137,6 +150,12 @@ def _why_not_float64(module: torch.nn.Module | None, float32_s: float) -> str:
     else:
         free = psutil.virtual_memory().available
     return "it does not fit into memory" if size * 3 > free else ""
+
+
+def _is_nan(outputs: Outputs) -> bool:
+    """Whether there is nothing else in the floating outputs, and there are such."""
+    floating = [tensor for tensor in outputs.values() if tensor.is_floating_point() or tensor.is_complex()]
+    return bool(floating) and len(floating) == len(outputs) and all(bool(t.isnan().all()) for t in floating)
 
 
 def _own_dtype(module: torch.nn.Module | None) -> str:

@@ -25,6 +25,8 @@ class Entry:
     """Batches that calibrated it may not judge it."""
     ranks: int = 1
     """Processes that it is spread over."""
+    once: bool = False
+    """One process is enough, whatever the rules say of replicates: nothing is announced of it."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,15 @@ class Rules:
     """Processes for each entry, as far as `replicate_s` allows."""
     replicate_s: float = 60.0
     """What starting the second and further processes of all entries may take together, in seconds."""
+    abreast: int = 1
+    """Processes that import and build the workload side by side. Only that: what is timed is done by one at a time."""
+    to_beat: float = -math.inf
+    """Log of a speed-up over the baseline that the caller has in hand: an entry that is certainly below it is dropped,
+    and where all are the race is over."""
     deadline: float = math.inf
     """`time.monotonic()` at which to stop: what has been measured by then counts."""
+    grace_s: float = 30.0
+    """How long after the deadline a process that is being started may go on."""
 
     @property
     def alpha(self) -> float:

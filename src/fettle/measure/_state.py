@@ -80,7 +80,7 @@ def peaks(state: State, request: Request) -> dict[str, Any]:
     """The machine's peaks on the workload's device."""
     from fettle.machine import measure_peaks
 
-    return measure_peaks(state.device)
+    return dict(measure_peaks(state.device))
 
 
 def examine(state: State, request: Request) -> dict[str, Any]:
@@ -165,5 +165,6 @@ def weight_bytes(model: Any) -> int:
 
     if not isinstance(model, torch.nn.Module):
         return 0
-    seen = {id(t): t for t in itertools.chain(model.parameters(), model.buffers())}
+    every = itertools.chain(model.parameters(), model.buffers())
+    seen = {id(t): t for t in every if not torch.nn.parameter.is_lazy(t)}
     return sum(t.numel() * t.element_size() for t in seen.values() if t.device.type == "cpu")

@@ -104,6 +104,9 @@ class Trial:
     """What the recipe really did: layers matched, graph breaks, recompiles, graphs skipped."""
     seconds: float = 0.0
     """What the trial cost in all."""
+    start_s: float = math.nan
+    """What one process of it took until it was ready to be timed: Python, the workload, the recipe, its first answers
+    and the warm-up."""
     heat: int = 0
     """The race it was measured in."""
 
@@ -127,7 +130,7 @@ class Trial:
     def from_json(cls, data: Mapping[str, Any]) -> Trial:
         """The inverse of `to_json`. Raises `msgspec.ValidationError` for anything else."""
         plain = {**data, "recipe": {"levels": data["recipe"]}}
-        for key in ("time_ms", "p90_ms"):
+        for key in ("time_ms", "p90_ms", "start_s"):
             plain[key] = math.nan if plain.get(key) is None else plain[key]
         for key in ("startup", "accuracy"):
             plain[key] = nan_for_none(plain.get(key, {}))

@@ -153,6 +153,7 @@ def _trial(entrant: Entrant, anchor: Entrant | None, rules: Rules, heat: int) ->
         energy_j=statistics.median(energy) if energy else None,
         startup=Startup(answer["load_s"], answer["optimize_s"], answer["first_call_s"], answer["cache"]),
         accuracy=first.accuracy,
+        start_s=first.started_s,
         phases_ms=answer.get("phases_ms", {}),
         notes=tuple(answer["notes"]),
         seconds=time.monotonic() - first.began,

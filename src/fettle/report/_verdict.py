@@ -13,6 +13,8 @@ from fettle.result import Result
 def verdict(result: Result) -> str:
     """What came out, in one sentence (two when the study was cut short)."""
     said = _sentence(result)
+    if result.unconfirmed:
+        return f"{said} {result.unconfirmed}"
     if result.interrupted:
         return f"Interrupted before the end, so this is what was known by then. {said}"
     return said

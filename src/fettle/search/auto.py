@@ -26,8 +26,14 @@ def auto(space: Space, session: Session, *, first: Sequence[str] = (), start: Re
     led: set[Recipe] = set()
     going_on = True
     opening = [Recipe(), *_root(space)]
-    for heat in [*_heats(space, _bundles(space, start)), *_heats(space, _cheap_alone(space, seen, first))]:
+    for heat in _heats(space, _bundles(space, start)):
         going_on = going_on and seen.measure([*opening, *heat])  # the opening is measured once, with the first heat
+    best = seen.leader()
+    alone = [
+        recipe for recipe in _cheap_alone(space, seen, first) if best is None or not seen.is_hopeless(recipe, best)
+    ]
+    for heat in _heats(space, alone):
+        going_on = going_on and seen.measure([*opening, *heat])
     going_on = going_on and seen.measure(opening)
     while going_on and (leader := seen.leader()):
         led.add(leader.recipe)
@@ -65,7 +71,7 @@ def _next_heat(space: Space, seen: Evidence, leader: Trial, led: set[Recipe], fi
     ranked: list[tuple[int, float, int, int, Recipe]] = []
     for place, move in enumerate(_moves(space, first, drops=True)):
         recipe = seen.moved(leader.recipe, *move)
-        if recipe is None or recipe in seen.trials or seen.known_wrong(recipe):
+        if recipe is None or recipe in seen.trials or seen.known_wrong(recipe) or seen.is_hopeless(recipe, leader):
             continue
         if space.cost(recipe) > 1 and _retired(seen, move, led):
             continue

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
+from scipy.special import stdtrit
 
 from fettle.measure import Interval, Trial
 
@@ -127,7 +127,7 @@ def _effect(
     if model.freedom <= 0:
         return Effect(at, Interval(math.exp(gain), 0.0, math.inf), "cannot tell", count)
     error = math.sqrt(max(0.0, model.variance * float(contrast @ model.inverse @ contrast)))
-    reach = float(stats.t.ppf((1 + confidence) / 2, model.freedom)) * error
+    reach = float(stdtrit(model.freedom, (1 + confidence) / 2)) * error
     ratio = Interval(*(math.exp(gain + side * reach) for side in (0, -1, 1)))
     return Effect(at, ratio, _reading(gain, reach, math.log1p(zone)), count)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 import zipfile
@@ -47,6 +48,8 @@ NOT_SERVED = ("mode", "batch", "allocator", "threads", "streams")
 MORE_ERROR = 1.25
 """A package may be this factor above the error that its recipe was tuned with."""
 _STATIC = "int8-static"
+_TYPES = re.compile(r"dtype|scalar type|BFloat16|Half")
+"""In what torch says of an operator whose arguments differ in their type."""
 
 
 def write_package(
@@ -222,13 +225,13 @@ def _judge(
         raise
     except Exception as error:
         # The compiler's code for any number of rows fails for some models: then each size gets code of its own.
-        if kept.recipe.get("compile", "off") == "off" or "shapes" in kept.recipe:
-            raise UsageError(f"the tuned model fails: {first_line(error)}") from error
+        if kept.recipe.get("compile", "off") == "off" or "shapes" in kept.recipe or _mixes_types(kept, error):
+            raise UsageError(_why(kept, error)) from error
         kept = replace(kept, recipe={**kept.recipe, "shapes": "static"})
         try:
             found = _answers(flat, folder, kept)
         except Exception as again:
-            raise UsageError(f"the tuned model fails: {first_line(again)}") from again
+            raise UsageError(_why(kept, again)) from again
     errors = [_error(answers, wanted) for answers, wanted in zip(found, flat.wanted, strict=False)]
     # As the study judged: whole batches. A row alone may be further off than all of them together.
     worst = max(errors[flat.cuts :])
@@ -249,6 +252,21 @@ def _judge(
             f"the packaged model's answers have a relative error of {worst:.2g}; fettle tune allowed {allowed:g}"
         )
     return kept, _outputs(flat, found), accuracy
+
+
+def _mixes_types(kept: Tuned, error: Exception) -> bool:
+    return kept.recipe.get("precision") in ("bf16", "fp16") and _TYPES.search(str(error)) is not None
+
+
+def _why(kept: Tuned, error: Exception) -> str:
+    """Why a stored model with its recipe does not run, and what to do."""
+    if not _mixes_types(kept, error):
+        return f"the tuned model fails: {first_line(error)}"
+    level = kept.recipe["precision"]
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}[level]
+    return (f"precision={level} cannot be packaged for this model: exported in float32, a part of it stays float32 and "
+            f"meets what is {dtype}. Package it with precision=autocast-{level}, or give the model in {dtype} "
+            f"already, model.to(torch.{dtype}), without precision={level}")  # fmt: skip
 
 
 def _error(answers: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:

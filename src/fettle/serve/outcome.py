@@ -58,7 +58,7 @@ def _why_nothing(found: Found) -> list[str]:
     """Which factor binds where no setting keeps the limit even in simulation."""
     if not found.branches:
         return []
-    single = min(measured.costs.curve().at(1) for measured in found.branches.values())
+    single = min(measured.single_s for measured in found.branches.values())
     around = min(measured.costs.request_s + measured.costs.batch_s for measured in found.branches.values())
     if single + around > found.limit_s:
         return [f"one row takes {single * 1e3:.4g} ms and serving it {around * 1e3:.4g} ms: over the limit without any "

@@ -144,6 +144,12 @@ class Measured:
         samples = {n: tuple(value * self.scale for value in s) for n, s in self.calibration.samples.items()}
         return Costs(samples, around.request_s, around.batch_s) if around else Costs(samples)
 
+    @property
+    def single_s(self) -> float:
+        """What one row alone takes: where rows may be added, as much as the cheapest call."""
+        curve = self.costs.curve()
+        return min(curve.at(rows) for rows in (curve.rows if self.calibration.may_pad else (1,)))
+
 
 @dataclass
 class Found:

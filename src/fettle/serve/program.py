@@ -20,6 +20,8 @@ from fettle.errors import UsageError, first_line
 
 GRAPH, WEIGHTS = "graph.json", "weights.safetensors"
 MAX_GRAPH_BYTES = 256 << 20
+_MOST_SHAPES = 4096
+"""Remembered as checked."""
 _NAME = re.compile(r"[A-Za-z0-9_][\w.\-]{0,500}|")
 _OPERATOR = re.compile(
     r"torch\.ops\.(aten|prims|mkldnn|quantized_decomposed)\.\w+(\.\w+)?"
@@ -161,11 +163,36 @@ def load_program(folder: Path, device: str = "cpu") -> torch.nn.Module:
         raise UsageError(
             f"the package's model cannot be read by torch {torch.__version__}: {first_line(error)}"
         ) from error
+    _check_new_shapes_only(module)
     module.training = False
     # An exported program cannot change its mode and says so by raising, also to those that only pass a mode along.
     module.train = lambda mode=True: module  # type: ignore[method-assign]
     module.eval = lambda: module  # type: ignore[method-assign]
     return module
+
+
+def _check_new_shapes_only(module: torch.nn.Module) -> None:
+    """Let the program look at its inputs only where their shapes are new: each time, it costs more than a tiny model.
+
+    What it checks are sizes that were fixed or are equal to each other, of inputs whose types the runner has made.
+    """
+    seen: set[tuple[torch.Size, ...]] = set()
+
+    def before(module: Any, given: tuple[torch.Tensor, ...]) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            return  # compiled code has guards of its own
+        new = tuple(tensor.shape for tensor in given) not in seen
+        if module.validate_inputs is not new:
+            module.validate_inputs = new
+
+    def after(module: Any, given: tuple[torch.Tensor, ...], answer: Any) -> None:
+        if not torch.compiler.is_dynamo_compiling() and module.validate_inputs:
+            if len(seen) >= _MOST_SHAPES:
+                seen.clear()
+            seen.add(tuple(tensor.shape for tensor in given))
+
+    module.register_forward_pre_hook(before, prepend=True)
+    module.register_forward_hook(after)
 
 
 def _plain(graph: Any) -> Any:

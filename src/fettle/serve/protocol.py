@@ -87,7 +87,7 @@ def read_request(
             raise Malformed(f"the input {spec.name} is given twice")
         shape = _shape(tensor, spec, max_rows)
         size = tensor.parameters.get("binary_data_size")
-        if any(name in tensor.parameters for name in _UNSUPPORTED):
+        if tensor.parameters and any(name in tensor.parameters for name in _UNSUPPORTED):
             raise Malformed("shared memory is not supported")
         if size is None:
             given[spec.name] = _from_json(tensor, spec, shape)

@@ -156,7 +156,7 @@ class _Search:
         if not found.branches:
             found.why.append("nothing could be measured: see the failures")
             return False
-        single = min(measured.costs.curve().at(1) for measured in found.branches.values())
+        single = min(measured.single_s for measured in found.branches.values())
         if single > found.limit_s:
             ratio = single / found.limit_s
             found.why.append(f"one row alone takes {single * 1e3:.1f} ms: the limit is missed by {ratio:.2f}x")

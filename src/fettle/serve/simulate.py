@@ -19,6 +19,9 @@ import numpy as np
 
 from fettle.serve.policy import BatchSettings, CostCurve, Plan, plan
 
+IDLE = 0.02
+"""Of the rate that calls of one row allow: a server with so little to do is almost idle."""
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -151,30 +154,34 @@ def capacity(
     settings: BatchSettings, costs: Costs, limit_s: float, *, percent: float = 99.0, requests: int = 4000,
     seed: int = 0, utilisation: float = 0.9,
 ) -> tuple[float, Predicted | None]:  # fmt: skip
-    """The greatest Poisson rate (a second) at which the percentile stays within the limit, by bisection to 1%.
+    """The greatest Poisson rate (a second) up to which the percentile stays within the limit, to 1%.
+
+    Up to it, not only at it: traffic is lower at times, and where a batch costs less than one row, or a delay is long,
+    a server can be slower with little to do than with much. So rates are tried from that of an almost idle server on,
+    each twice the last, and between the last good one and the first bad one by bisection.
 
     Rates that keep the workers busier than `utilisation` are not believed: close to saturation a simulation is
-    optimistic, and so are its users. 0 where even an idle server is too slow.
+    optimistic, and so are its users. 0 where even an almost idle server is too slow.
     """
     from fettle.serve.arrivals import poisson
 
-    curve = costs.curve()
-    best = max(n / (curve.at(n) + costs.batch_s) for n in range(1, settings.max_rows + 1)) * settings.workers
+    curve, size = costs.curve(), plan(settings, costs.curve()).size
+    rates = [n / (curve.at(size[n]) + costs.batch_s) * settings.workers for n in range(1, settings.max_rows + 1)]
+    # A full queue of large batches is cheap a row: utilisation is judged by rows against the best rate.
+    top = utilisation * max(rates)
     unit = poisson(1.0, requests * 1.2, seed)[:requests]
 
     def good(rate: float) -> Predicted | None:
         seen = simulate(unit / rate, settings, costs, seed, give_up=(limit_s, 1 - percent / 100 + 2 / requests))
         return seen if seen.percentile(percent) <= limit_s else None
 
-    # A full queue of large batches is cheap a row: utilisation is judged by rows against the best rate.
-    low, high = 0.02 * best, utilisation * best
-    found = good(low)
-    if found is None:
-        return 0.0, None
-    top = good(high)
-    if top is not None:
-        return high, top
-    while high / low > 1.01:
+    low, high, found = 0.0, IDLE * rates[0], None
+    while (seen := good(high)) is not None:
+        low, found = high, seen
+        if high == top:
+            return low, found
+        high = min(2 * high, top)
+    while found is not None and high / low > 1.01:
         middle = math.sqrt(low * high)
         seen = good(middle)
         if seen is None:

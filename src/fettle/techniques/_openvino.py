@@ -20,9 +20,13 @@ def openvino_core() -> Any:
 
 def openvino_model(program: Any, samples: Any, int8: bool) -> Any:
     """An exported program as OpenVINO's model; on request quantised to int8, calibrated on `samples`."""
+    import warnings
+
     import openvino
 
-    model = openvino.convert_model(program)
+    with warnings.catch_warnings():  # of what the converter does with torch's trees, which nobody here can change
+        warnings.filterwarnings("ignore", ".*(LeafSpec|TreeSpec).*", FutureWarning)
+        model = openvino.convert_model(program)
     if int8:
         import nncf
 

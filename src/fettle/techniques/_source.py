@@ -23,6 +23,15 @@ from fettle.techniques._base import Code, Facts, Technique
 _BEFORE_START = ("LD_PRELOAD", "MALLOC_CONF")
 """Variables that a process which is running already takes no notice of."""
 
+_USE = """
+
+if __name__ == "__main__":
+    print("The model that this was tuned for lives in another program, so this file cannot build it. Use it there:")
+    print("    from optimized import optimize")
+    print("    fast = optimize(model, [batch]{call})  # changes the model in place; call fast as the model was called")
+"""
+"""What a file without a factory says when it is run."""
+
 _MAIN = '''
 
 def load():
@@ -85,7 +94,8 @@ def render(
 ) -> str:
     """The source of ``optimized.py`` for `recipe`.
 
-    `target` is (location, factory) of the workload; with it the file runs as it stands. `calibration` is how many of
+    `target` is (location, factory) of the workload; with it the file runs as it stands, and without it says how to use
+    it. `calibration` is how many of
     the workload's first batches are handed to ``optimize``.
     """
     parts = codes(recipe, facts, catalogue)
@@ -93,6 +103,8 @@ def render(
     lines += ["", *_optimize(parts, facts)]
     if target is not None:
         lines += [_main(target, facts, calibration)]
+    elif heading:
+        lines += [_USE.format(call=", call" if facts.custom_call else "")]
     return text_of(lines)
 
 

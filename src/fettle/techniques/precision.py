@@ -88,7 +88,10 @@ class Precision(Technique):
                 before_step=("scaler.unscale_(optimizer)",) if facts.max_grad_norm is not None else (),
                 step=("scaler.step(optimizer)", "scaler.update()"),
             )
-        outputs = (f"output = widen(output, {dtype})  # the caller sees the type it always saw",)
+        # Costs a copy of each tensor that came out narrow, and nothing for the others.
+        outputs = (
+            f"output = widen(output, {dtype})  # copies what is {dtype}: the caller sees the type it always saw",
+        )
         if level.startswith("autocast-"):
             autocast = f'torch.autocast("{facts.device}", dtype={dtype})'
             if facts.mode == "training":

@@ -75,12 +75,24 @@ def check_ranks(nproc: int, device_memory_bytes: int | None, mode: str) -> None:
         raise UsageError("an impossible limit: device memory must be above 0")
 
 
-def check_techniques(allowed: Mapping[str, Sequence[str]]) -> Mapping[str, Sequence[str]]:
-    """The user's choice of levels; raises `UsageError` for a name that the catalogue does not have."""
-    for name, levels in allowed.items():
+def check_techniques(allowed: Mapping[str, str | Sequence[str]]) -> Mapping[str, Sequence[str]]:
+    """The user's choice of levels, one or several each; raises `UsageError` for what the catalogue does not have."""
+    if not isinstance(allowed, Mapping):
+        raise UsageError('techniques is a mapping of names to levels, for example techniques={"precision": ["bf16"]}')
+    found = {name: [levels] if isinstance(levels, str) else list(levels) for name, levels in allowed.items()}
+    for name, levels in found.items():
+        if not levels:
+            raise UsageError(f"no level of {name} is allowed: name one at least, or leave {name} out")
         for level in levels:
             check_names(Recipe({name: level}))
-    return allowed
+    return found
+
+
+def check_measuring(confidence: float, trial_timeout_s: float) -> None:
+    if not 0.5 <= confidence < 1:
+        raise UsageError(f"the confidence is a share from 0.5 to below 1, not {confidence:g}")
+    if not trial_timeout_s >= 1:
+        raise UsageError(f"an impossible limit: the trial timeout must be 1 s or more, and is {trial_timeout_s:g} s")
 
 
 def writable(folder: Path) -> Path:

@@ -1,12 +1,25 @@
-"""The time that a study may take."""
+"""The time that a study may take, and what its last race will take of it, from what measuring has cost so far."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fettle.measure import Trial
+
+ROUNDS = 6
+"""Rounds of the last race that time is kept back for. It ends earlier or later, as its data say."""
+FEWEST_ROUNDS = 3
+"""Rounds after which a race can be stopped."""
+REPLICATES = 3
+"""Processes of each finalist in the last race, as far as time allows."""
+REPLICATES_S = 60.0
+"""Most seconds that starting the second and further processes may take."""
+GRACE = 0.1
+"""Share of the budget that the confirmation of the winner may run over: what is reserved for it is an estimate."""
+_SLICE_S = 0.15
 
 
 @dataclass(frozen=True)
@@ -22,17 +35,103 @@ class Budget:
         """Seconds since the start."""
         return time.monotonic() - self.started
 
+    @property
+    def left_s(self) -> float:
+        """Seconds until the budget is used up, negative afterwards."""
+        return math.inf if self.seconds is None else self.seconds - self.elapsed_s
+
+    @property
+    def end(self) -> float:
+        """`time.monotonic()` when the budget is used up."""
+        return math.inf if self.seconds is None else self.started + self.seconds
+
+    @property
+    def grace_s(self) -> float:
+        """How long after its end something that has begun may go on."""
+        return 30.0 if self.seconds is None else min(30.0, GRACE * self.seconds)
+
     def affords(self, seconds: float = 0.0) -> bool:
         """Whether so many seconds more are inside the budget."""
-        return self.seconds is None or self.elapsed_s + seconds < self.seconds
+        return seconds < self.left_s
 
-    def deadline(self, finalists: list[Trial]) -> float:
-        """`time.monotonic()` at which to begin the last race of `finalists`, so that it ends inside the budget.
+    def deadline(self, finalists: Sequence[Trial]) -> float:
+        """`time.monotonic()` at which to begin the last race, so that it ends inside the budget.
 
-        It starts each of them again and runs a few rounds; no more than half the budget is kept back for it.
+        `finalists` are the baseline and those that would be measured again now, the leader first. What is kept back
+        is enough for all of them where that is no more than a third of the budget, and else for the leader and the
+        baseline in one process each. Where that alone is more than half of the budget nothing is kept back: the
+        winner is not confirmed, and the result says so.
         """
-        if self.seconds is None:
-            return math.inf
-        starts = sum(trial.startup.load_s + trial.startup.total_s + 3.0 for trial in finalists)
-        rounds = sum(trial.time_ms / 1e3 for trial in finalists if trial.ok) * 4
-        return self.started + self.seconds - min(starts + rounds + 5.0, 0.5 * self.seconds)
+        if self.seconds is None or not finalists:
+            return self.end
+        least = race_s(finalists[:2])
+        full = race_s(finalists) + replicates_s(finalists, REPLICATES - 1)
+        reserve = min(full, max(least, self.seconds / 3))
+        return self.end if least > 0.5 * self.seconds else self.end - reserve
+
+
+def start_s(trial: Trial) -> float:
+    """Seconds that one more process of the trial's recipe is expected to need until it is ready to be timed."""
+    known = trial.start_s if math.isfinite(trial.start_s) else trial.startup.load_s + trial.startup.total_s + 5.0
+    if not math.isfinite(known):
+        return 10.0
+    # The compiler's work is in the cache by then. It also traces, loads and warms up, which no cache saves.
+    saved = 0.5 * trial.startup.first_call_s if trial.startup.cache == "cold" else 0.0
+    return max(1.0, known - saved)
+
+
+def turn_s(trial: Trial) -> float:
+    """Seconds of one slice of the trial's recipe in a round."""
+    return max(_SLICE_S, trial.time_ms / 1e3 if math.isfinite(trial.time_ms) else 0.0) + 0.05
+
+
+def race_s(trials: Sequence[Trial], rounds: int = ROUNDS) -> float:
+    """Seconds of a race of these in one new process each."""
+    return sum(start_s(trial) + rounds * turn_s(trial) for trial in trials)
+
+
+def replicates_s(trials: Sequence[Trial], copies: int) -> float:
+    """Seconds that `copies` further processes of each of these add to a race, no more than may be spent on them."""
+    starts = sum(start_s(trial) for trial in trials)
+    sets = min(copies, int(REPLICATES_S // starts))
+    return sets * (starts + ROUNDS * sum(turn_s(trial) for trial in trials))
+
+
+@dataclass(frozen=True)
+class Finale:
+    """What the last race can be in the time that is left."""
+
+    finalists: int
+    """How many of the best are measured again beside the baseline, the leader first."""
+    replicates: int
+    """Processes of each."""
+    extras: int
+    """How many cheap rungs of the ladder there is time for beside them."""
+
+
+def plan_finale(
+    left_s: float, baseline: Trial, best: Sequence[Trial], extras: int, most: int = REPLICATES
+) -> Finale | None:
+    """The largest last race that fits into `left_s`: first the leader and the baseline, then more processes of these,
+    up to `most` each, then the other finalists in as many, then up to `extras` cheap rungs in one process each.
+
+    None when not even the first fits.
+    """
+    field = [baseline, best[0]]
+    left_s -= race_s(field)
+    if left_s < 0:
+        return None
+    copies = 0
+    for wanted in range(1, most):
+        if replicates_s(field, wanted) <= left_s:
+            copies = wanted
+    left_s -= replicates_s(field, copies)
+    for trial in best[1:]:
+        cost_s = race_s([trial]) * (1 + copies)
+        if cost_s > left_s:
+            break
+        field.append(trial)
+        left_s -= cost_s
+    each = race_s([baseline])
+    fit = extras if math.isinf(left_s) else min(extras, int(left_s // each))
+    return Finale(len(field) - 1, 1 + copies, fit)

@@ -2,54 +2,69 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
 
 from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.search import Space
 from fettle.techniques import CATALOGUE
-from fettle.tuning.session import Session
-
-REPLICATES = 3
-"""Processes for each recipe of the last race, where starting them is cheap."""
+from fettle.tuning._budget import REPLICATES, REPLICATES_S, plan_finale, race_s
+from fettle.tuning.session import SCREENING_ROUNDS, Session
 
 
-def last_race(session: Session, space: Space) -> list[Trial]:
+@dataclass(frozen=True)
+class LastRace:
+    """What the last race found."""
+
+    trials: Sequence[Trial] = ()
+    unconfirmed: str = ""
+    """Why the leader was not measured again, one sentence; empty where it was, or where nothing had to be."""
+
+
+def last_race(session: Session, space: Space) -> LastRace:
     """Measure the best again in fresh processes, beside the baseline and the cheap rungs of the leader's ladder.
 
-    What was best in many races is likely to have been lucky in its own.
+    What was best in many races is likely to have been lucky in its own. It is all inside the budget: what does not fit
+    is left out, the confirmation of the leader last of all.
     """
-    leader = session.best()
-    if leader is None or not leader.recipe.levels:
-        return []
-    kept = session.study.note("last race")
-    if kept:
-        trials = [session.judged(Trial.from_json(item)) for item in kept]
-        if any(trial.recipe == leader.recipe for trial in trials):
-            return trials
+    leader, baseline = session.best(), session.known.get(Recipe())
+    if leader is None or baseline is None or not leader.recipe.levels:
+        return LastRace()
+    kept = _kept(session)
+    if any(trial.recipe == leader.recipe for trial in kept):
+        return LastRace(kept)
     rungs = [recipe for recipe in climb(leader.recipe) if recipe != leader.recipe and not space.conflict(recipe)]
     cheap = [recipe for recipe in rungs if space.cost(recipe) == 1 and recipe not in session.known]
-    best = [trial.recipe for trial in finalists(session, leader)]
-    session.tell(f"last race: the best {len(best)} in fresh processes")
+    best = session.finalists()
+    budget = session.budget
+    most = min(2, REPLICATES) if _is_beyond_doubt(session, leader) else REPLICATES
+    plan = plan_finale(budget.left_s + 0.5 * budget.grace_s, baseline, best, len(cheap), most)
+    if plan is None:
+        return _too_small(session, race_s([baseline, leader]))
+    again, cheap = [trial.recipe for trial in best[: plan.finalists]], cheap[: plan.extras]
+    session.tell(f"last race: the best {len(again)} in fresh processes")
     session.baseline.close()
-    budget_s = session.budget.seconds
-    share_s = 60.0 if budget_s is None else min(60.0, 0.1 * budget_s)
-    rules = replace(session.rules, deadline=math.inf, precision=0.05, replicates=REPLICATES, replicate_s=share_s)
-    trials = session.run([Recipe(), *best, *cheap], rules)
+    share_s = REPLICATES_S if budget.seconds is None else min(REPLICATES_S, max(0.0, budget.left_s))
+    rules = replace(session.rules, max_rounds=SCREENING_ROUNDS, deadline=budget.end, grace_s=budget.grace_s,
+                    precision=0.05, replicates=plan.replicates, replicate_s=share_s)  # fmt: skip
+    trials = session.run([Recipe(), *again, *cheap], rules, once=cheap)
+    if leader.recipe not in {trial.recipe for trial in trials}:
+        return _too_small(session, race_s([baseline, leader]))
     session.keep([trial for trial in trials if trial.recipe in cheap])
-    dear = [recipe for recipe in rungs if recipe not in session.known]
-    if dear and session.budget.affords(_cost_s(session) * len(dear)):
-        session.race_unknown(dear)
     session.study.set_note("last race", [trial.to_json() for trial in trials])
-    return trials
+    _show_dear(session, [recipe for recipe in rungs if recipe not in session.known and recipe not in cheap])
+    return LastRace(trials)
 
 
-def finalists(session: Session, leader: Trial) -> list[Trial]:
-    """The leader and up to two others that came within 5% of it."""
-    near = session.score(leader) + math.log(1.05)
-    able = [trial for trial in session.known.values() if trial.recipe.levels and session.score(trial) <= near]
-    return sorted(able, key=session.rank)[:3]
+def _kept(session: Session) -> list[Trial]:
+    """The last race of an earlier run of the study; nothing where there was none, or what is there cannot be read."""
+    try:
+        return [session.judged(Trial.from_json(item)) for item in session.study.note("last race") or ()]
+    except (TypeError, KeyError, AttributeError, ValueError, msgspec.ValidationError):
+        return []
 
 
 def climb(recipe: Recipe) -> list[Recipe]:
@@ -62,7 +77,31 @@ def climb(recipe: Recipe) -> list[Recipe]:
     return steps
 
 
+def _is_beyond_doubt(session: Session, leader: Trial) -> bool:
+    """Whether no luck of a process could make up the leader's gain: it is at least three times as fast as given, where
+    processes of the same code were up to 1.9 times apart. Then two each show how much they differ, at a third less of
+    the cost."""
+    return session.goal in ("throughput", "latency") and leader.speedup is not None and leader.speedup.low > 3
+
+
+def _show_dear(session: Session, rungs: list[Recipe]) -> None:
+    """Measure the rungs that take long to start, for the ladder alone: only where there is time for all of them."""
+    if rungs and session.budget.affords(_cost_s(session) * (len(rungs) + 1)):
+        session.race_unknown(rungs, session.budget.end)
+
+
 def _cost_s(session: Session) -> float:
     """What a recipe that takes long to start has typically cost."""
     dear = sorted(trial.seconds for trial in session.known.values() if trial.startup.total_s > 5) or [30.0]
     return dear[len(dear) // 2]
+
+
+def _too_small(session: Session, needed_s: float) -> LastRace:
+    seconds, left_s = session.budget.seconds or 0.0, max(0.0, session.budget.left_s)
+    said = (
+        f"Not confirmed: the budget of {seconds:.0f} s was too small to measure the best recipe again in fresh "
+        f"processes, which takes about {needed_s:.0f} s where {left_s:.0f} s were left. "
+        "The same command with a larger budget goes on from here."
+    )
+    session.tell(said)
+    return LastRace((), said)

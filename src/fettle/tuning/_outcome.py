@@ -14,14 +14,14 @@ from fettle.measure import Trial, verdict
 from fettle.recipe import Recipe
 from fettle.result import LeftOut, Result, Rung, Verdict
 from fettle.techniques import source
-from fettle.tuning._last_race import climb, finalists
+from fettle.tuning._last_race import LastRace, climb
 from fettle.tuning._limits import distance
 from fettle.tuning.session import Session
 
 
 def outcome(
     session: Session,
-    last: Sequence[Trial],
+    last: LastRace,
     left_out: Sequence[LeftOut],
     machine: Machine,
     command: str,
@@ -30,7 +30,7 @@ def outcome(
     """Everything that was found, the winner judged by the `last` race alone."""
     from fettle.diagnose import brought
 
-    winner, said = _winner(session, last)
+    winner, said = _winner(session, last.trials)
     session.study.set_note("seconds", session.seconds)
     trials = list(session.known.values())
     return Result(
@@ -54,6 +54,7 @@ def outcome(
         code=_code(session, winner) if winner else "",
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         interrupted=interrupted,
+        unconfirmed=last.unconfirmed,
         notes=(session.plan.note,) if session.plan.note else (),
         plan=session.plan.rows(),
     )
@@ -66,7 +67,7 @@ def _winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, Verd
     if leader is not None and not leader.recipe.levels:
         said = "same"
     elif leader is not None:
-        best = {trial.recipe for trial in finalists(session, leader)}
+        best = {trial.recipe for trial in session.finalists()}
         again = [trial for trial in last if trial.recipe in best]
         able = [trial for trial in again if math.isfinite(session.score(trial))]
         if able:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from fettle.measure import Worker, WorkerError
 from fettle.result import Advice, Reference
 from fettle.study import Study
 from fettle.techniques import Facts
+
+_NEEDED = {"facts", "has_metric", "peaks", "reference"}
 
 
 @dataclass(frozen=True)
@@ -33,16 +36,26 @@ class Probed:
     """What a first look at the workload advised, the most promising first."""
 
 
-def probe(worker: Worker, study: Study, cache: Path, fingerprint: str, allow_batch: bool, timeout_s: float) -> Probed:
-    """Probe the workload that `worker` has built, or recall what an earlier run of the study found."""
+def probe(
+    worker: Worker, study: Study, cache: Path, fingerprint: str, allow_batch: bool, timeout_s: float, look_s: float
+) -> Probed:
+    """Probe the workload that `worker` has built, or recall what an earlier run of the study found.
+
+    The first look, which only puts the most promising techniques first, is left out where it would take more than
+    about `look_s`: it makes about twice as many calls as finding the facts does.
+    """
     path = cache / f"reference-{fingerprint}.pt"
     kept = study.note("probe")
-    if kept and path.is_file():
+    if isinstance(kept, dict) and kept.keys() >= _NEEDED and path.is_file():
         found = msgspec.convert(kept, dict[str, Any])
     else:
+        began = time.monotonic()
         found = worker.ask("probe", timeout_s, allow_batch=allow_batch)
+        affordable = 2 * (time.monotonic() - began) <= look_s
         found["peaks"] = worker.ask("peaks", timeout_s)
-        found["advice"] = _first_look(worker)  # before the reference, which turns the model into another dtype
+        found["advice"] = (
+            _first_look(worker) if affordable else []
+        )  # before the reference, which turns the model into another dtype
         found["reference"] = worker.ask("reference", timeout_s, path=str(path))
         study.set_note("probe", found)
     written = found["reference"]

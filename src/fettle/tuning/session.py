@@ -15,15 +15,19 @@ from fettle.measure import Entry, Held, Judge, Progress, Rules, Trial, Worker, W
 from fettle.recipe import Recipe
 from fettle.result import Goal, Limits
 from fettle.study import Study
-from fettle.techniques import find, normal, source
+from fettle.techniques import Facts, find, normal, source
 from fettle.tuning import _limits
-from fettle.tuning._budget import Budget
+from fettle.tuning._budget import FEWEST_ROUNDS, Budget, start_s, turn_s
 from fettle.tuning._plan import plan_memory
 from fettle.tuning._probe import probe
+from fettle.tuning.space import level_cost
 from fettle.workload import Target
 
 SCREENING_ROUNDS = 20
-"""Most rounds of a race of the search. The last race, which is the one that is announced, may go on for longer."""
+"""Most rounds of a race. Processes differ by more than so many rounds leave open: the last race has more of those."""
+_DEARER_S = {1: 0.0, 2: 6.0, 3: 30.0}
+"""What a recipe of each cost needs beyond the workload as given until it is ready, as long as none was measured."""
+_SMALL_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,13 @@ class Session:
                 name = name or self.target.name + own
                 self.study = Study.open(name, storage, built["fingerprint"], machine.id)
                 self.probed = probe(
-                    worker, self.study, self._folder("cache"), built["fingerprint"], allow_batch, timeout_s
+                    worker,
+                    self.study,
+                    self._folder("cache"),
+                    built["fingerprint"],
+                    allow_batch,
+                    timeout_s,
+                    look_s=math.inf if self.budget.seconds is None else 0.1 * self.budget.seconds,
                 )
                 self.plan = plan_memory(
                     worker, self.study, self._nproc, self.probed.facts.device, self._device_memory_bytes, self.tell
@@ -92,6 +102,7 @@ class Session:
             except WorkerError as error:
                 raise UsageError(f"the workload could not be probed: {error}") from error
         self.facts = replace(self.probed.facts, ranks=self._nproc)
+        self.rules = replace(self.rules, abreast=_abreast(self.facts))
         if self.limits.max_metric_drop is not None and not self.probed.has_metric:
             raise UsageError("--max-metric-drop needs a metric: give the workload one, Workload(..., metric=function)")
         for trial in self.study.trials():
@@ -115,7 +126,7 @@ class Session:
 
     def spent(self) -> bool:
         """Whether the budget is used up, but for the last race."""
-        return self.budget.started + self.budget.elapsed_s > self._deadline()
+        return self._left_s(self._deadline()) < 0
 
     # -- what is known -----------------------------------------------------------------------------------------------
 
@@ -128,6 +139,12 @@ class Session:
         """The trial with the best score, the simpler recipe where two are equal within noise; None if none may win."""
         able = [trial for trial in self.known.values() if math.isfinite(self.score(trial))]
         return min(able, key=self.rank, default=None)
+
+    def finalists(self) -> list[Trial]:
+        """The best and up to two others that came within 5% of it, the best first; without the workload as given."""
+        able = [trial for trial in self.known.values() if trial.recipe.levels and math.isfinite(self.score(trial))]
+        best = sorted(able, key=self.rank)[:3]
+        return [trial for trial in best if self.score(trial) <= self.score(best[0]) + math.log(1.05)]
 
     def rank(self, trial: Trial) -> tuple[float, int]:
         """The score, and at equal score how many levels differ from the workload as given: least first."""
@@ -153,20 +170,55 @@ class Session:
 
     # -- measuring ---------------------------------------------------------------------------------------------------
 
-    def race_unknown(self, recipes: Sequence[Recipe]) -> None:
-        """Race recipes that are not known in one heat, beside the baseline, and keep their trials."""
-        entries = [Recipe(), *(recipe for recipe in recipes if recipe.levels)]
-        deadline = self._deadline() if self.known else math.inf  # the workload as given comes first, and is measured
-        rules = replace(self.rules, deadline=deadline, max_rounds=SCREENING_ROUNDS)
-        self.keep(self.run(entries, rules, self.baseline))
+    def race_unknown(self, recipes: Sequence[Recipe], deadline: float | None = None) -> None:
+        """Race recipes that are not known in one heat, beside the baseline, and keep their trials. Those that do not
+        fit before the `deadline` (default: when the last race must begin) are left out."""
+        if deadline is None:  # the workload as given comes first, and is measured
+            deadline = self._deadline() if self.known else math.inf
+        entries = [recipe for recipe in recipes if recipe.levels]
+        entries = entries[: self._how_many_fit(entries, self._left_s(deadline))]
+        if entries or not self.known:
+            rules = replace(
+                self.rules, deadline=deadline, grace_s=self.budget.grace_s, max_rounds=SCREENING_ROUNDS,
+                to_beat=self._to_beat(),
+            )  # fmt: skip
+            self.keep(self.run([Recipe(), *entries], rules, self.baseline))
 
-    def run(self, recipes: Sequence[Recipe], rules: Rules, held: Held | None = None) -> list[Trial]:
-        """Race `recipes` as they are, known or not, in fresh processes (but for what is `held`), and keep nothing."""
+    def _how_many_fit(self, recipes: Sequence[Recipe], left_s: float) -> int:
+        """How many of these can be raced in the time that is left: as many as can be started, run in the fewest rounds,
+        and started once more in the last race should one of them lead. What was not measured is taken to be no slower
+        than the workload as given."""
+        baseline = self.known.get(Recipe())
+        if baseline is None or math.isinf(left_s):
+            return len(recipes)
+        left_s -= FEWEST_ROUNDS * turn_s(baseline)
+        reserved_s = max(map(start_s, self.finalists()), default=start_s(baseline))
+        for number, recipe in enumerate(recipes):
+            each_s = self._start_s(recipe, baseline)
+            left_s -= each_s + FEWEST_ROUNDS * turn_s(baseline)
+            if left_s < max(0.0, each_s - reserved_s):
+                return number
+        return len(recipes)
+
+    def _start_s(self, recipe: Recipe, baseline: Trial) -> float:
+        """What starting a recipe has typically cost where it was as dear; where none was, a guess on the low side."""
+        cost = level_cost(recipe)
+        alike = sorted(
+            trial.start_s for known, trial in self.known.items()
+            if known.levels and level_cost(known) == cost and math.isfinite(trial.start_s)
+        )  # fmt: skip
+        return alike[len(alike) // 2] if alike else start_s(baseline) + _DEARER_S[cost]
+
+    def run(
+        self, recipes: Sequence[Recipe], rules: Rules, held: Held | None = None, *, once: Sequence[Recipe] = ()
+    ) -> list[Trial]:
+        """Race `recipes` as they are, known or not, in fresh processes (but for what is `held`), and keep nothing.
+        Those in `once` have one process whatever the rules say."""
         self._heat += 1
         return race(
             msgspec.to_builtins(self.target),
             self.probed.fingerprint,
-            [self._entry(recipe) for recipe in recipes],
+            [replace(self._entry(recipe), once=recipe in once) for recipe in recipes],
             self._judge(),
             rules,
             log_folder=self._folder("logs"),
@@ -197,8 +249,19 @@ class Session:
             self.tell(f"round {progress.round}, {progress.live} in the race")
 
     def _deadline(self) -> float:
-        """When to begin the last race of the leader and the baseline."""
-        return self.budget.deadline([trial for trial in (self.best(), self.known.get(Recipe())) if trial])
+        """When to begin the last race."""
+        baseline = self.known.get(Recipe())
+        return self.budget.deadline([baseline, *(self.finalists() or [baseline])] if baseline else [])
+
+    def _to_beat(self) -> float:
+        """Log of the speed-up that the best recipe has for certain: what is below it need not be known any better."""
+        best = self.best()
+        if best is None or best.speedup is None or self.goal not in ("throughput", "latency"):
+            return -math.inf
+        return math.log(best.speedup.low) if best.speedup.low > 0 else -math.inf
+
+    def _left_s(self, deadline: float) -> float:
+        return deadline - self.budget.started - self.budget.elapsed_s
 
     def _entry(self, recipe: Recipe) -> Entry:
         environment: dict[str, str] = {}
@@ -232,3 +295,8 @@ class Session:
         folder = self.folder / name
         folder.mkdir(parents=True, exist_ok=True)
         return folder
+
+
+def _abreast(facts: Facts) -> int:
+    """How many processes import and build side by side: two of a small workload, where there are cores for it."""
+    return 2 if facts.ranks == 1 and facts.physical_cores > 1 and facts.parameter_bytes <= _SMALL_BYTES else 1

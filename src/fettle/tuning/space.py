@@ -61,10 +61,15 @@ def space_for(
         conflict=why_not,
         needs={technique.name: technique.needs for technique in CATALOGUE if technique.needs},
         required=normal(Recipe(required)),
-        cost=lambda recipe: max((find(n).level_cost(level) for n, level in recipe.levels.items()), default=1),
+        cost=level_cost,
         bundles=[normal(Recipe({**recipe.levels, **required})) for recipe in useful],
     )
     return space, left_out
+
+
+def level_cost(recipe: Recipe) -> int:
+    """How dear a recipe is to start: 1 seconds, 2 tens of seconds, 3 minutes."""
+    return max((find(name).level_cost(level) for name, level in recipe.levels.items()), default=1)
 
 
 def _pin(

@@ -18,8 +18,8 @@ from fettle.recipe import Recipe
 from fettle.result import Goal, Limits, Result
 from fettle.search import DESIGNS, auto
 from fettle.study import storage_url
-from fettle.tuning._arguments import check_limits, check_ranks, check_techniques, target_of, writable
-from fettle.tuning._last_race import last_race
+from fettle.tuning._arguments import check_limits, check_measuring, check_ranks, check_techniques, target_of, writable
+from fettle.tuning._last_race import LastRace, last_race
 from fettle.tuning._outcome import outcome
 from fettle.tuning.session import Session, Tell
 from fettle.tuning.space import space_for
@@ -39,7 +39,7 @@ def tune(
     max_memory_bytes: int | None = None,
     min_throughput: float | None = None,
     budget_s: float | None = 900.0,
-    techniques: Mapping[str, Sequence[str]] | None = None,
+    techniques: Mapping[str, str | Sequence[str]] | None = None,
     allow_batch: bool = False,
     mode: str = "inference",
     max_spread: float = 1.0,
@@ -78,6 +78,7 @@ def tune(
         max_error = max_spread if max_metric_drop is None else None
     limits = Limits(max_error, min_agreement, max_metric_drop, max_latency_ms, max_memory_bytes, min_throughput)
     check_limits(limits, goal, budget_s, design)
+    check_measuring(confidence, trial_timeout_s)
     check_ranks(nproc, device_memory_bytes, mode)
     allowed = check_techniques(techniques or {})
     machine = this_machine()
@@ -99,7 +100,7 @@ def tune(
                 DESIGNS[design](space, session)
         except KeyboardInterrupt:
             interrupted = True  # what is done is kept, and shown
-        last = [] if interrupted else last_race(session, space)
+        last = LastRace() if interrupted else last_race(session, space)
         machine = replace(machine, peaks=session.probed.peaks)
         result = outcome(session, last, left_out, machine, command, interrupted)
     finally:

@@ -3,7 +3,7 @@
 A request passes `guard` (who may call), becomes a `Call` (what it says, within `Limits`), and goes to the first route
 that knows its path: `oip` (Open Inference Protocol v2), `generation` (text by server-sent events), `torchserve`
 (TorchServe's URLs), `management`, `about` (metrics and documentation). What a route returns or raises is a `Reply`.
-`connection` is what is ours between uvicorn and the socket.
+`connection` is what is ours between uvicorn and the socket, `direct` a short way to uvicorn's side of a request.
 """
 
 from fettle.serve.http.app import App

@@ -6,10 +6,12 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 from urllib.parse import parse_qsl, unquote
 
 from fettle.serve import protocol
+from fettle.serve.http import direct
 from fettle.serve.http.patience import Patience
 from fettle.serve.refusal import Malformed, NoSuchPath
 from fettle.serve.registry import Registry, Version
@@ -56,9 +58,22 @@ class Call:
         announced = self.headers.get(b"content-length")
         if announced is not None and (len(announced) > 15 or int(announced) > most):
             raise Malformed(f"a body may have {most} bytes", 413)
+        cycle = direct.cycle_of(self.receive)
+        body = direct.whole_body(cycle) if cycle is not None else None
+        if body is None:
+            body = await self._awaited(most)
+        elif len(body) > most:
+            raise Malformed(f"a body may have {most} bytes", 413)
+        encoding = self.headers.get(b"content-encoding")
+        if encoding is None or encoding == b"identity":
+            return body
+        return protocol.inflate(body, encoding.decode("latin-1").lower(), most)
+
+    async def _awaited(self, most: int) -> bytes:
+        """The body as it comes."""
         task = self.patience.begin()
         try:
-            body = await _read(self.receive, most)
+            return await _read(self.receive, most)
         except asyncio.CancelledError:
             if not self.patience.end(task):
                 raise
@@ -66,10 +81,6 @@ class Call:
             raise Malformed("the body took too long to arrive", 408) from None
         finally:
             self.patience.end(task)
-        encoding = self.headers.get(b"content-encoding")
-        if encoding is None or encoding == b"identity":
-            return body
-        return protocol.inflate(body, encoding.decode("latin-1").lower(), most)
 
     async def json(self) -> dict[str, Any]:
         """The body as a JSON object; an empty body is an empty one."""
@@ -109,13 +120,18 @@ class Call:
 
     def gone(self) -> Callable[[], bool] | None:
         """Whether the client has gone: uvicorn knows without being waited for."""
-        cycle: Any = getattr(self.receive, "__self__", None)
-        return (lambda: bool(cycle.disconnected)) if hasattr(cycle, "disconnected") else None
+        cycle = direct.cycle_of(self.receive)
+        return (lambda: bool(cycle.disconnected)) if cycle is not None else None
 
 
 def path_parts(scope: Scope) -> list[str]:
     """The path between its slashes, unquoted after it was cut. Raises `NoSuchPath` where it is too long."""
-    path: str = scope.get("raw_path", scope["path"].encode()).decode("latin-1")
+    return list(_parts(scope.get("raw_path") or scope["path"].encode()))
+
+
+@lru_cache(maxsize=256)
+def _parts(raw: bytes) -> tuple[str, ...]:
+    path = raw.decode("latin-1")
     parts = path.split("/")[1:]
     if parts and parts[-1] == "":
         parts.pop()
@@ -123,7 +139,7 @@ def path_parts(scope: Scope) -> list[str]:
         parts = [unquote(part) for part in parts]
     if len(parts) > MAX_PARTS or any(len(part) > MAX_PART for part in parts):
         raise NoSuchPath
-    return parts
+    return tuple(parts)
 
 
 async def _read(receive: Receive, most: int) -> bytes:

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+from fettle.serve.http import direct
 from fettle.serve.refusal import Headers, NoSuchPath, Refusal
 from fettle.serve.request import Answer
 
@@ -48,8 +49,10 @@ class Reply:
             return
         whole = self.body[0] if len(self.body) == 1 else b"".join(self.body)
         headers = [(b"content-type", self.kind), (b"content-length", b"%d" % len(whole)), *self.headers]
-        await send({"type": "http.response.start", "status": self.status, "headers": headers})
-        await send({"type": "http.response.body", "body": whole})
+        cycle = direct.cycle_of(send)
+        if cycle is None or not direct.answer(cycle, self.status, headers, whole):
+            await send({"type": "http.response.start", "status": self.status, "headers": headers})
+            await send({"type": "http.response.body", "body": whole})
 
 
 def said(value: Any, status: int = 200) -> Reply:

@@ -1,0 +1,162 @@
+"""A study whose machine, processes and clock are made up: the real session, race and statistics, no time and no model.
+
+`World` says what each recipe takes; its workers answer at once and move its clock instead. So what a study costs (in
+processes, rounds and seconds of that clock) and how often it is right can be counted, the same on every machine.
+"""
+
+import importlib
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+from fettle.measure import _entrants
+from fettle.measure._process import WorkerError
+from fettle.recipe import Recipe
+from fettle.result import Limits, Reference
+from fettle.search import Space
+from fettle.techniques import CATALOGUE, Facts
+from fettle.tuning import _budget
+from fettle.tuning._last_race import LastRace, last_race
+from fettle.tuning._plan import MemoryPlan
+from fettle.tuning._probe import Probed
+from fettle.tuning.session import Session
+from fettle.tuning.space import space_for
+from fettle.workload import Target
+
+
+class World:
+    """One workload on one machine. Times are those of the truth: a process has luck, a round has noise."""
+
+    def __init__(
+        self,
+        time_ms: Callable[[Recipe], float],
+        ready_s: Callable[[Recipe], float] = lambda recipe: 1.0,
+        *,
+        process_s: float = 3.0,
+        luck: float = 0.01,
+        noise: float = 0.02,
+        seed: int = 0,
+        error: Callable[[Recipe], float] = lambda recipe: 0.0,
+    ) -> None:
+        self.time_ms, self.ready_s, self.process_s, self.error = time_ms, ready_s, process_s, error
+        self.luck, self.noise = luck, noise
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.started: list[str] = []
+        """The recipe of each process, in the order they were started."""
+        self.slices = 0
+        self.compiled: set[str] = set()
+
+    def install(self, monkeypatch) -> None:
+        """Let the rooms of measuring and tuning live in this world."""
+        clock = SimpleNamespace(monotonic=lambda: self.now)
+        for module in (_entrants, importlib.import_module("fettle.measure.race"), _budget):
+            monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(_entrants, "Worker", lambda *args, **kwargs: _Worker(self))
+        monkeypatch.setattr(_entrants, "_memory_is_short", lambda: False)
+
+
+class _Worker:
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.luck = world.random.gauss(0, world.luck)
+
+    def begin(self, do: str, **fields) -> None:
+        pass
+
+    def finish(self, do: str, timeout_s: float):
+        self.world.now += self.world.process_s
+        return {"fingerprint": "made up"}
+
+    def ask(self, do: str, timeout_s: float, **fields):
+        world = self.world
+        if do == "prepare":
+            self.recipe = Recipe.parse(fields["label"])
+            world.started.append(fields["label"])
+            self.ms = world.time_ms(self.recipe)
+            warm = fields["label"] in world.compiled
+            first_s = world.ready_s(self.recipe) * (0.4 if warm else 1.0)
+            seconds = first_s + 5 * self.ms / 1e3 + 0.3
+            if seconds > timeout_s:
+                world.now += timeout_s
+                raise WorkerError("timed out", "timeout")
+            world.now += seconds
+            world.compiled.add(fields["label"])
+            dear = world.ready_s(self.recipe) > 5
+            accuracy = {"error": world.error(self.recipe), "cosine": 1.0, "max_abs": 0.0, "agreement": 1.0,
+                        "finite": True, "metric": None, "judged_batches": 2}  # fmt: skip
+            return {"load_s": 0.1, "optimize_s": 0.1, "first_call_s": first_s, "samples": 1, "peak_bytes": 1 << 20,
+                    "cache": ("warm" if warm else "cold") if dear else "", "accuracy": accuracy, "notes": [],
+                    "call_ns": int(self.ms * 1e6)}  # fmt: skip
+        seconds = max(fields["seconds"], self.ms / 1e3)
+        world.now += seconds + 0.01
+        world.slices += 1
+        ms = self.ms * math.exp(self.luck + world.random.gauss(0, world.noise))
+        return {"samples_ns": [int(ms * 1e6)], "energy_j": None}
+
+    def pause(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Study:
+    """What a session asks of a study, kept in memory."""
+
+    def __init__(self) -> None:
+        self.notes: dict = {}
+
+    def add(self, trial, mode) -> None:
+        pass
+
+    def note(self, key):
+        return self.notes.get(key)
+
+    def set_note(self, key, value) -> None:
+        self.notes[key] = value
+
+
+LEVELS = {
+    "grad": ["grad", "inference_mode"],
+    "matmul": ["highest", "medium"],
+    "precision": ["fp32", "bf16", "autocast-bf16"],
+    "compile": ["off", "default"],
+    "freeze": ["off", "on"],
+    "runtime": ["torch", "openvino-bf16", "onnxruntime"],
+    "channels_last": ["off", "on"],
+}
+
+
+def made_up_space() -> tuple[Space, Facts]:
+    """The factorial of ``bench/search_regret.py digits`` on a machine with every runtime: 55 combinations."""
+    facts = Facts(
+        num_conv=5, num_linear=1, num_4d_inputs=1, samples=128, train_mode_differs=True, training=True,
+        physical_cores=2, calibration_batches=2, num_input_shapes=1, cpu_flags=("avx512f", "avx512_bf16", "amx_bf16"),
+        packages={"openvino": "2026.4", "onnxruntime": "1.31", "onnx": "1.2", "onnxscript": "1"},
+    )  # fmt: skip
+    given = {technique.name: [technique.given] for technique in CATALOGUE if "inference" in technique.modes}
+    levels = {**given, **LEVELS}
+    del levels["mode"]
+    return space_for(facts, levels)[0], facts
+
+
+def session_in(world: World, folder: Path, budget_s: float | None, facts: Facts, tell=lambda event: None) -> Session:
+    """A session that was just opened in this world."""
+    target = Target("made/up.py:workload", name="made up")
+    session = Session(target, folder, Limits(0.02), "throughput", budget_s, world.now, tell)
+    reference = Reference(dtype="float64", why="", noise=0.0, metric=math.nan)
+    session.study = _Study()  # type: ignore[assignment]
+    session.probed = Probed(facts, "made up", reference, folder / "reference.pt", False, {}, ())
+    session.plan = MemoryPlan()
+    session.facts = facts
+    return session
+
+
+def study(world: World, session: Session, space, design) -> LastRace:
+    """What `tune` does between the probe and the outcome."""
+    session.measure([Recipe()])
+    design(space, session)
+    return last_race(session, space)

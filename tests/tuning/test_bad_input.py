@@ -1,0 +1,162 @@
+"""Bad input to the commands of tuning: one clear line, exit code 2, no traceback, nothing overwritten.
+
+Here is what is told before any worker starts; what a factory or a model does wrong is in ``measure/test_race.py`` and
+``tests/test_workload.py``.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import fettle
+from tests.conftest import Run
+
+GOOD = "format = 1\n[levels]\nprecision = 'bf16'\n"
+WORK = "import torch\ndef workload():\n    return torch.nn.Linear(3, 2), torch.randn(4, 3)\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "work.py").write_text(WORK)
+    (tmp_path / "good.toml").write_text(GOOD)
+    (tmp_path / "text.txt").write_text("not a workload")
+    (tmp_path / "result.json").write_text("{}")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "study.db").write_text("this is no database, but it is somebody's")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("tune", "Missing argument"),
+        ("tune .", "is no target"),
+        ("tune text.txt", "is no target"),
+        ("tune ./text.txt", "is no Python file"),
+        ("tune work.py:", "is no target"),
+        ("tune work.py:two:three", "no such file"),
+        ("tune work.py --budget -5", "is no duration"),
+        ("tune work.py --budget nan", "is no duration"),
+        ("tune work.py --budget 1..5s", "is no duration"),
+        ("tune work.py --trial-timeout 0", "impossible limit"),
+        ("tune work.py --max-error nan", "impossible limit"),
+        ("tune work.py --max-error zero", "is not a valid float"),
+        ("tune work.py --max-latency 0", "impossible limit"),
+        ("tune work.py --max-memory 0", "impossible limit"),
+        ("tune work.py --max-memory lots", "is no size"),
+        ("tune work.py --min-throughput -3", "impossible limit"),
+        ("tune work.py --min-agreement nan", "impossible limit"),
+        ("tune work.py --max-metric-drop nan", "impossible limit"),
+        ("tune work.py --technique precision=,", "write NAME=LEVEL"),
+        ("tune work.py --technique =bf16", "write NAME=LEVEL"),
+        ("tune work.py --technique threads=0", "no level '0'"),
+        ("tune work.py --technique threads=-1", "no level '-1'"),
+        ("tune work.py --mode sleeping", "unknown mode"),
+        ("tune work.py --nproc 0", "--nproc 0"),
+        ("tune work.py --nproc 2", "for training"),
+        ("tune work.py --allow everything", "batch-size"),
+        ("tune work.py --output text.txt", "cannot write to the output folder"),
+        ("tune work.py --output text.txt/under", "cannot write to the output folder"),
+        ("tune work.py --no-such-option", "No such option"),
+        ("bench work.py --recipe precision", "is no TECHNIQUE=LEVEL"),
+        ("bench work.py --recipe precision=bf17", "no level 'bf17'"),
+        ("bench work.py --recipe warp=on", "unknown technique"),
+        ("bench work.py --recipe absent.toml", "cannot read the recipe"),
+        ("bench work.py --rounds 1", "3 or more"),
+        ("bench work.py --confidence 95", "--confidence"),
+        ("bench work.py --confidence nan", "--confidence"),
+        ("bench absent.py", "no such file"),
+        ("apply absent.toml work.py", "cannot read the recipe"),
+        ("apply full work.py", "cannot read the recipe"),
+        ("apply good.toml absent.py", "no such file"),
+        ("apply work.py good.toml", "is no recipe"),
+        ("report absent", "cannot read the result"),
+        ("report full", "cannot read the result"),
+        ("report .", "no format number"),
+        ("report text.txt", "is no JSON"),
+        ("techniques absent.py", "no such file"),
+        ("techniques --mode sleeping", "unknown mode"),
+        ("tun work.py", "No such command"),
+    ],
+)
+def test_one_line_and_exit_code_2(folder: Path, arguments: str, words: str, run_fettle: Run) -> None:
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    said = run_fettle(*arguments.split())
+    assert said.code == 2, said.err
+    assert words in said.err
+    assert len(said.err.strip().splitlines()) == 1
+    assert "Traceback" not in said.err
+    assert said.out == ""
+    assert {path: path.read_bytes() for path in before} == before
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[levels]\nprecision = 3", "levels.precision"),
+        ("[levels]\n[evidence]\nlimits = 3", "evidence.limits"),
+        ("[levels]\n[evidence.limits]\nmax_error = 'small'", "evidence.limits.max_error"),
+        ("[levels]\n[machine]\nversions = 'new'", "machine.versions"),
+        ("[levels]\n[machine]\ngpus = [1]", "machine.gpus.0"),
+        ("[levels]\n[workload]\nfingerprint = 12", "workload.fingerprint"),
+        ("levels = []", "levels"),
+        ("format = 'one'\n[levels]", "format"),
+    ],
+)
+def test_a_recipe_whose_tables_hold_something_else(folder: Path, text: str, words: str, run_fettle: Run) -> None:
+    (folder / "bad.toml").write_text(text)
+    said = run_fettle("apply", "bad.toml", "work.py")
+    assert said.code == 2
+    assert f"is no fettle recipe: {words}" in said.err
+    assert len(said.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"trials": 3}, {"goal": "beauty"}, {"surprise": 1}, {"winner": []}, {"format": 2}, {"machine": None},
+        {"limits": {"max_error": "small"}},
+    ],
+)  # fmt: skip
+def test_a_result_that_was_tampered_with(folder: Path, change: dict, run_fettle: Run) -> None:
+    from fettle.report import to_json
+    from tests.report.made_up import resnet
+
+    (folder / "result.json").write_text(json.dumps({**to_json(resnet()), **change}))
+    said = run_fettle("report", ".")
+    assert said.code == 2
+    assert "result.json" in said.err
+    assert len(said.err.strip().splitlines()) == 1
+    assert not (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"techniques": {"precision": []}}, "no level of precision is allowed"),
+        ({"techniques": ["precision"]}, "techniques is a mapping"),
+        ({"techniques": {"precision": "bf17"}}, "no level 'bf17'"),
+        ({"confidence": 95}, "confidence"),
+        ({"budget_s": -1}, "budget must be above 0"),
+        ({"trial_timeout_s": float("nan")}, "trial timeout"),
+    ],
+)
+def test_bad_arguments_of_the_function(folder: Path, arguments: dict, words: str) -> None:
+    with pytest.raises(fettle.UsageError, match=words) as caught:
+        fettle.tune("work.py", output="out", **arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_live_objects_that_are_no_model(folder: Path) -> None:
+    import torch
+
+    for model, inputs, words in (
+        (3, torch.ones(2), "cannot be called"),
+        (torch.nn.Linear(2, 2), None, "give sample inputs"),
+        (torch.nn.Linear(2, 2), [], "empty"),
+        (torch.nn.Linear(2, 2), (), "empty"),
+    ):
+        with pytest.raises(fettle.UsageError, match=words):
+            fettle.tune(model, inputs, output="out")
