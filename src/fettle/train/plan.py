@@ -295,7 +295,7 @@ def _cheapest(made: list[Prediction], world_size: int) -> str:
 
 
 def _reason(error: Exception) -> str:
-    text = first_line(error)
+    text = str(error) if isinstance(error, UsageError) else first_line(error)
     if "DataDependent" in text or "DynamicOutputShape" in text:
         return f"the step needs values of tensors, which a plan has not ({text[:120]})"
     return text[:200]

@@ -78,6 +78,8 @@ def show(frames: dict[str, pl.DataFrame], as_json: bool, rows: int = 30, notes: 
     for key, value in (notes or {}).items():
         console.print(f"{key}: {value}", highlight=False, markup=False)
     for name, frame in frames.items():
+        if "start_ns" in frame.columns:  # a person wants the time since the first, not a clock's
+            frame = frame.with_columns(pl.col("start_ns") - pl.col("start_ns").min())
         shown = frame.select(
             [c for c in frame.columns if not (c.endswith("_ns") and frame[c].dtype.is_numeric() and not frame[c].sum())]
         )
