@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fettle.errors import UsageError
 from fettle.trace import CAUSES, Trace, idle_pieces, idle_summary, step_summary, steps, time_account
 from fettle.trace.account import check_account
 from tests.trace.build import Build, training
@@ -163,7 +164,8 @@ def test_steps_do_not_overlap_and_end_where_the_next_begins(tmp_path: Path) -> N
     frame = steps(build.load(tmp_path))
     assert frame["step"].to_list() == [3, 4, 5]
     assert frame["end_ns"].to_list() == [12_000, 30_000, 40_000]
-    assert steps(build.load(tmp_path), annotation="no such")["step"].to_list() == [-1]
+    with pytest.raises(UsageError, match="no annotation 'no such'"):
+        steps(build.load(tmp_path), annotation="no such")
 
 
 def test_drift_and_outliers() -> None:

@@ -94,6 +94,8 @@ def test_host_only_traces_answer_everything(tmp_path: Path) -> None:
     assert questions["conversions and copies"] == 10_000
     assert questions["overhead of operators that call others"] == 40_000
     assert T.critical_path(trace).wall_ns == 100_000
+    for change in ("no_syncs", "perfect_overlap", "graph"):  # nothing of the kind is there: nothing is saved
+        assert T.what_if(trace, change).estimate_ns == 100_000
     assert T.parallel_operators(trace)["time_ns"].to_list() == [45_000, 55_000]
 
 
@@ -300,6 +302,24 @@ def test_what_if(tmp_path: Path) -> None:
         T.what_if(trace, "kernels", kernels="(")
 
 
+def test_a_graph_does_not_make_the_data_of_a_copy(tmp_path: Path) -> None:
+    made = Build().step(0, 0, 1000).op("aten::mm", 600, 200)
+    made.kernel("Memcpy HtoD", 520, 10, call=510, launch="cudaMemcpyAsync", cat="gpu_memcpy")  # after 510 us of host
+    made.kernel("gemm", 620, 40, call=610).kernel("gemm", 760, 40, call=750).call("cudaDeviceSynchronize", 900, 100)
+    found = T.what_if(made.load(tmp_path), "graph")
+    assert 510_000 <= found.estimate_ns < 700_000
+    assert found.low_ns <= 90_000  # what the devices still have to do
+
+
+def test_a_wait_that_nothing_explains_is_unknown_on_the_path_as_it_is_in_the_gaps(tmp_path: Path) -> None:
+    made = Build().step(0, 0, 1000).op("aten::mm", 0, 20).kernel("gemm", 800, 200, call=5)
+    trace = made.load(tmp_path)
+    pieces = T.critical_path(trace).summary()
+    unknown = pieces.filter(pl.col("category") == "queued_unknown")["time_ns"].to_list()
+    assert unknown == T.idle_summary(trace, 0).filter(pl.col("cause") == "queued_unknown")["idle_ns"].to_list()
+    assert unknown == [793_000]
+
+
 def test_compare_books_every_nanosecond(tmp_path: Path) -> None:
     before, after = training(5).load(tmp_path, "a.json"), training(5, kernel=40, extra_gap=7).load(tmp_path, "b.json")
     result = T.compare(before, after)
@@ -389,7 +409,9 @@ def test_clocks_skew_and_the_straggler(tmp_path: Path) -> None:
     found = T.stragglers(traces).row(0, named=True)
     assert found["rank"] == 1
     assert found["caused_ns"] == 60_000
-    assert found["reason"] == "it computes longer"
+    # The first collective ends no stretch between two: three stretches, in each of which its gemm takes 15 us more.
+    assert found["compute_excess_ns"] == 45_000
+    assert found["reason"] == "it computes longer (0.045 ms), mostly gemm"
     across = T.kernels_across_ranks(traces).filter(pl.col("name") == "gemm").row(0, named=True)
     assert across["slowest_rank"] == 1
 

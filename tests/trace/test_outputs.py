@@ -52,6 +52,8 @@ def test_other_commands(tmp_path: Path, run_fettle: Run) -> None:
     counted = run_fettle("trace", "sql", path, "select count(*) as n from events", "--json")
     assert json.loads(counted.out)["result"] == [{"n": 27}]
     assert run_fettle("trace", "sequences", path, "linear", "--json").code == 0
+    any_operator = json.loads(run_fettle("trace", "sequences", path, "--min-kernels", "1", "--json").out)["sequences"]
+    assert [(row["operator"], row["count"]) for row in any_operator] == [("aten::linear", 3)]
     assert run_fettle("trace", "account", path, "--chart", tmp_path / "c.png").code == 0
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
 
@@ -75,6 +77,7 @@ def test_commands_over_ranks(tmp_path: Path, run_fettle: Run) -> None:
     [
         ["health", "nowhere.json"],
         ["critical", "T", "--step", "77"],
+        ["account", "T", "--annotation", "nowhere"],
         ["memory", "T"],
         ["counters", "T"],
         ["sql", "T", "selec"],

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fettle.trace import annotation_table
 from fettle.trace import stacks as room
 from fettle.trace.intervals import merge, total
 from tests.trace.build import Build
@@ -26,6 +27,20 @@ def test_a_chain_of_overlaps_is_cut_in_order_and_loses_nothing_else(tmp_path: Pa
     assert [tuple(map(int, p)) for p in pieces] == [
         (0, 0, 9), (1, 9, 10), (2, 19, 20), (3, 20, 29), (4, 29, 30),
     ]  # fmt: skip
+
+
+def test_a_range_opened_in_a_function_holds_what_runs_after_it(tmp_path: Path) -> None:
+    made = Build().add("python_function", "train.py(1): train", 0, 1000).add("python_function", "x.py(2): before", 1, 3)
+    made.add("python_function", "torch/autograd/profiler.py(700): __enter__", 10, 10)
+    made.add("python_function", "<built-in method _record_function_enter_new>", 12, 5)
+    made.add("user_annotation", "## part ##", 15, 485).op("aten::mm", 100, 50).kernel("gemm", 130, 40, call=110)
+    made.add("python_function", "torch/autograd/profiler.py(710): __exit__", 495, 15)
+    trace = made.load(tmp_path)
+    parent = {trace.name_of([row])[0]: trace.stacks.parent[row] for row in trace.stacks.rows}
+    assert parent["## part ##"] == 0  # train, not the function that opened it
+    assert trace.name_of([parent["aten::mm"]]) == ["## part ##"]
+    table = annotation_table(trace).row(0, named=True)
+    assert (table["host_ns"], table["device_ns"], table["kernels"]) == (485_000, 40_000, 1)
 
 
 @settings(max_examples=100, deadline=None)

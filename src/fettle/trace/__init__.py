@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fettle.trace.account import account_total, time_account
 from fettle.trace.arrival import arrival, stragglers
-from fettle.trace.attribution import attribute_kernels
+from fettle.trace.attribution import attribute_kernels, kernels_under
 from fettle.trace.communication import collective_table, collectives, overlap
 from fettle.trace.compare import Comparison, compare
 from fettle.trace.critical import CriticalPath, critical_path, path_events
@@ -83,6 +83,7 @@ __all__ = [
     "kernel_sequences",
     "kernel_table",
     "kernels_across_ranks",
+    "kernels_under",
     "launch_stats",
     "load",
     "load_all",

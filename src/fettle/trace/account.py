@@ -116,3 +116,30 @@ def check_account(frame: pl.DataFrame) -> None:
 def account_total(frame: pl.DataFrame) -> pl.DataFrame:
     """The account summed over steps: one row a rank and device, same columns without step and start_ns."""
     return frame.drop("step", "start_ns").group_by("rank", "device").sum().sort("rank", "device")
+
+
+def account_parts(total: pl.DataFrame) -> pl.DataFrame:
+    """`account_total` as one row a part that is not 0: columns rank, device, part, time_ns, share (of the wall time),
+    meaning. On the host's row (device -1) compute is called operators.
+    """
+    names = ["compute_ns", "exposed_communication_ns", "exposed_copy_ns", *(f"idle_{cause}_ns" for cause in CAUSES)]
+    parts = []
+    for row in total.iter_rows(named=True):
+        for column in names:
+            name = column.removesuffix("_ns")
+            if row[column]:
+                cause = name.removeprefix("idle_")
+                part = "operators" if row["device"] == -1 and name == "compute" else name.replace("_", " ")
+                meaning = CAUSES[cause] if name.startswith("idle_") else ""
+                share = row[column] / max(row["wall_ns"], 1)
+                parts.append((row["rank"], row["device"], part, row[column], share, meaning))
+        parts.append((row["rank"], row["device"], "wall time", row["wall_ns"], 1.0, "the sum of the above"))
+    schema = {
+        "rank": pl.Int64(),
+        "device": pl.Int64(),
+        "part": pl.String(),
+        "time_ns": pl.Int64(),
+        "share": pl.Float64(),
+        "meaning": pl.String(),
+    }
+    return pl.DataFrame(parts, schema=schema, orient="row")

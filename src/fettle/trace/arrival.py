@@ -7,9 +7,9 @@ import polars as pl
 
 from fettle.trace.account import device_classes
 from fettle.trace.communication import bus_factor, collectives
-from fettle.trace.idle import idle_summary
-from fettle.trace.intervals import total
-from fettle.trace.kinds import short_kernel_name
+from fettle.trace.idle import idle_pieces
+from fettle.trace.intervals import length_within, split
+from fettle.trace.kinds import Kind, short_kernel_name, without_address
 from fettle.trace.model import Trace
 
 
@@ -157,57 +157,95 @@ def arrival(traces: list[Trace]) -> pl.DataFrame:
 
 
 def stragglers(traces: list[Trace]) -> pl.DataFrame:
-    """Which ranks the others wait for, and what those ranks did differently before the collectives.
+    """Which ranks the others wait for, and what held those ranks up before the collectives they came last to.
+
+    Ranks leave a shared collective together and run apart until the next one. In the stretches that end with a clearly
+    last arrival, the time that the late rank spent computing, and idle by cause, is compared with the mean of the other
+    ranks in the same stretches; the first collective has no such stretch unless it is the only one.
 
     Columns: rank, last_times (collectives it arrived last at), caused_ns (waiting of other ranks for it), share (of
-    all waiting), busy_ns (its compute) and busy_excess_ns (over the median rank), idle_excess_ns, reason (the larger
-    excess, with the longest idle cause). Empty for fewer than two ranks, or without collectives that match.
+    all waiting), compute_excess_ns and idle_excess_ns (in those stretches, over the others), reason (the largest
+    excess, by name). Empty for fewer than two ranks, or without collectives that match.
     """
     schema = {
         "rank": pl.Int64(),
         "last_times": pl.UInt32(),
         "caused_ns": pl.Int64(),
         "share": pl.Float64(),
-        "busy_ns": pl.Int64(),
-        "busy_excess_ns": pl.Int64(),
+        "compute_excess_ns": pl.Int64(),
         "idle_excess_ns": pl.Int64(),
         "reason": pl.String(),
     }
     skews = arrival(traces)
     if len(traces) < 2 or not skews.height:
         return pl.DataFrame(schema=schema)
-    caused = skews.group_by("last_rank").agg(last_times=pl.len(), caused_ns=pl.col("waited_ns").sum())
-    by_rank = {int(r["last_rank"]): r for r in caused.to_dicts()}
+    matched = match_collectives(traces)
+    before = pl.concat([_upstream(t, matched.filter(pl.col("rank") == t.rank)) for t in traces])
     whole = int(skews["waited_ns"].sum()) or 1
-    busy = {t.rank: sum(total(device_classes(t, d)[0]) for d in t.device_keys) for t in traces}
-    idle, longest = {}, {}
-    for trace in traces:
-        frames = [idle_summary(trace, d) for d in trace.device_keys]
-        idle[trace.rank] = sum(int(f["idle_ns"].sum()) for f in frames)
-        tops = [(f["idle_ns"][0], f["cause"][0], f["what"][0]) for f in frames if f.height]
-        longest[trace.rank] = max(tops, default=(0, "", ""))
-    median_busy, median_idle = float(np.median(list(busy.values()))), float(np.median(list(idle.values())))
+    caused = skews.group_by("last_rank").agg(last_times=pl.len(), caused_ns=pl.col("waited_ns").sum())
     parts = []
-    for rank in sorted(by_rank):
-        more_busy, more_idle = busy[rank] - median_busy, idle[rank] - median_idle
-        cause = longest[rank]
-        if max(more_busy, more_idle) <= 0:
-            reason = "unknown: it neither computes nor idles more than the median rank"
-        elif more_busy >= more_idle:
-            reason = "it computes longer"
-        else:
-            reason = f"it idles longer, mostly {cause[1]}: {cause[2].split(' (')[0]}"
-        row = by_rank[rank]
-        parts.append(
-            (
-                rank,
-                row["last_times"],
-                row["caused_ns"],
-                row["caused_ns"] / whole,
-                busy[rank],
-                round(more_busy),
-                round(more_idle),
-                reason,
-            )
-        )
-    return pl.DataFrame(parts, schema=schema, orient="row").sort("caused_ns", descending=True)
+    for rank, times, waiting in caused.sort("caused_ns", descending=True).iter_rows():
+        keys = skews.filter((pl.col("last_rank") == rank) & pl.col("clear")).select("key", "ranks")
+        some = before.join(keys, on="key")
+        # The others' mean, rank by rank: a rank that spent nothing on something has no row for it.
+        own = pl.col("rank") == rank
+        weight = pl.when(own).then(pl.col("ns")).otherwise(-pl.col("ns") / (pl.col("ranks") - 1))
+        excess = some.group_by("part", "name").agg(ns=weight.sum()).sort("ns", "name", descending=[True, False])
+        compute = int(excess.filter(pl.col("part") == "compute")["ns"].sum())
+        idle = int(excess.filter(~pl.col("part").is_in(["compute", "kernel"]))["ns"].sum())
+        reason = _reason(excess, keys.height)
+        parts.append((rank, times, waiting, waiting / whole, compute, idle, reason))
+    return pl.DataFrame(parts, schema=schema, orient="row")
+
+
+def _reason(excess: pl.DataFrame, times: int) -> str:
+    """The largest excess in words."""
+    if not times:
+        return "no arrival was later than the clocks are uncertain"
+    by_part = excess.filter(pl.col("part") != "kernel").group_by("part").agg(pl.col("ns").sum())
+    largest = by_part.sort("ns", "part", descending=[True, False])
+    if not largest.height or largest["ns"][0] <= 0:
+        return "unknown: before these collectives it neither computes nor idles longer than the others"
+    part, ns = str(largest["part"][0]), float(largest["ns"][0])
+    details = excess.filter((pl.col("part") == ("kernel" if part == "compute" else part)) & (pl.col("name") != ""))
+    which = f", mostly {details['name'][0][:120]}" if details.height and details["ns"][0] > 0 else ""
+    what = "it computes longer" if part == "compute" else f"it idles longer in {part}"
+    return f"{what} ({ns / 1e6:.3f} ms){which}"
+
+
+def _upstream(trace: Trace, shared: pl.DataFrame) -> pl.DataFrame:
+    """What a rank did from the end of each shared collective to the start of the next.
+
+    Columns: rank, key (of the next one), part (compute, kernel: the same by name and summed over streams, or an idle
+    cause), name, ns.
+    """
+    rows = shared["row"].to_numpy()
+    order = np.argsort(trace.ts[rows], kind="stable")
+    rows, keys = rows[order], shared["key"].gather(pl.Series(order)).to_list()
+    left = np.maximum.accumulate(np.concatenate([[trace.span[0]], trace.end[rows]]))[:-1]
+    first = 1 if len(rows) > 1 else 0
+    low = left[first:]
+    high, keys = np.maximum(trace.ts[rows][first:], low), keys[first:]
+    found: list[tuple[str, str, str, int]] = []
+    names = trace.column("name")
+    for device in trace.device_keys:
+        compute = length_within(device_classes(trace, device)[0], low, high)
+        found += [(key, "compute", "", ns) for key, ns in zip(keys, compute.tolist(), strict=True)]
+        on = (trace.column("device") == device) & (trace.kind == Kind.KERNEL) & ~trace.is_collective
+        work = np.flatnonzero(on)
+        at = np.searchsorted(low, trace.ts[work], side="right") - 1
+        work, at = work[at >= 0], at[at >= 0]
+        inside = np.minimum(trace.end[work], high[at]) - trace.ts[work]
+        for row, window, ns in zip(names[work].tolist(), at.tolist(), inside.tolist(), strict=True):
+            if ns > 0:
+                found.append((keys[window], "kernel", short_kernel_name(trace.names[row]), ns))
+        pieces = idle_pieces(trace, device)
+        start, end, piece, window_of = split((pieces["start_ns"].to_numpy(), pieces["end_ns"].to_numpy()), (low, high))
+        cause, detail = pieces["cause"].cast(pl.String()).gather(pl.Series(piece)), pieces["detail"].to_numpy()[piece]
+        for one, what, window, ns in zip(
+            cause, detail.tolist(), window_of.tolist(), (end - start).tolist(), strict=True
+        ):
+            found.append((keys[window], one, without_address(trace.names[what]) if what >= 0 else "", ns))
+    schema = {"key": pl.String(), "part": pl.String(), "name": pl.String(), "ns": pl.Int64()}
+    frame = pl.DataFrame(found, schema=schema, orient="row").group_by("key", "part", "name").agg(pl.col("ns").sum())
+    return frame.with_columns(rank=pl.lit(trace.rank, dtype=pl.Int64()))

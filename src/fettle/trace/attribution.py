@@ -7,6 +7,7 @@ same autograd sequence number, whose module and source line they inherit.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 import numpy as np
 import polars as pl
@@ -140,3 +141,27 @@ def _own_line(stack: str) -> str | None:
 def names_of_rows(trace: Trace, rows: Ints) -> pl.Series:
     codes = pl.Series(np.where(rows >= 0, trace.column("name")[np.maximum(rows, 0)].astype(np.int64), -1))
     return pl.Series(trace.names, dtype=pl.String()).gather(codes.set(codes < 0, None).cast(pl.UInt32()))
+
+
+def kernels_under(trace: Trace, operators: Collection[str]) -> pl.DataFrame:
+    """Kernels by the innermost of these operators (`aten::mm`) around their launch, longest first.
+
+    Columns: name, operator, count, sum_ns. Work that none of them launched is left out.
+    """
+    named = np.array([name in operators for name in trace.names], dtype=bool)
+    wanted = (trace.kind == Kind.OPERATOR) & named[trace.column("name")]
+    rows, calls = trace.launches.known
+    owner = nearest(trace, wanted, np.flatnonzero(trace.is_host))[calls]
+    known = (owner >= 0) & (trace.kind[rows] == Kind.KERNEL)
+    return (
+        pl.DataFrame(
+            {
+                "name": text_column(trace, trace.column("name")[rows[known]]),
+                "operator": names_of_rows(trace, owner[known]),
+                "ns": trace.dur[rows[known]],
+            }
+        )
+        .group_by("name", "operator")
+        .agg(count=pl.len(), sum_ns=pl.col("ns").sum())
+        .sort("sum_ns", "name", descending=[True, False])
+    )

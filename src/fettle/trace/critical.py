@@ -4,11 +4,10 @@ The path is walked backwards from the end of the window. At every moment one pla
 or a piece of device work. From there the question is what that place itself had been waiting for:
 
 - device work starts when its stream is free and its launch has arrived, whichever is later; where it starts later
-than both,
-  the work on another stream that ended last before it is taken for an event it waited on (with or without sync events);
+  than both, the work on another stream that ended last before it is taken for an event it waited on (with or without
+  sync events); a wait longer than gaps and latencies usually are is `queued_unknown`, as it is among the idle causes;
 - a host thread is never free, so its time counts as it is, until a call that blocks: there the path goes to the
-device work
-  that ended last inside the call;
+  device work that ended last inside the call;
 - a thread that shows nothing while autograd's thread works (or the other way round) was waiting for that thread.
 """
 
@@ -21,15 +20,16 @@ import numpy as np
 import polars as pl
 
 from fettle.errors import UsageError
-from fettle.trace.idle import autograd_threads, main_thread
+from fettle.trace.idle import BETWEEN_KERNELS_NS, LATENCY_NS, autograd_threads, main_thread
 from fettle.trace.kernels import CLASSES, class_of_row
-from fettle.trace.kinds import Kind
+from fettle.trace.kinds import Kind, is_graph_launch, without_address
 from fettle.trace.model import Ints, Trace
 from fettle.trace.stacks import CAUSES_OF_HOST
 from fettle.trace.steps import steps
 
 EVENT_WAIT_NS = 2_000
-CATEGORIES = (*CLASSES, "kernel_gap", "launch_latency", "stream_event", "sync_return", *CAUSES_OF_HOST)
+WAITS = ("kernel_gap", "launch_latency", "stream_event", "queued_unknown", "sync_return")
+CATEGORIES = (*CLASSES, *WAITS, *CAUSES_OF_HOST)
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,8 @@ class _Walk:
         self.call_start = np.where(has, trace.ts[np.maximum(launch, 0)], 0).tolist()
         self.call_end = np.where(has, trace.end[np.maximum(launch, 0)], 0).tolist()
         self.call_thread = np.where(has, trace.column("thread")[np.maximum(launch, 0)], -1).tolist()
+        graphs = np.array([is_graph_launch(n) for n in trace.names], dtype=bool)
+        self.graph = (has & graphs[trace.column("name")[np.maximum(launch, 0)]]).tolist() if len(rows) else []
         self.label = [CLASSES[c] for c in class_of_row(trace, rows).tolist()]
         stream = trace.column("stream")[rows]
         device = trace.column("device")[rows].astype(np.int64)
@@ -220,10 +222,12 @@ class _Walk:
                 self._add(self.ends[at], start, "stream_event", self.rows[index])
                 return ("device", self.by_end[at]), self.ends[at]
         if before >= 0 and before not in self.seen and (free >= called or not launched):
-            self._add(free, start, "kernel_gap", self.rows[index])
+            usual = start - free <= BETWEEN_KERNELS_NS or self.graph[index]
+            self._add(free, start, "kernel_gap" if usual else "queued_unknown", self.rows[index])
             return ("device", before), free
         if launched:
-            self._add(arrived, start, "launch_latency", self.rows[index])
+            usual = start - arrived <= LATENCY_NS or self.graph[index]
+            self._add(arrived, start, "launch_latency" if usual else "queued_unknown", self.rows[index])
             return ("host", self.call_thread[index]), arrived
         return ("host", main_thread(self.trace)), start
 
@@ -341,11 +345,10 @@ def path_events(trace: Trace, path: CriticalPath) -> pl.DataFrame:
     grouped = frame.group_by("category", "code").agg(
         count=pl.len(), time_ns=(pl.col("end_ns") - pl.col("start_ns")).sum()
     )
-    grouped = grouped.sort("time_ns", descending=True)
-    return grouped.select(
-        category="category",
-        name=pl.Series(["" if c < 0 else trace.names[c] for c in grouped["code"]], dtype=pl.String()),
-        count="count",
-        time_ns="time_ns",
-        share=pl.col("time_ns") / max(path.wall_ns, 1),
+    names = ["" if c < 0 else without_address(trace.names[c]) for c in grouped["code"]]
+    by_name = grouped.with_columns(name=pl.Series(names, dtype=pl.String())).group_by("category", "name")
+    return (
+        by_name.agg(pl.col("count", "time_ns").sum())
+        .with_columns(share=pl.col("time_ns") / max(path.wall_ns, 1))
+        .sort("time_ns", "category", "name", descending=[True, False, False])
     )

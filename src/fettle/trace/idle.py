@@ -19,9 +19,8 @@ import numpy.typing as npt
 import polars as pl
 
 from fettle.trace.intervals import Intervals, gaps, merge, split
-from fettle.trace.kinds import Kind, is_graph_launch
+from fettle.trace.kinds import Kind, is_graph_launch, without_address
 from fettle.trace.model import Ints, Trace
-from fettle.trace.ordering import order_by
 from fettle.trace.stacks import CAUSES_OF_HOST
 
 CAUSES: dict[str, str] = {
@@ -151,7 +150,7 @@ class _Pieces:
         if not self.parts:
             self.parts = [(_NONE, _NONE, _NONE.astype(np.uint8), _NONE, _NONE)]
         start, end, cause, detail, gap = (np.concatenate(column) for column in zip(*self.parts, strict=True))
-        some = order_by(start)
+        some = np.argsort(start, kind="stable")  # a few runs that are in order already: merged, not sorted
         if not (end > start).all():
             some = some[end[some] > start[some]]
         gap = gap[some]
@@ -276,10 +275,12 @@ def _host_time(trace: Trace, pieces: _Pieces, start: Ints, end: Ints, thread: In
                 owner = gap[some][window]
                 cause = np.where(row >= 0, trace.stacks.cause[row], 0)
                 name = np.where(row >= 0, names[row].astype(np.int64), -1)
-                known = np.flatnonzero(cause)
-                pieces.add(s[known], e[known], _OF_HOST[cause[known]], name[known], owner[known])
                 silent = np.flatnonzero(cause == 0)
-                if len(silent):
+                if not len(silent):
+                    pieces.add(s, e, _OF_HOST[cause], name, owner)
+                else:
+                    known = np.flatnonzero(cause)
+                    pieces.add(s[known], e[known], _OF_HOST[cause[known]], name[known], owner[known])
                     next_round.append((s[silent], e[silent], owner[silent], name[silent]))
         if not next_round:
             return
@@ -318,13 +319,14 @@ def idle_summary(trace: Trace, device: int, windows: Intervals | None = None) ->
                 "meaning": pl.String(),
             }
         )
-    by_detail = frame.group_by("cause", "detail").agg(pl.col("idle_ns").sum()).sort("idle_ns", descending=True)
-    what = {}
-    for cause, part in by_detail.group_by("cause", maintain_order=True):
-        best = part.filter(pl.col("detail") >= 0).head(3)
-        what[str(cause[0])] = "; ".join(
-            f"{trace.names[d][:120]} ({ns / 1e6:.3f} ms)" for d, ns in zip(best["detail"], best["idle_ns"], strict=True)
-        )
+    told = frame.filter(pl.col("detail") >= 0).group_by("cause", "detail").agg(pl.col("idle_ns").sum())
+    names = [without_address(trace.names[d]) for d in told["detail"]]
+    by_name = told.with_columns(name=pl.Series(names, dtype=pl.String())).group_by("cause", "name")
+    longest = by_name.agg(pl.col("idle_ns").sum()).sort("idle_ns", "name", descending=[True, False])
+    what = {
+        str(cause[0]): "; ".join(f"{name[:120]} ({ns / 1e6:.3f} ms)" for _, name, ns in part.head(3).iter_rows())
+        for cause, part in longest.group_by("cause", maintain_order=True)
+    }
     total = int(frame["idle_ns"].sum())
     summary = frame.group_by("cause").agg(pl.col("idle_ns").sum(), gaps=pl.len()).sort("idle_ns", descending=True)
     summary = summary.with_columns(pl.col("cause").cast(pl.String()))

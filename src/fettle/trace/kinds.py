@@ -166,6 +166,14 @@ def host_cause(name: str, kind: Kind) -> str:
     return "host_untraced"
 
 
+_ADDRESS = re.compile(r" (object )?at 0x[0-9a-fA-F]+")
+
+
+def without_address(name: str) -> str:
+    """A Python function's name without the address of the object it was called on, which tells its calls apart."""
+    return _ADDRESS.sub("", name)
+
+
 def short_kernel_name(name: str) -> str:
     """A kernel's own function name: without return type, namespaces' template arguments and parameters.
 

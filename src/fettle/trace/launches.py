@@ -15,6 +15,9 @@ from fettle.trace.kinds import Kind, is_graph_launch
 from fettle.trace.model import Ints, Trace
 from fettle.trace.ordering import order_by
 
+LONG_CALL_NS = 50_000
+LATE_NS = 100_000
+
 
 @dataclass(frozen=True)
 class LaunchLinks:
@@ -94,7 +97,8 @@ def call_table(launches: pl.DataFrame) -> pl.DataFrame:
     """`launch_stats` by launch call.
 
     Columns: rank, call, graph, calls, work (pieces of device work), calls_ns (sum of the calls), median_call_ns,
-    median_delay_ns, short (pieces shorter than their call). Longest sum first. A graph's call counts once.
+    median_delay_ns, short (pieces shorter than their call), long_calls (over `LONG_CALL_NS`), late (pieces that start
+    more than `LATE_NS` after their call). Longest sum first. A graph's call counts once.
     """
     once = pl.col("call_ns").filter(pl.col("call_row").is_first_distinct())
     return (
@@ -106,6 +110,8 @@ def call_table(launches: pl.DataFrame) -> pl.DataFrame:
             median_call_ns=once.median(),
             median_delay_ns=pl.col("delay_ns").median(),
             short=pl.col("short").sum(),
+            long_calls=(once > LONG_CALL_NS).sum(),
+            late=(pl.col("delay_ns") > LATE_NS).sum(),
         )
         .sort("calls_ns", "call", descending=[True, False])
     )

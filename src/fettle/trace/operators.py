@@ -7,7 +7,7 @@ import polars as pl
 
 from fettle.trace.ancestry import ancestors, nearest, outermost, runs
 from fettle.trace.attribution import names_of_rows
-from fettle.trace.kinds import Kind
+from fettle.trace.kinds import Kind, without_address
 from fettle.trace.launches import text_column
 from fettle.trace.model import Ints, Trace
 
@@ -66,7 +66,8 @@ def call_tree(trace: Trace, *, max_depth: int = 6, python: bool = False) -> pl.D
     """Calls merged by path: what calls what, how often, and what it costs on host and device.
 
     Columns: rank, path (names joined by ` > `), depth, count, host_ns, device_ns (of work launched anywhere below).
-    Python functions are left out unless asked for: paths then explain modules and lines, at many more rows.
+    Python functions are left out unless asked for: paths then explain modules and lines, at many more rows. All steps
+    are one path, `ProfilerStep#`.
     """
     wanted = (trace.kind == Kind.OPERATOR) | (trace.kind == Kind.ANNOTATION)
     if python:
@@ -86,7 +87,7 @@ def call_tree(trace: Trace, *, max_depth: int = 6, python: bool = False) -> pl.D
     parents_of_path: list[int] = []
     name_of_path: list[int] = []
     depth_of_path: list[int] = []
-    names = trace.column("name")
+    names, texts_of = _merged_names(trace)
     for row in rows[np.argsort(depth[rows], kind="stable")].tolist():
         above = int(path_of[parent[row]]) if parent[row] >= 0 else -1
         level = depth_of_path[above] + 1 if above >= 0 else 0
@@ -102,7 +103,7 @@ def call_tree(trace: Trace, *, max_depth: int = 6, python: bool = False) -> pl.D
     kept = rows[path_of[rows] >= 0]
     texts: list[str] = []
     for above, name in zip(parents_of_path, name_of_path, strict=True):
-        texts.append((texts[above] + " > " if above >= 0 else "") + trace.names[name])
+        texts.append((texts[above] + " > " if above >= 0 else "") + texts_of[name])
     grouped = (
         pl.DataFrame({"path": path_of[kept], "host": trace.dur[kept], "device": device[kept]})
         .group_by("path")
@@ -118,6 +119,14 @@ def call_tree(trace: Trace, *, max_depth: int = 6, python: bool = False) -> pl.D
     ).sort("path")
 
 
+def _merged_names(trace: Trace) -> tuple[Ints, list[str]]:
+    """A number for each event's name and the text of each number: steps are one name, objects' addresses are cut."""
+    cut = ["ProfilerStep#" if n.startswith("ProfilerStep#") else without_address(n) for n in trace.names]
+    number = {name: i for i, name in enumerate(dict.fromkeys(cut))}
+    table = np.array([number[n] for n in cut], dtype=np.int64)
+    return table[trace.column("name")], list(number)
+
+
 def _parent_among(trace: Trace, wanted: np.ndarray) -> Ints:
     """The nearest wanted event strictly above each event."""
     around = nearest(trace, wanted, np.flatnonzero(trace.is_host))
@@ -126,11 +135,11 @@ def _parent_among(trace: Trace, wanted: np.ndarray) -> Ints:
     return answer
 
 
-def kernel_sequences(trace: Trace, operator: str, *, min_kernels: int = 3, top: int = 10) -> pl.DataFrame:
-    """The sequences of kernels that operators whose name contains `operator` launch, counted.
+def kernel_sequences(trace: Trace, operator: str = "", *, min_kernels: int = 3, top: int = 10) -> pl.DataFrame:
+    """The sequences of kernels that operators whose name contains `operator` (empty: any) launch, counted.
 
-    Only the outermost matching operators count. Columns: rank, operator, kernels (names in launch order, joined by `
-    -> `), length, count, device_ns, host_ns (of the operators).
+    Only the outermost matching operators count, and sequences of `min_kernels` kernels or more. Columns: rank,
+    operator, kernels (names in launch order, joined by ` -> `), length, count, device_ns, host_ns (of the operators).
     """
     matches = np.array([operator in n for n in trace.names], dtype=bool)
     flags = (trace.kind == Kind.OPERATOR) & matches[trace.column("name")]
@@ -171,14 +180,15 @@ def kernel_sequences(trace: Trace, operator: str, *, min_kernels: int = 3, top: 
 
 
 def annotation_table(trace: Trace) -> pl.DataFrame:
-    """User annotations: time on the host and of the device work launched inside them.
+    """User annotations: time on the host and of the device work launched inside them. Steps are one, `ProfilerStep#`.
 
     Columns: rank, annotation, count, host_ns (inclusive), device_ns (work counted at its innermost annotation),
     kernels.
     """
     rows = np.flatnonzero(trace.kind == Kind.ANNOTATION)
+    name, texts = _merged_names(trace)
     host = (
-        pl.DataFrame({"name": trace.column("name")[rows], "dur": trace.dur[rows]})
+        pl.DataFrame({"name": name[rows], "dur": trace.dur[rows]})
         .group_by("name")
         .agg(count=pl.len(), host_ns=pl.col("dur").sum())
     )
@@ -186,14 +196,14 @@ def annotation_table(trace: Trace) -> pl.DataFrame:
     owner = nearest(trace, trace.kind == Kind.ANNOTATION, np.flatnonzero(trace.is_host))[calls]
     known = owner >= 0
     work = (
-        pl.DataFrame({"name": trace.column("name")[owner[known]], "dur": trace.dur[launched[known]]})
+        pl.DataFrame({"name": name[owner[known]], "dur": trace.dur[launched[known]]})
         .group_by("name")
         .agg(device_ns=pl.col("dur").sum(), kernels=pl.len())
     )
     table = host.join(work, on="name", how="left").with_columns(pl.col("device_ns", "kernels").fill_null(0))
     return table.select(
         rank=pl.lit(trace.rank, dtype=pl.Int64()),
-        annotation=text_column(trace, table["name"].to_numpy()),
+        annotation=pl.Series([texts[n] for n in table["name"]], dtype=pl.String()),
         count="count",
         host_ns="host_ns",
         device_ns="device_ns",

@@ -21,6 +21,7 @@ from fettle.trace.ordering import order_by
 # Outer to inner, for events with the same start and length.
 _NESTING = {Kind.ANNOTATION: 0, Kind.PYTHON: 1, Kind.OPERATOR: 2, Kind.RUNTIME: 3, Kind.OVERHEAD: 4}
 BLOCK = 1 << 16
+ENTERING_EVENTS = 64  # functions and their calls on the way into a range
 CAUSES_OF_HOST = (
     "host_untraced",
     "operator",
@@ -117,9 +118,15 @@ def build_stacks(trace: Trace) -> HostStacks:
     thread = trace.column("thread")
     all_rows = np.flatnonzero(trace.is_host)
     lasting = trace.dur[all_rows] > 0
-    rows = _outer_first(trace, all_rows[lasting])
+    begin = trace.ts
+    rows = _outer_first(trace, all_rows[lasting], begin)
+    late = _begin_after_entering(trace, rows)
+    if len(late[0]):
+        begin = begin.copy()
+        begin[late[0]] = late[1]
+        rows = _outer_first(trace, rows, begin)
     parent, depth = np.full(count, -1, dtype=np.int64), np.zeros(count, dtype=np.int64)
-    segments, cut = _nest(trace, rows, parent, depth)
+    segments, cut = _nest(trace, rows, begin, parent, depth)
     partial = HostStacks(parent, depth, np.zeros(0, np.int64), rows, *segments, cut)
     instants = all_rows[~lasting]
     if len(instants):
@@ -129,8 +136,36 @@ def build_stacks(trace: Trace) -> HostStacks:
     return replace(partial, cause=_causes(trace, parent, all_rows))
 
 
+def _begin_after_entering(trace: Trace, rows: Ints) -> tuple[Ints, Ints]:
+    """Annotations that outlive the Python function which opened them, and when those functions ended.
+
+    `with record_function(...)` opens its range inside `__enter__`, and the profiler opens a step inside `step`: to
+    nest, the range has to begin where they end. Rows are in order, so these functions are the few events before it.
+    """
+    if not (trace.kind[rows] == Kind.PYTHON).any():
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    at = np.flatnonzero(trace.kind[rows] == Kind.ANNOTATION)
+    thread, ours = trace.column("thread"), rows[at]
+    begin = trace.ts[ours].copy()
+    open_ = np.arange(len(at))
+    for back in range(1, ENTERING_EVENTS):
+        open_ = open_[at[open_] >= back]
+        mine = ours[open_]
+        before = rows[at[open_] - back]
+        around = trace.end[before] > trace.ts[mine]
+        ends_first = around & (trace.end[before] < trace.end[mine]) & (trace.kind[before] == Kind.PYTHON)
+        same = thread[before] == thread[mine]
+        some = open_[ends_first & same]
+        begin[some] = np.maximum(begin[some], trace.end[before[ends_first & same]])
+        open_ = open_[same & (ends_first | ~around)]  # whatever else is around it is what it lies in
+        if not len(open_):
+            break
+    moved = np.flatnonzero(begin > trace.ts[ours])
+    return ours[moved], begin[moved]
+
+
 def _nest(
-    trace: Trace, rows: Ints, parent_by_row: Ints, depth_by_row: Ints
+    trace: Trace, rows: Ints, begin: Ints, parent_by_row: Ints, depth_by_row: Ints
 ) -> tuple[tuple[Ints, Ints, Ints, Ints], int]:
     """Fill in parents and depths; returns the segments' columns, and how many events were cut.
 
@@ -144,18 +179,18 @@ def _nest(
     low = high = 0
     while high < len(rows):
         low, high = high, min(high + BLOCK, len(rows))
-        while high < len(rows) and trace.ts[rows[high]] == trace.ts[rows[high - 1]]:
+        while high < len(rows) and begin[rows[high]] == begin[rows[high - 1]]:
             high += 1
         new = rows[low:high]
         kept, mine = len(open_rows), np.concatenate([open_rows, new])
-        start, end = trace.ts[mine], np.concatenate([open_ends, trace.ts[new] + trace.dur[new]])
+        start, end = begin[mine], np.concatenate([open_ends, trace.ts[new] + trace.dur[new]])
         start[:kept] = start[kept]
         thread = thread_of[mine].astype(np.int64)
         parent = _parents(start, end, thread)
         cut += _cut_overlaps(start, end, thread, parent)
         open_rows = open_ends = np.zeros(0, np.int64)
         if high < len(rows) and thread_of[rows[high]] == thread[-1]:
-            until = int(trace.ts[rows[high]])
+            until = int(begin[rows[high]])
             chain = [len(mine) - 1]
             while parent[chain[-1]] >= 0:
                 chain.append(int(parent[chain[-1]]))
@@ -174,10 +209,10 @@ def _nest(
     return (of_thread, starts, ends, of_row), cut
 
 
-def _outer_first(trace: Trace, rows: Ints) -> Ints:
+def _outer_first(trace: Trace, rows: Ints, begin: Ints) -> Ints:
     """Rows by thread and start, of those that start together the longest first, then by what usually nests in what."""
-    rows = rows[order_by(trace.column("thread")[rows], trace.ts[rows])]
-    start, thread = trace.ts[rows], trace.column("thread")[rows]
+    rows = rows[order_by(trace.column("thread")[rows], begin[rows])]
+    start, thread = begin[rows], trace.column("thread")[rows]
     together = (start[1:] == start[:-1]) & (thread[1:] == thread[:-1])
     if not together.any():
         return rows

@@ -7,6 +7,7 @@ import re
 import numpy as np
 import polars as pl
 
+from fettle.errors import UsageError
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Trace
 
@@ -21,6 +22,9 @@ def steps(trace: Trace, annotation: str | None = None) -> pl.DataFrame:
 
     Args:
         annotation: Take the annotations of exactly this name for steps, numbered from 0, instead of `ProfilerStep#N`.
+
+    Raises:
+        UsageError: There is no such annotation.
     """
     wanted = {}
     for code, name in enumerate(trace.names):
@@ -31,6 +35,10 @@ def steps(trace: Trace, annotation: str | None = None) -> pl.DataFrame:
             wanted[code] = -1
     codes = trace.column("name")
     rows = np.flatnonzero((trace.kind == Kind.ANNOTATION) & np.isin(codes, list(wanted)))
+    if annotation is not None and not len(rows):
+        there = {trace.names[c] for c in np.unique(codes[trace.kind == Kind.ANNOTATION]).tolist()}
+        some = sorted(n for n in there if not _STEP.match(n))[:10]
+        raise UsageError(f"no annotation '{annotation}' in {trace.path.name}: it has {', '.join(some) or 'none'}")
     rows = rows[np.argsort(trace.ts[rows], kind="stable")]
     # The same step can be annotated on several threads: the first one counts.
     starts: list[int] = []

@@ -17,13 +17,14 @@ import numpy as np
 
 from fettle.errors import UsageError
 from fettle.trace.account import device_classes
-from fettle.trace.critical import CriticalPath, critical_path
+from fettle.trace.critical import WAITS, CriticalPath, critical_path
 from fettle.trace.idle import main_thread
 from fettle.trace.intervals import Intervals, clip, length_within, merge, total
 from fettle.trace.kernels import class_of_row
 from fettle.trace.model import Trace
 from fettle.trace.stacks import CAUSES_OF_HOST
 
+_UPLOAD = re.compile(r"memcpy\s*(HtoD|H2D|HostToDevice)", re.IGNORECASE)
 CHANGES = ("kernels", "no_syncs", "perfect_overlap", "graph", "data_ready")
 
 
@@ -58,10 +59,10 @@ def what_if(
 
     Args:
         change: `kernels` (those whose name matches the expression `kernels` take `factor` of their time), `no_syncs`
-        (no call
-            blocks), `perfect_overlap` (communication and copies hold nothing up), `graph` (one launch for the whole
-            step: no host time between kernels, save for data loading), `data_ready` (the main thread never loads
-            or waits for data).
+            (no call blocks), `perfect_overlap` (communication and copies hold nothing up), `graph` (the step's launches
+            as one: no host time between kernels, save for data loading and the time right before a copy to the device,
+            which may make its data), `data_ready` (the main thread never loads or waits for data). Without device work
+            only `data_ready` changes anything.
         path: The step's critical path where it is known already.
     """
     if change not in CHANGES:
@@ -70,6 +71,8 @@ def what_if(
         raise UsageError("the factor must be between 0 and 1000")
     path = path or critical_path(trace, step)
     low, high = path.start_ns, path.end_ns
+    if not trace.device_keys and change != "data_ready":  # nothing is launched, overlapped or waited for
+        return WhatIf(change, path.wall_ns, path.wall_ns, path.wall_ns, path.wall_ns, 0.0)
     replay = _Replay(trace, low, high)
     scale = np.ones(len(replay.rows))
     classes = class_of_row(trace, replay.rows)
@@ -114,9 +117,7 @@ def _floor(trace: Trace, path: CriticalPath, replay: _Replay, scale, classes, ch
     if change in ("kernels", "perfect_overlap"):
         off = float((length[on_device] * (1 - np.minimum(rest[on_device], 1))).sum())
         if change == "perfect_overlap":  # gaps and waits around what is hidden may go with it
-            off += float(
-                length[np.isin(category, ["stream_event", "sync_return", "kernel_gap", "launch_latency"])].sum()
-            )
+            off += float(length[np.isin(category, WAITS)].sum())
         floors.append(path.wall_ns - off)
     for device in trace.device_keys:
         sets = device_classes(trace, device)
@@ -177,9 +178,12 @@ class _Replay:
         start, end = trace.ts[anchors], np.minimum(trace.end[anchors], high)
         reach = np.maximum.accumulate(np.concatenate([[low], end]))
         self.gap = np.maximum(start - reach[:-1], 0).tolist()
-        # Data loading stays even where launches cost nothing.
+        # Data loading stays even where launches cost nothing, and so does what may make the data of an upload.
         loading = _data_loading(trace, low, high)
-        self.kept_gap = length_within(loading, reach[:-1], np.maximum(start, reach[:-1])).tolist()
+        self.loading_gap = length_within(loading, reach[:-1], np.maximum(start, reach[:-1])).tolist()
+        uploads = np.array([bool(_UPLOAD.search(n)) for n in trace.names], dtype=bool)
+        feeds = np.isin(anchors, launch[uploads[trace.column("name")[self.rows]]])
+        self.kept_gap = np.where(feeds, self.gap, self.loading_gap).tolist()
         self.kept_tail = int(length_within(loading, reach[-1:], np.maximum(reach[-1:], high))[0])
         self.call = np.maximum(end - np.maximum(start, reach[:-1]), 0).tolist()
         self.tail = max(high - int(reach[-1]), 0)
@@ -249,7 +253,7 @@ class _Replay:
         free: dict[int, float] = {}
         done = [0.0] * len(durations)
         for i, (gap, call) in enumerate(zip(self.gap, self.call, strict=True)):
-            host += (gap if loading else gap - self.kept_gap[i]) if launching else self.kept_gap[i]
+            host += (gap if loading else gap - self.loading_gap[i]) if launching else self.kept_gap[i]
             begun = host
             target = self.target[i]
             if launching and target < 0:

@@ -66,24 +66,26 @@ def tree(
 @app.command()
 def sequences(
     source: Source,
-    operator: Annotated[str, typer.Argument(help="part of an operator's name")],
+    operator: Annotated[str, typer.Argument(help="part of an operator's name; any operator where left out")] = "",
     as_json: Json = False,
     rows: Rows = 10,
     fresh: Fresh = False,
+    min_kernels: Annotated[int, typer.Option(min=1, help="the fewest kernels in a sequence")] = 3,
 ) -> None:
-    """Frequent kernel sequences under an operator.
+    """Frequent kernel sequences under an operator, or under any.
 
-    [bold]Example[/]
+    [bold]Examples[/]
 
-      fettle trace sequences trace.json.gz aten::linear
+      fettle trace sequences trace.json.gz
+
+      fettle trace sequences trace.json.gz aten::linear --min-kernels 1
     """
     from fettle.trace.operators import kernel_sequences
 
-    show(
-        {"sequences": joined(open_traces(source, fresh), lambda t: kernel_sequences(t, operator, top=rows))},
-        as_json,
-        rows,
-    )
+    traces = open_traces(source, fresh)
+    found = joined(traces, lambda t: kernel_sequences(t, operator, min_kernels=min_kernels, top=rows))
+    notes = {} if found.height or as_json else {"none": f"no operator launched {min_kernels} kernels: --min-kernels 1"}
+    show({"sequences": found}, as_json, rows, notes)
 
 
 @app.command()

@@ -63,7 +63,25 @@ def steps(source: Source, as_json: Json = False, rows: Rows = 30, fresh: Fresh =
 
     traces = open_traces(source, fresh)
     frame = joined(traces, find)
-    show({"steps": frame}, as_json, rows, {f"rank {t.rank}": step_summary(find(t)) for t in traces})
+    summaries = {f"rank {t.rank}": step_summary(find(t)) for t in traces}
+    show({"steps": frame}, as_json, rows, summaries if as_json else {k: _in_words(s) for k, s in summaries.items()})
+
+
+def _in_words(summary: dict[str, float | int | list[int]]) -> str:
+    """A step summary for people."""
+    from fettle.trace.report.section import ms
+
+    median, spread, drift = (float(summary[k]) for k in ("median_ns", "mad_ns", "drift_ns_per_step"))  # type: ignore[arg-type]
+    outliers = summary["outliers"]
+    return (
+        f"{summary['steps']} steps, median {ms(median)} (median deviation {ms(spread)}); "
+        + (
+            f"outliers: {', '.join(map(str, outliers))}; "
+            if isinstance(outliers, list) and outliers
+            else "no outliers; "
+        )
+        + (f"drift {ms(drift)} a step" if summary["drift_is_clear"] else "no clear drift")
+    )
 
 
 @app.command()
@@ -84,11 +102,15 @@ def account(
       fettle trace account trace.json.gz --annotation generate
     """
     from fettle.trace import charts
-    from fettle.trace.account import account_total, time_account
+    from fettle.trace.account import account_parts, account_total, time_account
 
     frame = joined(open_traces(source, fresh), lambda t: time_account(t, annotation))
     write_chart(chart, lambda: charts.account_chart(frame))
-    show({"total": account_total(frame), "steps": frame}, as_json, rows)
+    total = account_total(frame)
+    if not as_json:  # for people, the sum is a list of its parts
+        show({"where the time went": account_parts(total)}, False, 1000)
+        frame = frame.select(pl.exclude("^idle_.*_ns$"))
+    show({"total": total, "steps": frame} if as_json else {"steps": frame}, as_json, rows)
 
 
 @app.command()

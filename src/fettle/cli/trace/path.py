@@ -1,5 +1,6 @@
 """What held a step up, what if not, and what changed."""
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +20,9 @@ def critical(
     rows: Rows = 30,
     chart: Chart = None,
     fresh: Fresh = False,
-    overlay: Annotated[Path | None, typer.Option(help="write the trace with the path as a track (JSON)")] = None,
+    overlay: Annotated[
+        Path | None, typer.Option(help="write the (first rank's) trace with its path as a track (JSON)")
+    ] = None,
 ) -> None:
     """The critical path: what held the step up, over all of its wall clock.
 
@@ -86,13 +89,17 @@ def whatif(
     from fettle.trace.whatif import what_if
 
     rows = []
+    notes = {}
     for trace in open_traces(source, fresh):
         path = critical_path(trace, step)
         changes = ["kernels"] if kernels is not None else ["no_syncs", "perfect_overlap", "graph", "data_ready"]
+        if not trace.device_keys and kernels is None:
+            changes = ["data_ready"]
+            notes[f"rank {trace.rank}"] = "no device work: only the data's part can be asked"
         for change in changes:
             answer = what_if(trace, change, kernels=kernels or "", factor=factor, path=path)
             rows.append({"rank": trace.rank, **asdict(answer), "saving_share": answer.saving_share})
-    show({"what_if": pl.DataFrame(rows)}, as_json)
+    show({"what_if": pl.DataFrame(rows)}, as_json, 1000, {} if as_json else notes)
 
 
 @app.command()
@@ -133,22 +140,24 @@ def compare(
         "high_ns": result.high_ns,
         "notes": list(result.notes),
     }
+    interval = f"95%: {result.low_ns / 1e6:+,.3f} to {result.high_ns / 1e6:+,.3f}"
+    if math.isnan(result.low_ns):
+        interval = "no interval"
     text = {
         "mean step": f"{result.before_ns / 1e6:,.3f} -> {result.after_ns / 1e6:,.3f} ms, "
-        f"change {result.change_ns / 1e6:+,.3f} ms (95%: {result.low_ns / 1e6:+,.3f} to {result.high_ns / 1e6:+,.3f}); "
+        f"change {result.change_ns / 1e6:+,.3f} ms ({interval}); "
         f"{result.steps_before} and {result.steps_after} steps",
         **({"notes": "; ".join(result.notes)} if result.notes else {}),
     }
-    show(
-        {
-            "parts": shown,
-            "work": result.work,
-            "operators": result.operators.filter(pl.col("change") != "same") if not as_json else result.operators,
-        },
-        as_json,
-        rows,
-        notes if as_json else text,
-    )
+    if as_json:
+        show({"parts": shown, "work": result.work, "operators": result.operators}, as_json, rows, notes)
+        return
+    show({"parts, longest change first": shown.drop("sums").sort(pl.col("change_ns").abs(), descending=True)},
+         as_json, 1000, text)  # fmt: skip
+    leading = ["name", "operator", "change_ns", "count", "count_after", "time_ns", "time_ns_after", "class"]
+    work = result.work.select(*leading, pl.exclude(*leading))
+    changed = result.operators.filter(pl.col("change") != "same")
+    show({"device work, a step": work, "operators, a step": changed}, as_json, rows)
 
 
 def _numbers(text: str | None) -> list[int] | None:

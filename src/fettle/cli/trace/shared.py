@@ -72,27 +72,67 @@ def show(frames: dict[str, pl.DataFrame], as_json: bool, rows: int = 30, notes: 
         data = {name: frame.to_dicts() for name, frame in frames.items()} | (notes or {})
         print(json.dumps(_plain(data), default=str))
         return
-    from fettle.trace.report.section import cell, heading
-
     console = Console()
     for key, value in (notes or {}).items():
         console.print(f"{key}: {value}", highlight=False, markup=False)
     for name, frame in frames.items():
-        if "start_ns" in frame.columns:  # a person wants the time since the first, not a clock's
-            frame = frame.with_columns(pl.col("start_ns") - pl.col("start_ns").min())
-        shown = frame.select(
-            [c for c in frame.columns if not (c.endswith("_ns") and frame[c].dtype.is_numeric() and not frame[c].sum())]
+        if frame.height:
+            _print_table(console, name.replace("_", " "), frame, rows)
+        else:
+            console.print(f"{name.replace('_', ' ')}: nothing", highlight=False)
+
+
+_CLOCK = ("start_ns", "end_ns", "ts_ns", "first_ns", "peak_ts_ns")
+_MIN_TEXT = 24
+"""Fewest characters that a column of longer text is given."""
+
+
+def _print_table(console: Console, title: str, frame: pl.DataFrame, rows: int) -> None:
+    """One table; columns that say nothing are left out, and so are the last ones where the terminal has no room."""
+    from fettle.trace.report.section import cell, heading
+
+    clocks = [c for c in _CLOCK if c in frame.columns]
+    if clocks:  # a person wants the time since the first, not a clock's
+        zero = min(int(frame[c].min() or 0) for c in clocks)  # type: ignore[arg-type]
+        frame = frame.with_columns(pl.col(clocks) - zero)
+    same = [c for c in ("rank", "device") if c in frame.columns and frame[c].n_unique() == 1]
+    empty = [c for c in frame.columns if c.startswith("idle_") and frame[c].dtype.is_numeric() and not frame[c].sum()]
+    told = ", ".join(f"{c} {frame[c][0]}" for c in same if frame[c][0] != -1)
+    frame = frame.drop(same, empty)
+    shown = frame.head(rows)
+    texts = [[cell(v, c) for v in shown[c]] for c in shown.columns]
+    heads = [heading(c) for c in shown.columns]
+    number = [shown[c].dtype.is_numeric() for c in shown.columns]
+    needed, wanted = [], []
+    for head, column, is_number in zip(heads, texts, number, strict=True):
+        longest = max((len(text) for text in column), default=0)
+        needed.append(max(0, *map(len, head.split()), longest if is_number else min(longest, _MIN_TEXT)))
+        wanted.append(max(len(head), longest))
+    room, kept = console.width - 1, 0
+    for width in needed:
+        if room < width + 3 and kept:
+            break
+        room -= width + 3
+        kept += 1
+    table = Table(title=title + (f" ({told})" if told else ""), title_justify="left")
+    for i, head in enumerate(heads[:kept]):  # what room is left goes to the columns in their order
+        more = max(0, min(room, wanted[i] - needed[i]))
+        room -= more
+        table.add_column(
+            head,
+            justify="right" if number[i] else "left",
+            overflow="fold",
+            width=min(needed[i] + more, console.width - 4),
         )
-        table = Table(title=name.replace("_", " "), title_justify="left")
-        for column in shown.columns:
-            table.add_column(
-                heading(column), justify="right" if shown[column].dtype.is_numeric() else "left", overflow="fold"
-            )
-        for row in shown.head(rows).iter_rows():
-            table.add_row(*(escape(cell(v, c)) for v, c in zip(row, shown.columns, strict=True)))
-        console.print(table)
-        if shown.height > rows:
-            console.print(f"{shown.height - rows} more rows: --rows {shown.height}", highlight=False)
+    for row in zip(*texts[:kept], strict=True):
+        table.add_row(*(escape(text) for text in row))
+    console.print(table)
+    if kept < len(heads):
+        console.print(
+            f"no room for: {', '.join(heads[kept:])} (a wider window, or --json)", highlight=False, markup=False
+        )
+    if frame.height > rows:
+        console.print(f"{frame.height - rows} more rows: --rows {frame.height}", highlight=False)
 
 
 def _plain(value: Any) -> Any:
