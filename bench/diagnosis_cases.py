@@ -253,7 +253,7 @@ ACCEPTED: dict[str, tuple[str, ...]] = {
     "leak": ("leak", "grad-recorded"),
     "grad": ("grad-recorded",),
     "train-mode": ("train-mode", "random"),
-    "start-up": ("first-call", "loading", "random", "host-bound"),
+    "start-up": ("built-in-call", "first-call", "loading"),
 }
 
 if __name__ == "__main__":

@@ -248,7 +248,7 @@ def test_a_trace_without_time_says_so(tmp_path: Path) -> None:
 def test_a_bound_in_words() -> None:
     assert Finding("r", "s", 0.75).most == "at most 75% of the time, 4.00x"
     assert Finding("r", "s", 0.999).most == "nearly all of the time"
-    assert Finding("r", "s", bound_bytes=3 << 20).most == "at most 3 MiB"
+    assert Finding("r", "s", bound_bytes=3 << 20).most == "at most 3.00 MiB"
     assert Finding("r", "s", startup_s=2.0).most == "at most 2.0 s at start-up"
     assert Finding("r", "s").most == ""
 
@@ -298,13 +298,12 @@ def test_of_a_training_loop_a_step_is_diagnosed(tmp_path: Path) -> None:
     seen = found.evidence
     assert seen is not None
     assert seen.rows == 4
-    assert seen.loader_s >= 0.02  # each step waits for a batch that takes this long to make
+    assert seen.loading.seconds >= 0.02  # each step waits for a batch that takes this long to make
     # What is counted is real; how long it takes is another thing on each machine, so it is set here.
     steady = [replace(op, seconds=10e-6 * op.calls) for op in seen.operations]
     step_s = 2 * sum(op.seconds for op in steady)
-    pinned = replace(
-        seen, operations=steady, wall_s=6 * step_s, loader_s=5 * step_s, at_hand_s=step_s, slept_s=0.0, gc_s=0.0
-    )
+    loading = replace(seen.loading, seconds=5 * step_s, at_hand_s=step_s)
+    pinned = replace(seen, operations=steady, wall_s=6 * step_s, loading=loading, slept_s=0.0, gc_s=0.0)
     first, *rest = [finding.rule for finding in findings(pinned)]
     assert first == "data-wait"
     assert {"optimizer", "syncs"} <= set(rest)
@@ -335,7 +334,10 @@ def test_a_bound_is_what_the_peak_leaves() -> None:
 
 
 def test_a_report_escapes_what_it_is_given_and_shows_what_was_measured() -> None:
-    finding = Finding("casts", "<script>alert(1)</script>", 0.5, levels={"precision": "bf16"}, advice="a & b")
+    parts = (("net.py:3", 0.2), ("<i>net.py:4</i>", 0.05))
+    finding = Finding(
+        "casts", "<script>alert(1)</script>", 0.5, levels={"precision": "bf16"}, advice="a & b", parts=parts
+    )
     found = Diagnosis("<b>x</b>", [finding], {"casts": 0.5, "rest": 0.5}, 0.01)
     kept = Verified(finding, "precision=bf16", Interval(1.8, 1.7, 1.9))
     beyond = Verified(finding, "precision=bf16", Interval(2.5, 2.4, 2.6))
@@ -343,6 +345,8 @@ def test_a_report_escapes_what_it_is_given_and_shows_what_was_measured() -> None
     assert not beyond.bound_kept
     text = page(found, [kept])
     assert "<script>alert" not in text
+    assert "<i>net.py" not in text
+    assert 'width: 25.0%"></i><b>5%</b>' in text  # drawn beside the largest, told as a share of the call
     assert "1.80x [1.70, 1.90]" in text
     assert "within the bound" in text
     assert "beyond the bound" in page(found, [beyond])
@@ -360,6 +364,7 @@ PLANTED = Path(__file__).parents[2] / "bench" / "diagnosis_cases"
         pytest.param("compute", "broadcast_distances", "spike", marks=pytest.mark.slow),
         pytest.param("compute", "row_by_row", "python-loop", marks=pytest.mark.slow),
         ("settings", "graph_kept_alive", "leak"),
+        ("settings", "model_built_every_call", "built-in-call"),
     ],
 )
 def test_a_planted_cause_is_named_and_a_mended_program_is_not_accused(kind: str, name: str, rule: str) -> None:
@@ -374,8 +379,8 @@ def test_a_loader_that_reads_slowly_is_named_and_takes_its_time() -> None:
     """One that is read in the same process always takes some of the time: mended it may still be named, for less."""
     cause, mended = (_collected("inputs", f"slow_read{end}") for end in ("", "_fixed"))
     assert "data-wait" in {finding.rule for finding in findings(cause)}
-    assert cause.loader_s >= 64 * 0.003
-    assert mended.loader_s < 0.5 * cause.loader_s  # a tenth on a machine that does nothing else
+    assert cause.loading.seconds >= 64 * 0.003
+    assert mended.loading.seconds < 0.5 * cause.loading.seconds  # a tenth on a machine that does nothing else
 
 
 def _collected(kind: str, name: str) -> Evidence:

@@ -59,7 +59,11 @@ def test_a_leak_has_its_line_from_the_memory_recording_and_the_files_are_kept(tm
     assert "keeps.py:10" in memory.says
     assert trace.cost.slowdown >= 1
     assert trace.command == f"fettle trace account {trace.path}"
-    assert [item.what for item in found.watching][1:] == ["memory of 8 calls", "trace of 5 calls"]
+    told = {item.what: item for item in found.watching}
+    assert list(told)[-2:] == ["memory of 8 calls", "trace of 5 calls"]
+    assert {"plain calls", "operators", "syncs", "waiting", "kept alive", "peaks", "padding", "weights"} < set(told)
+    assert all(item.seconds > 0 for item in list(told.values())[:-2])
+    assert told["operators"].cost.endswith("x as long")
     assert of_trace(Path(trace.path)).budget
     assert any(finding.rule == "leak" for finding in of_snapshot(Path(memory.path)).findings)
 

@@ -18,6 +18,7 @@ from fettle.diagnose import (
     roofline,
 )
 from fettle.diagnose.compile_health import CacheHealth, CompileHealth, GraphBreak, LimitHit, Recompile
+from fettle.diagnose.evidence import Batches, Kept, Kernel, Loading, Padding, Weights
 from fettle.measure import Interval, Trial
 from fettle.recipe import Recipe
 from fettle.result import Advice
@@ -66,13 +67,13 @@ PLANTED = {
     "not-fused": seen(op("mul", "pointwise", 0.004)),
     "host-bound": seen(op("view", "other", 1e-5, calls=200)),
     "python-loop": seen(op("add", "pointwise", 0.004, calls=400, line="net.py:7", function="Net.forward")),
-    "small-batch": seen(loader_rows=1, loader_batches=64, loader_s=1e-4),
+    "small-batch": seen(loading=Loading(1e-4, rows=1, batches=64)),
     "optimizer": seen(op("addcdiv_", "pointwise", 0.004, calls=80, line="adam.py:9")),
     "attention": seen(op("_softmax", "pointwise", 0.004, largest=(8, 128, 128)), facts=facts(manual_attention=1)),
     "threads": seen(threads=1, cores=4, variants={"threads=4": (0.5, 0.4, 0.6)}),
-    "padding": seen(padding=0.6, padding_where="attention_mask"),
+    "padding": seen(padding=Padding(0.6, "attention_mask")),
     "weight-bound": seen(
-        op("mm", "matrix", 0.004, flops=10**6, bytes=10**6), rows=1, weight_bytes=1 << 30
+        op("mm", "matrix", 0.004, flops=10**6, bytes=10**6), rows=1, weights=Weights(1 << 30)
     ),
     "batch-norm": seen(op("native_batch_norm", "pointwise", 0.004)),
     "small-products": seen(op("mm", "matrix", 0.02, flops=2 * 10**6, line="net.py:3"), wall_s=0.03),
@@ -80,18 +81,19 @@ PLANTED = {
     "indexing": seen(op("index", "index", 0.004)),
     "sorting": seen(op("sort", "other", 0.004)),
     "recomputation": seen(op("addmm", "matrix", 0.004, calls=32, repeated=0.9)),
-    "duplicate-data": seen(batches_run=16, batches_seen_before=8),
+    "duplicate-data": seen(batches=Batches(16, 8)),
+    "built-in-call": seen(built={"serve.py:9": 8}),
     "random": seen(op("normal_", "pointwise", 0.004)),
     "constants": seen(op("tril", "pointwise", 0.004)),
     "parametrised": seen(op("_weight_norm_interface", "pointwise", 0.004)),
     "recurrent": seen(op("lstm", "matrix", 0.006)),
-    "data-wait": seen(loader_s=0.004, at_hand_s=0.005),
+    "data-wait": seen(loading=Loading(0.004, at_hand_s=0.005)),
     "spike": seen(op("sub", "pointwise", 0.004, largest=PAGE, growth=64.0)),
-    "leak": seen(op("mul", "pointwise", 0.001, written=1 << 20), tensors_kept=1.0, graphs_kept=1.0,
-                 fresh_s_per_byte=1e-9),
+    "leak": seen(op("mul", "pointwise", 0.001, written=1 << 20), kept=Kept(1.0, 1.0, 0.0, 1e-9)),
+    "churn": seen(allocator={"num_alloc_retries": 3, "num_device_alloc": 9, "num_device_free": 9, "calls": 20}),
     "waiting": seen(slept_s=0.004),
     "garbage-collection": seen(gc_s=0.004),
-    "subnormal": seen(subnormal_weights=0.5),
+    "subnormal": seen(weights=Weights(subnormal=0.5)),
     "debugging": seen(settings={"anomaly": "True"}, variants={"anomaly=off": (0.5, 0.4, 0.6)}),
     "onednn-off": seen(settings={"mkldnn": "False"}),
     "cudnn-benchmark": seen(op("convolution", "matrix", 0.004, flops=10**8), facts=facts(device="cuda", num_conv=1)),
@@ -106,8 +108,8 @@ PLANTED = {
     "compile-cache": seen(compile=health(cache=CacheHealth("", False, 0, 0, 0, False), compile_s=30.0)),
     "first-call": seen(first_call_s=12.0),
     "loading": seen(load_s=30.0),
-    "weight-memory": seen(weight_bytes=1 << 30, facts=facts(dtype="float32")),
-    "duplicate-weights": seen(duplicate_bytes=1 << 28),
+    "weight-memory": seen(weights=Weights(1 << 30), facts=facts(dtype="float32")),
+    "duplicate-weights": seen(weights=Weights(duplicate_bytes=1 << 28)),
 }  # fmt: skip
 
 
@@ -123,7 +125,7 @@ def test_a_rule_names_its_cause_the_place_the_bound_and_the_answer(rule: str) ->
     assert found is not None
     assert found.rule == rule
     assert 0 <= found.bound < 1
-    assert found.bound > 0 or found.bound_bytes > 0 or found.startup_s > 0
+    assert found.bound > 0 or found.bound_bytes > 0 or found.startup_s > 0 or rule == "churn"  # counters hold no time
     assert found.says.endswith(".")
     assert found.evidence
     assert found.advice
@@ -148,12 +150,42 @@ def test_the_levels_that_a_rule_names_can_be_had_together(rule: str) -> None:
     assert conflict(normal(Recipe(found.levels)), evidence.facts) == ""
 
 
+def test_a_compile_cache_that_does_not_last_is_an_opportunity() -> None:
+    def of(**cache: object) -> Finding | None:
+        values = {"folder": "/tmp/x", "enabled": True, "hits": 0, "misses": 2, "bypasses": 0, "temporary": True}
+        compiled = health(cache=CacheHealth(**{**values, **cache}), compile_s=30.0)  # type: ignore[arg-type]
+        return RULES["compile-cache"](seen(compiled=True, compile=compiled))
+
+    found = of()
+    assert found is not None
+    assert found.opportunity
+    assert found.startup_s == 30.0
+    assert "/tmp/x" in found.evidence[0]
+    assert of(hits=2, misses=0).startup_s == 0.0  # a warm cache says nothing of what a cold one costs
+    assert "1 graph." in of(bypasses=1, temporary=False).says
+    assert of(temporary=False) is None
+    assert of(misses=0) is None  # another backend's code is in no such cache
+
+
+def test_segments_given_back_and_fetched_again_by_empty_cache() -> None:
+    counted = {"num_alloc_retries": 0, "num_device_alloc": 8, "num_device_free": 8, "calls": 4}
+    found = RULES["churn"](seen(allocator=counted))
+    assert found is not None
+    assert "empty_cache" in found.advice
+    assert RULES["churn"](seen(allocator={**counted, "num_device_free": 0})) is None  # still warming up
+
+
 def test_static_int8_is_named_with_the_frozen_weights_that_it_needs() -> None:
     product = op("convolution", "matrix", 0.004, flops=10**9)
     found = RULES["int8"](seen(product, facts=facts(cpu_flags=("avx512_vnni",), num_conv=1)))
     assert found is not None
     assert found.levels["quantize"] == "int8-static"
     assert found.levels["freeze"] == "on"
+
+
+def test_waiting_for_a_core_is_not_the_hosts_work() -> None:
+    busy = replace(PLANTED["host-bound"], crowded=0.5)
+    assert "host-bound" not in [finding.rule for finding in findings_of(busy)]
 
 
 def test_a_line_that_breaks_the_graph_is_named_once() -> None:
@@ -185,6 +217,15 @@ def test_the_roof_is_the_larger_of_computing_and_moving() -> None:
     assert layer.least_s == pytest.approx(0.001)  # 10 MB at 10 GB/s
     assert roofs.mfu == pytest.approx(2e9 / 0.01 / 1e12)
     assert roofline(Evidence(facts(), wall_s=0.01)) is None
+
+
+def test_kernels_of_one_operator_share_its_roof_by_their_time() -> None:
+    product = op("convolution", "matrix", 0.004, flops=10**9, bytes=0)
+    shared = [Kernel("gemm", "aten.convolution", 1, 0.003), Kernel("bias", "aten.convolution", 1, 0.001)]
+    roofs = roofline(Evidence(Facts(), 0.01, [product], PEAKS), shared)
+    assert roofs is not None
+    assert [(roof.name, roof.flops) for roof in roofs.kernels] == [("gemm", 750_000_000), ("bias", 250_000_000)]
+    assert roofs.kernels[0].reached == pytest.approx(0.25)  # 1 ms at the peak, 4 ms in both
 
 
 def test_what_advice_brought_is_read_from_two_trials_that_differ_by_it_alone() -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fettle.diagnose import confirm, find_cuda_syncs, find_syncs, watch_syncs
+from fettle.diagnose import confirm, find_cuda_syncs, find_syncs, sync_modes, syncs, watch_syncs
+from fettle.diagnose.sync_report import Sync, SyncReport
 
 
 def ones_like_on_device(x: torch.Tensor) -> torch.Tensor:
@@ -143,6 +144,47 @@ def test_old_storages_are_forgotten() -> None:
         for _ in range(12_000):
             watch.mark(torch.empty(1))
     assert len(watch._storages) < 11_000
+
+
+class TestOnADevice:
+    """Tensors of 64 bits play those on the GPU: there they say themselves where they are."""
+
+    @pytest.fixture(autouse=True)
+    def _wide_is_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sync_modes, "lies_on_gpu", lambda tensor: tensor.dtype == torch.float64)
+
+    @pytest.mark.parametrize("name", ["item", "unique", "mask", "tolist", "cpu", "to cpu", "format"])
+    def test_what_waits_is_found(self, name: str) -> None:
+        call, operator = WAITS[name]
+        x = torch.randn(4, 4, dtype=torch.float64)
+        report = find_syncs(lambda: call(x), on_device=x, real=True)
+        assert [sync.operator for sync in report.syncs] == [operator]
+        assert find_syncs(lambda: call(x.float()), on_device=x, real=True).syncs == ()  # on the host it costs nothing
+
+    def test_no_tensor_is_told_another_device_than_its_own(self) -> None:
+        x = torch.randn(4, dtype=torch.float64)
+        with watch_syncs(x, real=True):
+            assert x.device == torch.device("cpu")
+            assert x.to("cpu") is x
+
+    def test_cuda_has_the_last_word(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        x = torch.randn(4, dtype=torch.float64)
+        seen = Sync("other.py", 7, "f", "", "cuda", "wait", "", 2)
+
+        def on_gpu(call: Callable[[], Any]) -> SyncReport:
+            (first, _) = find_syncs(call, on_device=x, real=True).syncs
+            return SyncReport((first, seen), 1, 0.1, "cuda")
+
+        monkeypatch.setattr(syncs, "find_cuda_syncs", on_gpu)
+
+        def call() -> None:
+            x.sum().item()
+            x.tolist()
+
+        report = syncs.syncs_on("cuda", call, x)
+        assert [sync.operator for sync in report.syncs] == ["aten._local_scalar_dense", "cuda"]
+        assert report.source == "cuda"
+        assert syncs.syncs_on("cpu", call, x).source == "modes"
 
 
 def test_without_a_gpu_the_cuda_check_says_so() -> None:

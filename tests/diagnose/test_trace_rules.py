@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fettle.diagnose import trace_rules
+from fettle.diagnose.files import of_trace
 from fettle.diagnose.trace_rules import trace_findings
 from fettle.trace import load, record
 from tests.trace.build import Build
@@ -82,6 +83,26 @@ def test_a_few_operators_are_no_python_bound_step(tmp_path: Path) -> None:
     for number in range(10):
         made.op("aten::add", 100 * number, 60)
     assert trace_findings(made.load(tmp_path))[0] == []
+
+
+def test_kernels_are_told_by_the_operator_that_was_watched(tmp_path: Path) -> None:
+    made = Build()
+    for number in range(2):
+        start = 1000.0 * number
+        made.step(number, start, 1000)
+        made.op("aten::convolution", start, 100).op("aten::cudnn_convolution", start + 10, 50)
+        made.kernel("implicit_gemm", start + 200, 600, call=start + 20)
+        made.kernel("bias", start + 800, 190, call=start + 40)
+        made.op("aten::relu", start + 110, 20).kernel("relu", start + 992, 5, call=start + 115)
+    path = tmp_path / "trace.json"
+    made.write(path)
+    found = of_trace(path, calls=2, operators={"aten.convolution"}).kernels
+    assert [(kernel.name, kernel.operator, kernel.calls) for kernel in found] == [
+        ("implicit_gemm", "aten.convolution", 1.0),
+        ("bias", "aten.convolution", 1.0),
+    ]
+    assert found[0].seconds == pytest.approx(600e-6)
+    assert of_trace(path).kernels == []
 
 
 def test_a_trace_of_this_machine(tmp_path: Path) -> None:

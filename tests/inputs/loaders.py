@@ -1,5 +1,6 @@
 """Pipelines whose cost is known: they merely wait, or count. Targets of the tests beside this file."""
 
+import hashlib
 import io
 import itertools
 import os
@@ -142,6 +143,11 @@ class Shared(IterableDataset):
         info = get_worker_info()
         first, step = (0, 1) if info is None else (info.id, info.num_workers)
         return itertools.islice(iter(torch.arange(200).float()), first, None, step)
+
+
+def hashed(row):
+    """Nearly all of it in one built-in function."""
+    return float(hashlib.pbkdf2_hmac("sha256", b"%d" % row, b"", 5_000)[0])
 
 
 def slow(row):

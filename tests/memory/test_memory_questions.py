@@ -252,6 +252,12 @@ def test_pools_tell_stuck_from_releasable() -> None:
     assert pool.free_bytes == pool.releasable_bytes + pool.non_releasable_bytes
 
 
+def test_what_was_reserved_and_never_used() -> None:
+    machine = Machine()
+    machine.free(machine.alloc(5 * MIB, stack("f:1")))
+    assert _analyse(machine).never_used == 0.75  # 5 of the 20 MiB that were fetched for it
+
+
 def test_free_blocks_serve_only_their_own_stream_and_pool() -> None:
     machine = Machine()
     machine.free(machine.alloc(64 * MIB, stack("a"), stream=7))
@@ -327,7 +333,10 @@ def test_rounding() -> None:
     eighths = {"roundup_power2_divisions[1]": 4, "roundup_power2_divisions[1024]": 8}
     assert round_size(1200 * 1024, eighths) == 1280 * 1024  # quarters between 1 and 2 MiB
     assert round_size(1100 * MIB, eighths) == 1152 * MIB
-    assert [segment_size(size) for size in (512, MIB + 512, 11 * MIB)] == [2 * MIB, 20 * MIB, 12 * MIB]
+    sizes = (512, MIB + 512, 11 * MIB)
+    assert [segment_size(size, {}) for size in sizes] == [2 * MIB, 20 * MIB, 12 * MIB]
+    larger = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False,large_segment_size_mb:64"}
+    assert [segment_size(size, larger) for size in sizes] == [2 * MIB, 64 * MIB, 12 * MIB]
 
 
 # ---- churn and advice ----

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +138,11 @@ def test_bad_use_is_refused_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="it is a folder"), record(tmp_path):
         raise AssertionError("the body must not run")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_room_comes_with_fettle() -> None:
+    code = "import fettle; assert callable(fettle.memory.record); assert callable(fettle.diagnose.find_syncs)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_a_second_profiler_is_refused(tmp_path: Path) -> None:

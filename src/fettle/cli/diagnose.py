@@ -146,10 +146,10 @@ def _print(found: Diagnosis, checked: Sequence[Verified], console: Console) -> N
     if found.budget:
         wall = f" ({found.wall_s * 1e3:.4g} ms a call)" if found.wall_s == found.wall_s else ""
         console.print(f"Where the time goes{wall}:")
-        for name, share in found.budget.items():
+        for name, share in found.budget_lines:
             if share >= 0.005:
                 console.print(
-                    f"  {share:6.1%} [cyan]{'█' * round(share * 40)}[/] {escape(name.replace('_', ' '))}",
+                    f"  {share:6.1%} [cyan]{'█' * round(share * 40)}[/] {escape(name)}",
                     highlight=False,
                 )
     roofs = found.roofline
@@ -179,7 +179,7 @@ def _print_watching(found: Diagnosis, console: Console) -> None:
     if found.watching:
         console.print("\n[bold underline]What it was seen with[/]\n", highlight=False)
     for item in found.watching:
-        console.print(f"{item.what}: a call took {item.slowdown:.1f}x as long", style="dim", highlight=False)
+        console.print(f"{item.what}: {item.cost}", style="dim", highlight=False)
         for line in (item.says, item.command):
             if line:  # a command in one line, to be copied
                 console.print(f"   {escape(line)}", style="dim", highlight=False, soft_wrap=line == item.command)

@@ -35,10 +35,19 @@ class Watching:
 
     what: str
     slowdown: float
-    """How many times as long a call took."""
+    """How many times as long a call took under it; 1 where none did."""
     says: str = ""
     command: str = ""
     """What opens the file that it kept."""
+    seconds: float = 0.0
+    """It took; 0 where only the slowdown is known."""
+
+    @property
+    def cost(self) -> str:
+        """What it cost, in words."""
+        slower = f"a call took {self.slowdown:.1f}x as long" if self.slowdown > 1 or not self.seconds else ""
+        took = f"{self.seconds:.2g} s" if self.seconds >= 0.01 else "under 0.01 s" if self.seconds else ""
+        return ", ".join(filter(None, (took, slower)))
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,12 @@ class Diagnosis:
     """What was recorded of a workload, for a closer look."""
 
     @property
+    def budget_lines(self) -> list[tuple[str, float]]:
+        """The budget for people: what the time went into, in words, and its share; the largest first."""
+        named = [(name.replace("idle_", "idle: ", 1).replace("_", " "), share) for name, share in self.budget.items()]
+        return sorted(named, key=lambda line: -line[1])
+
+    @property
     def verdict(self) -> str:
         """One sentence."""
         timed = [finding for finding in (*self.findings, *self.opportunities) if finding.bound > 0]
@@ -76,15 +91,19 @@ class Diagnosis:
     @property
     def roofline(self) -> Roofline | None:
         """What was reached of what the machine could do, by module and operator; None for traces and snapshots."""
-        return roofline(self.evidence) if self.evidence is not None else None
+        kernels = next((item.kernels for item in self.recordings if item.kernels), ())
+        return roofline(self.evidence, kernels) if self.evidence is not None else None
 
     @property
     def watching(self) -> list[Watching]:
-        """What the evidence was gathered with, where that made a call longer."""
+        """What the evidence was gathered with, and what each collector cost."""
         found = []
-        if self.evidence is not None and self.evidence.watched_s:
-            slowdown = max(1.0, self.evidence.watched_s / self.wall_s)
-            found.append(Watching("operators, one by one", slowdown))
+        if self.evidence is not None:
+            found = [Watching(name, cost.slowdown, seconds=cost.seconds) for name, cost in self.evidence.costs.items()]
+            if self.evidence.compile is not None:
+                found.append(
+                    Watching("torch.compile, in a process of its own", 1.0, seconds=self.evidence.compile.wall_s)
+                )
         for item in self.recordings:
             calls = f"{item.cost.calls} call{'s' if item.cost.calls > 1 else ''}"
             found.append(Watching(f"{item.kind} of {calls}", item.cost.slowdown, item.says, item.command))
@@ -157,6 +176,7 @@ def _roofline_json(roofs: Roofline | None) -> dict[str, Any] | None:
         "dtype": roofs.dtype,
         "modules": [row(roof) for roof in roofs.modules],
         "operators": [row(roof) for roof in roofs.operators],
+        "kernels": [row(roof) for roof in roofs.kernels],
     }
 
 
@@ -172,13 +192,14 @@ def _of_workload(
             answer = examiner.examine("collect:collect", seconds)
         except WorkerError as error:
             raise UsageError(f"the workload could not be run: {error}") from error
+        seen = replace(msgspec.convert(answer["found"], Evidence, strict=False), load_s=answer["load_s"])
         if record:
+            operators = {op.name for op in seen.operations}
             try:
-                made, more, notes = recorded(examiner, 0.25 * seconds, beside, tell)
+                made, more, notes = recorded(examiner, 0.25 * seconds, beside, tell, operators)
             except OSError as error:
                 folder = beside.parent if beside else tempfile.gettempdir()
                 raise UsageError(f"{folder}: what is recorded cannot be kept there ({error.strerror})") from error
-    seen = replace(msgspec.convert(answer["found"], Evidence, strict=False), load_s=answer["load_s"])
     if target.mode == "training":
         notes.append("a call is one step of the training loop; torch.compile was not tried on it")
     elif compile_check:

@@ -59,6 +59,82 @@ class Operation:
 
 
 @dataclass(frozen=True)
+class Kernel:
+    """One kernel of a device under one operator, in one call of the workload."""
+
+    name: str
+    operator: str
+    """As `Operation.name` has it: the innermost such around the launch."""
+    calls: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a collector cost."""
+
+    seconds: float
+    """It took, all in all."""
+    slowdown: float = 1.0
+    """How many times as long a call took while it looked; 1 where no call ran under it."""
+
+
+@dataclass(frozen=True)
+class Batches:
+    """What a call of the workload gave to its outermost modules."""
+
+    run: int = 0
+    """How often it called them."""
+    seen_before: int = 0
+    """How many of those had inputs equal, value for value, to an earlier one's in the same call."""
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Padded positions in the inputs."""
+
+    share: float = 0.0
+    where: str = ""
+    """What shows it: a mask's zeros, or a repeated last token."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Parameters of the model. Sizes in bytes."""
+
+    bytes: int = 0
+    duplicate_bytes: int = 0
+    """Parameters that equal another one, value for value, without sharing its memory."""
+    subnormal: float = 0.0
+    """Share of nonzero weights too small for full precision: the CPU handles them in slow steps."""
+
+
+@dataclass(frozen=True)
+class Loading:
+    """DataLoaders, a call."""
+
+    seconds: float = 0.0
+    """Making their iterators, and waiting for batches."""
+    rows: int = 0
+    """Smallest batch size; 0 where there is no loader, or where it batches in its own way."""
+    batches: int = 0
+    at_hand_s: float = 0.0
+    """The whole call with the loaders' batches kept from an earlier one; 0 where that was not tried."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Tensors that were alive after a call and not before it, a call, once it has settled."""
+
+    tensors: float = 0.0
+    graphs: float = 0.0
+    """How many of those hold on to an autograd graph."""
+    bytes: float = 0.0
+    fresh_s_per_byte: float = 0.0
+    """What it costs to write memory for the first time, over what it costs later; measured where graphs are kept."""
+
+
+@dataclass(frozen=True)
 class Evidence:
     """Everything that the rules look at, of one workload on one machine. Times in seconds a call."""
 
@@ -66,8 +142,6 @@ class Evidence:
     wall_s: float
     """Median time of a call as given, nothing watching."""
     operations: Sequence[Operation] = ()
-    watched_s: float = 0.0
-    """The same call while each operator was timed: what watching costs is the difference."""
     peaks: Mapping[str, float] = field(default_factory=dict)
     """`fettle.machine.measure_peaks`."""
     settings: Mapping[str, str] = field(default_factory=dict)
@@ -79,44 +153,27 @@ class Evidence:
     crowded: float = 0.0
     """Share of the plain calls in which threads that could have run had no core: other programs took it."""
     rows: int = 1
-    padding: float = 0.0
-    """Share of positions in the inputs that are padding."""
-    padding_where: str = ""
-    subnormal_weights: float = 0.0
-    """Share of nonzero weights too small for full precision: the CPU handles them in slow steps."""
-    weight_bytes: int = 0
-    duplicate_bytes: int = 0
-    """Bytes of parameters that equal another parameter's, value for value, without sharing its memory."""
     load_s: float = 0.0
     first_call_s: float = 0.0
-    syncs: Sequence[Sync] = ()
-    compile: CompileHealth | None = None
-    compiled: bool = False
-    """Whether the workload's model is compiled as it was given."""
-    batches_run: int = 0
-    """How often a call of the workload called its outermost modules."""
-    batches_seen_before: int = 0
-    """How many of those had inputs equal, value for value, to an earlier one's in the same call."""
-    loader_s: float = 0.0
-    """Time a call in DataLoaders: making their iterators, and waiting for batches."""
-    loader_rows: int = 0
-    """Smallest batch size of the DataLoaders; 0 where there is none, or where it batches in its own way."""
-    loader_batches: int = 0
-    """Batches that they hand out a call."""
-    at_hand_s: float = 0.0
-    """The call with the loaders' batches kept from an earlier one; 0 where that was not tried."""
-    fresh_s_per_byte: float = 0.0
-    """What it costs to write memory for the first time, over what it costs later, as measured here."""
-    tensors_kept: float = 0.0
-    """Tensors that were alive after a call and not before it, a call, once it has settled."""
-    graphs_kept: float = 0.0
-    """How many of those hold on to an autograd graph."""
-    bytes_kept: float = 0.0
-    """Bytes of those tensors, a call."""
     gc_s: float = 0.0
     """Time in Python's garbage collector a call."""
     slept_s: float = 0.0
     """Time that the process neither computed nor was kept from it by others: sleeping, waiting for files or network."""
+    syncs: Sequence[Sync] = ()
+    compiled: bool = False
+    """Whether the workload's model is compiled as it was given."""
+    compile: CompileHealth | None = None
+    batches: Batches = Batches()
+    built: Mapping[str, int] = field(default_factory=dict)
+    """Parameters that modules were given during a call, by source line."""
+    padding: Padding = Padding()
+    weights: Weights = Weights()
+    loading: Loading = Loading()
+    kept: Kept = Kept()
+    allocator: Mapping[str, int] = field(default_factory=dict)
+    """Counters of the device's allocator over the plain calls (`torch.cuda.memory_stats`); empty on a CPU."""
+    costs: Mapping[str, Cost] = field(default_factory=dict)
+    """What each collector cost, by its name."""
 
     def seconds(self, *groups: str) -> float:
         """Time of all operators of these groups."""
@@ -125,7 +182,7 @@ class Evidence:
     @property
     def outside_s(self) -> float:
         """Time of a call outside all operators and loaders: Python, autograd's and the dispatcher's work, waiting."""
-        return max(0.0, self.wall_s - sum(op.seconds for op in self.operations) - self.loader_s)
+        return max(0.0, self.wall_s - sum(op.seconds for op in self.operations) - self.loading.seconds)
 
     @property
     def unexplained_s(self) -> float:

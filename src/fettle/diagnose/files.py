@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from fettle.diagnose.evidence import Kernel
 from fettle.diagnose.finding import Finding
 from fettle.errors import UsageError
 
@@ -23,6 +24,8 @@ class OfFile:
     notes: Sequence[str] = ()
     says: str = ""
     """A sentence about all of it."""
+    kernels: Sequence[Kernel] = ()
+    """Of one call, where a trace of known operators on a device was read."""
 
 
 def traces_and_snapshots(path: Path) -> list[Path]:
@@ -64,11 +67,15 @@ def of_files(files: Sequence[Path], tell: Callable[[str], None]) -> OfFile:
     return OfFile(found, shares, notes)
 
 
-def of_trace(path: Path, recorded: bool = False) -> OfFile:
-    """What a profiler trace says; `recorded` a moment ago, for this. Raises `UsageError` for a file that is none."""
-    from fettle.diagnose.trace_rules import trace_findings
-    from fettle.trace import load, trace_health
+def of_trace(path: Path, calls: int = 0, operators: Collection[str] = ()) -> OfFile:
+    """What a profiler trace says: any, or one of so many calls of a workload that was recorded a moment ago.
 
+    Raises `UsageError` for a file that is none.
+    """
+    from fettle.diagnose.trace_rules import trace_findings
+    from fettle.trace import kernels_under, load, trace_health
+
+    recorded = calls > 0
     trace = load(path, use_sidecar=not recorded)
     uncertain = trace_health(trace).uncertain
     if recorded and "account" not in uncertain:  # nothing else is asked of it
@@ -77,7 +84,12 @@ def of_trace(path: Path, recorded: bool = False) -> OfFile:
     found, budget = trace_findings(trace)
     if not budget:
         raise UsageError(f"{path.name}: its events take no time, there is nothing to account for")
-    return OfFile(found, budget, notes)
+    table = kernels_under(trace, {name.replace(".", "::", 1) for name in operators}) if recorded else None
+    kernels = [
+        Kernel(row["name"], row["operator"].replace("::", ".", 1), row["count"] / calls, row["sum_ns"] / 1e9 / calls)
+        for row in (table.iter_rows(named=True) if table is not None else ())
+    ]
+    return OfFile(found, budget, notes, kernels=kernels)
 
 
 def of_snapshot(path: Path, calls: int = 0) -> OfFile:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fettle.units import size_text
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -24,6 +26,8 @@ class Finding:
     """Modules and source lines, the costliest first; empty where it is the whole program."""
     evidence: tuple[str, ...] = ()
     """What was seen, a line each, the weightiest first."""
+    parts: tuple[tuple[str, float], ...] = ()
+    """The same as a picture: places, and their shares of the time or memory, 0 to 1, the largest first."""
     levels: Mapping[str, str] = field(default_factory=dict)
     """The techniques that answer it, as levels of a recipe; empty where only the user's own code can be changed."""
     advice: str = ""
@@ -52,7 +56,7 @@ class Finding:
         if self.bound > 0:
             return f"at most {self.bound:.0%} of the time, {self.speedup:.2f}x"
         if self.bound_bytes:
-            return f"at most {self.bound_bytes / 2**20:.0f} MiB"
+            return f"at most {size_text(self.bound_bytes)}"
         return f"at most {self.startup_s:.1f} s at start-up" if self.startup_s else ""
 
     @property

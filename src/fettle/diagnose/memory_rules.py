@@ -39,11 +39,11 @@ def _leaks(analysis: Analysis) -> list[Finding]:
     return [
         Finding(
             "leak",
-            f"Memory grows by {leak.bytes_per_step / 2**20:.1f} MiB a step ({leak.kind}).",
+            f"Memory grows by {size_text(leak.bytes_per_step)} a step ({leak.kind}).",
             bound_bytes=int(leak.bytes_per_step * analysis.leaks.steps),
             where=tuple(row.own_line for row in leak.survivors[:3]),
             evidence=tuple(
-                f"{row.own_line}: {row.count} blocks of {row.size_bytes} bytes" for row in leak.survivors[:3]
+                f"{row.own_line}: {row.count} blocks of {size_text(row.size_bytes)}" for row in leak.survivors[:3]
             ),
             advice=leak.what_to_do,
             formula="robust slope of use at the ends of steps x steps",
@@ -63,7 +63,12 @@ def _fragmentation(analysis: Analysis) -> list[Finding]:
             "fragmentation",
             f"{stuck / reserved:.0%} of the reserved memory is free and cannot be given back.",
             bound_bytes=stuck,
-            evidence=(f"{stuck / 2**20:.0f} of {reserved / 2**20:.0f} MiB",),
+            evidence=(f"{size_text(stuck)} of {size_text(reserved)}",),
+            parts=(
+                ("free and stuck", stuck / reserved),
+                ("free, could be given back", analysis.releasable_bytes / reserved),
+                ("in use", 1 - (stuck + analysis.releasable_bytes) / reserved),
+            ),
             advice="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or fewer distinct sizes",
             formula="free blocks in segments that hold a block in use",
             before="python train.py",
@@ -76,7 +81,7 @@ def _churn(analysis: Analysis) -> list[Finding]:
     return [
         Finding(
             "churn",
-            f"Segments are freed and fetched again: {churn.cause}.",
+            f"{size_text(churn.freed_bytes)} of segments are freed and fetched again: {churn.cause}.",
             where=(churn.own_line,),
             evidence=(f"{churn.freed_segments} freed, {churn.allocated_segments} fetched, at {churn.own_line}",),
             advice=churn.what_to_do,
@@ -93,10 +98,11 @@ def _spikes(analysis: Analysis, steps: int) -> list[Finding]:
     return [
         Finding(
             "spike",
-            f"The peak stands {spike.height_bytes / 2**20:.0f} MiB above the plateau.",
+            f"The peak stands {size_text(spike.height_bytes)} above the plateau.",
             bound_bytes=spike.height_bytes,
             where=tuple(row.own_line for row in spike.contributors[:3]),
-            evidence=tuple(f"{row.own_line}: {row.bytes / 2**20:.0f} MiB" for row in spike.contributors[:3]),
+            evidence=tuple(f"{row.own_line}: {size_text(row.bytes)}" for row in spike.contributors[:3]),
+            parts=tuple((row.own_line, row.bytes / max(spike.top_bytes, 1)) for row in spike.contributors[:3]),
             advice="split the operation, or checkpoint it",
             formula="top of the stretch - median of use",
             before="y = block(x)",
@@ -115,9 +121,8 @@ def _holders(analysis: Analysis) -> list[Finding]:
             f"{row.own_line} holds {row.share:.0%} of the peak, {size_text(row.bytes)} (blocks: {row.count}).",
             bound_bytes=row.bytes,
             where=(row.own_line,),
-            evidence=tuple(
-                f"{row.own_line}: {row.bytes / 2**20:.0f} MiB, {row.share:.0%}" for row in analysis.holders[:5]
-            ),
+            evidence=tuple(f"{row.own_line}: {size_text(row.bytes)}, {row.share:.0%}" for row in analysis.holders[:5]),
+            parts=tuple((row.own_line, row.share) for row in analysis.holders[:5]),
             advice="store it in fewer bits, keep it for a shorter time, or compute it again (activation checkpointing)",
             formula="its requested bytes at the peak",
             before="y = block(x)",

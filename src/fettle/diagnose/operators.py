@@ -9,12 +9,13 @@ import math
 import statistics
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -36,14 +37,13 @@ _MATRIX_MORE = {"_scaled_dot_product_flash_attention_for_cpu", "mkldnn_rnn_layer
                 "mkldnn_linear", "_linear", "lstm", "gru", "mv", "dot", "_fused_sdp_choice"}  # fmt: skip
 
 
-def operations(workload: Workload, device: str, calls: int = 3) -> tuple[list[Operation], float]:
-    """Every operator of a call with its own time, FLOPs and bytes; and the median time of the watched call.
+def operations(workload: Workload, device: str, calls: int = 3) -> list[Operation]:
+    """Every operator of a call with its own time, FLOPs and bytes.
 
     Operators are timed one by one below the dispatcher, so their time is that of their work; on a device each one is
     waited for. Times are the median over `calls` calls. What a compiled graph runs inside is not seen.
     """
-    watch, watched_s = watched(workload, device, calls)
-    return watch.rows(), watched_s
+    return watched(workload, device, calls)[0].rows()
 
 
 def watched(workload: Workload, device: str, calls: int = 3) -> tuple[Watch, float]:
@@ -110,10 +110,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.known: dict[tuple[str, str, str, str], _Row] = {}
         self.call = -1
         self.handles: list[Any] = []
-        self.overhead_s = _watching_s() if device == "cpu" else 0.0
+        self.overhead_s = _watching_s(device)
         self._hashing = False
         self.batches: set[bytes] = set()
         self.batches_run = self.batches_seen_before = 0
+        self.built: Counter[str] = Counter()
+        self.handles.append(register_module_parameter_registration_hook(self._built))
         for name, module in _named_modules(model):
             if isinstance(module, torch.jit.ScriptModule):  # takes no hooks: its operators count as its caller's
                 continue
@@ -131,6 +133,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if known is not None and len(self.batches) < 10_000:
                 self.batches.add(known)
         self.modules.append(pair)
+
+    def _built(self, module: Any, name: str, parameter: Any) -> None:
+        if self.call == 0:
+            self.built[_user_place()[0]] += 1
 
     def _leave(self) -> None:
         if len(self.modules) > 1:
@@ -184,20 +190,25 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sorted(found, key=lambda row: -row.seconds)
 
 
-def _watching_s(times: int = 200) -> float:
-    """What timing an operator below the dispatcher adds to its time, by an operator that does next to nothing."""
-    tensor, bare = torch.zeros(1), torch.ops.aten.neg.default
+def _watching_s(device: str, times: int = 200) -> float:
+    """What timing an operator below the dispatcher adds to its time, by an operator that does next to nothing.
+
+    On a GPU that is its launch and waiting for it: what is left of an operator is the time of its kernels.
+    """
+    tensor, bare = torch.zeros(1, device=device), torch.ops.aten.neg.default
 
     class Bare(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             began = time.perf_counter()
             out = func(*args, **(kwargs or {}))
+            if device == "cuda":
+                torch.cuda.synchronize()
             spent.append(time.perf_counter() - began)
             return out
 
     spent: list[float] = []
-    alone: list[float] = []
-    for _ in range(5):
+    alone: list[float] = [0.0] if device == "cuda" else []  # a few microseconds of work, lost in those of its launch
+    for _ in range(0 if alone else 5):
         began = time.perf_counter()
         for _ in range(times):
             tensor.neg()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
+from fettle.diagnose.evidence import Kernel
 from fettle.diagnose.examiner import Examiner
 from fettle.diagnose.files import of_snapshot, of_trace
 from fettle.diagnose.finding import Finding
@@ -53,6 +54,8 @@ class Recording:
     """A sentence about all of it."""
     path: str = ""
     """Where it was kept; empty where nobody wanted it."""
+    kernels: Sequence[Kernel] = ()
+    """Of one call, by operator; empty on a CPU, where an operator is its own kernel."""
 
     @property
     def command(self) -> str:
@@ -61,11 +64,15 @@ class Recording:
 
 
 def record(
-    examiner: Examiner, seconds: float, beside: Path | None, tell: Callable[[str], None]
+    examiner: Examiner,
+    seconds: float,
+    beside: Path | None,
+    tell: Callable[[str], None],
+    operators: Collection[str] = (),
 ) -> tuple[list[Recording], list[Finding], list[str]]:
     """Record a trace and an allocator's history; what was recorded, what their rules say, and what failed, a line each.
 
-    With `beside`, the path of a report, the files are kept next to it under its name.
+    With `beside`, the path of a report, the files are kept next to it under its name. Kernels are told by `operators`.
     """
     made: list[Recording] = []
     found: list[Finding] = []
@@ -79,13 +86,14 @@ def record(
             try:
                 answer = examiner.examine(f"recording:{kind}", seconds, str(path))
                 cost = msgspec.convert(answer["found"], Recorded)
-                read = of_trace(path, recorded=True) if kind == "trace" else of_snapshot(path, cost.calls)
+                calls = cost.calls
+                read = of_trace(path, calls, operators) if kind == "trace" else of_snapshot(path, calls)
             except (UsageError, WorkerError) as error:
                 notes.append(f"{kind}: not recorded, {str(error).removeprefix(f'{path}: ')}")
                 continue
             found += [_marked(item, kind) for item in read.findings]
             notes += read.notes
-            made.append(Recording(kind, cost, path.stat().st_size, read.says))
+            made.append(Recording(kind, cost, path.stat().st_size, read.says, kernels=read.kernels))
             if beside is not None:
                 kept = beside.with_name(f"{beside.stem}.{ending}")
                 os.replace(path, kept)

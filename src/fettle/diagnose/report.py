@@ -25,8 +25,8 @@ def write_report(diagnosis: Diagnosis, checked: Sequence[Verified], path: Path, 
 def page(diagnosis: Diagnosis, checked: Sequence[Verified] = (), command: str = "") -> str:
     """The page as text."""
     parts = [
-        {"name": name.replace("_", " "), "share": share, "colour": COLOURS[index % len(COLOURS)]}
-        for index, (name, share) in enumerate(sorted(diagnosis.budget.items(), key=lambda item: -item[1]))
+        {"name": name, "share": share, "colour": COLOURS[index % len(COLOURS)]}
+        for index, (name, share) in enumerate(diagnosis.budget_lines)
         if share >= 0.001
     ]
     roofs = diagnosis.roofline

@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from fettle.diagnose.evidence import MATRIX, Evidence, Operation
+from fettle.diagnose.evidence import MATRIX, Evidence, Kernel, Operation
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,11 @@ class Roofline:
     """FLOPs of a call over its wall time and the measured peak of `dtype`; NaN where no peak was measured."""
     dtype: str
     """The dtype that most FLOPs run in."""
+    kernels: Sequence[Roof] = ()
+    """Of a device, by kernel and operator (`kind`). Those of one operator share its FLOPs and bytes by time."""
 
 
-def roofline(seen: Evidence) -> Roofline | None:
+def roofline(seen: Evidence, kernels: Sequence[Kernel] = ()) -> Roofline | None:
     """The roofline of what was watched; None where nothing was, or no peak is known."""
     if not seen.operations or not seen.peaks:
         return None
@@ -82,7 +84,19 @@ def roofline(seen: Evidence) -> Roofline | None:
         operators=_sorted(_roof(seen, name, kind, ops) for (name, kind), ops in operators.items()),
         mfu=sum(flops.values()) / seen.wall_s / peak if known else math.nan,
         dtype=dtype,
+        kernels=_sorted(_kernel_roofs(seen, kernels)),
     )
+
+
+def _kernel_roofs(seen: Evidence, kernels: Sequence[Kernel]) -> Iterable[Roof]:
+    taken: dict[str, float] = defaultdict(float)
+    for kernel in kernels:
+        taken[kernel.operator] += kernel.seconds
+    for kernel in kernels:
+        whole = _roof(seen, kernel.name, kernel.operator, [op for op in seen.operations if op.name == kernel.operator])
+        part = kernel.seconds / taken[kernel.operator] if taken[kernel.operator] else 0.0
+        flops, moved, least_s = round(whole.flops * part), round(whole.bytes * part), whole.least_s * part
+        yield replace(whole, seconds=kernel.seconds, flops=flops, bytes=moved, least_s=least_s)
 
 
 def _roof(seen: Evidence, name: str, kind: str, ops: Iterable[Operation]) -> Roof:

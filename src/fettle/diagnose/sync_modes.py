@@ -58,6 +58,8 @@ class SyncWatch:
     """Which tensors stand for device tensors, and what has been seen so far."""
 
     on_device: Any
+    real: bool = False
+    """Whether there is a device: its tensors then say so themselves, nothing stands for them and nothing is changed."""
     wall_s: float = 0.0
     _places: Counter[Place] = field(default_factory=Counter)
     _storages: dict[int, Any] = field(default_factory=dict)
@@ -84,7 +86,7 @@ class SyncWatch:
         """
         from torch.multiprocessing.reductions import StorageWeakRef
 
-        for leaf in tree_iter(tree):
+        for leaf in () if self.real else tree_iter(tree):
             storage = _storage(leaf)
             if storage is not None and storage._cdata not in self._storages:
                 self._storages[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
@@ -94,8 +96,16 @@ class SyncWatch:
 
     def holds(self, value: Any) -> bool:
         """Whether this is a tensor that stands for one on the device."""
+        if self.real:
+            return isinstance(value, torch.Tensor) and lies_on_gpu(value)
         storage = _storage(value)
         return storage is not None and storage._cdata in self._storages
+
+    def is_device(self, device: Any) -> bool:
+        """Whether the program means the device by this."""
+        if not isinstance(device, (str, torch.device)):
+            return False
+        return torch.device(device).type == "cuda" if self.real else str(device) == str(DEVICE)
 
     def any_of(self, *trees: Any) -> bool:
         """Whether any tensor in the trees does."""
@@ -119,20 +129,23 @@ class Functions(TorchFunctionMode):
         if watch.quiet:
             return func(*args, **kwargs)
         if name == "torch.Tensor.device.__get__":
-            return DEVICE if watch.holds(args[0]) else func(*args, **kwargs)
+            return DEVICE if not watch.real and watch.holds(args[0]) else func(*args, **kwargs)
         if name in _FUNCTIONS and args and watch.holds(args[0]):
             if args[0].numel():
                 watch.saw(name, *_FUNCTIONS[name])
             with _quiet(watch):
                 result = func(*args, **kwargs)
                 # On a device this is a copy; on a CPU the same memory, which would go on counting as device memory.
-                return result.clone() if isinstance(result, torch.Tensor) else result
+                return result.clone() if isinstance(result, torch.Tensor) and not watch.real else result
         if name == "torch.Tensor.to" and isinstance(args[0], torch.Tensor):
             return self._moved(func, args, kwargs)
         if name in ("torch.Tensor.cuda", "torch.Tensor.pin_memory"):
             if name.endswith("cuda"):  # there is none here: the tensor stays where it is and counts as moved
                 self._uploaded(name, args[0], bool(kwargs.get("non_blocking", False)))
                 watch.mark(args[0])
+            if watch.real:
+                with _quiet(watch):
+                    return func(*args, **kwargs)
             return args[0]
         if name in ("torch.nn.functional.one_hot", "torch._C._nn.one_hot") and watch.holds(args[0]):
             return self._one_hot(func, name, args, kwargs)
@@ -141,9 +154,9 @@ class Functions(TorchFunctionMode):
                 result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
-        if _is_device(kwargs.get("device")):
+        if watch.is_device(kwargs.get("device")):
             if name in ("torch.tensor", "torch.as_tensor", "torch.asarray", "torch.Tensor.new_tensor"):
-                self._uploaded(name, result, False)
+                self._uploaded(name, args[-1] if args and watch.real else result, False)
             watch.mark(result)
         elif watch.quiet == 0 and name in _CPU_ONLY_CHECKS and watch.any_of(args):
             watch.mark(result)
@@ -160,27 +173,33 @@ class Functions(TorchFunctionMode):
             to_device: bool | None = watch.holds(other)
         elif target is None:
             to_device = None
+        elif watch.real:
+            to_device = watch.is_device(target)
         elif isinstance(target, str):
             to_device = target not in ("cpu",)
         else:
             to_device = True if target.index is not None or target.type != "cpu" else (None if here else True)
-        if target is not None and str(target).startswith("cuda"):
+        if target is not None and str(target).startswith("cuda") and not watch.real:
             args = tuple(DEVICE if arg is target else arg for arg in args)
             kwargs = {key: DEVICE if arg is target else arg for key, arg in kwargs.items()}
         if here and to_device is False:
             if not non_blocking:
                 watch.saw("torch.Tensor.to", "read", "the values are copied to the host, which waits for them")
             with _quiet(watch):
-                return func(*args, **kwargs).clone()
-        result = func(*args, **kwargs)
+                result = func(*args, **kwargs)
+                return result if watch.real else result.clone()
+        with _quiet(watch) if watch.real else contextlib.nullcontext():
+            result = func(*args, **kwargs)
         if to_device and not here:
             self._uploaded("torch.Tensor.to", source, non_blocking)
-            result = result.clone() if result is source else result
+            result = result.clone() if result is source and not watch.real else result
             watch.mark(result)
         return result
 
-    def _uploaded(self, name: str, value: torch.Tensor, non_blocking: bool) -> None:
-        if not non_blocking and value.numel() and not self.watch.holds(value):
+    def _uploaded(self, name: str, value: Any, non_blocking: bool) -> None:
+        """A blocking copy of a tensor or a list of the host, unless it is empty."""
+        empty = isinstance(value, torch.Tensor) and not value.numel()
+        if not (non_blocking or empty or self.watch.holds(value)):
             self.watch.saw(name, "upload", _UPLOAD)
 
     def _one_hot(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -247,8 +266,10 @@ def _quiet(watch: SyncWatch) -> Iterator[None]:
         watch.quiet -= 1
 
 
-def _is_device(device: Any) -> bool:
-    return isinstance(device, (str, torch.device)) and str(device) == str(DEVICE)
+def lies_on_gpu(tensor: torch.Tensor) -> bool:
+    """Of a tensor on a machine with a device."""
+    with torch._C.DisableTorchFunction():
+        return tensor.is_cuda
 
 
 def _third_is_true(args: Any) -> bool:

@@ -20,7 +20,8 @@ What it cannot see:
 - A program that moves tensors with a device of its own making, `torch.device("cpu")`, on a CPU: moving a tensor there
   is taken as moving to the device, the string "cpu" and `.cpu()` as moving to the host. Give such a program `cpu:0`.
 
-On a GPU, `find_cuda_syncs` asks CUDA's own checks instead, and `confirm` says which of the lines found they confirm.
+On a GPU, `find_cuda_syncs` asks CUDA's own checks, and `confirm` says which of the lines found they confirm;
+`syncs_on` does both, and is what a diagnosis asks.
 """
 
 from __future__ import annotations
@@ -38,22 +39,36 @@ from fettle.diagnose.sync_modes import Functions, Operators, SyncWatch
 from fettle.diagnose.sync_report import Place, Sync, SyncReport, counted, here
 
 
-def find_syncs(call: Callable[[], Any], *, on_device: Any, calls: int = 1) -> SyncReport:
+def syncs_on(device: str, call: Callable[[], Any], on_device: Any) -> SyncReport:
+    """What synchronises in one call on this type of device: on a CPU, what would on a GPU.
+
+    On a GPU the modes' lines are held against CUDA's own checks: one that they confirm keeps its reason, one that only
+    they saw is added, and one that they did not see is left out.
+    """
+    found = find_syncs(call, on_device=on_device, real=device == "cuda")
+    if device != "cuda":
+        return found
+    on_gpu = find_cuda_syncs(call)
+    confirmed, _, unclaimed = confirm(found, on_gpu)
+    return SyncReport((*confirmed, *unclaimed), 1, max(found.wall_s, on_gpu.wall_s), "cuda")
+
+
+def find_syncs(call: Callable[[], Any], *, on_device: Any, calls: int = 1, real: bool = False) -> SyncReport:
     """Run `call` on the CPU `calls` times and find what would synchronise.
 
-    `on_device` is any tree of modules and tensors that would be on the device: the model and its batch. The function's
-    own exceptions come through.
+    `on_device` is any tree of modules and tensors that would be on the device: the model and its batch. With `real` the
+    program runs on a GPU, and its tensors say themselves where they are. The function's own exceptions come through.
     """
-    with watch_syncs(on_device) as watch:
+    with watch_syncs(on_device, real=real) as watch:
         for _ in range(calls):
             call()
     return watch.report(calls)
 
 
 @contextlib.contextmanager
-def watch_syncs(on_device: Any) -> Iterator[SyncWatch]:
+def watch_syncs(on_device: Any, *, real: bool = False) -> Iterator[SyncWatch]:
     """`find_syncs` for a block of code: ask the watch for its `report()` at the end."""
-    watch = SyncWatch(on_device)
+    watch = SyncWatch(on_device, real)
     started = time.perf_counter()
     with torch.compiler.set_stance("force_eager"), Functions(watch), Operators(watch):
         try:

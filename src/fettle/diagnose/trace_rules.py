@@ -180,11 +180,13 @@ def trace_findings(trace: Trace) -> tuple[list[Finding], dict[str, float]]:
 
     def found_of(cause: _Cause, lost: float, besides: float, evidence: Sequence[str]) -> Finding:
         bound = min(0.999, (lost + besides) / max(left, busy + lost + besides))
+        says = cause.says if on_device or not cause.on_host else cause.on_host
         return Finding(
             cause.rule,
-            cause.says if on_device or not cause.on_host else cause.on_host,
+            f"{says.removesuffix('.')} ({lost:.0%} of the wall time).",
             bound,
             evidence=(f"{lost:.1%} of the wall time of {count} step{'s' if count > 1 else ''}", *evidence),
+            parts=((cause.rule, lost), ("the rest", 1 - lost)),
             advice=cause.advice,
             levels=cause.levels if on_device else {},
             formula="time lost to it / (wall time of the steps - what recording their events cost)",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fettle.diagnose._timing import threads, timed
+from fettle.diagnose.evidence import Loading
 from fettle.workload import tensors
 
 _KEPT_BYTES = 512 << 20
@@ -78,25 +79,13 @@ class LoaderClock:
                 self.kept[-1].append(result)
 
 
-def at_hand(call: Callable[[], Any], loading: LoaderClock, calls: int = 5) -> float:
-    """Seconds of a call whose loaders hand out at once what they handed out before; 0 where that cannot be tried."""
-    from torch.utils.data import DataLoader
+def waiting(
+    call: Callable[[], Any], wall_s: float, device: str = "cpu", least: int = 3
+) -> tuple[float, float, Loading]:
+    """Seconds a call in the garbage collector, and asleep of the process's own will; and what its DataLoaders take.
 
-    if not loading.kept:
-        return 0.0
-    turns = itertools.cycle(loading.kept)
-    original = DataLoader.__iter__
-    DataLoader.__iter__ = lambda self: iter(next(turns))  # type: ignore[method-assign, return-value, assignment]
-    try:
-        return min(timed(call, "cpu", 0.0, least=calls))
-    finally:
-        DataLoader.__iter__ = original  # type: ignore[method-assign]
-
-
-def waiting(call: Callable[[], Any], least: int = 3) -> tuple[float, float, LoaderClock]:
-    """Seconds a call in the garbage collector, and asleep of the process's own will; and the clock of DataLoaders.
-
-    With one thread: threads that wait for each other would look asleep.
+    With one thread: threads that wait for each other would look asleep. Where loaders take more than 2% of `wall_s`,
+    the call is tried with their batches at hand.
     """
     spent, began = 0.0, 0.0
 
@@ -108,17 +97,15 @@ def waiting(call: Callable[[], Any], least: int = 3) -> tuple[float, float, Load
             spent += time.perf_counter() - began
 
     blocked = 0.0
-    loading = LoaderClock()
+    clock = LoaderClock()
     try:
         with threads(1):
             call()
             gc.callbacks.append(note)
             before, started = _run_and_wait_s(), time.perf_counter()
-            with loading:
-                while loading.calls < least or (
-                    time.perf_counter() - started < _LEAST_WATCHED_S and loading.calls < 500
-                ):
-                    loading.calls += 1
+            with clock:
+                while clock.calls < least or (time.perf_counter() - started < _LEAST_WATCHED_S and clock.calls < 500):
+                    clock.calls += 1
                     call()
             # The main thread was neither on a core nor waiting for one: it slept. The system counts in ticks.
             wall, after = time.perf_counter() - started, _run_and_wait_s()
@@ -127,7 +114,25 @@ def waiting(call: Callable[[], Any], least: int = 3) -> tuple[float, float, Load
     finally:
         if note in gc.callbacks:
             gc.callbacks.remove(note)
-    return spent / loading.calls, blocked / loading.calls, loading
+    loader_s = clock.seconds / clock.calls
+    at_hand_s = _at_hand(call, clock, device) if loader_s > 0.02 * wall_s else 0.0
+    loading = Loading(loader_s, clock.rows, clock.batches // clock.calls, at_hand_s)
+    return spent / clock.calls, blocked / clock.calls, loading
+
+
+def _at_hand(call: Callable[[], Any], clock: LoaderClock, device: str, calls: int = 5) -> float:
+    """Seconds of a call whose loaders hand out at once what they handed out before; 0 where that cannot be tried."""
+    from torch.utils.data import DataLoader
+
+    if not clock.kept:
+        return 0.0
+    turns = itertools.cycle(clock.kept)
+    original = DataLoader.__iter__
+    DataLoader.__iter__ = lambda self: iter(next(turns))  # type: ignore[method-assign, return-value, assignment]
+    try:
+        return min(timed(call, device, 0.0, least=calls))
+    finally:
+        DataLoader.__iter__ = original  # type: ignore[method-assign]
 
 
 class CoreClock:

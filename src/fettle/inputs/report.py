@@ -188,7 +188,7 @@ def curve(found: Found, height: int = 300) -> dict[str, Any]:
     rings = alt.Chart(alt.Data(values=marked)).mark_point(size=190, strokeWidth=2, color=theme.ACCENT).encode(x=x, y=y)  # type: ignore[no-untyped-call]
     names = (
         alt.Chart(alt.Data(values=marked))  # type: ignore[no-untyped-call]
-        .mark_text(dy=-16, fontWeight="bold")
+        .mark_text(dy=-16, fontWeight="bold", align=alt.ExprRef(f"datum.workers == {ticks[0]} ? 'left' : 'center'"))
         .encode(x=x, y=y, text="name:N")
     )
     layers = [line, dots, rings, names]

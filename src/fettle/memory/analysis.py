@@ -59,6 +59,13 @@ class Analysis:
     def non_releasable_bytes(self) -> int:
         return sum(pool.non_releasable_bytes for pool in self.pools)
 
+    @property
+    def never_used(self) -> float | None:
+        """1 - peak in use / peak reserved: what the literature calls fragmentation (GMLake, ASPLOS 2024), here with
+        use in requested bytes, so that rounding counts too. None for memory without a cache."""
+        peak = self.replay.peak_reserved_bytes
+        return 1 - self.replay.peak_bytes / peak if self.pools and peak > 0 else None
+
 
 def analyse(
     snapshot: Snapshot,
@@ -110,10 +117,10 @@ def verdict(analysis: Analysis) -> str:
         said[0] += f", {size_text(window.peak_reserved_bytes)} reserved"
     if analysis.holders:
         first = analysis.holders[0]
-        held = f"The most of it, {first.share:.0%}, is held by {first.own_line}"
+        held = f"The most of it, {_percent(first.share)}, is held by {first.own_line}"
         named = next((row for row in analysis.holders if row.frames), first)
         if named is not first:
-            held += f"; of what has a stack the most, {named.share:.0%}, by {named.own_line}"
+            held += f"; of what has a stack the most, {_percent(named.share)}, by {named.own_line}"
         said.append(held)
     for leak in analysis.leaks.leaks:
         said.append(f"It grows by {size_text(leak.bytes_per_step)} a step ({leak.kind}): {leak.what_to_do}")
@@ -129,6 +136,10 @@ def verdict(analysis: Analysis) -> str:
     if analysis.violations:
         said.append(f"The file contradicts itself in {len(analysis.violations)} place(s): read all this with care")
     return ". ".join(said) + "."
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.005 else "under 1%"
 
 
 def as_json(analysis: Analysis) -> dict[str, Any]:
@@ -150,6 +161,7 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         "unexplained_bytes": analysis.unexplained_bytes,
         "reserved_bytes": analysis.reserved_bytes,
         "peak_reserved_bytes": window.peak_reserved_bytes if analysis.pools else None,
+        "never_used": analysis.never_used,
         "allocated_bytes": sum(pool.allocated_bytes for pool in analysis.pools),
         "releasable_bytes": analysis.releasable_bytes,
         "non_releasable_bytes": analysis.non_releasable_bytes,

@@ -49,7 +49,7 @@ class Difference:
     at_end: tuple[Change, ...]
     at_peak: tuple[Change, ...]
     shared_stacks: float
-    """Share of the bytes at the end, of the smaller snapshot, whose stacks occur in both."""
+    """Of what has a stack at the peak of the smaller snapshot, the share of bytes whose stacks occur in both."""
     notes: tuple[str, ...]
 
 
@@ -66,12 +66,12 @@ def compare(before: Snapshot, after: Snapshot, device: int, *, top: int = 20) ->
         peak = _by_stack(window.allocations, groups, window.peak_event)
         sides.append((window, end, peak))
     (window_before, end_before, peak_before), (window_after, end_after, peak_after) = sides
-    shared = _shared(end_before, end_after)
+    shared = _shared(peak_before, peak_after)
     notes = []
     if shared < _FEW_IN_COMMON:
         notes.append(
             f"only {shared:.0%} of the bytes come from stacks that both snapshots have: "
-            "these look like different programs"
+            "these look like different programs, or different phases of one"
         )
     if before.allocator != after.allocator:
         notes.append("one snapshot is of the CPU, the other of a GPU: sizes compare, reserved memory does not")
@@ -110,9 +110,9 @@ def _by_stack(table: Allocations, groups: StackGroups, event: int) -> _Side:
 
 
 def _shared(before: _Side, after: _Side) -> float:
-    if not before or not after:
-        return 1.0
-    smaller, other = sorted((before, after), key=lambda side: sum(row[0] for row in side.values()))
+    # Memory without a stack is alike in all programs: it says nothing.
+    named = [{key: row for key, row in side.items() if key} for side in (before, after)]
+    smaller, other = sorted(named, key=lambda side: sum(row[0] for row in side.values()))
     total = sum(row[0] for row in smaller.values())
     return sum(row[0] for key, row in smaller.items() if key in other) / total if total else 1.0
 

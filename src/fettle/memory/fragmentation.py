@@ -18,6 +18,7 @@ So "reserved minus allocated" is not fragmentation: most of it is usually cache 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -31,6 +32,7 @@ MIN_BLOCK_BYTES = 512
 SMALL_REQUEST_BYTES = MIB
 SMALL_SEGMENT_BYTES = 2 * MIB
 LARGE_SEGMENT_BYTES = 20 * MIB
+"""Unless ``large_segment_size_mb`` says otherwise."""
 OWN_SEGMENT_BYTES = 10 * MIB
 """Requests from this size on get a segment of their own, rounded up to 2 MiB."""
 
@@ -168,63 +170,46 @@ def would_fit(
     """
     rounded = round_size(request_bytes, snapshot.settings)
     small = rounded <= SMALL_REQUEST_BYTES
-    segments, blocks = snapshot.segments, snapshot.blocks
+    kinds = pools(snapshot, device)
+    own = next((kind for kind in kinds if (kind.stream, kind.pool, kind.small) == (stream, pool, small)), None)
+    free_bytes, largest = (own.free_bytes, own.largest_free_bytes) if own else (0, 0)
+    releasable = sum(kind.releasable_bytes for kind in kinds if kind.pool == (0, 0))
+    segments = snapshot.segments
     mine = (
         (segments.device == device)
         & (segments.stream == stream)
         & (segments.pool == np.array(pool)).all(axis=1)
         & (segments.small == small)
     )
-    free = np.flatnonzero((blocks.state == State.INACTIVE) & mine[blocks.segment]) if len(blocks) else np.empty(0, int)
-    sizes = blocks.size_bytes[free]
-    usable = sizes[(sizes >= rounded) & _may_be_split(sizes, rounded, snapshot.settings)]
-    free_bytes, largest = int(sizes.sum()), int(sizes.max(initial=0))
-    idle = idle_segments(snapshot) & (segments.device == device) & (segments.pool == 0).all(axis=1)
-    idle &= ~segments.expandable
-    releasable = int(segments.total_bytes[idle].sum())
-    if len(blocks):
-        on_device = (segments.device == device) & (segments.pool == 0).all(axis=1)
-        releasable += int(_whole_pages(snapshot)[on_device[blocks.segment]].sum())
-    fragmented = len(usable) == 0 and free_bytes >= rounded
-    growing = mine & segments.expandable
-    needed = segment_size(rounded)
-    if len(usable):
-        needed = 0
-    elif growing.any() or snapshot.settings.get("expandable_segments") is True:
-        page = _page_size(small)
-        needed = math.ceil((rounded - _free_at_the_end(snapshot, growing)) / page) * page
+    serving = _serving_block(snapshot, mine, rounded)
+    needed = 0 if serving else _needed_from_device(snapshot, mine, rounded)
     if device_free_bytes is None:
         device_free_bytes = last_device_free(snapshot, device)
+    fragmented = not serving and free_bytes >= rounded
 
     where = f"the {'small' if small else 'large'} pool of stream {stream}"
-    if len(usable):
+    why = f"{size_text(free_bytes)} are free in {where}, the largest block has {size_text(largest)}"
+    why += ": fragmentation" if fragmented else ""
+    need = f"a new segment of {size_text(needed)} is needed from the device"
+    idle, has = size_text(releasable), size_text(device_free_bytes or 0)
+    if serving:
         answer = "cache"
-        sentence = f"yes: a free block of {size_text(int(usable.min()))} in {where} serves it at once"
+        sentence = f"yes: a free block of {size_text(serving)} in {where} serves it at once"
+    elif device_free_bytes is None:
+        answer = "unknown"
+        sentence = f"not from the cache ({why}); {need}, after releasing up to {idle} of idle segments"
+    elif device_free_bytes >= needed:
+        answer = "device"
+        sentence = f"yes: not from the cache ({why}), but the device has {has} free"
+    elif device_free_bytes + releasable >= needed:
+        answer = "after_release"
+        sentence = (
+            f"yes, slowly: {need}, which has {has}; the allocator first gives back idle segments ({idle} in all) and "
+            "waits for the device"
+        )
     else:
-        why = f"{size_text(free_bytes)} are free in {where}, the largest block has {size_text(largest)}"
-        if fragmented:
-            why += ": fragmentation"
-        need = f"a new segment of {size_text(needed)} is needed from the device"
-        if device_free_bytes is None:
-            answer = "unknown"
-            sentence = (
-                f"not from the cache ({why}); {need}, after releasing up to {size_text(releasable)} of idle segments"
-            )
-        elif device_free_bytes >= needed:
-            answer = "device"
-            sentence = f"yes: not from the cache ({why}), but the device has {size_text(device_free_bytes)} free"
-        elif device_free_bytes + releasable >= needed:
-            answer = "after_release"
-            sentence = (
-                f"yes, slowly: {need}, which has {size_text(device_free_bytes)}; the allocator first gives back idle "
-                f"segments ({size_text(releasable)} in all) and waits for the device"
-            )
-        else:
-            answer = "no"
-            sentence = (
-                f"no: {why}; {need}, which has {size_text(device_free_bytes)} and would get back "
-                f"{size_text(releasable)} at most"
-            )
+        answer = "no"
+        sentence = f"no: {why}; {need}, which has {has} and would get back {idle} at most"
     return Fit(
         request_bytes=request_bytes,
         rounded_bytes=rounded,
@@ -239,8 +224,29 @@ def would_fit(
     )
 
 
-def _page_size(small: bool) -> int:
-    return SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES
+def _serving_block(snapshot: Snapshot, mine: Flags, rounded: int) -> int:
+    """Bytes of the free block that would serve it, the smallest that can; 0 where there is none."""
+    blocks = snapshot.blocks
+    if len(blocks) == 0:
+        return 0
+    sizes = blocks.size_bytes[(blocks.state == State.INACTIVE) & mine[blocks.segment]]
+    usable = sizes[(sizes >= rounded) & _may_be_split(sizes, rounded, snapshot.settings)]
+    return int(usable.min()) if len(usable) else 0
+
+
+def _needed_from_device(snapshot: Snapshot, mine: Flags, rounded: int) -> int:
+    """What the allocator would ask the device for: a segment, or the pages by which an expandable one has to grow."""
+    growing = mine & snapshot.segments.expandable
+    if not growing.any() and snapshot.settings.get("expandable_segments") is not True:
+        return segment_size(rounded, snapshot.settings)
+    page = SMALL_SEGMENT_BYTES if rounded <= SMALL_REQUEST_BYTES else _large_segment(snapshot.settings)
+    return math.ceil((rounded - _free_at_the_end(snapshot, growing)) / page) * page
+
+
+def _large_segment(settings: Mapping[str, object]) -> int:
+    """Bytes of a segment for requests between 1 and 10 MiB, and of a page of a large expandable segment."""
+    said = re.search(r"large_segment_size_mb:\s*([0-9]{1,6})\b", str(settings.get("PYTORCH_CUDA_ALLOC_CONF", "")))
+    return max(1, int(said[1])) * MIB if said else LARGE_SEGMENT_BYTES
 
 
 def _whole_pages(snapshot: Snapshot) -> Ints:
@@ -248,7 +254,7 @@ def _whole_pages(snapshot: Snapshot) -> Ints:
     segments, blocks = snapshot.segments, snapshot.blocks
     if len(blocks) == 0:
         return np.empty(0, np.int64)
-    page = np.where(segments.small, _page_size(True), _page_size(False))[blocks.segment]
+    page = np.where(segments.small, SMALL_SEGMENT_BYTES, _large_segment(snapshot.settings))[blocks.segment]
     free = (blocks.state == State.INACTIVE) & segments.expandable[blocks.segment]
     return np.where(free, blocks.size_bytes // page * page, 0)
 
@@ -277,12 +283,12 @@ def round_size(request_bytes: int, settings: Mapping[str, object]) -> int:
     return math.ceil(request_bytes / MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
 
 
-def segment_size(rounded_bytes: int) -> int:
+def segment_size(rounded_bytes: int, settings: Mapping[str, object]) -> int:
     """What the allocator asks the device for when no free block serves a request of this rounded size."""
     if rounded_bytes <= SMALL_REQUEST_BYTES:
         return SMALL_SEGMENT_BYTES
     if rounded_bytes < OWN_SEGMENT_BYTES:
-        return LARGE_SEGMENT_BYTES
+        return _large_segment(settings)
     return math.ceil(rounded_bytes / (2 * MIB)) * 2 * MIB
 
 
@@ -302,7 +308,7 @@ def _may_be_split(sizes: Ints, rounded: int, settings: Mapping[str, object]) -> 
         return np.ones(len(sizes), np.bool_)
     if rounded < limit:
         return sizes < limit
-    return sizes < rounded + LARGE_SEGMENT_BYTES
+    return sizes < rounded + _large_segment(settings)
 
 
 def _divisions(request_bytes: int, settings: Mapping[str, object]) -> int:

@@ -52,6 +52,7 @@ def config(dark: bool) -> Spec:
             "titleFontSize": 12,
             "orient": "bottom",
             "direction": "horizontal",
+            "layout": {"bottom": {"direction": "vertical", "anchor": "start"}},  # side by side two may be too wide
             "symbolStrokeWidth": 2,
         },
     }

@@ -60,6 +60,8 @@ def about(
     seconds = taken(ops) if seconds is None else seconds
     if seen.share(seconds) < least and not always:
         return None
+    if seen.share(seconds) >= 0.005:
+        says = f"{says.removesuffix('.')} ({seen.share(seconds):.0%} of a call)."
     dearest = sorted(ops, key=lambda op: -op.seconds)[:4]
     lines = [f"{place(op)}: {op.name} {op.dtype}, {op.calls}x, {op.seconds * 1e3:.3g} ms" for op in dearest]
     return Finding(
@@ -68,6 +70,7 @@ def about(
         min(0.999, seen.share(seconds + besides + seen.unexplained_s)),
         where=tuple(dict.fromkeys(place(op) for op in dearest)),
         evidence=(*(line for line in more if line), *lines),
+        parts=tuple((f"{place(op)}: {op.name}", seen.share(op.seconds)) for op in dearest),
         levels=levels or {},
         advice=advice,
         formula=formula,

@@ -8,7 +8,7 @@ from fettle.diagnose.finding import Finding
 
 def look(seen: Evidence) -> Finding | None:
     """Batches that the model has seen before in the same pass."""
-    again, run = seen.batches_seen_before, seen.batches_run
+    again, run = seen.batches.seen_before, seen.batches.run
     if run < 4 or again < 0.2 * run:
         return None
     return Finding(

@@ -14,13 +14,14 @@ def look(seen: Evidence) -> Finding | None:
         return None
     lines = [f"{short(b.file)}:{b.line}: {b.reason} ({b.count}x)" for b in health.breaks[:6]]
     lines += [f"not compiled: {error}" for error in health.errors[:3]]
-    places = len(health.breaks)
+    where = list(dict.fromkeys(f"{short(b.file)}:{b.line}" for b in health.breaks))
+    places = len(where)
     says = f"torch.compile breaks the model into pieces at {places} place{'s' if places > 1 else ''}."
     return Finding(
         "graph-breaks",
         says if places else "torch.compile cannot compile the model.",
         bound=unfused(seen),
-        where=tuple(f"{short(b.file)}:{b.line}" for b in health.breaks[:6]),
+        where=tuple(where[:6]),
         evidence=tuple(lines),
         count=max(sum(b.count for b in health.breaks), 1),
         advice="rewrite those lines as tensor operations, or compile the repeated blocks only",

@@ -14,7 +14,7 @@ def look(seen: Evidence) -> Finding | None:
         "loading",
         f"Building the workload takes {seen.load_s:.1f} s.",
         startup_s=seen.load_s,
-        evidence=(f"weights: {seen.weight_bytes >> 20} MiB",),
+        evidence=(f"weights: {seen.weights.bytes >> 20} MiB",),
         advice="skip the random initialisation (torch.device('meta') and assign), and map weight files",
         formula="seconds to build the workload",
         before="model = Net()\nmodel.load_state_dict(state)",

@@ -8,13 +8,13 @@ from fettle.diagnose.finding import Finding
 
 def look(seen: Evidence) -> Finding | None:
     """Positions that only fill up a batch."""
-    if seen.padding < 0.1:
+    if seen.padding.share < 0.1:
         return None
     return Finding(
         "padding",
-        f"{seen.padding:.0%} of the positions in the inputs are padding.",
-        bound=seen.padding,
-        evidence=(f"seen by {seen.padding_where}",),
+        f"{seen.padding.share:.0%} of the positions in the inputs are padding.",
+        bound=seen.padding.share,
+        evidence=(f"seen by {seen.padding.where}",),
         advice="batch rows of like length together, or use nested tensors",
         formula="padded positions / all positions",
         before="batch = pad_sequence(rows)",

@@ -8,7 +8,7 @@ from fettle.diagnose.finding import Finding
 
 def look(seen: Evidence) -> Finding | None:
     """A loader that hands out so few rows that the work around a batch comes once for each."""
-    rows, batches = seen.loader_rows, seen.loader_batches
+    rows, batches = seen.loading.rows, seen.loading.batches
     if not 0 < rows <= 4 or batches < 16:
         return None
     return Finding(

@@ -15,11 +15,12 @@ def look(seen: Evidence) -> Finding | None:
     if not syncs:
         return None
     count = sum(sync.count for sync in syncs)
+    waits = "waits for the GPU" if seen.facts.device == "cuda" else "would wait for a GPU"
     # Without it the host could run ahead, and what was computed only to be looked at need not be: all but the products.
     return Finding(
         "syncs",
-        f"The host would wait for a GPU {count} time{'s' if count > 1 else ''} a call.",
-        bound=min(0.999, 1 - seen.share(seen.seconds(MATRIX) + seen.loader_s)),
+        f"The host {waits} {count} time{'s' if count > 1 else ''} a call.",
+        bound=min(0.999, 1 - seen.share(seen.seconds(MATRIX) + seen.loading.seconds)),
         where=tuple(f"{short(s.file)}:{s.line}" for s in syncs[:6]),
         evidence=tuple(f"{short(s.file)}:{s.line}: {s.operator}, {s.count}x: {s.reason}" for s in syncs[:6]),
         count=count,

@@ -8,13 +8,13 @@ from fettle.diagnose.finding import Finding
 
 def look(seen: Evidence) -> Finding | None:
     """Half of the weights' memory could be freed."""
-    if seen.facts.dtype != "float32" or seen.weight_bytes < 256 << 20:
+    if seen.facts.dtype != "float32" or seen.weights.bytes < 256 << 20:
         return None
     return Finding(
         "weight-memory",
         "The weights are stored in 32 bits.",
-        bound_bytes=seen.weight_bytes // 2,
-        evidence=(f"{seen.weight_bytes >> 20} MiB of weights",),
+        bound_bytes=seen.weights.bytes // 2,
+        evidence=(f"{seen.weights.bytes >> 20} MiB of weights",),
         levels={"precision": "bf16"},
         advice="store them in bfloat16: half the memory, and half the time to load",
         formula="half of the weights' bytes",
