@@ -140,7 +140,8 @@ def before(first: list[str], found: Found) -> dict[str, Any]:
 
 def around(measured: Measured) -> dict[str, float]:
     """What serving adds, in milliseconds, as measured with this branch."""
-    return {"request_ms": measured.costs.request_s * 1e3, "batch_ms": measured.costs.batch_s * 1e3}
+    costs = measured.costs
+    return {"request_ms": costs.request_s * 1e3, "batch_ms": costs.batch_s * 1e3, "held_ms": costs.held_s * 1e3}
 
 
 async def measured(package: Package, point: Point, branch: Measured, limit_s: float, seconds: float) -> Point:

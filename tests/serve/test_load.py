@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from fettle.errors import UsageError
 from fettle.serve.arrivals import poisson, read_schedule
 from fettle.serve.client import http_shot, model_shot
-from fettle.serve.load import _inconsistent, closed_loop, open_loop
+from fettle.serve.load import _inconsistent, _Load, closed_loop, open_loop
 from fettle.serve.package import open_package
 from fettle.serve.policy import BatchSettings
-from fettle.serve.run import TORCHSERVE_COLUMNS, Run, as_data, as_torchserve_row, warm_up
+from fettle.serve.run import TORCHSERVE_COLUMNS, UNANSWERED, Run, as_data, as_torchserve_row, warm_up
 from fettle.serve.simulate import Costs, capacity, simulate
 
 from .conftest import running
@@ -112,6 +112,37 @@ def test_an_open_loop_sends_what_is_due(server):
     data = as_data(run)
     assert data["latency_ms"]["p50"] <= data["latency_ms"]["p99"] <= data["latency_ms"]["p100"]
     assert list(as_torchserve_row(run, "u")) == list(TORCHSERVE_COLUMNS)
+
+
+@pytest.mark.parametrize("clients", [1, 8, 32, 128])
+@pytest.mark.parametrize("seconds", [2.0, 2.03])
+def test_a_closed_loop_counts_what_was_answered_while_it_asked(clients, seconds):
+    """A server that answers up to 8 clients every 63 ms: its rate, also where each waits for most of the run."""
+
+    async def counted():
+        load = _Load([], 0.0)
+        load.until = seconds
+        waiting, now = [0.0] * clients, 0.0
+        while waiting:
+            now += 0.063
+            done, waiting = waiting[:8], waiting[8:]
+            load.rows += [(asked, asked, now, 200) for asked in done]
+            waiting += [now] * len(done) if now <= seconds else []
+        return load.result("closed")
+
+    run = asyncio.run(counted())
+    assert run.throughput == pytest.approx(min(clients, 8) / 0.063, rel=0.06)
+    assert run.percentile(50) == pytest.approx(max(1, clients // 8) * 0.063, rel=0.01)
+
+
+def test_what_fails_when_a_closed_loop_ends_is_counted():
+    async def counted():
+        load = _Load([], 0.0)
+        load.until = 1.0
+        load.rows = [(0.1 * n, 0.1 * n, 0.1 * n + 0.1, 200) for n in range(10)] + [(0.5, 0.5, 11.0, UNANSWERED)]
+        return load.result("closed")
+
+    assert asyncio.run(counted()).failed == 1
 
 
 def test_a_closed_loop_keeps_its_clients_busy(server):

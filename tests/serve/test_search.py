@@ -388,14 +388,20 @@ def test_recipes_of_a_study(tmp_path):
 
 
 def test_overheads_are_what_the_two_loops_leave_beside_the_model(monkeypatch):
-    """One client waits 5 ms of which the model takes 2; two workers make calls of 4 rows, 3.5 ms of it, in 4.5 ms."""
+    """One client waits 5 ms, 2 of them for the model; two workers make calls of 4 rows in 4.5 ms, 3.9 of it the model.
+
+    Such a call took 3.5 ms when nothing was served: eight requests that came meanwhile made it longer.
+    """
     from fettle.serve import overheads
     from fettle.serve.policy import CostCurve
     from fettle.serve.run import Run
-    from fettle.serve.served import Inside
+    from fettle.serve.served import Inside, Split
 
     class World:
-        looks = iter((Inside(), Inside(100, {4: 100}, {4: 100})))
+        looks = iter((
+            Inside(100, {1: 100}, {1: 100}, model_ms=Split(2.1, 2.0, 2.2, 2.4)),
+            Inside(100, {4: 100}, {4: 100}, model_ms=Split(3.9, 3.8, 4.2, 4.4)),
+        ))  # fmt: skip
 
         async def look(self):
             return next(self.looks)
@@ -407,6 +413,7 @@ def test_overheads_are_what_the_two_loops_leave_beside_the_model(monkeypatch):
     monkeypatch.setattr(overheads, "closed_loop", closed_loop)
     curve = CostCurve((1, 4), (0.002, 0.0035))
     made = asyncio.run(overheads.measure_overheads(World(), [], curve, workers=2, max_rows=4))
-    assert made.batch_s == pytest.approx(0.001)
-    assert made.request_s == pytest.approx(0.002)
+    assert made.batch_s == pytest.approx(0.0006)
+    assert made.request_s == pytest.approx(0.0024)
+    assert made.held_s == pytest.approx(0.0004 / 8)
     assert made.busy_rows == 4

@@ -70,6 +70,34 @@ def test_the_simulation_does_what_the_queue_does(gaps, cost, workers, policy, de
     assert seen.latency_s.tolist() == pytest.approx(expected)
 
 
+def test_a_call_after_a_pause_costs_what_such_calls_were_seen_to():
+    costs = Costs({1: (0.01,)}, 0, 0, rested={1: (0.013,)})
+    seen = simulate([0.0, 0.001, 1.0, 2.0], BatchSettings(max_rows=1), costs)
+    assert seen.latency_s.tolist() == pytest.approx([0.013, 0.022, 0.013, 0.013])
+
+
+def test_requests_that_come_during_a_call_hold_it_up():
+    costs = Costs({1: (0.01,), 2: (0.015,)}, 0, 0, held_s=0.002)
+    # The first call would end at 10 ms; two come meanwhile, and a third in the time that they took.
+    seen = simulate([0.0, 0.004, 0.009, 0.0135], BatchSettings(max_rows=1), costs)
+    assert seen.latency_s[0] == pytest.approx(0.016)
+    assert seen.latency_s[1] == pytest.approx(0.026 - 0.004)
+    setting = BatchSettings(max_rows=2)
+    free, shared = (capacity(setting, replace(costs, held_s=held), 0.04)[0] for held in (0.0, 0.002))
+    assert 0 < shared < 0.9 * free
+
+
+@given(held=st.floats(0, 0.005), bound=st.sampled_from([3, 10**6]), rate=st.floats(20, 400))
+@settings(max_examples=30, deadline=None)
+def test_on_shared_cores_too_every_request_is_answered_or_refused(held, bound, rate):
+    costs, setting = Costs({1: (0.01,), 4: (0.02,)}, 0, 0), BatchSettings(4, max_queue_rows=bound)
+    arrivals = poisson(rate, 300 / rate)
+    seen = simulate(arrivals, setting, replace(costs, held_s=held))
+    assert len(seen.latency_s) + seen.refused == len(arrivals)
+    assert len(seen.latency_s) == sum(rows * count for rows, count in seen.batch_rows.items())
+    assert (seen.latency_s >= 0.01 - 1e-9).all()  # the difference of two times
+
+
 def test_giving_up_says_no_where_waiting_to_the_end_would():
     costs = Costs({1: (0.01,), 2: (0.012,), 4: (0.016,)}, 0, 0)
     setting = BatchSettings(max_rows=4)

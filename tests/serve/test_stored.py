@@ -129,6 +129,17 @@ def test_openvinos_files_answer_as_the_tuned_model_did(openvino):
     assert not re.search(r"/(home|tmp|root|work)/", (package.folder / GRAPH).read_text())  # nothing of who made it
 
 
+@pytest.mark.parametrize("layers", [[], [1]], ids=["to be chosen", "chosen by the study"])
+def test_a_part_of_the_layers_is_stored_in_int8(layers, tmp_path):
+    pytest.importorskip("openvino")
+    recipe = Recipe.parse("runtime=openvino-int8-part grad=inference_mode")
+    evidence = {"limits": {"max_error": 0.1}, **({"int8_layers": layers} if layers else {})}
+    package = write_package(conv(), recipe, tmp_path / "conv", name="conv", evidence=evidence)
+    assert 0 < package.manifest.accuracy["relative_error"] < 0.1
+    graph = (package.folder / GRAPH).read_text()
+    assert graph.count('type="FakeQuantize"') == (2 if layers else 4)  # of the input and of the weights
+
+
 HOSTILE = {
     "an extension": ('version="opset1"', 'version="extension"'),
     "another operator": ('type="Convolution"', 'type="../../Convolution"'),

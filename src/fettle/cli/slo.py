@@ -258,8 +258,10 @@ def _print(found: Found, console: Console, folder: Path, written: Path | None) -
     for measured in found.branches.values():
         if measured.overheads is not None:
             around = measured.overheads
+            held = f", {around.held_s * 1e3:.2g} ms to a call for each request that comes during it"
             console.print(f"  serving adds {around.request_s * 1e3:.2g} ms a request and {around.batch_s * 1e3:.2g} ms "
-                          f"a batch: measured with {measured.branch}", highlight=False, markup=False)  # fmt: skip
+                          f"a batch{held if around.held_s else ''}: measured with {measured.branch}",
+                          highlight=False, markup=False)  # fmt: skip
     for failure in found.failures:
         console.print(f"  failed: {failure.what}: {failure.why}", highlight=False, markup=False, style="yellow")
     if found.tests_kept:

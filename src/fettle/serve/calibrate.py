@@ -27,6 +27,11 @@ from fettle.serve.package import Package
 
 START_S, ANSWER_S = 600.0, 300.0
 """The longest that loading, and that timing one batch size, may take."""
+PAUSE_S = 0.02
+"""Before every fourth call, at most: as long as the call itself. A server that keeps a limit pauses often, and a call
+after a pause was seen to take a twelfth to a sixth longer."""
+LEAST_RESTED = 4
+"""Fewer calls after a pause say nothing of how such calls scatter."""
 PAD_ERROR = 0.02
 """Rows of a filled-up call may differ by this relative L2 error from the same rows alone: kernels round differently by
 batch size. A model whose rows influence each other differs by far more."""
@@ -43,6 +48,8 @@ class Calibration(msgspec.Struct, forbid_unknown_fields=True):
     """Of all workers after calls of so many rows: resident, or on the device where it is not the CPU."""
     pad_error: float = 0.0
     """Relative L2 error of rows in a call that was filled up with copies of the last, against the same rows alone."""
+    rested: dict[int, tuple[float, ...]] = {}
+    """Seconds of a call after a pause, by rows. `samples` are of calls right after another."""
 
     @property
     def may_pad(self) -> bool:
@@ -74,7 +81,7 @@ def sizes_up_to(most: int) -> list[int]:
 
 def calibrate(
     package: Package, *, most: int, workers: int = 1, threads: int = 1, device: str = "cpu", limit_s: float = 0.0,
-    seconds: float = 0.5, tell: Callable[[str], None] = lambda text: None,
+    seconds: float = 1.0, tell: Callable[[str], None] = lambda text: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Calibration:  # fmt: skip
     """Samples of seconds a call, by rows, with so many workers computing at once.
@@ -84,7 +91,7 @@ def calibrate(
     but for the first. Failures of the workers are part of what is returned. Raises `Stopped` between two sizes once
     `stopped` says so.
     """
-    made = Calibration({}, {}, {})
+    made = Calibration({}, {}, {}, rested={})
     if stopped():
         raise Stopped
     crew = _Crew(package, workers, threads, device)
@@ -99,7 +106,9 @@ def calibrate(
             size = todo.pop(0)
             tell(f"cost of {size} row{'s' if size > 1 else ''}, {workers} x {threads} threads, {device}")
             try:
-                made.samples[size], made.memory_bytes[size] = crew.time(size, seconds)
+                made.samples[size], rested, made.memory_bytes[size] = crew.time(size, seconds)
+                if len(rested) >= LEAST_RESTED:
+                    made.rested[size] = rested
             except WorkerFailure as failure:
                 made.failures[size] = str(failure)
                 todo = [other for other in todo if other < size]
@@ -168,17 +177,19 @@ class _Crew:
         for process in self._processes:
             process.read(START_S)
 
-    def time(self, size: int, seconds: float) -> tuple[tuple[float, ...], int]:
-        """Samples of all of them, and their memory."""
+    def time(self, size: int, seconds: float) -> tuple[tuple[float, ...], tuple[float, ...], int]:
+        """Samples of all of them, those after a pause, and their memory."""
         for process in self._processes:
             process.ask({"size": size, "seconds": 0.0, "least": 3})
         for process in self._processes:
             process.read(START_S)  # the first calls may compile
         for process in self._processes:
-            process.ask({"size": size, "seconds": seconds, "least": 8})
+            process.ask({"size": size, "seconds": seconds, "least": 3 * LEAST_RESTED + 1})
         said = [process.read() for process in self._processes]
-        samples = tuple(float(value) for answer in said for value in answer["samples"])
-        return samples, sum(int(answer["memory"]) for answer in said)
+        samples, rested = (
+            tuple(float(value) for answer in said for value in answer[which]) for which in ("samples", "rested")
+        )
+        return samples, rested, sum(int(answer["memory"]) for answer in said)
 
     def pad_error(self, size: int) -> float:
         """How much rows change when their call is filled up."""
@@ -284,16 +295,23 @@ def _timed(runner: Any, device: str, size: int, seconds: float, least: int) -> d
 
     parts = [runner.sample(size)]
     samples: list[float] = []
+    rested: list[float] = []
+    took = 0.0
     end = time.perf_counter() + seconds
     while len(samples) < least or (time.perf_counter() < end and len(samples) < 1000):
+        pause = seconds > 0 and len(samples) == 3 * (len(rested) + 1)
+        if pause:
+            time.sleep(min(took, PAUSE_S))
         began = time.perf_counter()
         runner.run(parts, 0)
-        samples.append(time.perf_counter() - began)
+        took = time.perf_counter() - began
+        (rested if pause else samples).append(took)
+    memory = resident_bytes()
     if device.startswith("cuda"):
         import torch
 
-        return {"samples": samples, "memory": torch.cuda.max_memory_reserved(device)}
-    return {"samples": samples, "memory": resident_bytes()}
+        memory = torch.cuda.max_memory_reserved(device)
+    return {"samples": samples, "rested": rested, "memory": memory}
 
 
 def _error_of_rows(runner: Any, rows: int, size: int) -> dict[str, Any]:

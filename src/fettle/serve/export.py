@@ -40,7 +40,7 @@ from fettle.serve.program import export_program, save_program
 from fettle.serve.requires import needed
 from fettle.serve.runner import Tuned, tuned
 from fettle.serve.tensors import TensorSpec
-from fettle.techniques import Facts, find, quantize_exported
+from fettle.techniques import Facts, cpu_flags, find, quantize_exported
 from fettle.workload import Workload
 
 NOT_SERVED = ("mode", "batch", "allocator", "threads", "streams")
@@ -94,7 +94,7 @@ def write_package(
             handler_settings = {**lengths(workload.model), **(handler_settings or {})}
         flat, program, most = _exported(choices, recipe, settings.max_rows)
         tell("storing it with its recipe")
-        kept = _store(program, flat, served, most, scratch)
+        kept = _store(program, flat, served, most, scratch, evidence or {})
         _save_samples(flat, scratch)
         tell("comparing its answers with the model's")
         kept, outputs, accuracy = _judge(flat, scratch, kept, evidence or {})
@@ -146,7 +146,10 @@ def _exported(
     raise AssertionError("there is a workload")
 
 
-def _store(program: torch.export.ExportedProgram, flat: Flat, recipe: Recipe, most: int, folder: Path) -> Tuned:
+def _store(
+    program: torch.export.ExportedProgram, flat: Flat, recipe: Recipe, most: int, folder: Path,
+    evidence: Mapping[str, Any],
+) -> Tuned:  # fmt: skip
     """Write the model with those levels that must be in it; the others are applied when it is loaded."""
     levels = dict(recipe.levels)
     calibrated = [name for name, level in levels.items() if level in find(name).calibrated]
@@ -156,7 +159,12 @@ def _store(program: torch.export.ExportedProgram, flat: Flat, recipe: Recipe, mo
     if levels.get("runtime", "").startswith("openvino"):
         from fettle.serve.openvino import save_model
 
-        save_model(program, levels["runtime"], flat.calibration, folder)
+        allowed = evidence.get("limits", {}).get("max_error")
+        facts = Facts(
+            cpu_flags=cpu_flags(), int8_layers=tuple(evidence.get("int8_layers", ())),
+            **({} if allowed is None else {"max_error": allowed}),
+        )  # fmt: skip
+        save_model(program, levels["runtime"], flat.calibration, folder, facts)
         return Tuned("openvino", levels, tuple(levels))
     if levels.get("quantize") == _STATIC:
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from fettle.errors import UsageError
 from fettle.serve.client import Connection, Shot
 from fettle.serve.run import KINDS, LITTLE, LOST, UNANSWERED, UNREACHED, Run, warm_up
 
+_Array = np.ndarray[Any, Any]
 WINDOW_S = 1.0
 MAX_CONNECTIONS = 2048
 
@@ -57,7 +59,7 @@ async def open_loop(
             if stop is not None and stop.is_set():
                 break
         await load.drain(patience_s if stable else 1.0)
-    run = load.result("open", due)
+    run = load.result("open")
     lost = sum(run.statuses.get(kind, 0) for kind in KINDS)
     run.stable = stable and lost <= 0.02 * max(1, sum(run.statuses.values()))
     run.rate = rate
@@ -85,9 +87,9 @@ async def closed_loop(
         while time.perf_counter() - load.start < seconds and not (stop is not None and stop.is_set()):
             await asyncio.sleep(min(0.25, max(0.001, seconds - (time.perf_counter() - load.start))))
             tell(time.perf_counter() - load.start, load.waiting)
-        load.again = False
+        load.again, load.until = False, time.perf_counter() - load.start
         await load.drain(10.0)
-    run = load.result("closed", np.array([]))
+    run = load.result("closed")
     run.concurrency, run.rate = concurrency, run.throughput
     run.void = run.void or _inconsistent(run)
     run.interrupted = stop is not None and stop.is_set()
@@ -109,6 +111,8 @@ class _Load:
         self.start = 0.0
         self.waiting = 0
         self.again = False
+        self.until = math.inf
+        """When a closed loop stopped asking."""
         self._ending = False
         self.rows: list[tuple[float, float, float, int]] = []
         """Due, sent, answered, status."""
@@ -201,6 +205,34 @@ class _Load:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def _asked(self) -> tuple[_Array, _Array, float, float]:
+        """Of an open loop: the requests that were due in the steady part, their statuses, its first and last moment."""
+        rows = sorted(self.rows)
+        table, status = np.array([row[:3] for row in rows]), np.array([row[3] for row in rows])
+        begin = warm_up(table[:, 2] - table[:, 0])
+        table, status = table[begin:], status[begin:]
+        first = float(table[0, 0])
+        return table, status, first, max(float(table[:, 0].max()), first)
+
+    def _answered(self) -> tuple[_Array, _Array, float, float]:
+        """Of a closed loop: what was answered in the steady part.
+
+        Answers are counted, not requests: with many clients those asked in it are answered long after it began, and
+        what comes once nobody asks any more is a server that runs empty. What failed counts whenever it did.
+        """
+        rows = sorted(self.rows, key=lambda row: row[2])
+        table, status = np.array([row[:3] for row in rows]), np.array([row[3] for row in rows])
+        counted = (table[:, 2] <= self.until) | (status != 200)
+        if not (status[counted] == 200).any():  # not one answer was that quick
+            return table, status, 0.0, float(table[:, 2].max())
+        table, status = table[counted], status[counted]
+        begin = warm_up(table[:, 2] - table[:, 0])
+        # One that begins with the first request ends with the last answer. Answers come by the batch: one that begins
+        # anywhere in a batch must end as much by chance.
+        first = float(table[begin - 1, 2]) if begin else 0.0
+        end = self.until if begin else float(table[status == 200, 2].max())
+        return table[begin:], status[begin:], first, end
+
     async def drain(self, seconds: float) -> None:
         """Wait for what is still on its way, then close everything; what has not come counts as lost."""
         if self.waiting:
@@ -215,18 +247,11 @@ class _Load:
             connection.close()
         await asyncio.sleep(0.02)
 
-    def result(self, mode: str, due: np.ndarray[Any, Any]) -> Run:
+    def result(self, mode: str) -> Run:
         """The steady part: a prefix is left out that makes the mean surer without it (MSER)."""
-        rows = sorted(self.rows)
-        if not rows:
+        if not self.rows:
             return Run(mode, 0.0, 0.0, np.array([]), limit_s=self.limit_s, void="nothing was answered")
-        table = np.array([row[:3] for row in rows])
-        status = np.array([row[3] for row in rows])
-        begin = warm_up(table[:, 2] - table[:, 0])
-        first = float(table[begin, 0])
-        table, status = table[begin:], status[begin:]
-        # A closed loop ends with its last answer; an open one with its last due moment.
-        end = float(table[:, 2].max() if mode == "closed" else max(table[:, 0].max(), first))
+        table, status, first, end = self._asked() if mode == "open" else self._answered()
         good = status == 200
         span = max(end - first, 1e-9)
         if mode == "open" and len(table) > 1:

@@ -17,7 +17,15 @@ from xml.parsers import expat
 import torch
 
 from fettle.errors import UsageError, first_line
-from fettle.techniques import OpenvinoRequest, cpu_flags, openvino_core, openvino_model, openvino_precision
+from fettle.techniques import (
+    Facts,
+    OpenvinoRequest,
+    cpu_flags,
+    int8_part,
+    openvino_core,
+    openvino_model,
+    openvino_precision,
+)
 
 GRAPH, WEIGHTS = "openvino.xml", "openvino.bin"
 MAX_GRAPH_BYTES, MAX_DEPTH = 256 << 20, 64
@@ -27,9 +35,12 @@ _REMEMBERS = {"ReadValue", "Assign"}
 
 
 def save_model(
-    program: torch.export.ExportedProgram, level: str, batches: Sequence[Sequence[torch.Tensor]], folder: Path
-) -> None:
-    """Convert a program, calibrate it on `batches` where `level` is ``openvino-int8``, and write both files.
+    program: torch.export.ExportedProgram, level: str, batches: Sequence[Sequence[torch.Tensor]], folder: Path,
+    facts: Facts,
+) -> None:  # fmt: skip
+    """Convert a program, calibrate it on `batches` where `level` is one in int8, and write both files.
+
+    `facts` has what a choice of layers goes by: the limit, or the layers that were chosen before.
 
     Raises `UsageError` where OpenVINO cannot do it.
     """
@@ -38,7 +49,7 @@ def save_model(
     except ImportError as error:
         raise UsageError("runtime=openvino needs pip install 'torch-fettle[openvino]'") from error
     try:
-        model = openvino_model(program, list(batches), level == "openvino-int8")
+        model = openvino_model(program, list(batches), level, int8_part(facts))
         for node in ("conversion_parameters", "nncf", "Runtime_version"):  # where and how it was made: paths, settings
             if model.has_rt_info([node]):
                 model.set_rt_info("", [node])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -45,7 +46,7 @@ def explain(found: Found) -> list[str]:
     best = found.best or (points[0] if points else None)
     if best is None or not best.predicted:
         return _why_nothing(found)
-    said = [*_of_rows(best, found), *_of_knobs(best, points), *_of_crews(best, points)]
+    said = [*_of_serving(best, found), *_of_rows(best, found), *_of_knobs(best, points), *_of_crews(best, points)]
     if found.best is None and any(point.tests for point in points):
         nearest = min((test for point in points for test in point.tests), key=_p99)
         p99 = _p99(nearest)
@@ -65,6 +66,21 @@ def _why_nothing(found: Found) -> list[str]:
                 "queue"]  # fmt: skip
     return [f"queueing breaks the limit: one row takes {single * 1e3:.4g} of {found.limit_s * 1e3:.4g} ms, and two "
             "requests that come together cannot both be in time"]  # fmt: skip
+
+
+def _of_serving(best: Point, found: Found) -> list[str]:
+    """What of a row's cost is not the model's, and what a pause costs. Nothing where it was not measured."""
+    measured, rows = found.branches[best.setting.branch], best.setting.max_rows
+    costs, said = measured.costs, []
+    if measured.overheads or measured.lent:
+        added = costs.batch_s / rows + costs.held_s
+        whole = costs.curve().at(rows) / rows + added
+        said.append(f"of {whole * 1e3:.3g} ms a row in calls of {rows}, {added * 1e3:.2g} ms are the server's")
+    longer = [statistics.median(after) / statistics.median(costs.samples[size])
+              for size, after in costs.rested.items() if size <= rows]  # fmt: skip
+    if longer and statistics.median(longer) > 1 + LINEAR:
+        said.append(f"a call after a pause takes {statistics.median(longer) - 1:.0%} longer: simulated so")
+    return said
 
 
 def _of_rows(best: Point, found: Found) -> list[str]:
@@ -189,6 +205,7 @@ def _plain_branch(measured: Measured) -> dict[str, Any]:
         "pad_error": calibration.pad_error, "scale": measured.scale,
         "failures": [{"rows": rows, "why": why} for rows, why in calibration.failures.items()],
         "request_ms": measured.costs.request_s * 1e3, "batch_ms": measured.costs.batch_s * 1e3,
+        "held_ms": measured.costs.held_s * 1e3,
         "overheads": "measured" if measured.overheads else f"measured with {measured.lent_by}" if overheads
         else "assumed",
     }  # fmt: skip

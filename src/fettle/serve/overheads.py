@@ -1,7 +1,9 @@
 """What serving adds to the model's own time: one closed loop with one client, and one that keeps every worker busy.
 
-With one client a request takes ``request_s + batch_s + s(1)``. With more clients than the workers can take, a worker
-makes a call every ``batch_s + s(size)`` seconds. So two short runs on the real server give both constants.
+With one client a request takes ``request_s + batch_s`` and the model's call. With more clients than the workers can
+take, a worker makes a call every ``batch_s`` and the model's call seconds. The server says how long those calls took.
+Under load they take longer than the calibration said where server and client need the cores that the model computes
+on: for each request that comes meanwhile, ``held_s``. So two short runs on the real server give the three constants.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ class Overheads(msgspec.Struct, forbid_unknown_fields=True):
     """Answers a second with every worker busy."""
     busy_rows: float
     """Rows of a call then, on average."""
+    held_s: float = 0.0
+    """By which a request that comes during a call of the model makes that call longer."""
 
 
 async def measure_overheads(
@@ -40,7 +44,7 @@ async def measure_overheads(
     Where the server is quicker than the calibration said, as far as that was noise, a constant is 0: never less.
     """
     alone = await closed_loop(shots, 1, max(RUN_S, 30 * curve.at(1)))
-    await served.look()
+    single = await served.look()
     clients = min(256, 2 * max_rows * workers + workers)
     busy = await closed_loop(shots, clients, max(RUN_S, 30 * curve.at(max_rows) / workers))
     seen = await served.look()
@@ -49,7 +53,9 @@ async def measure_overheads(
             raise ServerFailure(f"{run.failed} of {sum(run.statuses.values())} requests failed: {run.statuses}")
     rows = sum(size * count for size, count in seen.rows.items()) / max(seen.calls, 1)
     computing = sum(curve.at(size) * count for size, count in seen.sizes.items()) / max(seen.calls, 1)
-    each = workers * rows / busy.throughput
-    batch_s = max(0.0, each - computing)
-    request_s = max(0.0, alone.percentile(50) - curve.at(1) - batch_s)
-    return Overheads(request_s, batch_s, alone.percentile(50), busy.throughput, rows)
+    each, model_s = workers * rows / busy.throughput, seen.model_ms.mean / 1e3
+    batch_s = max(0.0, each - model_s)
+    request_s = max(0.0, alone.percentile(50) - single.model_ms.p50 / 1e3 - batch_s)
+    # As many requests come during a call as all workers answer in that time.
+    held_s = max(0.0, (model_s - computing) / (workers * rows))
+    return Overheads(request_s, batch_s, alone.percentile(50), busy.throughput, rows, held_s)

@@ -141,8 +141,13 @@ class Measured:
     def costs(self) -> Costs:
         """For the simulation."""
         around = self.overheads or self.lent
-        samples = {n: tuple(value * self.scale for value in s) for n, s in self.calibration.samples.items()}
-        return Costs(samples, around.request_s, around.batch_s) if around else Costs(samples)
+        samples, rested = (
+            {n: tuple(value * self.scale for value in s) for n, s in measured.items()}
+            for measured in (self.calibration.samples, self.calibration.rested)
+        )
+        if around is None:
+            return Costs(samples, rested=rested)
+        return Costs(samples, around.request_s, around.batch_s, rested, around.held_s)
 
     @property
     def single_s(self) -> float:

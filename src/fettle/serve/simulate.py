@@ -10,10 +10,10 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -32,6 +32,10 @@ class Costs:
     """From the client to the queue and back, a request: HTTP, parsing, the answer."""
     batch_s: float = 0.0002
     """To the worker and back, a batch."""
+    rested: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    """Samples of calls that come after a pause, where those differ: then caches are cold and clocks low."""
+    held_s: float = 0.0
+    """By which a request that comes during a call makes it longer: it is read and answered on the model's cores."""
 
     @cached_property
     def _curve(self) -> CostCurve:
@@ -75,8 +79,8 @@ def simulate(
     """
     tables = plan(settings, costs.curve())
     take, last = tables.take, len(tables.take) - 1
-    delay_s, bound = settings.max_delay_s, settings.max_queue_rows
-    draw = _service(costs, settings, np.random.default_rng(seed))
+    delay_s, bound, held_s = settings.max_delay_s, settings.max_queue_rows, costs.held_s
+    draw = _service(costs, np.random.default_rng(seed))
     # A request is in the queue when it has been read, and answered when it has been written.
     before = costs.request_s / 2
     queued: list[float] = (np.asarray(arrivals, dtype=float) + before).tolist()
@@ -95,10 +99,13 @@ def simulate(
         if waiting > bound:  # nobody took anything meanwhile: what came last was refused
             refused += waiting - bound
             del queued[first + bound : arrived]
-            count, waiting = len(queued), bound
+            count, waiting, arrived = len(queued), bound, first + bound
         rows = take[waiting] if waiting <= last else take[last]
-        took = draw(tables.size[rows]) + costs.batch_s
+        took = draw(tables.size[rows], rested=now > free[0]) + costs.batch_s
         end = now + took
+        if held_s:
+            end = _held(queued, arrived, end, held_s)
+            took = end - now
         heapq.heapreplace(free, end)
         working += took
         done.append(end)
@@ -131,20 +138,33 @@ def _waited(
     return now, arrived
 
 
-def _service(costs: Costs, settings: BatchSettings, random: np.random.Generator) -> Callable[[int], float]:
+def _held(queued: list[float], arrived: int, end: float, held_s: float) -> float:
+    """When a call ends that each request which comes during it holds up, `arrived` being the first that may."""
+    last = len(queued)
+    while arrived < last and queued[arrived] < end:
+        arrived, end = arrived + 1, end + held_s
+    return end
+
+
+class _Draw(Protocol):
+    def __call__(self, size: int, *, rested: bool) -> float: ...
+
+
+def _service(costs: Costs, random: np.random.Generator) -> _Draw:
+    """Draws the seconds of a call of a size, after a pause or right after another one."""
     curve = costs.curve()
-    measured = sorted(costs.samples)
-    pools: dict[int, list[float]] = {}
+    pools: dict[tuple[int, bool], list[float]] = {}
 
-    def fill(size: int) -> list[float]:
-        near = min(measured, key=lambda n: (abs(n - size), n))
+    def fill(size: int, rested: bool) -> list[float]:
+        samples = costs.rested if rested and costs.rested else costs.samples
+        near = min(samples, key=lambda n: (abs(n - size), n))
         scale = curve.at(size) / curve.at(near)
-        return (random.choice(np.asarray(costs.samples[near]), 512) * scale).tolist()  # type: ignore[no-any-return]
+        return (random.choice(np.asarray(samples[near]), 512) * scale).tolist()  # type: ignore[no-any-return]
 
-    def draw(size: int) -> float:
-        pool = pools.get(size)
+    def draw(size: int, *, rested: bool) -> float:
+        pool = pools.get((size, rested))
         if not pool:
-            pool = pools[size] = fill(size)
+            pool = pools[size, rested] = fill(size, rested)
         return pool.pop()
 
     return draw
