@@ -54,7 +54,7 @@ def workload():
 """,
 }
 COMMON = {
-    "grad": ["grad", "inference_mode"],
+    "grad": ["grad", "no_grad", "inference_mode"],
     "matmul": ["highest", "medium"],
     "precision": ["fp32", "bf16", "autocast-bf16"],
     "compile": ["off", "default"],
@@ -62,7 +62,7 @@ COMMON = {
     "runtime": ["torch", "openvino-bf16", "onnxruntime"],
 }
 LEVELS = {
-    "digits": {**COMMON, "channels_last": ["off", "on"]},
+    "digits": {**COMMON, "channels_last": ["off", "on"], "threads": ["as-given", "1"]},
     "encoder": {**COMMON, "quantize": ["none", "int8-dynamic"], "threads": ["as-given", "1"]},
     "ranker": {**COMMON, "quantize": ["none", "int8-dynamic"], "threads": ["as-given", "1"]},
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,10 @@ def apply(
     measures it here.
     Raises `UsageError` when the recipe cannot work on this model or machine.
     """
-    levels = _levels(recipe)
+    levels, int8_layers = _levels(recipe)
     check_names(levels)
     workload = Workload(model, as_batches(inputs), call)
-    facts = probe_facts(workload, allow_batch=True)
+    facts = replace(probe_facts(workload, allow_batch=True), int8_layers=int8_layers)
     levels = normal(levels if facts.training else levels.without("mode"))  # in eval mode already: nothing to do
     why_not = conflict(levels, facts)
     if why_not:
@@ -49,12 +50,13 @@ def apply(
     return optimize(model, calibration) if call is None else optimize(model, calibration, call)
 
 
-def _levels(recipe: Recipe | RecipeFile | str | Path) -> Recipe:
+def _levels(recipe: Recipe | RecipeFile | str | Path) -> tuple[Recipe, tuple[int, ...]]:
+    """The recipe, and the layers that it has chosen."""
     if isinstance(recipe, Recipe):
-        return recipe
+        return recipe, ()
     found = recipe if isinstance(recipe, RecipeFile) else load_recipe(recipe)
     warn_if_foreign(found)
-    return found.recipe
+    return found.recipe, found.int8_layers
 
 
 def warn_if_foreign(recipe: RecipeFile) -> str:

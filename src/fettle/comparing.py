@@ -53,12 +53,14 @@ def bench(
     slice_s: float = 0.15,
     settle: bool = True,
     fingerprint: str = "",
+    int8_layers: Sequence[int] = (),
     tell: Tell = lambda event: None,
 ) -> Comparison:
     """Race `recipes` and the workload as given, side by side, until each verdict is known.
 
     With `settle` the race goes on until each verdict is known; without, until the fastest is. `fingerprint`, when
-    given, is what the workload must be. Raises `UsageError` for a recipe that cannot work here.
+    given, is what the workload must be. `int8_layers` are those that runtime=openvino-int8-part has chosen already; by
+    default each of its processes chooses. Raises `UsageError` for a recipe that cannot work here.
     """
     found = find_target(target) if isinstance(target, str) else target
     with tempfile.TemporaryDirectory(prefix="fettle-", ignore_cleanup_errors=True) as folder:
@@ -70,6 +72,7 @@ def bench(
             session.open(found.name or "bench", storage_url(None, Path(folder)), this_machine(), allow_batch=True)
             if fingerprint and session.probed.fingerprint != fingerprint:
                 raise UsageError("the recipe is for another workload: its weights or inputs differ from this one's")
+            session.facts = replace(session.facts, int8_layers=tuple(int8_layers))
             for recipe in recipes:
                 why_not = conflict(normal(recipe), session.facts)
                 if why_not:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -40,6 +40,11 @@ class RecipeFile(BaseModel):
         """The levels as a `Recipe`."""
         return Recipe(self.levels)
 
+    @property
+    def int8_layers(self) -> tuple[int, ...]:
+        """Layers that the recipe has in int8 where it chose some, by their place in the graph; else empty."""
+        return tuple(self.evidence.get("int8_layers", ()))
+
     def save(self, path: str | Path) -> None:
         """Write the file whole or not at all."""
         write_text(Path(path), tomli_w.dumps(_without_none(self.model_dump())))
@@ -66,6 +71,7 @@ class _Limits(BaseModel):
 
 class _Evidence(BaseModel):
     limits: _Limits = _Limits()
+    int8_layers: list[Annotated[int, Field(ge=0, lt=1 << 20)]] = Field(default=[], max_length=1 << 16)
 
 
 _SHAPES: dict[str, type[BaseModel]] = {"workload": _Workload, "machine": _Machine, "evidence": _Evidence}

@@ -201,11 +201,20 @@ class Result:
         """The winner's recipe, empty when nothing won."""
         return self.winner.recipe if self.winner else Recipe()
 
+    @property
+    def int8_layers(self) -> tuple[int, ...]:
+        """The layers that the winner has in int8, where it goes by such a choice; else empty."""
+        if self.winner is None or self.recipe.levels.get("runtime") != "openvino-int8-part":
+            return ()
+        return tuple(self.winner.int8_layers) or self.facts.int8_layers
+
     def apply(self, model: Any, inputs: Any, *, call: Any = None) -> Any:
         """The tuned callable of `model`, which is changed in place; see `fettle.apply`."""
         from fettle.applying import apply
+        from fettle.recipe_file import RecipeFile
 
-        return apply(model, self.recipe, inputs, call=call)
+        chosen = RecipeFile(levels=dict(self.recipe.levels), evidence={"int8_layers": list(self.int8_layers)})
+        return apply(model, chosen, inputs, call=call)
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write recipe.toml, optimized.py, report.html and result.json to `folder`; returns their paths."""

@@ -79,7 +79,7 @@ FACTS = replace(
 )  # fmt: skip
 DEAR = {
     "compile": {"max-autotune"},
-    "runtime": {"openvino-int8", "openvino-bf16", "aoti"},
+    "runtime": {"openvino-int8", "openvino-int8-part", "openvino-bf16", "openvino-bf16-sums", "aoti"},
     "freeze": {"on"},
     "region": {"blocks"},
     "quantize": {"int8-weight"},

@@ -1,11 +1,17 @@
 """The guard on losses, and the search for the largest batch."""
 
+import functools
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fettle
+from fettle.errors import UsageError
+from fettle.measure._training import _largest_batch
+from fettle.techniques import Facts
 from fettle.train import Band, Curve, judge_curve, largest_that_fits
 
 NORMS = [1.0] * 8
@@ -52,3 +58,22 @@ def test_the_largest_batch_is_found_in_few_questions(limit, most):
 
     assert largest_that_fits(fits, most=most) == min(limit, most)
     assert len(asked) <= 2 * math.ceil(math.log2(most + 1)) + 2
+
+
+def of_at_most(rows, error):
+    def loss(model, batch):
+        if len(batch) > rows:
+            raise error
+        return model(batch).square().mean()
+
+    optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    return fettle.TrainingWorkload(torch.nn.Linear(3, 1), optimizer, loss, [torch.ones(4, 3)])
+
+
+def test_a_batch_that_runs_out_of_memory_does_not_fit_and_the_search_goes_on():
+    facts = Facts(mode="training", samples=4)
+    assert _largest_batch(of_at_most(4 * 11, MemoryError()), facts) == 11
+    full = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes")
+    assert _largest_batch(of_at_most(4 * 6, full), facts) == 6
+    with pytest.raises(UsageError, match="a batch of 4 times the size raised RuntimeError: odd"):
+        _largest_batch(of_at_most(4 * 3, RuntimeError("odd")), facts)

@@ -1,5 +1,6 @@
 """The memory plan against closed formulas, counts of collectives, and its own rules."""
 
+import io
 import json
 from pathlib import Path
 
@@ -7,14 +8,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from typer.testing import CliRunner
 
+from fettle.cli.plan import _print
 from fettle.errors import UsageError
 from fettle.techniques import repeated_blocks
 from fettle.train import plan_formulas as formulas
-from fettle.train.plan import build_fake, plan
+from fettle.train.plan import Plan, Prediction, build_fake, plan
 from fettle.train.plan_report import write_plan
-from fettle.train.strategies import KINDS, Strategy, parse_strategy, units_of
+from fettle.train.plan_timeline import PARTS
+from fettle.train.strategies import KINDS, Strategy, parse_strategy, units_of, usual_strategies
 from fettle.workload import find_target
 
 HERE = Path(__file__).parent / "planned.py"
@@ -157,6 +161,23 @@ def test_command(tmp_path: Path) -> None:
     assert "Nothing fits" in table.output
     for wrong in (["--device", "tpu"], ["--device-memory", "much"], ["--report", "plan.txt"], ["--world-size", "0"]):
         assert CliRunner().invoke(build(), [*arguments, *wrong]).exit_code != 0
+
+
+def test_the_tables_fit_a_terminal_of_80_columns() -> None:
+    strategies = [str(strategy) for strategy in usual_strategies()]
+    parts = dict(zip(PARTS, (26 << 30, 13 << 30, 0, 1234, 1023 << 20), strict=True))
+    rows = [Prediction(name, 64, sum(parts.values()), parts, "backward", parts, 1 << 40, 0,
+                       {"all_gather": 130, "reduce_scatter": 65, "all_reduce": 65}, 1 << 38, 1 << 36, True)
+            for name in strategies[1:]]  # fmt: skip
+    rows.append(Prediction(strategies[0], 1, failed="the step needs values of tensors"))
+    made = Plan("big", 64, 8, "cuda", 80 << 30, 0.1, 7_000_000_000, "AdamW", tuple(rows), cheapest=strategies[-1])
+    said = io.StringIO()
+    _print(Console(file=said, width=80), made, "")
+    lines = said.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    heads = [line.split() for line in lines if line.startswith("strategy")]
+    assert heads[0] == ["strategy", "peak", "params", "grads", "optimizer", "activations", "transients", "fits"]
+    assert "precision=bf16" in {word for line in lines for word in line.split()}  # words are not cut in two
 
 
 def test_png(tmp_path: Path) -> None:

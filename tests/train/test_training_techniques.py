@@ -112,6 +112,16 @@ def test_gradients_by_products_under_autocast_reach_float32_weights():
     assert (value.dtype, layer.weight.grad.dtype) == (torch.bfloat16, torch.float32)
 
 
+@pytest.mark.parametrize("precision", ["autocast-bf16", "bf16-master"])
+def test_gradients_by_products_train_compiled_as_they_do_eager(precision, monkeypatch):
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
+    )
+    eager = losses(Recipe.parse(f"precision={precision} conv_grad=products"), "wide", 4)
+    found = losses(Recipe.parse(f"precision={precision} conv_grad=products compile=default"), "wide", 4)
+    assert found.losses == pytest.approx(eager.losses, abs=0.05)
+
+
 def test_gradients_by_products_need_a_convolution_with_channels():
     with pytest.raises(RuntimeError, match="16 channels"):
         gradients_by_products(torch.nn.Conv2d(3, 8, 3))
@@ -235,9 +245,24 @@ def test_the_loop_is_plain_pytorch_that_runs(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == 8
-    assert lines[-1].startswith("step 7: loss ")
+    assert len(lines) == 9
+    assert lines[-2].startswith("step 7: loss ")
+    assert lines[-1].startswith("8 steps, the last loss ")
+    assert lines[-1].endswith(" samples/s at 16 a step")
     assert json.loads(lines[0].split()[3].rstrip(",")) < 3
+
+
+def test_a_loop_of_live_objects_says_how_to_use_it(capsys):
+    text = source(Recipe({"optimizer": "fused"}), FACTS, heading="A live loop, optimised.")
+    exec(compile(text, "optimized.py", "exec"), {"__name__": "__main__"})
+    assert "from optimized import train" in capsys.readouterr().out
+
+
+def test_of_several_ranks_one_speaks_and_a_larger_batch_counts_its_rows():
+    several = replace(FACTS, ranks=2)
+    text = source(Recipe.parse("parallel=ddp batch=x4"), several, heading="A test.", target=("loop.py", "workload"))
+    assert '["RANK"] == "0" else lambda text: None' in text
+    assert "samples/s at 64 a step" in text
 
 
 def test_timeline_adds_up_to_the_wall_time():

@@ -54,6 +54,14 @@ def workload(seed=0):
     return made(seed)
 
 
+def wide(seed=0):
+    fields = made(seed)
+    conv = nn.Conv2d(32, 32, 3, padding=1)
+    fields["model"].stem.append(conv).append(nn.ReLU())
+    fields["model"].drop.p = 0.0
+    return fields
+
+
 def loader(seed=0):
     fields = made(seed)
     images, labels = (torch.cat(part) for part in zip(*fields["data"], strict=True))

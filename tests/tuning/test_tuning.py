@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import optuna
@@ -23,6 +24,7 @@ from fettle.recipe import Recipe
 from fettle.recipe_file import load_recipe
 from fettle.report import save
 from fettle.result import Result
+from fettle.techniques import load, source
 from fettle.tuning import _last_race, session
 from tests.conftest import Run
 
@@ -199,6 +201,32 @@ def test_killed_at_any_moment_the_same_command_goes_on(work: Path, tmp_path: Pat
 def _recipes(out: Path) -> list[str]:
     study = optuna.load_study(study_name="work", storage=f"sqlite:///{out / 'study.db'}")
     return [trial.user_attrs["recipe"] for trial in study.trials]
+
+
+@pytest.mark.slow
+def test_layers_are_chosen_once_and_carried(work: Path, tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    part = {**FEW, "precision": ["fp32"], "runtime": ["torch", "openvino-int8-part"]}
+    result = fettle.tune(str(work), techniques=part, budget_s=BUDGET_S, output=tmp_path / "out", max_error=0.05)
+    (trial,) = [trial for trial in result.trials if trial.int8_layers][:1]
+    assert trial.recipe.levels["runtime"] == "openvino-int8-part"
+    assert trial.accuracy.error <= 0.05
+    assert any(note.startswith(f"int8: {len(trial.int8_layers)} of 3 layers, with an error of") for note in trial.notes)
+    assert result.facts.int8_layers == tuple(trial.int8_layers)
+    assert result.facts.max_error >= 0.05
+    code = source(trial.recipe, result.facts)
+    assert f"part = {{'layers': {list(trial.int8_layers)}," in code
+    # as if it had won: what is handed out holds the choice, and comes to the same answers
+    won = replace(result, winner=trial, code=code)
+    save(won, tmp_path / "won")
+    assert load_recipe(tmp_path / "won/recipe.toml").int8_layers == tuple(trial.int8_layers)
+    namespace: dict = {}
+    exec(WORK, namespace)
+    (model, batches), (other, _) = namespace["workload"](), namespace["workload"]()
+    fast = fettle.apply(model, tmp_path / "won/recipe.toml", batches)
+    torch.testing.assert_close(fast(batches[0]), load(code, "optimized")(other, batches[:2])(batches[0]))
+    again = fettle.tune(str(work), techniques=part, budget_s=BUDGET_S, output=tmp_path / "out", max_error=0.05)
+    assert again.facts.int8_layers == tuple(trial.int8_layers)
 
 
 def test_live_objects_work_and_what_cannot_be_pickled_is_one_line(tmp_path: Path) -> None:

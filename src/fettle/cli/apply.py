@@ -49,6 +49,7 @@ def command(
             [found.recipe],
             limits=limits,
             fingerprint="" if force else found.workload.get("fingerprint", ""),
+            int8_layers=found.int8_layers,
             tell=tell,
         )
     if as_json:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+from fettle.units import size_text
+
+if TYPE_CHECKING:
+    from fettle.train.plan import Plan
 
 
 def command(
@@ -81,38 +86,14 @@ def command(
         raise typer.Exit(1)
 
 
-def _print(console: Console, made: object, note: str) -> None:
-    from fettle.train.plan import Plan
-    from fettle.train.plan_report import basis, row_texts, verdict
-    from fettle.train.plan_timeline import PARTS
-    from fettle.units import size_text
+def _print(console: Console, made: Plan, note: str) -> None:
+    """Three tables, each narrow enough for a terminal of 80 columns."""
+    from fettle.train.plan_report import basis, verdict
 
-    assert isinstance(made, Plan)
-    console.print(f"\n[bold]{escape(verdict(made))}[/]\n", highlight=False)
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("strategy", overflow="fold")
-    for name in ("peak", *PARTS, "fits", "sent/step", "between nodes"):
-        table.add_column(name, justify="right", overflow="fold")
-    for item in made.predictions:
-        style = "green" if item.strategy == made.cheapest else "red" if item.fits is False else ""
-        table.add_row(*(escape(text) for text in row_texts(item)[:10]), style=style)
-    console.print(table)
-
-    states = Table(box=None, pad_edge=False, header_style="dim", title="The states beside the closed formula",
-                   title_justify="left", title_style="bold")  # fmt: skip
-    states.add_column("strategy", overflow="fold")
-    for name in ("predicted", "formula", "bytes/parameter", "collectives a step"):
-        states.add_column(name, justify="right" if name != "collectives a step" else "left", overflow="fold")
-    for item in made.predictions:
-        if not item.failed:
-            held = sum(item.states.values())
-            formula = "none known" if item.formula_bytes is None else size_text(item.formula_bytes)
-            counts = ", ".join(f"{count} {name}" for name, count in item.collectives.items())
-            states.add_row(
-                escape(item.strategy), size_text(held), formula, f"{held / max(made.parameters, 1):.2f}", counts
-            )
-    console.print()
-    console.print(states)
+    console.print(f"\n[bold]{escape(verdict(made))}[/]", highlight=False)
+    for table in (_peaks(made), _sent(made), _states(made)):
+        console.print()
+        console.print(table)
     console.print()
     for item in made.predictions:
         if item.failed or item.note:
@@ -120,3 +101,53 @@ def _print(console: Console, made: object, note: str) -> None:
     for text in (note, basis(made)):
         if text:
             console.print(f"[dim]{escape(text)}[/]", highlight=False)
+
+
+def _table(title: str, *names: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim", title=title,
+                  title_justify="left", title_style="bold")  # fmt: skip
+    table.add_column("strategy", overflow="fold", min_width=20)
+    for name in names:
+        table.add_column(name, justify="right", overflow="fold")
+    return table
+
+
+def _peaks(made: Plan) -> Table:
+    """All in one unit, which the title names: with a unit in each cell the table would be too wide."""
+    from fettle.train.plan_timeline import PARTS
+
+    highest = max(item.peak_bytes for item in made.predictions)
+    unit, scale = next(
+        ((name, 1 << power) for name, power in (("GiB", 30), ("MiB", 20)) if highest >= 1 << power), ("KiB", 1 << 10)
+    )
+    names = ("params", "grads", "optimizer", "activations", "transients")  # PARTS, short
+    table = _table(f"The fullest rank's peak, {unit}", "peak", *names, "fits")
+    for item in made.predictions:
+        sizes = [item.peak_bytes, *(item.parts.get(part, 0) for part in PARTS)]
+        cells = ["failed"] if item.failed else [f"{size / scale:#.3g}" if size else "0" for size in sizes]
+        cells += [] if item.failed or item.fits is None else ["yes" if item.fits else "no"]
+        style = "green" if item.strategy == made.cheapest else "red" if item.fits is False else ""
+        table.add_row(escape(item.strategy), *cells, style=style)
+    return table
+
+
+def _sent(made: Plan) -> Table:
+    table = _table("What is sent in a step", "by a rank", "between nodes")
+    table.add_column("collectives", overflow="fold")
+    for item in made.predictions:
+        if not item.failed:
+            counts = ", ".join(f"{count} {name}" for name, count in item.collectives.items())
+            table.add_row(
+                escape(item.strategy), size_text(item.sent_bytes), size_text(item.between_nodes_bytes), counts or "none"
+            )
+    return table
+
+
+def _states(made: Plan) -> Table:
+    table = _table("The states beside the closed formula", "predicted", "formula", "bytes/parameter")
+    for item in made.predictions:
+        if not item.failed:
+            held = sum(item.states.values())
+            formula = "none known" if item.formula_bytes is None else size_text(item.formula_bytes)
+            table.add_row(escape(item.strategy), size_text(held), formula, f"{held / max(made.parameters, 1):.2f}")
+    return table

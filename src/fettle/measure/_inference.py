@@ -77,7 +77,8 @@ def prepare(state: State, request: Request) -> dict[str, Any]:
 
     workload = state.workload
     calibration = list(workload.calibration) or list(workload.inputs[:1])
-    with notes_kept() as notes:
+    with notes_kept() as kept:
+        notes = kept.lines
         started = time.perf_counter()
         optimize = load(request.source, request.label)
         extra = () if workload.call is None else (workload.call,)
@@ -117,7 +118,8 @@ def prepare(state: State, request: Request) -> dict[str, Any]:
         has_peak = _meters.reset_peak(state.device)
         peak = settled(state, has_peak, notes)
         notes += compiler_notes()
-    return prepared(state, optimize_s, first_call_s, accuracy, peak, rows * request.factor, notes)
+    told = prepared(state, optimize_s, first_call_s, accuracy, peak, rows * request.factor, notes)
+    return {**told, "int8_layers": kept.int8_layers}
 
 
 def rotation(batches: Sequence[Any]) -> list[list[Any]]:

@@ -8,24 +8,26 @@ import sys
 from collections.abc import Iterator
 
 
-class _Notes(logging.Handler):
+class Notes(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
+        self.int8_layers: list[int] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
+        self.int8_layers = getattr(record, "int8_layers", self.int8_layers)
 
 
 @contextlib.contextmanager
-def notes_kept() -> Iterator[list[str]]:
-    """Collect what the optimised source logs about itself (the logger ``optimized``)."""
-    handler, logger = _Notes(), logging.getLogger("optimized")
+def notes_kept() -> Iterator[Notes]:
+    """Collect what the optimised source logs about itself (the logger ``optimized``): lines, and what it chose."""
+    handler, logger = Notes(), logging.getLogger("optimized")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
     try:
-        yield handler.lines
+        yield handler
     finally:
         logger.removeHandler(handler)
 

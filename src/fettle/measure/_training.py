@@ -139,7 +139,8 @@ def reference(state: State, request: Request) -> dict[str, Any]:
 def prepare(state: State, request: Request) -> dict[str, Any]:
     """Train with a recipe's source from seed 0, judge its losses, warm up, and report what that took."""
     workload: TrainingWorkload = state.workload
-    with notes_kept() as notes:
+    with notes_kept() as kept:
+        notes = kept.lines
         started = time.perf_counter()
         train = load(request.source, request.label)
         torch.manual_seed(0)

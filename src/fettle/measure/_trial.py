@@ -102,6 +102,8 @@ class Trial:
     """Training: time of a watched step by part: data, forward, backward, optimizer, communication, idle."""
     notes: Sequence[str] = ()
     """What the recipe really did: layers matched, graph breaks, recompiles, graphs skipped."""
+    int8_layers: Sequence[int] = ()
+    """Layers that runtime=openvino-int8-part chose in this trial, by their place in the graph."""
     seconds: float = 0.0
     """What the trial cost in all."""
     start_s: float = math.nan

@@ -156,6 +156,7 @@ def _trial(entrant: Entrant, anchor: Entrant | None, rules: Rules, heat: int) ->
         start_s=first.started_s,
         phases_ms=answer.get("phases_ms", {}),
         notes=tuple(answer["notes"]),
+        int8_layers=tuple(answer.get("int8_layers", ())),
         seconds=time.monotonic() - first.began,
         heat=heat,
     )

@@ -79,6 +79,11 @@ def error_name(result: Result) -> str:
     return "loss deviation" if result.facts.mode == "training" else "relative error"
 
 
+def unit_name(result: Result) -> str:
+    """What one measured call of the workload is."""
+    return "step" if result.facts.mode == "training" else "call"
+
+
 def checks(result: Result, trial: Trial) -> list[Check]:
     """Every limit that was set, and whether `trial` keeps it. Finite outputs are a limit that is always set."""
     limits: Limits = result.limits.above(result.reference.noise)

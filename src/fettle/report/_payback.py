@@ -10,7 +10,7 @@ from fettle.measure import Trial
 from fettle.page import theme
 from fettle.page.theme import ACCENT, LEVERS, QUIET, Drawn
 from fettle.report import _format as fmt
-from fettle.report._facts import is_winner, pareto, ranked, speed
+from fettle.report._facts import is_winner, pareto, ranked, speed, unit_name
 from fettle.result import Result
 
 _POINTS = 60
@@ -34,11 +34,12 @@ def payback(result: Result) -> Drawn | None:
     colours = {GIVEN: QUIET, WINNER: ACCENT}
     range_ = [colours.get(name, LEVERS[1 + 2 * i % 6]) for i, name in enumerate(series)]
     scale = alt.Scale(type="log", nice=False)
+    done = "steps made" if unit_name(result) == "step" else "calls answered"
     line = (
         alt.Chart(theme.data(rows))
         .mark_line(strokeWidth=2.5)
         .encode(
-            x=alt.X("calls:Q", title="calls answered (log)", scale=scale, axis=alt.Axis(format="~s", tickCount=6)),
+            x=alt.X("calls:Q", title=f"{done} (log)", scale=scale, axis=alt.Axis(format="~s", tickCount=6)),
             y=alt.Y(
                 "seconds:Q", title="seconds since the start (log)", scale=scale, axis=alt.Axis(format="~g", tickCount=6)
             ),
@@ -52,7 +53,7 @@ def payback(result: Result) -> Drawn | None:
     layers: list[alt.Chart] = [line]
     if calls and math.isfinite(calls) and calls >= 1:
         near_end = calls > end**0.6
-        data = theme.data([{"calls": calls, "text": f"paid back after {fmt.count(calls)} calls"}])
+        data = theme.data([{"calls": calls, "text": f"paid back after {fmt.count(calls)} {unit_name(result)}s"}])
         mark = alt.Chart(data).encode(x="calls:Q")
         layers.append(mark.mark_rule(strokeDash=[6, 3]))
         layers.append(

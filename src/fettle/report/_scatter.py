@@ -11,7 +11,7 @@ import altair as alt
 from fettle.page import theme
 from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, Drawn
 from fettle.report import _format as fmt
-from fettle.report._facts import levers, name_of, pareto, ranked, speed, status_of
+from fettle.report._facts import error_name, levers, name_of, pareto, ranked, speed, status_of, unit_name
 from fettle.result import Result
 
 SHAPES = {
@@ -68,7 +68,7 @@ def against_error(result: Result) -> Drawn | None:
         return None
     limit = result.limits.above(result.reference.noise).max_error
     levels = [row["y"] for row in rows] + ([limit] if limit else [])
-    y = _log(levels, alt.Y("y:Q"), "relative error (log)", "format(datum.value, '~g')")
+    y = _log(levels, alt.Y("y:Q"), f"{error_name(result)} (log)", "format(datum.value, '~g')")
     rules: list[alt.Chart] = []
     if limit:
         rules += _horizontal(limit, f"limit {fmt.error(limit)}", WARN)
@@ -95,8 +95,8 @@ def front(result: Result) -> Drawn | None:
     if not any(row["front"] for row in rows):
         return None
     known = any(row["memory"] is not None for row in rows)
-    y = _log([row["y"] for row in rows], alt.Y("y:Q"), "relative error (log)", "format(datum.value, '~g')")
-    base = alt.Chart(theme.data(rows)).encode(x=_x(rows), y=y, tooltip=_tooltip())
+    y = _log([row["y"] for row in rows], alt.Y("y:Q"), f"{error_name(result)} (log)", "format(datum.value, '~g')")
+    base = alt.Chart(theme.data(rows)).encode(x=_x(rows), y=y, tooltip=_tooltip(result))
     kinds = alt.Scale(domain=[True, False], range=[ACCENT, QUIET])
     dots = base.mark_point(filled=True, size=160).encode(
         color=alt.Color("front:N", scale=kinds, legend=None),
@@ -144,7 +144,7 @@ def _cloud(result: Result, rows: Rows, y: alt.Y, rules: list[alt.Chart]) -> Draw
             ),
             size=alt.condition("datum.status === 'winner'", alt.value(240), alt.value(90)),
             opacity=alt.condition(picked, alt.value(0.9), alt.value(0.12)),
-            tooltip=_tooltip(),
+            tooltip=_tooltip(result),
         )
         .add_params(picked)
     )
@@ -186,7 +186,7 @@ def _horizontal(value: float, text: str, colour: str) -> list[alt.Chart]:
 
 def _x(rows: Rows, *more: float | None) -> alt.X:
     values = [row["speedup"] for row in rows] + [1.0] + [value for value in more if value]
-    return _log(values, alt.X("speedup:Q"), "speed-up over the model as given (log)", "format(datum.value, '~g') + 'x'")
+    return _log(values, alt.X("speedup:Q"), "speed-up over what was given (log)", "format(datum.value, '~g') + 'x'")
 
 
 def _log(values: list[float], channel: Channel, title: str, label: str) -> Channel:
@@ -211,13 +211,13 @@ def _sizes(rows: Rows) -> list[float]:
     return steps[-3:] or [round(max(known))]
 
 
-def _tooltip() -> list[alt.Tooltip]:
+def _tooltip(result: Result) -> list[alt.Tooltip]:
     titles = {
         "number": "#",
         "recipe": "recipe",
         "speedup_text": "speed-up",
-        "time_text": "time of a call",
-        "error_text": "relative error",
+        "time_text": f"time of a {unit_name(result)}",
+        "error_text": error_name(result),
         "memory_text": "peak memory",
         "startup_text": "start-up",
         "lever": "main lever",

@@ -6,7 +6,7 @@ import math
 
 from fettle.measure import Interval, Trial
 from fettle.report import _format as fmt
-from fettle.report._facts import misses, name_of, ran, speed
+from fettle.report._facts import misses, name_of, ran, speed, unit_name
 from fettle.result import Result
 
 
@@ -211,7 +211,7 @@ def _figures(speedup: Interval | None, confidence: float) -> str:
 
 def _per_call(result: Result, winner: Trial) -> tuple[str, str]:
     baseline = result.baseline
-    one = "step" if result.facts.mode == "training" else "call"
+    one = unit_name(result)
     if baseline is None:
         return f"{fmt.milliseconds(winner.time_ms)} a {one}", "an unknown time"
     if baseline.samples != winner.samples:

@@ -10,7 +10,7 @@ from fettle.files import write_bytes, write_text
 from fettle.page import Figure, as_spec, clean
 from fettle.report import _format as fmt
 from fettle.report import _ladder, _payback, _scatter, _training
-from fettle.report._facts import pareto, ranked
+from fettle.report._facts import error_name, pareto, ranked
 from fettle.report._verdict import payback as payback_text
 from fettle.result import Result
 
@@ -29,7 +29,7 @@ def figures(result: Result) -> list[Figure]:
         ("losses", "Losses, baseline and tuned", _training.losses_words(result), _training.losses),
         ("timeline", "A step, by phase", _training.timeline_words(result), _training.timeline),
         ("plan", "The memory plan, one rank", _training.plan_words(result), _training.plan),
-        ("error", "Speed-up against error", _cloud_alt(result, "relative error"), _scatter.against_error),
+        ("error", "Speed-up against error", _cloud_alt(result, error_name(result)), _scatter.against_error),
         ("footprint", "Speed-up against memory", _cloud_alt(result, "peak memory"), _scatter.against_memory),
         ("pareto", "The Pareto front", _front_alt(result), _scatter.front),
         ("payback", "Start-up and payback", payback_text(result), _payback.payback),

@@ -44,6 +44,7 @@ def _recipe_file(result: Result) -> RecipeFile:
         "startup_s": winner.startup.total_s,
         "accuracy": accuracy,
         "limits": msgspec.to_builtins(result.limits),
+        "int8_layers": list(result.int8_layers) or None,
         "created": result.created,
     }
     machine = {key: result.machine[key] for key in ("id", "cpu", "cores", "gpus", "python", "versions")}

@@ -12,7 +12,8 @@ from fettle.techniques._base import Code, Facts, Level, Technique
 from fettle.techniques._bundles import bundles
 from fettle.techniques._facts import machine_facts, probe_facts, unchanged
 from fettle.techniques._host import cpu_flags, usable_cores
-from fettle.techniques._openvino import OpenvinoRequest, openvino_core, openvino_model
+from fettle.techniques._openvino import OpenvinoRequest, openvino_model
+from fettle.techniques._openvino_core import openvino_core
 from fettle.techniques._ranks import modules_by_size, repeated_blocks
 from fettle.techniques._source import load, render
 from fettle.techniques.accumulate import Accumulate
@@ -33,7 +34,7 @@ from fettle.techniques.optimizer import OptimizerKind
 from fettle.techniques.parallel import Buckets, Compress, Graph, Offload, Parallel, Policy, Wrap
 from fettle.techniques.precision import Precision
 from fettle.techniques.quantize import Quantize, quantize_exported
-from fettle.techniques.runtime import Runtime, Streams, openvino_precision
+from fettle.techniques.runtime import Runtime, Streams, int8_part, openvino_precision
 from fettle.techniques.sdpa_backend import SdpaBackend
 from fettle.techniques.sparsity import Sparsity
 from fettle.techniques.threads import Threads
@@ -77,7 +78,7 @@ CATALOGUE: tuple[Technique, ...] = (
 
 __all__ = [
     "CATALOGUE", "LARGEST", "Code", "Facts", "Level", "OpenvinoRequest", "Technique", "bundles", "check_names",
-    "conflict", "cpu_flags", "find", "known_levels", "load", "machine_facts", "modules_by_size", "normal",
+    "conflict", "cpu_flags", "find", "int8_part", "known_levels", "load", "machine_facts", "modules_by_size", "normal",
     "openvino_core", "openvino_model", "openvino_precision", "probe_facts", "quantize_exported", "render",
     "repeated_blocks", "source", "unchanged", "usable_cores",
 ]  # fmt: skip

@@ -41,121 +41,127 @@ def attend(
     return attention(query, key, value, attn_mask=mask, scale=scale)
 
 
+def kind_of(node: Any, module: torch.nn.Module) -> str:
+    """What a node of a traced forward does, as far as attention is made of it; empty for anything else."""
+    spellings = {
+        "softmax": "softmax", "matmul": "matmul", "bmm": "matmul", "__matmul__": "matmul", "einsum": "einsum",
+        "add": "add", "iadd": "add", "add_": "add", "mul": "mul", "imul": "mul", "mul_": "mul",
+        "div": "div", "div_": "div", "truediv": "div", "itruediv": "div",
+        "masked_fill": "fill", "masked_fill_": "fill", "dropout": "dropout",
+        # A change of type stands between weights and values, or between scores and softmax, and means nothing there.
+        "to": "nothing", "type_as": "nothing", "float": "nothing", "half": "nothing", "bfloat16": "nothing",
+    }  # fmt: skip
+    if not isinstance(node, torch.fx.Node):
+        return ""
+    if node.op == "call_module":
+        child = module.get_submodule(str(node.target))
+        if isinstance(child, torch.nn.Dropout):
+            return "" if child.training and child.p else "nothing"
+        return "softmax" if isinstance(child, torch.nn.Softmax) and child.dim == -1 else ""
+    if node.op not in ("call_function", "call_method"):
+        return ""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    kind = spellings.get(name, "")
+    if kind == "softmax":
+        return kind if argument(node, 1, "dim") == -1 else ""
+    if kind == "dropout":
+        return "nothing" if argument(node, 2, "training", True) is False or argument(node, 1, "p", 0.5) == 0 else ""
+    return kind
+
+
+def argument(node: torch.fx.Node, index: int, name: str, default: Any = None) -> Any:
+    """An argument of a call, given by place or by name."""
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
+
+
+def operands(node: Any, module: torch.nn.Module, second: bool = False) -> Any:
+    """Left and right of a matrix product, and whether the right one is yet to be transposed; None for other nodes.
+
+    An einsum is one where it reads as query key^T, or with `second` as weights value.
+    """
+    kind = kind_of(node, module)
+    if kind == "matmul":
+        return argument(node, 0, "input"), argument(node, 1, "other", node.kwargs.get("mat2")), False
+    if kind != "einsum" or not isinstance(node.args[0], str) or len(node.args) != 3:
+        return None
+    inputs, _, out = node.args[0].replace(" ", "").partition("->")
+    left, _, right = inputs.partition(",")
+    if min(len(left), len(right), len(out)) < 3 or left[:-2] != right[:-2]:
+        return None
+    summed, kept = (right[-2], right[-1]) if second else (right[-1], right[-2])
+    fits = left[-1] == summed and out == left[:-1] + kept
+    return (node.args[1], node.args[2], not second) if fits else None
+
+
+def leads_to_product(node: Any, module: torch.nn.Module) -> bool:
+    """Whether a node is a matrix product, or one that was scaled or converted."""
+    for _ in range(4):
+        if operands(node, module) is not None:
+            return True
+        before = node.args if isinstance(node, torch.fx.Node) else ()
+        node = next((arg for arg in before if isinstance(arg, torch.fx.Node)), None)
+    return False
+
+
+def read_scores(scores: Any, module: torch.nn.Module) -> Any:
+    """(query, key, key is to be transposed), scales, mask and fill of scores, read from the softmax backwards; None
+    where they are not made so, or where something else looks at them on the way."""
+    scales: list[Any] = []
+    mask, fill = None, None
+    while isinstance(scores, torch.fx.Node) and len(scores.users) == 1:
+        product = operands(scores, module)
+        if product is not None:
+            return product, tuple(scales), mask, fill
+        kind, sides = kind_of(scores, module), list(scores.args[:2])
+        if kind in ("add", "fill") and (mask is not None or scales):
+            return None  # two masks, or one that would be scaled
+        if kind == "nothing":
+            scores = argument(scores, 0, "input")
+        elif kind == "fill":
+            mask, fill = argument(scores, 1, "mask"), argument(scores, 2, "value")
+            scores = argument(scores, 0, "input")
+        elif len(sides) < 2 or (scores.kwargs and kind):
+            return None  # add(..., alpha=2), say
+        elif kind == "div":
+            scores, factor = sides
+            scales.append((factor, True))
+        elif kind in ("add", "mul"):
+            if not leads_to_product(sides[0], module):
+                sides.reverse()  # the scores are the side that leads back to a product
+            if not leads_to_product(sides[0], module):
+                return None
+            scores, other = sides
+            if kind == "add":
+                mask = other
+            else:
+                scales.append((other, False))
+        else:
+            return None
+    return None
+
+
 def rewrite_graph(graph: torch.fx.Graph, module: torch.nn.Module) -> int:
     """Replace every attention written out in `graph` by a call of `attend`; how many there were."""
-    import operator
-
-    functional = torch.nn.functional
-
-    def called(node: Any, functions: Any, methods: Any = ()) -> bool:
-        if not isinstance(node, torch.fx.Node):
-            return False
-        if node.op == "call_function":
-            return node.target in functions
-        return node.op == "call_method" and node.target in methods
-
-    def child(node: Any) -> Any:
-        return module.get_submodule(node.target) if node.op == "call_module" else None
-
-    def argument(node: torch.fx.Node, index: int, name: str, default: Any = None) -> Any:
-        return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
-
-    def is_softmax(node: torch.fx.Node) -> bool:
-        if isinstance(child(node), torch.nn.Softmax):
-            return bool(child(node).dim == -1)
-        return called(node, (torch.softmax, functional.softmax), ("softmax",)) and argument(node, 1, "dim") == -1
-
-    def is_identity(node: torch.fx.Node) -> bool:
-        """Dropout that is off, or a change of type: nothing between the weights and the values."""
-        if isinstance(child(node), torch.nn.Dropout):
-            return not child(node).training or child(node).p == 0
-        if called(node, (functional.dropout,)):
-            return argument(node, 2, "training", True) is False or argument(node, 1, "p", 0.5) == 0
-        return called(node, (), ("to", "type_as", "float", "half", "bfloat16"))
-
-    def product(node: Any, second: bool) -> Any:
-        """Left and right operand of a matrix product; an einsum that is q k^T gives (q, k^T)."""
-        if called(node, (torch.matmul, torch.bmm, operator.matmul), ("matmul", "bmm", "__matmul__")):
-            return argument(node, 0, "input"), argument(node, 1, "other", node.kwargs.get("mat2"))
-        if called(node, (torch.einsum,)) and isinstance(node.args[0], str) and len(node.args) == 3:
-            inputs, _, out = node.args[0].replace(" ", "").partition("->")
-            left, _, right = inputs.partition(",")
-            if min(len(left), len(right), len(out)) < 3:
-                return None
-            if second and left[:-2] == right[:-2] and left[-1] == right[-2] and out == left[:-1] + right[-1]:
-                return node.args[1], node.args[2]
-            if not second and left[:-2] == right[:-2] and left[-1] == right[-1] and out == left[:-1] + right[-2]:
-                with graph.inserting_before(node):
-                    return node.args[1], graph.call_method("transpose", (node.args[2], -2, -1))
-        return None
 
     def only_user(node: torch.fx.Node) -> Any:
         return next(iter(node.users)) if len(node.users) == 1 else None
 
     done = 0
-    for softmax in [node for node in graph.nodes if is_softmax(node)]:
-        last, user = softmax, only_user(softmax)
-        while user is not None and is_identity(user):
-            last, user = user, only_user(user)
-        after = product(user, True) if user is not None else None
-        if after is None or after[0] is not last or after[1] is last:
+    for softmax in [node for node in graph.nodes if kind_of(node, module) == "softmax"]:
+        weights, user = softmax, only_user(softmax)
+        while kind_of(user, module) == "nothing":
+            weights, user = user, only_user(user)
+        out = operands(user, module, second=True)
+        read = read_scores(argument(softmax, 0, "input"), module)
+        if out is None or out[0] is not weights or out[1] is weights or read is None:
             continue
-        scores: Any = argument(softmax, 0, "input")
-        scales: list[Any] = []
-        before, mask, fill = None, None, None
-        while isinstance(scores, torch.fx.Node) and len(scores.users) == 1:
-            before = product(scores, False)
-            if before is not None:
-                break
-            if called(scores, (operator.add, operator.iadd, torch.add), ("add", "add_")) and mask is None:
-                # the scores are the side that leads back to a product
-                sides = list(scores.args[:2])
-                if len(sides) < 2 or scores.kwargs or scales:
-                    break
-                follow = next((side for side in sides if leads_to_product(side, called, product)), None)
-                if follow is None:
-                    break
-                mask = sides[1] if follow is sides[0] else sides[0]
-                scores = follow
-            elif called(scores, (torch.masked_fill,), ("masked_fill", "masked_fill_")) and mask is None:
-                if scales:
-                    break
-                scores, mask, fill = scores.args[0], argument(scores, 1, "mask"), argument(scores, 2, "value")
-            elif called(scores, (operator.mul, operator.imul, torch.mul), ("mul", "mul_")) and len(scores.args) == 2:
-                follow = next((side for side in scores.args if leads_to_product(side, called, product)), None)
-                if follow is None:
-                    break
-                scales.append((scores.args[1] if follow is scores.args[0] else scores.args[0], False))
-                scores = follow
-            elif called(scores, (operator.truediv, operator.itruediv, torch.div), ("div", "div_")):
-                if len(scores.args) != 2:
-                    break
-                scales.append((scores.args[1], True))
-                scores = scores.args[0]
-            elif is_identity(scores) and not isinstance(child(scores), torch.nn.Dropout):
-                scores = scores.args[0]
-            else:
-                break
-        if before is None:
-            continue
+        (query, key, transpose), scales, mask, fill = read
         with graph.inserting_before(user):
-            new = graph.call_function(attend, (*before, after[1], tuple(scales), mask, fill))
+            key_t = graph.call_method("transpose", (key, -2, -1)) if transpose else key
+            new = graph.call_function(attend, (query, key_t, out[1], scales, mask, fill))
         user.replace_all_uses_with(new)
         done += 1
     return done
-
-
-def leads_to_product(node: Any, called: Any, product: Any) -> bool:
-    """Whether a node is a matrix product, or one that was scaled or converted."""
-    for _ in range(4):
-        if not isinstance(node, torch.fx.Node):
-            return False
-        if product(node, False) is not None:
-            return True
-        if not node.args:
-            return False
-        node = next((arg for arg in node.args if isinstance(arg, torch.fx.Node)), None)
-    return False
 
 
 def manual_attention(model: torch.nn.Module, run: Any) -> list[Any]:
@@ -259,3 +265,10 @@ def rewrite_attention(model: torch.nn.Module, run: Any) -> None:
 def count_manual_attention(model: torch.nn.Module, run: Any) -> int:
     """How many modules `rewrite_attention` would rewrite."""
     return len(manual_attention(model, run)) + switch_processors(model, dry=True)
+
+
+REWRITE = (
+    attend, kind_of, argument, operands, leads_to_product, read_scores, rewrite_graph, manual_attention,
+    switch_processors, rewrite_attention,
+)  # fmt: skip
+"""All that `rewrite_attention` needs in a file of its own."""

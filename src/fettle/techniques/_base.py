@@ -62,9 +62,13 @@ class Facts:
     """Version by distribution name for those installed among torchao, onnxruntime, onnx, onnxscript, openvino,
     tensorrt, torch_tensorrt, triton, diffusers, transformers, nncf."""
     libraries: Mapping[str, str] = field(default_factory=dict)
-    """Path by name for allocators found: jemalloc, tcmalloc."""
+    """Path by name for allocators found: jemalloc, tcmalloc; and glibc's version, where it is the C library."""
     allow_batch: bool = False
     """The user lets fettle change the batch size."""
+    max_error: float = 0.02
+    """The user's limit on the relative error: a level that chooses by the error stays a margin below it."""
+    int8_layers: tuple[int, ...] = ()
+    """Layers that runtime=openvino-int8-part has chosen already, by their place in the graph; empty: to be chosen."""
     optimizer: str = ""
     """Training: class of the optimizer."""
     optimizer_levels: tuple[str, ...] = ()

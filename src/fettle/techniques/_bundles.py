@@ -42,11 +42,13 @@ def _training(facts: Facts) -> list[dict[str, str]]:
         return [*({"parallel": kind} for kind in kinds), {**half, "parallel": "ddp"}, {**compiled, "parallel": "ddp"},
                 {**base, "parallel": "zero3", "policy": "bf16"}]  # fmt: skip
     inside = {**base, "matmul": "medium"}
+    kept = {"allocator": "tcmalloc" if "tcmalloc" in facts.libraries else "keep"} if facts.device == "cpu" else {}
     return [
         half,
+        *([{**masters, **products, **kept}] if native and kept else []),
         *([{**masters, **products, **plain}] if products or plain else []),
         *([{**masters, **products, "optimizer": "compiled"}] if products else []),
-        *([masters, {**masters, "compile": "default"}] if native else []),
+        *([masters, {**masters, "compile": "default", **kept}] if native else []),
         compiled,
         *([{**inside, "compile": "default"}, inside] if native else []),
         *([{**compiled, "region": "blocks"}] if facts.block_classes else []),
@@ -63,6 +65,8 @@ def _cpu(facts: Facts) -> list[dict[str, str]]:
     compiled = {**bf16, **_FROZEN}
     int8 = [{"quantize": "int8-static", **layout, **_FROZEN}] if convolutional else []
     int8 += [{**compiled, "quantize": "int8-dynamic"}] if facts.num_linear > 8 and not convolutional else []
+    # Worth minutes of choosing where products are what takes the time
+    part = [{"runtime": "openvino-int8-part"}] if facts.num_linear + facts.num_conv > 8 else []
     has_bf16 = {"amx_bf16", "avx512_bf16"} & set(facts.cpu_flags)
     if not has_bf16:  # 16 bits are emulated, and slow
         return [
@@ -70,15 +74,20 @@ def _cpu(facts: Facts) -> list[dict[str, str]]:
             {**layout, **attention, **_FROZEN},
             *int8,
             {"runtime": "openvino-int8"},
+            *part,
             {**layout, **attention},
             {"runtime": "onnxruntime"},
             {"quantize": "int8-dynamic", **_FROZEN},
         ]
+    # Residual sums are what a transformer has; the level says so itself where a model's are in bfloat16 already.
+    sums = [{"runtime": "openvino-bf16-sums"}] if facts.uses_sdpa or facts.manual_attention else []
     return [
         {"runtime": "openvino-bf16"},
+        *sums,
         {"runtime": "openvino-bf16", "streams": "per-core"},
         compiled,
         {"runtime": "openvino-int8"},
+        *part,
         *int8,
         bf16,
         {**layout, **attention, "precision": "autocast-bf16", **_FROZEN},

@@ -67,11 +67,13 @@ def installed_packages() -> dict[str, str]:
 
 
 def find_libraries() -> dict[str, str]:
-    """Paths of allocators that can be preloaded, from the linker's cache and the environment's own folder."""
+    """Paths of allocators that can be preloaded, from the linker's cache and the environment's own folder; of glibc,
+    whose allocator can be set, the version."""
     if not sys.platform.startswith("linux"):
         return {}
     cache = _linker_cache()
-    found = {}
+    library, version = platform.libc_ver()
+    found = {library: version} if library == "glibc" else {}
     for name, files in _ALLOCATORS.items():
         for file in files:
             path = cache.get(file) or next(

@@ -4,22 +4,15 @@ from typing import Any
 
 import torch
 
+from fettle.techniques._openvino_core import openvino_core
+from fettle.techniques._openvino_int8 import openvino_int8_part
 
-def openvino_core() -> Any:
-    """The runtime: one for the process, never let go.
 
-    On a CPU with AMX its plugin gives the thread a signal stack, and unmaps that stack when the last runtime goes, also
-    where that happens in another thread. The next signal with a handler (a DataLoader's worker ends) then kills.
+def openvino_model(program: Any, samples: Any, level: str, part: Any = None) -> Any:
+    """An exported program as OpenVINO's model, made for `level`; those with ``int8`` are calibrated on `samples`.
+
+    ``openvino-int8-part`` goes by `part`, see `openvino_int8_part`.
     """
-    import openvino
-
-    if not hasattr(openvino, "process_core"):
-        openvino.process_core = openvino.Core()
-    return openvino.process_core
-
-
-def openvino_model(program: Any, samples: Any, int8: bool) -> Any:
-    """An exported program as OpenVINO's model; on request quantised to int8, calibrated on `samples`."""
     import warnings
 
     import openvino
@@ -27,7 +20,9 @@ def openvino_model(program: Any, samples: Any, int8: bool) -> Any:
     with warnings.catch_warnings():  # of what the converter does with torch's trees, which nobody here can change
         warnings.filterwarnings("ignore", ".*(LeafSpec|TreeSpec).*", FutureWarning)
         model = openvino.convert_model(program)
-    if int8:
+    if level == "openvino-bf16-sums":
+        openvino_bf16_sums(model)
+    if level == "openvino-int8":
         import nncf
 
         if not samples:
@@ -36,12 +31,58 @@ def openvino_model(program: Any, samples: Any, int8: bool) -> Any:
         attention = any(node.get_type_name() in ("Softmax", "ScaledDotProductAttention") for node in model.get_ops())
         kind = nncf.ModelType.TRANSFORMER if attention else None
         model = nncf.quantize(model, rows, model_type=kind, subset_size=len(samples))
+    if level == "openvino-int8-part":
+        model = openvino_int8_part(model, [[tensor.numpy() for tensor in sample] for sample in samples], part)
     return model
 
 
-def openvino_compiled(flat: torch.nn.Module, tensors: Any, samples: Any, int8: bool, config: Any) -> Any:
-    """The model compiled by OpenVINO for the CPU; on request quantised to int8, calibrated on `samples`."""
-    model = openvino_model(torch.export.export(flat, tuple(tensors)), samples, int8)
+def openvino_bf16_sums(model: Any) -> None:
+    """Let OpenVINO's CPU plugin keep the sums between layers in bfloat16 too; an error where they are in it already.
+
+    Even with the bf16 hint the plugin leaves in float32 what lies between an output and the first products (matrix
+    products, convolutions) on the way back from it. Where a transformer ends in a normalisation, that way leads along
+    its residual sums through the whole model, and each layer converts twice. A product with the identity at the output
+    ends it there; the product itself changes nothing that bfloat16 can hold.
+    """
+    import logging
+
+    import numpy
+    from openvino import opset13
+
+    products = (
+        "MatMul", "Convolution", "GroupConvolution", "ConvolutionBackpropData", "GroupConvolutionBackpropData",
+        "LSTMCell", "LSTMSequence", "GRUCell", "GRUSequence", "RNNCell", "RNNSequence", "Interpolate", "ROIPooling",
+    )  # fmt: skip
+    done = 0
+    for result in model.get_results():
+        output = result.input_value(0)
+        waiting, met, sums = [output.get_node()], set(), 0
+        while waiting:
+            node = waiting.pop()
+            if node.get_name() in met or node.get_type_name() in products:
+                continue
+            met.add(node.get_name())
+            parents = [value.get_node() for value in node.input_values()]
+            waiting += parents
+            sums += node.get_type_name() == "Add" and all(p.get_type_name() != "Constant" for p in parents)
+        shape = output.get_partial_shape()
+        last = list(shape)[-1] if shape.rank.is_static and len(shape) > 1 else None
+        width = last.get_length() if last is not None and last.is_static else 0
+        # One or two sums are a model's own end; an identity wider than residual streams are costs too much
+        if sums > 2 and 0 < width <= 8192 and output.get_element_type().to_dtype() == numpy.float32:
+            identity = opset13.constant(numpy.eye(width, dtype=numpy.float32))
+            result.input(0).replace_source_output(opset13.matmul(output, identity, False, True).output(0))
+            done += 1
+    outputs = len(model.get_results())
+    if done == 0:
+        raise RuntimeError(f"openvino-bf16-sums: 0 of {outputs} outputs lie behind sums that are left in float32")
+    logging.getLogger("optimized").info("sums between layers in bfloat16: %d of %d outputs", done, outputs)
+    model.validate_nodes_and_infer_types()
+
+
+def openvino_compiled(flat: torch.nn.Module, tensors: Any, samples: Any, level: str, part: Any, config: Any) -> Any:
+    """The model compiled by OpenVINO for the CPU, made for `level` of the technique runtime."""
+    model = openvino_model(torch.export.export(flat, tuple(tensors)), samples, level, part)
     return openvino_core().compile_model(model, "CPU", config)
 
 
@@ -79,14 +120,16 @@ class OpenvinoRequest:
         return [torch.from_numpy(array) for array in self.results]
 
 
-def openvino_engine(flat: torch.nn.Module, tensors: Any, precision: str, samples: Any, int8: bool) -> Any:
+def openvino_engine(
+    flat: torch.nn.Module, tensors: Any, precision: str, samples: Any, level: str, part: Any = None
+) -> Any:
     """The whole batch in one request, all threads on each operator."""
     config = {
         "INFERENCE_PRECISION_HINT": precision,
         "INFERENCE_NUM_THREADS": torch.get_num_threads(),
         "PERFORMANCE_HINT": "LATENCY",
     }
-    request = OpenvinoRequest(openvino_compiled(flat, tensors, samples, int8, config))
+    request = OpenvinoRequest(openvino_compiled(flat, tensors, samples, level, part, config))
 
     def run(values: Any) -> Any:
         request.start(values)
@@ -95,7 +138,9 @@ def openvino_engine(flat: torch.nn.Module, tensors: Any, precision: str, samples
     return run
 
 
-def openvino_streams_engine(flat: torch.nn.Module, tensors: Any, precision: str, samples: Any, int8: bool) -> Any:
+def openvino_streams_engine(
+    flat: torch.nn.Module, tensors: Any, precision: str, samples: Any, level: str, part: Any = None
+) -> Any:
     """The batch cut into as many parts as there are threads, each part computed on a core of its own.
 
     No operator waits for another core then. Right only for models whose rows do not depend on each other.
@@ -112,9 +157,9 @@ def openvino_streams_engine(flat: torch.nn.Module, tensors: Any, precision: str,
 
     requests: list[Any] = []
     compiled: dict[Any, Any] = {}
-    samples = [part for sample in samples for part in cut(sample)]
-    for part in cut(tensors):
-        size = len(part[0])
+    samples = [piece for sample in samples for piece in cut(sample)]
+    for piece in cut(tensors):
+        size = len(piece[0])
         if size not in compiled:  # parts differ by one row where the batch cannot be cut evenly
             streams = sum(len(other[0]) == size for other in cut(tensors))
             config = {
@@ -124,12 +169,12 @@ def openvino_streams_engine(flat: torch.nn.Module, tensors: Any, precision: str,
                 "PERFORMANCE_HINT": "THROUGHPUT",
             }
             alike = [sample for sample in samples if len(sample[0]) == size]
-            compiled[size] = openvino_compiled(flat, [tensor.clone() for tensor in part], alike, int8, config)
+            compiled[size] = openvino_compiled(flat, [tensor.clone() for tensor in piece], alike, level, part, config)
         requests.append(OpenvinoRequest(compiled[size]))
 
     def run(values: Any) -> Any:
-        for request, part in zip(requests, cut(values), strict=True):
-            request.start(part)
+        for request, piece in zip(requests, cut(values), strict=True):
+            request.start(piece)
         results = [request.finish() for request in requests]
         return [torch.cat(pieces) for pieces in zip(*results, strict=True)]
 

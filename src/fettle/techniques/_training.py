@@ -30,14 +30,29 @@ def load():
 if __name__ == "__main__":
     import time
 
-{device}    torch.manual_seed(0)
+{device}{say}    torch.manual_seed(0)
     model, make_optimizer, loss, data, steps = load()
     torch.manual_seed(0)
+    seconds = []
     start = time.perf_counter()
     for number, value in zip(range(steps), train(model, make_optimizer, loss, data)):
-        print(f"step {{number}}: loss {{float(value):.4f}}, {{(time.perf_counter() - start) * 1e3:.1f}} ms")
+        last = float(value)  # waits for the step
+        seconds.append(time.perf_counter() - start)
+        say(f"step {{number}}: loss {{last:.4f}}, {{seconds[-1] * 1e3:.1f}} ms")
         start = time.perf_counter()
+    middle = sorted(seconds)[len(seconds) // 2]  # the first steps compile and warm up
+    say(f"{{len(seconds)}} steps, the last loss {{last:.4f}}, {{{samples} / middle:.5g}} samples/s at {samples} a step")
 '''
+
+_USE = """
+
+if __name__ == "__main__":
+    print("The loop that this was tuned for lives in another program, so this file cannot build it. Use it there:")
+    print("    from optimized import train")
+    print("    for value in train(model, make_optimizer, loss, data):  # one optimizer step, and its loss")
+    print("        ...  # the four are what was tuned; break when it is enough")
+"""
+"""What a file without a factory says when it is run."""
 
 
 def endless(data: Any) -> Any:
@@ -55,18 +70,34 @@ def render_training(
     target: tuple[str, str] | None = None,
     calibration: int = 1,
 ) -> str:
-    """The source of ``optimized.py`` for a training `recipe`. With `target` the file runs as it stands."""
+    """The source of ``optimized.py`` for a training `recipe`.
+
+    With `target` the file runs as it stands; without it says how to use it.
+    """
     parts = codes(recipe, facts, catalogue)
-    heading = heading or f"A training loop: {recipe}."
-    if recipe.levels.get("parallel", "single") != "single":
-        heading += f"\n\nStart it with: torchrun --nproc-per-node {facts.ranks} optimized.py\n"
-    lines = preamble(heading, [Code(helpers=(endless,)), *(code for _, _, code in parts)])
+    over_ranks = recipe.levels.get("parallel", "single") != "single"
+    title = heading or f"A training loop: {recipe}."
+    if over_ranks:
+        title = f"{title.rstrip()}\n\nStart it with: torchrun --nproc-per-node {facts.ranks} optimized.py\n"
+    lines = preamble(title, [Code(helpers=(endless,)), *(code for _, _, code in parts)])
     lines += ["", *_train(parts, facts)]
     if target is not None:
         path, load_lines = module_lines(target[0])
-        on_gpus = facts.device == "cuda" and recipe.levels.get("parallel", "single") != "single"
-        device = '    torch.cuda.set_device(int(__import__("os").environ["LOCAL_RANK"]))\n' if on_gpus else ""
-        lines += [_MAIN.format(path=path, load=load_lines, factory=target[1], device=device)]
+        factor = recipe.levels.get("batch", "")
+        device = '    torch.cuda.set_device(int(__import__("os").environ["LOCAL_RANK"]))\n'
+        one = '    say = print if __import__("os").environ["RANK"] == "0" else lambda text: None\n'
+        lines += [
+            _MAIN.format(
+                path=path,
+                load=load_lines,
+                factory=target[1],
+                device=device if over_ranks and facts.device == "cuda" else "",
+                say=one if over_ranks else "    say = print\n",
+                samples=facts.samples * (int(factor[1:]) if factor.startswith("x") else 1),
+            )
+        ]
+    elif heading:
+        lines += [_USE]
     return text_of(lines)
 
 

@@ -1,14 +1,7 @@
 """Which implementation computes attention."""
 
 from fettle.recipe import Recipe
-from fettle.techniques._attention_rewrite import (
-    attend,
-    leads_to_product,
-    manual_attention,
-    rewrite_attention,
-    rewrite_graph,
-    switch_processors,
-)
+from fettle.techniques._attention_rewrite import REWRITE
 from fettle.techniques._base import Code, Facts, Level, Technique
 from fettle.techniques._exported import spread
 
@@ -59,8 +52,7 @@ class Attention(Technique):
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         if level == "sdpa":
-            helpers = (spread, attend, leads_to_product, rewrite_graph, manual_attention, switch_processors)
             invoke = "call(model, *args, **kwargs)" if facts.custom_call else "model(*args, **kwargs)"
             lines = ("args, kwargs = spread(batches[0])", f"rewrite_attention(model, lambda: {invoke})")
-            return Code(helpers=(*helpers, rewrite_attention), prepare=lines)
+            return Code(helpers=(spread, *REWRITE), prepare=lines)
         return Code(helpers=(set_attention,), prepare=(f'set_attention(model, "{level.removeprefix("hf-")}")',))

@@ -10,12 +10,31 @@ from fettle.techniques._base import Code, Facts, Level, Technique
 from fettle.techniques._exported import Exported, flatten, spread
 from fettle.techniques._openvino import (
     OpenvinoRequest,
+    openvino_bf16_sums,
     openvino_compiled,
-    openvino_core,
     openvino_engine,
     openvino_model,
     openvino_streams_engine,
 )
+from fettle.techniques._openvino_core import openvino_core
+from fettle.techniques._openvino_int8 import (
+    int8_fitting,
+    int8_groups,
+    int8_largest,
+    int8_order,
+    openvino_answers,
+    openvino_error,
+    openvino_int8_layers,
+    openvino_int8_part,
+    openvino_layers,
+    openvino_products,
+    openvino_ranges,
+)
+
+_CHOOSING = (
+    int8_groups, int8_order, int8_fitting, int8_largest, openvino_answers, openvino_error, openvino_layers,
+    openvino_products, openvino_ranges, openvino_int8_layers, openvino_int8_part,
+)  # fmt: skip
 
 
 def aoti_engine(flat: torch.nn.Module, tensors: Any, options: Any) -> Any:
@@ -83,12 +102,25 @@ def openvino_precision(level: str, cpu_flags: Collection[str]) -> str:
     return "bf16" if {"amx_bf16", "avx512_bf16"} & set(cpu_flags) and level != "openvino" else "f32"
 
 
+def int8_part(facts: Facts) -> dict[str, Any]:
+    """What ``openvino-int8-part`` goes by: the layers chosen earlier, or below which error they are to be chosen."""
+    return {
+        "layers": list(facts.int8_layers),
+        "limit": round(_SHARE * facts.max_error, 6),
+        "hint": openvino_precision("openvino-int8-part", facts.cpu_flags),
+    }
+
+
+_SHARE = 0.9
+"""Of the limit on the error: batches that layers were chosen on flatter the choice, and others judge it."""
+
+
 class Runtime(Technique):
     name = "runtime"
     title = "runtime"
     given = "torch"
     cost = 2
-    calibrated = frozenset({"openvino-int8"})
+    calibrated = frozenset({"openvino-int8", "openvino-int8-part"})
 
     def levels(self, facts: Facts) -> list[Level]:
         cannot = ""
@@ -107,12 +139,21 @@ class Runtime(Technique):
         return [
             Level("torch", "as given"),
             Level("openvino-bf16", "OpenVINO, computing in bfloat16", openvino or bf16),
+            Level("openvino-bf16-sums", "OpenVINO, bfloat16 in the sums between layers too", openvino or bf16),
             Level("openvino-int8", "OpenVINO, int8 calibrated by NNCF", openvino or _missing(facts, "nncf") or data),
+            Level(
+                "openvino-int8-part",
+                "OpenVINO, int8 in as many layers as the error allows",
+                openvino or data,
+            ),
             Level("openvino", "OpenVINO, computing in float32", openvino),
             Level("aoti", "AOTInductor: compiled ahead of time to a shared library", cannot),
             Level("onnxruntime", "ONNX Runtime", cannot or onnx),
             Level("tensorrt", "TensorRT", cannot or cuda or _missing(facts, "torch_tensorrt")),
         ]
+
+    def level_cost(self, level: str) -> int:
+        return 3 if level == "openvino-int8-part" else self.cost
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         levels = recipe.levels
@@ -140,13 +181,17 @@ class Runtime(Technique):
             return Code(helpers=(*shared, aoti_engine), prepare=(f"model = Exported(model, {build})",))
         if level.startswith("openvino"):
             hint = openvino_precision(level, facts.cpu_flags)
-            int8 = level == "openvino-int8"
-            batches = ", batches" if int8 else ""
+            batches = ", batches" if level in self.calibrated else ""
             engine: Any = openvino_streams_engine if recipe.levels.get("streams") == "per-core" else openvino_engine
-            build = f'lambda flat, tensors, samples: {engine.__name__}(flat, tensors, "{hint}", samples, {int8})'
+            chosen = level == "openvino-int8-part"
+            given = f'flat, tensors, "{hint}", samples, "{level}"{", part" if chosen else ""}'
+            parts = (openvino_core, openvino_bf16_sums, openvino_model, openvino_compiled, OpenvinoRequest)
             return Code(
-                helpers=(*shared, openvino_core, openvino_model, openvino_compiled, OpenvinoRequest, engine),
-                prepare=(f"model = Exported(model, {build}{batches})",),
+                helpers=(*shared, *parts, *(_CHOOSING if chosen else ()), engine),
+                prepare=(
+                    *([f"part = {int8_part(facts)}"] if chosen else []),
+                    f"model = Exported(model, lambda flat, tensors, samples: {engine.__name__}({given}){batches})",
+                ),
             )
         engine = {"onnxruntime": onnxruntime_engine, "tensorrt": tensorrt_engine}[level]
         build = f"lambda flat, tensors, samples: {engine.__name__}(flat, tensors)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import msgspec
@@ -109,6 +110,8 @@ def _ladder(session: Session, winner: Trial) -> tuple[Rung, ...]:
 def _code(session: Session, winner: Trial) -> str:
     """``optimized.py`` of the winner."""
     target, facts = session.target, session.facts
+    if winner.int8_layers:  # of two that chose in one race, each has its own
+        facts = replace(facts, int8_layers=tuple(winner.int8_layers))
     location, _, factory = target.reference.rpartition(":")
     heading = f"{target.name}, optimised for {facts.mode}: {winner.recipe}."
     if winner.speedup is not None:

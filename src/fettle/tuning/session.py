@@ -101,12 +101,16 @@ class Session:
                 )
             except WorkerError as error:
                 raise UsageError(f"the workload could not be probed: {error}") from error
+        allowed = self.limits.above(self.probed.reference.noise).max_error
         self.facts = replace(self.probed.facts, ranks=self._nproc)
+        if allowed is not None:
+            self.facts = replace(self.facts, max_error=allowed)
         self.rules = replace(self.rules, abreast=_abreast(self.facts))
         if self.limits.max_metric_drop is not None and not self.probed.has_metric:
             raise UsageError("--max-metric-drop needs a metric: give the workload one, Workload(..., metric=function)")
         for trial in self.study.trials():
             self.known[trial.recipe] = self.judged(trial)
+            self._recall(trial)
             self._heat = max(self._heat, trial.heat)
         self._earlier_s = float(self.study.note("seconds") or 0.0)
 
@@ -234,8 +238,14 @@ class Session:
             if trial.recipe not in self.known:
                 self.study.add(trial, self.facts.mode)
                 self.known[trial.recipe] = trial
+                self._recall(trial)
                 self.study.set_note("seconds", self.seconds)
                 self.tell(f"measured {trial.recipe}", trial)
+
+    def _recall(self, trial: Trial) -> None:
+        """What a trial chose is chosen: the last race, ``optimized.py`` and a resumed study go by it."""
+        if trial.int8_layers and trial.ok and not self.facts.int8_layers:
+            self.facts = replace(self.facts, int8_layers=tuple(trial.int8_layers))
 
     def tell(self, doing: str, trial: Trial | None = None) -> None:
         """Pass on what happens."""

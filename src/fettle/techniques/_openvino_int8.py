@@ -1,0 +1,218 @@
+"""int8 in as many layers of an OpenVINO model as the error allows: which they are, and the rounding in the graph."""
+
+from typing import Any
+
+import torch
+
+from fettle.techniques._openvino_core import openvino_core
+
+
+def int8_groups(products: Any, most: int) -> list[list[int]]:
+    """Layers in the order of the graph, cut into at most `most` runs of about equally many `products`."""
+    groups: list[list[int]] = [[] for _ in range(most)]
+    done, total = 0.0, sum(products)
+    for index, number in enumerate(products):
+        groups[min(most - 1, int(most * (done + number / 2) / total))].append(index)
+        done += number
+    return [group for group in groups if group]
+
+
+def int8_order(gains: Any, squares: Any) -> list[int]:
+    """Groups, the one that gains most for each square of error first; later ones before earlier where they are equal.
+
+    Errors of layers add in squares, so the square of the limit is a budget.
+    """
+    return sorted(range(len(gains)), key=lambda group: (-gains[group] / max(squares[group], 1e-20), -group))
+
+
+def int8_fitting(order: Any, squares: Any, plain: float, limit: float) -> int:
+    """How many groups, the first of `order`, should fit under `limit` where everything else is off by `plain`."""
+    left = limit**2 - plain**2
+    for count, group in enumerate(order):
+        left -= squares[group]
+        if left < 0:
+            return count
+    return len(order)
+
+
+def int8_largest(inside: Any, first: int, most: int) -> int:
+    """The largest count up to `most` that was seen to be `inside(count)`, 0 for none; asks at most five times.
+
+    Begins at `first`, goes on in growing steps until it knows a count on either side, and halves what is between.
+    """
+    low, high, step = 0, most + 1, 1
+    count = min(max(first, 1), most)
+    for _ in range(5):
+        if inside(count):
+            low = count
+        else:
+            high = count
+        if high - low == 1:
+            break
+        if high > most:
+            count = min(low + step, most)
+        elif low == 0:
+            count = max(high - step, 1)
+        else:
+            count = (low + high) // 2
+        step *= 2
+    return low
+
+
+def openvino_layers(model: Any) -> list[Any]:
+    """Convolutions and products with weights, in the order of the graph."""
+    kinds = ("MatMul", "Convolution", "GroupConvolution", "ConvolutionBackpropData")
+    nodes = [node for node in model.get_ordered_ops() if node.get_type_name() in kinds]
+    weighted = [node for node in nodes if node.input_value(1).get_node().get_type_name() in ("Constant", "Convert")]
+    return [node for node in weighted if len(node.input_value(1).get_shape()) > 1]
+
+
+def openvino_answers(model: Any, samples: Any, hint: str) -> list[list[Any]]:
+    """The outputs of a model for each sample, as NumPy arrays."""
+    config = {"INFERENCE_PRECISION_HINT": hint, "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+    request = openvino_core().compile_model(model, "CPU", config).create_infer_request()
+    answers = []
+    for sample in samples:
+        request.infer(dict(enumerate(sample)))
+        answers.append([output.data.copy() for output in request.output_tensors])
+    return answers
+
+
+def openvino_error(answers: Any, wanted: Any) -> float:
+    """Relative L2 error of the floating outputs, the worst; infinite where one is not finite."""
+    import numpy
+
+    worst = 0.0
+    for mine, theirs in zip(answers, wanted, strict=True):
+        for got, right in zip(mine, theirs, strict=True):
+            if right.dtype.kind == "f":
+                norm = float(numpy.linalg.norm(right))
+                error = float(numpy.linalg.norm(got.astype(right.dtype) - right)) / (norm or 1.0)
+                worst = max(worst, error) if numpy.isfinite(error) else float("inf")
+    return worst
+
+
+def openvino_products(layer: Any) -> float:
+    """Multiply-adds of one layer; a size that is left open counts as 1."""
+    sizes = [size.get_length() if size.is_static else 1 for size in layer.get_output_partial_shape(0)]
+    channels = sizes[-1] if layer.get_type_name() == "MatMul" else sizes[1]
+    weights, outputs = 1.0, 1.0
+    for size in layer.input_value(1).get_shape():
+        weights *= size
+    for size in sizes:
+        outputs *= size
+    return outputs / channels * weights
+
+
+def openvino_ranges(model: Any, samples: Any) -> list[tuple[float, float]]:
+    """The least and the largest value that each layer's input takes on `samples`."""
+    import openvino
+    from openvino import opset13
+
+    watched = model.clone()
+    results = []
+    for layer in openvino_layers(watched):
+        value = layer.input_value(0)
+        axes = opset13.constant(list(range(len(value.get_partial_shape()))), dtype="int64")
+        results += [opset13.result(reduce(value, axes, False)) for reduce in (opset13.reduce_min, opset13.reduce_max)]
+    watched = openvino.Model(results, watched.get_parameters(), "ranges")
+    seen = openvino_answers(watched, samples, "f32")
+    columns = [[float(value) for value in column] for column in zip(*seen, strict=True)]
+    lows, highs = [min(column) for column in columns[::2]], [max(column) for column in columns[1::2]]
+    return list(zip(lows, highs, strict=True))
+
+
+def openvino_int8_layers(model: Any, chosen: Any, ranges: Any) -> Any:
+    """A copy with the layers `chosen` in int8: weights scaled by output channel, inputs by their range.
+
+    The rounding is written into the graph; the CPU plugin then computes these products in 8 bits. Nothing else is
+    rounded: not attention, not sums.
+    """
+    import numpy
+    from openvino import opset13
+
+    copied, shared = model.clone(), {}
+    layers = openvino_layers(copied)
+    for index in chosen:
+        layer, (low, high) = layers[index], ranges[index]
+        node = layer.input_value(1).get_node()
+        constant = node if node.get_type_name() == "Constant" else node.input_value(0).get_node()
+        weights = opset13.constant(constant.data.astype("float32"))
+        kind, axes = layer.get_type_name(), len(weights.shape)
+        if kind == "MatMul":
+            kept = {axes - 2 if layer.get_attributes()["transpose_b"] else axes - 1}
+        else:
+            kept = {"Convolution": {0}, "GroupConvolution": {0, 1}, "ConvolutionBackpropData": {1}}[kind]
+        others = tuple(axis for axis in range(axes) if axis not in kept)
+        ends = numpy.maximum(numpy.abs(weights.data).max(axis=others, keepdims=True), 1e-20)
+        ends = [opset13.constant(value) for value in (-ends, ends, -ends, ends)]
+        layer.input(1).replace_source_output(opset13.fake_quantize(weights, *ends, 255).output(0))
+        source = layer.input_value(0)
+        place = source.get_node().get_name(), source.get_index()
+        if place not in shared:  # several layers may read one value
+            low, high = min(low, 0.0), max(high, 0.0)
+            step = max(high - low, 1e-6) / 255
+            low = round(low / step) * step  # so that zero, which convolutions pad with, is one of the 256 values
+            high = low + 255 * step
+            ends = [opset13.constant(numpy.float32(value)) for value in (low, high, low, high)]
+            shared[place] = opset13.fake_quantize(source, *ends, 256).output(0)
+        layer.input(0).replace_source_output(shared[place])
+    copied.validate_nodes_and_infer_types()
+    return copied
+
+
+def openvino_int8_part(model: Any, samples: Any, part: Any) -> Any:
+    """int8 in as many layers as the error on `samples` allows; the others are computed as the hint says.
+
+    `part` has ``layers`` in int8 by their place among those of the graph, ``limit`` of the relative error and the
+    precision ``hint``. Where it has no layers they are chosen, and kept in it: the graph is cut into runs of layers,
+    each is put in int8 alone to see what the outputs make of it, and those that gain most for their square of error
+    are taken, as many as stay inside the limit together.
+    """
+    import logging
+
+    if not samples:
+        raise RuntimeError("int8: no calibration batch has the shape of this input")
+    layers, logger = openvino_layers(model), logging.getLogger("optimized")
+    if not layers:
+        raise RuntimeError("int8: 0 of 0 layers: the model has no convolution or product with weights")
+    ranges = openvino_ranges(model, samples)
+    if part["layers"]:
+        if max(part["layers"]) >= len(layers):
+            raise RuntimeError(f"int8: layer {max(part['layers'])} was chosen, and there are only {len(layers)}")
+        logger.info("int8: %d of %d layers, as chosen before", len(part["layers"]), len(layers))
+        return openvino_int8_layers(model, part["layers"], ranges)
+    judged, limit = samples[:4], part["limit"]
+    wanted = openvino_answers(model, judged, "f32")
+    plain = openvino_error(openvino_answers(model, judged, part["hint"]), wanted)
+    products = [openvino_products(layer) for layer in layers]
+    groups = int8_groups(products, 12)
+    gains = [sum(products[index] for index in group) for group in groups]
+    squares = []
+    for group in groups:
+        alone = openvino_answers(openvino_int8_layers(model, group, ranges), judged[:2], "f32")
+        squares.append(openvino_error(alone, wanted[:2]) ** 2)
+    order = int8_order(gains, squares)
+    made: dict[int, tuple[list[int], Any, float]] = {}
+
+    def inside(count: int) -> bool:
+        chosen = sorted(index for group in order[:count] for index in groups[group])
+        quantised = openvino_int8_layers(model, chosen, ranges)
+        error = openvino_error(openvino_answers(quantised, judged, part["hint"]), wanted)
+        made[count] = chosen, quantised, error
+        return error <= float(limit)
+
+    count = int8_largest(inside, int8_fitting(order, squares, plain, limit), len(groups))
+    if count == 0:
+        least = min(error for _, _, error in made.values())
+        raise RuntimeError(
+            f"int8: 0 of {len(layers)} layers: the first group's error is {least:.3g}, above {limit:.3g}"
+        )
+    part["layers"], quantised, error = made[count]
+    beyond = made.get(count + 1)
+    more = f"; one more group would take it to {beyond[2]:.3g}, above {limit:.3g}" if beyond else ""
+    logger.info(
+        "int8: %d of %d layers, with an error of %.3g on the calibration batches%s",
+        len(part["layers"]), len(layers), error, more, extra={"int8_layers": part["layers"]},
+    )  # fmt: skip
+    return quantised

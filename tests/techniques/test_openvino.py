@@ -1,0 +1,178 @@
+"""What fettle changes in a model before OpenVINO has it."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fettle.techniques import OpenvinoRequest, cpu_flags, openvino_core, openvino_model
+from fettle.techniques._openvino_int8 import (
+    int8_fitting,
+    int8_groups,
+    int8_largest,
+    int8_order,
+    openvino_answers,
+    openvino_error,
+    openvino_int8_part,
+)
+
+pytest.importorskip("openvino")
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.linear = torch.nn.LayerNorm(width), torch.nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + self.linear(x))
+
+
+class Encoder(torch.nn.Module):
+    """Residual sums that end in a normalisation, and beside them a product that ends in none."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.blocks = torch.nn.Sequential(*(Block(width) for _ in range(4)))
+        self.norm, self.head = torch.nn.LayerNorm(width), torch.nn.Linear(width, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.norm(self.blocks(x))
+        return hidden, self.head(hidden[:, 0])
+
+
+@pytest.fixture(scope="module")
+def exported() -> tuple[torch.nn.Module, torch.Tensor, torch.export.ExportedProgram]:
+    torch.manual_seed(0)
+    model, x = Encoder().eval(), torch.randn(2, 8, 32)
+    with torch.no_grad():
+        return model, x, torch.export.export(model, (x,))
+
+
+def products(model: object) -> int:
+    return sum(node.get_type_name() == "MatMul" for node in model.get_ops())  # type: ignore[attr-defined]
+
+
+def test_bf16_sums_add_one_product_where_an_output_lies_behind_sums(exported) -> None:
+    model, x, program = exported
+    plain, changed = (
+        openvino_model(copy.copy(program), [], level) for level in ("openvino-bf16", "openvino-bf16-sums")
+    )
+    assert products(changed) == products(plain) + 1  # the head ends in a product of its own
+    request = OpenvinoRequest(openvino_core().compile_model(changed, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}))
+    request.start((x,))
+    with torch.no_grad():
+        for mine, wanted in zip(request.finish(), model(x), strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(not {"amx_bf16", "avx512_bf16"} & set(cpu_flags()), reason="no bfloat16 instructions")
+def test_bf16_sums_take_the_normalisations_out_of_float32(exported) -> None:
+    _, _, program = exported
+
+    def in_float32(level: str) -> int:
+        model = openvino_model(copy.copy(program), [], level)
+        run = openvino_core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "bf16"}).get_runtime_model()
+        facts = [node.get_rt_info() for node in run.get_ops()]
+        kinds = [(str(fact["layerType"].value), str(fact["runtimePrecision"].value)) for fact in facts]
+        return sum(kind == "MVN" and precision == "f32" for kind, precision in kinds)
+
+    assert in_float32("openvino-bf16-sums") == 0 < in_float32("openvino-bf16")
+
+
+def test_bf16_sums_say_where_there_are_none() -> None:
+    model, x = torch.nn.Sequential(Block(8), torch.nn.Linear(8, 2)).eval(), torch.randn(2, 3, 8)
+    with torch.no_grad():
+        program = torch.export.export(model, (x,))
+    with pytest.raises(RuntimeError, match="openvino-bf16-sums: 0 of 1 outputs"):
+        openvino_model(program, [], "openvino-bf16-sums")
+
+
+@given(st.lists(st.floats(1, 1e6), min_size=1, max_size=40), st.integers(1, 12))
+def test_groups_are_runs_of_layers_that_hold_each_once(products, most) -> None:
+    groups = int8_groups(products, most)
+    assert [index for group in groups for index in group] == list(range(len(products)))
+    assert 1 <= len(groups) <= most
+    assert all(groups)
+
+
+def test_order_is_by_gain_for_each_square_of_error_and_counts_what_fits() -> None:
+    gains, squares = [4.0, 1.0, 1.0, 8.0], [4e-4, 1e-5, 1e-5, 1e-4]
+    order = int8_order(gains, squares)
+    assert order == [2, 1, 3, 0]  # the later of two that are alike
+    assert int8_fitting(order, squares, plain=0.005, limit=0.012) == 2  # squares: 25e-6 + 20e-6, and 100e-6 more
+    assert int8_fitting(order, squares, plain=0.005, limit=0.0121) == 3
+    assert int8_fitting(order, squares, plain=0.02, limit=0.012) == 0
+    assert int8_fitting(order, squares, plain=0.0, limit=1.0) == 4
+
+
+@given(st.integers(1, 12), st.data())
+def test_the_largest_count_was_seen_inside_after_few_attempts(most, data) -> None:
+    threshold, first = data.draw(st.integers(0, most)), data.draw(st.integers(0, most))
+    seen: list[int] = []
+
+    def inside(count: int) -> bool:
+        assert 1 <= count <= most
+        seen.append(count)
+        return count <= threshold
+
+    found = int8_largest(inside, first, most)
+    assert len(seen) <= 5
+    assert len(set(seen)) == len(seen)
+    assert found <= threshold
+    assert found == 0 or found in seen
+    if abs(first - threshold) <= 1:
+        assert found == threshold
+
+
+def converted(model: torch.nn.Module, x: torch.Tensor) -> object:
+    with torch.no_grad():
+        return openvino_model(torch.export.export(model.eval(), (x,)), [], "openvino")
+
+
+class Uneven(torch.nn.Module):
+    """Four layers on a residual sum; one input of the second is far larger than the others, and counts for nothing."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(4))
+        self.scales = torch.nn.Parameter(torch.ones(4, width))
+        with torch.no_grad():
+            self.scales[1, 0] = 3000.0
+            self.layers[1].weight[:, 0] = 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, scale in zip(self.layers, self.scales, strict=True):
+            x = x + layer(x * scale)
+        return x
+
+
+def test_int8_part_leaves_out_the_layer_that_costs_the_error() -> None:
+    torch.manual_seed(0)
+    samples = [[torch.randn(8, 32).numpy()] for _ in range(3)]
+    model = converted(Uneven(), torch.randn(8, 32))
+    part = {"layers": [], "limit": 0.02, "hint": "f32"}
+    quantised = openvino_int8_part(model, samples, part)
+    assert part["layers"] == [0, 2, 3]
+    wanted = openvino_answers(model, samples, "f32")
+    answers = openvino_answers(quantised, samples, "f32")
+    assert 0 < openvino_error(answers, wanted) <= 0.02
+    again = openvino_int8_part(model, samples, dict(part))  # as chosen before: the same answers
+    assert openvino_error(openvino_answers(again, samples, "f32"), answers) < 1e-6
+    run = openvino_core().compile_model(quantised, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}).get_runtime_model()
+    facts = [node.get_rt_info() for node in run.get_ops()]
+    products = [str(fact["runtimePrecision"].value) for fact in facts if fact["layerType"].value == "FullyConnected"]
+    assert sorted(kind in ("i8", "u8") for kind in products) == [False, True, True, True]
+
+
+def test_int8_part_says_where_nothing_fits() -> None:
+    samples = [[torch.randn(8, 32).numpy()] for _ in range(2)]
+    model = converted(torch.nn.Linear(32, 8), torch.randn(8, 32))
+    with pytest.raises(RuntimeError, match="int8: 0 of 1 layers: the first group's error is"):
+        openvino_int8_part(model, samples, {"layers": [], "limit": 1e-6, "hint": "f32"})
+    with pytest.raises(RuntimeError, match="layer 7 was chosen, and there are only 1"):
+        openvino_int8_part(model, samples, {"layers": [7], "limit": 0.02, "hint": "f32"})
+    with pytest.raises(RuntimeError, match="no calibration batch"):
+        openvino_int8_part(model, [], {"layers": [], "limit": 0.02, "hint": "f32"})
