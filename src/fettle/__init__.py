@@ -38,13 +38,17 @@ _HOMES = {
     "step_timer": "fettle.watching",
     "watch": "fettle.watching",
 }
+_ROOMS = ("diagnose", "memory", "trace")
+"""Those that a program uses by their names: `fettle.memory.record()`."""
 
 
 def __getattr__(name: str) -> Any:
     # Imported when first used: a workload file that says `import fettle` should not pay for Optuna and altair.
-    if name in _HOMES:
+    if name in _HOMES or name in _ROOMS:
         import importlib
 
+        if name in _ROOMS:
+            return importlib.import_module(f"fettle.{name}")
         value = getattr(importlib.import_module(_HOMES[name]), name)
         globals()[name] = value
         return value
