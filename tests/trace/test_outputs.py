@@ -42,7 +42,16 @@ def test_every_question_in_both_forms(tmp_path: Path, run_fettle: Run, question:
     for more in ([], ["--json"]):
         said = run_fettle("trace", question, path, *more)
         assert said.code == 0
-        assert json.loads(said.out) if more else said.out
+        assert (json.loads(said.out)["uncertain"] == {} if question != "health" else True) if more else said.out
+
+
+def test_json_says_which_answers_are_uncertain(tmp_path: Path, run_fettle: Run) -> None:
+    whole = training(3).write(tmp_path / "whole.json")
+    torn = tmp_path / "torn.json"
+    torn.write_text(whole.read_text()[:-200])
+    assert "account" in json.loads(run_fettle("trace", "account", torn, "--json").out)["uncertain"]["rank 0"]
+    compared = json.loads(run_fettle("trace", "compare", whole, torn, "--json").out)
+    assert list(compared["uncertain"]) == ["after"]
 
 
 def test_other_commands(tmp_path: Path, run_fettle: Run) -> None:

@@ -21,7 +21,7 @@ RUN_S = 1.5
 """Of each of the two runs, at least; at least 30 calls of the model."""
 
 
-class Overheads(msgspec.Struct, forbid_unknown_fields=True):
+class Overheads(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The constants of `fettle.serve.simulate.Costs`, and what they came from. Seconds."""
 
     request_s: float

@@ -138,9 +138,14 @@ class Measured:
     """By which the costs were multiplied after load tests that contradicted them."""
 
     @property
+    def around(self) -> Overheads | None:
+        """What serving adds: as measured with this branch, else with another."""
+        return self.overheads or self.lent
+
+    @property
     def costs(self) -> Costs:
         """For the simulation."""
-        around = self.overheads or self.lent
+        around = self.around
         samples, rested = (
             {n: tuple(value * self.scale for value in s) for n, s in measured.items()}
             for measured in (self.calibration.samples, self.calibration.rested)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
-from fettle.serve.points import Measured, Point, Setting
+from fettle.serve.overheads import Overheads
+from fettle.serve.points import Branch, Measured, Point, Setting
 from fettle.serve.policy import PolicyName, plan
 from fettle.serve.simulate import capacity
 
@@ -14,6 +16,8 @@ DELAYS = (0.0, 0.25)
 """Waiting for a fuller batch, as shares of the cost of one row."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _POLICIES: tuple[PolicyName, ...] = ("greedy", "curve")
+Known = dict[tuple[Branch, float, float, Overheads | None], list[Point]]
+"""Points by what they follow from: a branch, the limit, and what its costs were corrected by and lie within."""
 
 
 def crews(cores: int, device: str = "cpu") -> list[tuple[int, int]]:
@@ -36,25 +40,19 @@ def between(workers: int, known: Sequence[int]) -> list[int]:
     return sorted({(workers + other) // 2 for other in near} - set(known))
 
 
-def rank(branches: Iterable[Measured], limit_s: float, tell: Callable[[str], None] = lambda text: None) -> list[Point]:
-    """Every setting, simulated; best first."""
-    points = []
+def rank(
+    branches: Iterable[Measured], limit_s: float, tell: Callable[[str], None] = lambda text: None,
+    known: Known | None = None,
+) -> list[Point]:  # fmt: skip
+    """Every setting, simulated; best first. What is in `known` is not simulated again, what is simulated goes there."""
+    points: list[Point] = []
     for measured in branches:
-        branch, costs = measured.branch, measured.costs
-        curve = costs.curve()
-        for rows, policy in itertools.product([size for size in ROWS if size <= curve.rows[-1]], _POLICIES):
-            plans = set()
-            for delay, pad in itertools.product(DELAYS if rows > 1 else (0.0,), (False, True)):
-                if pad and not measured.calibration.may_pad:
-                    continue
-                setting = Setting(branch.workers, branch.threads, rows, delay * curve.at(1), policy, pad,
-                                  branch.device, branch.variant, measured.buckets)  # fmt: skip
-                tables = plan(setting.batching(), curve)
-                if (delay, tables) in plans:
-                    continue  # with this curve padding changes nothing
-                plans.add((delay, tables))
-                best, seen = capacity(setting.batching(), costs, limit_s)
-                points.append(Point(setting, best, seen.percentile(50) if seen else math.nan))
+        key = (measured.branch, limit_s, measured.scale, measured.around)
+        if known is None or key not in known:
+            found = _simulated(measured, limit_s)
+            if known is not None:
+                known[key] = found
+        points += [replace(point) for point in (found if known is None else known[key])]
         tell(f"{len(points)} settings simulated")
     # Of settings that are as good, the simpler one: fewer workers, no delay, no padding, smaller batches.
     return sorted(
@@ -63,3 +61,23 @@ def rank(branches: Iterable[Measured], limit_s: float, tell: Callable[[str], Non
             -round(p.predicted, 1), p.setting.workers, p.setting.delay_s, p.setting.pad, p.setting.max_rows
         ),
     )  # fmt: skip
+
+
+def _simulated(measured: Measured, limit_s: float) -> list[Point]:
+    branch, costs = measured.branch, measured.costs
+    curve = costs.curve()
+    points = []
+    for rows, policy in itertools.product([size for size in ROWS if size <= curve.rows[-1]], _POLICIES):
+        plans = set()
+        for delay, pad in itertools.product(DELAYS if rows > 1 else (0.0,), (False, True)):
+            if pad and not measured.calibration.may_pad:
+                continue
+            setting = Setting(branch.workers, branch.threads, rows, delay * curve.at(1), policy, pad,
+                              branch.device, branch.variant, measured.buckets)  # fmt: skip
+            tables = plan(setting.batching(), curve)
+            if (delay, tables) in plans:
+                continue  # with this curve padding changes nothing
+            plans.add((delay, tables))
+            best, seen = capacity(setting.batching(), costs, limit_s)
+            points.append(Point(setting, best, seen.percentile(50) if seen else math.nan))
+    return points

@@ -23,7 +23,7 @@ from fettle.serve.package import Package
 from fettle.serve.points import Branch, Failure, Found, Measured, Point, Setting, Variant
 from fettle.serve.policy import plan
 from fettle.serve.proof import prove, sample_shots, serve_settings
-from fettle.serve.ranking import between, crews, rank
+from fettle.serve.ranking import Known, between, crews, rank
 from fettle.serve.served import Served, ServerFailure
 from fettle.serve.simulate import simulate
 
@@ -78,6 +78,7 @@ class _Search:
         self._tell, self._left_s = tell, 0.0
         self._tested: set[Setting] = set()
         self._tried: set[Branch] = set()
+        self._simulated: Known = {}
 
     # -- costs -------------------------------------------------------------------------------------------------------
 
@@ -138,7 +139,8 @@ class _Search:
         """Variants that the first calibrations show to be far behind one that answers as exactly."""
         best: dict[str, float] = {}
         for measured in self.found.branches.values():
-            name, top = measured.branch.variant, max(point.predicted for point in rank([measured], self.found.limit_s))
+            points = rank([measured], self.found.limit_s, known=self._simulated)
+            name, top = measured.branch.variant, max(point.predicted for point in points)
             best[name] = max(top, best.get(name, 0.0))
         left = set()
         for name, top in best.items():
@@ -331,7 +333,7 @@ class _Search:
     def _rank(self) -> list[Point]:
         """All settings, simulated with what is known now; points that were measured stay as they are."""
         old = {point.setting: point for point in self.found.points if point.measured is not None or point.tests}
-        fresh = rank(self.found.branches.values(), self.found.limit_s, self.tell)
+        fresh = rank(self.found.branches.values(), self.found.limit_s, self.tell, self._simulated)
         points = [old.pop(point.setting, point) for point in fresh] + list(old.values())
         points.sort(key=lambda point: (point.measured is None, -(point.measured or 0.0)))
         self.found.points = points

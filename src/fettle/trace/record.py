@@ -39,11 +39,10 @@ def record(
     """
     check_writable(path)
     import torch
-    from torch.profiler import ProfilerActivity, profile, schedule
+    from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 
-    activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(ProfilerActivity.CUDA)
+    device = torch.accelerator.is_available()  # of whatever make: a build supports the activities of its own
+    activities = [one for one in supported_activities() if device or one == ProfilerActivity.CPU]
     plan = schedule(wait=wait, warmup=warmup, active=active, repeat=1) if active else None
     written, failed = [], False
 
@@ -66,8 +65,8 @@ def record(
         except BaseException:
             failed = True
             raise
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if device:
+            torch.accelerator.synchronize()
     if not written:
         raise RuntimeError(f"no trace was written: fewer than {wait + warmup + active} steps were run")
 

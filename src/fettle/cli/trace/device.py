@@ -26,7 +26,7 @@ def kernels(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart
     frames = {"classes": joined(traces, k.kernel_classes), "kernels": table}
     if len(traces) > 1:
         frames["across_ranks"] = k.kernels_across_ranks(traces)
-    show(frames, as_json, rows)
+    show(frames, as_json, rows, traces=traces)
 
 
 @app.command()
@@ -40,10 +40,11 @@ def launches(source: Source, as_json: Json = False, rows: Rows = 30, chart: Char
     from fettle.trace import charts
     from fettle.trace.launches import call_table, launch_stats
 
-    frame = joined(open_traces(source, fresh), launch_stats)
+    traces = open_traces(source, fresh)
+    frame = joined(traces, launch_stats)
     write_chart(chart, lambda: charts.delay_chart(frame))
     summary = call_table(frame)
-    show({"summary": summary, **({"launches": frame} if as_json else {})}, as_json, rows)
+    show({"summary": summary, **({"launches": frame} if as_json else {})}, as_json, rows, traces=traces)
 
 
 @app.command()
@@ -72,7 +73,7 @@ def comm(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = 
     else:
         notes["stragglers"] = "unknown: one rank only; give a folder of ranks"
     write_chart(chart, lambda: charts.bar_chart(frames["collectives"], "collective", "sum_ns"))
-    show(frames, as_json, rows, notes)
+    show(frames, as_json, rows, notes, traces)
 
 
 @app.command()
@@ -94,7 +95,7 @@ def queue(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart =
 
     write_chart(chart, line)
     frames = {"queue": joined(traces, queue_summary)}
-    show(frames | ({"series": joined(traces, queue_length)} if as_json else {}), as_json, rows)
+    show(frames | ({"series": joined(traces, queue_length)} if as_json else {}), as_json, rows, traces=traces)
 
 
 @app.command()
@@ -117,4 +118,5 @@ def bandwidth(
         | ({"series": joined(traces, copy_bandwidth)} if as_json else {}),
         as_json,
         rows,
+        traces=traces,
     )

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import track
 
 from fettle.cli.trace.shared import Fresh, Json, Rows, Source, app, joined, open_traces, show
 from fettle.errors import UsageError, first_line
@@ -28,7 +29,7 @@ def hta(source: Source, as_json: Json = False, rows: Rows = 30, fresh: Fresh = F
         name: joined(traces, getattr(h, name))
         for name in ("temporal_breakdown", "kernel_types", "idle_breakdown", "queue_summary", "kernel_statistics")
     }
-    show(frames, as_json, rows, {f"overlap of rank {t.rank} (%)": h.communication_overlap(t) for t in traces})
+    show(frames, as_json, rows, {f"overlap of rank {t.rank} (%)": h.communication_overlap(t) for t in traces}, traces)
 
 
 @app.command()
@@ -48,7 +49,8 @@ def sql(
     """
     from fettle.trace.sql import query
 
-    show({"result": query(open_traces(source, fresh), text)}, as_json, rows)
+    traces = open_traces(source, fresh)
+    show({"result": query(traces, text)}, as_json, rows, traces=traces)
 
 
 @app.command()
@@ -124,9 +126,10 @@ def record(
     from fettle.trace.record import load_target
     from fettle.trace.record import record as record_trace
 
-    step = load_target(target)
+    step, screen = load_target(target), Console(stderr=True)
     with record_trace(output, warmup=warmup, active=active, stacks=stacks, memory=memory) as profiler:
-        for number in range(warmup + active):
+        numbers = range(warmup + active)
+        for number in track(numbers, "recording", console=screen, transient=True, disable=not screen.is_terminal):
             try:
                 step()
             except Exception as error:

@@ -34,7 +34,7 @@ def operators(
                 .sort("device_ns", descending=True)
             )
     write_chart(chart, lambda: charts.bar_chart(table, "operator", "device_ns"))
-    show(frames | ({"work": work} if as_json else {}), as_json, rows)
+    show(frames | ({"work": work} if as_json else {}), as_json, rows, traces=traces)
 
 
 @app.command()
@@ -56,11 +56,9 @@ def tree(
     """
     from fettle.trace.operators import call_tree
 
-    show(
-        {"tree": joined(open_traces(source, fresh), lambda t: call_tree(t, max_depth=depth, python=python))},
-        as_json,
-        rows,
-    )
+    traces = open_traces(source, fresh)
+    tree = joined(traces, lambda t: call_tree(t, max_depth=depth, python=python))
+    show({"tree": tree}, as_json, rows, traces=traces)
 
 
 @app.command()
@@ -85,7 +83,7 @@ def sequences(
     traces = open_traces(source, fresh)
     found = joined(traces, lambda t: kernel_sequences(t, operator, min_kernels=min_kernels, top=rows))
     notes = {} if found.height or as_json else {"none": f"no operator launched {min_kernels} kernels: --min-kernels 1"}
-    show({"sequences": found}, as_json, rows, notes)
+    show({"sequences": found}, as_json, rows, notes, traces)
 
 
 @app.command()
@@ -101,9 +99,10 @@ def annotations(
     from fettle.trace import charts
     from fettle.trace.operators import annotation_table
 
-    table = joined(open_traces(source, fresh), annotation_table)
+    traces = open_traces(source, fresh)
+    table = joined(traces, annotation_table)
     write_chart(chart, lambda: charts.bar_chart(table, "annotation", "device_ns"))
-    show({"annotations": table}, as_json, rows)
+    show({"annotations": table}, as_json, rows, traces=traces)
 
 
 @app.command()
@@ -116,7 +115,8 @@ def counters(source: Source, as_json: Json = False, rows: Rows = 30, fresh: Fres
     """
     from fettle.trace.operators import counters_by_operator
 
-    frames = [f for t in open_traces(source, fresh) if (f := counters_by_operator(t)) is not None]
+    traces = open_traces(source, fresh)
+    frames = [f for t in traces if (f := counters_by_operator(t)) is not None]
     if not frames:
         raise UsageError("no hardware counters in this trace, or not as many ranges as launches: they cannot be paired")
     frame = pl.concat(frames)
@@ -129,6 +129,7 @@ def counters(source: Source, as_json: Json = False, rows: Rows = 30, fresh: Fres
         },
         as_json,
         rows,
+        traces=traces,
     )
 
 
@@ -155,7 +156,7 @@ def host(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = 
         "conversions": joined(traces, h.conversions),
         "data_loading": joined(traces, h.data_loading),
     }
-    show(frames, as_json, rows)
+    show(frames, as_json, rows, traces=traces)
 
 
 @app.command()
@@ -182,4 +183,5 @@ def memory(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart 
             unit="MiB",
         ),
     )
-    show({"peak": joined(traces, memory_peak)} | ({"timeline": timeline} if as_json else {}), as_json, rows)
+    frames = {"peak": joined(traces, memory_peak)} | ({"timeline": timeline} if as_json else {})
+    show(frames, as_json, rows, traces=traces)

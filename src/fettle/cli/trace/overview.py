@@ -64,7 +64,8 @@ def steps(source: Source, as_json: Json = False, rows: Rows = 30, fresh: Fresh =
     traces = open_traces(source, fresh)
     frame = joined(traces, find)
     summaries = {f"rank {t.rank}": step_summary(find(t)) for t in traces}
-    show({"steps": frame}, as_json, rows, summaries if as_json else {k: _in_words(s) for k, s in summaries.items()})
+    notes = summaries if as_json else {k: _in_words(s) for k, s in summaries.items()}
+    show({"steps": frame}, as_json, rows, notes, traces)
 
 
 def _in_words(summary: dict[str, float | int | list[int]]) -> str:
@@ -104,13 +105,14 @@ def account(
     from fettle.trace import charts
     from fettle.trace.account import account_parts, account_total, time_account
 
-    frame = joined(open_traces(source, fresh), lambda t: time_account(t, annotation))
+    traces = open_traces(source, fresh)
+    frame = joined(traces, lambda t: time_account(t, annotation))
     write_chart(chart, lambda: charts.account_chart(frame))
     total = account_total(frame)
     if not as_json:  # for people, the sum is a list of its parts
         show({"where the time went": account_parts(total)}, False, 1000)
         frame = frame.select(pl.exclude("^idle_.*_ns$"))
-    show({"total": total, "steps": frame} if as_json else {"steps": frame}, as_json, rows)
+    show({"total": total, "steps": frame} if as_json else {"steps": frame}, as_json, rows, traces=traces)
 
 
 @app.command()
@@ -126,9 +128,10 @@ def idle(source: Source, as_json: Json = False, chart: Chart = None, fresh: Fres
     from fettle.trace import charts
     from fettle.trace.idle import idle_summary
 
-    frames = [idle_summary(t, d) for t in open_traces(source, fresh) for d in t.device_keys]
+    traces = open_traces(source, fresh)
+    frames = [idle_summary(t, d) for t in traces for d in t.device_keys]
     if not frames:
         raise UsageError("no device work in this trace: 'fettle trace host' answers for the CPU")
     frame = pl.concat(frames)
     write_chart(chart, lambda: charts.bar_chart(frame, "cause", "idle_ns"))
-    show({"idle": frame}, as_json, 100)
+    show({"idle": frame}, as_json, 100, traces=traces)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import polars as pl
 import typer
 
-from fettle.cli.trace.shared import Chart, Fresh, Json, Rows, Source, Step, app, open_traces, show, write_chart
+from fettle.cli.trace.shared import Chart, Fresh, Json, Rows, Source, Step, app, doubts, open_traces, show, write_chart
 from fettle.errors import UsageError
 
 
@@ -61,7 +61,7 @@ def critical(
                 time_ns=(pl.col("end_ns") - pl.col("start_ns")).sum()
             )
             frames["across_ranks"] = by_rank.sort("time_ns", descending=True)
-    show(frames, as_json, rows, notes)
+    show(frames, as_json, rows, notes, traces)
 
 
 @app.command()
@@ -90,7 +90,8 @@ def whatif(
 
     rows = []
     notes = {}
-    for trace in open_traces(source, fresh):
+    traces = open_traces(source, fresh)
+    for trace in traces:
         path = critical_path(trace, step)
         changes = ["kernels"] if kernels is not None else ["no_syncs", "perfect_overlap", "graph", "data_ready"]
         if not trace.device_keys and kernels is None:
@@ -99,7 +100,7 @@ def whatif(
         for change in changes:
             answer = what_if(trace, change, kernels=kernels or "", factor=factor, path=path)
             rows.append({"rank": trace.rank, **asdict(answer), "saving_share": answer.saving_share})
-    show({"what_if": pl.DataFrame(rows)}, as_json, 1000, {} if as_json else notes)
+    show({"what_if": pl.DataFrame(rows)}, as_json, 1000, {} if as_json else notes, traces)
 
 
 @app.command()
@@ -139,6 +140,7 @@ def compare(
         "low_ns": result.low_ns,
         "high_ns": result.high_ns,
         "notes": list(result.notes),
+        "uncertain": doubts({"before": first, "after": second}) if as_json else {},
     }
     interval = f"95%: {result.low_ns / 1e6:+,.3f} to {result.high_ns / 1e6:+,.3f}"
     if math.isnan(result.low_ns):

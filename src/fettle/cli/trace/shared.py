@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,10 +66,21 @@ def open_traces(path: Path, fresh: bool = False) -> list[Trace]:
     return traces
 
 
-def show(frames: dict[str, pl.DataFrame], as_json: bool, rows: int = 30, notes: dict[str, Any] | None = None) -> None:
-    """Print frames as JSON ({name: rows}) or as tables, times in milliseconds."""
+def show(
+    frames: dict[str, pl.DataFrame],
+    as_json: bool,
+    rows: int = 30,
+    notes: dict[str, Any] | None = None,
+    traces: Sequence[Trace] = (),
+) -> None:
+    """Print frames as JSON ({name: rows}) or as tables, times in milliseconds.
+
+    JSON also says which answers are uncertain for each of the `traces` (people were told when they were opened).
+    """
     if as_json:
         data = {name: frame.to_dicts() for name, frame in frames.items()} | (notes or {})
+        if traces:
+            data["uncertain"] = doubts({f"rank {trace.rank}": trace for trace in traces})
         print(json.dumps(_plain(data), default=str))
         return
     console = Console()
@@ -80,6 +91,14 @@ def show(frames: dict[str, pl.DataFrame], as_json: bool, rows: int = 30, notes: 
             _print_table(console, name.replace("_", " "), frame, rows)
         else:
             console.print(f"{name.replace('_', ' ')}: nothing", highlight=False)
+
+
+def doubts(traces: dict[str, Trace]) -> dict[str, list[str]]:
+    """Which analyses are uncertain for each trace; traces without any are left out."""
+    from fettle.trace.health import trace_health
+
+    found = {name: list(trace_health(trace).uncertain) for name, trace in traces.items()}
+    return {name: analyses for name, analyses in found.items() if analyses}
 
 
 _CLOCK = ("start_ns", "end_ns", "ts_ns", "first_ns", "peak_ts_ns")
