@@ -5,7 +5,7 @@
 
 The figures are those of the last, fresh race of each study. The bar, on a CPU with AMX: at least 2x for the
 convolutional loop and both transformers, the loss deviation at most 1. A workload's row goes into
-bench/results/train_step.json as soon as it is known; the exit code is 1 where the bar is missed.
+bench/results/train_step.json, under its machine, as soon as it is known; the exit code is 1 where the bar is missed.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ def main() -> None:
             if options.keep:
                 save(result, output)
         found = row(name, result)
-        rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        RESULTS.write_text(json.dumps({**rows, name: found}, indent=1) + "\n")
+        known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        known.setdefault(found["machine"], {})[name] = found
+        RESULTS.write_text(json.dumps(known, indent=1) + "\n")
         print(json.dumps({key: value for key, value in found.items() if key not in ("losses", "seeds")}), flush=True)
         missed |= not found["held"]
     sys.exit(1 if missed else 0)

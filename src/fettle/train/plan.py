@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.distributed.tensor import DTensor
 
 from fettle.errors import UsageError, first_line
 from fettle.train import plan_formulas as formulas
@@ -221,11 +222,14 @@ def _step(
     mine = trained
     if strategy.kind == "zero1":
         mine = [trained[i] for i in formulas.largest_partition([p.numel() for p in trained], ranks)]
-    optimizer = workload.optimizer(mine)
+    # FSDP's parameters are DTensors. Their optimizer allocates what it would for their shards alone, but works out for
+    # each tensor of each call how it is laid out over the ranks: most of what planning a large model took.
+    updated = [_shard(p) for p in mine]
+    optimizer = workload.optimizer(updated)
     for group in optimizer.param_groups:
         if device == "cuda" and "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True  # what torch chooses for CUDA tensors
-    for parameter in mine:  # the state is made by the first step, so there has been one
+    for parameter in updated:  # the state is made by the first step, so there has been one
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -254,9 +258,21 @@ def _step(
         with timeline.phase("optimizer"):
             if workload.max_grad_norm is not None:
                 torch.nn.utils.clip_grad_norm_(trained, workload.max_grad_norm)
+            for parameter, shard in zip(mine, updated, strict=True):
+                shard.grad = _local(parameter.grad)
             optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for parameter in (*mine, *updated):
+            parameter.grad = None
     return timeline, states, optimizer
+
+
+def _shard(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    """The part of a parameter that this rank holds, in the same memory."""
+    return torch.nn.Parameter(_local(parameter.detach())) if isinstance(parameter, DTensor) else parameter
+
+
+def _local(tensor: torch.Tensor | None) -> Any:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _held(timeline: Timeline, part: str) -> int:
