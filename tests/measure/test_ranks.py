@@ -2,14 +2,22 @@
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 from dataclasses import replace
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
 from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
 
-from fettle.measure import Entry, Judge, Rules, Worker, WorkerError, race
+from fettle.errors import UsageError
+from fettle.measure import Entry, Judge, Nodes, Rules, Worker, WorkerError, race
+from fettle.measure._door import Door
+from fettle.measure._ranks import free_port
 from fettle.recipe import Recipe
 from fettle.techniques import Facts, source
 from fettle.workload import find_target
@@ -31,12 +39,12 @@ def target(name: str) -> dict:
     return msgspec.to_builtins(replace(find_target(f"{TRAIN}/{name}"), mode="training"))
 
 
-def raced(where: str, *recipes: str, timeout_s: float = 120):
+def raced(where: str, *recipes: str, timeout_s: float = 120, nodes: Nodes | None = None):
     entries = [Entry(Recipe(), source(Recipe(), FACTS))]
     for text in recipes:
         recipe = Recipe.parse(text)
         entries.append(Entry(recipe, source(recipe, FACTS), ranks=2))
-    return race(target(where), "", entries, Judge(), Rules(max_rounds=3, prepare_timeout_s=timeout_s))
+    return race(target(where), "", entries, Judge(), Rules(max_rounds=3, prepare_timeout_s=timeout_s), nodes=nodes)
 
 
 def test_two_ranks_train_as_one_process_does():
@@ -103,3 +111,58 @@ def test_ranks_end_with_the_process_that_started_them():
             worker.ask("slice", 10, seconds=0.1)
     finally:
         worker.close()
+
+
+@pytest.fixture
+def two_nodes(monkeypatch):
+    """This machine as two nodes: a second process has joined the first."""
+    monkeypatch.setenv("FETTLE_KEY", "known to both")
+    nodes = Nodes(2, "127.0.0.1", free_port("127.0.0.1"))
+    command = [sys.executable, "-c", "from fettle.cli import main; main()", "join", f"127.0.0.1:{nodes.port}"]
+    other = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        nodes.gather(lambda text: None)
+        yield nodes, other
+    finally:
+        nodes.close()
+        other.kill()
+        other.communicate()
+
+
+def test_ranks_of_two_nodes_train_as_one_process_does(two_nodes):
+    nodes, other = two_nodes
+    base, ddp = raced("planned.py:workload", "parallel=ddp", nodes=nodes)
+    assert ddp.status == "measured", ddp.reason
+    assert list(ddp.accuracy.losses) == pytest.approx(list(base.accuracy.losses), abs=1e-5)
+    assert any("allreduce" in note for note in ddp.notes)
+    nodes.close()
+    said = other.communicate(timeout=60)[1]
+    assert other.returncode == 0
+    assert "node 2 of 2" in said
+    assert "1 processes of it had ranks here" in said
+
+
+def test_a_node_that_leaves_is_named(two_nodes):
+    nodes, other = two_nodes
+    with Worker(ranks=2, nodes=nodes) as worker:
+        worker.ask("build", 120, target=target("planned.py:workload"))
+        other.kill()
+        recipe = Recipe.parse("parallel=ddp")
+        with pytest.raises(WorkerError, match="rank 1 on node 2 ended in prepare"):
+            worker.ask("prepare", 60, source=source(recipe, FACTS), label=str(recipe))
+    with pytest.raises(UsageError, match="node 2 has left"):
+        Worker(ranks=2, nodes=nodes)
+
+
+def test_strangers_hold_nobody_up():
+    door = Door("127.0.0.1", 0, b"right")
+    silent = socket.create_connection(door.address)
+    with pytest.raises((AuthenticationError, EOFError, ConnectionError)):
+        Client(door.address, authkey=b"wrong")
+    known = Client(door.address, authkey=b"right")
+    met = door.wait(30)
+    known.send_bytes(b"hello")
+    assert met.recv_bytes() == b"hello"
+    door.close()
+    assert door.wait(30) is None
+    silent.close()

@@ -24,6 +24,7 @@ from fettle.errors import UsageError
 _COMMANDS: dict[str, dict[str, str]] = {
     "Make it fast": {
         "tune": "tune",
+        "join": "join",
         "bench": "bench",
         "apply": "apply",
         "report": "report",

@@ -33,6 +33,10 @@ def command(
     nproc: Annotated[
         int, typer.Option(help="training: ranks on this machine that parallel strategies may use, started by torchrun")
     ] = 1,
+    nodes: Annotated[
+        int, typer.Option(help="training: machines with so many ranks each; on the others run 'fettle join HOST:PORT'")
+    ] = 1,
+    listen: Annotated[str, typer.Option(help="HOST:PORT at which the other nodes reach this one")] = "",
     device_memory: Annotated[
         str | None, typer.Option(help="training: memory of one rank's device; what the plan says is above is not tried")
     ] = None,
@@ -64,6 +68,8 @@ def command(
 
       fettle tune loop.py --mode training --nproc 2 --goal memory --min-throughput 100
 
+      fettle tune loop.py --mode training --nproc 4 --nodes 2 --listen 10.0.0.1:29400
+
       fettle tune loop.py --mode training --allow batch-size
 
       fettle tune model.py --goal latency --max-memory 2GiB --technique precision=fp32,bf16
@@ -90,6 +96,8 @@ def command(
             max_memory_bytes=memory,
             min_throughput=min_throughput,
             nproc=nproc,
+            nodes=nodes,
+            listen=listen,
             device_memory_bytes=None if device_memory is None else parse_size(device_memory, "--device-memory"),
             budget_s=budget_s or None,
             techniques=_options.technique_levels(technique or []),

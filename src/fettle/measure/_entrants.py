@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import psutil
 
+from fettle.measure._nodes import Nodes
 from fettle.measure._process import Worker, WorkerError
 from fettle.measure._rules import Entry, Judge, Progress, Rules
 from fettle.measure._trial import Accuracy, Trial, nan_for_none
@@ -116,6 +117,7 @@ class Start:
     environment: Mapping[str, str]
     heat: int
     held: Held | None
+    nodes: Nodes | None = None
 
     def line_up(
         self, entries: Sequence[Entry], trials: dict[int, Trial], stack: ExitStack, tell: Callable[[Progress], None]
@@ -207,7 +209,9 @@ class Start:
         try:
             for entry, name in group:
                 log = self.log_folder / f"{self.heat:03d}-{name}.log" if self.log_folder else None
-                workers.append(Worker({**self.environment, **entry.environment}, log, ranks=entry.ranks))
+                workers.append(
+                    Worker({**self.environment, **entry.environment}, log, ranks=entry.ranks, nodes=self.nodes)
+                )
             failures = [_failure(partial(worker.begin, "build", target=self.target)) for worker in workers]
             failures = [failure or _failure(partial(self._finish, worker))
                         for worker, failure in zip(workers, failures, strict=True)]  # fmt: skip

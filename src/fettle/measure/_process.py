@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import select
 import signal
 import subprocess
@@ -13,12 +14,16 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import psutil
 
 from fettle.errors import UsageError
+from fettle.measure._ranks import Gathering, free_port, variables_of
+
+if TYPE_CHECKING:
+    from fettle.measure._nodes import Nodes
 
 RESERVE = 0.04
 """Share of the machine's memory that must stay free: below it a worker that holds a quarter of all is ended as out of
@@ -38,27 +43,29 @@ class Worker:
     """One worker process, alive from construction to `close`. Use as a context manager.
 
     `module` is what it runs: it is given two file descriptors, and answers each line of JSON with one line of JSON.
-    With several `ranks` it is the process that starts them (`fettle.measure._ranks`), and they are its children.
+    With several `ranks` it is the process that starts them (`fettle.measure._ranks`), and they are its children; of
+    `nodes` each has an equal share of them.
     """
 
     def __init__(
         self, environment: Mapping[str, str] | None = None, log: Path | None = None, *,
-        module: str = "fettle.measure._worker", ranks: int = 1,
+        module: str = "fettle.measure._worker", ranks: int = 1, nodes: Nodes | None = None,
     ) -> None:  # fmt: skip
         # A large environment of its own, nothing inherited that a recipe might have set in the parent.
         variables = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        if ranks > 1:  # torchrun's own choice would be one thread each
-            from fettle.techniques import usable_cores
-
-            variables["OMP_NUM_THREADS"] = str(max(1, usable_cores() // ranks))
+        self._nodes = nodes if ranks > 1 else None
+        self._gathering = _gathering(ranks, self._nodes) if ranks > 1 else None
+        if self._gathering is not None:
+            module = "fettle.measure._ranks"
+            variables |= variables_of(self._gathering)
+            if self._nodes is not None:
+                self._nodes.begin(self._gathering, environment or {})
         variables |= environment or {}
-        program = module if ranks == 1 else "fettle.measure._ranks"
-        self._ranks = ranks
         ask_read, ask_write = os.pipe()
         answer_read, answer_write = os.pipe()
         self._log = log.open("a+b") if log is not None else tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", program, str(ask_read), str(answer_write), *([str(ranks)] if ranks > 1 else [])],
+            [sys.executable, "-m", module, str(ask_read), str(answer_write)],
             env=variables,
             pass_fds=(ask_read, answer_write),
             stdin=subprocess.DEVNULL,
@@ -141,6 +148,8 @@ class Worker:
         self._ask.close()
         os.close(self._answer)
         self._log.close()
+        if self._nodes is not None and self._gathering is not None:
+            self._nodes.end(self._gathering)
 
     def __enter__(self) -> Worker:
         return self
@@ -150,7 +159,7 @@ class Worker:
 
     def _signal(self, number: int) -> None:
         groups = {self.pid}
-        if self._ranks > 1:  # torchrun's engine starts each rank in a session of its own
+        if self._gathering is not None:  # torchrun's engine starts each rank in a session of its own
             for child in _tree(self.pid):
                 with contextlib.suppress(OSError):
                     groups.add(os.getpgid(child.pid))
@@ -204,6 +213,13 @@ class Worker:
         except (OSError, ValueError):
             return ""
         return f": {lines[-1][:200]}" if lines else ""
+
+
+def _gathering(ranks: int, nodes: Nodes | None) -> Gathering:
+    host, count = (nodes.host, nodes.count) if nodes is not None else ("127.0.0.1", 1)
+    return Gathering(
+        secrets.token_hex(8), ranks // count, host, free_port(host), free_port(host), secrets.token_hex(16), count
+    )
 
 
 _LIVE: set[Worker] = set()

@@ -1,8 +1,9 @@
 """A worker of several ranks: it starts them with torchrun's engine and passes requests on to all of them.
 
-Seen from the parent it is a worker like any other (`fettle.measure._process`): lines of JSON in, lines of JSON out.
-Each rank runs the same actions as a worker of one process. The elastic agent has the main thread; a thread of its own
-does the talking. When one rank fails, the others wait for it in a collective: the first failure is the answer, and then
+With several nodes it starts its own share, and those of the others come to it (`fettle.measure._nodes`). Seen from the
+parent it is a worker like any other (`fettle.measure._process`): lines of JSON in, lines of JSON out. Each rank runs
+the same actions as a worker of one process. The elastic agent has the main thread; a thread of its own does the
+talking. When one rank fails, the others wait for it in a collective: the first failure is the answer, and then
 everything ends.
 """
 
@@ -10,32 +11,76 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import signal
 import socket
 import sys
 import threading
-from multiprocessing.connection import Client, Connection, Listener, wait
+import time
+from multiprocessing.connection import Client, Connection, wait
 from typing import Any
 
 import msgspec
 
-_ADDRESS, _SECRET = "FETTLE_RANKS_ADDRESS", "FETTLE_RANKS_SECRET"
+from fettle.measure._door import Door
+
+_RANKS = "FETTLE_RANKS"
+"""The variable that holds the `Gathering` of a worker's processes."""
 _GRACE_S = 5.0
 """When one rank fails others do too, as their connection breaks: how long to wait for the word of the one that died."""
+
+
+class Gathering(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the ranks of one worker find each other, and their requests."""
+
+    run_id: str
+    each: int
+    """Ranks of a node."""
+    host: str
+    """Of the first node,"""
+    store_port: int
+    """where torchrun's engine meets, and"""
+    port: int
+    """where requests come from, for those who know the"""
+    secret: str
+    nodes: int = 1
+    node: int = 0
+    """Of this process."""
+
+    @property
+    def count(self) -> int:
+        """All ranks."""
+        return self.each * self.nodes
+
+
+def variables_of(gathering: Gathering) -> dict[str, str]:
+    """What the environment of the process that starts a node's ranks must hold."""
+    from fettle.techniques import usable_cores
+
+    threads = max(1, usable_cores() // gathering.each)  # torchrun's own choice would be one each
+    return {_RANKS: msgspec.json.encode(gathering).decode(), "OMP_NUM_THREADS": str(threads)}
+
+
+def free_port(host: str) -> int:
+    """A port that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
 
 
 class _Ranks:
     """The ranks from their start to their end."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        key = secrets.token_bytes(16)
-        self.listener = Listener(("127.0.0.1", 0), authkey=key)
-        self.environment = {_ADDRESS: str(self.listener.address[1]), _SECRET: key.hex()}
+    def __init__(self, gathering: Gathering) -> None:
+        self.gathering, self.count = gathering, gathering.count
+        self.door = Door(gathering.host, gathering.port, bytes.fromhex(gathering.secret))
         self.dead: list[tuple[int, int]] | None = None
-        """(rank, exit code) in the order in which they failed, once the agent has given up."""
+        """(rank, exit code) of those of this node in the order in which they failed, once the agent has given up."""
         self.ended = threading.Event()
+
+    def end(self) -> None:
+        """There are no ranks any more, and none will come."""
+        self.ended.set()
+        self.door.close()
 
     def serve(self, requests: Any, answers: Any) -> None:
         """Pass requests on until the parent closes the pipe, then end the process with all ranks."""
@@ -48,31 +93,20 @@ class _Ranks:
                     if "error" in answer:
                         connections = None
                 else:
-                    answer = self._why({}, "starting")
+                    answer = self._why({}, {}, "starting")
                 answers.write(msgspec.json.encode(answer) + b"\n")
         finally:
             _end()
 
     def _accept(self) -> dict[Connection, int] | None:
         found: dict[Connection, int] = {}
-        threading.Thread(target=self._unblock, daemon=True).start()
         while len(found) < self.count:
-            try:
-                connection = self.listener.accept()
-            except Exception:  # a stranger without the secret, or a rank that ended while it said hello
-                if self.ended.is_set():
-                    return None
-                continue
-            if self.ended.is_set():
+            connection = self.door.wait()
+            if connection is None or self.ended.is_set():
                 return None
-            found[connection] = int(connection.recv_bytes(16))
+            with contextlib.suppress(EOFError, OSError):  # a rank that ended while it said hello
+                found[connection] = int(connection.recv_bytes(16))
         return found
-
-    def _unblock(self) -> None:
-        """`accept` cannot be given a time limit: knock on the door when no more ranks will come."""
-        self.ended.wait()
-        with contextlib.suppress(OSError):
-            socket.create_connection(("127.0.0.1", int(self.environment[_ADDRESS])), 1).close()
 
     def _ask(self, connections: dict[Connection, int], line: bytes) -> dict[str, Any]:
         do = str(msgspec.json.decode(line).get("do"))
@@ -88,17 +122,17 @@ class _Ranks:
                 try:
                     answer = msgspec.json.decode(connection.recv_bytes())
                 except (EOFError, OSError):
-                    return self._why(answers, do)
+                    return self._why(answers, {**waiting, connection: rank}, do)
                 answers[rank] = answer
                 if "error" in answer:
-                    return self._why(answers, do)
+                    return self._why(answers, waiting, do)
         return _merged([answers[rank] for rank in range(self.count)])
 
-    def _why(self, answers: dict[int, dict[str, Any]], do: str) -> dict[str, Any]:
+    def _why(self, answers: dict[int, dict[str, Any]], waiting: dict[Connection, int], do: str) -> dict[str, Any]:
         """What went wrong: a rank that ended without a word of its own is the cause, else the first word is."""
         told = {rank: answer for rank, answer in answers.items() if "error" in answer}
-        patience = _GRACE_S if not told or any(_is_broken(answer) for answer in told.values()) else 0.5
-        self.ended.wait(patience)
+        broken = all(_is_broken(answer) for answer in told.values())
+        gone = self._gone(waiting, _GRACE_S if broken else 0.5)
         for rank, code in self.dead or ():
             if code == -signal.SIGTERM or rank in told:
                 continue
@@ -107,12 +141,27 @@ class _Ranks:
                 return {"error": reason, "kind": "memory"}
             ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             return {"error": f"rank {rank} {ended} in {do}", "kind": "crash"}
+        if broken and gone is not None:
+            return {"error": f"rank {gone} on node {gone // self.gathering.each + 1} ended in {do}", "kind": "crash"}
         if not told:
             return {"error": f"the ranks ended without a word in {do}", "kind": "crash"}
         rank, answer = next(iter(told.items()))
         if answer.get("kind") == "usage":
             return answer
         return {**answer, "error": f"rank {rank}: {answer['error']}"}
+
+    def _gone(self, waiting: dict[Connection, int], patience_s: float) -> int | None:
+        """Wait for the agent's word on this node's ranks, or until one of another node has ended: which one."""
+        until = time.monotonic() + patience_s
+        others = {connection: rank for connection, rank in waiting.items() if rank >= self.gathering.each}
+        while time.monotonic() < until and not self.ended.wait(0.05):
+            for connection in wait(list(others), 0) if others else []:
+                rank = others.pop(connection)  # type: ignore[call-overload]
+                try:
+                    connection.recv_bytes()  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    return int(rank)
+        return None
 
 
 def _is_broken(answer: dict[str, Any]) -> bool:
@@ -136,50 +185,58 @@ def _merged(answers: list[dict[str, Any]]) -> dict[str, Any]:
     return first
 
 
-def _run_agent(ranks: _Ranks) -> None:
-    """The elastic agent over the ranks, as torchrun runs it; returns when they have all ended."""
+def _run_agent(gathering: Gathering) -> list[tuple[int, int]]:
+    """The elastic agent over this node's ranks, as torchrun runs it, until they have all ended: (rank, exit code) of
+    those that failed, in the order in which they did."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks.count,
+        min_nodes=gathering.nodes,
+        max_nodes=gathering.nodes,
+        nproc_per_node=gathering.each,
         rdzv_backend="static",  # the others have heartbeats, and a trial that is paused has none
-        rdzv_endpoint=f"127.0.0.1:{port}",
-        rdzv_configs={"rank": 0},
-        run_id=secrets.token_hex(8),
+        rdzv_endpoint=f"{gathering.host}:{gathering.store_port}",
+        rdzv_configs={"rank": gathering.node},
+        run_id=gathering.run_id,
         max_restarts=0,
         monitor_interval=0.1,
     )
     try:
         elastic_launch(config, sys.executable)("-m", "fettle.measure._ranks", "rank")
-        ranks.dead = []
+        return []
     except ChildFailedError as error:
         in_time = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
-        ranks.dead = [(rank, failure.exitcode) for rank, failure in in_time]
-    ranks.ended.set()
+        return [(rank, failure.exitcode) for rank, failure in in_time]
 
 
 def supervise() -> None:
-    """The life of the process that the parent starts: READ_FD WRITE_FD RANKS."""
+    """The life of the process that the parent starts: READ_FD WRITE_FD."""
     from fettle.processes import die_with_parent
 
     die_with_parent()
     requests = os.fdopen(int(sys.argv[1]), "rb")
     answers = os.fdopen(int(sys.argv[2]), "wb", buffering=0)
-    ranks = _Ranks(int(sys.argv[3]))
-    os.environ.update(ranks.environment)
+    ranks = _Ranks(_gathering())
     talking = threading.Thread(target=ranks.serve, args=(requests, answers))
     talking.start()
     try:
-        _run_agent(ranks)
+        ranks.dead = _run_agent(ranks.gathering)
     finally:
-        ranks.ended.set()
+        ranks.end()
     talking.join()
+
+
+def be_a_node() -> None:
+    """The life of the process that starts another node's share."""
+    from fettle.processes import die_with_parent
+
+    die_with_parent()
+    _run_agent(_gathering())
+
+
+def _gathering() -> Gathering:
+    return msgspec.json.decode(os.environ[_RANKS], type=Gathering)
 
 
 def be_a_rank() -> None:
@@ -193,15 +250,19 @@ def be_a_rank() -> None:
     from fettle.processes import be_a_worker
 
     be_a_worker()
-    address = ("127.0.0.1", int(os.environ[_ADDRESS]))
-    connection = Client(address, authkey=bytes.fromhex(os.environ.pop(_SECRET)))
-    connection.send_bytes(os.environ["RANK"].encode())
+    gathering = _gathering()
+    del os.environ[_RANKS]  # the user's code need not know the secret
+    connection = Client((gathering.host, gathering.port), authkey=bytes.fromhex(gathering.secret))
+    rank = int(os.environ["RANK"])
+    connection.send_bytes(str(rank).encode())
     state = State()
     while True:
         try:
             line = connection.recv_bytes()
         except (EOFError, OSError):
             os._exit(0)
+        if rank >= gathering.each:  # what rank 0 is judged by lies on its node
+            line = msgspec.json.encode({**msgspec.json.decode(line), "path": ""})
         connection.send_bytes(msgspec.json.encode(answer_to(state, line)))
 
 
@@ -221,5 +282,7 @@ def _end() -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "rank":
         be_a_rank()
+    elif sys.argv[1] == "node":
+        be_a_node()
     else:
         supervise()

@@ -27,6 +27,7 @@ class Request(msgspec.Struct):
     label: str = ""
     path: str = ""
     factor: int = 1
+    nodes: int = 1
     calibrated: bool = False
     allow_batch: bool = False
     device_memory_bytes: int = 0

@@ -177,7 +177,7 @@ def plan(state: State, request: Request) -> dict[str, Any]:
     from fettle.train.plan import as_json
     from fettle.train.study_plan import plan_for_study
 
-    made, note = plan_for_study(state.target, request.factor, request.device_memory_bytes or None)
+    made, note = plan_for_study(state.target, request.factor, request.device_memory_bytes or None, request.nodes)
     return {"plan": as_json(made), "note": note}
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from fettle.measure import _statistics
 from fettle.measure._decide import decided, log_ratios
 from fettle.measure._entrants import Entrant, Held, Start
+from fettle.measure._nodes import Nodes
 from fettle.measure._process import WorkerError
 from fettle.measure._rules import Entry, Judge, Progress, Rules
 from fettle.measure._trial import Interval, Startup, Trial
@@ -38,15 +39,17 @@ def race(
     heat: int = 0,
     seed: int = 0,
     held: Held | None = None,
+    nodes: Nodes | None = None,
 ) -> list[Trial]:
     """Race `entries` on the workload of `target`; one trial each, in their order.
 
     The entry with the empty recipe is the baseline that every speed-up refers to; without one the first entry is.
     `target` is a `fettle.workload.Target` as plain data, `fingerprint` what it must build. Entries that were not
     begun when the deadline came are left out of the answer. With `held` the baseline's process outlives the race.
+    Entries of several ranks are spread over the `nodes`.
     """
     rules = rules or Rules()
-    start = Start(target, fingerprint, judging, rules, log_folder, environment or {}, heat, held)
+    start = Start(target, fingerprint, judging, rules, log_folder, environment or {}, heat, held, nodes)
     trials: dict[int, Trial] = {}
     with ExitStack() as stack:
         entrants = start.line_up(entries, trials, stack, tell)
@@ -69,7 +72,7 @@ def race(
         return done
     # What did not fit into memory beside the others runs in a race of its own, the anchor in it again.
     later = race(target, fingerprint, [anchor.first.entry, *rest], judging, rules, log_folder=log_folder,
-                 environment=environment, tell=tell, heat=heat, seed=seed + 1, held=held)  # fmt: skip
+                 environment=environment, tell=tell, heat=heat, seed=seed + 1, held=held, nodes=nodes)  # fmt: skip
     return done + later[1:]
 
 

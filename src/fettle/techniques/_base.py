@@ -78,7 +78,9 @@ class Facts:
     max_grad_norm: float | None = None
     """Training: what gradients are clipped to."""
     ranks: int = 1
-    """Training: how many processes a parallel strategy may use."""
+    """Training: how many processes a parallel strategy may use,"""
+    nodes: int = 1
+    """and on how many machines."""
     largest_batch: int = 0
     """Training: the batch fits this many times over; 0 where that was not looked for."""
 

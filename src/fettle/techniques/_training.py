@@ -78,7 +78,10 @@ def render_training(
     over_ranks = recipe.levels.get("parallel", "single") != "single"
     title = heading or f"A training loop: {recipe}."
     if over_ranks:
-        title = f"{title.rstrip()}\n\nStart it with: torchrun --nproc-per-node {facts.ranks} optimized.py\n"
+        several = f" --nnodes {facts.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
+        each = f"{several if facts.nodes > 1 else ''} --nproc-per-node {facts.ranks // facts.nodes}"
+        where = ", on each node" if facts.nodes > 1 else ""
+        title = f"{title.rstrip()}\n\nStart it with{where}: torchrun{each} optimized.py\n"
     lines = preamble(title, [Code(helpers=(endless,)), *(code for _, _, code in parts)])
     lines += ["", *_train(parts, facts)]
     if target is not None:

@@ -48,6 +48,12 @@ def _alone(facts: Facts) -> str:
     return "" if facts.ranks > 1 else "there is one rank: give --nproc"
 
 
+def _no_mesh(facts: Facts) -> str:
+    if facts.nodes > 1:
+        return "" if facts.ranks > facts.nodes else "a node has one rank: there is nobody to share with inside it"
+    return "" if facts.ranks % 2 == 0 else f"{facts.ranks} ranks are no mesh of two dimensions"
+
+
 class Parallel(Technique):
     name = "parallel"
     modes: ClassVar[frozenset[str]] = frozenset({"training"})
@@ -67,7 +73,7 @@ class Parallel(Technique):
             Level("zero2", "FSDP2, parameters gathered once a step (reshard_after_forward=False)", alone),
             Level("zero3", "FSDP2, parameters gathered for each use (reshard_after_forward=True)", alone),
             Level("hsdp", "FSDP2 on a mesh: shards inside a group of ranks, copies between groups",
-                  alone or ("" if facts.ranks % 2 == 0 else f"{facts.ranks} ranks are no mesh of two dimensions")),
+                  alone or _no_mesh(facts)),
         ]  # fmt: skip
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
@@ -108,7 +114,7 @@ def _sharded(level: str, recipe: Recipe, facts: Facts, lines: list[str]) -> Code
     if recipe.levels.get("offload") == "cpu":
         lines.append("from torch.distributed.fsdp import CPUOffloadPolicy")
         options.append(f"offload_policy=CPUOffloadPolicy(pin_memory={facts.device == 'cuda'})")
-    inner = f", {max(1, facts.ranks // 2)}" if level == "hsdp" else ""
+    inner = f", {max(1, facts.ranks // max(2, facts.nodes))}" if level == "hsdp" else ""
     lines += [
         f'mesh = mesh_of("{facts.device}", world{inner})',
         f"shard(model, {units}, mesh, {', '.join(options)})",

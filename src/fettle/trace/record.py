@@ -42,7 +42,8 @@ def record(
     from torch.profiler import ProfilerActivity, profile, schedule, supported_activities
 
     device = torch.accelerator.is_available()  # of whatever make: a build supports the activities of its own
-    activities = [one for one in supported_activities() if device or one == ProfilerActivity.CPU]
+    supported = supported_activities()  # type: ignore[no-untyped-call]
+    activities = [one for one in supported if device or one == ProfilerActivity.CPU]
     plan = schedule(wait=wait, warmup=warmup, active=active, repeat=1) if active else None
     written, failed = [], False
 

@@ -23,7 +23,7 @@ _EXACT = ("parallel", "wrap", "offload", "ddp_buckets", "ddp_compress", "ddp_gra
 """Techniques that the plan knows, or that take no device memory worth counting: with others a recipe may need less."""
 
 
-def plan_for_study(target: Target, ranks: int, device_memory_bytes: int | None) -> tuple[Plan, str]:
+def plan_for_study(target: Target, ranks: int, device_memory_bytes: int | None, nodes: int = 1) -> tuple[Plan, str]:
     """Plan each strategy for `ranks` ranks that share the workload's batch; (plan, note of how it was built)."""
     workload, mode, note = build_fake(target)
     rows = workload.rows
@@ -36,7 +36,7 @@ def plan_for_study(target: Target, ranks: int, device_memory_bytes: int | None) 
     whole = dataclasses.replace(workload, name=workload.name or target.name)
     device = next(workload.model.parameters()).device.type
     options: dict[str, Any] = {"device_memory_bytes": device_memory_bytes, "device": device, "mode": mode,
-                               "ranks_per_node": max(1, ranks)}  # fmt: skip
+                               "ranks_per_node": max(1, ranks // nodes)}  # fmt: skip
     alone = plan(whole, ranks, strategies=[Strategy()], **options)
     made = plan(dataclasses.replace(whole, data=[part]), ranks, strategies=_asked(workload.model), **options)
     return dataclasses.replace(made, predictions=(*alone.predictions, *made.predictions)), note

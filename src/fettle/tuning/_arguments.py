@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fettle.errors import UsageError
+from fettle.measure import Nodes, address_of
 from fettle.recipe import Recipe
 from fettle.result import Goal, Limits
 from fettle.search import DESIGNS
@@ -66,13 +67,30 @@ def check_limits(limits: Limits, goal: str, budget_s: float | None, design: str)
         raise UsageError(f"an impossible limit: max metric drop must not be below 0, and is {limits.max_metric_drop:g}")
 
 
-def check_ranks(nproc: int, device_memory_bytes: int | None, mode: str) -> None:
+def check_ranks(nproc: int, nodes: int, listen: str, device_memory_bytes: int | None, mode: str) -> None:
     if isinstance(nproc, bool) or not 1 <= nproc <= 1024:
         raise UsageError(f"--nproc {nproc}: give the number of ranks on this machine, 1 to 1024")
     if nproc > 1 and mode != "training":
         raise UsageError("--nproc is for training: add --mode training")
+    if isinstance(nodes, bool) or not 1 <= nodes <= 1024:
+        raise UsageError(f"--nodes {nodes}: give the number of machines, 1 to 1024")
+    if nodes > 1 and mode != "training":
+        raise UsageError("--nodes is for training: add --mode training")
+    if (nodes > 1) != bool(listen):
+        raise UsageError(
+            "--nodes and --listen go together: --nodes 2 --listen HOST:PORT, where the others reach this one"
+        )
     if device_memory_bytes is not None and device_memory_bytes <= 0:
         raise UsageError("an impossible limit: device memory must be above 0")
+
+
+def open_nodes(nodes: int, listen: str, target: Target) -> Nodes | None:
+    """Listen for the other nodes; None where there are none."""
+    if nodes == 1:
+        return None
+    if target.is_live:
+        raise UsageError("other nodes cannot have live objects: give a factory that each can import, 'file.py:factory'")
+    return Nodes(nodes, *address_of(listen, "--listen"))
 
 
 def check_techniques(allowed: Mapping[str, str | Sequence[str]]) -> Mapping[str, Sequence[str]]:

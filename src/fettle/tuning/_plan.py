@@ -51,33 +51,36 @@ class MemoryPlan:
 
 
 def plan_memory(
-    worker: Worker, study: Study, nproc: int, device: str, device_memory_bytes: int | None, tell: Callable[[str], None]
-) -> MemoryPlan:
-    """Plan the parallel strategies over `nproc` ranks, or recall the plan of an earlier run of the study."""
-    measured_with = study.note("ranks")
-    if nproc > 1 and measured_with not in (None, nproc):
-        raise UsageError(f"the study {study.name!r} holds trials on {measured_with} ranks: choose another --study")
-    if nproc == 1:
+    worker: Worker, study: Study, ranks: int, nodes: int, device: str, device_memory_bytes: int | None,
+    tell: Callable[[str], None],
+) -> MemoryPlan:  # fmt: skip
+    """Plan the parallel strategies over `ranks`, or recall the plan of an earlier run of the study."""
+    before = study.note("ranks"), study.note("nodes") or 1
+    if ranks > 1 and before[0] is not None and before != (ranks, nodes):
+        held = f"{before[0]} ranks" + (f" of {before[1]} nodes" if before[1] > 1 else "")
+        raise UsageError(f"the study {study.name!r} holds trials on {held}: choose another --study")
+    if ranks == 1:
         return MemoryPlan()
-    study.set_note("ranks", nproc)
-    memory = device_memory_bytes or _memory_of_rank(device, nproc)
-    key = f"plan {nproc} {memory}" if device_memory_bytes else f"plan {nproc}"
+    study.set_note("ranks", ranks)
+    study.set_note("nodes", nodes)
+    memory = device_memory_bytes or _memory_of_rank(device, ranks // nodes)
+    key = f"plan {ranks} {memory}" if device_memory_bytes else f"plan {ranks}"
     kept = study.note(key)
     if kept is None:
-        tell(f"planning the memory of {nproc} ranks")
+        tell(f"planning the memory of {ranks} ranks")
         try:
-            kept = worker.ask("plan", 300.0, factor=nproc, device_memory_bytes=memory)
+            kept = worker.ask("plan", 300.0, factor=ranks, nodes=nodes, device_memory_bytes=memory)
         except (WorkerError, UsageError) as error:
             kept = {"plan": None, "note": f"the memory could not be planned: {error}"}
         study.set_note(key, kept)
     return MemoryPlan(kept["plan"], kept["note"])
 
 
-def _memory_of_rank(device: str, nproc: int) -> int:
-    """Bytes that one rank may fill: its GPU, or its share of this machine."""
+def _memory_of_rank(device: str, each: int) -> int:
+    """Bytes that one of the ranks of a node may fill: its GPU, or its share of this machine."""
     import psutil
     import torch
 
     if device == "cuda":
         return int(torch.cuda.get_device_properties(0).total_memory)
-    return int(psutil.virtual_memory().total) // nproc
+    return int(psutil.virtual_memory().total) // each

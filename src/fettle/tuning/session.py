@@ -11,7 +11,7 @@ import msgspec
 
 from fettle.errors import UsageError
 from fettle.machine import Machine
-from fettle.measure import Entry, Held, Judge, Progress, Rules, Trial, Worker, WorkerError, race
+from fettle.measure import Entry, Held, Judge, Nodes, Progress, Rules, Trial, Worker, WorkerError, race
 from fettle.recipe import Recipe
 from fettle.result import Goal, Limits
 from fettle.study import Study
@@ -62,6 +62,7 @@ class Session:
         trial_timeout_s: float = 900.0,
         *,
         nproc: int = 1,
+        nodes: Nodes | None = None,
         device_memory_bytes: int | None = None,
     ) -> None:
         self.target, self.folder, self.limits, self.goal = target, folder, limits, goal
@@ -71,7 +72,8 @@ class Session:
         """Every recipe that was measured, by this run of the study or an earlier one."""
         self.baseline = Held()
         self._tell = tell
-        self._nproc, self._device_memory_bytes = nproc, device_memory_bytes
+        self._nodes, self._device_memory_bytes = nodes, device_memory_bytes
+        self._ranks = nproc * (nodes.count if nodes is not None else 1)
         self._heat = 0
         self._earlier_s = 0.0
 
@@ -81,6 +83,7 @@ class Session:
         Live objects of one class are other workloads as soon as their weights are: each has a study of its own.
         """
         timeout_s = self.rules.prepare_timeout_s
+        count = self._nodes.count if self._nodes is not None else 1
         with Worker(self._environment(), self._folder("logs") / "probe.log") as worker:
             try:
                 built = worker.ask("build", timeout_s, target=msgspec.to_builtins(self.target))
@@ -97,12 +100,18 @@ class Session:
                     look_s=math.inf if self.budget.seconds is None else 0.1 * self.budget.seconds,
                 )
                 self.plan = plan_memory(
-                    worker, self.study, self._nproc, self.probed.facts.device, self._device_memory_bytes, self.tell
+                    worker,
+                    self.study,
+                    self._ranks,
+                    count,
+                    self.probed.facts.device,
+                    self._device_memory_bytes,
+                    self.tell,
                 )
             except WorkerError as error:
                 raise UsageError(f"the workload could not be probed: {error}") from error
         allowed = self.limits.above(self.probed.reference.noise).max_error
-        self.facts = replace(self.probed.facts, ranks=self._nproc)
+        self.facts = replace(self.probed.facts, ranks=self._ranks, nodes=count)
         if allowed is not None:
             self.facts = replace(self.facts, max_error=allowed)
         self.rules = replace(self.rules, abreast=_abreast(self.facts))
@@ -230,6 +239,7 @@ class Session:
             tell=self._pass_on,
             heat=self._heat,
             held=held,
+            nodes=self._nodes,
         )
 
     def keep(self, trials: Sequence[Trial]) -> None:
@@ -282,7 +292,7 @@ class Session:
             calibrated |= level in technique.calibrated
         batch = recipe.levels.get("batch", "")
         factor = int(batch[1:]) if batch.startswith("x") else 1
-        ranks = self._nproc if recipe.levels.get("parallel", "single") != "single" else 1
+        ranks = self._ranks if recipe.levels.get("parallel", "single") != "single" else 1
         return Entry(recipe, source(recipe, self.facts), environment, factor, calibrated, ranks)
 
     def _judge(self) -> Judge:

@@ -18,7 +18,15 @@ from fettle.recipe import Recipe
 from fettle.result import Goal, Limits, Result
 from fettle.search import DESIGNS, auto
 from fettle.study import storage_url
-from fettle.tuning._arguments import check_limits, check_measuring, check_ranks, check_techniques, target_of, writable
+from fettle.tuning._arguments import (
+    check_limits,
+    check_measuring,
+    check_ranks,
+    check_techniques,
+    open_nodes,
+    target_of,
+    writable,
+)
 from fettle.tuning._last_race import LastRace, last_race
 from fettle.tuning._outcome import outcome
 from fettle.tuning.session import Session, Tell
@@ -44,6 +52,8 @@ def tune(
     mode: str = "inference",
     max_spread: float = 1.0,
     nproc: int = 1,
+    nodes: int = 1,
+    listen: str = "",
     device_memory_bytes: int | None = None,
     design: str = "auto",
     output: str | Path = "fettle-out",
@@ -65,7 +75,9 @@ def tune(
     guard is then on its losses: their mean distance from the baseline's may be `max_spread` times the typical
     distance of two seeds; with `max_metric_drop` the workload's metric after these steps decides instead. With `nproc`
     parallel strategies over so many ranks of this machine are tried as well; the memory plan leaves out what does not
-    fit into `device_memory_bytes` (a GPU's own memory, or a rank's share of this machine's, unless given).
+    fit into `device_memory_bytes` (a GPU's own memory, or a rank's share of this machine's, unless given). With `nodes`
+    so many machines have `nproc` ranks each: this one, which the others reach at `listen` (``"host:port"``), and those
+    on which ``fettle join host:port`` runs; the target must lie at the same place on all.
 
     Returns a `Result`; ``result.apply(model, inputs)`` gives the tuned callable. Raises `UsageError` for bad input.
     """
@@ -79,15 +91,18 @@ def tune(
     limits = Limits(max_error, min_agreement, max_metric_drop, max_latency_ms, max_memory_bytes, min_throughput)
     check_limits(limits, goal, budget_s, design)
     check_measuring(confidence, trial_timeout_s)
-    check_ranks(nproc, device_memory_bytes, mode)
+    check_ranks(nproc, nodes, listen, device_memory_bytes, mode)
     allowed = check_techniques(techniques or {})
     machine = this_machine()
 
     watched = ExitStack()
     tell = tell or watched.enter_context(progress(lines=False))
+    others = open_nodes(nodes, listen, target)
     session = Session(target, folder, limits, goal, budget_s, started, tell, confidence, trial_timeout_s,
-                      nproc=nproc, device_memory_bytes=device_memory_bytes)  # fmt: skip
+                      nproc=nproc, nodes=others, device_memory_bytes=device_memory_bytes)  # fmt: skip
     try:
+        if others is not None:
+            others.gather(session.tell)
         session.tell("building the workload and its reference")
         session.open(study or "", storage_url(storage, folder), machine, allow_batch)
         space, left_out = space_for(session.facts, allowed, session.plan.rules_out)
@@ -105,6 +120,8 @@ def tune(
         result = outcome(session, last, left_out, machine, command, interrupted)
     finally:
         close_all()
+        if others is not None:
+            others.close()
         watched.close()
     return result
 

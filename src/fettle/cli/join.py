@@ -1,0 +1,27 @@
+"""fettle join HOST:PORT: lend this machine's ranks to a study on another."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+
+def command(
+    address: Annotated[str, typer.Argument(help="HOST:PORT of the study, as its --listen says", show_default=False)],
+) -> None:
+    """Lend this machine to a training study that runs on another: its ranks of each trial are started here.
+
+    The study shows the whole command, with the key that both sides need. What is trained must lie at the same place on
+    every node. The study's node may run code here: give the key to nobody else. Ends when the study does.
+
+    [bold]Example[/]
+
+      FETTLE_KEY=4f0c... fettle join 10.0.0.1:29400
+    """
+    from fettle.measure import address_of, join
+
+    console = Console(stderr=True)
+    workers = join(*address_of(address, "the study's address"), lambda text: console.print(text, highlight=False))
+    console.print(f"the study has ended; {workers} processes of it had ranks here", highlight=False)

@@ -1,0 +1,66 @@
+"""Connections from those who know the key: strangers are turned away, and silent ones hold nobody up."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
+
+from fettle.errors import UsageError, first_line
+
+_STRANGERS = 64
+"""Handshakes under way at once; who comes above that is turned away."""
+
+
+class Door:
+    """A listener at an address. Close it."""
+
+    def __init__(self, host: str, port: int, key: bytes) -> None:
+        try:
+            self._listener = Listener((host, port), backlog=_STRANGERS)
+        except OSError as error:
+            raise UsageError(f"cannot listen on {host}:{port}: {first_line(error)}") from error
+        self.address: tuple[str, int] = (host, int(self._listener.address[1]))
+        self._key, self._closed = key, False
+        self._met: queue.Queue[Connection | None] = queue.Queue()
+        self._places = threading.Semaphore(_STRANGERS)
+        threading.Thread(target=self._open, daemon=True).start()
+
+    def wait(self, timeout_s: float | None = None) -> Connection | None:
+        """The next one who knows the key; None where nobody came in time, or the door was closed."""
+        try:
+            return self._met.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def close(self) -> None:
+        """Let nobody in any more, and whoever waits for somebody go on."""
+        self._closed = True
+        self._met.put(None)
+        with contextlib.suppress(OSError):  # `accept` returns only for a visitor
+            socket.create_connection(self.address, 1).close()
+        self._listener.close()
+
+    def _open(self) -> None:
+        while not self._closed:
+            try:
+                visitor = self._listener.accept()
+            except OSError:
+                continue
+            if self._places.acquire(blocking=False):
+                threading.Thread(target=self._meet, args=(visitor,), daemon=True).start()
+            else:
+                visitor.close()
+
+    def _meet(self, visitor: Connection) -> None:
+        try:
+            deliver_challenge(visitor, self._key)
+            answer_challenge(visitor, self._key)
+        except Exception:  # a stranger: whatever it sent instead
+            visitor.close()
+        else:
+            self._met.put(visitor)
+        finally:
+            self._places.release()
