@@ -55,3 +55,19 @@ def test_an_interrupt_is_one_line(run_fettle, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("fettle.report.load_result", stop)
     said = run_fettle("report", "anywhere")
     assert (said.code, said.out, said.err.strip()) == (130, "", "fettle: interrupted")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["join", "nowhere"], "is no address: write HOST:PORT"),
+        (["join", "10.0.0.1:99999"], "is no address: write HOST:PORT"),
+        (["join", "127.0.0.1:29400"], "set FETTLE_KEY"),
+    ],
+)
+def test_a_study_that_cannot_be_joined_is_one_line(run_fettle, monkeypatch, words: list[str], says: str) -> None:
+    monkeypatch.delenv("FETTLE_KEY", raising=False)
+    said = run_fettle(*words)
+    assert said.code == 2
+    assert said.err.count("\n") == 1
+    assert says in said.err

@@ -263,6 +263,15 @@ def test_of_several_ranks_one_speaks_and_a_larger_batch_counts_its_rows():
     text = source(Recipe.parse("parallel=ddp batch=x4"), several, heading="A test.", target=("loop.py", "workload"))
     assert '["RANK"] == "0" else lambda text: None' in text
     assert "samples/s at 64 a step" in text
+    assert "Start it with: torchrun --nproc-per-node 2 optimized.py" in text
+
+
+def test_of_several_nodes_each_is_a_group_that_shards():
+    nodes = replace(FACTS, ranks=8, nodes=4)
+    text = source(Recipe.parse("parallel=hsdp"), nodes, heading="A test.", target=("loop.py", "workload"))
+    assert "on each node: torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --nproc-per-node 2" in text
+    assert 'mesh_of("cpu", world, 2)' in text
+    assert "nobody to share with" in conflict(Recipe.parse("parallel=hsdp"), replace(FACTS, ranks=2, nodes=2))
 
 
 def test_timeline_adds_up_to_the_wall_time():

@@ -14,6 +14,7 @@ import pytest
 
 import fettle
 from fettle.errors import UsageError
+from fettle.measure._ranks import free_port
 from fettle.report import load_result, save
 from fettle.tuning import _last_race, session
 
@@ -129,6 +130,30 @@ def test_a_killed_study_goes_on_and_measures_nothing_twice(tmp_path):
     assert list(load_result(tmp_path / "result.json").plan) == list(result.plan)
     with pytest.raises(UsageError, match="holds trials on 2 ranks: choose another --study"):
         fettle.tune(str(TINY), mode="training", nproc=4, techniques=RANKS, output=tmp_path, budget_s=20)
+
+
+@pytest.mark.slow
+def test_a_study_over_two_nodes(tmp_path, monkeypatch):
+    """Both on this machine: the commands of the two, as people would start them."""
+    monkeypatch.setenv("FETTLE_KEY", "known to both")
+    fettle_ = [sys.executable, "-c", "from fettle.cli import main; main()"]
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    options = [word for name, levels in RANKS.items() for word in ("--technique", f"{name}={','.join(levels)}")]
+    other = subprocess.Popen([*fettle_, "join", address], stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    try:
+        done = subprocess.run(
+            [*fettle_, "tune", str(TINY), "--mode", "training", "--nodes", "2", "--listen", address, "--budget", "3m",
+             "--json", "-o", str(tmp_path / "out"), *options], capture_output=True, text=True,
+        )  # fmt: skip
+        said = other.communicate(timeout=60)[1]
+    finally:
+        other.kill()
+    assert done.returncode in (0, 1), done.stderr
+    assert "node 2 of 2" in said
+    assert "the study has ended" in said
+    result = load_result(tmp_path / "out" / "result.json")
+    assert result.facts.nodes == 2
+    assert any(trial.recipe.levels.get("parallel") == "ddp" and trial.ok for trial in result.trials)
 
 
 def _kept(folder):
