@@ -18,7 +18,7 @@ from fettle.diagnose import (
     roofline,
 )
 from fettle.diagnose.compile_health import CacheHealth, CompileHealth, GraphBreak, LimitHit, Recompile
-from fettle.diagnose.evidence import Batches, Kept, Kernel, Loading, Padding, Weights
+from fettle.diagnose.evidence import Batches, Fresh, Kept, Kernel, Loading, Padding, Weights
 from fettle.measure import Interval, Trial
 from fettle.recipe import Recipe
 from fettle.result import Advice
@@ -92,6 +92,7 @@ PLANTED = {
     "leak": seen(op("mul", "pointwise", 0.001, written=1 << 20), kept=Kept(1.0, 1.0, 0.0, 1e-9)),
     "churn": seen(allocator={"num_alloc_retries": 3, "num_device_alloc": 9, "num_device_free": 9, "calls": 20}),
     "waiting": seen(slept_s=0.004),
+    "fresh-memory": seen(fresh=Fresh(8192, 0.004), facts=facts(libraries={"glibc": "2.36"})),
     "garbage-collection": seen(gc_s=0.004),
     "subnormal": seen(weights=Weights(subnormal=0.5)),
     "debugging": seen(settings={"anomaly": "True"}, variants={"anomaly=off": (0.5, 0.4, 0.6)}),

@@ -135,6 +135,15 @@ class Kept:
 
 
 @dataclass(frozen=True)
+class Fresh:
+    """Memory that a call fetched from the system, on a CPU."""
+
+    pages: float = 0.0
+    seconds: float = 0.0
+    """Their number times what one was seen to cost."""
+
+
+@dataclass(frozen=True)
 class Evidence:
     """Everything that the rules look at, of one workload on one machine. Times in seconds a call."""
 
@@ -170,6 +179,7 @@ class Evidence:
     weights: Weights = Weights()
     loading: Loading = Loading()
     kept: Kept = Kept()
+    fresh: Fresh = Fresh()
     allocator: Mapping[str, int] = field(default_factory=dict)
     """Counters of the device's allocator over the plain calls (`torch.cuda.memory_stats`); empty on a CPU."""
     costs: Mapping[str, Cost] = field(default_factory=dict)

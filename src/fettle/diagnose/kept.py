@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import itertools
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fettle.diagnose.evidence import Kept
+from fettle.diagnose.fresh import cost_of_fresh_memory
 
 
 def kept_alive(call: Callable[[], Any], calls: int = 3) -> Kept:
@@ -31,19 +30,4 @@ def kept_alive(call: Callable[[], Any], calls: int = 3) -> Kept:
     if min(after[0] - before[0] for before, after in itertools.pairwise(counts)) < 1:
         return Kept()
     kept, graphs, size = (max(0.0, (last - first) / calls) for first, last in zip(counts[0], counts[-1], strict=True))
-    return Kept(kept, graphs, size, _fresh_s_per_byte() if graphs else 0.0)
-
-
-def _fresh_s_per_byte(size: int = 32 << 20) -> float:
-    """Seconds a byte that writing memory for the first time costs over writing it again."""
-    costs = []
-    for _ in range(3):
-        tensor = torch.empty(size, dtype=torch.uint8)  # large enough that it comes from the system each time
-        times = []
-        for _ in range(3):
-            began = time.perf_counter()
-            tensor.fill_(1)
-            times.append(time.perf_counter() - began)
-        costs.append(times[0] - min(times[1:]))
-        del tensor
-    return max(0.0, statistics.median(costs)) / size
+    return Kept(kept, graphs, size, cost_of_fresh_memory()[1] if graphs else 0.0)
