@@ -1,5 +1,6 @@
 """Each rule on evidence with its cause planted, and on evidence without it."""
 
+import gc
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from fettle.diagnose import (
 )
 from fettle.diagnose.compile_health import CacheHealth, CompileHealth, GraphBreak, LimitHit, Recompile
 from fettle.diagnose.evidence import Batches, Fresh, Kept, Kernel, Loading, Padding, Weights
+from fettle.diagnose.waiting import waiting
 from fettle.measure import Interval, Trial
 from fettle.recipe import Recipe
 from fettle.result import Advice
@@ -312,3 +314,19 @@ def test_threads_are_not_named_where_nothing_could_use_them() -> None:
     idle = replace(PLANTED["threads"], operations=())
     assert "threads" in {finding.rule for finding in findings_of(PLANTED["threads"])}
     assert "threads" not in {finding.rule for finding in findings_of(idle)}
+
+
+def test_a_collection_that_came_once_is_not_held_against_calls() -> None:
+    calls = []
+
+    def call() -> None:
+        calls.append(len(calls))
+        if len(calls) == 3:
+            gc.collect()
+
+    gc.disable()
+    try:
+        assert waiting(call, 1e-3)[0] == 0.0
+        assert waiting(gc.collect, 1e-3)[0] > 0
+    finally:
+        gc.enable()

@@ -7,6 +7,7 @@ import gc
 import itertools
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,14 +88,15 @@ def waiting(
     With one thread: threads that wait for each other would look asleep. Where loaders take more than 2% of `wall_s`,
     the call is tried with their batches at hand.
     """
-    spent, began = 0.0, 0.0
+    pauses: dict[int, list[float]] = defaultdict(list)
+    began = 0.0
 
     def note(phase: str, info: dict[str, Any]) -> None:
-        nonlocal spent, began
+        nonlocal began
         if phase == "start":
             began = time.perf_counter()
         else:
-            spent += time.perf_counter() - began
+            pauses[info["generation"]].append(time.perf_counter() - began)
 
     blocked = 0.0
     clock = LoaderClock()
@@ -117,7 +119,9 @@ def waiting(
     loader_s = clock.seconds / clock.calls
     at_hand_s = _at_hand(call, clock, device) if loader_s > 0.02 * wall_s else 0.0
     loading = Loading(loader_s, clock.rows, clock.batches // clock.calls, at_hand_s)
-    return spent / clock.calls, blocked / clock.calls, loading
+    # A collection that came once says nothing of how often it comes: a full one may take longer than all these calls.
+    collecting = sum(sum(seen) for seen in pauses.values() if len(seen) > 1)
+    return collecting / clock.calls, blocked / clock.calls, loading
 
 
 def _at_hand(call: Callable[[], Any], clock: LoaderClock, device: str, calls: int = 5) -> float:

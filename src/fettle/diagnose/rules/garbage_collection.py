@@ -14,7 +14,7 @@ def look(seen: Evidence) -> Finding | None:
     return Finding(
         "garbage-collection",
         "Python's garbage collector runs during calls.",
-        bound=seen.share(seen.gc_s),
+        bound=min(0.999, seen.share(seen.gc_s)),
         evidence=(f"{seen.gc_s * 1e3:.3g} ms a call",),
         advice="gc.freeze() after loading, collect between requests; look for reference cycles made by the model",
         formula="time in the collector / call",
