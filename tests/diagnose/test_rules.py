@@ -330,3 +330,12 @@ def test_a_collection_that_came_once_is_not_held_against_calls() -> None:
         assert waiting(gc.collect, 1e-3)[0] > 0
     finally:
         gc.enable()
+
+
+def test_a_loop_over_batches_is_no_loop_over_a_tensor_and_stacking_belongs_to_one_that_is() -> None:
+    turn = op("add", "pointwise", 0.004, calls=400, line="net.py:7", function="Net.forward")
+    assert RULES["python-loop"](seen(turn, loading=Loading(1e-4, rows=32, batches=100))) is None
+    alone, stacked = (RULES["python-loop"](seen(turn, *more)) for more in ((), (op("stack", "layout", 0.001),)))
+    assert alone is not None
+    assert stacked is not None
+    assert stacked.bound > alone.bound

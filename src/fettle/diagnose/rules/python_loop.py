@@ -10,10 +10,11 @@ from fettle.diagnose.rules._common import OPTIMIZER, about, named, taken
 def look(seen: Evidence) -> Finding | None:
     """One source line that calls the same small operator very often: a Python loop over a tensor."""
     stepping = {op.line for op in named(seen, *OPTIMIZER)}
+    often = 24 * max(1, seen.loading.batches)  # a loop over a loader's batches is how things are done
     ops = [
         op
         for op in seen.operations
-        if op.calls >= 24 and op.seconds / op.calls < 1e-4 and op.line and op.line not in stepping
+        if op.calls >= often and op.seconds / op.calls < 1e-4 and op.line and op.line not in stepping
     ]
     layers = {op.line for op in seen.operations if op.weights > 8}
     ops = [op for op in ops if op.line not in layers]  # many layers called by one line of a container
@@ -36,6 +37,7 @@ def look(seen: Evidence) -> Finding | None:
     ]
     host_s = seen.outside_s * sum(op.calls for op in body) / total
     spent = (taken(body) + host_s) * (1 - 1 / turns)
+    joining = [op for op in named(seen, "stack", "cat", "unbind", "split") if op not in body]
     return about(
         seen,
         "python-loop",
@@ -43,7 +45,8 @@ def look(seen: Evidence) -> Finding | None:
         lines[line],
         "replace the loop by one operation on the whole tensor",
         seconds=spent,
-        formula="time of all that the loop's lines and function run, less one turn / call",
+        formula="time of all that the loop's lines and function run, less one turn, and of stacking and cutting / call",
+        besides=taken(joining),
         before="rows = [net(row) for row in x]",
         after="rows = net(x)",
     )
