@@ -82,6 +82,8 @@ def _drop_outliers(
     if not work.any():
         return events, side, 0
     ts = events["ts_ns"].to_numpy()
+    if int(ts.max()) - int(ts.min()) <= _WEEK_NS:
+        return events, side, 0
     far = np.abs(ts - np.int64(np.median(ts[work]))) > _WEEK_NS
     if not far.any():
         return events, side, 0

@@ -13,6 +13,7 @@ launched before the gap began, the host is not the cause.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -48,8 +49,10 @@ CAUSES: dict[str, str] = {
 _BACKWARD = re.compile(r"^autograd::engine::evaluate_function|Backward\d*$")
 BETWEEN_KERNELS_NS = 30_000
 LATENCY_NS = 100_000
-WINDOWS_AT_ONCE = 4096  # enough to be quick, few enough that what is found in them stays in the cache
+PIECES_AT_ONCE = 1 << 20
 Causes = npt.NDArray[np.uint8]  # numbers in the order of `CAUSES`
+Numbers = npt.NDArray[np.integer[Any]]
+_PIECE_TYPES = (np.int64, np.int64, np.uint8, np.int32, np.int32)  # start, end, cause, detail, gap
 _NUMBER = {cause: i for i, cause in enumerate(CAUSES)}
 _OF_HOST = np.array([_NUMBER.get(cause, 0) for cause in CAUSES_OF_HOST], dtype=np.uint8)
 _NAMES = pl.Series(list(CAUSES), dtype=pl.Enum(list(CAUSES)))
@@ -94,7 +97,7 @@ def _idle_pieces(trace: Trace, device: int) -> pl.DataFrame:
     l0 = np.clip(call_start[~queued], starts[mine], ends[mine])
     l1 = np.clip(call_end[~queued], l0, ends[mine])
     names = trace.column("name")
-    pieces.add(l0, l1, "launch_call", names[launch[mine]].astype(np.int64), mine)
+    pieces.add(l0, l1, "launch_call", names[launch[mine]].astype(np.int32), mine)
     graph = _graph_names(trace)[names[launch[mine]]] if len(mine) else np.zeros(0, dtype=bool)
     slow = (ends[mine] - l1 > LATENCY_NS) & ~graph
     pieces.add(l1[~slow], ends[mine][~slow], "launch_latency", -1, mine[~slow])
@@ -135,20 +138,37 @@ def _full_queue(trace: Trace, pieces: _Pieces) -> _Pieces:
 
 
 class _Pieces:
-    """Pieces of idle time as they are found, in no order."""
+    """Pieces of idle time as they are found, in no order.
+
+    Millions of them: they are copied into few large arrays, because what many small ones of them leave between
+    themselves is handed back to the system and asked for again, which costs more than finding them.
+    """
 
     def __init__(self) -> None:
-        self.parts: list[tuple[Ints, Ints, Causes, Ints, Ints]] = []
+        self.full: list[list[npt.NDArray[Any]]] = []
+        self.columns: list[npt.NDArray[Any]] = [np.empty(0, dtype) for dtype in _PIECE_TYPES]
+        self.used = 0
 
-    def add(self, start: Ints, end: Ints, cause: Causes | str, detail: Ints | int, gap: Ints) -> None:
-        if len(start):
-            causes = np.full(len(start), _NUMBER[cause], np.uint8) if isinstance(cause, str) else cause
-            details = np.full(len(start), detail, dtype=np.int64) if isinstance(detail, int) else detail
-            self.parts.append((start, end, causes, details, gap))
+    @property
+    def parts(self) -> list[list[npt.NDArray[Any]]]:
+        """All pieces: sets of columns, in the order of `_PIECE_TYPES`."""
+        return [*self.full, [column[: self.used] for column in self.columns]]
+
+    def add(self, start: Ints, end: Ints, cause: Causes | str, detail: Numbers | int, gap: Numbers) -> None:
+        values = (start, end, _NUMBER[cause] if isinstance(cause, str) else cause, detail, gap)
+        done, count = 0, len(start)
+        while done < count:
+            if self.used == len(self.columns[0]):
+                self.full.append(self.columns)
+                self.columns, self.used = [np.empty(PIECES_AT_ONCE, dtype) for dtype in _PIECE_TYPES], 0
+            more = min(count - done, len(self.columns[0]) - self.used)
+            for column, value in zip(self.columns, values, strict=True):
+                piece = value[done : done + more] if isinstance(value, np.ndarray) else value
+                column[self.used : self.used + more] = piece
+            done += more
+            self.used += more
 
     def frame(self, next_row: Ints) -> pl.DataFrame:
-        if not self.parts:
-            self.parts = [(_NONE, _NONE, _NONE.astype(np.uint8), _NONE, _NONE)]
         start, end, cause, detail, gap = (np.concatenate(column) for column in zip(*self.parts, strict=True))
         some = np.argsort(start, kind="stable")  # a few runs that are in order already: merged, not sorted
         if not (end > start).all():
@@ -270,11 +290,12 @@ def _host_time(trace: Trace, pieces: _Pieces, start: Ints, end: Ints, thread: In
         for one in np.unique(thread):
             mine = np.flatnonzero(thread == one)
             mine = mine[np.argsort(start[mine], kind="stable")]
-            for some in np.split(mine, range(WINDOWS_AT_ONCE, len(mine), WINDOWS_AT_ONCE)):
+            for block in trace.stacks.blocks(int(one), start[mine], end[mine]):
+                some = mine[block]
                 s, e, row, window = trace.stacks.over(int(one), start[some], end[some])
                 owner = gap[some][window]
                 cause = np.where(row >= 0, trace.stacks.cause[row], 0)
-                name = np.where(row >= 0, names[row].astype(np.int64), -1)
+                name = np.where(row >= 0, names[row].astype(np.int32), np.int32(-1))
                 silent = np.flatnonzero(cause == 0)
                 if not len(silent):
                     pieces.add(s, e, _OF_HOST[cause], name, owner)

@@ -129,7 +129,7 @@ def _fetch(folder: Path, i: int) -> dict[str, Any] | None:
     if not (folder / f"{i}.part").exists():
         return None
     part: dict[str, Any] = pickle.loads((folder / f"{i}.part").read_bytes())
-    part["chunks"] = [{name: np.load(folder / f"{i}-{name}.npy") for name in EVENT_COLUMNS}]
+    part["chunks"] = [{name: np.load(folder / f"{i}-{name}.npy", mmap_mode="r") for name in EVENT_COLUMNS}]
     return part
 
 

@@ -9,9 +9,13 @@ in order, each before what it contains.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from fettle.trace.intervals import ranges
 from fettle.trace.kinds import Kind
@@ -21,6 +25,7 @@ from fettle.trace.ordering import order_by
 # Outer to inner, for events with the same start and length.
 _NESTING = {Kind.ANNOTATION: 0, Kind.PYTHON: 1, Kind.OPERATOR: 2, Kind.RUNTIME: 3, Kind.OVERHEAD: 4}
 BLOCK = 1 << 16
+Segments = tuple[npt.NDArray[np.int32], Ints, Ints, Ints]  # thread, start, end, row
 ENTERING_EVENTS = 64  # functions and their calls on the way into a range
 CAUSES_OF_HOST = (
     "host_untraced",
@@ -49,18 +54,17 @@ class HostStacks:
 
     parent: Ints
     depth: Ints
-    cause: Ints  # by event row: index into CAUSES_OF_HOST
+    cause: npt.NDArray[np.uint8]  # by event row: index into CAUSES_OF_HOST
     rows: Ints  # host events by thread and start
-    segment_thread: Ints
+    segment_thread: npt.NDArray[np.int32]
     segment_start: Ints
     segment_end: Ints
     segment_row: Ints
     overlaps_cut: int
-    _covers: dict[int, tuple[Ints, Ints]] = field(default_factory=dict)
 
     def thread_slice(self, thread: int) -> slice:
         """The segments of one thread."""
-        low, high = np.searchsorted(self.segment_thread, [thread, thread + 1])
+        low, high = np.searchsorted(self.segment_thread, np.array([thread, thread + 1], dtype=np.int32))
         return slice(int(low), int(high))
 
     def innermost(self, thread: Ints, time: Ints) -> Ints:
@@ -77,13 +81,24 @@ class HostStacks:
             answer[mine[inside]] = self.segment_row[part][at[inside]]
         return answer
 
+    def blocks(self, thread: int, start: Ints, end: Ints) -> Iterator[slice]:
+        """Disjoint windows, in order, cut into runs that hold few enough segments of a thread to stay in the cache."""
+        part = self.thread_slice(thread)
+        before = np.searchsorted(self.segment_end[part], start, side="right")
+        until = np.searchsorted(self.segment_start[part], end, side="left")
+        block = np.cumsum(np.maximum(until - before, 0) + 1) // BLOCK
+        edges = [0, *(np.flatnonzero(block[1:] != block[:-1]) + 1).tolist(), len(start)]
+        return (slice(low, high) for low, high in itertools.pairwise(edges))
+
     def over(self, thread: int, start: Ints, end: Ints) -> tuple[Ints, Ints, Ints, Ints]:
         """What a thread did in each of some disjoint windows, in order.
 
         Returns start, end, innermost row (-1: nothing traced) and window index of every piece; the pieces of a window
         add up to it exactly.
         """
-        edge, owner = self._cover(thread)
+        if not len(start):
+            return start, end, start, start
+        edge, owner = self._cover(thread, int(start[0]), int(end.max()))
         first = np.searchsorted(edge, start, side="right") - 1
         count = np.where(end > start, np.searchsorted(edge, end, side="left") - first, 0)
         window = np.repeat(np.arange(len(start)), count)
@@ -95,21 +110,24 @@ class HostStacks:
         stops[behind - 1] = end[some]
         return begins, stops, rows, window
 
-    def _cover(self, thread: int) -> tuple[Ints, Ints]:
-        """All time cut at the edges of a thread's segments: edges, and the row (-1: none) from each to the next."""
-        if thread not in self._covers:
-            part = self.thread_slice(thread)
-            start, end, row = self.segment_start[part], self.segment_end[part], self.segment_row[part]
-            free = np.ones(len(start) + 1, dtype=bool)  # before each segment, and behind the last
-            free[1:-1] = start[1:] > end[:-1]
-            at = np.arange(len(start)) + np.cumsum(free[:-1])
-            owner = np.full(len(start) + int(free.sum()), -1, dtype=np.int64)
-            edge = np.empty(len(owner) + 1, dtype=np.int64)
-            edge[at], owner[at] = start, row
-            edge[at + 1] = end
-            edge[0], edge[-1] = np.iinfo(np.int64).min, np.iinfo(np.int64).max
-            self._covers[thread] = edge, owner
-        return self._covers[thread]
+    def _cover(self, thread: int, low: int, high: int) -> tuple[Ints, Ints]:
+        """All time cut at the edges of a thread's segments in [low, high): edges, and the row (-1: none) from each to
+        the next.
+        """
+        whole = self.thread_slice(thread)
+        first = int(np.searchsorted(self.segment_end[whole], low, side="right"))
+        last = max(first, int(np.searchsorted(self.segment_start[whole], high, side="left")))
+        part = slice(whole.start + first, whole.start + last)
+        start, end, row = self.segment_start[part], self.segment_end[part], self.segment_row[part]
+        free = np.ones(len(start) + 1, dtype=bool)  # before each segment, and behind the last
+        free[1:-1] = start[1:] > end[:-1]
+        at = np.arange(len(start)) + np.cumsum(free[:-1])
+        owner = np.full(len(start) + int(free.sum()), -1, dtype=np.int64)
+        edge = np.empty(len(owner) + 1, dtype=np.int64)
+        edge[at], owner[at] = start, row
+        edge[at + 1] = end
+        edge[0], edge[-1] = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+        return edge, owner
 
 
 def build_stacks(trace: Trace) -> HostStacks:
@@ -127,7 +145,7 @@ def build_stacks(trace: Trace) -> HostStacks:
         rows = _outer_first(trace, rows, begin)
     parent, depth = np.full(count, -1, dtype=np.int64), np.zeros(count, dtype=np.int64)
     segments, cut = _nest(trace, rows, begin, parent, depth)
-    partial = HostStacks(parent, depth, np.zeros(0, np.int64), rows, *segments, cut)
+    partial = HostStacks(parent, depth, np.zeros(0, np.uint8), rows, *segments, cut)
     instants = all_rows[~lasting]
     if len(instants):
         around = partial.innermost(thread[instants], trace.ts[instants])
@@ -164,9 +182,7 @@ def _begin_after_entering(trace: Trace, rows: Ints) -> tuple[Ints, Ints]:
     return ours[moved], begin[moved]
 
 
-def _nest(
-    trace: Trace, rows: Ints, begin: Ints, parent_by_row: Ints, depth_by_row: Ints
-) -> tuple[tuple[Ints, Ints, Ints, Ints], int]:
+def _nest(trace: Trace, rows: Ints, begin: Ints, parent_by_row: Ints, depth_by_row: Ints) -> tuple[Segments, int]:
     """Fill in parents and depths; returns the segments' columns, and how many events were cut.
 
     Block by block, so that the arrays stay in the cache and no large ones are made only to be thrown away, which costs
@@ -175,8 +191,10 @@ def _nest(
     """
     thread_of, cut = trace.column("thread"), 0
     open_rows, open_ends = np.zeros(0, np.int64), np.zeros(0, np.int64)
-    found: list[tuple[Ints, Ints, Ints, Ints]] = []
-    low = high = 0
+    # A segment ends where an event begins or ends, and where a block does; of room that stays free no page is touched.
+    room = 2 * len(rows) + len(rows) // BLOCK + 1
+    columns: list[npt.NDArray[Any]] = [np.empty(room, dtype) for dtype in (np.int32, np.int64, np.int64, np.int64)]
+    found = low = high = 0
     while high < len(rows):
         low, high = high, min(high + BLOCK, len(rows))
         while high < len(rows) and begin[rows[high]] == begin[rows[high - 1]]:
@@ -197,15 +215,14 @@ def _nest(
             still = np.array([i for i in reversed(chain) if end[i] > until], dtype=np.int64)
             open_rows, open_ends = mine[still], end[still]
             end[still] = until
-        depth, segments = _sweep(start, end, parent, thread, mine)
-        found.append(segments)
+        depth, more = _sweep(start, end, parent, thread, mine)
+        for column, piece in zip(columns, more, strict=True):
+            column[found : found + len(piece)] = piece
+        found += len(more[0])
         depth_by_row[new] = depth[kept:]
         inner = np.flatnonzero(parent[kept:] >= 0)
         parent_by_row[new[inner]] = mine[parent[kept:][inner]]
-    if not found:
-        nothing = np.zeros(0, np.int64)
-        return (nothing, nothing, nothing, nothing), 0
-    of_thread, starts, ends, of_row = (np.concatenate(column) for column in zip(*found, strict=True))
+    of_thread, starts, ends, of_row = (column[:found] for column in columns)
     return (of_thread, starts, ends, of_row), cut
 
 
@@ -328,14 +345,16 @@ def inherit(flags: Bools, parent: Ints, rows: Ints) -> Bools:
         above[has] = above[above[has]]
 
 
-def _causes(trace: Trace, parent: Ints, host_rows: Ints) -> Ints:
+def _causes(trace: Trace, parent: Ints, host_rows: Ints) -> npt.NDArray[np.uint8]:
     number = {cause: i for i, cause in enumerate(CAUSES_OF_HOST)}
-    pairs = trace.column("name")[host_rows].astype(np.int64) * 256 + trace.kind[host_rows]
-    table = np.zeros(len(trace.names) * 256, dtype=np.int64)
+    table = np.zeros(len(trace.names) * 256, dtype=np.uint8)
     for (name, kind), one in trace.cause_of_name.items():
         table[name * 256 + kind] = number[one]
-    cause = np.zeros(trace.events.height, dtype=np.int64)
-    cause[host_rows] = table[pairs]
+    names, kinds = trace.column("name"), trace.kind
+    cause = np.zeros(trace.events.height, dtype=np.uint8)
+    for low in range(0, len(host_rows), BLOCK):
+        rows = host_rows[low : low + BLOCK]
+        cause[rows] = table[names[rows].astype(np.int64) * 256 + kinds[rows]]
     # Data loading and compilation own what runs inside them, save calls that block and the profiler's own time.
     for owner in ("compile_or_load", "data_loading"):
         marked = np.zeros(trace.events.height, dtype=bool)
