@@ -17,7 +17,7 @@ import pytest
 from fettle.errors import UsageError
 from fettle.measure import Entry, Judge, Nodes, Rules, Worker, WorkerError, race
 from fettle.measure._door import Door
-from fettle.measure._ranks import free_port
+from fettle.measure._ranks import free_ports
 from fettle.recipe import Recipe
 from fettle.techniques import Facts, source
 from fettle.workload import find_target
@@ -117,7 +117,7 @@ def test_ranks_end_with_the_process_that_started_them():
 def two_nodes(monkeypatch):
     """This machine as two nodes: a second process has joined the first."""
     monkeypatch.setenv("FETTLE_KEY", "known to both")
-    nodes = Nodes(2, "127.0.0.1", free_port("127.0.0.1"))
+    nodes = Nodes(2, "127.0.0.1", free_ports("127.0.0.1", 1)[0])
     command = [sys.executable, "-c", "from fettle.cli import main; main()", "join", f"127.0.0.1:{nodes.port}"]
     other = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:

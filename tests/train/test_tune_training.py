@@ -14,7 +14,7 @@ import pytest
 
 import fettle
 from fettle.errors import UsageError
-from fettle.measure._ranks import free_port
+from fettle.measure._ranks import free_ports
 from fettle.report import load_result, save
 from fettle.tuning import _last_race, session
 
@@ -137,7 +137,7 @@ def test_a_study_over_two_nodes(tmp_path, monkeypatch):
     """Both on this machine: the commands of the two, as people would start them."""
     monkeypatch.setenv("FETTLE_KEY", "known to both")
     fettle_ = [sys.executable, "-c", "from fettle.cli import main; main()"]
-    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    address = f"127.0.0.1:{free_ports('127.0.0.1', 1)[0]}"
     options = [word for name, levels in RANKS.items() for word in ("--technique", f"{name}={','.join(levels)}")]
     other = subprocess.Popen([*fettle_, "join", address], stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     try:

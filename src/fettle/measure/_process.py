@@ -20,7 +20,7 @@ import msgspec
 import psutil
 
 from fettle.errors import UsageError
-from fettle.measure._ranks import Gathering, free_port, variables_of
+from fettle.measure._ranks import Gathering, free_ports, variables_of
 
 if TYPE_CHECKING:
     from fettle.measure._nodes import Nodes
@@ -217,9 +217,8 @@ class Worker:
 
 def _gathering(ranks: int, nodes: Nodes | None) -> Gathering:
     host, count = (nodes.host, nodes.count) if nodes is not None else ("127.0.0.1", 1)
-    return Gathering(
-        secrets.token_hex(8), ranks // count, host, free_port(host), free_port(host), secrets.token_hex(16), count
-    )
+    store_port, port = free_ports(host, 2)
+    return Gathering(secrets.token_hex(8), ranks // count, host, store_port, port, secrets.token_hex(16), count)
 
 
 _LIVE: set[Worker] = set()

@@ -60,11 +60,13 @@ def variables_of(gathering: Gathering) -> dict[str, str]:
     return {_RANKS: msgspec.json.encode(gathering).decode(), "OMP_NUM_THREADS": str(threads)}
 
 
-def free_port(host: str) -> int:
-    """A port that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def free_ports(host: str, count: int) -> list[int]:
+    """Different ports that nobody listens on at this moment."""
+    with contextlib.ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind((host, 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 class _Ranks:
