@@ -94,7 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("traces", nargs="+", type=Path)
     parser.add_argument(
-        "--events", type=int, action="append", default=[], help="also: the first trace repeated to so many events"
+        "--events", type=int, action="append", default=[], help="also: each trace repeated to so many events"
     )
     parser.add_argument("--reference", help="an interpreter that has traceinsight")
     parser.add_argument("--runs", type=int, default=1)
@@ -107,8 +107,7 @@ def main() -> None:
         for path in options.traces:
             results.append(measure(path.name, path, python, env, options.runs))
         for events in options.events:
-            # The first trace at every size, the second (with Python stacks, say) at the smallest only.
-            for path in options.traces[:2] if events == min(options.events) else options.traces[:1]:
+            for path in options.traces:
                 large = Path(scratch) / f"{path.name.split('.')[0]}-{events}.json"
                 repeat(path, large, events)
                 results.append(measure(large.name, large, python, env, options.runs))
