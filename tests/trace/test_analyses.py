@@ -493,6 +493,20 @@ def test_annotations_take_the_work_launched_inside(tmp_path: Path) -> None:
     assert table == {"outer": 5_000, "inner": 5_000}
 
 
+def test_rows_that_tie_come_in_one_order(tmp_path: Path) -> None:
+    build = Build()
+    for i in range(400):
+        build.op(f"aten::op{i % 50}", 100 * i, 50, **{"Input Dims": [[i // 50]]})
+        build.kernel(f"k{i}", 100 * i + 20, 10, call=100 * i + 10)
+    trace = build.load(tmp_path)
+    table = T.operator_table(trace)
+    assert table.height == 400
+    assert table.rows() == sorted(table.rows(), key=lambda row: (row[1], row[2]))
+    again = [T.compare(trace, trace).work for _ in range(3)]
+    assert again[0].equals(again[1])
+    assert again[1].equals(again[2])
+
+
 def test_counters_pair_only_where_they_can(tmp_path: Path) -> None:
     build = Build().op("aten::mm", 0, 20).call("cudaLaunchKernel", 5, 2, correlation=1)
     build.add("cuda_profiler_range", "gemm", 100, 5, **{"flops.sum": 12.0})

@@ -67,6 +67,32 @@ def test_other_commands(tmp_path: Path, run_fettle: Run) -> None:
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("question", "drawn"),
+    [
+        (["tree", "--python", "--depth", "3"], "aten::linear"),
+        (["sequences", "--min-kernels", "1"], "aten::linear"),
+        (["steps"], "usual"),
+        (["whatif"], "one graph launched the whole step"),
+        (["whatif", "--kernels", "gemm"], "another time"),
+    ],
+)
+def test_charts_of_single_questions(tmp_path: Path, run_fettle: Run, question: list[str], drawn: str) -> None:
+    path = training(3).write(tmp_path / "t.json")
+    assert run_fettle("trace", question[0], path, *question[1:], "--chart", tmp_path / "c.json").code == 0
+    assert drawn in (tmp_path / "c.json").read_text()
+
+
+def test_a_chart_of_counters(tmp_path: Path, run_fettle: Run) -> None:
+    build = Build().op("aten::mm", 0, 20).call("cudaLaunchKernel", 5, 2, correlation=1)
+    build.add("cuda_profiler_range", "gemm", 100, 5, **{"flops.sum": 12.0, "bytes.sum": 7.0})
+    path = build.write(tmp_path / "t.json")
+    assert run_fettle("trace", "counters", path, "--chart", tmp_path / "c.json").code == 0
+    drawn = (tmp_path / "c.json").read_text()
+    assert "flops.sum" in drawn
+    assert "bytes.sum" in drawn
+
+
 def test_commands_over_ranks(tmp_path: Path, run_fettle: Run) -> None:
     for rank in range(2):
         build = training(3, extra_gap=5.0 * rank, ranks=2)

@@ -173,5 +173,5 @@ def collective_table(trace: Trace) -> pl.DataFrame:
             median_ns=pl.col("duration_ns").median(),
             best_bus_gb_per_s=pl.col("bus_gb_per_s").max(),
         )
-        .sort("sum_ns", descending=True)
+        .sort("sum_ns", "collective", "group", "bytes", descending=[True, False, False, False])
     )

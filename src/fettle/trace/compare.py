@@ -188,6 +188,7 @@ def _match_work(before: Trace, after: Trace, a: pl.DataFrame, b: pl.DataFrame) -
             name=pl.coalesce("kernel", "kernel_after"),
             renamed=both & (pl.col("kernel") != pl.col("kernel_after")),
         )
+        .sort(pl.col("change_ns").abs(), "name", "key", descending=[True, False, False], nulls_last=True)
         .select(
             "name",
             "kernel_after",
@@ -204,7 +205,6 @@ def _match_work(before: Trace, after: Trace, a: pl.DataFrame, b: pl.DataFrame) -
             "launches_ns",
             "only_ns",
         )
-        .sort(pl.col("change_ns").abs(), descending=True)
     )
 
 
@@ -270,7 +270,7 @@ def _match_operators(before: Trace, after: Trace, a: pl.DataFrame, b: pl.DataFra
         .then(pl.lit("changed"))
         .otherwise(pl.lit("same")),
         change_ns=pl.col("self_ns_after") - pl.col("self_ns"),
-    ).sort(pl.col("change_ns").abs(), descending=True)
+    ).sort(pl.col("change_ns").abs(), "operator", descending=[True, False])
 
 
 def _host(trace: Trace, account: pl.DataFrame) -> pl.DataFrame:

@@ -59,7 +59,7 @@ def operator_table(trace: Trace) -> pl.DataFrame:
         self_ns="self_ns",
         device_ns="device_ns",
         kernels="kernels",
-    ).sort("device_ns", "self_ns", "operator", descending=[True, True, False])
+    ).sort("device_ns", "self_ns", "operator", "shapes", descending=[True, True, False, False])
 
 
 def call_tree(trace: Trace, *, max_depth: int = 6, python: bool = False) -> pl.DataFrame:
@@ -208,7 +208,7 @@ def annotation_table(trace: Trace) -> pl.DataFrame:
         host_ns="host_ns",
         device_ns="device_ns",
         kernels="kernels",
-    ).sort("device_ns", "host_ns", descending=True)
+    ).sort("device_ns", "host_ns", "annotation", descending=[True, True, False])
 
 
 def counters_by_operator(trace: Trace) -> pl.DataFrame | None:

@@ -28,6 +28,15 @@ _UPLOAD = re.compile(r"memcpy\s*(HtoD|H2D|HostToDevice)", re.IGNORECASE)
 CHANGES = ("kernels", "no_syncs", "perfect_overlap", "graph", "data_ready")
 
 
+QUESTIONS = {
+    "kernels": "these kernels took another time",
+    "no_syncs": "no call blocked the host",
+    "perfect_overlap": "communication and copies held nothing up",
+    "graph": "one graph launched the whole step",
+    "data_ready": "the data had been ready",
+}
+
+
 @dataclass(frozen=True)
 class WhatIf:
     """The answer to one question, ns: measured wall time, estimate, and bounds; `replay_error` is the unchanged
@@ -44,6 +53,10 @@ class WhatIf:
     @property
     def saving_share(self) -> float:
         return 1 - self.estimate_ns / max(self.wall_ns, 1)
+
+    @property
+    def question(self) -> str:
+        return QUESTIONS[self.change]
 
 
 def what_if(

@@ -31,7 +31,7 @@ def operators(
             frames[column] = (
                 work.group_by("rank", column)
                 .agg(device_ns=pl.col("duration_ns").sum(), kernels=pl.len())
-                .sort("device_ns", descending=True)
+                .sort("device_ns", column, descending=[True, False])
             )
     write_chart(chart, lambda: charts.bar_chart(table, "operator", "device_ns"))
     show(frames | ({"work": work} if as_json else {}), as_json, rows, traces=traces)
@@ -42,6 +42,7 @@ def tree(
     source: Source,
     as_json: Json = False,
     rows: Rows = 60,
+    chart: Chart = None,
     fresh: Fresh = False,
     depth: Annotated[int, typer.Option(min=1, max=200, help="how deep")] = 4,
     python: Annotated[bool, typer.Option("--python", help="with Python functions")] = False,
@@ -52,11 +53,15 @@ def tree(
 
       fettle trace tree trace.json.gz --depth 6
 
-      fettle trace tree trace.json.gz --python
+      fettle trace tree trace.json.gz --python --chart flame.html
     """
+    from fettle.trace import charts
     from fettle.trace.operators import call_tree
+    from fettle.trace.report.host import flame_frame
 
     traces = open_traces(source, fresh)
+    flame = (traces[0], bool(traces[0].device_keys), depth, python)
+    write_chart(chart, lambda: charts.blocks(flame_frame(*flame), "milliseconds"))
     tree = joined(traces, lambda t: call_tree(t, max_depth=depth, python=python))
     show({"tree": tree}, as_json, rows, traces=traces)
 
@@ -67,6 +72,7 @@ def sequences(
     operator: Annotated[str, typer.Argument(help="part of an operator's name; any operator where left out")] = "",
     as_json: Json = False,
     rows: Rows = 10,
+    chart: Chart = None,
     fresh: Fresh = False,
     min_kernels: Annotated[int, typer.Option(min=1, help="the fewest kernels in a sequence")] = 3,
 ) -> None:
@@ -78,10 +84,13 @@ def sequences(
 
       fettle trace sequences trace.json.gz aten::linear --min-kernels 1
     """
+    from fettle.trace import charts
     from fettle.trace.operators import kernel_sequences
 
     traces = open_traces(source, fresh)
     found = joined(traces, lambda t: kernel_sequences(t, operator, min_kernels=min_kernels, top=rows))
+    named = found.with_columns(sequence=pl.format("{} x {}: {}", "count", "operator", "kernels"))
+    write_chart(chart, lambda: charts.bar_chart(named, "sequence", "device_ns"))
     notes = {} if found.height or as_json else {"none": f"no operator launched {min_kernels} kernels: --min-kernels 1"}
     show({"sequences": found}, as_json, rows, notes, traces)
 
@@ -106,13 +115,14 @@ def annotations(
 
 
 @app.command()
-def counters(source: Source, as_json: Json = False, rows: Rows = 30, fresh: Fresh = False) -> None:
+def counters(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False) -> None:
     """Hardware counters (CUPTI) by operator.
 
     [bold]Example[/]
 
-      fettle trace counters trace.json.gz
+      fettle trace counters trace.json.gz --chart counters.html
     """
+    from fettle.trace import charts
     from fettle.trace.operators import counters_by_operator
 
     traces = open_traces(source, fresh)
@@ -120,17 +130,13 @@ def counters(source: Source, as_json: Json = False, rows: Rows = 30, fresh: Fres
     if not frames:
         raise UsageError("no hardware counters in this trace, or not as many ranges as launches: they cannot be paired")
     frame = pl.concat(frames)
-    show(
-        {
-            "by_operator": frame.group_by("rank", "operator", "counter")
-            .agg(pl.col("value").sum())
-            .sort("value", descending=True),
-            "ranges": frame,
-        },
-        as_json,
-        rows,
-        traces=traces,
+    sums = (
+        frame.group_by("rank", "operator", "counter")
+        .agg(pl.col("value").sum())
+        .sort("value", "operator", descending=[True, False])
     )
+    write_chart(chart, lambda: charts.counter_chart(sums))
+    show({"by_operator": sums, "ranges": frame}, as_json, rows, traces=traces)
 
 
 @app.command()

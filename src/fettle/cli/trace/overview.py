@@ -51,19 +51,23 @@ def health(source: Source, as_json: Json = False, fresh: Fresh = False) -> None:
 
 
 @app.command()
-def steps(source: Source, as_json: Json = False, rows: Rows = 30, fresh: Fresh = False) -> None:
+def steps(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False) -> None:
     """The steps: medians, outliers, drift.
 
     [bold]Example[/]
 
-      fettle trace steps trace.json.gz
+      fettle trace steps trace.json.gz --chart steps.html
     """
+    from fettle.trace import charts
     from fettle.trace.steps import step_summary
     from fettle.trace.steps import steps as find
 
     traces = open_traces(source, fresh)
     frame = joined(traces, find)
     summaries = {f"rank {t.rank}": step_summary(find(t)) for t in traces}
+    far = [(t.rank, n) for t, s in zip(traces, summaries.values(), strict=True) for n in s["outliers"]]  # type: ignore[union-attr]
+    outliers = pl.DataFrame(far, schema={"rank": pl.Int64(), "step": frame.schema["step"]}, orient="row")
+    write_chart(chart, lambda: charts.step_chart(frame, outliers))
     notes = summaries if as_json else {k: _in_words(s) for k, s in summaries.items()}
     show({"steps": frame}, as_json, rows, notes, traces)
 

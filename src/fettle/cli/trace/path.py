@@ -69,6 +69,7 @@ def whatif(
     source: Source,
     step: Step = None,
     as_json: Json = False,
+    chart: Chart = None,
     fresh: Fresh = False,
     kernels: Annotated[
         str | None, typer.Option(help="kernels that match this expression take --factor of their time")
@@ -83,12 +84,13 @@ def whatif(
 
       fettle trace whatif trace.json.gz
 
-      fettle trace whatif trace.json.gz --kernels gemm --factor 0.5
+      fettle trace whatif trace.json.gz --kernels gemm --factor 0.5 --chart whatif.html
     """
+    from fettle.trace import charts
     from fettle.trace.critical import critical_path
     from fettle.trace.whatif import what_if
 
-    rows = []
+    rows, questions = [], []
     notes = {}
     traces = open_traces(source, fresh)
     for trace in traces:
@@ -100,6 +102,9 @@ def whatif(
         for change in changes:
             answer = what_if(trace, change, kernels=kernels or "", factor=factor, path=path)
             rows.append({"rank": trace.rank, **asdict(answer), "saving_share": answer.saving_share})
+            questions.append(f"rank {trace.rank}: if {answer.question}")
+    asked = pl.DataFrame(rows).with_columns(question=pl.Series(questions))
+    write_chart(chart, lambda: charts.what_if_chart(asked))
     show({"what_if": pl.DataFrame(rows)}, as_json, 1000, {} if as_json else notes, traces)
 
 

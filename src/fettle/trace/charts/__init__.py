@@ -4,12 +4,21 @@ Charts are as wide as what holds them and name no ink and no paper: the page, or
 above their bars, so that a kernel's name of eighty characters costs no width on a phone.
 """
 
-from fettle.trace.charts.bars import account_chart, account_parts, bar_chart, change_chart, stacked, what_if_chart
-from fettle.trace.charts.counts import arrival_chart, collective_chart, delay_chart, size_chart
+from fettle.trace.charts.bars import (
+    account_chart,
+    account_parts,
+    bar_chart,
+    change_chart,
+    stacked,
+    step_chart,
+    what_if_chart,
+)
+from fettle.trace.charts.counts import arrival_chart, collective_chart, counter_chart, delay_chart, size_chart
 from fettle.trace.charts.lines import blocks, step_line
 from fettle.trace.charts.look import main_parts, save
 
 __all__ = [
     "account_chart", "account_parts", "arrival_chart", "bar_chart", "blocks", "change_chart", "collective_chart",
-    "delay_chart", "main_parts", "save", "size_chart", "stacked", "step_line", "what_if_chart",
+    "counter_chart", "delay_chart", "main_parts", "save", "size_chart", "stacked", "step_chart", "step_line",
+    "what_if_chart",
 ]  # fmt: skip

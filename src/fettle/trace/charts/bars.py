@@ -195,3 +195,25 @@ def change_chart(parts: pl.DataFrame, before_ns: float, after_ns: float, top: in
         x=alt.value(0), text="text:N"
     )
     return sized(chart + labels, alt.Step(31))
+
+
+def step_chart(steps: pl.DataFrame, outliers: pl.DataFrame) -> Any:
+    """Wall times of the steps in their order: columns rank, step, wall_ns; of the outliers rank and step."""
+    thinned = max(1, -(-steps.height // 300))
+    far = steps.join(outliers, on=["rank", "step"], how="semi").with_columns(kind=pl.lit("outlier"))
+    near = steps.join(outliers, on=["rank", "step"], how="anti").with_columns(kind=pl.lit("usual"))
+    near = near.filter(pl.col("step").rank("dense") % thinned == 0)
+    shown = pl.concat([near, far]).select("rank", "step", "kind", ms=pl.col("wall_ns") / 1e6).sort("rank", "step")
+    scale = alt.Scale(domain=["usual", "outlier"], range=["#1f8a99", "#c2562d"])
+    chart = (
+        alt.Chart(shown)
+        .mark_bar()
+        .encode(
+            x=alt.X("step:O", title="step", axis=alt.Axis(labelOverlap=True, labelAngle=0)),
+            xOffset="rank:O",
+            y=alt.Y("ms:Q", title="milliseconds"),
+            color=alt.Color("kind:N", title=None, scale=scale),
+            tooltip=["rank", "step", alt.Tooltip("ms:Q", format=",.3f")],
+        )
+    )
+    return sized(chart, 220)

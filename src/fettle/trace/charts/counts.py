@@ -126,3 +126,22 @@ def arrival_chart(arrivals: pl.DataFrame) -> Any:
         )
     )
     return sized(chart, 210)
+
+
+def counter_chart(sums: pl.DataFrame, top: int = 8) -> Any:
+    """Hardware counters by operator, each counter on its own scale: columns operator, counter, value."""
+    by_name = sums.group_by("counter", "operator").agg(pl.col("value").sum()).filter(pl.col("value") != 0)
+    shown = by_name.sort("value", descending=True).group_by("counter", maintain_order=True).head(top)
+    rows = []
+    for (counter,), part in shown.group_by("counter", maintain_order=True):
+        bars = (
+            alt.Chart(part, title=str(counter)[:120])
+            .mark_bar(color="#1f8a99")
+            .encode(
+                x=alt.X("value:Q", title=None, axis=alt.Axis(format="~s", tickCount=4)),
+                y=alt.Y("operator:N", sort=None, title=None, axis=alt.Axis(labelLimit=160)),
+                tooltip=["operator", alt.Tooltip("value:Q", format=",.6~g")],
+            )
+        )
+        rows.append(bars.properties(width=480))
+    return alt.vconcat(*rows)

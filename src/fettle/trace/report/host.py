@@ -75,11 +75,11 @@ def operators(traces: list[Trace]) -> Section | None:
     return section
 
 
-def flame_frame(trace: Trace, device: bool) -> pl.DataFrame:
+def flame_frame(trace: Trace, device: bool, depth: int = FLAME_DEPTH, python: bool = False) -> pl.DataFrame:
     """The call tree as blocks: columns row (depth), name, start, end, length (ms), kind."""
     cost = "device_ns" if device else "host_ns"
     # Paths in order of their text are depth first; children lie from their parent's start on.
-    steps = call_tree(trace, max_depth=FLAME_DEPTH).with_columns(
+    steps = call_tree(trace, max_depth=depth, python=python).with_columns(
         pl.col("path").str.replace_all(r"ProfilerStep#\d+", "step")
     )
     tree = steps.group_by("path", "depth").agg(pl.col(cost).sum()).filter(pl.col(cost) > 0)
@@ -87,11 +87,11 @@ def flame_frame(trace: Trace, device: bool) -> pl.DataFrame:
     rows: list[tuple[int, str, float, float, str]] = []
     start_of: dict[str, float] = {}
     used: dict[str, float] = {}
-    for path, depth, ns in (
+    for path, level, ns in (
         tree.sort("depth", cost, "path", descending=[False, True, False]).select("path", "depth", cost).iter_rows()
     ):
-        parent, _, name = path.rpartition(" > ") if depth else ("", "", path)
-        if path not in kept or (depth and parent not in start_of):
+        parent, _, name = path.rpartition(" > ") if level else ("", "", path)
+        if path not in kept or (level and parent not in start_of):
             continue
         start = start_of.get(parent, 0.0) + used.get(parent, 0.0)
         start_of[path], used[parent] = start, used.get(parent, 0.0) + ns
@@ -100,7 +100,7 @@ def flame_frame(trace: Trace, device: bool) -> pl.DataFrame:
             if not name.startswith(("aten::", "autograd::"))
             else ("backward" if name.startswith("autograd::") else "operator")
         )
-        rows.append((depth, name[:100], start / 1e6, (start + ns) / 1e6, sort))
+        rows.append((level, name[:100], start / 1e6, (start + ns) / 1e6, sort))
     schema = {"row": pl.Int64(), "name": pl.String(), "start": pl.Float64(), "end": pl.Float64(), "kind": pl.String()}
     frame = pl.DataFrame(rows, schema=schema, orient="row")
     return frame.with_columns(length=pl.col("end") - pl.col("start"))

@@ -25,12 +25,6 @@ from fettle.units import size_text
 SHOWN_RANKS = 4
 TIMELINE_EVENTS = 1200
 TIMELINE_ROWS = 60
-QUESTIONS = {
-    "no_syncs": "no call blocked the host",
-    "perfect_overlap": "communication and copies held nothing up",
-    "graph": "one graph launched the whole step",
-    "data_ready": "the data had been ready",
-}
 
 
 def critical(traces: list[Trace]) -> Section:
@@ -44,18 +38,12 @@ def critical(traces: list[Trace]) -> Section:
         rank = f", rank {trace.rank}" if len(traces) > 1 else ""
         path = critical_path(trace)
         section.chart(f"Critical path{rank}", charts.bar_chart(path.summary(), "category", "time_ns"))
-        questions = [q for q in QUESTIONS if trace.device_keys or q == "data_ready"]
         if trace.device_keys or "data_loading" in path.summary()["category"]:
-            answers = [what_if(trace, change, path=path) for change in questions]
+            changes = ("no_syncs", "perfect_overlap", "graph", "data_ready") if trace.device_keys else ("data_ready",)
+            answers = [what_if(trace, change, path=path) for change in changes]
             frame = pl.DataFrame([{**asdict(a), "saving_share": a.saving_share} for a in answers])
-            frame = frame.with_columns(
-                question=pl.format(
-                    "if {}  ·  {}",
-                    pl.col("change").replace_strict(QUESTIONS),
-                    pl.Series([ms(a.estimate_ns) for a in answers]),
-                )
-            )
-            section.chart(f"What if ...{rank}", charts.what_if_chart(frame))
+            said = [f"if {a.question}  ·  {ms(a.estimate_ns)}" for a in answers]
+            section.chart(f"What if ...{rank}", charts.what_if_chart(frame.with_columns(question=pl.Series(said))))
             section.table(
                 f"What if{rank}",
                 frame.select("change", "wall_ns", "estimate_ns", "low_ns", "high_ns", "saving_share", "replay_error"),
