@@ -14,9 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,7 +28,7 @@ from scipy import stats
 
 from fettle.comparing import REPLICATES
 from fettle.machine import this_machine
-from fettle.measure import Entry, Interval, Judge, Rules, Trial, Worker, race, verdict
+from fettle.measure import Entry, Interval, Judge, Progress, Rules, Trial, Worker, race, verdict
 from fettle.recipe import Recipe
 from fettle.workload import find_target
 
@@ -54,15 +57,43 @@ SLOW = "def optimize(model, batches):\n    model.depth = 103\n    return model\n
 
 def one_race(target: dict, source: str, seed: int) -> tuple[str, Trial, float, float]:
     """A race of the workload against `source`, as `fettle bench` runs it: the verdict, the trial, seconds in rounds
-    and seconds in slices."""
+    and seconds of them in the model."""
     rules = Rules(settle_verdicts=True, replicates=REPLICATES)
     entries = [Entry(Recipe(), SAME), Entry(Recipe({"technique": "other"}), source)]
     ends: list[float] = []
-    tell = lambda progress: ends.append(time.monotonic()) if progress.stage == "round" else None  # noqa: E731
-    trials = race(target, "", entries, Judge(), rules, tell=tell, seed=seed)
+    model_s: list[float] = []
+
+    def tell(progress: Progress) -> None:
+        if progress.stage == "round":
+            ends.append(time.monotonic())
+            model_s.append(sum(calls))
+            calls.clear()
+
+    with counting_calls() as calls:
+        trials = race(target, "", entries, Judge(), rules, tell=tell, seed=seed)
     per_round = [b - a for a, b in pairwise(ends)]
-    slices_s = sum(trial.processes for trial in trials) * rules.slice_s * len(per_round)
-    return verdict(trials[1].speedup, rules.indifference), trials[1], sum(per_round), slices_s
+    return verdict(trials[1].speedup, rules.indifference), trials[1], sum(per_round), sum(model_s[1:])
+
+
+@contextmanager
+def counting_calls() -> Iterator[list[float]]:
+    """Seconds of the calls in each slice, as they are made: those that count and the one that settles the caches."""
+    found: list[float] = []
+    ask = Worker.ask
+
+    def heard(self: Worker, do: str, timeout_s: float, **fields: object) -> dict:
+        answer = ask(self, do, timeout_s, **fields)
+        if do == "slice":
+            samples = answer["samples_ns"]
+            settling = statistics.median(samples) if statistics.median(samples) * 5 < fields["seconds"] * 1e9 else 0
+            found.append((sum(samples) + settling) / 1e9)
+        return answer
+
+    Worker.ask = heard
+    try:
+        yield found
+    finally:
+        Worker.ask = ask
 
 
 def blocks(target: dict, source: str, seconds: float) -> bool:
