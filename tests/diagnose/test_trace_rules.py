@@ -67,6 +67,19 @@ def test_what_recording_costs_makes_a_bound_larger_never_smaller(tmp_path: Path)
     assert found[0].bound == pytest.approx(600 / (1000 - 306), abs=0.02)
 
 
+@pytest.mark.parametrize(("width", "bound"), [(8, 1020 / 1200), (9, 1020 / 1700)])
+def test_steps_that_others_slowed_down_make_no_bound_too_small(width: int, bound: float, tmp_path: Path) -> None:
+    """Two steps wait alike; the operators of the second take much longer: for nothing, or for a wider matrix."""
+    made = Build()
+    for number, (begin, length, shape) in enumerate([(0, 90, 8), (600, 590, width)]):
+        made.step(number, begin, 510 + length)
+        made.add("user_annotation", NEXT, begin, 500)
+        made.op("aten::mm", begin + 505, length, **{"Input Dims": [[shape, 8]]})
+    found, _ = trace_findings(made.load(tmp_path))
+    assert found[0].rule == "data-wait"
+    assert found[0].bound == pytest.approx(bound, abs=0.03)
+
+
 def test_python_around_small_operators(tmp_path: Path) -> None:
     made = Build().step(0, 0, 1000)
     for number in range(60):

@@ -2,7 +2,9 @@
 
 A bound is the time that the cause holds over the wall time of the steps. The profiler itself makes the rest of a step
 longer, which would make that share too small: what its events cost is taken off the wall time first. On a trace without
-a device, time that no event explains may belong to any cause: it counts in bounds, and does not make one of them.
+a device so is what the operators of a step took longer than those of the fastest step that did the same, as they do on
+a machine that others use, too; and time that no event explains may belong to any cause: it counts in bounds, and does
+not make one of them.
 """
 
 from __future__ import annotations
@@ -175,7 +177,7 @@ def trace_findings(trace: Trace) -> tuple[list[Finding], dict[str, float]]:
     on_device = bool(trace.device_keys)
     busy = share["compute"] + share["exposed_communication"] + share["exposed_copy"] if on_device else 0.0
     unknown = 0.0 if on_device else share["idle_host_untraced"]
-    left = 1 - _profiler_ns(trace) / wall_ns
+    left = 1 - (_profiler_ns(trace) + (0 if on_device else _slowed_ns(trace, account))) / wall_ns
     details = _details(trace)
 
     def found_of(cause: _Cause, lost: float, besides: float, evidence: Sequence[str]) -> Finding:
@@ -189,7 +191,8 @@ def trace_findings(trace: Trace) -> tuple[list[Finding], dict[str, float]]:
             parts=((cause.rule, lost), ("the rest", 1 - lost)),
             advice=cause.advice,
             levels=cause.levels if on_device else {},
-            formula="time lost to it / (wall time of the steps - what recording their events cost)",
+            formula="time lost to it / (wall time of the steps - what recording their events cost"
+            + (")" if on_device else " - what operators took longer than in the fastest step that did the same)"),
             before=cause.before,
             after=cause.after,
         )
@@ -201,7 +204,8 @@ def trace_findings(trace: Trace) -> tuple[list[Finding], dict[str, float]]:
             waits = data_waits(trace)
             # The main thread may wait while the device still works: only the device's idle time can be won.
             lines = [f"the main thread waits {waits:.1%} of a step for the next batch"]
-            lost = lost if on_device else max(lost, waits)  # operators inside the loader are loading too
+            if not on_device:  # operators inside the loader are loading too
+                lost = max(lost, int(loader_waits(trace)["wait_ns"].sum()) / wall_ns)
         elif name == "python" and not on_device:
             lost, least = lost + unknown, _LEAST_PYTHON
             besides = min(1.0, int(small_operators(trace)["time_ns"].sum()) / wall_ns)
@@ -237,6 +241,22 @@ def _profiler_ns(trace: Trace) -> int:
     inside = rows[(at >= 0) & (trace.ts[rows] < windows["end_ns"].to_numpy()[at])]
     threads = np.unique(trace.column("thread")[inside], return_counts=True)[1]
     return _EVENT_NS * int(threads.max(initial=0))
+
+
+def _slowed_ns(trace: Trace, account: pl.DataFrame) -> int:
+    """What the operators of all steps took longer than those of the fastest step with the same ones."""
+    rows = np.flatnonzero(trace.kind == Kind.OPERATOR)
+    rows = rows[np.argsort(trace.ts[rows], kind="stable")]
+    # A number for each operator and shape, mixed (the multipliers are odd and arbitrary) so that their sum, which
+    # wraps, tells which a step had and how many of each.
+    mixed = trace.column("name")[rows].astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed += trace.column("shape")[rows].astype(np.uint64) * np.uint64(0xC2B2AE3D27D4EB4F)
+    mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)])
+    low = account["start_ns"].to_numpy()
+    first, last = (np.searchsorted(trace.ts[rows], moment) for moment in (low, low + account["wall_ns"].to_numpy()))
+    did = account.select("compute_ns", same=pl.Series(sums[last] - sums[first]))
+    return int(did.select((pl.col("compute_ns") - pl.col("compute_ns").min().over("same")).sum()).item())
 
 
 def _details(trace: Trace) -> dict[str, str]:
