@@ -83,6 +83,17 @@ def test_charts_of_single_questions(tmp_path: Path, run_fettle: Run, question: l
     assert drawn in (tmp_path / "c.json").read_text()
 
 
+def test_charts_of_a_trace_without_a_device(tmp_path: Path, run_fettle: Run) -> None:
+    """Host time where there is no other; and where an answer is empty, one line instead of an empty picture."""
+    path = Build().op("aten::mm", 0, 20).op("aten::add", 30, 5).write(tmp_path / "t.json")
+    assert run_fettle("trace", "operators", path, "--chart", tmp_path / "c.json").code == 0
+    assert "aten::mm" in (tmp_path / "c.json").read_text()
+    said = run_fettle("trace", "kernels", path, "--chart", tmp_path / "kernels.png")
+    assert said.code == 2
+    assert "nothing to draw" in said.err
+    assert not (tmp_path / "kernels.png").exists()
+
+
 def test_a_chart_of_counters(tmp_path: Path, run_fettle: Run) -> None:
     build = Build().op("aten::mm", 0, 20).call("cudaLaunchKernel", 5, 2, correlation=1)
     build.add("cuda_profiler_range", "gemm", 100, 5, **{"flops.sum": 12.0, "bytes.sum": 7.0})

@@ -33,7 +33,8 @@ def operators(
                 .agg(device_ns=pl.col("duration_ns").sum(), kernels=pl.len())
                 .sort("device_ns", column, descending=[True, False])
             )
-    write_chart(chart, lambda: charts.bar_chart(table, "operator", "device_ns"))
+    cost = "device_ns" if any(t.device_keys for t in traces) else "self_ns"
+    write_chart(chart, lambda: charts.bar_chart(table, "operator", cost))
     show(frames | ({"work": work} if as_json else {}), as_json, rows, traces=traces)
 
 
@@ -110,7 +111,8 @@ def annotations(
 
     traces = open_traces(source, fresh)
     table = joined(traces, annotation_table)
-    write_chart(chart, lambda: charts.bar_chart(table, "annotation", "device_ns"))
+    cost = "device_ns" if any(t.device_keys for t in traces) else "host_ns"
+    write_chart(chart, lambda: charts.bar_chart(table, "annotation", cost))
     show({"annotations": table}, as_json, rows, traces=traces)
 
 

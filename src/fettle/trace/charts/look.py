@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +52,26 @@ def save(chart: Any, path: Path) -> None:
     """Write a chart as self-contained HTML, PNG, SVG or JSON, by the file's suffix.
 
     Raises:
-        UsageError: Another suffix, or a place that cannot be written.
+        UsageError: Another suffix, a place that cannot be written, or a chart of nothing.
     """
     kind = path.suffix.removeprefix(".")
     if kind not in ("html", "png", "svg", "json"):
         raise UsageError(f"charts are .html, .png, .svg or .json files, not '{path.suffix}'")
+    if not any(frame.height for frame in _frames(chart)):
+        raise UsageError(f"no {path.name}: the answer is empty, and there is nothing to draw")
     made = as_spec(chart)
     content = json.dumps(made, default=str).encode() if kind == "json" else shell.draw(made, kind)
     write_bytes(path, content)
+
+
+def _frames(chart: Any) -> Iterator[pl.DataFrame]:
+    """What a chart and its layers draw."""
+    if isinstance(getattr(chart, "data", None), pl.DataFrame):
+        yield chart.data
+    for name in ("layer", "vconcat"):
+        parts = getattr(chart, name, None)
+        for part in parts if isinstance(parts, list) else ():
+            yield from _frames(part)
 
 
 def colour(field: str, values: list[str], title: str | None = None) -> alt.Color:
