@@ -2,9 +2,9 @@
 
 A bound is the time that the cause holds over the wall time of the steps. The profiler itself makes the rest of a step
 longer, which would make that share too small: what its events cost is taken off the wall time first. On a trace without
-a device so is what the operators of a step took longer than those of the fastest step that did the same, as they do on
-a machine that others use, too; and time that no event explains may belong to any cause: it counts in bounds, and does
-not make one of them.
+a device, what operators took longer than in the fastest step that did the same is taken off as well (others use the
+machine, too), and time that no event explains may belong to any cause: it counts in bounds, and does not make one of
+them.
 """
 
 from __future__ import annotations
