@@ -2,9 +2,9 @@
 
 A bound is the time that the cause holds over the wall time of the steps. The profiler itself makes the rest of a step
 longer, which would make that share too small: what its events cost is taken off the wall time first. On a trace without
-a device, what operators took longer than in the fastest step that did the same is taken off as well (others use the
-machine, too), and time that no event explains may belong to any cause: it counts in bounds, and does not make one of
-them.
+a device, what operators took longer than the fastest of the same name and shapes is taken off as well (a core that
+waited is slow at first, and others use it, too), and time that no event explains may belong to any cause: it counts in
+bounds, and does not make one of them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import polars as pl
 
 from fettle.diagnose.finding import Finding
 from fettle.trace import Kind, Trace, idle_summary, kernel_table, loader_waits, small_operators, steps, time_account
+from fettle.trace.stacks import CAUSES_OF_HOST
 
 LEAST = 0.03
 _LEAST_PYTHON = 0.25
@@ -177,7 +178,7 @@ def trace_findings(trace: Trace) -> tuple[list[Finding], dict[str, float]]:
     on_device = bool(trace.device_keys)
     busy = share["compute"] + share["exposed_communication"] + share["exposed_copy"] if on_device else 0.0
     unknown = 0.0 if on_device else share["idle_host_untraced"]
-    left = 1 - (_profiler_ns(trace) + (0 if on_device else _slowed_ns(trace, account))) / wall_ns
+    left = 1 - (_profiler_ns(trace) + (0 if on_device else _slowed_ns(trace))) / wall_ns
     details = _details(trace)
 
     def found_of(cause: _Cause, lost: float, besides: float, evidence: Sequence[str]) -> Finding:
@@ -192,7 +193,7 @@ def trace_findings(trace: Trace) -> tuple[list[Finding], dict[str, float]]:
             advice=cause.advice,
             levels=cause.levels if on_device else {},
             formula="time lost to it / (wall time of the steps - what recording their events cost"
-            + (")" if on_device else " - what operators took longer than in the fastest step that did the same)"),
+            + (")" if on_device else " - what operators took longer than the fastest alike)"),
             before=cause.before,
             after=cause.after,
         )
@@ -243,20 +244,19 @@ def _profiler_ns(trace: Trace) -> int:
     return _EVENT_NS * int(threads.max(initial=0))
 
 
-def _slowed_ns(trace: Trace, account: pl.DataFrame) -> int:
-    """What the operators of all steps took longer than those of the fastest step with the same ones."""
+def _slowed_ns(trace: Trace) -> int:
+    """What operators took longer than the fastest of the same name and shapes, within the steps."""
+    windows = steps(trace)
     rows = np.flatnonzero(trace.kind == Kind.OPERATOR)
-    rows = rows[np.argsort(trace.ts[rows], kind="stable")]
-    # A number for each operator and shape, mixed (the multipliers are odd and arbitrary) so that their sum, which
-    # wraps, tells which a step had and how many of each.
-    mixed = trace.column("name")[rows].astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    mixed += trace.column("shape")[rows].astype(np.uint64) * np.uint64(0xC2B2AE3D27D4EB4F)
-    mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)])
-    low = account["start_ns"].to_numpy()
-    first, last = (np.searchsorted(trace.ts[rows], moment) for moment in (low, low + account["wall_ns"].to_numpy()))
-    did = account.select("compute_ns", same=pl.Series(sums[last] - sums[first]))
-    return int(did.select((pl.col("compute_ns") - pl.col("compute_ns").min().over("same")).sum()).item())
+    parent = trace.stacks.parent[rows]
+    rows = rows[(parent < 0) | (trace.kind[np.maximum(parent, 0)] != Kind.OPERATOR)]
+    rows = rows[trace.stacks.cause[rows] == CAUSES_OF_HOST.index("operator")]  # not those inside a loader
+    at = np.searchsorted(windows["start_ns"].to_numpy(), trace.ts[rows], side="right") - 1
+    rows = rows[(at >= 0) & (trace.end[rows] <= windows["end_ns"].to_numpy()[at])]
+    took = pl.DataFrame(
+        {"name": trace.column("name")[rows], "shape": trace.column("shape")[rows], "ns": trace.dur[rows]}
+    )
+    return int(took.select((pl.col("ns") - pl.col("ns").min().over("name", "shape")).sum()).item())
 
 
 def _details(trace: Trace) -> dict[str, str]:
