@@ -91,6 +91,12 @@ def test_replicates_find_a_difference_of_three_per_cent() -> None:
     assert found >= 0.9 * 200
 
 
+def test_two_processes_that_differ_by_a_third_still_tell_ten_times_from_none() -> None:
+    slower, faster = [[{0: level, 1: level + 0.1} for level in levels] for levels in ((2.3, 2.6), (0.0, 0.01))]
+    found = replicate_interval(slower, faster, 0.05)
+    assert 1 < found.low < found.estimate < found.high < 4
+
+
 def test_processes_equal_to_the_last_bit_have_no_interval() -> None:
     same = [{0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0}]
     assert replicate_interval(same, same, 0.05) == Interval(0.0, 0.0, 0.0)

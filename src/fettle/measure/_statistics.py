@@ -57,6 +57,11 @@ def replicate_interval(
 
     Each item is one process: its log time by round. What a round did to all is taken out first (the mean over both
     groups), then a process counts once, as the median of its rounds. At least two processes on each side.
+
+    From three processes on, Welch's t. Of two and two it cannot tell ten times from none where the two of one side differ
+    by a third (interval 0.65 to 155), as it learns each side's spread from one difference; there Student's takes both
+    sides to spread alike, which in simulation claims a difference of equals in 5% where they do, in 8% where one
+    spreads three times as much, and in 14% where one does not spread at all.
     """
     from scipy import stats  # a second to import, and a worker process never comes here
 
@@ -65,7 +70,7 @@ def replicate_interval(
     logs = np.array([[process[number] for number in rounds] for process in processes])
     units = np.median(logs - logs.mean(axis=0), axis=1)
     first, second = units[: len(slower)], units[len(slower) :]
-    found = stats.ttest_ind(first, second, equal_var=False)
+    found = stats.ttest_ind(first, second, equal_var=min(len(first), len(second)) == 2)
     estimate = float(first.mean() - second.mean())
     if not np.isfinite(found.statistic):  # all equal to the last bit
         return Interval(estimate, estimate, estimate)

@@ -74,6 +74,8 @@ def _winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, Verd
         if able:
             winner = min(able, key=session.rank)
             said = cast(Verdict, verdict(winner.speedup, session.rules.indifference))
+            if said == "cannot tell" and leader.speedup is not None and leader.speedup.low > 1:
+                return winner, said  # its own race had told: that is neither "no difference" nor a promise
         elif again:
             winner = None  # they held once and not again: nothing to hand out with a good conscience
     if winner is not None and said != "faster" and session.goal in ("throughput", "latency") and last:
