@@ -58,9 +58,9 @@ def replicate_interval(
     Each item is one process: its log time by round. What a round did to all is taken out first (the mean over both
     groups), then a process counts once, as the median of its rounds. At least two processes on each side.
 
-    From three processes on, Welch's t. Of two and two it cannot tell ten times from none where the two of one side differ
-    by a third (interval 0.65 to 155), as it learns each side's spread from one difference; there Student's takes both
-    sides to spread alike, which in simulation claims a difference of equals in 5% where they do, in 8% where one
+    From three processes on, Welch's t. Of two and two it cannot tell ten times from none where the two of one side
+    differ by a third (interval 0.65 to 155), as it learns each side's spread from one difference; there Student's takes
+    both sides to spread alike, which in simulation claims a difference of equals in 5% where they do, in 8% where one
     spreads three times as much, and in 14% where one does not spread at all.
     """
     from scipy import stats  # a second to import, and a worker process never comes here
