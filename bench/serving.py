@@ -6,9 +6,10 @@
 Models are multilayer perceptrons with random weights: `tiny` (64-64-8, a call of microseconds: the server's own cost)
 and `wide` (64-4096-4096-4096-4096-4096-8, about 20 ms: how well it batches). Each server gets one worker with one
 thread, batches of at most 8, and no delay; requests are 64 numbers of JSON. Closed loop at 1, 8, 32 and 128 clients,
-then Poisson arrivals at 50, 80 and 90% of the rate that this server reached. The servers take turns in random order,
-`--rounds` times; shown are medians. Before the first load each is left alone, and its processes' CPU is added up.
-The raw model's batched throughput is measured in a process of its own.
+then Poisson arrivals at 50, 80 and 90% of the greatest rate that this server reached, fettle at no greater ones than
+the fastest peer: the same ones where it is faster. The servers take turns in random order, `--rounds` times; shown are
+medians. Before the first load each is left alone, and its processes' CPU is added up. The raw model's batched
+throughput is measured in a process of its own. A star: the client was more than 1 ms late itself.
 
 Peers: `pip install litserve mosec 'ray[serve]'`. One that is not installed is left out and named.
 """
@@ -16,9 +17,11 @@ Peers: `pip install litserve mosec 'ray[serve]'`. One that is not installed is l
 from __future__ import annotations
 
 import argparse
-import asyncio
+import contextlib
 import importlib.util
+import itertools
 import json
+import math
 import os
 import random
 import signal
@@ -29,15 +32,22 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fettle.serve.arrivals import poisson
+from fettle.serve.client import http_shot
+from fettle.serve.load import closed_loop, open_loop
+from fettle.serve.loop import run
+
 PEERS = Path(__file__).parent / "serving_peers"
 sys.path.insert(0, str(PEERS))
 from models import ROWS, build  # noqa: E402
 
+SHARES = (0.5, 0.8, 0.9)
 NEEDS = {"fettle": "uvicorn", "litserve": "litserve", "mosec": "mosec", "ray": "ray"}
 
 
@@ -54,8 +64,6 @@ def start(server: str, model: str, port: int, folder: Path) -> subprocess.Popen[
 
 
 def shot(server: str, port: int) -> Any:
-    from fettle.serve.client import http_shot
-
     row = np.random.default_rng(0).standard_normal(64).astype(np.float32).tolist()
     path, body = {"litserve": "/predict", "mosec": "/inference", "ray": "/predict"}.get(server), {"input": row}
     if server == "fettle":
@@ -102,28 +110,36 @@ def idle_percent(process: Any, seconds: float) -> float:
     return 100 * (spent() - before) / (time.perf_counter() - began)
 
 
-def measure(server: str, model: str, port: int, folder: Path, seconds: float, idle_s: float) -> dict[str, Any]:
-    """One turn of one server."""
-    from fettle.serve.arrivals import poisson
-    from fettle.serve.load import closed_loop, open_loop
+def in_closed_loops(server: str, port: int, process: Any, seconds: float, idle_s: float) -> dict[str, Any]:
+    """One turn of one server: its start, its rest, and so many clients."""
+    found: dict[str, Any] = {
+        "first_answer_s": wait_until_it_answers(server, port, process),
+        "idle_percent": idle_percent(process, idle_s),
+        "closed": {},
+    }
+    for clients in (1, 8, 32, 128):
+        found["closed"][clients] = numbers(run(closed_loop([shot(server, port)], clients, seconds)))
+    return found
 
+
+def in_open_loops(server: str, port: int, process: Any, seconds: float, capacity: float) -> dict[str, Any]:
+    """Another turn, with arrivals at shares of `capacity`."""
+    wait_until_it_answers(server, port, process)
+    one = shot(server, port)
+    run(closed_loop([one], 8, 1.0))
+    return {
+        f"{share:.0%}": {"rate": share * capacity}
+        | numbers(run(open_loop([one], poisson(share * capacity, seconds), limit_s=0.1)))
+        for share in SHARES
+    }
+
+
+@contextlib.contextmanager
+def running(server: str, model: str, port: int, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The server, and its end."""
     process = start(server, model, port, folder)
     try:
-        found: dict[str, Any] = {
-            "first_answer_s": wait_until_it_answers(server, port, process),
-            "idle_percent": idle_percent(process, idle_s),
-            "closed": {},
-            "open": {},
-        }
-        one = shot(server, port)
-        for clients in (1, 8, 32, 128):
-            run = asyncio.run(closed_loop([one], clients, seconds))
-            found["closed"][clients] = numbers(run)
-        best = max(row["throughput"] for row in found["closed"].values())
-        for share in (0.5, 0.8, 0.9):
-            run = asyncio.run(open_loop([one], poisson(share * best, seconds), limit_s=0.1))
-            found["open"][f"{share:.0%}"] = numbers(run)
-        return found
+        yield process
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -131,6 +147,15 @@ def measure(server: str, model: str, port: int, folder: Path, seconds: float, id
             subprocess.run(
                 [sys.executable, "-m", "ray.scripts.scripts", "stop", "--force"], capture_output=True, check=False
             )
+
+
+@contextlib.contextmanager
+def telling(model: str) -> Iterator[None]:
+    """A server that does not start is said and left out of this round."""
+    try:
+        yield
+    except RuntimeError as error:
+        print(f"{model}: {error}", flush=True)
 
 
 def numbers(run: Any) -> dict[str, Any]:
@@ -184,15 +209,23 @@ def main() -> None:
             package(model, folder)
             turns: dict[str, list[Any]] = {name: [] for name in servers}
             bare = []
-            port = options.port
+            ports = itertools.count(options.port)
             for _ in range(options.rounds):
                 bare.append(raw(model, options.seconds))
+                seen: dict[str, Any] = {}
                 for name in random.sample(servers, len(servers)):
-                    port += 1
-                    try:
-                        turns[name].append(measure(name, model, port, folder, options.seconds, options.idle))
-                    except RuntimeError as error:
-                        print(f"{model}: {error}")
+                    port = next(ports)
+                    with telling(model), running(name, model, port, folder) as process:
+                        seen[name] = in_closed_loops(name, port, process, options.seconds, options.idle)
+                most = {
+                    name: max(row["throughput"] for row in found["closed"].values()) for name, found in seen.items()
+                }
+                peers = max((rate for name, rate in most.items() if name != "fettle"), default=math.inf)
+                for name in random.sample(sorted(seen), len(seen)):
+                    port, capacity = next(ports), min(most[name], peers)
+                    with telling(model), running(name, model, port, folder) as process:
+                        seen[name]["open"] = in_open_loops(name, port, process, options.seconds, capacity)
+                        turns[name].append(seen[name])
             results["models"][model] = {
                 "raw_rows_per_s": statistics.median(bare),
                 **{name: middle(rows) for name, rows in turns.items() if rows},
@@ -220,16 +253,16 @@ def show(model: str, found: dict[str, Any]) -> None:
     print(
         f"{'':10}{'first s':>8}{'idle %':>8}"
         + "".join(f"{f'c={c}':>22}" for c in (1, 8, 32, 128))
-        + f"{'80% open p99':>14}"
+        + "".join(f"{f'{share:.0%} open p99':>14}" for share in SHARES)
     )
     for name, row in found.items():
         if name == "raw_rows_per_s":
             continue
         cells = [f"{r['throughput']:.0f}/s {r['p50_ms']:.2f}/{r['p99_ms']:.1f}" for r in row["closed"].values()]
-        late = "*" if row["open"]["80%"]["late_ms"] > 1 else ""
+        ends = [f"{r['p99_ms']:.1f}{'*' if r['late_ms'] > 1 else ''}" for r in row["open"].values()]
         print(f"{name:10}{row['first_answer_s']:8.1f}{row['idle_percent']:8.1f}"
               + "".join(f"{cell:>22}" for cell in cells)
-              + f"{row['open']['80%']['p99_ms']:12.1f}{late}")  # fmt: skip
+              + "".join(f"{end:>14}" for end in ends))  # fmt: skip
 
 
 if __name__ == "__main__":

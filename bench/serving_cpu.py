@@ -26,6 +26,8 @@ from typing import Any
 
 import psutil
 
+from fettle.serve.loop import run
+
 sys.path.insert(0, str(Path(__file__).parent))
 from serving import NEEDS, package, shot, start, wait_until_it_answers
 
@@ -93,11 +95,11 @@ def measure(server: str, port: int, folder: Path, requests: int, clients: list[i
         first = psutil.Process(process.pid)
         family = [first, *first.children(recursive=True)]
         request = shot(server, port).data
-        asyncio.run(ask(port, request, 32, 2000))
+        run(ask(port, request, 32, 2000))
         found: dict[str, Any] = {}
         for count in clients:
             before, called = spent(family), rows_a_call(port)
-            asyncio.run(ask(port, request, count, requests))
+            run(ask(port, request, count, requests))
             after, calls = spent(family), rows_a_call(port)
             us = [1e6 * (b - a) / requests for a, b in zip(before, after, strict=True)]
             found[str(count)] = {"listening_us": us[0], "others_us": sum(us[1:]), "total_us": sum(us)}

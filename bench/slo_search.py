@@ -15,7 +15,6 @@ continues it. The server has the first core, the client the second: a machine ha
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import subprocess
@@ -31,6 +30,7 @@ from fettle.files import write_text
 from fettle.machine import this_machine
 from fettle.recipe import Recipe
 from fettle.serve.export import write_package
+from fettle.serve.loop import run
 from fettle.serve.package import Package, ServeSettings
 from fettle.serve.points import Found, Measured, Point
 from fettle.serve.proof import prove
@@ -182,10 +182,10 @@ def main() -> None:
             limit_s = LIMITS.get(name, 0.1)
             if options.grid:
                 row = results["models"].setdefault(name, {})
-                asyncio.run(grid(package, row, limit_s, options.seconds, until, save))
+                run(grid(package, row, limit_s, options.seconds, until, save))
             else:
                 kept = {key: value for key, value in results["models"].get(name, {}).items() if key.startswith("grid")}
-                row = results["models"][name] = asyncio.run(one(package, limit_s, options.seconds)) | kept
+                row = results["models"][name] = run(one(package, limit_s, options.seconds)) | kept
             row["recipe"] = str(recipe)
         save()
         print(json.dumps({name: row}, indent=1))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import csv
 import io
 import re
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -17,7 +16,6 @@ from rich.markup import escape
 from fettle.errors import UsageError
 from fettle.files import write_text
 
-T = TypeVar("T")
 _DURATION = re.compile(r"\s*([0-9]{1,9}(?:\.[0-9]*)?|\.[0-9]+)\s*(ms|s|m|min|h)?\s*")
 _SECONDS = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
@@ -61,13 +59,3 @@ def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, An
     writer.writeheader()
     writer.writerows(rows)
     write_text(path, text.getvalue())
-
-
-def run_loop(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in the fastest event loop there is."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(work)
-    made: T = uvloop.run(work)
-    return made

@@ -100,11 +100,12 @@ def command(
     if schedule is not None:
         plans.append(("open", read_schedule(schedule)))
     from fettle.serve.compare import compare, read_baseline
+    from fettle.serve.loop import run
     from fettle.serve.run import as_data, finite
 
     earlier = read_baseline(baseline) if baseline is not None else []
     with _options.telling("starting", quiet=as_json) as show:
-        runs = _options.run_loop(_all(shots, plans, seconds, limit_s, show))
+        runs = run(_all(shots, plans, seconds, limit_s, show))
     interrupted = any(run.interrupted for run in runs)
     changes = compare([as_data(run) for run in runs], earlier) if earlier and not interrupted else []
     if as_json and baseline is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import logging
@@ -71,6 +70,7 @@ def command(
     """
     spare = _spare(packages, threads, workers) if p99 is None else None  # first of all: it imports torch meanwhile
     try:
+        from fettle.serve.loop import run
         from fettle.serve.registry import Options
         from fettle.serve.server import Address, serve, token_from
         from fettle.serve.spans import Spans
@@ -117,12 +117,7 @@ def command(
     if p99 is not None:
         opened = [_tuned(package, p99, rate) for package in opened]
     try:
-        if sys.platform != "win32":
-            import uvloop
-
-            uvloop.run(serve(address, options, opened, started))
-        else:
-            asyncio.run(serve(address, options, opened, started))
+        run(serve(address, options, opened, started))
     finally:
         if spare is not None:
             spare.end()

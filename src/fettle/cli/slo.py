@@ -91,6 +91,7 @@ def command(
     from fettle.serve.calibrate import Stopped
     from fettle.serve.host import cores as usable_cores
     from fettle.serve.host import devices as usable_devices
+    from fettle.serve.loop import run as run_loop
 
     limit_s = _options.duration_s(p99, "--p99")
     if limit_s <= 0:
@@ -122,7 +123,7 @@ def command(
                 failures=failures, tell=tell, stop=stop,
             )  # fmt: skip
 
-        found = _options.run_loop(run())
+        found = run_loop(run())
         written = None
         if write and found.best is not None and not found.interrupted:
             written = work.write(found, folder)

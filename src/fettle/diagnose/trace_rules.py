@@ -16,8 +16,17 @@ import numpy as np
 import polars as pl
 
 from fettle.diagnose.finding import Finding
-from fettle.trace import Kind, Trace, idle_summary, kernel_table, loader_waits, small_operators, steps, time_account
-from fettle.trace.stacks import CAUSES_OF_HOST
+from fettle.trace import (
+    CAUSES_OF_HOST,
+    Kind,
+    Trace,
+    idle_summary,
+    kernel_table,
+    loader_waits,
+    small_operators,
+    steps,
+    time_account,
+)
 
 LEAST = 0.03
 _LEAST_PYTHON = 0.25
@@ -210,7 +219,7 @@ def trace_findings(trace: Trace) -> tuple[list[Finding], dict[str, float]]:
         elif name == "python" and not on_device:
             lost, least = lost + unknown, _LEAST_PYTHON
             besides = min(1.0, int(small_operators(trace)["time_ns"].sum()) / wall_ns)
-            lost *= _operators(trace) >= _FEWEST_OPERATORS * count
+            lost *= len(_outermost_operators(trace)) >= _FEWEST_OPERATORS * count
         if lost >= least:
             lines += [f"meanwhile: {details[name]}"] if details.get(name) else []
             found.append(found_of(cause, lost, besides, lines))
@@ -227,11 +236,12 @@ def data_waits(trace: Trace) -> float:
     return float((waits["wait_ns"] / waits["wall_ns"].clip(1)).median() or 0.0)  # type: ignore[arg-type]
 
 
-def _operators(trace: Trace) -> int:
-    """Operators that no other operator called."""
+def _outermost_operators(trace: Trace) -> np.ndarray:
+    """Rows of operators that no other operator called."""
     rows = np.flatnonzero(trace.kind == Kind.OPERATOR)
     parent = trace.stacks.parent[rows]
-    return int(((parent < 0) | (trace.kind[np.maximum(parent, 0)] != Kind.OPERATOR)).sum())
+    answer: np.ndarray = rows[(parent < 0) | (trace.kind[np.maximum(parent, 0)] != Kind.OPERATOR)]
+    return answer
 
 
 def _profiler_ns(trace: Trace) -> int:
@@ -247,9 +257,7 @@ def _profiler_ns(trace: Trace) -> int:
 def _slowed_ns(trace: Trace) -> int:
     """What operators took longer than the fastest of the same name and shapes, within the steps."""
     windows = steps(trace)
-    rows = np.flatnonzero(trace.kind == Kind.OPERATOR)
-    parent = trace.stacks.parent[rows]
-    rows = rows[(parent < 0) | (trace.kind[np.maximum(parent, 0)] != Kind.OPERATOR)]
+    rows = _outermost_operators(trace)
     rows = rows[trace.stacks.cause[rows] == CAUSES_OF_HOST.index("operator")]  # not those inside a loader
     at = np.searchsorted(windows["start_ns"].to_numpy(), trace.ts[rows], side="right") - 1
     rows = rows[(at >= 0) & (trace.end[rows] <= windows["end_ns"].to_numpy()[at])]

@@ -20,6 +20,7 @@ import numpy as np
 
 from fettle.errors import UsageError
 from fettle.serve.client import Connection, Shot
+from fettle.serve.loop import moments
 from fettle.serve.run import KINDS, LITTLE, LOST, UNANSWERED, UNREACHED, Run, warm_up
 
 _Array = np.ndarray[Any, Any]
@@ -37,15 +38,13 @@ async def open_loop(
     """
     load = _Load(shots, limit_s)
     await load.connect(8)
-    with _quiet_collector():
+    rate = len(due) / max(float(due[-1]), 1e-9)
+    with _quiet_collector(), moments(0.1 / rate) as clock:
         start = time.perf_counter() + 0.05
         load.start = start
         next_window, grown, last, stable = start + WINDOW_S, 0, 0, True
-        rate = len(due) / max(float(due[-1]), 1e-9)
         for index, moment in enumerate(due):
-            while (left := start + moment - time.perf_counter()) > 0:
-                # The event loop's timers wake up to a millisecond late: sleep less, and poll the rest.
-                await asyncio.sleep(left - 0.0008 if left > 0.001 else 0)
+            await clock.wait(start + moment)
             await load.send(index, float(moment))
             if not index % 16:
                 await asyncio.sleep(0)  # answers are read also while we are behind

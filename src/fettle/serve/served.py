@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from fettle.processes import die_with_parent
+from fettle.serve.loop import run
 from fettle.serve.package import Package, ServeSettings, open_package
 
 START_S = 600.0
@@ -203,13 +204,7 @@ def main() -> None:
     """Serve what the first line names."""
     die_with_parent(signal.SIGTERM)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started us
-    work = _serve(socket.socket(fileno=int(sys.argv[1])))
-    try:
-        import uvloop
-    except ImportError:
-        asyncio.run(work)
-    else:
-        uvloop.run(work)
+    run(_serve(socket.socket(fileno=int(sys.argv[1]))))
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ from fettle.trace.queue import bandwidth_summary, copy_bandwidth, queue_length, 
 from fettle.trace.reader import load, load_all
 from fettle.trace.record import record
 from fettle.trace.sql import query
+from fettle.trace.stacks import CAUSES_OF_HOST
 from fettle.trace.steps import step_summary, steps
 from fettle.trace.whatif import WhatIf, what_if
 
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CAUSES",
+    "CAUSES_OF_HOST",
     "Comparison",
     "CriticalPath",
     "Health",

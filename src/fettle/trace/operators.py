@@ -11,6 +11,9 @@ from fettle.trace.kinds import Kind, without_address
 from fettle.trace.launches import text_column
 from fettle.trace.model import Ints, Trace
 
+_MOST_BLOCKS = 600
+_PREFIXES = {"aten::": "operator", "autograd::": "backward"}
+
 
 def operator_table(trace: Trace) -> pl.DataFrame:
     """Operators by name and shapes.
@@ -117,6 +120,32 @@ def call_tree(trace: Trace, *, max_depth: int = 6, python: bool = False) -> pl.D
         host_ns="host_ns",
         device_ns="device_ns",
     ).sort("path")
+
+
+def call_blocks(trace: Trace, device: bool, depth: int = 12, python: bool = False) -> pl.DataFrame:
+    """`call_tree` as blocks as wide as their device (else host) time, children below their parent from its start on.
+
+    Columns: row (depth), name, start, end, length (ms), kind. Only the paths with the longest times.
+    """
+    cost = "device_ns" if device else "host_ns"
+    tree = call_tree(trace, max_depth=depth, python=python).filter(pl.col(cost) > 0)
+    kept = set(tree.sort(cost, "path", descending=[True, False]).head(_MOST_BLOCKS)["path"].to_list())
+    rows: list[tuple[int, str, float, float, str]] = []
+    start_of: dict[str, float] = {}
+    used: dict[str, float] = {}
+    for path, level, ns in (
+        tree.sort("depth", cost, "path", descending=[False, True, False]).select("path", "depth", cost).iter_rows()
+    ):
+        parent, _, name = path.rpartition(" > ") if level else ("", "", path)
+        if path not in kept or (level and parent not in start_of):
+            continue
+        start = start_of.get(parent, 0.0) + used.get(parent, 0.0)
+        start_of[path], used[parent] = start, used.get(parent, 0.0) + ns
+        kind = next((kind for prefix, kind in _PREFIXES.items() if name.startswith(prefix)), "annotation")
+        rows.append((level, name[:100], start / 1e6, (start + ns) / 1e6, kind))
+    schema = {"row": pl.Int64(), "name": pl.String(), "start": pl.Float64(), "end": pl.Float64(), "kind": pl.String()}
+    frame = pl.DataFrame(rows, schema=schema, orient="row")
+    return frame.with_columns(length=pl.col("end") - pl.col("start"))
 
 
 def _merged_names(trace: Trace) -> tuple[Ints, list[str]]:

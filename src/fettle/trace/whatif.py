@@ -25,9 +25,6 @@ from fettle.trace.model import Trace
 from fettle.trace.stacks import CAUSES_OF_HOST
 
 _UPLOAD = re.compile(r"memcpy\s*(HtoD|H2D|HostToDevice)", re.IGNORECASE)
-CHANGES = ("kernels", "no_syncs", "perfect_overlap", "graph", "data_ready")
-
-
 QUESTIONS = {
     "kernels": "these kernels took another time",
     "no_syncs": "no call blocked the host",
@@ -78,8 +75,8 @@ def what_if(
             only `data_ready` changes anything.
         path: The step's critical path where it is known already.
     """
-    if change not in CHANGES:
-        raise UsageError(f"unknown change '{change}': one of {', '.join(CHANGES)}")
+    if change not in QUESTIONS:
+        raise UsageError(f"unknown change '{change}': one of {', '.join(QUESTIONS)}")
     if not 0 <= factor <= 1000:
         raise UsageError("the factor must be between 0 and 1000")
     path = path or critical_path(trace, step)

@@ -57,12 +57,11 @@ def tree(
       fettle trace tree trace.json.gz --python --chart flame.html
     """
     from fettle.trace import charts
-    from fettle.trace.operators import call_tree
-    from fettle.trace.report.host import flame_frame
+    from fettle.trace.operators import call_blocks, call_tree
 
     traces = open_traces(source, fresh)
     flame = (traces[0], bool(traces[0].device_keys), depth, python)
-    write_chart(chart, lambda: charts.blocks(flame_frame(*flame), "milliseconds"))
+    write_chart(chart, lambda: charts.blocks(call_blocks(*flame), "milliseconds"))
     tree = joined(traces, lambda t: call_tree(t, max_depth=depth, python=python))
     show({"tree": tree}, as_json, rows, traces=traces)
 

@@ -11,16 +11,13 @@ from fettle.trace.host import host_summary, parallel_operators, threads
 from fettle.trace.model import Trace
 from fettle.trace.operators import (
     annotation_table,
-    call_tree,
+    call_blocks,
     counters_by_operator,
     kernel_sequences,
     operator_table,
 )
 from fettle.trace.report.section import Section
 from fettle.trace.stacks import CAUSES_OF_HOST
-
-FLAME_DEPTH = 12
-FLAME_BLOCKS = 600
 
 
 def operators(traces: list[Trace]) -> Section | None:
@@ -37,7 +34,7 @@ def operators(traces: list[Trace]) -> Section | None:
     )
     by_name = table.group_by("operator").agg(pl.col(cost).sum())
     section.chart(f"{'Device' if device else 'Self'} time by operator", charts.bar_chart(by_name, "operator", cost))
-    flame = flame_frame(traces[0], device)
+    flame = call_blocks(traces[0], device)
     if flame.height:
         section.chart(
             f"Calls merged by path, as wide as their {'device' if device else 'host'} time",
@@ -73,37 +70,6 @@ def operators(traces: list[Trace]) -> Section | None:
         sums = pl.concat(counted).group_by("rank", "operator", "counter").agg(pl.col("value").sum())
         section.table("Hardware counters by operator", sums.sort("value", descending=True))
     return section
-
-
-def flame_frame(trace: Trace, device: bool, depth: int = FLAME_DEPTH, python: bool = False) -> pl.DataFrame:
-    """The call tree as blocks: columns row (depth), name, start, end, length (ms), kind."""
-    cost = "device_ns" if device else "host_ns"
-    # Paths in order of their text are depth first; children lie from their parent's start on.
-    steps = call_tree(trace, max_depth=depth, python=python).with_columns(
-        pl.col("path").str.replace_all(r"ProfilerStep#\d+", "step")
-    )
-    tree = steps.group_by("path", "depth").agg(pl.col(cost).sum()).filter(pl.col(cost) > 0)
-    kept = set(tree.sort(cost, descending=True).head(FLAME_BLOCKS)["path"].to_list())
-    rows: list[tuple[int, str, float, float, str]] = []
-    start_of: dict[str, float] = {}
-    used: dict[str, float] = {}
-    for path, level, ns in (
-        tree.sort("depth", cost, "path", descending=[False, True, False]).select("path", "depth", cost).iter_rows()
-    ):
-        parent, _, name = path.rpartition(" > ") if level else ("", "", path)
-        if path not in kept or (level and parent not in start_of):
-            continue
-        start = start_of.get(parent, 0.0) + used.get(parent, 0.0)
-        start_of[path], used[parent] = start, used.get(parent, 0.0) + ns
-        sort = (
-            "annotation"
-            if not name.startswith(("aten::", "autograd::"))
-            else ("backward" if name.startswith("autograd::") else "operator")
-        )
-        rows.append((level, name[:100], start / 1e6, (start + ns) / 1e6, sort))
-    schema = {"row": pl.Int64(), "name": pl.String(), "start": pl.Float64(), "end": pl.Float64(), "kind": pl.String()}
-    frame = pl.DataFrame(rows, schema=schema, orient="row")
-    return frame.with_columns(length=pl.col("end") - pl.col("start"))
 
 
 def host(traces: list[Trace]) -> Section:
