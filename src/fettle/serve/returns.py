@@ -8,7 +8,7 @@ return of those that were just answered: known from disk scheduling as anticipat
 
 from __future__ import annotations
 
-SHARE = 0.05
+SHARE = 0.2
 """Of the last call's time: the longest that a free worker is held back, and so the most that it can cost."""
 MOST_S = 0.005
 TRUST = 0.5
