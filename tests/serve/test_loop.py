@@ -3,17 +3,18 @@
 import asyncio
 import sys
 import time
+from contextlib import closing
 
 import pytest
 
-from fettle.serve.loop import Moments, moments, run
+from fettle.serve.loop import Moments, run
 
 
 @pytest.mark.parametrize("timers", [True, False])
 def test_it_never_wakes_early(timers):
     async def wait():
         woken = []
-        with moments() as clock:
+        with closing(Moments()) as clock:
             if not timers:
                 clock.close()  # what a system without such timers has
             began = time.perf_counter()
@@ -36,7 +37,7 @@ def test_others_run_meanwhile():
                 await asyncio.sleep(0.001)
 
         busy = asyncio.create_task(others())
-        with moments() as clock:
+        with closing(Moments()) as clock:
             await clock.wait(time.perf_counter() + 0.05)
         busy.cancel()
         return turns
@@ -47,7 +48,7 @@ def test_others_run_meanwhile():
 @pytest.mark.skipif(sys.platform != "linux", reason="timers that are files are Linux'")
 def test_waiting_costs_no_core():
     async def spend():
-        with moments(0.0) as clock:
+        with closing(Moments(0.0)) as clock:
             assert clock._fd >= 0
             began = time.perf_counter()
             spent = time.process_time()

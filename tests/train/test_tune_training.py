@@ -132,28 +132,59 @@ def test_a_killed_study_goes_on_and_measures_nothing_twice(tmp_path):
         fettle.tune(str(TINY), mode="training", nproc=4, techniques=RANKS, output=tmp_path, budget_s=20)
 
 
-@pytest.mark.slow
-def test_a_study_over_two_nodes(tmp_path, monkeypatch):
-    """Both on this machine: the commands of the two, as people would start them."""
+@contextlib.contextmanager
+def two_nodes(folder, monkeypatch, budget="3m"):
+    """The commands of two nodes, both on this machine, as people would start them: the study's, and the one that joins
+    it. Both have ended afterwards."""
     monkeypatch.setenv("FETTLE_KEY", "known to both")
     fettle_ = [sys.executable, "-c", "from fettle.cli import main; main()"]
     address = f"127.0.0.1:{free_ports('127.0.0.1', 1)[0]}"
     options = [word for name, levels in RANKS.items() for word in ("--technique", f"{name}={','.join(levels)}")]
-    other = subprocess.Popen([*fettle_, "join", address], stderr=subprocess.PIPE, text=True, cwd=tmp_path)
-    try:
-        done = subprocess.run(
-            [*fettle_, "tune", str(TINY), "--mode", "training", "--nodes", "2", "--listen", address, "--budget", "3m",
-             "--json", "-o", str(tmp_path / "out"), *options], capture_output=True, text=True,
-        )  # fmt: skip
+    tune = [*fettle_, "tune", str(TINY), "--mode", "training", "--nodes", "2", "--listen", address,
+            "--budget", budget, "--json", "-o", str(folder), *options]  # fmt: skip
+    start = functools.partial(subprocess.Popen, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    with start([*fettle_, "join", address], cwd=folder.parent) as other, start(tune) as study:
+        try:
+            yield study, other
+        finally:
+            other.kill()
+            study.kill()
+
+
+@pytest.mark.slow
+def test_a_study_over_two_nodes(tmp_path, monkeypatch):
+    folder = tmp_path / "out"
+    with two_nodes(folder, monkeypatch) as (study, other):
+        problem = study.communicate()[1]
         said = other.communicate(timeout=60)[1]
-    finally:
-        other.kill()
-    assert done.returncode in (0, 1), done.stderr
+    assert study.returncode in (0, 1), problem
     assert "node 2 of 2" in said
     assert "the study has ended" in said
-    result = load_result(tmp_path / "out" / "result.json")
+    result = load_result(folder / "result.json")
     assert result.facts.nodes == 2
     assert any(trial.recipe.levels.get("parallel") == "ddp" and trial.ok for trial in result.trials)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", ["study", "node"])
+def test_a_study_over_nodes_that_was_cut_short_goes_on(tmp_path, monkeypatch, killed):
+    folder = tmp_path / "out"
+    with two_nodes(folder, monkeypatch) as (study, other):
+        deadline = time.monotonic() + 150
+        while not _kept(folder) and study.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.3)
+        (study if killed == "study" else other).kill()  # SIGKILL: nothing of its own runs any more
+        problem, said = study.communicate(timeout=150)[1], other.communicate(timeout=60)[1]
+    assert ("the study has ended" in said) if killed == "study" else ("node 2 has left" in problem)
+    kept = _kept(folder)
+    assert kept
+    with two_nodes(folder, monkeypatch) as (study, other):
+        problem = study.communicate()[1]
+        other.communicate(timeout=60)
+    assert study.returncode in (0, 1), problem
+    after = _kept(folder)
+    assert after[: len(kept)] == kept
+    assert len(after) > len(kept)
 
 
 def _kept(folder):

@@ -20,7 +20,7 @@ import numpy as np
 
 from fettle.errors import UsageError
 from fettle.serve.client import Connection, Shot
-from fettle.serve.loop import moments
+from fettle.serve.loop import Moments
 from fettle.serve.run import KINDS, LITTLE, LOST, UNANSWERED, UNREACHED, Run, warm_up
 
 _Array = np.ndarray[Any, Any]
@@ -39,7 +39,7 @@ async def open_loop(
     load = _Load(shots, limit_s)
     await load.connect(8)
     rate = len(due) / max(float(due[-1]), 1e-9)
-    with _quiet_collector(), moments(0.1 / rate) as clock:
+    with _quiet_collector(), contextlib.closing(Moments(0.1 / rate)) as clock:
         start = time.perf_counter() + 0.05
         load.start = start
         next_window, grown, last, stable = start + WINDOW_S, 0, 0, True

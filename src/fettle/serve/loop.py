@@ -8,11 +8,11 @@ import ctypes
 import functools
 import os
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_MONOTONIC, _ABSOLUTE, _FLAGS = 1, 1, os.O_NONBLOCK | os.O_CLOEXEC if hasattr(os, "O_CLOEXEC") else 0
+_MONOTONIC, _ABSOLUTE = 1, 1
 """Of Linux' time.h and sys/timerfd.h."""
 _CLOSE_S = 20e-6
 """What is nearer than this is not worth a system call."""
@@ -35,11 +35,11 @@ class _Time(ctypes.Structure):
 
 
 class Moments:
-    """Waits for moments of `time.perf_counter`, without a busy core.
+    """Waits for moments of `time.perf_counter` without keeping a core busy. Close it.
 
-    An event loop's timers are whole milliseconds. Linux has timers that can be read like a file; they wake an idle core
-    up to 0.3 ms late. So the clock is asked for the last `polled_s` of each wait, and elsewhere for the last
-    millisecond: a tenth of the usual wait keeps that cheap.
+    An event loop's timers are whole milliseconds. Linux has timers that are read like a file, which wake an idle core
+    up to 0.3 ms late: so for the last `polled_s` of a wait the clock is asked again and again. A tenth of the usual
+    wait keeps that cheap. Where there are no such timers it is the last millisecond.
     """
 
     def __init__(self, polled_s: float = 0.0003) -> None:
@@ -49,7 +49,7 @@ class Moments:
         self._when = _Time()
         with contextlib.suppress(OSError, AttributeError, TypeError):  # no such library, or none of its functions
             library = ctypes.CDLL(None)
-            self._fd = library.timerfd_create(_MONOTONIC, _FLAGS)
+            self._fd = library.timerfd_create(_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
             self._set = functools.partial(library.timerfd_settime, self._fd, _ABSOLUTE, ctypes.byref(self._when), None)
 
     async def wait(self, moment_s: float) -> None:
@@ -81,13 +81,3 @@ class Moments:
             os.read(self._fd, 8)
         if self._came is not None and not self._came.done():
             self._came.set_result(None)
-
-
-@contextlib.contextmanager
-def moments(polled_s: float = 0.0003) -> Iterator[Moments]:
-    """`Moments`, closed at the end."""
-    made = Moments(polled_s)
-    try:
-        yield made
-    finally:
-        made.close()
