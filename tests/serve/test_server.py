@@ -213,6 +213,21 @@ def test_a_full_queue_refuses_at_once_and_says_when_to_come_again(store):
     assert sum(status == 200 for status, _, _ in found) >= 2
 
 
+def test_a_full_queue_refuses_before_it_reads(store):
+    """Under overload refusing must be cheap: a body that could not wait anyway is not even parsed."""
+    package = open_package(store / "net-1")
+    with (
+        running([package], Options(override={"delay_ms": 800.0, "max_queue_rows": 1})) as server,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        url = server.url + "/v2/models/net/infer"
+        assert ask(url, b"no JSON")[0] == 400
+        first = threads.submit(infer, server, [[1, 2, 3, 4]])
+        seen = {ask(url, b"no JSON")[0] for _ in iter(lambda: not first.done(), False)}
+        assert first.result()[0] == 200
+    assert 429 in seen
+
+
 def test_bodies_are_bounded(store):
     with running([open_package(store / "net-1")], limits=Limits(max_body=1000, body_s=3.0)) as server:
         assert ask(server.url + "/v2/models/net/infer", b"x" * 2000)[0] == 413

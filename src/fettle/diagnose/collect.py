@@ -72,15 +72,15 @@ def collect(given: Workload | TrainingWorkload, seconds: float) -> Evidence:
     with held(torch.autograd, "set_detect_anomaly", False, torch.is_anomaly_enabled()):  # its own checks would be found
         report = noted("syncs", lambda: syncs_on(device, call, [owner, workload.inputs[0]]))
     slower("syncs", report.wall_s / report.calls)
-    fresh = Fresh()
-    if device == "cpu" and pages >= _MANY_PAGES * len(plain):
-        page_s = noted("fresh memory", cost_of_fresh_memory)[0]
-        fresh = Fresh(pages / len(plain), pages / len(plain) * page_s)
     facts = probe_facts(workload)
     if isinstance(model, TrainingSteps):
         facts = replace(facts, mode="training", training=True)
     gc_s, slept_s, loading = noted("waiting", lambda: waiting(call, wall_s, device))
     kept = noted("kept alive", lambda: kept_alive(call))
+    fresh, fetched = Fresh(), pages / len(plain) if pages >= _MANY_PAGES * len(plain) else 0.0
+    if device == "cpu" and (fetched or kept.graphs):
+        page_s, byte_s = noted("fresh memory", cost_of_fresh_memory)
+        fresh = Fresh(fetched, fetched * page_s, byte_s)
     switched: dict[str, tuple[float, float, float]] = {}
     if device == "cpu":
         switched = noted("switches", lambda: variants(call, wall_s, 0.5 * seconds, module if owner is model else None))

@@ -130,8 +130,6 @@ class Kept:
     graphs: float = 0.0
     """How many of those hold on to an autograd graph."""
     bytes: float = 0.0
-    fresh_s_per_byte: float = 0.0
-    """What it costs to write memory for the first time, over what it costs later; measured where graphs are kept."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +139,9 @@ class Fresh:
     pages: float = 0.0
     seconds: float = 0.0
     """Their number times what one was seen to cost."""
+    s_per_byte: float = 0.0
+    """What it costs to write memory for the first time, over what it costs later. 0 where nobody needs to know: the
+    call fetches little and keeps no graph alive."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from fettle.diagnose.evidence import Kept
-from fettle.diagnose.fresh import cost_of_fresh_memory
 
 
 def kept_alive(call: Callable[[], Any], calls: int = 3) -> Kept:
@@ -30,4 +29,4 @@ def kept_alive(call: Callable[[], Any], calls: int = 3) -> Kept:
     if min(after[0] - before[0] for before, after in itertools.pairwise(counts)) < 1:
         return Kept()
     kept, graphs, size = (max(0.0, (last - first) / calls) for first, last in zip(counts[0], counts[-1], strict=True))
-    return Kept(kept, graphs, size, cost_of_fresh_memory()[1] if graphs else 0.0)
+    return Kept(kept, graphs, size)

@@ -37,8 +37,9 @@ async def open_loop(
     Ends early where the backlog only grows. After the last request it waits up to `patience_s` for answers.
     """
     load = _Load(shots, limit_s)
-    await load.connect(8)
     rate = len(due) / max(float(due[-1]), 1e-9)
+    # As many as are on their way where an answer takes 20 ms: a connection costs both sides more than a request does.
+    await load.connect(max(8, min(256, int(0.02 * rate))))
     with _quiet_collector(), contextlib.closing(Moments(0.1 / rate)) as clock:
         start = time.perf_counter() + 0.05
         load.start = start

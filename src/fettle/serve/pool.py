@@ -11,7 +11,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -166,9 +166,7 @@ class Pool:
             if not self.explains:
                 raise Rejected(501, "explanations are off: the server was started without --explain", kind="off")
             key = ("explain", self.next_id())  # explained alone
-        if self.closing or not any(worker.ready for worker in self.workers):
-            self.metrics.shed("not_ready")
-            raise Rejected(503, "the model is not ready", 1.0, "not_ready")
+        self.admit()
         now = time.perf_counter()
         longest = self.settings.timeout_ms / 1e3
         request = Request(
@@ -190,12 +188,23 @@ class Pool:
         except ValueError as error:
             raise Rejected(400, str(error), kind="rows") from None
         if not taken:
-            self.metrics.shed("queue_full")
-            raise Rejected(429, "too many requests wait", max(0.05, self.queue.wait_s()), "queue_full")
+            self._refuse()
         self._returns.arrived(now)
         self._idle.clear()
         self.plan_pump()
         return request.answer
+
+    def admit(self) -> None:
+        """Raise `Rejected` where not one row could wait now. Asked before a request is read: refusing must be cheap."""
+        if self.closing or not any(worker.ready for worker in self.workers):
+            self.metrics.shed("not_ready")
+            raise Rejected(503, "the model is not ready", 1.0, "not_ready")
+        if self.queue.rows >= self.settings.max_queue_rows:
+            self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        self.metrics.shed("queue_full")
+        raise Rejected(429, "too many requests wait", max(0.05, self.queue.wait_s()), "queue_full")
 
     def stop(self, answer: asyncio.Future[Answer]) -> None:
         """Nobody wants this prompt's answer any more: the worker turns to the others."""

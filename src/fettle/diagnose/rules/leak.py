@@ -18,7 +18,7 @@ def look(seen: Evidence) -> Finding | None:
     return Finding(
         "leak",
         f"{count} more stay alive after every call{what}.",
-        bound=min(0.999, seen.share(written * seen.kept.fresh_s_per_byte)) if graph else 0.0,
+        bound=min(0.999, seen.share(written * seen.fresh.s_per_byte)) if graph else 0.0,
         bound_bytes=int(seen.kept.bytes),
         evidence=("counted after a full collection, call after call",),
         advice="keep loss.detach() or loss.item(), not the loss" if graph else "look for a list or cache that grows",

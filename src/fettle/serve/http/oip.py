@@ -29,6 +29,7 @@ async def _infer(call: Call, name: str, number: str | None, *, explain: bool) ->
     body = await call.body()
     version = call.choose(name, number)
     pool = version.pool
+    pool.admit()
     asked = protocol.read_request(
         body, _header_length(call), pool.specs, pool.output_specs, pool.settings.max_rows
     )  # fmt: skip
