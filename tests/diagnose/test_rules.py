@@ -91,7 +91,7 @@ PLANTED = {
     "recurrent": seen(op("lstm", "matrix", 0.006)),
     "data-wait": seen(loading=Loading(0.004, at_hand_s=0.005)),
     "spike": seen(op("sub", "pointwise", 0.004, largest=PAGE, growth=64.0)),
-    "leak": seen(op("mul", "pointwise", 0.001, written=1 << 20), kept=Kept(1.0, 1.0, 0.0), fresh=Fresh(s_per_byte=1e-9)),
+    "leak": seen(op("mul", "pointwise", 0.001, written=1 << 20), kept=Kept(1, 1), fresh=Fresh(s_per_byte=1e-9)),
     "churn": seen(allocator={"num_alloc_retries": 3, "num_device_alloc": 9, "num_device_free": 9, "calls": 20}),
     "waiting": seen(slept_s=0.004),
     "fresh-memory": seen(fresh=Fresh(8192, 0.004), facts=facts(libraries={"glibc": "2.36"})),
