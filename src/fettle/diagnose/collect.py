@@ -77,8 +77,9 @@ def collect(given: Workload | TrainingWorkload, seconds: float) -> Evidence:
         facts = replace(facts, mode="training", training=True)
     gc_s, slept_s, loading = noted("waiting", lambda: waiting(call, wall_s, device))
     kept = noted("kept alive", lambda: kept_alive(call))
-    fresh, fetched = Fresh(), pages / len(plain) if pages >= _MANY_PAGES * len(plain) else 0.0
-    if device == "cpu" and (fetched or kept.graphs):
+    fetched = pages / len(plain) if device == "cpu" and pages >= _MANY_PAGES * len(plain) else 0.0
+    fresh = Fresh()
+    if fetched or kept.graphs:
         page_s, byte_s = noted("fresh memory", cost_of_fresh_memory)
         fresh = Fresh(fetched, fetched * page_s, byte_s)
     switched: dict[str, tuple[float, float, float]] = {}
