@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from fettle.cli import main
 from fettle.diagnose import Diagnosis, Finding, diagnose, diagnosis_json
 from fettle.diagnose.advice import Verified
 from fettle.diagnose.collect import collect
 from fettle.diagnose.evidence import Evidence, Operation
+from fettle.diagnose.kept import kept_alive
 from fettle.diagnose.report import page
 from fettle.diagnose.rules import RULES, findings
 from fettle.errors import UsageError
@@ -373,6 +375,25 @@ def test_a_planted_cause_is_named_and_a_mended_program_is_not_accused(kind: str,
     assert named[rule].bound <= 1
     assert named[rule].bound > 0 or named[rule].bound_bytes > 0
     assert rule not in {finding.rule for finding in findings(mended)}
+
+
+def test_kept_tensors_are_found_while_others_go_away() -> None:
+    """Counting all tensors of the process missed a leak when a collection took those that something else had left."""
+    others = [torch.zeros(3) for _ in range(90)]
+    weight = torch.ones(8, requires_grad=True)
+    kept: list[torch.Tensor] = []
+
+    def call() -> None:
+        del others[-20:]
+        kept.append((weight * 2).sum())
+
+    found = kept_alive(call)
+    assert (found.tensors, found.graphs, found.bytes) == (1, 1, 4)
+
+
+def test_what_the_next_call_replaces_is_no_leak() -> None:
+    state: dict[str, torch.Tensor] = {}
+    assert kept_alive(lambda: state.update(last=torch.zeros(4))).tensors == 0
 
 
 def test_a_loader_that_reads_slowly_is_named_and_takes_its_time() -> None:

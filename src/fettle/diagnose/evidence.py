@@ -124,7 +124,7 @@ class Loading:
 
 @dataclass(frozen=True)
 class Kept:
-    """Tensors that were alive after a call and not before it, a call, once it has settled."""
+    """Tensors that a call made and that outlived the next call too, a call, once it has settled."""
 
     tensors: float = 0.0
     graphs: float = 0.0
