@@ -48,7 +48,7 @@ sys.path.insert(0, str(PEERS))
 from models import ROWS, build  # noqa: E402
 
 SHARES = (0.5, 0.8, 0.9)
-NEEDS = {"fettle": "uvicorn", "litserve": "litserve", "mosec": "mosec", "ray": "ray"}
+NEEDS = {"fettle": "httptools", "litserve": "litserve", "mosec": "mosec", "ray": "ray"}
 
 
 def start(server: str, model: str, port: int, folder: Path) -> subprocess.Popen[bytes]:

@@ -16,6 +16,7 @@ from ray import serve
 from fettle.errors import UsageError
 from fettle.serve.host import host_id
 from fettle.serve.http import App
+from fettle.serve.http.asgi import Asgi
 from fettle.serve.metrics import Metrics
 from fettle.serve.package import open_package
 from fettle.serve.refusal import Rejected
@@ -25,9 +26,9 @@ _apps: list[App] = []
 """Of this replica's process: filled by the replica, read by `_asgi` right after."""
 
 
-def _asgi() -> App:
+def _asgi() -> Asgi:
     """The face of this process's replica."""
-    return _apps[-1]
+    return Asgi(_apps[-1])
 
 
 class Replica:

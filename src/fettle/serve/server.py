@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import os
 import secrets
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +19,11 @@ from typing import Any
 from fettle.errors import UsageError
 from fettle.serve.host import host_id
 from fettle.serve.http import App, Limits
+from fettle.serve.http.connection import Connection
 from fettle.serve.metrics import Metrics
 from fettle.serve.package import Package, open_package
 from fettle.serve.refusal import Rejected
-from fettle.serve.registry import Options, Registry
+from fettle.serve.registry import DRAIN_S, Options, Registry
 from fettle.serve.requires import check_here
 from fettle.serve.spans import Spans
 
@@ -64,7 +67,8 @@ class Server:
         self.address = address
         self.metrics = Metrics(float(options.override.get("limit_ms", 0.0)) / 1e3)
         self.registry = Registry(self.metrics, options, host_id())
-        self._running: list[tuple[Any, asyncio.Task[None]]] = []
+        self._listening: list[asyncio.Server] = []
+        self._connections: set[Connection] = set()
         self._sockets: list[socket.socket] = []
         self.ports: list[int] = []
 
@@ -89,28 +93,18 @@ class Server:
             ports.append(address.management_port)
         try:
             self._sockets = [_bind(address.host, port) for port in ports]
-            loading = asyncio.create_task(self._load_all(packages, restored))
-            await asyncio.sleep(0)  # the first workers start, which takes them seconds; meanwhile:
-            import uvicorn
-
-            from fettle.serve.http.connection import Protocol
-
-            await loading
+            await self._load_all(packages, restored)
         except BaseException:
             await self.close()
             raise
+        loop = asyncio.get_running_loop()
         self.ports = [sock.getsockname()[1] for sock in self._sockets]
         for app, sock in zip(apps, self._sockets, strict=True):
-            config = uvicorn.Config(
-                app, log_config=None, access_log=False, lifespan="off", server_header=False, date_header=False,
-                http=Protocol, ws="none", proxy_headers=False, backlog=2048, h11_max_incomplete_event_size=64 << 10,
-                timeout_keep_alive=address.limits.idle_s,  # type: ignore[arg-type] # it takes fractions
-            )  # fmt: skip
-            server = uvicorn.Server(config)
-            server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment] # signals are ours
-            self._running.append((server, asyncio.create_task(server.serve(sockets=[sock]))))
-        while not all(server.started for server, _ in self._running):
-            await asyncio.sleep(0.005)
+            self._listening.append(
+                await loop.create_server(
+                    functools.partial(Connection, app, self._connections, loop), sock=sock, backlog=2048
+                )
+            )
 
     async def _load_all(self, packages: Sequence[Package], restored: bool) -> None:
         state = self.registry.remembered() if restored else {}
@@ -143,11 +137,16 @@ class Server:
 
     async def close(self) -> None:
         """Stop listening, answer what was accepted, end the workers."""
-        for server, _ in self._running:
-            server.should_exit = True
-        with contextlib.suppress(Exception):
-            await asyncio.gather(*(task for _, task in self._running))
+        for server in self._listening:
+            server.close()
+        for connection in list(self._connections):
+            connection.finish()
+        until = time.perf_counter() + DRAIN_S
+        while self._connections and time.perf_counter() < until:
+            await asyncio.sleep(0.005)
         await self.registry.close()
+        for connection in list(self._connections):
+            connection.abort()
         if self.address.spans is not None:
             await asyncio.get_running_loop().run_in_executor(None, self.address.spans.close)
         for sock in self._sockets:

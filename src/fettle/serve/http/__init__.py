@@ -1,9 +1,9 @@
-"""The HTTP face: one ASGI application (`App`) for requests, another for management, on ports of their own.
+"""The HTTP face: one application (`App`) for requests, another for management, on ports of their own.
 
-A request passes `guard` (who may call), becomes a `Call` (what it says, within `Limits`), and goes to the first route
-that knows its path: `oip` (Open Inference Protocol v2), `generation` (text by server-sent events), `torchserve`
-(TorchServe's URLs), `management`, `about` (metrics and documentation). What a route returns or raises is a `Reply`.
-`connection` is what is ours between uvicorn and the socket, `direct` a short way to uvicorn's side of a request.
+A `Connection` reads requests from a socket. Each passes `guard` (who may call), becomes a `Call` (what it says, within
+`Limits`), and goes to the first route that knows its path: `oip` (Open Inference Protocol v2), `generation` (text by
+server-sent events), `torchserve` (TorchServe's URLs), `management`, `about` (metrics and documentation). What a route
+returns or raises is a `Reply`. `asgi` puts an `App` behind another server.
 """
 
 from fettle.serve.http.app import App

@@ -1,4 +1,4 @@
-"""The ASGI application of one port: guard, call, route, reply."""
+"""What one port answers: guard, call, route, reply."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import uuid
 from collections.abc import Awaitable, Callable
 
 from fettle.serve.http import about, generation, management, oip, torchserve
-from fettle.serve.http.call import Call, Gone, Limits, Receive, Scope, path_parts
+from fettle.serve.http.call import Call, Limits, path_parts
 from fettle.serve.http.guard import Guard
 from fettle.serve.http.openapi import openapi
-from fettle.serve.http.patience import Patience
-from fettle.serve.http.reply import Reply, Send, refused, said
+from fettle.serve.http.reply import Reply, refused, said
 from fettle.serve.refusal import NoSuchPath, Refusal
 from fettle.serve.registry import Registry
 from fettle.serve.spans import Spans
@@ -41,35 +40,39 @@ class App:
         hosts: tuple[str, ...] = (), log_requests: bool = False, spans: Spans | None = None,
     ) -> None:  # fmt: skip
         self.registry, self.log_requests, self.spans = registry, log_requests, spans
-        self.limits = limits = limits or Limits()
+        self.limits = limits or Limits()
         self._guard = Guard(token, management=management, hosts=hosts)
         self._routes = MANAGEMENT if management else REQUESTS
-        self._patience = Patience(limits.body_s)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
-        if scope["type"] == "lifespan":
-            await _lifespan(receive, send)
-            return
-        if scope["type"] != "http":
-            return
-        began = time.perf_counter()
-        call = Call(scope, scope["method"], [], dict(scope["headers"]), receive, self.registry, self.limits,
-                    self._patience)  # fmt: skip
+    def call(self, method: str, target: bytes, headers: dict[bytes, bytes], gone: Callable[[], bool]) -> Call:
+        """A request of this port."""
+        return Call(method, target, headers, gone, self.registry, self.limits)
+
+    def refusal(self, call: Call) -> Reply | None:
+        """The answer to a request that is refused by its head, before the body is read; None for the others."""
         try:
             self._guard.check(call.headers)
-            call.parts = path_parts(scope)
+            call.parts = path_parts(call.target)
+            call.check_length()
+        except Refusal as refusal:
+            return self.refused(call, refusal)
+        return None
+
+    def refused(self, call: Call, refusal: Refusal) -> Reply:
+        """The answer to a request that is refused."""
+        return self._noted(call, refused(refusal, call.parts))
+
+    async def answer(self, call: Call) -> Reply:
+        """The answer to a request that is whole and was not refused. Raises nothing."""
+        try:
             reply = await self._route(call)
         except Refusal as refusal:
-            reply = refused(refusal, call.parts)
-        except Gone:
-            return
+            return self.refused(call, refusal)
         except Exception:
             number = uuid.uuid4().hex[:12]
             logging.getLogger("fettle.serve").exception("request %s failed", number)
             reply = said({"error": f"internal error, request {number}"}, 500)
-        self._note(call, reply, began)
-        await reply.send(send)
+        return self._noted(call, reply)
 
     async def _route(self, call: Call) -> Reply:
         for route in self._routes:
@@ -82,7 +85,7 @@ class App:
             raise Refusal(405, f"the method is {allowed} here", ((b"allow", allowed.encode()),))
         raise NoSuchPath
 
-    def _note(self, call: Call, reply: Reply, began: float) -> None:
+    def _noted(self, call: Call, reply: Reply) -> Reply:
         """Count, record and log what is about to be answered."""
         version = call.version
         if version is not None:
@@ -90,16 +93,9 @@ class App:
             version.last_ms = int(time.time() * 1e3)
             if self.spans is not None:
                 manifest = version.package.manifest
-                self.spans.record(call.headers, manifest.name, manifest.version, reply.status, began, reply.answer)
+                self.spans.record(call.headers, manifest.name, manifest.version, reply.status, call.began, reply.answer)
         if self.log_requests:
-            seconds = time.perf_counter() - began
-            log.info(json.dumps({"method": call.method, "path": call.scope["path"][:200], "status": reply.status,
+            seconds, path = time.perf_counter() - call.began, call.target.partition(b"?")[0].decode("latin-1")
+            log.info(json.dumps({"method": call.method, "path": path[:200], "status": reply.status,
                                  "ms": round(seconds * 1e3, 3)}))  # fmt: skip
-
-
-async def _lifespan(receive: Receive, send: Send) -> None:
-    while True:
-        message = await receive()
-        await send({"type": f"{message['type']}.complete"})
-        if message["type"] == "lifespan.shutdown":
-            return
+        return reply

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 from urllib.parse import parse_qsl, unquote
 
+from httptools import HttpParserInvalidURLError, parse_url
+
 from fettle.serve import protocol
-from fettle.serve.http import direct
-from fettle.serve.http.patience import Patience
 from fettle.serve.refusal import Malformed, NoSuchPath
 from fettle.serve.registry import Registry, Version
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 MAX_PARTS, MAX_PART = 8, 200
 """Of a path."""
 
@@ -28,64 +25,53 @@ class Limits:
 
     max_body: int = 64 << 20
     body_s: float = 30.0
-    """The longest that a body may take to arrive."""
+    """The longest that a body may take to arrive, or an answer to be taken."""
     idle_s: float = 30.0
     """The longest that a connection may stay without a request whose headers are whole."""
 
-
-class Gone(Exception):
-    """The client went away before its request was whole."""
+    def too_large(self) -> Malformed:
+        """What a client hears whose body is larger than `max_body`."""
+        return Malformed(f"a body may have {self.max_body} bytes", 413)
 
 
 @dataclass(slots=True)
 class Call:
     """One request. `version` is set by the route as soon as it is known: errors are counted for it, too."""
 
-    scope: Scope
     method: str
-    parts: list[str]
-    """Of the path, unquoted."""
+    target: bytes
+    """Path and query, as they were sent."""
     headers: dict[bytes, bytes]
-    receive: Receive
+    """By their names in small letters."""
+    gone: Callable[[], bool]
+    """Whether the client has gone away."""
     registry: Registry
     limits: Limits
-    patience: Patience
+    sent: bytes = b""
+    """The body, as it was sent."""
+    began: float = 0.0
+    """When its headers were whole, of `time.perf_counter`."""
+    parts: Sequence[str] = ()
+    """Of the path, unquoted."""
     version: Version | None = None
 
-    async def body(self) -> bytes:
-        """The whole body, unpacked. Raises `Malformed` where it is too large or too slow, `Gone` without a client."""
-        most = self.limits.max_body
+    def check_length(self) -> None:
+        """Raise `Malformed` where the body is announced as too large."""
         announced = self.headers.get(b"content-length")
-        if announced is not None and (len(announced) > 15 or int(announced) > most):
-            raise Malformed(f"a body may have {most} bytes", 413)
-        cycle = direct.cycle_of(self.receive)
-        body = direct.whole_body(cycle) if cycle is not None else None
-        if body is None:
-            body = await self._awaited(most)
-        elif len(body) > most:
-            raise Malformed(f"a body may have {most} bytes", 413)
+        if announced is not None and (len(announced) > 15 or int(announced) > self.limits.max_body):
+            raise self.limits.too_large()
+
+    def body(self) -> bytes:
+        """The body, unpacked. Raises `Malformed` where it cannot be, or becomes too large."""
         encoding = self.headers.get(b"content-encoding")
         if encoding is None or encoding == b"identity":
-            return body
-        return protocol.inflate(body, encoding.decode("latin-1").lower(), most)
+            return self.sent
+        return protocol.inflate(self.sent, encoding.decode("latin-1").lower(), self.limits.max_body)
 
-    async def _awaited(self, most: int) -> bytes:
-        """The body as it comes."""
-        task = self.patience.begin()
-        try:
-            return await _read(self.receive, most)
-        except asyncio.CancelledError:
-            if not self.patience.end(task):
-                raise
-            task.uncancel()
-            raise Malformed("the body took too long to arrive", 408) from None
-        finally:
-            self.patience.end(task)
-
-    async def json(self) -> dict[str, Any]:
+    def json(self) -> dict[str, Any]:
         """The body as a JSON object; an empty body is an empty one."""
         try:
-            found = json.loads(await self.body() or b"{}")
+            found = json.loads(self.body() or b"{}")
         except (ValueError, RecursionError):
             raise Malformed("the body is no JSON") from None
         if not isinstance(found, dict):
@@ -95,7 +81,7 @@ class Call:
     def query(self) -> dict[str, str]:
         """The parameters after the question mark."""
         try:
-            return dict(parse_qsl(self.scope.get("query_string", b"").decode("latin-1"), max_num_fields=32))
+            return dict(parse_qsl(_cut(self.target)[1].decode("latin-1"), max_num_fields=32))
         except ValueError:
             raise Malformed("too many parameters") from None
 
@@ -118,15 +104,25 @@ class Call:
         self.version = self.registry.choose(name, number, self.header(b"x-session-id") or self.header(b"x-request-id"))
         return self.version
 
-    def gone(self) -> Callable[[], bool] | None:
-        """Whether the client has gone: uvicorn knows without being waited for."""
-        cycle = direct.cycle_of(self.receive)
-        return (lambda: bool(cycle.disconnected)) if cycle is not None else None
+
+def path_parts(target: bytes) -> tuple[str, ...]:
+    """The path between its slashes, unquoted after it was cut.
+
+    Raises `NoSuchPath` where it is too long, `Malformed` where it is none.
+    """
+    return _parts(_cut(target)[0])
 
 
-def path_parts(scope: Scope) -> list[str]:
-    """The path between its slashes, unquoted after it was cut. Raises `NoSuchPath` where it is too long."""
-    return list(_parts(scope.get("raw_path") or scope["path"].encode()))
+def _cut(target: bytes) -> tuple[bytes, bytes]:
+    """Path and query."""
+    if target[:1] == b"/" and b"#" not in target and target.isascii():
+        path, _, query = target.partition(b"?")
+        return path, query
+    try:
+        found = parse_url(target)  # with a scheme and a host before the path
+    except HttpParserInvalidURLError:
+        raise Malformed("the path is none") from None
+    return found.path or b"", found.query or b""
 
 
 @lru_cache(maxsize=256)
@@ -140,24 +136,3 @@ def _parts(raw: bytes) -> tuple[str, ...]:
     if len(parts) > MAX_PARTS or any(len(part) > MAX_PART for part in parts):
         raise NoSuchPath
     return tuple(parts)
-
-
-async def _read(receive: Receive, most: int) -> bytes:
-    message = await receive()
-    if message["type"] == "http.disconnect":
-        raise Gone
-    body: bytes = message.get("body", b"")
-    if not message.get("more_body") and len(body) <= most:
-        return body
-    pieces, size = [body], len(body)
-    while message.get("more_body"):
-        if size > most:
-            break
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise Gone
-        pieces.append(message.get("body", b""))
-        size += len(pieces[-1])
-    if size > most:
-        raise Malformed(f"a body may have {most} bytes", 413)
-    return b"".join(pieces)

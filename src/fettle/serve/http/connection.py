@@ -1,114 +1,291 @@
-"""What is ours between uvicorn and the socket: an answer in one write, and an end to connections that say nothing."""
+"""One client's connection: HTTP/1.1 between the socket and the `App`.
+
+The bytes are read by httptools (llhttp, the parser of Node.js). What is here is the order of answers, limits on time
+and size, and flow control. An ASGI server in between took a third of the listening process's time for a small model,
+most of it for messages and objects that say what is known on both sides of them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import math
 import time
+from collections import deque
+from http import HTTPStatus
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
 from fettle.serve.alarm import Alarm
+from fettle.serve.http.app import App
+from fettle.serve.http.call import Call
+from fettle.serve.http.reply import Reply, said
+from fettle.serve.refusal import Malformed
 
+log = logging.getLogger("fettle.serve")
 MAX_HEAD = 64 << 10
 """Bytes of a request that are not its body: first line, headers, a chunk's size, what follows the last chunk."""
+_STATUS = {status.value: b"HTTP/1.1 %d %b\r\n" % (status, status.phrase.encode()) for status in HTTPStatus}
+_OTHER_PROTOCOLS = (b"connection", b"upgrade", b"http2-settings")
+_BREAKS = b"\r\n\0"
 
 
-class Protocol(HttpToolsProtocol):
-    """uvicorn's HTTP with three differences.
+class Connection(asyncio.Protocol):
+    """Answers come in the order of the requests; each request is whole before the application sees it.
 
-    An answer of one piece is one write: a system call and a wake-up of the client less. And a connection on which no
-    request is under way is closed after `timeout_keep_alive` also before its first request and in the middle of its
-    headers, where uvicorn waits for ever; the alarm for that is moved with each request, which costs no timer.
-    And headers are bounded, in number and length: uvicorn would keep all that a client sends.
+    A connection on which nothing is under way is closed after `Limits.idle_s`, also before its first request and in the
+    middle of headers. A body has `Limits.body_s`; so has a client to take its answer.
     """
 
-    _head_bytes = 0
-    """Received since the last part of a request that was whole."""
+    def __init__(self, app: App, every: set[Connection], loop: asyncio.AbstractEventLoop) -> None:
+        self._app, self._every, self._loop = app, every, loop
+        self._transport: asyncio.Transport | None = None
+        self._parser = HttpRequestParser(self)
+        self._alarm = Alarm(self._late)
+        self._head_bytes = 0
+        """Received since the last part of a request that was whole."""
+        self._call = app.call("", b"", {}, self.gone)
+        self._pieces: list[bytes] | None = []
+        """Of the body that is being read; None: nobody will look at it."""
+        self._size = 0
+        self._in_body = False
+        self._asked: deque[tuple[Call, Reply | None, bool]] = deque()
+        """What waits for its turn: the request, its answer where that is known, and whether the connection is kept."""
+        self._work: asyncio.Task[None] | None = None
+        self._last = False
+        """Whether the connection ends with what is under way."""
+        self._room: asyncio.Event | None = None
+        """Where the client does not take what is written: set once it does."""
+
+    def gone(self) -> bool:
+        """Whether the client has gone away."""
+        return self._transport is None
+
+    def finish(self) -> None:
+        """Answer what was asked, then close."""
+        self._last = True
+        if self._work is None and not self._in_body:
+            self._close()
+
+    def abort(self) -> None:
+        """Close now."""
+        if self._transport is not None:
+            self._transport.abort()
+            self._transport = None
+
+    # -- the socket --------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client connected."""
-        super().connection_made(_OneWrite(transport))  # type: ignore[arg-type]
-        self._idle = Alarm(self.timeout_keep_alive_handler)
-        self._wait_for_request()
+        self._transport = transport
+        self._every.add(self)
+        self._alarm.set(time.perf_counter() + self._app.limits.idle_s, self._loop)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._every.discard(self)
+        self._alarm.clear()
+        self._asked.clear()
+        if self._room is not None:
+            self._room.set()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of a client."""
         self._head_bytes += len(data)
-        super().data_received(data)
-        if self._head_bytes > MAX_HEAD and not self.transport.is_closing():
-            self.send_400_response("The headers are too long.")
+        try:
+            try:
+                self._parser.feed_data(data)
+            except HttpParserUpgrade as paused:
+                self._read_as_http(data[paused.args[0] :])
+        except (HttpParserError, HttpParserUpgrade):
+            self._end_with("this is no HTTP request")
+            return
+        if self._head_bytes > MAX_HEAD:
+            self._end_with("the headers are too long")
+        elif self._in_body or self._work is not None:
+            self._watch()
+
+    def pause_writing(self) -> None:
+        self._room = asyncio.Event()
+
+    def resume_writing(self) -> None:
+        if self._room is not None:
+            self._room.set()
+            self._room = None
+
+    # -- the parser --------------------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        self._call = self._app.call("", b"", {}, self.gone)
+        self._pieces, self._size = [], 0
+
+    def on_url(self, url: bytes) -> None:
+        self._call.target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._call.headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
-        """A request has begun: its body has limits of its own."""
-        self._head_bytes = 0
-        self._idle.set(math.inf, self.loop)
-        super().on_headers_complete()
+        if self._parser.should_upgrade():
+            return  # comes once more
+        call = self._call
+        self._head_bytes, self._in_body = 0, True
+        call.method = self._parser.get_method().decode("ascii")
+        call.began = time.perf_counter()
+        refused = self._app.refusal(call)
+        if refused is not None:
+            self._refuse(refused)
+        elif call.headers.get(b"expect", b"").lower() == b"100-continue" and self._transport is not None:
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
-        """Part of a body."""
         self._head_bytes -= len(body)
-        super().on_body(body)
+        if self._pieces is None:
+            return
+        self._size += len(body)
+        self._pieces.append(body)
+        if self._size > self._app.limits.max_body:
+            self._refuse(self._app.refused(self._call, self._app.limits.too_large()))
 
     def on_chunk_header(self) -> None:
-        """The size of a chunk: a body may have many."""
         self._head_bytes = 0
 
     def on_message_complete(self) -> None:
-        """A request is whole."""
-        self._head_bytes = 0
-        super().on_message_complete()
-
-    def on_response_complete(self) -> None:
-        """An answer is out: the next request of this connection, or a wait for one."""
-        self.server_state.total_requests += 1
-        if self.transport.is_closing():
+        if self._parser.should_upgrade():
             return
-        self.flow.resume_reading()
-        if self.pipeline:
-            cycle, app = self.pipeline.pop()
-            self._start_asgi_task(cycle, app)
+        self._head_bytes, self._in_body = 0, False
+        if self._pieces is not None:
+            self._call.sent = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+            self._pieces = None
+            self._ask(self._call, None)
+
+    def _read_as_http(self, rest: bytes) -> None:
+        """A request that would rather speak another protocol, read once more without that wish.
+
+        Java's client asks so for HTTP/2 with every first request, and the parser stops before the body.
+        """
+        call, method = self._call, self._parser.get_method()
+        self._parser = HttpRequestParser(self)
+        headers = [b"%b: %b\r\n" % pair for pair in call.headers.items() if pair[0] not in _OTHER_PROTOCOLS]
+        self._parser.feed_data(b"".join([method, b" ", call.target, b" HTTP/1.1\r\n", *headers, b"\r\n", rest]))
+
+    # -- answers -----------------------------------------------------------------------------------------------------
+
+    def _refuse(self, reply: Reply) -> None:
+        """Answer before the body has come; what comes of it is not kept."""
+        self._pieces = None
+        self._ask(self._call, reply)
+
+    def _ask(self, call: Call, reply: Reply | None) -> None:
+        parser = self._parser
+        self._asked.append((call, reply, parser.should_keep_alive() and parser.get_http_version() != "1.0"))
+        if self._work is None:
+            self._work = self._loop.create_task(self._answer())
+        elif self._transport is not None:
+            self._transport.pause_reading()
+
+    def _end_with(self, reason: str) -> None:
+        """Say what was wrong after the answers that are under way, and close: what follows cannot be told apart."""
+        self._pieces, self._in_body, self._last = None, False, True
+        self._asked.append((self._call, said({"error": reason}, 400), False))
+        if self._transport is not None:
+            self._transport.pause_reading()
+        if self._work is None:
+            self._work = self._loop.create_task(self._answer())
+
+    async def _answer(self) -> None:
+        """All that has been asked, one after the other."""
+        kept, app = True, self._app
+        while self._asked and kept:
+            call, reply, kept = self._asked.popleft()
+            if reply is None:
+                reply = await app.answer(call)
+            if self._transport is None:
+                return
+            kept = kept and (not self._last or bool(self._asked))
+            if reply.events is None:
+                self._transport.write(_whole(reply, call.method, kept))
+            else:
+                kept = await self._stream(reply, kept)
+            if self._room is not None:
+                await self._taken()
+        self._work = None
+        if self._transport is None:
+            return
+        if not kept:
+            self._close()
+            return
+        self._transport.resume_reading()
+        self._watch()
+
+    async def _stream(self, reply: Reply, kept: bool) -> bool:
+        """Write events as they come. Where the connection is not kept its end is theirs. False where they broke off."""
+        assert reply.events is not None
+        async with contextlib.aclosing(reply.events) as events:
+            try:
+                self._write(_head(reply, ((b"transfer-encoding", b"chunked"),) if kept else (), kept))
+                async for event in events:
+                    self._write(b"%x\r\n%b\r\n" % (len(event), event) if kept else event)
+                    if self._room is not None:
+                        await self._taken()
+                self._write(b"0\r\n\r\n" if kept else b"")
+            except Exception:
+                log.exception("an answer broke off")
+                self.abort()
+                return False
+        return kept
+
+    def _write(self, data: bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(data)
+
+    async def _taken(self) -> None:
+        """Wait until the client has taken most of what was written."""
+        self._alarm.set(time.perf_counter() + self._app.limits.body_s, self._loop)
+        if self._room is not None:
+            await self._room.wait()
+        self._watch()
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Set the alarm for what the client has to do next; while we compute it has nothing to do."""
+        limits, until = self._app.limits, math.inf
+        if self._in_body:
+            until = self._call.began + limits.body_s
+        elif self._work is None:
+            until = time.perf_counter() + limits.idle_s
+        self._alarm.set(until, self._loop)
+
+    def _late(self) -> None:
+        """The alarm: a body, the next request, or the taking of an answer took too long."""
+        if self._in_body and self._pieces is not None:
+            self._last = True
+            self._refuse(self._app.refused(self._call, Malformed("the body took too long to arrive", 408)))
+        elif self._room is not None or self._in_body:
+            self.abort()
         else:
-            self._wait_for_request()
+            self._close()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        """It is over."""
-        self._idle.clear()
-        super().connection_lost(exc)
+    def _close(self) -> None:
+        """Close once what was written is taken."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close()
+            if transport.get_write_buffer_size():
+                self._loop.call_later(self._app.limits.body_s, transport.abort)
 
-    def _wait_for_request(self) -> None:
-        self._idle.set(time.perf_counter() + self.timeout_keep_alive, self.loop)
+
+def _whole(reply: Reply, method: str, kept: bool) -> bytes:
+    """An answer as bytes."""
+    body = reply.whole
+    head = _head(reply, ((b"content-length", b"%d" % len(body)),), kept)
+    return head if method == "HEAD" else head + body
 
 
-class _OneWrite:
-    """A transport that holds the head of an answer back until its body comes, or the event loop turns."""
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._head = b""
-        self._call_soon = asyncio.get_running_loop().call_soon
-
-    def write(self, data: bytes) -> None:
-        if self._head:
-            data, self._head = self._head + data, b""
-        elif data.startswith(b"HTTP/1.1 ") and data.endswith(b"\r\n\r\n"):
-            self._head = data
-            self._call_soon(self._flush)
-            return
-        self._transport.write(data)
-
-    def _flush(self) -> None:
-        if self._head:
-            head, self._head = self._head, b""
-            self._transport.write(head)
-
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
-
-    def close(self) -> None:
-        self._flush()
-        self._transport.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
+def _head(reply: Reply, more: Any, kept: bool) -> bytes:
+    parts = [_STATUS[reply.status], b"content-type: ", reply.kind.translate(None, _BREAKS)]
+    for name, value in (*more, *reply.headers):
+        parts += (b"\r\n", name, b": ", value.translate(None, _BREAKS))
+    parts.append(b"\r\n\r\n" if kept else b"\r\nconnection: close\r\n\r\n")
+    return b"".join(parts)

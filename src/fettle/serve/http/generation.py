@@ -26,7 +26,7 @@ async def generate(call: Call) -> Reply | None:
 
 
 async def _generate(call: Call, name: str, number: str | None, *, stream: bool) -> Reply:
-    body = await call.body()
+    body = call.body()
     version = call.choose(name, number)
     if not generates(version):
         raise Rejected(400, f"the model {name} generates no text")
@@ -34,7 +34,7 @@ async def _generate(call: Call, name: str, number: str | None, *, stream: bool) 
         prompt = prompts.read_prompt(body)
     except UsageError as error:
         raise Rejected(400, str(error)) from None
-    gone = call.gone()
+    gone = call.gone
     pieces: asyncio.Queue[bytes | None] = asyncio.Queue()
     answer = version.pool.submit(
         rows=1, key="generate", body=body, kind="application/json", gone=gone, piece=pieces.put_nowait

@@ -16,7 +16,7 @@ async def manage(call: Call) -> Reply | None:
     match call.method, call.parts:
         case "POST", ["v2", "repository", "models", name, "load"]:
             # Triton takes a configuration and whole files here: code from whoever can reach the port. We do not.
-            if (await call.json()).get("parameters"):
+            if call.json().get("parameters"):
                 raise Rejected(400, "load takes no parameters: models come from the store as they are")
             await registry.load_named(name)
             return said({})
@@ -24,7 +24,7 @@ async def manage(call: Call) -> Reply | None:
             await registry.unload(name)
             return said({})
         case "PUT", ["admin", "models", name]:
-            registry.change(name, await call.json())
+            registry.change(name, call.json())
             return said(_described(name, registry))
         case "GET", ["admin", "models", name]:
             registry.choose(name)

@@ -26,7 +26,7 @@ async def infer(call: Call) -> Reply | None:
 
 
 async def _infer(call: Call, name: str, number: str | None, *, explain: bool) -> Reply:
-    body = await call.body()
+    body = call.body()
     version = call.choose(name, number)
     pool = version.pool
     pool.admit()
@@ -35,7 +35,7 @@ async def _infer(call: Call, name: str, number: str | None, *, explain: bool) ->
     )  # fmt: skip
     key = _key(asked, pool.specs)
     answer = pool.submit(
-        rows=asked.rows, key=key, arrays=asked.arrays, timeout_s=asked.timeout_s, gone=call.gone(), explain=explain,
+        rows=asked.rows, key=key, arrays=asked.arrays, timeout_s=asked.timeout_s, gone=call.gone, explain=explain,
         target=_target(asked.parameters) if explain else -1,
     )  # fmt: skip
     shadow = call.registry.shadow_of(name, version)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fettle.serve.http import direct
 from fettle.serve.refusal import Headers, NoSuchPath, Refusal
 from fettle.serve.request import Answer
 
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 JSON = b"application/json"
 """Without a charset: kserve's client compares it with ``==``."""
 GONE = 499
@@ -37,22 +34,10 @@ class Reply:
     events: AsyncGenerator[bytes, None] | None = None
     """The body as it comes, where it is not known yet."""
 
-    async def send(self, send: Send) -> None:
-        """Give it to the client."""
-        if self.events is not None:
-            headers = [(b"content-type", self.kind), *self.headers]
-            await send({"type": "http.response.start", "status": self.status, "headers": headers})
-            async with contextlib.aclosing(self.events) as events:
-                async for event in events:
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
-            await send({"type": "http.response.body", "body": b""})
-            return
-        whole = self.body[0] if len(self.body) == 1 else b"".join(self.body)
-        headers = [(b"content-type", self.kind), (b"content-length", b"%d" % len(whole)), *self.headers]
-        cycle = direct.cycle_of(send)
-        if cycle is None or not direct.answer(cycle, self.status, headers, whole):
-            await send({"type": "http.response.start", "status": self.status, "headers": headers})
-            await send({"type": "http.response.body", "body": whole})
+    @property
+    def whole(self) -> bytes:
+        """The body in one piece."""
+        return self.body[0] if len(self.body) == 1 else b"".join(self.body)
 
 
 def said(value: Any, status: int = 200) -> Reply:
@@ -60,7 +45,7 @@ def said(value: Any, status: int = 200) -> Reply:
     return Reply(status, (json.dumps(value).encode(),))
 
 
-def refused(refusal: Refusal, parts: list[str]) -> Reply:
+def refused(refusal: Refusal, parts: Sequence[str]) -> Reply:
     """What a client of the protocol that this path belongs to understands as an error."""
     status = 503 if refusal.status == GONE else refusal.status
     if not parts or parts[0] not in _TORCHSERVE:

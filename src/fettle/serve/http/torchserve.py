@@ -35,12 +35,12 @@ async def predict(call: Call) -> Reply | None:
 
 
 async def _predict(call: Call, name: str, number: str | None, *, explain: bool = False) -> Reply:
-    body = await call.body()
+    body = call.body()
     version = call.choose(name, number)
     kind = call.header(b"content-type")[:200]
     if kind.startswith("multipart/form-data"):
         body = _form_data(body, kind)
-    answer = await version.pool.submit(rows=1, key="body", body=body, kind=kind, gone=call.gone(), explain=explain)
+    answer = await version.pool.submit(rows=1, key="body", body=body, kind=kind, gone=call.gone, explain=explain)
     return Reply(200, (answer.body,), answer.kind.encode("latin-1"), answer=answer)
 
 
@@ -61,7 +61,7 @@ def _form_data(body: bytes, kind: str) -> bytes:
 
 async def ping(call: Call) -> Reply | None:
     """``GET /ping``."""
-    if (call.method, call.parts) != ("GET", ["ping"]):
+    if (call.method, call.parts) != ("GET", ("ping",)):
         return None
     return said({"status": "Healthy"}) if call.registry.ready else said({"status": "Unhealthy"}, 500)
 
