@@ -104,16 +104,17 @@ def read_request(
         place += size
     if place != len(rest):
         raise Malformed("the body is longer than its tensors")
-    missing = [spec.name for spec in inputs if spec.name not in given]
-    if missing:
-        raise Malformed(f"the input {missing[0]} is missing")
-    arrays = [given[spec.name] for spec in inputs]
-    rows = {len(array) for array, spec in zip(arrays, inputs, strict=True) if spec.batched}
-    if len(rows) > 1:
-        raise Malformed("the inputs differ in their number of rows")
-    return Inference(
-        said.id, arrays, rows.pop() if rows else 1, _wanted(said, outputs), _timeout_s(said.parameters), said.parameters
-    )
+    arrays, rows = [], 0
+    for spec in inputs:
+        array = given.get(spec.name)
+        if array is None:
+            raise Malformed(f"the input {spec.name} is missing")
+        if spec.batched:
+            if rows not in (0, len(array)):
+                raise Malformed("the inputs differ in their number of rows")
+            rows = len(array)
+        arrays.append(array)
+    return Inference(said.id, arrays, rows or 1, _wanted(said, outputs), _timeout_s(said.parameters), said.parameters)
 
 
 def _decode(data: Any) -> _Request:
@@ -129,7 +130,7 @@ def _shape(tensor: _Input, spec: TensorSpec, max_rows: int) -> tuple[int, ...]:
     if tensor.datatype != spec.datatype:
         raise Malformed(f"the input {spec.name} is {spec.datatype}, not {tensor.datatype[:20]!r}")
     shape = tuple(tensor.shape)
-    if len(shape) > MAX_DIMS or not spec.fits(shape) or any(size < 1 for size in shape):
+    if len(shape) > MAX_DIMS or not spec.fits(shape) or (shape and min(shape) < 1):
         raise Malformed(f"the input {spec.name} has shape {list(spec.shape)}, not {list(shape)[:MAX_DIMS]}")
     if spec.batched and shape[0] > max_rows:
         raise Malformed(f"a request may have {max_rows} rows, not {shape[0]}")
@@ -137,9 +138,9 @@ def _shape(tensor: _Input, spec: TensorSpec, max_rows: int) -> tuple[int, ...]:
 
 
 def _from_json(tensor: _Input, spec: TensorSpec, shape: tuple[int, ...]) -> Array:
-    data = bytes(tensor.data)
+    data, count = bytes(tensor.data), math.prod(shape)
     # Two characters are the least that a number and its comma take: no more is allocated than the body pays for.
-    if math.prod(shape) > len(data):
+    if count > len(data):
         raise Malformed(f"the input {spec.name} has fewer values than its shape {list(shape)}")
     try:
         if spec.kind.kind == "f":
@@ -159,10 +160,8 @@ def _from_json(tensor: _Input, spec: TensorSpec, shape: tuple[int, ...]) -> Arra
             wide = np.array(values, np.float64 if spec.kind.kind == "f" else spec.kind).astype(spec.kind)
     except (ValueError, TypeError, OverflowError, FloatingPointError):
         raise Malformed(f"the input {spec.name} holds a number that no {spec.datatype} can be") from None
-    if wide.size != math.prod(shape):
-        raise Malformed(
-            f"the input {spec.name} has {wide.size} values; its shape {list(shape)} needs {math.prod(shape)}"
-        )
+    if wide.size != count:
+        raise Malformed(f"the input {spec.name} has {wide.size} values; its shape {list(shape)} needs {count}")
     return wide.reshape(shape)
 
 

@@ -31,6 +31,9 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of that shape may be given here."""
-        return len(shape) == len(self.shape) and all(
-            want in (-1, have) for want, have in zip(self.shape, shape, strict=True)
-        )
+        if len(shape) != len(self.shape):
+            return False
+        for want, have in zip(self.shape, shape, strict=True):  # noqa: SIM110 # asked of every request
+            if want not in (-1, have):
+                return False
+        return True

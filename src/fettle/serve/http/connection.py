@@ -22,7 +22,7 @@ from fettle.serve.alarm import Alarm
 from fettle.serve.http.app import App
 from fettle.serve.http.call import Call
 from fettle.serve.http.reply import Reply, said
-from fettle.serve.refusal import Malformed
+from fettle.serve.refusal import Malformed, Rejected
 
 log = logging.getLogger("fettle.serve")
 MAX_HEAD = 64 << 10
@@ -86,7 +86,9 @@ class Connection(asyncio.Protocol):
         self._transport = None
         self._every.discard(self)
         self._alarm.clear()
-        self._asked.clear()
+        self._drop()
+        while self._asked:
+            self._app.held -= len(self._asked.pop()[0].sent)
         if self._room is not None:
             self._room.set()
 
@@ -142,10 +144,14 @@ class Connection(asyncio.Protocol):
         self._head_bytes -= len(body)
         if self._pieces is None:
             return
+        app = self._app
         self._size += len(body)
+        app.held += len(body)
         self._pieces.append(body)
-        if self._size > self._app.limits.max_body:
-            self._refuse(self._app.refused(self._call, self._app.limits.too_large()))
+        if self._size > app.limits.max_body:
+            self._refuse(app.refused(self._call, app.limits.too_large()))
+        elif app.held > app.limits.max_held:
+            self._refuse(app.refused(self._call, Rejected(503, "too much is being read", 1.0, "held")))
 
     def on_chunk_header(self) -> None:
         self._head_bytes = 0
@@ -173,7 +179,7 @@ class Connection(asyncio.Protocol):
 
     def _refuse(self, reply: Reply) -> None:
         """Answer before the body has come; what comes of it is not kept."""
-        self._pieces = None
+        self._drop()
         self._ask(self._call, reply)
 
     def _ask(self, call: Call, reply: Reply | None) -> None:
@@ -184,9 +190,16 @@ class Connection(asyncio.Protocol):
         elif self._transport is not None:
             self._transport.pause_reading()
 
+    def _drop(self) -> None:
+        """Forget what has come of a body."""
+        if self._pieces is not None:
+            self._app.held -= self._size
+            self._pieces = None
+
     def _end_with(self, reason: str) -> None:
         """Say what was wrong after the answers that are under way, and close: what follows cannot be told apart."""
-        self._pieces, self._in_body, self._last = None, False, True
+        self._drop()
+        self._in_body, self._last = False, True
         self._asked.append((self._call, said({"error": reason}, 400), False))
         if self._transport is not None:
             self._transport.pause_reading()
@@ -200,6 +213,7 @@ class Connection(asyncio.Protocol):
             call, reply, kept = self._asked.popleft()
             if reply is None:
                 reply = await app.answer(call)
+                app.held -= len(call.sent)
             if self._transport is None:
                 return
             kept = kept and (not self._last or bool(self._asked))
