@@ -216,6 +216,33 @@ def test_events_that_break_off_are_no_whole_answer() -> None:
     talk(what)
 
 
+def test_events_hear_that_the_client_has_gone_before_the_first() -> None:
+    heard = []
+
+    class Late(Echo):
+        async def answer(self, call: Call) -> Reply:
+            self.under_way += 1
+            await asyncio.sleep(0.1)
+
+            async def events() -> AsyncGenerator[bytes, None]:
+                heard.append(call.gone())
+                yield b"nobody reads this"
+
+            return Reply(200, events=events())
+
+    async def what(reader, writer, app, every):
+        app.__class__ = Late
+        writer.write(get())
+        while not app.under_way:
+            await asyncio.sleep(0.005)
+        writer.transport.abort()
+        while not heard:
+            await asyncio.sleep(0.005)
+        assert heard == [True]
+
+    talk(what)
+
+
 def test_answers_wait_for_a_client_that_does_not_take_them_and_not_for_ever() -> None:
     async def what(reader, writer, app, every):
         writer.write(get("/long") * 200)

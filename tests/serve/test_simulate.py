@@ -31,7 +31,7 @@ def by_queue(arrivals, setting, costs):
     while True:
         events = [moments[position] if position < len(moments) else math.inf, busy[0] if busy else math.inf]
         if len(busy) < setting.workers:
-            events.append(max(now, queue.wake_s()))
+            events.append(max(now, queue.wake_s(now)))
         now = min(events)
         if now == math.inf:
             return [latency[index] for index in sorted(latency)], refused
@@ -68,6 +68,17 @@ def test_the_simulation_does_what_the_queue_does(gaps, cost, workers, policy, de
     expected, refused = by_queue(arrivals.tolist(), setting, costs)
     assert seen.refused == refused
     assert seen.latency_s.tolist() == pytest.approx(expected)
+
+
+def test_nobody_is_woken_for_a_window_that_is_over():
+    """They wait for a worker then. Woken for them at once and again, the server kept a core busy until one was free."""
+    queue = BatchQueue(BatchSettings(max_rows=4, max_delay_s=0.005))
+    queue.push(Item(1.0))
+    assert queue.wake_s(1.002) == 1.005
+    assert queue.wake_s(1.005) == queue.wake_s(2.0) == math.inf
+    queue.push(Item(2.0, key=1))
+    assert queue.wake_s(2.0) == 2.005
+    assert queue.take(2.0, 1).items[0].arrival_s == 1.0
 
 
 def test_a_call_after_a_pause_costs_what_such_calls_were_seen_to():

@@ -7,9 +7,9 @@ code. The order of use is
     queue.discard(item)               its client went away
     queue.expire(now_s)               those whose deadline has passed, taken out
     queue.take(now_s, free_workers)   a `Batch` to dispatch now, or None
-    queue.wake_s()                    the next moment at which `take` or `expire` may do more without a new event
+    queue.wake_s(now_s)               the next moment at which `take` or `expire` may do more without a new event
 
-Call `take` whenever a request arrives, a worker becomes free, or `wake_s()` has come, until it returns None.
+Call `take` whenever a request arrives, a worker becomes free, or `wake_s` has come, until it returns None.
 
 Two policies. *greedy* takes all that wait, up to `max_rows`. *curve* chooses how many from the measured cost of each
 batch size, because the cost is a step function more often than a line: on one CPU model 3 rows took 21 ms and 4 took
@@ -253,10 +253,10 @@ class BatchQueue(Generic[Item]):
                 chosen, oldest = group, head.arrival_s
         return None if chosen is None else self._taken(chosen)
 
-    def wake_s(self) -> float:
+    def wake_s(self, now_s: float) -> float:
         """When `take` or `expire` may do more without another event; `math.inf` when never.
 
-        Groups that are ready count as events already seen: they wait for a worker.
+        Groups whose window is over wait for a worker, and that is an event: nobody need be woken for them.
         """
         wake = math.inf
         while self._deadlines and not self._deadlines[0][2].queued:
@@ -265,8 +265,9 @@ class BatchQueue(Generic[Item]):
             wake = self._deadlines[0][0]
         if self.settings.max_delay_s > 0:
             for group in self._groups.values():
-                if self._may_wait(group.rows):
-                    wake = min(wake, _head(group).arrival_s + self.settings.max_delay_s)
+                over_s = _head(group).arrival_s + self.settings.max_delay_s
+                if over_s > now_s and self._may_wait(group.rows):
+                    wake = min(wake, over_s)
         return wake
 
     def wait_s(self) -> float:

@@ -247,7 +247,7 @@ class Pool:
             batch = self._without_gone(batch)
             if batch is not None:
                 free[0].run(batch, now)
-        wake_s = self.queue.wake_s()
+        wake_s = self.queue.wake_s(now)
         self._alarm.set(min(wake_s, hold_s) if hold_s else wake_s, self.loop)
         if not self.queue.requests and not self.inflight:
             self._idle.set()

@@ -137,8 +137,8 @@ class Connection(asyncio.Protocol):
         refused = self._app.refusal(call)
         if refused is not None:
             self._refuse(refused)
-        elif call.headers.get(b"expect", b"").lower() == b"100-continue" and self._transport is not None:
-            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        elif self._work is None and call.headers.get(b"expect", b"").lower() == b"100-continue":
+            self._write(b"HTTP/1.1 100 Continue\r\n\r\n")  # after answers that are under way it would be theirs
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes -= len(body)
@@ -200,11 +200,9 @@ class Connection(asyncio.Protocol):
         """Say what was wrong after the answers that are under way, and close: what follows cannot be told apart."""
         self._drop()
         self._in_body, self._last = False, True
-        self._asked.append((self._call, said({"error": reason}, 400), False))
+        self._ask(self._call, said({"error": reason}, 400))
         if self._transport is not None:
             self._transport.pause_reading()
-        if self._work is None:
-            self._work = self._loop.create_task(self._answer())
 
     async def _answer(self) -> None:
         """All that has been asked, one after the other."""
@@ -214,12 +212,10 @@ class Connection(asyncio.Protocol):
             if reply is None:
                 reply = await app.answer(call)
                 app.held -= len(call.sent)
-            if self._transport is None:
-                return
             kept = kept and (not self._last or bool(self._asked))
             if reply.events is None:
-                self._transport.write(_whole(reply, call.method, kept))
-            else:
+                self._write(_whole(reply, call.method, kept))
+            else:  # also where the client has gone: whoever makes them stops then
                 kept = await self._stream(reply, kept)
             if self._room is not None:
                 await self._taken()
@@ -258,7 +254,8 @@ class Connection(asyncio.Protocol):
         self._alarm.set(time.perf_counter() + self._app.limits.body_s, self._loop)
         if self._room is not None:
             await self._room.wait()
-        self._watch()
+        if self._transport is not None:
+            self._watch()
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
