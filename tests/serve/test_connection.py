@@ -23,7 +23,7 @@ class Echo(App):
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.under_way = self.held = 0
+        self.under_way = self.unanswered = 0
 
     def call(self, method: str, target: bytes, headers: dict[bytes, bytes], gone: Callable[[], bool]) -> Call:
         return Call(method, target, headers, gone, None, self.limits)  # type: ignore[arg-type]
@@ -171,7 +171,7 @@ def test_bodies_of_all_connections_together_are_bounded() -> None:
         head = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 700\r\n\r\n"
         other_reader, other = await asyncio.open_connection(*writer.get_extra_info("peername"))
         other.write(head + b"x" * 600)
-        while app.held < 600:
+        while app.unanswered < 600:
             await asyncio.sleep(0.005)
         writer.write(head + b"x" * 700)
         status, headers, _ = await read(reader)
@@ -180,14 +180,14 @@ def test_bodies_of_all_connections_together_are_bounded() -> None:
         assert json.loads((await read(other_reader))[2])["sent"] == 700
         writer.write(head + b"x" * 700 + head + b"x" * 300)
         assert (await read(reader))[0] == 200
-        while app.held != 300:
+        while app.unanswered != 300:
             await asyncio.sleep(0.005)
         writer.transport.abort()
-        while app.held:
+        while app.unanswered:
             await asyncio.sleep(0.005)
         other.close()
 
-    talk(what, Limits(max_held=1000))
+    talk(what, Limits(max_unanswered=1000))
 
 
 def test_events_come_in_chunks_or_until_the_connection_ends() -> None:

@@ -168,7 +168,7 @@ def made_up(monkeypatch):
     async def overheads(self, setting):
         return Overheads(0.0, 0.0, 0.0, 0.0, 0.0)
 
-    async def prove(package, point, costs, found, seconds, journal, tell, stop):
+    async def prove(package, point, costs, found, seconds, journal, tell, stop, expected):
         real = Costs({rows: (value,) for rows, value in World.truth.items()}, 0, 0)
         point.measured = capacity(point.setting.batching(), real, found.limit_s, requests=1500)[0]
 
@@ -208,6 +208,21 @@ def test_workers_that_fail_are_a_failure_and_the_search_goes_on(package, made_up
     page = slo_page(plain(nothing, name="<b>net</b>", target="x", machine="here", written=""))
     assert "no memory" in page
     assert "<b>net" not in page
+
+
+def test_the_second_setting_is_tested_from_where_the_first_one_lets_expect(package, made_up, monkeypatch):
+    begun = []
+
+    async def prove(package, point, costs, found, seconds, journal, tell, stop, expected):
+        begun.append(expected and expected / point.predicted)
+        point.measured = 0.97 * point.predicted
+
+    monkeypatch.setattr(room, "prove", prove)
+    made_up.costs = {rows: 0.01 + 0.003 * rows for rows in range(1, 9)}
+    asyncio.run(search(package, 0.1, most_rows=8, cores=1))
+    assert begun[0] is None
+    assert begun[1:] == [pytest.approx(0.97)] * (len(begun) - 1)
+    assert len(begun) > 1
 
 
 def test_a_prediction_that_is_off_is_corrected(package, made_up):

@@ -25,13 +25,18 @@ LATE = "the load generator was late itself in tests that failed: what was measur
 """A late generator makes latencies longer, never shorter: what passes has passed."""
 STEPS_DOWN = (0.85, 0.7, 0.5)
 """Of the rate, after the first, second and third load test that did not keep the limit."""
+STEP_UP = 1.1
+NEAR = 1.045
+"""The first step, either way, from a rate that tests of a like setting let expect: two tests are enough then."""
 
 
 async def prove(
     package: Package, point: Point, costs: Costs, found: Found, seconds: float, journal: Journal | None = None,
-    tell: Callable[[str], None] = lambda text: None, stop: asyncio.Event | None = None,
+    tell: Callable[[str], None] = lambda text: None, stop: asyncio.Event | None = None, expected: float | None = None,
 ) -> None:  # fmt: skip
     """Open-loop load tests around the predicted capacity: up while it holds, down while it does not, then between.
+
+    They begin at `expected` where tests of a like setting let expect a rate.
 
     Tests that the journal holds are not made again; the server is started for the first that it does not hold. Raises
     `ServerFailure` where the server fails, and `Stopped`.
@@ -40,7 +45,8 @@ async def prove(
     settings = serve_settings(package.settings, setting, costs, limit_s, host_id())
     served: Served | None = None
     try:
-        good, bad, rate, missed = 0.0, math.inf, point.predicted, 0
+        good, bad, rate, missed = 0.0, math.inf, expected or point.predicted, 0
+        up, down = (NEAR, (1 / NEAR, *STEPS_DOWN)) if expected else (STEP_UP, STEPS_DOWN)
         for _ in range(4):
             length = min(60.0, max(seconds, 1000 / rate))
             key = f"{package_key(package)} {setting} {rate:.6g}/s {length:.6g}s {limit_s:g}s"
@@ -68,7 +74,7 @@ async def prove(
                     break
                 rate = math.sqrt(good * bad)
             else:
-                rate = rate * 1.1 if good else rate * STEPS_DOWN[min(missed, 3) - 1]
+                rate = rate * up if good else rate * down[min(missed, len(down)) - 1]
         point.measured = good
     finally:
         if served is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -288,9 +289,15 @@ class _Search:
         self._tested.add(point.setting)
         self.tell(f"load tests of {point.setting}, predicted {point.predicted:.4g} requests/s")
         package = self.variants[point.setting.variant].package
-        costs = self.found.branches[point.setting.branch].costs
+        measured = self.found.branches[point.setting.branch]
+        like = [p.measured / p.predicted for p in self.found.points
+                if p.measured and p.predicted and p.setting.branch == point.setting.branch]  # fmt: skip
+        # Where the costs were corrected by those tests already, the prediction is what they let expect.
+        expected = point.predicted * (statistics.mean(like) if measured.scale == 1.0 else 1.0) if like else None
         try:
-            await prove(package, point, costs, self.found, self.seconds, self.journal, self.tell, self.stop)
+            await prove(
+                package, point, measured.costs, self.found, self.seconds, self.journal, self.tell, self.stop, expected
+            )
         except ServerFailure as failure:
             self.found.failures.append(Failure(str(point.setting), str(failure)))
         self._left_s = max(0.0, self._left_s - 3.2 * self.seconds)

@@ -43,7 +43,7 @@ class App:
         self.limits = limits or Limits()
         self._guard = Guard(token, management=management, hosts=hosts)
         self._routes = MANAGEMENT if management else REQUESTS
-        self.held = 0
+        self.unanswered = 0
         """Bytes of bodies that have come and are not answered yet."""
 
     def call(self, method: str, target: bytes, headers: dict[bytes, bytes], gone: Callable[[], bool]) -> Call:

@@ -24,8 +24,8 @@ class Limits:
     """What a client may ask for."""
 
     max_body: int = 64 << 20
-    max_held: int = 1 << 30
-    """Bytes of bodies that are read or answered at a time, on all connections of a port."""
+    max_unanswered: int = 1 << 30
+    """Bytes of bodies that have come and are not answered yet, on all connections of a port."""
     body_s: float = 30.0
     """The longest that a body may take to arrive, or an answer to be taken."""
     idle_s: float = 30.0

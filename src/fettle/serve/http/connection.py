@@ -1,7 +1,7 @@
 """One client's connection: HTTP/1.1 between the socket and the `App`.
 
 The bytes are read by httptools (llhttp, the parser of Node.js). What is here is the order of answers, limits on time
-and size, and flow control. An ASGI server in between took a third of the listening process's time for a small model,
+and size, and flow control. An ASGI server in between took a quarter of the listening process's time for a small model,
 most of it for messages and objects that say what is known on both sides of them.
 """
 
@@ -88,7 +88,7 @@ class Connection(asyncio.Protocol):
         self._alarm.clear()
         self._drop()
         while self._asked:
-            self._app.held -= len(self._asked.pop()[0].sent)
+            self._app.unanswered -= len(self._asked.pop()[0].sent)
         if self._room is not None:
             self._room.set()
 
@@ -146,12 +146,12 @@ class Connection(asyncio.Protocol):
             return
         app = self._app
         self._size += len(body)
-        app.held += len(body)
+        app.unanswered += len(body)
         self._pieces.append(body)
         if self._size > app.limits.max_body:
             self._refuse(app.refused(self._call, app.limits.too_large()))
-        elif app.held > app.limits.max_held:
-            self._refuse(app.refused(self._call, Rejected(503, "too much is being read", 1.0, "held")))
+        elif app.unanswered > app.limits.max_unanswered:
+            self._refuse(app.refused(self._call, Rejected(503, "too much is being read", 1.0, "unanswered")))
 
     def on_chunk_header(self) -> None:
         self._head_bytes = 0
@@ -193,7 +193,7 @@ class Connection(asyncio.Protocol):
     def _drop(self) -> None:
         """Forget what has come of a body."""
         if self._pieces is not None:
-            self._app.held -= self._size
+            self._app.unanswered -= self._size
             self._pieces = None
 
     def _end_with(self, reason: str) -> None:
@@ -211,7 +211,7 @@ class Connection(asyncio.Protocol):
             call, reply, kept = self._asked.popleft()
             if reply is None:
                 reply = await app.answer(call)
-                app.held -= len(call.sent)
+                app.unanswered -= len(call.sent)
             kept = kept and (not self._last or bool(self._asked))
             if reply.events is None:
                 self._write(_whole(reply, call.method, kept))
