@@ -32,7 +32,7 @@ from fettle.recipe import Recipe
 from fettle.serve.export import write_package
 from fettle.serve.loop import run
 from fettle.serve.package import Package, ServeSettings
-from fettle.serve.points import Found, Measured, Point
+from fettle.serve.points import Found, Measured, Point, Setting
 from fettle.serve.proof import prove
 from fettle.serve.ranking import rank
 from fettle.serve.search import search
@@ -94,7 +94,8 @@ async def one(package: Package, limit_s: float, seconds: float) -> dict[str, Any
         setting = replace(best.setting, policy=policy)
         pair[policy] = (await measured(package, Point(setting, best.measured), branch, limit_s, seconds)).measured
     return {
-        "setting": str(best.setting), "predicted": best.predicted, "measured": best.measured,
+        "setting": str(best.setting), "place": place(best.setting),
+        "predicted": best.predicted, "measured": best.measured,
         "predicted_over_measured": best.predicted / best.measured, "before_any_test": before(first, found),
         "greedy": pair["greedy"], "curve": pair["curve"], "tests": found.tests, "seconds": took,
         "test_seconds": sum(test.run["duration_s"] for point in found.points for test in point.tests),
@@ -112,8 +113,7 @@ async def grid(package: Package, row: dict[str, Any], limit_s: float, seconds: f
     every: dict[str, dict[str, float]] = row.setdefault("grid", {})
     points = rank(found.branches.values(), limit_s)
     for point in points:
-        # The delay is a part of a calibrated call, and a little another one each time.
-        name = str(replace(point.setting, delay_s=0.0)) + (", delay" if point.setting.delay_s else "")
+        name = place(point.setting)
         if name not in every and time.monotonic() < until:
             point.predicted = max(point.predicted, 1.0)
             done = await measured(package, point, found.branches[point.setting.branch], limit_s, seconds)
@@ -126,11 +126,17 @@ async def grid(package: Package, row: dict[str, Any], limit_s: float, seconds: f
         return
     best = max(item["capacity"] for item in every.values())
     row["grid_best"], row["grid_test_seconds"] = best, sum(item["test_seconds"] for item in every.values())
-    # The found setting as the grid measured it: the search's own tests lie minutes before the grid's.
-    mine = every.get(str(row.get("setting")), {}).get("capacity")
-    row["found_over_grid_best"] = mine / best if mine and best else None
+    row["found_over_grid_best"] = row["measured"] / best if row.get("measured") and best else None
+    # Beside it as the grid measured it: the search's own tests lie minutes before the grid's.
+    mine = every.get(row.get("place", ""), {}).get("capacity")
+    row["found_as_in_the_grid_over_grid_best"] = mine / best if mine and best else None
     if row.get("test_seconds"):
         row["share_of_the_grids_test_time"] = row["test_seconds"] / row["grid_test_seconds"]
+
+
+def place(setting: Setting) -> str:
+    """A setting's name in the grid. Its delay is a part of a calibrated call, and a little another one each time."""
+    return str(replace(setting, delay_s=0.0)) + (", delay" if setting.delay_s else "")
 
 
 def before(first: list[str], found: Found) -> dict[str, Any]:

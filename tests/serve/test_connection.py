@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("httptools")
 from fettle.serve.http.app import App
+from fettle.serve.http.asgi import Asgi
 from fettle.serve.http.call import Call, Limits
 from fettle.serve.http.connection import Connection
 from fettle.serve.http.reply import Reply, said
@@ -292,3 +293,30 @@ def test_a_handlers_type_cannot_add_a_header() -> None:
         server.close()
 
     run(both())
+
+
+@pytest.mark.parametrize(
+    ("pieces", "status"),
+    [((b"abc", b"de"), 200), ((b"x" * 900, b"x" * 900), 413), ((b"abc", None), 408), ((b"abc", "gone"), None)],
+)
+def test_behind_another_server_the_same_limits_hold(pieces: tuple, status: int | None) -> None:
+    """Whole, too large, too slow, and given up: as ASGI's messages say it."""
+    left, said_back = list(pieces), []
+
+    async def receive():
+        piece = left.pop(0)
+        if piece is None:
+            await asyncio.sleep(60)
+        if piece == "gone":
+            return {"type": "http.disconnect"}
+        return {"type": "http.request", "body": piece, "more_body": bool(left)}
+
+    async def send(message):
+        said_back.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/a", "query_string": b"b=c", "headers": [(b"host", b"a")]}
+    run(Asgi(Echo(Limits(max_body=1000, body_s=0.1)))(scope, receive, send))
+    assert [message["status"] for message in said_back if "status" in message] == ([status] if status else [])
+    if status == 200:
+        found = json.loads(said_back[1]["body"])
+        assert (found["target"], found["sent"]) == ("/a?b=c", 5)
