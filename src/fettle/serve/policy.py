@@ -7,6 +7,7 @@ code. The order of use is
     queue.discard(item)               its client went away
     queue.expire(now_s)               those whose deadline has passed, taken out
     queue.take(now_s, free_workers)   a `Batch` to dispatch now, or None
+    queue.take_full()                 the batch that comes next whatever else arrives, or None
     queue.wake_s(now_s)               the next moment at which `take` or `expire` may do more without a new event
 
 Call `take` whenever a request arrives, a worker becomes free, or `wake_s` has come, until it returns None.
@@ -252,6 +253,16 @@ class BatchQueue(Generic[Item]):
             if head.arrival_s < oldest and self._is_ready(group, head, now_s):
                 chosen, oldest = group, head.arrival_s
         return None if chosen is None else self._taken(chosen)
+
+    def take_full(self) -> Batch[Item] | None:
+        """The batch that the next free worker gets, where no arrival could change it; else None.
+
+        So it may be sent to a worker that is busy still. Only the group whose first request is oldest is looked at.
+        """
+        if self.rows < self.settings.max_rows:
+            return None
+        oldest = min(self._groups.values(), key=lambda group: _head(group).arrival_s)
+        return self._taken(oldest) if oldest.rows >= self.settings.max_rows else None
 
     def wake_s(self, now_s: float) -> float:
         """When `take` or `expire` may do more without another event; `math.inf` when never.

@@ -146,6 +146,9 @@ class Pool:
             self._give_up(request, Rejected(503, "the model is being unloaded", 1.0, "unload"))
         self._alarm.clear()
         for worker in [*self.workers, *self._joining]:
+            for batch in (worker.batch, worker.following):
+                for request in batch.items if batch is not None else ():
+                    self._give_up(request, Rejected(503, "the model was unloaded during the call", 1.0, "unload"))
             worker.close()
 
     def change(self, settings: ServeSettings, machine: str) -> None:
@@ -222,7 +225,7 @@ class Pool:
     @property
     def inflight(self) -> int:
         """Requests that are with a worker now."""
-        return sum(len(worker.batch.items) for worker in self.workers if worker.batch is not None)
+        return sum(len(batch.items) for worker in self.workers for batch in (worker.batch, worker.following) if batch)
 
     # -- batching ----------------------------------------------------------------------------------------------------
 
@@ -247,10 +250,25 @@ class Pool:
             batch = self._without_gone(batch)
             if batch is not None:
                 free[0].run(batch, now)
+        self._send_ahead()
         wake_s = self.queue.wake_s(now)
         self._alarm.set(min(wake_s, hold_s) if hold_s else wake_s, self.loop)
         if not self.queue.requests and not self.inflight:
             self._idle.set()
+
+    def _send_ahead(self) -> None:
+        """Give busy workers what they go on with, where what comes meanwhile could not change it.
+
+        A worker that has to hear from us between two batches stands still while we read requests.
+        """
+        for worker in sorted(self.workers, key=lambda worker: worker.began):
+            while worker.may_follow:
+                batch = self.queue.take_full()
+                if batch is None:
+                    return
+                batch = self._without_gone(batch)
+                if batch is not None:
+                    worker.follow(batch)
 
     def _without_gone(self, batch: Batch[Request]) -> Batch[Request] | None:
         kept = [item for item in batch.items if not (item.answer.done() or (item.gone is not None and item.gone()))]
@@ -315,6 +333,13 @@ class Pool:
         self.metrics.request(now - request.arrival_s, answer.queue_s, self.settings.limit_ms / 1e3)
         if not request.answer.done():
             request.answer.set_result(answer)
+
+    def returned(self, batch: Batch[Request]) -> None:
+        """A worker ended before it began with these: they wait once more."""
+        for request in batch.items:
+            if not request.answer.done() and not self.queue.push(request):
+                self._give_up(request, Rejected(429, "too many requests wait", 1.0, "queue_full"))
+        self.plan_pump()
 
     def failed(self, batch: Batch[Request], why: Rejected) -> None:
         """A call failed. Those of a batch of several go again, each alone: one bad request fails only itself."""

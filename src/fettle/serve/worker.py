@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,12 @@ START_S = 600.0
 """The longest that loading and warming up may take."""
 
 
+AHEAD_S = 0.1
+"""Calls that take longer gain nothing from a batch that waits in the worker, where it can no longer be given up."""
+
+
 class Worker:
-    """A worker that is there again after it was lost. It has one batch at a time."""
+    """A worker that is there again after it was lost. It works on one batch at a time, and may have the next one."""
 
     def __init__(self, pool: Pool, index: int, threads: int, cores: Sequence[int] = ()) -> None:
         self.pool, self.index, self.threads, self.cores = pool, index, threads, list(cores)
@@ -38,12 +43,17 @@ class Worker:
         self.leaving = False
         """Whether it takes no more batches and ends after the one that it has."""
         self.batch: Batch[Request] | None = None
+        self.following: Batch[Request] | None = None
+        """What it goes on with after `batch`, without waiting for us in between."""
         self.rss = 0
         self.restarts = 0
         self.started_at = 0.0
         self._process: WorkerProcess | None = None
-        self._call = 0
-        self._sent = 0.0
+        self._call = self._next_call = 0
+        """The numbers of both; 0: not sent yet."""
+        self.began = 0.0
+        """When the last batch's turn came."""
+        self._took_s = math.inf
         self._alarm = Alarm(self._silent)
         self._awaited = False
         self._loaded: asyncio.Future[None] | None = None
@@ -102,26 +112,55 @@ class Worker:
             self._again.cancel()
 
     def run(self, batch: Batch[Request], now: float) -> None:
-        """Send a batch."""
-        self.batch, self._sent = batch, now
-        self._call = self.pool.next_id()
-        items, first = batch.items, batch.items[0]
-        header: wire.ToWorker
-        bodies: list[Any]
-        if first.piece is not None:
-            bodies = [item.body or b"" for item in items]
-            header = wire.Generate(self._call, [len(body) for body in bodies])
-        elif first.body is not None:
-            bodies = [item.body or b"" for item in items]
-            header = wire.Call(self._call, [len(body) for body in bodies], [item.kind for item in items], first.explain)
-        elif first.explain:
-            bodies = [wire.flat(array) for array in first.arrays]
-            header = wire.Explain(self._call, [array.shape for array in first.arrays], first.target)
-        else:
-            bodies = [wire.flat(array) for item in items for array in item.arrays]
-            header = wire.Run(self._call, batch.size, [[array.shape for array in item.arrays] for item in items])
-        self._write(header, bodies)
+        """Work on a batch."""
+        self._begin(batch, now)
+        self._call = self._send(*self._message(batch))
+
+    @property
+    def may_follow(self) -> bool:
+        """Whether it can be given what it goes on with after the batch that it has."""
+        return self.batch is not None and self.following is None and self.ready and self._took_s < AHEAD_S
+
+    def follow(self, batch: Batch[Request]) -> None:
+        """Go on with this batch. It is sent now where the worker need not look at it before, and it finds its place."""
+        assert self.batch is not None
+        self.following, self._next_call = batch, 0
+        header, bodies = self._message(batch)
+        generates = isinstance(header, wire.Generate) or self.batch.items[0].piece is not None
+        if not generates and sum(len(body) for body in bodies) < wire.SHARED_FROM:
+            self._next_call = self._send(header, bodies)
+
+    def _begin(self, batch: Batch[Request], now: float) -> None:
+        self.batch, self.began = batch, now
         self._wait(self.pool.settings.timeout_ms / 1e3)
+
+    def _go_on(self, now: float) -> None:
+        """With what follows, if there is anything."""
+        batch, self.batch, self.following = self.following, None, None
+        if batch is None:
+            self._rest()
+            return
+        self._begin(batch, now)
+        self._call = self._next_call or self._send(*self._message(batch))
+
+    def _message(self, batch: Batch[Request]) -> tuple[wire.ToWorker, list[Any]]:
+        """What a batch is for the worker, under a number of its own."""
+        call, items, first = self.pool.next_id(), batch.items, batch.items[0]
+        if first.piece is not None:
+            bodies: list[Any] = [item.body or b"" for item in items]
+            return wire.Generate(call, [len(body) for body in bodies]), bodies
+        if first.body is not None:
+            bodies = [item.body or b"" for item in items]
+            return wire.Call(call, [len(body) for body in bodies], [item.kind for item in items], first.explain), bodies
+        if first.explain:
+            bodies = [wire.flat(array) for array in first.arrays]
+            return wire.Explain(call, [array.shape for array in first.arrays], first.target), bodies
+        bodies = [wire.flat(array) for item in items for array in item.arrays]
+        return wire.Run(call, batch.size, [[array.shape for array in item.arrays] for item in items]), bodies
+
+    def _send(self, header: Any, bodies: Sequence[Any]) -> int:
+        self._write(header, bodies)
+        return int(header.id)
 
     def cancel(self, index: int) -> None:
         """Tell the worker that one prompt of its batch is not waited for."""
@@ -145,7 +184,7 @@ class Worker:
             return  # of a call that was given up
         elif isinstance(header, wire.Piece):
             self._wait(self.pool.settings.timeout_ms / 1e3)
-            self.pool.heard(self.batch.items[header.index], body, self.batch.rows, self._sent, last=header.last)
+            self.pool.heard(self.batch.items[header.index], body, self.batch.rows, self.began, last=header.last)
         else:
             self._answered(header, body)
 
@@ -159,22 +198,29 @@ class Worker:
 
     def _answered(self, header: wire.Done | wire.Failed, body: memoryview) -> None:
         assert self.batch is not None
-        batch, self.batch = self.batch, None
-        self._rest()
+        batch, began, now = self.batch, self.began, time.perf_counter()
+        self._took_s = now - began
+        self._go_on(now)
         if isinstance(header, wire.Done):
             self.rss = header.rss
-            self.pool.finished(batch, self._sent, header, body)
+            if self._has_grown():
+                self.ready = False  # it gets nothing more, and is replaced once it has nothing left
+            self.pool.finished(batch, began, header, body)
         else:
             log.warning("a call of %s failed: %s", self.pool.name, header.reason)
             why = Rejected(400, header.reason, kind="input") if header.usage else Rejected(500, "the model failed")
             self.pool.failed(batch, why)
+        if self.batch is not None:
+            return
         if self.leaving:
             self.pool.without(self)
-            return
-        most = self.pool.settings.max_worker_bytes
-        if most and self.rss > most and self.batch is None and not self.pool.closing:
+        elif self._has_grown():
             log.warning("worker %d of %s has grown to %d MiB: replaced", self.index, self.pool.name, self.rss >> 20)
             self._lost("grown")
+
+    def _has_grown(self) -> bool:
+        most = self.pool.settings.max_worker_bytes
+        return bool(most) and self.rss > most and not self.pool.closing
 
     # -- supervision -------------------------------------------------------------------------------------------------
 
@@ -199,9 +245,12 @@ class Worker:
 
     def _lost(self, why: str) -> None:
         """This process is of no more use: give its call back, and start another one after a while."""
-        first_start = not self.ready and not self.restarts
-        batch, self.batch = self.batch, None
+        first_start = not self.restarts and self._loaded is not None and not self._loaded.done()
+        batch, following = self.batch, self.following
+        self.batch = self.following = None
         self.end()
+        if following is not None:  # it had not begun with it
+            self.pool.returned(following)
         if batch is not None:
             self.pool.failed(batch, Rejected(500, "the model's process ended during the call", kind="crash"))
         if self.leaving:
