@@ -7,8 +7,10 @@ Models are multilayer perceptrons with random weights: `tiny` (64-64-8, a call o
 and `wide` (64-4096-4096-4096-4096-4096-8, about 20 ms: how well it batches). Each server gets one worker with one
 thread, batches of at most 8, and no delay; requests are 64 numbers of JSON. Closed loop at 1, 8, 32 and 128 clients,
 then Poisson arrivals at 50, 80 and 90% of the greatest rate that this server reached, fettle at no greater ones than
-the fastest peer: the same ones where it is faster. The servers take turns in random order, `--rounds` times; shown are
-medians. Before the first load each is left alone, and its processes' CPU is added up. The raw model's batched
+the fastest peer: the same ones where it is faster. All servers are up at once and take turns at each of these seven
+points, in random order, `--rounds` times, because the machine's speed drifts within minutes; only Ray, which is never
+idle, comes after the others have ended. Shown are medians, and of p99 the ratio to the best peer's at the same point of
+the same round. Before the first load all are left alone, and each one's CPU is added up. The raw model's batched
 throughput is measured in a process of its own. A star: the client was more than 1 ms late itself.
 
 Peers: `pip install litserve mosec 'ray[serve]'`. One that is not installed is left out and named.
@@ -95,43 +97,54 @@ def wait_until_it_answers(server: str, port: int, process: Any, seconds: float =
 # -- measuring --------------------------------------------------------------------------------------------------------
 
 
-def idle_percent(process: Any, seconds: float) -> float:
-    """CPU of all the server's processes while nobody asks, in percent of one core."""
+def idle_percents(servers: dict[str, Any], seconds: float) -> dict[str, float]:
+    """CPU of all of each server's processes while nobody asks, in percent of one core."""
     import psutil
 
-    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-
-    def spent() -> float:
-        return sum(sum(one.cpu_times()[:2]) for one in family if one.is_running())
+    def family(process: Any) -> list[Any]:
+        return [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
 
     time.sleep(2)  # what starting left to do
+    families = {name: family(process) for name, process in servers.items()}
+
+    def spent() -> dict[str, float]:
+        return {name: sum(sum(one.cpu_times()[:2]) for one in all_of if one.is_running())
+                for name, all_of in families.items()}  # fmt: skip
+
     before, began = spent(), time.perf_counter()
     time.sleep(seconds)
-    return 100 * (spent() - before) / (time.perf_counter() - began)
+    after, took = spent(), time.perf_counter() - began
+    return {name: 100 * (after[name] - before[name]) / took for name in servers}
 
 
-def in_closed_loops(server: str, port: int, process: Any, seconds: float, idle_s: float) -> dict[str, Any]:
-    """One turn of one server: its start, its rest, and so many clients."""
-    found: dict[str, Any] = {
-        "first_answer_s": wait_until_it_answers(server, port, process),
-        "idle_percent": idle_percent(process, idle_s),
-        "closed": {},
-    }
-    for clients in (1, 8, 32, 128):
-        found["closed"][clients] = numbers(run(closed_loop([shot(server, port)], clients, seconds)))
+def one_round(servers: list[str], model: str, ports: Iterator[int], folder: Path, seconds: float, idle_s: float) -> Any:
+    """Each server's numbers: those that leave the machine alone while they are idle take turns at every point."""
+    found: dict[str, dict[str, Any]] = {}
+    with contextlib.ExitStack() as up:
+        there: dict[str, tuple[int, Any]] = {}
+        for name in random.sample(servers, len(servers)):
+            port = next(ports)
+            with telling(model):
+                process = up.enter_context(running(name, model, port, folder))
+                first_s = wait_until_it_answers(name, port, process)
+                there[name] = port, process
+                found[name] = {"first_answer_s": first_s, "closed": {}, "open": {}}
+        percents = idle_percents({name: process for name, (_, process) in there.items()}, idle_s)
+        for name, percent in percents.items():
+            found[name]["idle_percent"] = percent
+        for clients in (1, 8, 32, 128):
+            for name in random.sample(sorted(there), len(there)):
+                one = shot(name, there[name][0])
+                found[name]["closed"][clients] = numbers(run(closed_loop([one], clients, seconds)))
+        most = {name: max(row["throughput"] for row in found[name]["closed"].values()) for name in there}
+        peers = max((rate for name, rate in most.items() if name != "fettle"), default=math.inf)
+        for share in SHARES:
+            for name in random.sample(sorted(there), len(there)):
+                one, rate = shot(name, there[name][0]), share * min(most[name], peers)
+                run(closed_loop([one], 8, 0.5))
+                loaded = run(open_loop([one], poisson(rate, seconds), limit_s=0.1))
+                found[name]["open"][f"{share:.0%}"] = {"rate": rate} | numbers(loaded)
     return found
-
-
-def in_open_loops(server: str, port: int, process: Any, seconds: float, capacity: float) -> dict[str, Any]:
-    """Another turn, with arrivals at shares of `capacity`."""
-    wait_until_it_answers(server, port, process)
-    one = shot(server, port)
-    run(closed_loop([one], 8, 1.0))
-    return {
-        f"{share:.0%}": {"rate": share * capacity}
-        | numbers(run(open_loop([one], poisson(share * capacity, seconds), limit_s=0.1)))
-        for share in SHARES
-    }
 
 
 @contextlib.contextmanager
@@ -186,6 +199,20 @@ def middle(rows: list[Any]) -> Any:
     return all(rows) if isinstance(rows[0], bool) else statistics.median(rows)
 
 
+def beside_peers(rounds: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """At each point fettle's p99 over the least of the peers', round by round, ascending."""
+    found: dict[str, list[float]] = {}
+    for seen in rounds:
+        peers = [row for name, row in seen.items() if name != "fettle"]
+        if "fettle" not in seen or not peers:
+            continue
+        for kind in ("closed", "open"):
+            for point, mine in seen["fettle"][kind].items():
+                least = min(row[kind][point]["p99_ms"] for row in peers)
+                found.setdefault(f"{kind} {point}", []).append(mine["p99_ms"] / least)
+    return {point: sorted(ratios) for point, ratios in found.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="tiny,wide")
@@ -207,29 +234,21 @@ def main() -> None:
         folder = Path(scratch)
         for model in options.models.split(","):
             package(model, folder)
-            turns: dict[str, list[Any]] = {name: [] for name in servers}
+            rounds: list[dict[str, Any]] = []
             bare = []
             ports = itertools.count(options.port)
             for _ in range(options.rounds):
                 bare.append(raw(model, options.seconds))
                 seen: dict[str, Any] = {}
-                for name in random.sample(servers, len(servers)):
-                    port = next(ports)
-                    with telling(model), running(name, model, port, folder) as process:
-                        seen[name] = in_closed_loops(name, port, process, options.seconds, options.idle)
-                most = {
-                    name: max(row["throughput"] for row in found["closed"].values()) for name, found in seen.items()
-                }
-                peers = max((rate for name, rate in most.items() if name != "fettle"), default=math.inf)
-                for name in random.sample(sorted(seen), len(seen)):
-                    port, capacity = next(ports), min(most[name], peers)
-                    with telling(model), running(name, model, port, folder) as process:
-                        seen[name]["open"] = in_open_loops(name, port, process, options.seconds, capacity)
-                        turns[name].append(seen[name])
+                for group in ([name for name in servers if name != "ray"], ["ray"] if "ray" in servers else []):
+                    seen |= one_round(group, model, ports, folder, options.seconds, options.idle)
+                rounds.append(seen)
             results["models"][model] = {
                 "raw_rows_per_s": statistics.median(bare),
-                **{name: middle(rows) for name, rows in turns.items() if rows},
-            }
+                **{name: middle([seen[name] for seen in rounds if name in seen]) for name in servers
+                   if any(name in seen for seen in rounds)},
+                "p99_over_best_peer": beside_peers(rounds),
+            }  # fmt: skip
             show(model, results["models"][model])
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
@@ -256,13 +275,16 @@ def show(model: str, found: dict[str, Any]) -> None:
         + "".join(f"{f'{share:.0%} open p99':>14}" for share in SHARES)
     )
     for name, row in found.items():
-        if name == "raw_rows_per_s":
+        if name in ("raw_rows_per_s", "p99_over_best_peer"):
             continue
         cells = [f"{r['throughput']:.0f}/s {r['p50_ms']:.2f}/{r['p99_ms']:.1f}" for r in row["closed"].values()]
         ends = [f"{r['p99_ms']:.1f}{'*' if r['late_ms'] > 1 else ''}" for r in row["open"].values()]
         print(f"{name:10}{row['first_answer_s']:8.1f}{row['idle_percent']:8.1f}"
               + "".join(f"{cell:>22}" for cell in cells)
               + "".join(f"{end:>14}" for end in ends))  # fmt: skip
+    for point, ratios in found.get("p99_over_best_peer", {}).items():
+        print(f"  p99 over the best peer's, {point}: {statistics.median(ratios):.2f} "
+              f"({', '.join(f'{ratio:.2f}' for ratio in ratios)})")  # fmt: skip
 
 
 if __name__ == "__main__":
