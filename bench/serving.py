@@ -8,10 +8,11 @@ and `wide` (64-4096-4096-4096-4096-4096-8, about 20 ms: how well it batches). Ea
 thread, batches of at most 8, and no delay; requests are 64 numbers of JSON. Closed loop at 1, 8, 32 and 128 clients,
 then Poisson arrivals at 50, 80 and 90% of the greatest rate that this server reached, fettle at no greater ones than
 the fastest peer: the same ones where it is faster. All servers are up at once and take turns at each of these seven
-points, in random order, `--rounds` times, because the machine's speed drifts within minutes; only Ray, which is never
-idle, comes after the others have ended. Shown are medians, and of p99 the ratio to the best peer's at the same point of
-the same round. Before the first load all are left alone, and each one's CPU is added up. The raw model's batched
-throughput is measured in a process of its own. A star: the client was more than 1 ms late itself.
+points, in random order, `--rounds` times, because the machine's speed drifts within minutes; only LitServe and Ray,
+which compute while nobody asks, come after the others have ended. Shown are medians, and of p99 the ratio to the best
+peer's at the same point of the same round. Before the first load all are left alone, and each one's CPU is added up.
+The raw model's batched throughput is measured in a process of its own. A star: the client was more than 1 ms late
+itself.
 
 Peers: `pip install litserve mosec 'ray[serve]'`. One that is not installed is left out and named.
 """
@@ -50,6 +51,8 @@ sys.path.insert(0, str(PEERS))
 from models import ROWS, build  # noqa: E402
 
 SHARES = (0.5, 0.8, 0.9)
+RESTLESS = ("litserve", "ray")
+"""Servers that compute while nobody asks: up beside others they would slow these down."""
 NEEDS = {"fettle": "httptools", "litserve": "litserve", "mosec": "mosec", "ray": "ray"}
 
 
@@ -240,7 +243,8 @@ def main() -> None:
             for _ in range(options.rounds):
                 bare.append(raw(model, options.seconds))
                 seen: dict[str, Any] = {}
-                for group in ([name for name in servers if name != "ray"], ["ray"] if "ray" in servers else []):
+                quiet = [name for name in servers if name not in RESTLESS]
+                for group in [quiet, *([name] for name in servers if name in RESTLESS)]:
                     seen |= one_round(group, model, ports, folder, options.seconds, options.idle)
                 rounds.append(seen)
             results["models"][model] = {
