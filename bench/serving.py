@@ -1,6 +1,6 @@
 """A tuned model behind HTTP, beside the servers a user would pick instead: same model, client, batch limit and threads.
 
-    python bench/serving.py --json bench/results/serving.json              # peers that are installed; about 6 minutes
+    python bench/serving.py --json bench/results/serving.json              # peers that are installed; 6 minutes a round
     python bench/serving.py --models tiny --servers fettle,litserve --seconds 2
 
 Models are multilayer perceptrons with random weights: `tiny` (64-64-8, a call of microseconds: the server's own cost)
