@@ -171,6 +171,16 @@ def test_a_worker_that_has_grown_does_what_it_has_and_is_replaced():
 
 
 @in_loop
+def test_an_answer_to_a_ping_does_not_end_the_waiting_for_a_call():
+    worker = quick()
+    worker._silent()
+    assert isinstance(worker._process.sent[-1][0], wire.Ping)
+    worker.run(batch(), 1.0)
+    worker._hear(wire.Pong(0, 5), memoryview(b""))
+    assert (worker._awaited, worker.rss) == (True, 5)
+
+
+@in_loop
 def test_a_worker_that_leaves_does_what_it_has():
     worker = quick()
     worker.run(batch(), 1.0)

@@ -28,8 +28,6 @@ BACK_OFF_S = (0.1, 0.5, 2.0, 5.0, 15.0, 30.0)
 """Before a worker that ended is started again: the n-th time in a row."""
 START_S = 600.0
 """The longest that loading and warming up may take."""
-
-
 AHEAD_S = 0.1
 """Calls that take longer gain nothing from a batch that waits in the worker, where it can no longer be given up."""
 
@@ -177,7 +175,8 @@ class Worker:
             self._is_ready(header)
         elif isinstance(header, wire.Pong):
             self.rss = header.rss
-            self._rest()
+            if self.batch is None:  # else it was asked just before its batch came, whose answer is awaited
+                self._rest()
         elif isinstance(header, wire.Failed) and header.id < 0:
             self.pool.problem = header.reason  # the process ends now, which `_lost` hears of
         elif header.id != self._call or self.batch is None:
@@ -214,7 +213,7 @@ class Worker:
             return
         if self.leaving:
             self.pool.without(self)
-        elif self._has_grown():
+        elif not self.ready:
             log.warning("worker %d of %s has grown to %d MiB: replaced", self.index, self.pool.name, self.rss >> 20)
             self._lost("grown")
 
