@@ -257,8 +257,9 @@ class Registry:
             return {}
         try:
             state = json.loads(path.read_text(encoding="utf-8"))
-            assert isinstance(state, dict)
-        except (OSError, ValueError, AssertionError) as error:
+            if not isinstance(state, dict):
+                raise ValueError
+        except (OSError, ValueError) as error:
             raise UsageError(f"the state file {path} cannot be read: move it away to start afresh") from error
         return state
 
