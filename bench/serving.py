@@ -203,10 +203,10 @@ def middle(rows: list[Any]) -> Any:
 
 
 def beside_peers(rounds: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """At each point fettle's p99 over the least of the peers', round by round, ascending."""
+    """At each point fettle's p99 over the least of the peers' that were up beside it, round by round, ascending."""
     found: dict[str, list[float]] = {}
     for seen in rounds:
-        peers = [row for name, row in seen.items() if name != "fettle"]
+        peers = [row for name, row in seen.items() if name not in ("fettle", *RESTLESS)]
         if "fettle" not in seen or not peers:
             continue
         for kind in ("closed", "open"):
