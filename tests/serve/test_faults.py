@@ -16,7 +16,7 @@ import torch
 
 from fettle.recipe import Recipe
 from fettle.serve.export import write_package
-from fettle.serve.package import ServeSettings
+from fettle.serve.package import ServeSettings, open_package
 from fettle.serve.registry import Options
 from fettle.workload import Workload
 
@@ -207,3 +207,15 @@ def test_nan_stays_in_its_own_row(server):
         found = list(threads.map(infer, [x[0], x[1]] * 8))
     assert all(value == [None] * 3 for value in found[::2])  # JSON has no NaN
     np.testing.assert_allclose(found[1::2], np.repeat(wanted, 8, axis=0), atol=1e-6)
+
+
+def test_what_is_under_way_when_a_model_goes_is_answered(store, monkeypatch):
+    monkeypatch.setattr("fettle.serve.registry.DRAIN_S", 0.2)
+    echo = open_package(store / "echo")
+    with running([echo], Options(trust=(echo.handler_digest,))) as server, ThreadPoolExecutor(1) as thread:
+        pool = server.registry.choose("echo").pool
+        asked = thread.submit(ask, server.url + "/predictions/echo", b"hang")
+        until(lambda: pool.inflight)
+        server.call(server.registry.unload("echo"))
+        status, answer, _ = asked.result(60)
+    assert (status, "unloaded" in str(answer)) == (503, True)
