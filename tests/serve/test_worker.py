@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fettle.serve import wire
+from fettle.serve import pool, wire
 from fettle.serve.package import ServeSettings
 from fettle.serve.policy import Batch, BatchQueue, BatchSettings, CostCurve
 from fettle.serve.request import Request
@@ -22,8 +22,11 @@ class Pool(SimpleNamespace):
     def __init__(self, **changed):
         super().__init__(
             settings=SETTINGS, name="net", devices=("cpu",), closing=False, told=[], number=0, problem="",
-            metrics=SimpleNamespace(restart=lambda why: None), **changed,
+            metrics=SimpleNamespace(restart=lambda why: None, shed=lambda why: None),
+            queue=BatchQueue(BatchSettings(max_rows=2)), **changed,
         )  # fmt: skip
+
+    without_gone, _give_up = pool.Pool.without_gone, pool.Pool._give_up
 
     @property
     def loop(self):
@@ -132,6 +135,28 @@ def test_what_the_worker_must_not_see_before_is_sent_when_its_turn_comes(kinds):
         assert worker.batch is None
 
     test()
+
+
+@in_loop
+def test_a_prompt_given_up_behind_another_batch_is_not_computed():
+    worker = quick()
+    worker.run(batch(), 1.0)
+    second = batch(piece=print)
+    worker.follow(second)
+    second.items[0].answer.cancel()
+    answer(worker)
+    assert worker.batch.items == [second.items[1]]
+    assert len(worker._process.sent[-1][0].lengths) == 1
+    answer(worker)
+    third = batch(piece=print)
+    worker.run(batch(), 1.0)
+    worker.follow(third)
+    for item in third.items:
+        item.answer.cancel()
+    sent = len(worker._process.sent)
+    answer(worker)
+    assert worker.batch is worker.following is None
+    assert len(worker._process.sent) == sent
 
 
 @in_loop

@@ -281,9 +281,12 @@ class BatchQueue(Generic[Item]):
                     wake = min(wake, over_s)
         return wake
 
-    def wait_s(self) -> float:
-        """How long a request that came now would about wait for its turn; 0 when no curve is known."""
-        return self.rows * self.plan.row_s
+    def wait_s(self, ahead: int = 0) -> float:
+        """How long a request that came now would about wait for its turn, behind rows that were taken before theirs.
+
+        0 when no curve is known.
+        """
+        return (ahead + self.rows) * self.plan.row_s
 
     @property
     def gains_by_waiting(self) -> bool:

@@ -207,7 +207,8 @@ class Pool:
 
     def _refuse(self) -> NoReturn:
         self.metrics.shed("queue_full")
-        raise Rejected(429, "too many requests wait", max(0.05, self.queue.wait_s()), "queue_full")
+        ahead = sum(worker.following.rows for worker in self.workers if worker.following is not None)
+        raise Rejected(429, "too many requests wait", max(0.05, self.queue.wait_s(ahead)), "queue_full")
 
     def stop(self, answer: asyncio.Future[Answer]) -> None:
         """Nobody wants this prompt's answer any more: the worker turns to the others."""
@@ -247,7 +248,7 @@ class Pool:
             batch = self.queue.take(now, len(free))
             if batch is None:
                 break
-            batch = self._without_gone(batch)
+            batch = self.without_gone(batch)
             if batch is not None:
                 free[0].run(batch, now)
         self._send_ahead()
@@ -266,11 +267,12 @@ class Pool:
                 batch = self.queue.take_full()
                 if batch is None:
                     return
-                batch = self._without_gone(batch)
+                batch = self.without_gone(batch)
                 if batch is not None:
                     worker.follow(batch)
 
-    def _without_gone(self, batch: Batch[Request]) -> Batch[Request] | None:
+    def without_gone(self, batch: Batch[Request]) -> Batch[Request] | None:
+        """What of a batch somebody waits for still. Asked when it is sent: later it cannot be called back."""
         kept = [item for item in batch.items if not (item.answer.done() or (item.gone is not None and item.gone()))]
         if len(kept) == len(batch.items):
             return batch
@@ -337,8 +339,8 @@ class Pool:
     def returned(self, batch: Batch[Request]) -> None:
         """A worker ended before it began with these: they wait once more."""
         for request in batch.items:
-            if not request.answer.done() and not self.queue.push(request):
-                self._give_up(request, Rejected(429, "too many requests wait", 1.0, "queue_full"))
+            if not request.answer.done():
+                self._wait_again(request)
         self.plan_pump()
 
     def failed(self, batch: Batch[Request], why: Rejected) -> None:
@@ -352,9 +354,12 @@ class Pool:
                 self._give_up(request, why)
                 continue
             request.key = ("alone", id(request), request.key)
-            if not self.queue.push(request):
-                self._give_up(request, Rejected(429, "too many requests wait", 1.0, "queue_full"))
+            self._wait_again(request)
         self.plan_pump()
+
+    def _wait_again(self, request: Request) -> None:
+        if not self.queue.push(request):
+            self._give_up(request, Rejected(429, "too many requests wait", 1.0, "queue_full"))
 
 
 def _bodies(done: wire.Done, body: memoryview) -> Iterator[Answer]:

@@ -135,6 +135,8 @@ class Worker:
     def _go_on(self, now: float) -> None:
         """With what follows, if there is anything."""
         batch, self.batch, self.following = self.following, None, None
+        if batch is not None and not self._next_call:
+            batch = self.pool.without_gone(batch)
         if batch is None:
             self._rest()
             return
