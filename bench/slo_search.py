@@ -7,8 +7,8 @@ For each model the search runs as `fettle slo` does. Shown: the predicted capaci
 one (bar: within 10%), greedy against curve-aware batching of the same crew by load tests in the same run, and with
 --grid the found setting's capacity over the best of an exhaustive grid (bar: 97%) and the search's share of the grid's
 test time (bar: 20%). The machine's speed drifts while a grid is measured, so the found setting and the grid's best are
-measured again in turn, and the median of their ratios counts. Predictions rest on calibrated costs and on overheads
-that were measured.
+measured again in turn, and the geometric mean of their ratios counts: a capacity is known in steps of 5%. Predictions
+rest on calibrated costs and on overheads that were measured.
 
 Results are merged into the JSON file, and a grid goes on where it was: it stops after --minutes, and the same command
 continues it. The server has the first core, the client the second: a machine has two at least.
@@ -44,7 +44,7 @@ from fettle.workload import Workload, find_target
 WORKLOADS = Path(__file__).parents[1] / "workloads"
 LIMITS = {"minilm": 0.1, "resnet50": 0.1, "digits": 0.02, "yolos": 0.1}
 """Seconds."""
-TURNS = 3
+TURNS = 5
 """How often the found setting and the grid's best are measured again, one after the other."""
 RECIPES = {"resnet50": "runtime=openvino-bf16", "yolos": "runtime=openvino-bf16"}
 """What a tuned package of the model holds; a lone core would take longer than the limit for two rows as given."""
@@ -150,7 +150,7 @@ async def grid(package: Package, row: dict[str, Any], limit_s: float, seconds: f
         print(turn, flush=True)
     row["turns"] = turns
     ratios = [turn[mine] / turn[best] for turn in turns if turn[best]]
-    row["found_over_grid_best"] = 1.0 if mine == best else statistics.median(ratios) if ratios else None
+    row["found_over_grid_best"] = 1.0 if mine == best else statistics.geometric_mean(ratios) if ratios else None
 
 
 def place(setting: Setting) -> str:

@@ -218,7 +218,12 @@ def test_a_call_that_is_cheap_for_those_who_wait_may_be_dear_for_those_who_come(
     """One row alone is quickest for whoever waits, but eight at once cost a row less: with many to come, eight go."""
     cost = (0.0067, 0.0132, 0.0202, 0.0278, 0.0345, 0.0364, 0.0391, 0.04)
     take = plan(BatchSettings(max_rows=8), world(cost).curve()).take
-    assert take[16] == 8
+    assert take[-1] == 8  # of more than eight too
+
+
+def test_batches_too_large_to_choose_among_are_greedy():
+    curve = CostCurve((1, 2, 4000), (0.001, 0.0011, 9.0))
+    assert plan(BatchSettings(max_rows=4000), curve).take == tuple(range(4001))
 
 
 def test_a_table_for_large_batches_covers_every_queue():

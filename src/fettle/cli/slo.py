@@ -48,7 +48,7 @@ def command(
         list[str] | None, typer.Option(help="cpu or cuda:N; default: the CPU and one of each kind of GPU")
     ] = None,
     seconds: Annotated[str, typer.Option(help="length of one load test")] = "8s",
-    confirm: Annotated[int, typer.Option(min=1, help="how many settings to prove by load tests")] = 2,
+    confirm: Annotated[int, typer.Option(min=1, help="how many settings to prove by load tests")] = 3,
     price: Annotated[
         list[str] | None,
         typer.Option(

@@ -39,7 +39,7 @@ Tell = Callable[[str], None]
 
 async def search(
     packages: Package | Sequence[Variant], limit_s: float, *, rate: float = 0.0, head_room: float = 0.0,
-    most_rows: int = 32, cores: int = 2, devices: Sequence[str] = ("cpu",), seconds: float = 8.0, confirm: int = 2,
+    most_rows: int = 32, cores: int = 2, devices: Sequence[str] = ("cpu",), seconds: float = 8.0, confirm: int = 3,
     prices: Mapping[str, float] | None = None, keep: Path | None = None, failures: Iterable[Failure] = (),
     tell: Tell = lambda text: None, stop: asyncio.Event | None = None,
 ) -> Found:  # fmt: skip
@@ -253,15 +253,23 @@ class _Search:
             self._rank()
 
     def _next(self, count: int) -> list[Point]:
-        """The best points that were not tested, and differ by more than delay and padding from each other."""
+        """The best points that were not tested, each of which takes other batches than those before it.
+
+        Settings that differ in delay and padding only, or by a policy that decides alike, are as good as one.
+        """
         chosen: list[Point] = []
-        seen = {replace(setting, delay_s=0.0, pad=False) for setting in self._tested}
+        seen = {self._takes(setting) for setting in self._tested}
         for point in self.found.points:
-            alike = replace(point.setting, delay_s=0.0, pad=False)
+            alike = self._takes(point.setting)
             if point.predicted > 0 and alike not in seen and len(chosen) < count:
                 chosen.append(point)
                 seen.add(alike)
         return chosen
+
+    def _takes(self, setting: Setting) -> tuple[Branch, tuple[int, ...]]:
+        """What a setting decides: how many rows of those that wait."""
+        curve = self.found.branches[setting.branch].costs.curve()
+        return setting.branch, plan(replace(setting, delay_s=0.0, pad=False).batching(), curve).take
 
     async def against_greedy(self) -> None:
         """The same setting with the greedy policy, side by side: what is handed back is never worse than greedy."""
