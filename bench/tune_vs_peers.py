@@ -70,7 +70,10 @@ def measure(name: str, budget_s: float, rounds: int) -> dict:
     print(f"{name}: tuned in {tuned_s:.0f} s, {len(result.trials)} trials, winner {winner}", flush=True)
     limits = Limits(max_error=result.limits.max_error)
     # The slowest go out of the race at the first look; what is left decides between the winner and the best peer.
-    compared = bench(target, [winner, *recipes], limits=limits, max_rounds=rounds, settle=False, tell=_tell)
+    compared = bench(
+        target, [winner, *recipes], limits=limits, max_rounds=rounds, settle=False, int8_layers=result.int8_layers,
+        tell=_tell,
+    )  # fmt: skip
     base, fettle_trial, *peer_trials = compared.trials
     rows = {label: row(trial, fettle_trial, base) for label, trial in zip(labels, peer_trials, strict=True)}
     able = [trial for trial in peer_trials if trial.status == "measured"]
