@@ -39,8 +39,9 @@ class Version:
     pool: Pool
     metrics: ModelMetrics
     state: str = "LOADING"
-    """READY, LOADING, UNLOADING or UNAVAILABLE, as the repository extension says."""
+    """LOADING, READY, UNLOADING or UNAVAILABLE, as the repository extension says."""
     reason: str = ""
+    """Why it could not be loaded."""
     last_ms: int = 0
 
 
@@ -83,6 +84,8 @@ class Registry:
     def __init__(self, metrics: Metrics, options: Options, machine: str = "") -> None:
         self.metrics, self.options, self.machine = metrics, options, machine
         self.models: dict[str, Model] = {}
+        self._apart: dict[tuple[str, str], Version] = {}
+        """Versions that are being loaded or drained, or could not be loaded."""
         self.starting = False
         """Whether the state file is still being read: nothing is written to it meanwhile."""
         self._lock = asyncio.Lock()
@@ -113,12 +116,16 @@ class Registry:
                 log_path=self.options.log_path, explain=self.options.explain, spare=self.options.spare,
             )  # fmt: skip
             made = Version(package, pool, metrics)
+            self._apart[name, number] = made
             try:
                 await pool.start()
             except Rejected as error:
-                if number not in model.versions:
-                    made.state, made.reason = "UNAVAILABLE", error.reason
+                made.state, made.reason = "UNAVAILABLE", error.reason
                 raise
+            except BaseException:
+                del self._apart[name, number]
+                raise
+            del self._apart[name, number]
             made.state = "READY"
             old = model.versions.get(number)
             model.versions[number] = made
@@ -142,7 +149,7 @@ class Registry:
                 if model.shadow == one:
                     model.shadow = ""
                 if model.default == one:
-                    model.default = max(model.versions, default="")
+                    model.default = max(model.versions, key=_order, default="")
             if not model.versions:
                 del self.models[name]
             self.remember()
@@ -159,13 +166,13 @@ class Registry:
         """What so many workers of a version would be set to, and their cores. Raises `Rejected` for too many."""
         version = self.find_version(name, number)
         pool = version.pool
-        settings = _with(pool.settings, {"workers": workers})
         taken, usable = self._taken(apart=version), usable_cores()
         # Its own cores first: workers that stay where they are need not start again.
         free = [core for core in dict.fromkeys([*sorted(pool.cores), *usable]) if core not in taken]
-        need, there = workers * (settings.threads or 1), len(free) if usable else cores()
+        need, there = workers * (pool.settings.threads or 1), len(free) if usable else cores()
         if workers > pool.settings.workers and need > there:
             raise Rejected(409, f"{workers} workers of {name} need {need} cores, and there are {there} for it")
+        settings = _with(pool.settings, {"workers": workers})
         return settings, cores_for(workers, settings.threads, free, ())
 
     async def load_named(
@@ -248,6 +255,15 @@ class Registry:
         """All that is served: name, version, and the version itself."""
         return [(name, number, v) for name, model in self.models.items() for number, v in model.versions.items()]
 
+    def index(self) -> list[tuple[str, str, str, str]]:
+        """Name, version, state and reason of what is served, what comes and goes, and what could not be loaded."""
+        rows = []
+        for name, number, version in self.versions():
+            state = ("READY", "") if version.pool.ready else ("UNAVAILABLE", "a worker is not ready")
+            rows.append((name, number, *state))
+        served = {row[:2] for row in rows}
+        return rows + [(*key, v.state, v.reason) for key, v in self._apart.items() if key not in served]
+
     # -- restart -----------------------------------------------------------------------------------------------------
 
     def remembered(self) -> dict[str, Any]:
@@ -292,8 +308,11 @@ class Registry:
         self.models.clear()
 
     async def _retire(self, version: Version) -> None:
-        version.state = "UNLOADING"
+        key = (version.package.manifest.name, version.package.manifest.version)
+        version.state, self._apart[key] = "UNLOADING", version
         await version.pool.close(DRAIN_S)
+        if self._apart.get(key) is version:
+            del self._apart[key]
 
     def _model(self, name: str) -> Model:
         model = self.models.get(name)
