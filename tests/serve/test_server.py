@@ -76,6 +76,14 @@ def test_tensors_come_back_as_the_model_gives_them(server):
     np.testing.assert_allclose(values(answer), net()(torch.from_numpy(rows)).detach(), atol=1e-6)
 
 
+def test_the_file_of_a_form_is_what_the_handler_gets(server):
+    form = b'--xyz\r\nContent-Disposition: form-data; name="data"; filename="a.txt"\r\n\r\na word\r\n--xyz--\r\n'
+    kind = {"Content-Type": "multipart/form-data; boundary=xyz"}
+    assert ask(server.url + "/predictions/echo", form, headers=kind)[:2] == (200, b"A WORD")
+    status, answer, _ = ask(server.url + "/predictions/echo", form.replace(b"data", b"other"), headers=kind)
+    assert (status, answer["message"]) == (400, "the form has no field data or body")
+
+
 def test_what_the_server_says_of_itself(server):
     assert ask(server.url + "/v2")[1]["extensions"]
     for path in ("/v2/health/live", "/v2/health/ready", "/v2/models/net/ready", "/ping", "/openapi.json", "/docs"):
@@ -87,6 +95,7 @@ def test_what_the_server_says_of_itself(server):
         ("net", "1", "READY"),
         ("net", "2", "READY"),
     }
+    assert ask(server.url + "/v2/repository/index", b'{"ready": true}', "POST")[1] == index
     assert b"fettle_model_seconds_bucket" in ask(server.url + "/metrics")[1]
     stats = ask(server.url + "/v2/models/net/stats")[1]["model_stats"]
     assert {row["version"] for row in stats} == {"1", "2"}

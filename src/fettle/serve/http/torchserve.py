@@ -9,8 +9,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from fettle.serve.http.call import Call
+from fettle.serve.http.form import read_field
 from fettle.serve.http.reply import Reply, said
-from fettle.serve.refusal import Malformed, NoSuchPath, Rejected
+from fettle.serve.refusal import NoSuchPath, Rejected
 from fettle.serve.registry import Registry, Version
 
 log = logging.getLogger("fettle.serve")
@@ -39,24 +40,9 @@ async def _predict(call: Call, name: str, number: str | None, *, explain: bool =
     version = call.choose(name, number)
     kind = call.header(b"content-type")[:200]
     if kind.startswith("multipart/form-data"):
-        body = _form_data(body, kind)
+        body = read_field(body, kind, ("data", "body"))
     answer = await version.pool.submit(rows=1, key="body", body=body, kind=kind, gone=call.gone, explain=explain)
     return Reply(200, (answer.body,), answer.kind.encode("latin-1"), answer=answer)
-
-
-def _form_data(body: bytes, kind: str) -> bytes:
-    """The first file of a multipart form, as ``curl -F data=@file`` sends it."""
-    from email.parser import BytesParser
-    from email.policy import HTTP
-
-    if body.count(b"\r\n--") > 64:
-        raise Malformed("the form has too many parts")
-    message = BytesParser(policy=HTTP).parsebytes(b"Content-Type: " + kind.encode("latin-1") + b"\r\n\r\n" + body)
-    for part in message.iter_parts():
-        if part.get_param("name", header="content-disposition") in ("data", "body"):
-            data = part.get_payload(decode=True)
-            return data if isinstance(data, bytes) else b""
-    raise Malformed("the form has no field data")
 
 
 async def ping(call: Call) -> Reply | None:
