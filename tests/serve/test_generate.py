@@ -152,6 +152,7 @@ def test_sampling_follows_its_seed_and_temperature(folder):
     assert answer(**hot) == answer(**hot)
     assert answer(**hot) != answer(temperature=100.0, seed=2)
     assert answer(temperature=100.0, top_k=1) == answer() == expected([1, 2], 20)
+    assert answer(temperature=1e-300, seed=1) == answer()
 
 
 def whole(handler, bodies, gone=set):

@@ -236,7 +236,8 @@ def _next(logits: Array, text: _Text) -> int:
     wanted = text.wanted
     if wanted.temperature == 0:
         return int(logits.argmax())
-    scores = logits.astype(np.float64) / wanted.temperature
+    with np.errstate(over="ignore"):  # the least temperatures: the likeliest stays at 0, all others at -infinity
+        scores = (logits.astype(np.float64) - logits.max()) / wanted.temperature
     if 0 < wanted.top_k < len(scores):
         scores[np.argpartition(-scores, wanted.top_k)[wanted.top_k :]] = -np.inf
     return int(text.random.choice(len(scores), p=softmax(scores)))
