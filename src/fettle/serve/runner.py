@@ -14,7 +14,7 @@ import torch
 from fettle.errors import UsageError
 from fettle.recipe import Recipe
 from fettle.serve.package import SAMPLES, Package
-from fettle.serve.program import load_program
+from fettle.serve.program import as_function, load_program
 
 Array = np.ndarray[Any, Any]
 
@@ -121,14 +121,15 @@ def tuned(folder: Path, kept: Tuned, samples: Sequence[torch.Tensor], device: st
     if kept.model != "exported":
         raise UsageError(f"the package's model is stored as {kept.model[:40]!r}, which this fettle does not know")
     module = load_program(folder, device)
-    if not kept.rest.levels:
-        return module
+    rest = kept.rest.without("grad")  # the runner calls it in inference mode
+    if not rest.levels:
+        return as_function(module)
     batches = [tuple(samples)]
-    if kept.rest.levels.get("shapes") == "static":
+    if rest.levels.get("shapes") == "static":
         # Each number of rows is compiled for itself, and after a few torch would give up and run uncompiled.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
         batches.append(tuple(tensor[:1] for tensor in samples))  # another shape: else the level would be refused
-    return apply(module, kept.rest, batches)
+    return apply(module, rest, batches)
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
