@@ -4,6 +4,7 @@ import json
 import stat
 import zipfile
 
+import msgspec
 import pytest
 import torch
 
@@ -97,6 +98,35 @@ def test_a_manifest_that_is_none_is_one_line(sound, text):
     with pytest.raises(UsageError) as error:
         open_package(sound.folder)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("max_rows = 1000000000", "max_rows is 1 to"),
+        ("workers = 100000", "workers is 1 to"),
+        ("workers = 0", "workers is 1 to"),
+        ("threads = -1", "threads is 0 to"),
+        ("timeout_ms = nan", "timeout_ms"),
+        ("limit_ms = -1.0", "limit_ms"),
+        ('policy = "best"', "no such policy"),
+        ("delay_ms = inf", "max_delay_s"),
+    ],
+)
+def test_settings_that_no_machine_can_have_are_one_line(sound, text, why):
+    (sound.folder / "serve.toml").write_text(text)
+    seal(sound.folder, sound.manifest)
+    with pytest.raises(UsageError, match=why):
+        open_package(sound.folder)
+
+
+def test_without_settings_of_its_own_the_manifest_is_checked_alike(sound):
+    (sound.folder / "serve.toml").unlink()
+    seal(sound.folder, sound.manifest)
+    assert open_package(sound.folder).settings.max_rows == sound.manifest.max_rows
+    seal(sound.folder, msgspec.structs.replace(sound.manifest, max_rows=10**9))
+    with pytest.raises(UsageError, match=r"manifest\.json cannot be used: max_rows is 1 to"):
+        open_package(sound.folder)
 
 
 def test_a_manifest_cannot_name_files_elsewhere(sound):

@@ -22,7 +22,7 @@ def command(
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="a folder, or a file ending in .zip")] = None,
     name: Annotated[str, typer.Option(help="what clients call the model; default: the archive's name for it")] = "",
-    max_rows: Annotated[int, typer.Option(min=1, help="rows of the largest batch")] = 8,
+    max_rows: Annotated[int, typer.Option(min=1, max=8192, help="rows of the largest batch")] = 8,
     handler: Annotated[
         str | None,
         typer.Option(help="for custom ones: tensor, image, detection, text, generate, or your handler.py"),

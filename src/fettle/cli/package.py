@@ -30,7 +30,7 @@ def command(
     ] = None,
     name: Annotated[str, typer.Option(help="what clients call the model; default: the target's name")] = "",
     version: Annotated[str, typer.Option("--version", help="version of the package")] = "1",
-    max_rows: Annotated[int, typer.Option(min=1, help="rows of the largest batch that is served")] = 8,
+    max_rows: Annotated[int, typer.Option(min=1, max=8192, help="rows of the largest batch that is served")] = 8,
     handler: Annotated[
         str | None,
         typer.Option(help="tensor, image, detection, text, generate, or your handler.py: what /predictions does"),

@@ -44,7 +44,7 @@ def command(
     trust: Annotated[list[str] | None, typer.Option(help="SHA-256 of a handler.py that may run")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="worker processes of each model")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="threads of each worker")] = None,
-    max_rows: Annotated[int | None, typer.Option(min=1, help="rows of the largest batch")] = None,
+    max_rows: Annotated[int | None, typer.Option(min=1, max=8192, help="rows of the largest batch")] = None,
     delay: Annotated[float | None, typer.Option(min=0, help="milliseconds to wait for a batch to fill")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or several: cuda:0,cuda:1; else serve.toml's")] = "",
     explain: Annotated[bool, typer.Option(help="answer /explain and /explanations by Captum")] = False,

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -38,6 +39,7 @@ from fettle.serve.tensors import TensorSpec
 MANIFEST, SAMPLES, SETTINGS, HANDLER = "manifest.json", "samples.safetensors", "serve.toml", "handler.py"
 FORMAT = 1
 MAX_FILES = 256
+MAX_THREADS = 1024
 _MAX_TEXT = 1 << 20
 
 
@@ -121,6 +123,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"no such policy: {self.policy!r}")
         if not self.devices or not all(_DEVICE.fullmatch(device) for device in self.devices):
             raise ValueError('devices are named as torch does: "cpu", "cuda", "cuda:1"')
+        if not (0 <= self.threads <= MAX_THREADS and 0 < self.timeout_ms < 1e9 and 0 <= self.limit_ms < math.inf):
+            raise ValueError(f"threads is 0 to {MAX_THREADS}, timeout_ms a time, limit_ms 0 or more")
         return BatchSettings(
             max_rows=self.max_rows, max_delay_s=self.delay_ms / 1e3, policy=self.policy, pad=self.pad,  # type: ignore[arg-type]
             buckets=self.buckets, max_queue_rows=self.max_queue_rows, workers=self.workers,
@@ -171,20 +175,20 @@ def open_package(path: Path, unpack_to: Path | None = None) -> Package:
 
 
 def read_settings(folder: Path, manifest: Manifest) -> ServeSettings:
-    """``serve.toml`` of a package, checked."""
-    if SETTINGS not in manifest.files:
-        return ServeSettings(max_rows=manifest.max_rows)
+    """``serve.toml`` of a package, or what holds where there is none; checked."""
+    path = folder / (SETTINGS if SETTINGS in manifest.files else MANIFEST)
     try:
-        if (folder / SETTINGS).stat().st_size > _MAX_TEXT:
-            raise UsageError(f"{folder / SETTINGS} is too large")
-        data = tomllib.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-        settings = msgspec.convert(data, ServeSettings)
+        settings = ServeSettings(max_rows=manifest.max_rows)
+        if path.name == SETTINGS:
+            if path.stat().st_size > _MAX_TEXT:
+                raise UsageError(f"{path} is too large")
+            settings = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), ServeSettings)
         settings.batching()
         settings.cost_curve("")
     except (OSError, ValueError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"{folder / SETTINGS} cannot be used: {first_line(error)}") from error
+        raise UsageError(f"{path} cannot be used: {first_line(error)}") from error
     if settings.max_rows > manifest.max_rows:
-        raise UsageError(f"{folder / SETTINGS} asks for {settings.max_rows} rows; the model takes {manifest.max_rows}")
+        raise UsageError(f"{path} asks for {settings.max_rows} rows; the model takes {manifest.max_rows}")
     return settings
 
 

@@ -35,6 +35,10 @@ PolicyName = Literal["greedy", "curve"]
 
 MARGIN = 0.02
 """The curve policy leaves the greedy choice only for a predicted gain above this share: a curve is a measurement."""
+MAX_ROWS, MAX_WORKERS = 1 << 14, 256
+"""What a package may ask for: there are tables of as many rows, and as many processes."""
+CURVE_ROWS = 256
+"""Larger batches are greedy: finding the best choice for so many lengths of the queue takes minutes."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +88,10 @@ class BatchSettings:
     workers: int = 1
 
     def __post_init__(self) -> None:
-        if self.max_rows < 1 or self.max_queue_rows < 1 or self.workers < 1:
-            raise ValueError("max_rows, max_queue_rows and workers must be at least 1")
+        if not (1 <= self.max_rows <= MAX_ROWS and 1 <= self.workers <= MAX_WORKERS and self.max_queue_rows >= 1):
+            raise ValueError(
+                f"max_rows is 1 to {MAX_ROWS}, workers is 1 to {MAX_WORKERS}, max_queue_rows is at least 1"
+            )
         if not 0 <= self.max_delay_s < math.inf:
             raise ValueError("max_delay_s must be a number of seconds, 0 or more")
         if self.buckets and (self.buckets[0] < 1 or any(b <= a for a, b in itertools.pairwise(self.buckets))):
@@ -127,7 +133,7 @@ def plan(settings: BatchSettings, curve: CostCurve | None = None) -> Plan:
         size.append(chosen)
         cost.append(curve.at(chosen))
     row_s = min(cost[rows] / rows for rows in range(1, most + 1)) / settings.workers
-    if settings.policy == "greedy":
+    if settings.policy == "greedy" or most > CURVE_ROWS:
         waits = tuple(rows < most for rows in range(most + 1))
         return Plan(tuple(range(most + 1)), tuple(size), waits, row_s)
     best = math.inf
@@ -136,7 +142,10 @@ def plan(settings: BatchSettings, curve: CostCurve | None = None) -> Plan:
         pays[rows] = best < (1 - MARGIN) * cost[rows] / rows
         best = min(best, cost[rows] / rows)
     pays[0] = True
-    return Plan(takes(cost, settings.workers, MARGIN), tuple(size), tuple(pays), row_s)
+    take = takes(cost, settings.workers, MARGIN)
+    while len(take) > most + 1 and take[-1] == take[-2]:  # so that plans which decide alike are equal
+        take = take[:-1]
+    return Plan(take, tuple(size), tuple(pays), row_s)
 
 
 def _bucket(settings: BatchSettings, rows: int) -> int:
