@@ -121,8 +121,8 @@ def tuned(folder: Path, kept: Tuned, samples: Sequence[torch.Tensor], device: st
     if kept.model != "exported":
         raise UsageError(f"the package's model is stored as {kept.model[:40]!r}, which this fettle does not know")
     module = load_program(folder, device)
-    rest = kept.rest.without("grad")  # the runner calls it in inference mode
-    if not rest.levels:
+    rest = kept.rest
+    if not rest.without("grad").levels:  # the runner calls it in inference mode anyway
         return as_function(module)
     batches = [tuple(samples)]
     if rest.levels.get("shapes") == "static":

@@ -105,10 +105,10 @@ async def read(call: Call) -> Reply | None:
         case "GET", ["v2", "models", "stats"]:
             return said({"model_stats": [_statistics(*row) for row in registry.versions()]})
         case "POST", ["v2", "repository", "index"]:
-            rows = registry.index()
+            index = registry.index()
             if call.json().get("ready") is True:
-                rows = [row for row in rows if row[2] == "READY"]
-            return said([dict(zip(("name", "version", "state", "reason"), row, strict=True)) for row in rows])
+                index = [entry for entry in index if entry[2] == "READY"]
+            return said([dict(zip(("name", "version", "state", "reason"), entry, strict=True)) for entry in index])
         case "POST", ["v2", "repository", "models", _, "load" | "unload"]:
             raise Refusal(403, "models are loaded and unloaded on the management port")
     match call.method, call.model_path:
