@@ -1,10 +1,12 @@
 """What the registry says of its versions, with pools that only pretend."""
 
 import asyncio
+import threading
 from types import SimpleNamespace
 
 import pytest
 
+from fettle.serve import pool as pools
 from fettle.serve import registry as room
 from fettle.serve.metrics import Metrics
 from fettle.serve.package import ServeSettings
@@ -50,16 +52,24 @@ def package(number, problem=""):
 
 
 async def loaded(registry, number):
-    task = asyncio.ensure_future(registry.load(package(number)))
+    return await (await began(registry, package(number), go=True))
+
+
+async def began(registry, given, go=False):
+    """A load that has come as far as its workers, which start where they are let `go`."""
+    there = len(registry.made)
+    task = asyncio.ensure_future(registry.load(given))
+    while len(registry.made) == there:
+        await asyncio.sleep(0.001)
     await asyncio.sleep(0)
-    registry.made[-1].go.set()
-    return await task
+    if go:
+        registry.made[-1].go.set()
+    return task
 
 
 def test_the_index_shows_what_comes_and_goes_and_what_failed(registry):
     async def test():
-        coming = asyncio.ensure_future(registry.load(package("1")))
-        await asyncio.sleep(0)
+        coming = await began(registry, package("1"))
         assert registry.index() == [("net", "1", "LOADING", "")]
         registry.made[0].go.set()
         version = await coming
@@ -67,9 +77,7 @@ def test_the_index_shows_what_comes_and_goes_and_what_failed(registry):
         version.pool.ready = False
         assert registry.index() == [("net", "1", "UNAVAILABLE", "a worker is not ready")]
         version.pool.ready = True
-        failing = asyncio.ensure_future(registry.load(package("2", "no memory")))
-        await asyncio.sleep(0)
-        registry.made[1].go.set()
+        failing = await began(registry, package("2", "no memory"), go=True)
         with pytest.raises(Rejected):
             await failing
         assert registry.index()[1] == ("net", "2", "UNAVAILABLE", "no memory")
@@ -81,8 +89,7 @@ def test_the_index_shows_what_comes_and_goes_and_what_failed(registry):
         registry.made[-1].go.set()
         await going
         assert registry.index() == [("net", "1", "READY", "")]
-        given_up = asyncio.ensure_future(registry.load(package("3")))
-        await asyncio.sleep(0)
+        given_up = await began(registry, package("3"))
         given_up.cancel()
         with pytest.raises(asyncio.CancelledError):
             await given_up
@@ -103,3 +110,18 @@ def test_when_the_default_goes_the_highest_version_is_the_default(registry):
         assert registry.models["net"].default == "10"
 
     asyncio.run(test())
+
+
+def test_what_the_batcher_decides_is_found_while_others_are_served(registry, monkeypatch):
+    """For large batches it takes seconds."""
+    elsewhere = []
+    monkeypatch.setattr(pools, "plan", lambda settings, curve: elsewhere.append(threading.current_thread()))
+
+    async def test():
+        version = await loaded(registry, "1")
+        version.pool.change = lambda settings, machine: None
+        await registry.change("net", {"batch": {"max_rows": 4}})
+
+    asyncio.run(test())
+    assert len(elsewhere) == 2
+    assert threading.main_thread() not in elsewhere

@@ -20,7 +20,7 @@ from fettle.serve import wire
 from fettle.serve.alarm import Alarm
 from fettle.serve.metrics import ModelMetrics
 from fettle.serve.package import Package, ServeSettings
-from fettle.serve.policy import Batch, BatchQueue
+from fettle.serve.policy import Batch, BatchQueue, plan
 from fettle.serve.refusal import Rejected
 from fettle.serve.request import Answer, Request
 from fettle.serve.returns import Returns
@@ -87,6 +87,7 @@ class Pool:
         now, end after the batch that they have. Raises `Rejected` (503) where a new one cannot be started; then
         nothing has changed.
         """
+        await planned(settings, machine)
         threads = threads_each(settings.threads, settings.workers)
         there = {worker.index: worker for worker in self.workers if not worker.leaving}
         kept, self._joining = [], []
@@ -152,7 +153,7 @@ class Pool:
             worker.close()
 
     def change(self, settings: ServeSettings, machine: str) -> None:
-        """Other batching settings, while running."""
+        """Other batching settings, while running: those that were `planned`."""
         self.settings = settings
         self.queue.change(settings.batching(), settings.cost_curve(machine))
         self.plan_pump()
@@ -360,6 +361,11 @@ class Pool:
     def _wait_again(self, request: Request) -> None:
         if not self.queue.push(request):
             self._give_up(request, Rejected(429, "too many requests wait", 1.0, "queue_full"))
+
+
+async def planned(settings: ServeSettings, machine: str) -> None:
+    """Find beforehand what the batcher decides with these settings: seconds for large batches, so not in our loop."""
+    await asyncio.to_thread(plan, settings.batching(), settings.cost_curve(machine))
 
 
 def _bodies(done: wire.Done, body: memoryview) -> Iterator[Answer]:

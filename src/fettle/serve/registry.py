@@ -21,7 +21,7 @@ from fettle.serve.host import cores
 from fettle.serve.metrics import Metrics, ModelMetrics
 from fettle.serve.package import MANIFEST, Package, ServeSettings, check_name, open_package
 from fettle.serve.placement import cores_for, usable_cores
-from fettle.serve.pool import Pool
+from fettle.serve.pool import Pool, planned
 from fettle.serve.refusal import Rejected
 from fettle.serve.requires import check_here
 from fettle.serve.spawn import Spare
@@ -106,6 +106,7 @@ class Registry:
             raise Rejected(400, str(error), kind="requires") from None
         async with self._lock:
             settings = self._settings(package, changed)
+            await planned(settings, self.machine)
             metrics = ModelMetrics(self.metrics, name, number)
             digest = package.handler_digest or ""
             model = self.models.get(name) or Model()
@@ -195,8 +196,13 @@ class Registry:
             raise Rejected(404, f"the store has no model {name}" + (f" version {number}" if number else ""))
         return max(found, key=lambda package: _order(package.manifest.version))
 
-    def change(self, name: str, wanted: Mapping[str, Any]) -> None:
+    async def change(self, name: str, wanted: Mapping[str, Any]) -> None:
         """Set a model's default, weights, shadow, or batching. Raises `Rejected` (400); then nothing has changed."""
+        for version in self._model(name).versions.copy().values() if "batch" in wanted else ():
+            await planned(_with_batching(version.pool.settings, wanted["batch"]), self.machine)
+        self._change(name, wanted)
+
+    def _change(self, name: str, wanted: Mapping[str, Any]) -> None:
         model = self._model(name)
         unknown = set(wanted) - {"default", "weights", "shadow", "batch"}
         if unknown:

@@ -133,7 +133,7 @@ class Server:
                     log.error("%s of the last run is not served: %s", name, error)
             wanted = {key: model[key] for key in ("default", "weights", "shadow") if model.get(key)}
             with contextlib.suppress(Rejected):
-                self.registry.change(name, wanted)
+                await self.registry.change(name, wanted)
 
     async def close(self) -> None:
         """Stop listening, answer what was accepted, end the workers."""

@@ -24,7 +24,7 @@ async def manage(call: Call) -> Reply | None:
             await registry.unload(name)
             return said({})
         case "PUT", ["admin", "models", name]:
-            registry.change(name, call.json())
+            await registry.change(name, call.json())
             return said(_described(name, registry))
         case "GET", ["admin", "models", name]:
             registry.choose(name)
