@@ -65,7 +65,7 @@ def _cpu(facts: Facts) -> list[dict[str, str]]:
     compiled = {**bf16, **_FROZEN}
     int8 = [{"quantize": "int8-static", **layout, **_FROZEN}] if convolutional else []
     int8 += [{**compiled, "quantize": "int8-dynamic"}] if facts.num_linear > 8 and not convolutional else []
-    # Worth minutes of choosing where products are what takes the time
+    # Worth a minute of choosing where products are what takes the time
     part = [{"runtime": "openvino-int8-part"}] if facts.num_linear + facts.num_conv > 8 else []
     has_bf16 = {"amx_bf16", "avx512_bf16"} & set(facts.cpu_flags)
     if not has_bf16:  # 16 bits are emulated, and slow

@@ -152,9 +152,6 @@ class Runtime(Technique):
             Level("tensorrt", "TensorRT", cannot or cuda or _missing(facts, "torch_tensorrt")),
         ]
 
-    def level_cost(self, level: str) -> int:
-        return 3 if level == "openvino-int8-part" else self.cost
-
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         levels = recipe.levels
         precision, quantize = levels.get("precision", "fp32"), levels.get("quantize", "none")
