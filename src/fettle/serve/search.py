@@ -32,6 +32,8 @@ HEAD_ROOM = 0.2
 """Share of the capacity that a setting had better have left: what is suggested where nobody asks for another."""
 OFF = 1.15
 """A prediction that is off by more than this factor is corrected."""
+BEHIND = 0.9
+"""A setting of which less than this share of what another has shown is expected is not tested."""
 HOPELESS = 0.5
 """A recipe with no smaller error that serves less than this share of another's is not tried with other workers."""
 Tell = Callable[[str], None]
@@ -236,7 +238,8 @@ class _Search:
             self._left_s = 3.2 * self.seconds * (count + 1 - attempt)
             todo = self._next(count)
             for point in todo:
-                await self._prove(point)
+                if not self._is_behind(point):
+                    await self._prove(point)
             # Where no test kept the limit the capacity is below the lowest rate: the least that the prediction was off.
             off = {
                 p.setting.branch: p.predicted / (p.measured or 0.85 * p.lowest)
@@ -293,19 +296,26 @@ class _Search:
             gain = best.measured / twin.measured - 1
             self.found.why.append(f"measured side by side, batches by the cost curve instead of greedy: {gain:+.0%}")
 
+    def _expected(self, point: Point) -> float | None:
+        """The capacity that load tests of the same branch let expect; None where there were none."""
+        branch = point.setting.branch
+        like = [p.measured / p.predicted for p in self.found.points
+                if p.measured and p.predicted and p.setting.branch == branch]  # fmt: skip
+        # Where the costs were corrected by those tests already, the prediction is what they let expect.
+        factor = statistics.mean(like or [1.0]) if self.found.branches[branch].scale == 1.0 else 1.0
+        return point.predicted * factor if like else None
+
+    def _is_behind(self, point: Point) -> bool:
+        """Whether so much less is expected of a setting than another has shown that a test would be wasted."""
+        return (self._expected(point) or math.inf) < BEHIND * max(p.measured or 0.0 for p in self.found.points)
+
     async def _prove(self, point: Point) -> None:
         self._tested.add(point.setting)
         self.tell(f"load tests of {point.setting}, predicted {point.predicted:.4g} requests/s")
         package = self.variants[point.setting.variant].package
-        measured = self.found.branches[point.setting.branch]
-        like = [p.measured / p.predicted for p in self.found.points
-                if p.measured and p.predicted and p.setting.branch == point.setting.branch]  # fmt: skip
-        # Where the costs were corrected by those tests already, the prediction is what they let expect.
-        expected = point.predicted * (statistics.mean(like) if measured.scale == 1.0 else 1.0) if like else None
+        costs, expected = self.found.branches[point.setting.branch].costs, self._expected(point)
         try:
-            await prove(
-                package, point, measured.costs, self.found, self.seconds, self.journal, self.tell, self.stop, expected
-            )
+            await prove(package, point, costs, self.found, self.seconds, self.journal, self.tell, self.stop, expected)
         except ServerFailure as failure:
             self.found.failures.append(Failure(str(point.setting), str(failure)))
         self._left_s = max(0.0, self._left_s - 3.2 * self.seconds)
