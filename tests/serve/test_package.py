@@ -12,7 +12,7 @@ from fettle.errors import UsageError
 from fettle.recipe import Recipe
 from fettle.serve.export import write_package
 from fettle.serve.package import ServeSettings, open_package, seal
-from fettle.serve.program import as_function, load_program, tables
+from fettle.serve.program import load_program, tables
 from fettle.serve.runner import load_model
 from fettle.workload import Workload
 
@@ -58,20 +58,6 @@ def test_a_recipe_is_applied_to_the_exported_model(tmp_path):
     package = write_package(odd(), recipe, tmp_path / "odd", name="odd")
     assert package.manifest.recipe == {"precision": "bf16", "grad": "inference_mode"}
     assert 0 < package.manifest.accuracy["relative_error"] < 0.05
-
-
-def test_a_program_as_a_function_checks_every_new_shape(tmp_path):
-    package = write_package(odd(), Recipe(), tmp_path / "odd", name="odd")
-    _, samples = load_model(package)
-    module = load_program(package.folder)
-    run = as_function(module)
-    for _ in range(2):  # the second call goes another way
-        torch.testing.assert_close(tuple(run(*samples)), tuple(module(*samples)))
-    narrow = [tensor[..., :3] if tensor.shape[-1] == 4 else tensor for tensor in samples]
-    for _ in range(2):
-        with pytest.raises(Exception, match=r"size|shape"):
-            run(*narrow)
-    torch.testing.assert_close(tuple(run(*samples)), tuple(module(*samples)))
 
 
 def test_a_recipe_that_an_exported_model_cannot_have_is_refused(tmp_path):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -193,27 +193,6 @@ def _check_new_shapes_only(module: torch.nn.Module) -> None:
 
     module.register_forward_pre_hook(before, prepend=True)
     module.register_forward_hook(after)
-
-
-def as_function(module: torch.nn.Module) -> Callable[..., Any]:
-    """A program of `load_program` as a function. Around a module's call torch does as much as a tiny model does.
-
-    The first call with new shapes is the module's own, which checks them.
-    """
-    seen: set[tuple[torch.Size, ...]] = set()
-    forward = module.forward
-
-    def run(*tensors: torch.Tensor) -> Any:
-        shapes = tuple([tensor.shape for tensor in tensors])
-        if shapes in seen:
-            return forward(*tensors)
-        answer = module(*tensors)
-        if len(seen) >= _MOST_SHAPES:
-            seen.clear()
-        seen.add(shapes)
-        return answer
-
-    return run
 
 
 def _plain(graph: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import logging
@@ -19,12 +18,13 @@ from fettle.errors import UsageError
 from fettle.files import write_text
 from fettle.serve.host import cores
 from fettle.serve.metrics import Metrics, ModelMetrics
-from fettle.serve.package import MANIFEST, Package, ServeSettings, check_name, open_package
+from fettle.serve.package import Package, ServeSettings
 from fettle.serve.placement import cores_for, usable_cores
 from fettle.serve.pool import Pool, planned
 from fettle.serve.refusal import Rejected
 from fettle.serve.requires import check_here
 from fettle.serve.spawn import Spare
+from fettle.serve.store import find_package, in_order
 
 log = logging.getLogger("fettle.serve")
 DRAIN_S = 30.0
@@ -150,7 +150,7 @@ class Registry:
                 if model.shadow == one:
                     model.shadow = ""
                 if model.default == one:
-                    model.default = max(model.versions, key=_order, default="")
+                    model.default = max(model.versions, key=in_order, default="")
             if not model.versions:
                 del self.models[name]
             self.remember()
@@ -186,15 +186,7 @@ class Registry:
         """The package of that name in the store; the highest version where none is given."""
         if self.options.store is None:
             raise Rejected(403, "this server loads nothing while it runs: start it with --store FOLDER")
-        try:
-            check_name(name, number or "1")
-        except UsageError as error:
-            raise Rejected(400, str(error)) from None
-        found = [package for package in stored(self.options.store) if package.manifest.name == name]
-        found = [package for package in found if number in (None, package.manifest.version)]
-        if not found:
-            raise Rejected(404, f"the store has no model {name}" + (f" version {number}" if number else ""))
-        return max(found, key=lambda package: _order(package.manifest.version))
+        return find_package(self.options.store, name, number)
 
     async def change(self, name: str, wanted: Mapping[str, Any]) -> None:
         """Set a model's default, weights, shadow, or batching. Raises `Rejected` (400); then nothing has changed."""
@@ -350,16 +342,6 @@ class Registry:
         task.add_done_callback(self._later.discard)
 
 
-def stored(store: Path) -> list[Package]:
-    """The sound packages of a folder."""
-    found = []
-    for path in sorted(store.iterdir()):
-        if (path / MANIFEST).is_file() or path.suffix == ".zip":
-            with contextlib.suppress(UsageError):
-                found.append(open_package(path))
-    return found
-
-
 def _with_batching(settings: ServeSettings, wanted: Any) -> ServeSettings:
     allowed = {"max_rows", "delay_ms", "policy", "pad", "max_queue_rows", "timeout_ms", "limit_ms"}
     if not isinstance(wanted, Mapping) or set(wanted) - allowed:
@@ -396,8 +378,3 @@ def _weighted(weights: Mapping[str, float], sticky: str) -> str:
         if point < 0:
             return number
     return [number for number, weight in weights.items() if weight > 0][-1]
-
-
-def _order(version: str) -> tuple[tuple[int, int | str], ...]:
-    """Versions in the order that people mean: 1.10 after 1.9."""
-    return tuple((0, int(part)) if part.isdigit() else (1, part) for part in version.replace("-", ".").split("."))
