@@ -84,7 +84,7 @@ class Registry:
     def __init__(self, metrics: Metrics, options: Options, machine: str = "") -> None:
         self.metrics, self.options, self.machine = metrics, options, machine
         self.models: dict[str, Model] = {}
-        self._apart: dict[tuple[str, str], Version] = {}
+        self._unserved: dict[tuple[str, str], Version] = {}
         """Versions that are being loaded or drained, or could not be loaded."""
         self.starting = False
         """Whether the state file is still being read: nothing is written to it meanwhile."""
@@ -117,16 +117,16 @@ class Registry:
                 log_path=self.options.log_path, explain=self.options.explain, spare=self.options.spare,
             )  # fmt: skip
             made = Version(package, pool, metrics)
-            self._apart[name, number] = made
+            self._unserved[name, number] = made
             try:
                 await pool.start()
             except Rejected as error:
                 made.state, made.reason = "UNAVAILABLE", error.reason
                 raise
             except BaseException:
-                del self._apart[name, number]
+                del self._unserved[name, number]
                 raise
-            del self._apart[name, number]
+            del self._unserved[name, number]
             made.state = "READY"
             old = model.versions.get(number)
             model.versions[number] = made
@@ -260,7 +260,7 @@ class Registry:
             state = ("READY", "") if version.pool.ready else ("UNAVAILABLE", "a worker is not ready")
             rows.append((name, number, *state))
         served = {row[:2] for row in rows}
-        return rows + [(*key, v.state, v.reason) for key, v in self._apart.items() if key not in served]
+        return rows + [(*key, v.state, v.reason) for key, v in self._unserved.items() if key not in served]
 
     # -- restart -----------------------------------------------------------------------------------------------------
 
@@ -307,10 +307,10 @@ class Registry:
 
     async def _retire(self, version: Version) -> None:
         key = (version.package.manifest.name, version.package.manifest.version)
-        version.state, self._apart[key] = "UNLOADING", version
+        version.state, self._unserved[key] = "UNLOADING", version
         await version.pool.close(DRAIN_S)
-        if self._apart.get(key) is version:
-            del self._apart[key]
+        if self._unserved.get(key) is version:
+            del self._unserved[key]
 
     def _model(self, name: str) -> Model:
         model = self.models.get(name)
