@@ -58,7 +58,7 @@ SLOW = "def optimize(model, batches):\n    model.depth = 103\n    return model\n
 def one_race(target: dict, source: str, seed: int) -> tuple[str, Trial, float, float]:
     """A race of the workload against `source`, as `fettle bench` runs it: the verdict, the trial, seconds in rounds
     and seconds of them in the model."""
-    rules = Rules(settle_verdicts=True, replicates=REPLICATES)
+    rules = Rules(settle_verdicts=True, replicates=REPLICATES, abreast=2)
     entries = [Entry(Recipe(), SAME), Entry(Recipe({"technique": "other"}), source)]
     ends: list[float] = []
     model_s: list[float] = []

@@ -11,7 +11,7 @@ from typing import Any
 
 from fettle.errors import UsageError
 from fettle.machine import Machine, this_machine
-from fettle.measure import Trial, close_all, verdict
+from fettle.measure import Rules, Trial, close_all, verdict
 from fettle.recipe import Recipe
 from fettle.result import Limits
 from fettle.study import storage_url
@@ -50,7 +50,7 @@ def bench(
     confidence: float = 0.95,
     budget_s: float | None = None,
     max_rounds: int = 48,
-    slice_s: float = 0.15,
+    slice_s: float = Rules.slice_s,
     settle: bool = True,
     fingerprint: str = "",
     int8_layers: Sequence[int] = (),

@@ -91,6 +91,23 @@ def test_replicates_find_a_difference_of_three_per_cent() -> None:
     assert found >= 0.9 * 200
 
 
+@pytest.mark.parametrize("gap", [0.0, 1.0])
+def test_slices_in_which_the_machine_was_taken_away_do_not_widen_the_interval(gap: float) -> None:
+    """One slice in seven takes 1.2 to 2.7 times as long; it is as well known beside a gap as without."""
+    generator = np.random.default_rng(9)
+    claims, found = 0, 0
+    for _ in range(200):
+        logs = generator.normal(0, 0.003, (2, 4, 1)) + generator.normal(0, 0.02, (2, 4, 48))
+        logs += generator.uniform(0.2, 1.0, logs.shape) * (generator.random(logs.shape) < 0.15)
+        logs[0] += gap
+        first, second = [[dict(enumerate(process)) for process in group] for group in logs]
+        interval = replicate_interval(first, second, 0.05)
+        claims += not interval.low <= gap <= interval.high
+        found += interval.high < gap + np.log(1.03)
+    assert claims <= 0.08 * 200
+    assert found >= 0.9 * 200
+
+
 def test_two_processes_that_differ_by_a_third_still_tell_ten_times_from_none() -> None:
     slower, faster = [[{0: level, 1: level + 0.1} for level in levels] for levels in ((2.3, 2.6), (0.0, 0.01))]
     found = replicate_interval(slower, faster, 0.05)

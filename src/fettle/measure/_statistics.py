@@ -55,8 +55,9 @@ def replicate_interval(
 ) -> Interval:
     """Mean of `slower` minus mean of `faster` with its two-sided interval of level 1 - `alpha`, processes as the units.
 
-    Each item is one process: its log time by round. What a round did to all is taken out first (the mean over both
-    groups), then a process counts once, as the median of its rounds. At least two processes on each side.
+    Each item is one process: its log time by round. Any two processes are told apart by the median over the rounds of
+    their paired differences, which leaves out what a round did to both and is not moved by slices in which the machine
+    was taken away; a process counts once, as the mean of its differences from all of them. At least two on each side.
 
     From three processes on, Welch's t. Of two and two it cannot tell ten times from none where the two of one side
     differ by a third (interval 0.65 to 155), as it learns each side's spread from one difference; there Student's takes
@@ -68,7 +69,7 @@ def replicate_interval(
     processes = [*slower, *faster]
     rounds = [number for number in processes[0] if all(number in process for process in processes)]
     logs = np.array([[process[number] for number in rounds] for process in processes])
-    units = np.median(logs - logs.mean(axis=0), axis=1)
+    units = np.median(logs[:, None] - logs[None, :], axis=2).mean(axis=1)
     first, second = units[: len(slower)], units[len(slower) :]
     found = stats.ttest_ind(first, second, equal_var=min(len(first), len(second)) == 2)
     estimate = float(first.mean() - second.mean())
