@@ -158,6 +158,9 @@ class Result:
     """From the last, fresh race. None: no recipe keeps the limits. Its recipe may be empty: change nothing."""
     verdict: Verdict
     """The winner against the baseline, from the last race alone."""
+    baseline_again: Trial | None = None
+    """The workload as given in the last race, where the winner is from it: a machine's speed drifts, and only times of
+    one race may stand side by side."""
     ladder: Sequence[Rung] = ()
     advice: Sequence[Advice] = ()
     """The first look's findings that name techniques, the most promising first, and what each brought."""
@@ -193,8 +196,8 @@ class Result:
 
     @property
     def baseline(self) -> Trial | None:
-        """The workload as given."""
-        return next((trial for trial in self.trials if not trial.recipe.levels), None)
+        """The workload as given: beside the winner, where that was measured, else as it was first measured."""
+        return self.baseline_again or next((trial for trial in self.trials if not trial.recipe.levels), None)
 
     @property
     def recipe(self) -> Recipe:

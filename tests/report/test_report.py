@@ -20,9 +20,10 @@ from fettle.measure import Interval
 from fettle.report import _format as fmt
 from fettle.report import cell, load_result, page, print_result, save, to_json, write_charts
 from fettle.report._facts import checks, levers, pareto, ranked, status_of
+from fettle.report._ladder import throughput_rows
 from fettle.report._verdict import headline, verdict
 from fettle.report.data import from_json
-from fettle.result import Reference
+from fettle.result import Reference, Rung
 from tests.report.made_up import BEST, EVAL, HOSTILE, degenerate, resnet, trial
 
 ALL = {"full": resnet(), **degenerate()}
@@ -226,6 +227,23 @@ def test_the_four_files(tmp_path: Path) -> None:
     assert sorted(path.name for path in paths) == ["optimized.py", "recipe.toml", "report.html", "result.json"]
     assert load_result(tmp_path / "new" / "result.json").winner.recipe == resnet().winner.recipe  # type: ignore[union-attr]
     assert [path.name for path in save(ALL["no winner"], tmp_path)] == ["report.html", "result.json"]
+
+
+def test_times_that_stand_side_by_side_are_of_one_race() -> None:
+    """The baseline was measured first in a minute in which the machine was half as fast as in the last race."""
+    full = resnet()
+    first = dataclasses.replace(full.trials[0], time_ms=2 * full.trials[0].time_ms)
+    again = dataclasses.replace(full.trials[0], time_ms=full.winner.time_ms * full.winner.speedup.estimate)
+    rungs = [Rung("as given", again), *full.ladder[1:]]
+    result = dataclasses.replace(full, trials=[first, *full.trials[1:]], baseline_again=again, ladder=rungs)
+    assert result.baseline is again
+    assert fmt.milliseconds(again.time_ms) in verdict(result)
+    assert fmt.milliseconds(first.time_ms) not in verdict(result)
+    assert next(trial for trial in ranked(result) if not trial.recipe.levels) is again
+    for row in throughput_rows(result)[1:]:
+        gained = next(rung.trial for rung in rungs if str(rung.trial.recipe) == row["recipe"]).speedup.estimate
+        assert row["value"] == pytest.approx(again.throughput * gained)
+    assert from_json(json.loads(json.dumps(to_json(result)))).baseline.time_ms == again.time_ms
 
 
 @pytest.mark.parametrize(

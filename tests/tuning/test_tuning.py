@@ -107,6 +107,8 @@ def test_a_workload_is_tuned_verified_and_written(tuned) -> None:
         "recipe.toml", "optimized.py", "report.html", "study.db", "result.json",
     }  # fmt: skip
     assert result.ladder[0].label == "as given"
+    assert result.ladder[0].trial is result.baseline
+    assert result.verdict != "faster" or result.baseline_again is not None  # beside the winner, in the last race
     assert result.ladder[-1].trial.recipe == result.recipe
     assert any(item.technique == "compile" for item in result.left_out)
 

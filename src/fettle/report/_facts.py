@@ -68,7 +68,10 @@ def failed(result: Result) -> list[Trial]:
 
 
 def _as_measured_last(result: Result, trial: Trial) -> Trial:
-    """The winner's figures come from its last, fresh race: the same recipe must not show two speeds."""
+    """The winner's figures come from its last, fresh race, and the baseline's beside them: the same recipe must not
+    show two speeds."""
+    if result.baseline is not None and not trial.recipe.levels:
+        return result.baseline
     if result.winner is not None and trial.recipe == result.winner.recipe and trial.recipe.levels:
         return result.winner
     return trial

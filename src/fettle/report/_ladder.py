@@ -53,20 +53,25 @@ def memory(result: Result) -> Drawn | None:
 
 
 def throughput_rows(result: Result) -> Rows:
-    """One row for each rung with a time."""
+    """One row for each rung with a time. Rungs are of several races, so a step's rate is the baseline's rate times what
+    it gained over the baseline of its own race; the winner and the baseline are from one."""
     rows: Rows = []
+    given = result.baseline.throughput if result.baseline else math.nan
     for rung in rungs(result):
         trial = rung.trial
         if not math.isfinite(trial.throughput):
             continue
-        row = _row(rung, result, trial.throughput)
-        row["text"] = fmt.rate(trial.throughput)
+        relative = trial.recipe.levels and trial.speedup and speed(trial) > 0
+        elsewhere = relative and result.winner is not None and trial.recipe != result.winner.recipe
+        rate = given * speed(trial) if elsewhere and math.isfinite(given) else trial.throughput
+        row = _row(rung, result, rate)
+        row["text"] = fmt.rate(rate)
         row["low"] = row["high"] = None
-        if trial.recipe.levels and trial.speedup and speed(trial) > 0:
-            row["text"] = f"{fmt.rate(trial.throughput)} · {fmt.times(speed(trial))}"
+        if relative and trial.speedup:
+            row["text"] = f"{fmt.rate(rate)} · {fmt.times(speed(trial))}"
             if math.isfinite(trial.speedup.low) and math.isfinite(trial.speedup.high):
-                row["low"] = trial.throughput * trial.speedup.low / speed(trial)
-                row["high"] = trial.throughput * trial.speedup.high / speed(trial)
+                row["low"] = rate * trial.speedup.low / speed(trial)
+                row["high"] = rate * trial.speedup.high / speed(trial)
         rows.append(row)
     return _numbered(rows)
 

@@ -121,8 +121,7 @@ def _hints(kind: Any) -> dict[str, Any]:
 def _check(result: Result) -> None:
     """What types cannot say, and what the arithmetic of a report relies on."""
     trials: list[Trial] = [*result.trials, *result.nearest, *(rung.trial for rung in result.ladder)]
-    if result.winner is not None:
-        trials.append(result.winner)
+    trials += [trial for trial in (result.winner, result.baseline_again) if trial is not None]
     if len(trials) > _MAX_TRIALS:
         raise UsageError(f"it has {len(trials)} trials, more than any study")
     for trial in trials:

@@ -32,6 +32,9 @@ def outcome(
     from fettle.diagnose import brought
 
     winner, said = _winner(session, last.trials)
+    again = None
+    if winner is not None and any(trial is winner for trial in last.trials):
+        again = next((trial for trial in last.trials if not trial.recipe.levels), None)
     session.study.set_note("seconds", session.seconds)
     trials = list(session.known.values())
     return Result(
@@ -46,7 +49,8 @@ def outcome(
         trials=trials,
         winner=winner,
         verdict=said,
-        ladder=_ladder(session, winner) if winner else (),
+        baseline_again=again,
+        ladder=_ladder(session, winner, again) if winner else (),
         advice=brought(session.probed.advice, trials),
         left_out=left_out,
         nearest=() if winner else _nearest(session),
@@ -93,9 +97,9 @@ def _nearest(session: Session) -> list[Trial]:
     return sorted(ran, key=lambda trial: (distance(trial, limits), trial.time_ms))[:3]
 
 
-def _ladder(session: Session, winner: Trial) -> tuple[Rung, ...]:
+def _ladder(session: Session, winner: Trial, again: Trial | None) -> tuple[Rung, ...]:
     """The rungs from the baseline to the winner that were measured."""
-    baseline = session.known.get(Recipe())
+    baseline = again or session.known.get(Recipe())
     if baseline is None:
         return ()
     rungs, last = [Rung("as given", baseline)], Recipe()
