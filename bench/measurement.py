@@ -51,14 +51,14 @@ def workload():
     torch.manual_seed(0)
     return Stack().eval(), [torch.randn(64, 256) for _ in range(4)]
 """
+RULES = Rules(settle_verdicts=True, replicates=REPLICATES, abreast=2)
 SAME = "def optimize(model, batches):\n    return model\n"
 SLOW = "def optimize(model, batches):\n    model.depth = 103\n    return model\n"
 
 
-def one_race(target: dict, source: str, seed: int) -> tuple[str, Trial, float, float]:
-    """A race of the workload against `source`, as `fettle bench` runs it: the verdict, the trial, seconds in rounds
-    and seconds of them in the model."""
-    rules = Rules(settle_verdicts=True, replicates=REPLICATES, abreast=2)
+def one_race(target: dict, source: str, seed: int) -> tuple[Trial, float, float]:
+    """A race of the workload against `source`, as `fettle bench` runs it: the trial, seconds in rounds and seconds of
+    them in the model."""
     entries = [Entry(Recipe(), SAME), Entry(Recipe({"technique": "other"}), source)]
     ends: list[float] = []
     model_s: list[float] = []
@@ -70,9 +70,9 @@ def one_race(target: dict, source: str, seed: int) -> tuple[str, Trial, float, f
             calls.clear()
 
     with counting_calls() as calls:
-        trials = race(target, "", entries, Judge(), rules, tell=tell, seed=seed)
+        trials = race(target, "", entries, Judge(), RULES, tell=tell, seed=seed)
     per_round = [b - a for a, b in pairwise(ends)]
-    return verdict(trials[1].speedup, rules.indifference), trials[1], sum(per_round), sum(model_s[1:])
+    return trials[1], sum(per_round), sum(model_s[1:])
 
 
 @contextmanager
@@ -133,23 +133,29 @@ def main() -> None:
                 seen[kind].append(blocks(target, SAME, 1.5))
             else:
                 source = SAME if kind == "same" else SLOW
-                word, trial, racing, model = one_race(target, source, len(seen[kind]))
+                trial, racing, model = one_race(target, source, len(seen[kind]))
                 found = trial.speedup or Interval(math.nan, -math.inf, math.inf)
                 numbers = [
                     round(value, 4) if math.isfinite(value) else None
                     for value in (found.estimate, found.low, found.high)
                 ]
-                seen[kind].append([word, *numbers, trial.processes, len(trial.round_ms)])
+                seen[kind].append([*numbers, trial.processes, len(trial.round_ms)])
                 seen["racing_s"], seen["model_s"] = seen["racing_s"] + racing, seen["model_s"] + model
-            print(f"{kind} {len(seen[kind])}/{wanted[kind]}: {seen[kind][-1]}", flush=True)
+            said = seen[kind][-1] if kind == "blocks_same" else word(seen[kind][-1])
+            print(f"{kind} {len(seen[kind])}/{wanted[kind]}: {said} {seen[kind][-1]}", flush=True)
             options.output.parent.mkdir(parents=True, exist_ok=True)
             options.output.write_text(json.dumps({**summary(seen), "seen": seen}, indent=1) + "\n")
     print(json.dumps(summary(seen), indent=1))
 
 
+def word(found: list) -> str:
+    """The verdict on a race in `seen`."""
+    return verdict(None if None in found[:3] else Interval(*found[:3]), RULES.indifference)
+
+
 def summary(seen: dict) -> dict:
-    """What the bars speak of. A race in `seen` is its verdict, speed-up, its interval, processes and rounds."""
-    words = {kind: [race[0] for race in seen[kind]] for kind in ("same", "slow")}
+    """What the bars speak of. A race in `seen` is its speed-up, its interval, processes and rounds."""
+    words = {kind: [word(found) for found in seen[kind]] for kind in ("same", "slow")}
     return {
         "machine": seen["machine"],
         "aa_races": len(words["same"]),

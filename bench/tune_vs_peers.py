@@ -29,8 +29,8 @@ PEERS = {
     "eager": "mode=eval",
     "torch.compile": "mode=eval grad=inference_mode compile=default",
     "autocast bf16 + max-autotune": "mode=eval grad=inference_mode precision=autocast-bf16 compile=max-autotune",
-    "ONNX Runtime": "mode=eval grad=inference_mode runtime=onnxruntime",
-    "OpenVINO bf16": "mode=eval grad=inference_mode runtime=openvino-bf16",
+    "ONNX Runtime": "mode=eval runtime=onnxruntime",
+    "OpenVINO bf16": "mode=eval runtime=openvino-bf16",
     "int8 dynamic + compile": "mode=eval grad=inference_mode quantize=int8-dynamic compile=default",
 }
 

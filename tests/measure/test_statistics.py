@@ -55,6 +55,8 @@ def test_repeated_looks_keep_the_error_rate() -> None:
         (Interval(1.0, 0.995, 1.005), "same"),
         (Interval(1.004, 1.001, 1.008), "same"),
         (Interval(1.05, 0.98, 1.12), "cannot tell"),
+        (Interval(1.008, 1.001, 1.015), "cannot tell"),
+        (Interval(0.9912, 0.9835, 0.9991), "cannot tell"),
         (Interval(math.nan, 0, math.inf), "cannot tell"),
     ],
 )

@@ -131,7 +131,7 @@ LEVELS = {
 
 
 def made_up_space() -> tuple[Space, Facts]:
-    """Much of the factorial of ``bench/search_regret.py digits`` on a machine with every runtime: 55 combinations."""
+    """Much of the factorial of ``bench/search_regret.py digits`` on a machine with every runtime: 52 combinations."""
     facts = Facts(
         num_conv=5, num_linear=1, num_4d_inputs=1, samples=128, train_mode_differs=True, training=True,
         physical_cores=2, calibration_batches=2, num_input_shapes=1, cpu_flags=("avx512f", "avx512_bf16", "amx_bf16"),

@@ -90,14 +90,17 @@ def exp(interval: Interval) -> Interval:
 
 
 def verdict(speedup: Interval | None, indifference: float) -> str:
-    """What may be said of a speed-up: ``faster``, ``slower``, ``same`` (inside 1 +- indifference), ``cannot tell``."""
+    """What may be said of a speed-up: ``faster``, ``slower``, ``same`` (inside 1 +- indifference), ``cannot tell``.
+
+    Faster and slower are claimed where the interval excludes 1 and the estimate itself is no longer indifferent.
+    """
     if speedup is None or math.isnan(speedup.estimate):
         return "cannot tell"
     if 1 / (1 + indifference) <= speedup.low and speedup.high <= 1 + indifference:
         return "same"
-    if speedup.low > 1:
+    if speedup.low > 1 and speedup.estimate > 1 + indifference:
         return "faster"
-    if speedup.high < 1:
+    if speedup.high < 1 and speedup.estimate < 1 / (1 + indifference):
         return "slower"
     return "cannot tell"
 

@@ -94,6 +94,11 @@ def normal(recipe: Recipe) -> Recipe:
     return Recipe({name: level for name, level in recipe.levels.items() if level != find(name).given})
 
 
+def idle(recipe: Recipe) -> list[str]:
+    """Techniques whose levels work and change nothing beside the recipe's others."""
+    return [name for name, level in recipe.levels.items() if level != find(name).given and find(name).is_idle(recipe)]
+
+
 def known_levels() -> dict[str, list[str]]:
     """Every level that any technique has on any machine, by technique."""
     known = {technique.name: [level.name for level in technique.levels(Facts())] for technique in CATALOGUE}

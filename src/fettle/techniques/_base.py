@@ -168,6 +168,10 @@ class Technique:
         """Why `level` cannot work beside the rest of `recipe`, as a phrase; empty when it can."""
         return ""
 
+    def is_idle(self, recipe: Recipe) -> bool:
+        """Whether its level works and changes nothing beside the rest of `recipe`: a search need not try it there."""
+        return False
+
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         """The lines of `level`, which is not the `given` one. May depend on the other levels of `recipe`."""
         raise NotImplementedError

@@ -16,11 +16,12 @@ def bundles(facts: Facts) -> list[Recipe]:
 
 
 def _possible(candidates: list[dict[str, str]], facts: Facts) -> list[Recipe]:
-    from fettle.techniques import conflict, normal
+    from fettle.techniques import conflict, idle, normal
 
     found: list[Recipe] = []
     for levels in candidates:
         recipe = normal(Recipe(levels))
+        recipe = recipe.without(*idle(recipe))
         if recipe not in found and not conflict(recipe, facts):
             found.append(recipe)
     return found[:8]

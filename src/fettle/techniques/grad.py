@@ -17,5 +17,8 @@ class Grad(Technique):
             Level("no_grad", "torch.no_grad(): no graph; outputs may be used in autograd later"),
         ]
 
+    def is_idle(self, recipe: Recipe) -> bool:
+        return recipe.levels.get("runtime", "torch") not in ("torch", "aoti")  # another runtime records nothing
+
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         return Code(contexts=(f"torch.{level}()",))

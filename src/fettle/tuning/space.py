@@ -8,7 +8,7 @@ from fettle.errors import UsageError
 from fettle.recipe import Recipe
 from fettle.result import LeftOut
 from fettle.search import Space
-from fettle.techniques import CATALOGUE, Facts, bundles, conflict, find, normal
+from fettle.techniques import CATALOGUE, Facts, bundles, conflict, find, idle, normal
 
 
 def space_for(
@@ -54,6 +54,9 @@ def space_for(
         for name, level in required.items():
             if recipe.levels and recipe.levels.get(name, find(name).given) != level:
                 return f"{name}={level} is required"
+        for name in idle(recipe):
+            if name not in required:
+                return f"{name}={recipe.levels[name]} changes nothing beside the rest"
         return conflict(recipe, facts) or ruled_out(recipe)
 
     space = Space(
