@@ -141,7 +141,7 @@ def main() -> None:
                 ]
                 seen[kind].append([*numbers, trial.processes, len(trial.round_ms)])
                 seen["racing_s"], seen["model_s"] = seen["racing_s"] + racing, seen["model_s"] + model
-            said = seen[kind][-1] if kind == "blocks_same" else word(seen[kind][-1])
+            said = "" if kind == "blocks_same" else word(seen[kind][-1])
             print(f"{kind} {len(seen[kind])}/{wanted[kind]}: {said} {seen[kind][-1]}", flush=True)
             options.output.parent.mkdir(parents=True, exist_ok=True)
             options.output.write_text(json.dumps({**summary(seen), "seen": seen}, indent=1) + "\n")

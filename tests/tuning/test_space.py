@@ -16,7 +16,7 @@ def test_a_level_that_changes_nothing_is_not_tried_beside_what_makes_it_idle(run
 
 
 def test_autograd_matters_to_what_torch_runs():
-    for levels in ({}, {"runtime": "aoti"}, {"compile": "default"}):
+    for levels in ({}, {"runtime": "aoti"}, {"runtime": "tensorrt"}, {"compile": "default"}):
         assert not idle(Recipe({"grad": "no_grad", **levels}))
 
 

@@ -32,9 +32,7 @@ def outcome(
     from fettle.diagnose import brought
 
     winner, said = _winner(session, last.trials)
-    again = None
-    if winner is not None and any(trial is winner for trial in last.trials):
-        again = next((trial for trial in last.trials if not trial.recipe.levels), None)
+    again = _beside(winner, last.trials)
     session.study.set_note("seconds", session.seconds)
     trials = list(session.known.values())
     return Result(
@@ -88,6 +86,13 @@ def _winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, Verd
         winner = next((trial for trial in plain if trial and math.isfinite(session.score(trial))), winner)
         said = "same" if leader is None or winner.recipe != leader.recipe else said
     return winner, said
+
+
+def _beside(winner: Trial | None, last: Sequence[Trial]) -> Trial | None:
+    """The workload as given in the last race, if that is where the winner's figures are from and it ran there too."""
+    if not any(trial is winner for trial in last):
+        return None
+    return next((trial for trial in last if not trial.recipe.levels and math.isfinite(trial.time_ms)), None)
 
 
 def _nearest(session: Session) -> list[Trial]:

@@ -28,6 +28,9 @@ SCREENING_ROUNDS = 20
 _DEARER_S = {1: 0.0, 2: 6.0, 3: 30.0}
 """What a recipe of each cost needs beyond the workload as given until it is ready, as long as none was measured."""
 _SMALL_BYTES = 256 << 20
+_ENERGY_SLICE_S = 0.5
+"""A GPU's counter is renewed every 20 to 100 ms (Yang, Adamek and Armour, *Part-time Power Measurements*, 2023): in the
+usual slice it may not move at all."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class Session:
         self.target, self.folder, self.limits, self.goal = target, folder, limits, goal
         self.budget = Budget(budget_s, started)
         self.rules = Rules(confidence=confidence, prepare_timeout_s=trial_timeout_s)
+        if goal == "energy":
+            self.rules = replace(self.rules, slice_s=_ENERGY_SLICE_S)
         self.known: dict[Recipe, Trial] = {}
         """Every recipe that was measured, by this run of the study or an earlier one."""
         self.baseline = Held()

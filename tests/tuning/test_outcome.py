@@ -1,0 +1,31 @@
+"""Which of the trials a result is made of."""
+
+import math
+
+import pytest
+
+from fettle.measure import Interval, Trial
+from fettle.recipe import Recipe
+from fettle.result import Limits
+from fettle.tuning import Session
+from fettle.tuning._outcome import _beside
+from fettle.workload import Target
+
+WINNER = Trial(Recipe({"precision": "bf16"}), "measured", time_ms=5.0, speedup=Interval(2.0, 1.9, 2.1))
+GIVEN = Trial(Recipe(), "measured", time_ms=10.0)
+
+
+def test_the_baseline_beside_the_winner_is_of_its_race():
+    assert _beside(WINNER, [GIVEN, WINNER]) is GIVEN
+    assert _beside(WINNER, []) is None  # never measured again
+    assert _beside(None, [GIVEN, WINNER]) is None
+
+
+def test_a_baseline_that_died_in_the_last_race_is_not_shown_as_its_time():
+    assert _beside(WINNER, [Trial(Recipe(), "failed", "killed", time_ms=math.nan), WINNER]) is None
+
+
+@pytest.mark.parametrize(("goal", "seconds"), [("energy", 0.5), ("throughput", 0.08)])
+def test_slices_outlast_the_period_of_an_energy_counter(goal, seconds, tmp_path):
+    session = Session(Target("made/up.py:workload"), tmp_path, Limits(), goal, None, 0.0, lambda event: None)
+    assert session.rules.slice_s == seconds
