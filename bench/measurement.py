@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 from scipy import stats
 
-from fettle.comparing import REPLICATES
+from fettle.comparing import MOST_REPLICATES, REPLICATES
 from fettle.machine import this_machine
 from fettle.measure import Entry, Interval, Judge, Progress, Rules, Trial, Worker, race, verdict
 from fettle.recipe import Recipe
@@ -51,7 +51,7 @@ def workload():
     torch.manual_seed(0)
     return Stack().eval(), [torch.randn(64, 256) for _ in range(4)]
 """
-RULES = Rules(settle_verdicts=True, replicates=REPLICATES, abreast=2)
+RULES = Rules(settle_verdicts=True, replicates=REPLICATES, most_replicates=MOST_REPLICATES, abreast=2)
 SAME = "def optimize(model, batches):\n    return model\n"
 SLOW = "def optimize(model, batches):\n    model.depth = 103\n    return model\n"
 

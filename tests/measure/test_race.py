@@ -405,3 +405,65 @@ def test_a_replicate_that_dies_fails_its_recipe(target: dict[str, Any], tmp_path
     assert base.ok
     assert other.status == "failed"
     assert other.reason == "its process 2: ValueError: not twice"
+
+
+def test_a_process_that_is_slow_for_life_brings_in_more(
+    target: dict[str, Any], tmp_path: Path, reference: Reference
+) -> None:
+    fingerprint, judging = reference(target, tmp_path / "reference.pt")
+    first = (
+        f"import os\nmark = {str(tmp_path / 'mark')!r}\nmodel.delay = 0.02 if os.path.exists(mark) else 0.06\n"
+        "open(mark, 'w').close()"
+    )
+    entries = [_entry("baseline", "model.delay = 0.02"), _entry("other", first), _entry("tenth", "model.delay = 0.002")]
+    rules = Rules(slice_s=0.02, max_rounds=4, settle_verdicts=True, replicates=2, most_replicates=5, replicate_s=600)
+    told: list[str] = []
+    base, other, tenth = race(target, fingerprint, entries, judging, rules, tell=lambda event: told.append(event.stage))
+    assert (base.processes, other.processes, tenth.processes) == (5, 5, 2)
+    assert told.count("vague") == 1
+    assert told.count("start") == 3 + 3 + 3 + 3
+    assert 3 <= len(other.round_ms) <= 4  # those that all of its processes ran in
+    assert len(tenth.round_ms) == 4
+    assert other.speedup is not None
+    assert 0.6 < other.speedup.low < other.speedup.high < 1.6  # 1 or so: the slow one is left out
+
+
+@pytest.mark.parametrize(
+    ("number", "do", "slices", "reason"),
+    [
+        pytest.param(3, "slice", 0, "ended during the race: gone", id="its second before it was timed"),
+        pytest.param(5, "prepare", 0, "ended during the race: its process 3: gone", id="its third as it starts"),
+        pytest.param(5, "slice", 1, "ended during the race: gone", id="its third in a round"),
+    ],
+)
+def test_a_further_process_that_dies_fails_its_recipe(
+    number: int, do: str, slices: int, reason: str, target: dict[str, Any], tmp_path: Path, reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    fingerprint, judging = reference(target, tmp_path / "reference.pt")
+    started: list[Worker] = []
+
+    class Mortal(Worker):
+        """The given one goes when it is asked for that and has run so many slices."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.number, self.slices = len(started), 0
+            started.append(self)
+
+        def ask(self, what: str, timeout_s: float, **fields: Any) -> dict[str, Any]:
+            if (self.number, what) == (number, do) and self.slices >= slices:
+                self.close()
+                raise WorkerError("gone")
+            self.slices += what == "slice"
+            return super().ask(what, timeout_s, **fields)
+
+    monkeypatch.setattr(_entrants, "Worker", Mortal)
+    lottery = f"import os\nmodel.delay = 0.02 + 0.02 * os.path.exists({str(tmp_path / 'mark')!r})\n"
+    lottery += f"open({str(tmp_path / 'mark')!r}, 'w').close()"
+    rules = Rules(slice_s=0.05, max_rounds=3, settle_verdicts=True, replicates=2, most_replicates=3, replicate_s=600)
+    base, other = race(target, fingerprint, [_entry("baseline"), _entry("other", lottery)], judging, rules)
+    assert base.ok
+    assert other.status == "failed"
+    assert other.reason == reason
+    assert math.isfinite(other.time_ms)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fettle.measure import Interval, log_interval, ratio_interval, verdict
-from fettle.measure._statistics import LOOKS, _signed_rank_quantile, replicate_interval
+from fettle.measure._statistics import LOOKS, _signed_rank_quantile, is_vague, replicate_interval
 
 
 @pytest.mark.parametrize(("n", "cut"), [(6, 1), (8, 4), (10, 9), (15, 26), (20, 53), (25, 90)])
@@ -108,6 +108,51 @@ def test_slices_in_which_the_machine_was_taken_away_do_not_widen_the_interval(ga
         found += interval.high < gap + np.log(1.03)
     assert claims <= 0.08 * 200
     assert found >= 0.9 * 200
+
+
+def test_six_processes_see_past_one_that_is_slow_for_life() -> None:
+    """Its side's trimmed mean leaves it out."""
+    generator = np.random.default_rng(10)
+    claims, found = 0, 0
+    for _ in range(200):
+        logs = generator.normal(0, 0.007, (2, 6, 1)) + generator.normal(0, 0.02, (2, 6, 30))
+        logs[generator.integers(2), 0] += generator.uniform(0.1, 0.3)
+        first, second = [[dict(enumerate(process)) for process in group] for group in logs]
+        interval = replicate_interval(first, second, 0.05)
+        claims += not interval.low <= 0 <= interval.high
+        found += interval.high < np.log(1.03)
+    assert claims <= 0.08 * 200
+    assert found >= 0.85 * 200
+
+
+def test_processes_that_came_later_are_told_apart_by_the_rounds_that_they_share() -> None:
+    """The first two of each ran in rounds 0 to 9, all in rounds 10 to 19, in which the machine took twice as long."""
+    common = {number: 0.0 if number < 10 else 0.7 for number in range(20)}
+    groups = [
+        [
+            {number: level + offset + slow for number, slow in common.items() if number >= begin}
+            for offset, begin in ((0.0, 0), (0.001, 0), (0.002, 10), (0.003, 10))
+        ]
+        for level in (0.5, 0.0)
+    ]
+    found = replicate_interval(groups[0], groups[1], 0.05)
+    assert found.estimate == pytest.approx(0.5)
+    assert 0.49 < found.low < found.high < 0.51
+
+
+@pytest.mark.parametrize(
+    ("interval", "vague"),
+    [
+        (Interval(1.0, 0.98, 1.02), False),
+        (Interval(1.0, 0.95, 1.05), True),
+        (Interval(0.97, 0.9, 1.05), True),
+        (Interval(10.0, 8.0, 12.5), False),
+        (Interval(9.38, 3.66, 24.09), True),
+        (Interval(2.0, 0.0, math.inf), True),
+    ],
+)
+def test_vague_is_what_leaves_open_how_fast_it_is(interval: Interval, vague: bool) -> None:
+    assert is_vague(interval) == vague
 
 
 def test_two_processes_that_differ_by_a_third_still_tell_ten_times_from_none() -> None:

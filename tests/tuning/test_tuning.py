@@ -326,6 +326,7 @@ def test_bench_of_the_baseline_against_itself_and_json(
     work: Path, run_fettle: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(comparing, "REPLICATES", 2)
+    monkeypatch.setattr(comparing, "MOST_REPLICATES", 2)
     said = run_fettle("bench", work, "--json", "--rounds", "6", "--recipe", "baseline")
     assert said.code == 0, said.err
     trials = json.loads(said.out)["trials"]

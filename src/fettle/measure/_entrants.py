@@ -90,9 +90,13 @@ class Entrant:
 
     @property
     def per_sample(self) -> dict[int, float]:
-        """Log time of one row by round, the mean over the processes."""
-        logs = [runner.per_sample for runner in self.runners]
-        return {number: statistics.fmean(log[number] for log in logs) for number in logs[0] if _in_all(number, logs)}
+        """Log time of one row by round, the mean over the processes that have been timed."""
+        logs = [runner.per_sample for runner in self.runners if runner.rounds_ms]
+        return {
+            number: statistics.fmean(log[number] for log in logs)
+            for number in self.first.rounds_ms
+            if _in_all(number, logs)
+        }
 
 
 @dataclass(frozen=True)
@@ -163,14 +167,16 @@ class Start:
             if _memory_is_short() and len(entrants) > 1:
                 break
 
-    def replicate(self, entrants: Mapping[int, Entrant], stack: ExitStack, tell: Callable[[Progress], None]) -> None:
-        """Start the further processes of each entry that may win, a whole set at a time: as many sets as the rules ask
-        for, and as time and memory allow."""
+    def replicate(
+        self, entrants: Mapping[int, Entrant], wanted: int, stack: ExitStack, tell: Callable[[Progress], None]
+    ) -> None:
+        """Start the further processes of each entry that may win, a whole set at a time, until each has `wanted`, as
+        far as time and memory allow."""
         able = {
             index: entrant for index, entrant in entrants.items() if not (entrant.rejected or entrant.first.entry.once)
         }
         left_s = min(self.rules.replicate_s, self.rules.deadline - time.monotonic())
-        for copy in range(1, self.rules.replicates):
+        for copy in range(min((len(entrant.runners) for entrant in able.values()), default=wanted), wanted):
             cost_s = sum(entrant.first.started_s for entrant in able.values())
             if len(able) < 2 or cost_s > left_s or _memory_is_short():
                 return

@@ -50,8 +50,11 @@ class Rules:
     """Go on until each entry's verdict against the baseline is known, not only the leader: what `bench` wants."""
     replicates: int = 1
     """Processes for each entry, as far as `replicate_s` allows."""
+    most_replicates: int = 1
+    """Processes for each entry whose speed-up is still vague after the rounds (`is_vague`), if these are more."""
     replicate_s: float = 60.0
-    """What starting the second and further processes of all entries may take together, in seconds."""
+    """What starting the second and further processes of all entries may take together, in seconds; as much again for
+    those of entries that are still vague."""
     abreast: int = 1
     """Processes that import and build the workload side by side. Only that: what is timed is done by one at a time."""
     to_beat: float = -math.inf
@@ -96,7 +99,7 @@ class Progress:
     """What a race tells while it runs."""
 
     stage: str
-    """``start`` a worker, ``round`` of the race, ``trial`` is known."""
+    """``start`` a worker, ``round`` of the race, ``vague`` if more processes are needed, ``trial`` is known."""
     recipe: Recipe | None = None
     round: int = 0
     live: int = 0

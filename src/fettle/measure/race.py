@@ -12,8 +12,9 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,16 +54,24 @@ def race(
     trials: dict[int, Trial] = {}
     with ExitStack() as stack:
         entrants = start.line_up(entries, trials, stack, tell)
-        start.replicate(entrants, stack, tell)
+        start.replicate(entrants, rules.replicates, stack, tell)
         anchor = next((e for e in entrants.values() if not e.first.entry.recipe.levels), None) or next(
             iter(entrants.values()), None
         )
         if anchor is not None:
-            _run_rounds(list(entrants.values()), anchor, rules, random.Random(seed * 1000 + heat), tell)
+            order = random.Random(seed * 1000 + heat)
+            _run_rounds(list(entrants.values()), anchor, rules, order, tell)
+            found = {index: _trial(entrant, anchor, rules, heat) for index, entrant in entrants.items()}
+            vague = {index for index, trial in found.items() if _is_vague(trial)}
+            if _run_again(start, entrants, vague, anchor, order, stack, tell):
+                for index, entrant in entrants.items():
+                    if found[index].ok and entrant.failure:
+                        found[index] = replace(found[index], status="failed", reason=_ended(entrant))
+                    elif entrant is anchor or (index in vague and not anchor.failure):
+                        found[index] = _trial(entrant, anchor, rules, heat)
+            trials |= found
             if held is not None and anchor.failure:
                 held.close()
-        for index, entrant in entrants.items():
-            trials[index] = _trial(entrant, anchor, rules, heat)
     for index in sorted(entrants):
         tell(Progress("trial", entries[index].recipe, trial=trials[index]))
 
@@ -82,9 +91,12 @@ def _run_rounds(
     rules: Rules,
     order: random.Random,
     tell: Callable[[Progress], None],
+    before: int = 0,
 ) -> None:
-    """Slices in random order until the leader is certain, nothing is left to win, or time is up."""
-    for number in range(1, rules.max_rounds + 1):
+    """Slices in random order until the leader is certain, nothing is left to win, or time is up. `before`: rounds that
+    have been run already, which are neither counted nor looked at again."""
+    for count in range(1, rules.max_rounds + 1):
+        number = before + count
         turns = [(entrant, runner) for entrant in entrants if entrant.live for runner in entrant.runners]
         order.shuffle(turns)
         for entrant, runner in turns:
@@ -103,12 +115,49 @@ def _run_rounds(
             if answer["energy_j"] is not None:
                 runner.energy_j.append(answer["energy_j"])
         tell(Progress("round", round=number, live=sum(entrant.live for entrant in entrants)))
-        if number in _statistics.LOOKS and decided(entrants, anchor, rules):
+        if count in _statistics.LOOKS and decided(entrants, anchor, rules):
             return
-        if time.monotonic() > rules.deadline and number >= _statistics.LOOKS[0]:
+        if time.monotonic() > rules.deadline and count >= _statistics.LOOKS[0]:
             return
         if not any(entrant.live for entrant in entrants):
             return
+
+
+def _run_again(
+    start: Start,
+    entrants: Mapping[int, Entrant],
+    vague: Collection[int],
+    anchor: Entrant,
+    order: random.Random,
+    stack: ExitStack,
+    tell: Callable[[Progress], None],
+) -> bool:
+    """More processes, and as many rounds again, for the `vague` entries and the anchor; whether any could be added.
+
+    How wide an interval is decides this, not what it says, and it is done once: the error rate stays what it was.
+    """
+    had, rules = len(anchor.runners), start.rules
+    if not vague or anchor.failure or had >= rules.most_replicates:
+        return False
+    tell(Progress("vague"))
+    again = {index: entrant for index, entrant in entrants.items() if entrant is anchor or index in vague}
+    for index, entrant in entrants.items():
+        entrant.live = index in again
+    start.replicate(again, rules.most_replicates, stack, tell)
+    if len(anchor.runners) == had:
+        return False
+    before = max(number for runner in anchor.runners for number in runner.rounds_ms)
+    _run_rounds(list(again.values()), anchor, rules, order, tell, before)
+    return True
+
+
+def _is_vague(trial: Trial) -> bool:
+    """Whether its processes leave open how fast it is. What ran in one process has an interval of its rounds alone."""
+    return trial.ok and trial.processes > 1 and trial.speedup is not None and _statistics.is_vague(trial.speedup)
+
+
+def _ended(entrant: Entrant) -> str:
+    return f"ended during the race: {entrant.failure}"
 
 
 def _speedup(anchor: Entrant, entrant: Entrant, rules: Rules) -> Interval | None:
@@ -117,9 +166,9 @@ def _speedup(anchor: Entrant, entrant: Entrant, rules: Rules) -> Interval | None
     ratios = log_ratios(anchor, entrant)
     if not ratios:
         return None
-    if entrant is anchor or min(len(anchor.runners), len(entrant.runners)) < 2:
+    slower, faster = ([runner.per_sample for runner in each.runners if runner.rounds_ms] for each in (anchor, entrant))
+    if entrant is anchor or min(len(slower), len(faster)) < 2:
         return _statistics.exp(_statistics.log_interval(ratios, rules.alpha))
-    slower, faster = ([runner.per_sample for runner in each.runners] for each in (anchor, entrant))
     return _statistics.exp(_statistics.replicate_interval(slower, faster, 1 - rules.confidence))
 
 
@@ -139,7 +188,7 @@ def _trial(entrant: Entrant, anchor: Entrant | None, rules: Rules, heat: int) ->
     energy = [joule for runner in runners for joule in runner.energy_j]
     rounds_ms = [answer["samples"] * math.exp(value) for value in entrant.per_sample.values()]
     # A recipe that died half-way has numbers, but nobody should be handed it.
-    reason = f"ended during the race: {entrant.failure}" if entrant.failure else entrant.rejected
+    reason = _ended(entrant) if entrant.failure else entrant.rejected
     peaks = [runner.answer["peak_bytes"] for runner in runners if runner.answer["peak_bytes"] is not None]
     return Trial(
         recipe=entry.recipe,

@@ -15,6 +15,8 @@ FEWEST_ROUNDS = 3
 """Rounds after which a race can be stopped."""
 REPLICATES = 3
 """Processes of each finalist in the last race, as far as time allows."""
+MOST_REPLICATES = 5
+"""Processes of each whose speed-up the first ones leave open, where there is time left."""
 REPLICATES_S = 60.0
 """Most seconds that starting the second and further processes may take."""
 GRACE = 0.1

@@ -11,7 +11,7 @@ from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.search import Space
 from fettle.techniques import CATALOGUE
-from fettle.tuning._budget import REPLICATES, REPLICATES_S, plan_finale, race_s
+from fettle.tuning._budget import MOST_REPLICATES, REPLICATES, REPLICATES_S, plan_finale, race_s
 from fettle.tuning.session import SCREENING_ROUNDS, Session
 
 
@@ -49,7 +49,8 @@ def last_race(session: Session, space: Space) -> LastRace:
     session.baseline.close()
     share_s = REPLICATES_S if budget.seconds is None else min(REPLICATES_S, max(0.0, budget.left_s))
     rules = replace(session.rules, max_rounds=SCREENING_ROUNDS, deadline=budget.end, grace_s=budget.grace_s,
-                    precision=0.05, replicates=plan.replicates, replicate_s=share_s)  # fmt: skip
+                    precision=0.05, replicates=plan.replicates, most_replicates=MOST_REPLICATES,
+                    replicate_s=share_s)  # fmt: skip
     trials = session.run([Recipe(), *again, *cheap], rules, once=cheap)
     if leader.recipe not in {trial.recipe for trial in trials}:
         return _too_small(session, race_s([baseline, leader]))

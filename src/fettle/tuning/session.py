@@ -270,6 +270,8 @@ class Session:
     def _pass_on(self, progress: Progress) -> None:
         if progress.stage == "start":
             self.tell(f"starting {progress.recipe}")
+        elif progress.stage == "vague":
+            self.tell("the processes differ too much: a few more of each")
         elif progress.stage == "round":
             self.tell(f"round {progress.round}, {progress.live} in the race")
 
