@@ -380,6 +380,8 @@ def test_weights_are_sticky_and_shadows_are_silent(managed):
         {"weights": {"9": 1}},
         {"weights": {"1": -1}},
         {"default": "9"},
+        {"default": ["1"]},
+        {"shadow": {"1": 1}},
         {"unknown": 1},
         {"batch": {"max_rows": 99}},
     ):
@@ -393,9 +395,11 @@ def test_a_restart_serves_what_was_served(store, tmp_path):
     (tmp_path / "state.json").write_text(json.dumps({"net": {"versions": {"2": str(store / "net-2")}, "default": "2"}}))
     with running([], options) as again:
         assert infer(again, [[1, 2, 3, 4]])[1]["model_version"] == "2"
-    (tmp_path / "state.json").write_text("{")
-    with pytest.raises(UsageError, match="state file"), running([], options):
-        pass
+    for damaged in ("{", "[]", '{"net": {"versions": [1]}}', '{"net": {"changed": {"2": 5}}}'):
+        (tmp_path / "state.json").write_text(damaged)
+        with pytest.raises(UsageError, match="state file"), running([], options):
+            pass
+        assert (tmp_path / "state.json").read_text() == damaged
 
 
 # -- starting ---------------------------------------------------------------------------------------------------------

@@ -57,6 +57,18 @@ class Model:
     """A version that gets a copy of every request, and whose answers nobody sees."""
 
 
+class Remembered(msgspec.Struct, frozen=True):
+    """A model in the state file."""
+
+    versions: dict[str, str] = {}
+    """The folder of each version's package."""
+    default: str = ""
+    weights: dict[str, float] = {}
+    shadow: str = ""
+    changed: dict[str, dict[str, Any]] = {}
+    """Settings of a version that were set while it ran."""
+
+
 @dataclass(frozen=True)
 class Options:
     """How a server starts its pools."""
@@ -201,6 +213,8 @@ class Registry:
             raise Rejected(400, f"no such setting: {min(unknown)[:80]!r}")
         default, shadow = wanted.get("default", model.default), wanted.get("shadow", model.shadow)
         weights = wanted.get("weights", model.weights)
+        if not (isinstance(default, str) and isinstance(shadow, str)):
+            raise Rejected(400, "default and shadow are versions, as text")
         named = [default, *([shadow] if shadow else [])]
         if not isinstance(weights, Mapping) or not all(
             isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e9
@@ -264,37 +278,34 @@ class Registry:
 
     # -- restart -----------------------------------------------------------------------------------------------------
 
-    def remembered(self) -> dict[str, Any]:
+    def remembered(self) -> dict[str, Remembered]:
         """What the state file says was served; empty where there is none. Raises `UsageError` for a damaged one."""
         path = self.options.state
         if path is None or not path.exists():
             return {}
         try:
-            state = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(state, dict):
-                raise ValueError
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, Remembered])
         except (OSError, ValueError) as error:
             raise UsageError(f"the state file {path} cannot be read: move it away to start afresh") from error
-        return state
 
     def remember(self) -> None:
         """Write to the state file what is served."""
         if self.options.state is None or self.starting:
             return
         state = {
-            name: {
-                "versions": {number: str(v.package.folder) for number, v in model.versions.items()},
-                "default": model.default, "weights": model.weights, "shadow": model.shadow,
-                "changed": {
+            name: Remembered(
+                {number: str(v.package.folder) for number, v in model.versions.items()},
+                model.default, model.weights, model.shadow,
+                {
                     number: changed
                     for number, v in model.versions.items()
                     if (changed := _changed(v.pool.settings, self._settings(v.package)))
                 },
-            }
+            )
             for name, model in self.models.items()
         }  # fmt: skip
         try:
-            write_text(self.options.state, json.dumps(state, indent=1) + "\n")
+            write_text(self.options.state, json.dumps(msgspec.to_builtins(state), indent=1) + "\n")
         except UsageError as error:  # a full disk must not stop the serving
             log.error("what is served could not be remembered: %s", error)
 

@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from fettle.serve.http.connection import Connection
 from fettle.serve.metrics import Metrics
 from fettle.serve.package import Package, open_package
 from fettle.serve.refusal import Rejected
-from fettle.serve.registry import DRAIN_S, Options, Registry
+from fettle.serve.registry import DRAIN_S, Options, Registry, Remembered
 from fettle.serve.requires import check_here
 from fettle.serve.spans import Spans
 
@@ -121,17 +121,18 @@ class Server:
         except Rejected as error:
             raise UsageError(f"{package.manifest.name} cannot be served: {error.reason}") from error
 
-    async def _restore(self, state: dict[str, Any], given: set[str]) -> None:
+    async def _restore(self, state: Mapping[str, Remembered], given: set[str]) -> None:
         """What was served before the last end, apart from what this start names itself."""
         for name, model in state.items():
-            if name in given or not isinstance(model, dict):
+            if name in given:
                 continue
-            for number, folder in dict(model.get("versions", {})).items():
+            for number, folder in model.versions.items():
                 try:
-                    await self._load(open_package(Path(str(folder))), dict(model.get("changed", {})).get(number))
+                    await self._load(open_package(Path(folder)), model.changed.get(number))
                 except UsageError as error:
                     log.error("%s of the last run is not served: %s", name, error)
-            wanted = {key: model[key] for key in ("default", "weights", "shadow") if model.get(key)}
+            wanted = {"default": model.default, "weights": model.weights, "shadow": model.shadow}
+            wanted = {key: value for key, value in wanted.items() if value}
             with contextlib.suppress(Rejected):
                 await self.registry.change(name, wanted)
 
