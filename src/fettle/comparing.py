@@ -80,7 +80,7 @@ def bench(
                 if why_not:
                     raise UsageError(f"the recipe {recipe} cannot work here: {why_not}")
             rules = replace(session.rules, settle_verdicts=settle, max_rounds=max_rounds, slice_s=slice_s)
-            rules = replace(rules, replicates=REPLICATES, most_replicates=MOST_REPLICATES)
+            rules = replace(rules, replicates=REPLICATES, most_replicates=MOST_REPLICATES if settle else REPLICATES)
             if budget_s is not None:
                 rules = replace(rules, deadline=time.monotonic() + budget_s)
             trials = session.run([Recipe(), *(normal(recipe) for recipe in recipes)], rules)

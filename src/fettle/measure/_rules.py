@@ -51,7 +51,7 @@ class Rules:
     replicates: int = 1
     """Processes for each entry, as far as `replicate_s` allows."""
     most_replicates: int = 1
-    """Processes for each entry whose speed-up is still vague after the rounds (`is_vague`), if these are more."""
+    """Processes for each entry where a speed-up is still vague after the rounds (`is_vague`), if these are more."""
     replicate_s: float = 60.0
     """What starting the second and further processes of all entries may take together, in seconds; as much again for
     those of entries that are still vague."""

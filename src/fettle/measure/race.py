@@ -12,7 +12,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -62,13 +62,7 @@ def race(
             order = random.Random(seed * 1000 + heat)
             _run_rounds(list(entrants.values()), anchor, rules, order, tell)
             found = {index: _trial(entrant, anchor, rules, heat) for index, entrant in entrants.items()}
-            vague = {index for index, trial in found.items() if _is_vague(trial)}
-            if _run_again(start, entrants, vague, anchor, order, stack, tell):
-                for index, entrant in entrants.items():
-                    if found[index].ok and entrant.failure:
-                        found[index] = replace(found[index], status="failed", reason=_ended(entrant))
-                    elif entrant is anchor or (index in vague and not anchor.failure):
-                        found[index] = _trial(entrant, anchor, rules, heat)
+            found |= _go_on(start, entrants, found, anchor, order, stack, tell)
             trials |= found
             if held is not None and anchor.failure:
                 held.close()
@@ -123,32 +117,38 @@ def _run_rounds(
             return
 
 
-def _run_again(
+def _go_on(
     start: Start,
     entrants: Mapping[int, Entrant],
-    vague: Collection[int],
+    found: Mapping[int, Trial],
     anchor: Entrant,
     order: random.Random,
     stack: ExitStack,
     tell: Callable[[Progress], None],
-) -> bool:
-    """More processes, and as many rounds again, for the `vague` entries and the anchor; whether any could be added.
+) -> dict[int, Trial]:
+    """Where a speed-up is vague: more processes of all that have several, as many rounds again, and what is known then.
 
     How wide an interval is decides this, not what it says, and it is done once: the error rate stays what it was.
     """
-    had, rules = len(anchor.runners), start.rules
-    if not vague or anchor.failure or had >= rules.most_replicates:
-        return False
+    rules, had = start.rules, len(anchor.runners)
+    if anchor.failure or had >= rules.most_replicates or not any(map(_is_vague, found.values())):
+        return {}
     tell(Progress("vague"))
-    again = {index: entrant for index, entrant in entrants.items() if entrant is anchor or index in vague}
-    for index, entrant in entrants.items():
-        entrant.live = index in again
+    again = {index: entrants[index] for index, trial in found.items() if trial.ok and trial.processes > 1}
+    for entrant in again.values():
+        entrant.live = True
     start.replicate(again, rules.most_replicates, stack, tell)
     if len(anchor.runners) == had:
-        return False
+        return {}
     before = max(number for runner in anchor.runners for number in runner.rounds_ms)
     _run_rounds(list(again.values()), anchor, rules, order, tell, before)
-    return True
+    trials = {}
+    for index, entrant in again.items():
+        if entrant.failure:
+            trials[index] = replace(found[index], status="failed", reason=_ended(entrant))
+        elif not anchor.failure:
+            trials[index] = _trial(entrant, anchor, rules, start.heat)
+    return trials
 
 
 def _is_vague(trial: Trial) -> bool:
