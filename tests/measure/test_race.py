@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ import psutil
 import pytest
 
 from fettle.errors import UsageError
-from fettle.measure import Entry, Judge, Rules, Worker, WorkerError, _entrants, _inference, race
+from fettle.measure import Entry, Interval, Judge, Rules, Worker, WorkerError, _decide, _entrants, _inference, race
 from fettle.measure._state import Request, State
 from fettle.recipe import Recipe
 from fettle.workload import find_target
@@ -39,7 +40,7 @@ def other():
 @pytest.fixture(autouse=True)
 def room_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """What else runs on this machine may hold its memory."""
-    monkeypatch.setattr(_entrants, "_memory_is_short", lambda: False)
+    monkeypatch.setattr(_entrants, "_memory_is_short", lambda entrants: False)
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +89,18 @@ def reference(builder: Worker) -> Reference:
 def _workers() -> set[int]:
     children = psutil.Process().children(recursive=True)
     return {child.pid for child in children if "fettle.measure._worker" in " ".join(child.cmdline())}
+
+
+def test_a_workload_whose_calls_take_long_is_not_timed_alone_for_longer_than_needed(
+    target: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_decide, "_DEAR_CALL_NS", 10_000_000)
+    rules = Rules(slice_s=0.01, max_rounds=4)
+    alone = race(target, "", [_entry("baseline")], Judge(), rules)[0]
+    assert len(alone.round_ms) == 1
+    assert alone.speedup == Interval(1.0, 1.0, 1.0)
+    both = race(target, "", [_entry("baseline"), _entry("other")], Judge(), rules)
+    assert [len(trial.round_ms) for trial in both] > [1, 1]
 
 
 def test_a_race_ranks_rejects_and_survives(target: dict[str, Any], tmp_path: Path, reference: Reference) -> None:
@@ -470,3 +483,20 @@ def test_a_further_process_that_dies_fails_its_recipe(
     assert other.status == "failed"
     assert other.reason == reason
     assert math.isfinite(other.time_ms)
+
+
+def test_memory_is_short_where_a_peak_would_not_fit_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the fixture's word that there is room
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=8 << 30, total=24 << 30))
+
+    def entrant(peak_gib: float | None, device: str = "cpu") -> _entrants.Entrant:
+        peak = None if peak_gib is None else int(peak_gib * 2**30)
+        answer = {"peak_bytes": peak, "device": device}
+        return _entrants.Entrant([_entrants.Runner(_entry("some"), None, answer, None, "", 0.0)])  # type: ignore[arg-type]
+
+    assert not _entrants._memory_is_short([])
+    assert not _entrants._memory_is_short([entrant(7), entrant(None)])
+    assert _entrants._memory_is_short([entrant(1), entrant(7.5)])
+    assert not _entrants._memory_is_short([entrant(7.5, "cuda")])  # that is the GPU's memory
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=5 << 30, total=24 << 30))
+    assert _entrants._memory_is_short([entrant(1)])

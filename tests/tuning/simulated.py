@@ -8,6 +8,7 @@ import importlib
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -55,7 +56,7 @@ class World:
         for module in (_entrants, importlib.import_module("fettle.measure.race"), _budget):
             monkeypatch.setattr(module, "time", clock)
         monkeypatch.setattr(_entrants, "Worker", lambda *args, **kwargs: _Worker(self))
-        monkeypatch.setattr(_entrants, "_memory_is_short", lambda: False)
+        monkeypatch.setattr(_entrants, "_memory_is_short", lambda entrants: False)
 
 
 class _Worker:
@@ -89,7 +90,7 @@ class _Worker:
                         "finite": True, "metric": None, "judged_batches": 2}  # fmt: skip
             return {"load_s": 0.1, "optimize_s": 0.1, "first_call_s": first_s, "samples": 1, "peak_bytes": 1 << 20,
                     "cache": ("warm" if warm else "cold") if dear else "", "accuracy": accuracy, "notes": [],
-                    "call_ns": int(self.ms * 1e6)}  # fmt: skip
+                    "device": "cpu", "call_ns": int(self.ms * 1e6)}  # fmt: skip
         seconds = max(fields["seconds"], self.ms / 1e3)
         world.now += seconds + 0.01
         world.slices += 1
@@ -157,6 +158,7 @@ def session_in(world: World, folder: Path, budget_s: float | None, facts: Facts,
 
 def study(world: World, session: Session, space, design) -> LastRace:
     """What `tune` does between the probe and the outcome."""
+    space = replace(space, cost=session.cost)
     session.measure([Recipe()])
     design(space, session)
     return last_race(session, space)

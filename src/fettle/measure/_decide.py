@@ -30,7 +30,7 @@ def decided(entrants: Sequence[Entrant], anchor: Entrant, rules: Rules) -> bool:
     if not able or (able == [anchor] and len(entrants) > 1):
         return True
     # Speed-ups refer to the anchor: it stays to the end, unless one call of it would cost as much as a round.
-    anchor_stays = anchor.live and anchor.first.answer["call_ns"] < _DEAR_CALL_NS
+    anchor_stays = anchor.live and not is_dear(anchor)
     leader = min(able, key=lambda entrant: statistics.median(entrant.per_sample.values()))
     alpha = rules.alpha / max(1, len(able) - 1)
     for entrant in able:
@@ -41,6 +41,11 @@ def decided(entrants: Sequence[Entrant], anchor: Entrant, rules: Rules) -> bool:
             entrant.live = False
     in_doubt = sum(entrant.live for entrant in entrants if entrant is not anchor or entrant is leader)
     return in_doubt <= 1 and (leader is anchor or not anchor_stays or _is_precise(anchor, leader, rules))
+
+
+def is_dear(entrant: Entrant) -> bool:
+    """Whether one call costs as much as a round of small models."""
+    return bool(entrant.first.answer["call_ns"] >= _DEAR_CALL_NS)
 
 
 def _is_out_of_reach(anchor: Entrant, entrant: Entrant, rules: Rules) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -164,7 +164,7 @@ class Start:
                 self.held.runner = runner
             else:
                 stack.callback(runner.worker.close)
-            if _memory_is_short() and len(entrants) > 1:
+            if _memory_is_short(entrants.values()) and len(entrants) > 1:
                 break
 
     def replicate(
@@ -178,7 +178,7 @@ class Start:
         left_s = min(self.rules.replicate_s, self.rules.deadline - time.monotonic())
         for copy in range(min((len(entrant.runners) for entrant in able.values()), default=wanted), wanted):
             cost_s = sum(entrant.first.started_s for entrant in able.values())
-            if len(able) < 2 or cost_s > left_s or _memory_is_short():
+            if len(able) < 2 or cost_s > left_s or _memory_is_short(entrants.values()):
                 return
             began = time.monotonic()
             queue = [(entrant.first.entry, f"{index:02d}-{copy}") for index, entrant in able.items()]
@@ -283,6 +283,9 @@ def _in_all(number: int, logs: Sequence[Mapping[int, float]]) -> bool:
     return all(number in log for log in logs)
 
 
-def _memory_is_short() -> bool:
+def _memory_is_short(entrants: Iterable[Entrant]) -> bool:
+    """Whether one more process might not fit beside these: the one that runs needs its peak again, the others rest."""
     memory = psutil.virtual_memory()
-    return bool(memory.available < 0.25 * memory.total)
+    answers = [entrant.first.answer for entrant in entrants]
+    peak = max((answer["peak_bytes"] or 0 for answer in answers if answer["device"] == "cpu"), default=0)
+    return bool(memory.available < max(0.25 * memory.total, 1.1 * peak))

@@ -130,6 +130,7 @@ def prepared(
         "cache": compile_cache(),
         "accuracy": msgspec.to_builtins(accuracy),
         "peak_bytes": peak,
+        "device": state.device,
         "call_ns": state.call_ns,
         "samples": samples,
         "notes": list(dict.fromkeys(notes)),

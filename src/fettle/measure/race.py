@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fettle.measure import _statistics
-from fettle.measure._decide import decided, log_ratios
+from fettle.measure._decide import decided, is_dear, log_ratios
 from fettle.measure._entrants import Entrant, Held, Start
 from fettle.measure._nodes import Nodes
 from fettle.measure._process import WorkerError
@@ -113,6 +113,8 @@ def _run_rounds(
             return
         if time.monotonic() > rules.deadline and count >= _statistics.LOOKS[0]:
             return
+        if len(entrants) == 1 and is_dear(anchor):
+            return  # nobody to compare it with, and every race that it meets somebody in times it again
         if not any(entrant.live for entrant in entrants):
             return
 
@@ -163,11 +165,13 @@ def _ended(entrant: Entrant) -> str:
 def _speedup(anchor: Entrant, entrant: Entrant, rules: Rules) -> Interval | None:
     """How many times faster than the anchor, with its interval: over the processes where each has several, else over
     the rounds."""
+    if entrant is anchor:
+        return Interval(1.0, 1.0, 1.0)
     ratios = log_ratios(anchor, entrant)
     if not ratios:
         return None
     slower, faster = ([runner.per_sample for runner in each.runners if runner.rounds_ms] for each in (anchor, entrant))
-    if entrant is anchor or min(len(slower), len(faster)) < 2:
+    if min(len(slower), len(faster)) < 2:
         return _statistics.exp(_statistics.log_interval(ratios, rules.alpha))
     return _statistics.exp(_statistics.replicate_interval(slower, faster, 1 - rules.confidence))
 

@@ -30,11 +30,19 @@ class Evidence:
         self._moved: dict[tuple[Recipe, str, str], Recipe | None] = {}
 
     def measure(self, recipes: Sequence[Recipe]) -> bool:
-        """Race what is new among the recipes; whether all were measured. If not, the budget is spent."""
+        """Race what is new among the recipes; whether all were measured. If not, the budget is spent.
+
+        What does not fit is asked for again as long as something does: a trial may show that less time has to be kept
+        back for the last race than was feared.
+        """
         new = [recipe for recipe in dict.fromkeys(recipes) if recipe not in self.trials]
-        if new:
-            self.trials.update({trial.recipe: trial for trial in self.session.measure(new)})
-        return all(recipe in self.trials for recipe in new)
+        while new:
+            found = {trial.recipe: trial for trial in self.session.measure(new)}
+            if not found:
+                return False
+            self.trials |= found
+            new = [recipe for recipe in new if recipe not in found]
+        return True
 
     def leader(self) -> Trial | None:
         """The simplest recipe that cannot be told from the best by more than noise; None if none may win.

@@ -25,16 +25,16 @@ def auto(space: Space, session: Session, *, first: Sequence[str] = (), start: Re
     seen = Evidence(space, session)
     led: set[Recipe] = set()
     going_on = True
-    opening = [Recipe(), *_root(space)]
+    given, root = Recipe(), _root(space)  # both measured once, with the first heat
     for heat in _heats(space, _bundles(space, start)):
-        going_on = going_on and seen.measure([*opening, *heat])  # the opening is measured once, with the first heat
+        going_on = going_on and seen.measure([given, *heat, *root])  # where time is short, a bundle comes first
     best = seen.leader()
     alone = [
         recipe for recipe in _cheap_alone(space, seen, first) if best is None or not seen.is_hopeless(recipe, best)
     ]
     for heat in _heats(space, alone):
-        going_on = going_on and seen.measure([*opening, *heat])
-    going_on = going_on and seen.measure(opening)
+        going_on = going_on and seen.measure([given, *heat, *root])
+    going_on = going_on and seen.measure([given, *root])
     while going_on and (leader := seen.leader()):
         led.add(leader.recipe)
         heat = _next_heat(space, seen, leader, led, first)

@@ -66,7 +66,7 @@ class Budget:
         """
         if self.seconds is None or not finalists:
             return self.end
-        least = race_s(finalists[:2])
+        least = race_s(finalists[:2], FEWEST_ROUNDS)
         full = race_s(finalists) + replicates_s(finalists, REPLICATES - 1)
         reserve = min(full, max(least, self.seconds / 3))
         return self.end if least > 0.5 * self.seconds else self.end - reserve
@@ -120,9 +120,9 @@ def plan_finale(
     None when not even the first fits.
     """
     field = [baseline, best[0]]
-    left_s -= race_s(field)
-    if left_s < 0:
+    if race_s(field, FEWEST_ROUNDS) > left_s:
         return None
+    left_s -= race_s(field)
     copies = 0
     for wanted in range(1, most):
         if replicates_s(field, wanted) <= left_s:
@@ -135,5 +135,5 @@ def plan_finale(
         field.append(trial)
         left_s -= cost_s
     each = race_s([baseline])
-    fit = extras if math.isinf(left_s) else min(extras, int(left_s // each))
+    fit = extras if math.isinf(left_s) else min(extras, max(0, int(left_s // each)))
     return Finale(len(field) - 1, 1 + copies, fit)

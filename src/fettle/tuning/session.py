@@ -148,6 +148,14 @@ class Session:
 
     # -- what is known -----------------------------------------------------------------------------------------------
 
+    def cost(self, recipe: Recipe) -> int:
+        """How dear a recipe is to start, as `Space.cost`. Where a process of the workload as given takes longer to be
+        ready than the dearest level adds to that, all cost about alike: then none comes first for being cheap."""
+        baseline = self.known.get(Recipe())
+        if baseline is not None and start_s(baseline) > max(_DEARER_S.values()):
+            return 2
+        return level_cost(recipe)
+
     @property
     def seconds(self) -> float:
         """What the study has taken, earlier runs of it included."""

@@ -15,10 +15,12 @@ def space_for(
     facts: Facts,
     allowed: Mapping[str, Sequence[str]],
     ruled_out: Callable[[Recipe], str] = lambda recipe: "",
+    cost: Callable[[Recipe], int] | None = None,
 ) -> tuple[Space, list[LeftOut]]:
     """The space of recipes that can work here and that the user allows, and what was left out with the rule.
 
-    `ruled_out` knows of more recipes that cannot work, beyond what the catalogue's own rules say.
+    `ruled_out` knows of more recipes that cannot work, beyond what the catalogue's own rules say; `cost` is
+    `Space.cost` where that is not what the levels alone cost.
     """
     choices: dict[str, tuple[str, ...]] = {}
     left_out: list[LeftOut] = []
@@ -64,7 +66,7 @@ def space_for(
         conflict=why_not,
         needs={technique.name: technique.needs for technique in CATALOGUE if technique.needs},
         required=normal(Recipe(required)),
-        cost=level_cost,
+        cost=cost or level_cost,
         bundles=[normal(Recipe({**recipe.levels, **required})) for recipe in useful],
     )
     return space, left_out

@@ -105,7 +105,7 @@ def tune(
             others.gather(session.tell)
         session.tell("building the workload and its reference")
         session.open(study or "", storage_url(storage, folder), machine, allow_batch)
-        space, left_out = space_for(session.facts, allowed, session.plan.rules_out)
+        space, left_out = space_for(session.facts, allowed, session.plan.rules_out, session.cost)
         interrupted = False
         try:
             session.measure([Recipe()])
