@@ -61,3 +61,18 @@ def test_a_fraction_is_balanced_and_the_same_each_time():
     signs = np.array([[1 if name in recipe.levels else -1 for name in space.choices] for recipe in recipes])
     assert np.abs(signs.sum(axis=0)).max() <= 4
     assert np.linalg.cond(np.column_stack([np.ones(32), signs])) < 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_did_not_fit_at_once_is_asked_for_again(seed):
+    """A session that keeps much time back takes one recipe at a time: the search is the same, only in smaller heats."""
+
+    class Cautious(Recorded):
+        def measure(self, recipes):
+            new = next((recipe for recipe in recipes if recipe not in self.trials), None)
+            return super().measure([recipe for recipe in recipes if recipe in self.trials or recipe is new])
+
+    space, times = landscape(seed)
+    bold, cautious = Recorded(times), Cautious(times)
+    assert DESIGNS["auto"](space, bold) == DESIGNS["auto"](space, cautious)
+    assert bold.trials.keys() == cautious.trials.keys()
