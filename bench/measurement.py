@@ -5,8 +5,9 @@ calls of the one, then a block of the other, a Welch t-test at the same level be
 
     python bench/measurement.py --minutes 9
 
-A race starts eight processes, which is most of the half minute that it takes, so a run stops after `--minutes` and the
-next one goes on from the JSON that it left: about seven runs of 9 minutes make 100 A/A races and 20 planted ones.
+A race starts eight processes, twelve where these differ, and takes about a minute on two cores, so a run stops after
+`--minutes` and the next one goes on from the JSON that it left: about fourteen runs of 9 minutes make 100 A/A races and
+20 planted ones.
 """
 
 from __future__ import annotations
