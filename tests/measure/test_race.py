@@ -1,12 +1,15 @@
 """Worker processes and the race, on models that merely wait: one is twenty times as fast as the other, so that no busy
 machine turns them round."""
 
+import gc
+import itertools
 import math
 import os
 import signal
 import statistics
 import textwrap
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +19,23 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+import torch
 
 from fettle.errors import UsageError
-from fettle.measure import Entry, Interval, Judge, Rules, Worker, WorkerError, _decide, _entrants, _inference, race
+from fettle.measure import (
+    Entry,
+    Interval,
+    Judge,
+    Rules,
+    Worker,
+    WorkerError,
+    _decide,
+    _entrants,
+    _inference,
+    _state,
+    race,
+)
+from fettle.measure._clock import Clock
 from fettle.measure._state import Request, State
 from fettle.recipe import Recipe
 from fettle.workload import find_target
@@ -500,3 +517,27 @@ def test_memory_is_short_where_a_peak_would_not_fit_again(monkeypatch: pytest.Mo
     assert not _entrants._memory_is_short([entrant(7.5, "cuda")])  # that is the GPU's memory
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=5 << 30, total=24 << 30))
     assert _entrants._memory_is_short([entrant(1)])
+
+
+@pytest.mark.parametrize(("seconds", "collected"), [(0.002, True), (0.1, False)])
+def test_long_calls_leave_nothing_behind_for_the_others_to_miss(seconds: float, collected: bool) -> None:
+    """What hangs in a reference cycle (a graph of autograd does) is held until it is collected."""
+
+    class Loop:
+        def __init__(self) -> None:
+            self.itself = self
+
+    left: list[weakref.ref[Loop]] = []
+
+    def run(batch: torch.Tensor) -> None:
+        time.sleep(0.03)
+        left.append(weakref.ref(Loop()))
+
+    state = State(run=run, clock=Clock("cpu"), cycle=itertools.cycle([[torch.ones(1)]]), call_ns=30_000_000)
+    gc.collect()
+    gc.disable()
+    try:
+        _state.take_slice(state, Request("slice", seconds=seconds))
+        assert (left[-1]() is None) == collected
+    finally:
+        gc.enable()
