@@ -521,7 +521,7 @@ def test_memory_is_short_where_a_peak_would_not_fit_again(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(("seconds", "collected"), [(0.002, True), (0.1, False)])
 def test_long_calls_leave_nothing_behind_for_the_others_to_miss(seconds: float, collected: bool) -> None:
-    """What hangs in a reference cycle (a graph of autograd does) is held until it is collected."""
+    """Free memory stays with a process until it is given back, and what hangs in a cycle until it is collected."""
 
     class Loop:
         def __init__(self) -> None:

@@ -73,7 +73,7 @@ def take_slice(state: State, request: Request) -> dict[str, Any]:
     while not samples or agreed(time.perf_counter_ns() - started < wanted_ns):
         samples.append(one_sample(state))
     after = _meters.energy_j(state.device)
-    if state.call_ns > 10 * wanted_ns:  # what long calls leave behind until it is collected, the others may need now
+    if state.call_ns > 10 * wanted_ns:  # SAM's encoder keeps 3 GiB for its next call, which the others may need now
         _meters.trim()
     spent = (after - energy) / len(samples) if energy is not None and after is not None else None
     return {"samples_ns": samples, "energy_j": spent}
