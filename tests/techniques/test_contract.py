@@ -10,8 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from fettle.errors import UsageError
 from fettle.recipe import Recipe
-from fettle.techniques import CATALOGUE, Facts, bundles, conflict, find, load, normal, probe_facts, render, source
+from fettle.techniques import (
+    CATALOGUE,
+    Facts,
+    bundles,
+    check_names,
+    conflict,
+    find,
+    load,
+    normal,
+    probe_facts,
+    render,
+    source,
+)
 from fettle.workload import Workload, leaves, spread
 
 WORKLOAD = '''
@@ -244,6 +257,13 @@ def test_every_level_is_known_on_every_machine() -> None:
     for technique in CATALOGUE:
         assert {level.name for level in technique.levels(machine_facts())} <= set(known[technique.name])
         assert {level.name for level in technique.levels(FACTS)} <= set(known[technique.name])
+
+
+def test_a_level_that_is_none_is_one_line_of_what_there_is():
+    with pytest.raises(UsageError, match=r"precision has no level 'fp3': there are fp32, bf16, autocast-bf16, fp16"):
+        check_names(Recipe({"precision": "fp3"}))
+    with pytest.raises(UsageError, match=r"threads has no level 'all': there are as-given, 1, 2, \.\.\., \d+$"):
+        check_names(Recipe({"threads": "all"}))
 
 
 def test_streams_cut_a_batch_and_put_it_together_again():

@@ -234,4 +234,6 @@ def check_levels(recipe: Recipe, catalogue: Iterable[Technique], known: dict[str
         if name not in names:
             raise UsageError(f"unknown technique {name!r}: there are {', '.join(names)}")
         if level not in known[name]:
-            raise UsageError(f"{name} has no level {level!r}: there are {', '.join(known[name])}")
+            levels = known[name]
+            few = levels if len(levels) <= 20 else [*levels[:3], "...", levels[-1]]  # threads go up to 256
+            raise UsageError(f"{name} has no level {level!r}: there are {', '.join(few)}")
