@@ -140,6 +140,30 @@ def test_a_part_of_the_layers_is_stored_in_int8(layers, tmp_path):
     assert graph.count('type="FakeQuantize"') == (2 if layers else 4)  # of the input and of the weights
 
 
+class Timed(torch.nn.Module):
+    """Told the timestep as sines, which OpenVINO must keep in float32 where the rest is in bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(32, 32), torch.nn.Linear(32, 4)
+
+    def forward(self, step, x):
+        return self.last(torch.relu(self.first((step * torch.exp(-0.3 * torch.arange(32))).sin()) + x))
+
+
+def test_sines_kept_in_float32_are_no_answer_of_the_package(tmp_path):
+    pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    batches = [(torch.tensor([[762.0], [431.0]]), torch.randn(2, 32) / 10) for _ in range(2)]
+    work = Workload(Timed().eval(), batches)
+    package = write_package(work, Recipe.parse("runtime=openvino-bf16"), tmp_path / "timed", name="timed")
+    assert (package.folder / GRAPH).read_text().count('type="Result"') == 2
+    run, _ = load_model(package)
+    answers = run(*batches[0])
+    assert len(answers) == 1
+    assert distance(answers[0], work.model(*batches[0]).detach()) < 0.03
+
+
 HOSTILE = {
     "an extension": ('version="opset1"', 'version="extension"'),
     "another operator": ('type="Convolution"', 'type="../../Convolution"'),

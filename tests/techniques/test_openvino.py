@@ -1,6 +1,7 @@
 """What fettle changes in a model before OpenVINO has it."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +89,58 @@ def test_bf16_sums_say_where_there_are_none() -> None:
         program = torch.export.export(model, (x,))
     with pytest.raises(RuntimeError, match="openvino-bf16-sums: 0 of 1 outputs"):
         openvino_model(program, [], "openvino-bf16-sums")
+
+
+class Timed(torch.nn.Module):
+    """A layer that is told the timestep as sines and cosines, as diffusion models are."""
+
+    def __init__(self, given_back: bool = False, learned: bool = False) -> None:
+        super().__init__()
+        self.project, self.first, self.last = torch.nn.Linear(1, 32), torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+        self.given_back, self.learned = given_back, learned
+
+    def forward(self, step: torch.Tensor, x: torch.Tensor) -> Any:
+        step = step[:, None].float()
+        angles = self.project(step) if self.learned else step * torch.exp(-0.3 * torch.arange(32))
+        waves = torch.cat([angles.sin(), angles.cos()], -1)
+        x = self.last(torch.relu(self.first(waves)) + x)
+        return (x, angles.sin()) if self.given_back else x
+
+
+def timed(**how: bool) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...], torch.export.ExportedProgram]:
+    torch.manual_seed(0)
+    model, inputs = Timed(**how).eval(), (torch.tensor([762, 431]), torch.randn(2, 64) / 10)
+    with torch.no_grad():
+        return model, inputs, torch.export.export(model, inputs)
+
+
+def answer(model: Any, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    request = OpenvinoRequest(openvino_core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "bf16"}))
+    request.start(inputs)
+    return request.finish()
+
+
+@pytest.mark.skipif(not {"amx_bf16", "avx512_bf16"} & set(cpu_flags()), reason="no bfloat16 instructions")
+@pytest.mark.parametrize("level", ["openvino-bf16", "openvino-int8-part"])
+def test_sines_of_a_timestep_are_computed_in_float32(level) -> None:
+    model, inputs, program = timed()
+    with torch.no_grad():
+        wanted = model(*inputs)
+    part = {"layers": [0], "limit": 0.5, "hint": "bf16"}
+    careful = answer(openvino_model(copy.copy(program), [inputs], level, part), inputs)
+    plain = answer(openvino_model(copy.copy(program), [], "openvino"), inputs)
+    errors = [float((mine - wanted).norm() / wanted.norm()) for mine in (careful[0], plain[0])]
+    assert len(careful) == 1
+    assert errors[0] < 0.03
+    assert errors[1] > 0.1  # what bfloat16 makes of 762: the test would see it
+
+
+def test_sines_that_are_an_output_or_come_from_a_product_stay_as_they_are() -> None:
+    for how in ({"given_back": True}, {"learned": True}):
+        _, inputs, program = timed(**how)
+        converted = openvino_model(copy.copy(program), [], "openvino-bf16")
+        assert len(answer(converted, inputs)) == (2 if "given_back" in how else 1)
+        assert len(converted.outputs) == (3 if "given_back" in how else 1)  # the cosine beside the given sine
 
 
 @given(st.lists(st.floats(1, 1e6), min_size=1, max_size=40), st.integers(1, 12))

@@ -22,6 +22,8 @@ def openvino_model(program: Any, samples: Any, level: str, part: Any = None) -> 
         model = openvino.convert_model(program)
     if level == "openvino-bf16-sums":
         openvino_bf16_sums(model)
+    if level != "openvino":
+        openvino_angles(model)
     if level == "openvino-int8":
         import nncf
 
@@ -36,35 +38,62 @@ def openvino_model(program: Any, samples: Any, level: str, part: Any = None) -> 
     return model
 
 
+def openvino_tail(output: Any) -> dict[str, Any]:
+    """What the CPU plugin computes in float32 under the bf16 hint, were `output` one of the model's; nodes by name.
+
+    It is all that lies between the output and the first products (matrix products, convolutions) on the way back.
+    """
+    products = (
+        "MatMul", "Convolution", "GroupConvolution", "ConvolutionBackpropData", "GroupConvolutionBackpropData",
+        "LSTMCell", "LSTMSequence", "GRUCell", "GRUSequence", "RNNCell", "RNNSequence", "Interpolate", "ROIPooling",
+    )  # fmt: skip
+    waiting, met = [output.get_node()], {}
+    while waiting:
+        node = waiting.pop()
+        if node.get_name() not in met and node.get_type_name() not in products:
+            met[node.get_name()] = node
+            waiting += [value.get_node() for value in node.input_values()]
+    return met
+
+
+def openvino_angles(model: Any) -> None:
+    """Keep the sines and cosines of what a model is given, timesteps or positions, in float32 under the bf16 hint.
+
+    bfloat16 has eight bits: it holds an angle of 762 to within 2, and its sine is then any number. The plugin leaves
+    in float32 what leads to an output, so each of them becomes an output; `OpenvinoRequest` knows them by their name.
+    """
+    import logging
+
+    there = {name for result in model.get_results() for name in openvino_tail(result.input_value(0))}
+    angles = [
+        node for node in model.get_ordered_ops()
+        if node.get_type_name() in ("Sin", "Cos") and node.get_name() not in there
+        and any(parent.get_type_name() == "Parameter" for parent in openvino_tail(node.output(0)).values())
+    ]  # fmt: skip
+    if angles:
+        for index, output in enumerate(model.add_outputs([node.output(0) for node in angles])):
+            output.get_tensor().add_names({f"angle in float32: {index}"})
+        logging.getLogger("optimized").info("sines and cosines kept in float32: %d", len(angles))
+
+
 def openvino_bf16_sums(model: Any) -> None:
     """Let OpenVINO's CPU plugin keep the sums between layers in bfloat16 too; an error where they are in it already.
 
-    Even with the bf16 hint the plugin leaves in float32 what lies between an output and the first products (matrix
-    products, convolutions) on the way back from it. Where a transformer ends in a normalisation, that way leads along
-    its residual sums through the whole model, and each layer converts twice. A product with the identity at the output
-    ends it there; the product itself changes nothing that bfloat16 can hold.
+    Where a transformer ends in a normalisation, the way back from its output (`openvino_tail`) leads along its residual
+    sums through the whole model, and each layer converts twice. A product with the identity at the output ends it
+    there; the product itself changes nothing that bfloat16 can hold.
     """
     import logging
 
     import numpy
     from openvino import opset13
 
-    products = (
-        "MatMul", "Convolution", "GroupConvolution", "ConvolutionBackpropData", "GroupConvolutionBackpropData",
-        "LSTMCell", "LSTMSequence", "GRUCell", "GRUSequence", "RNNCell", "RNNSequence", "Interpolate", "ROIPooling",
-    )  # fmt: skip
     done = 0
     for result in model.get_results():
         output = result.input_value(0)
-        waiting, met, sums = [output.get_node()], set(), 0
-        while waiting:
-            node = waiting.pop()
-            if node.get_name() in met or node.get_type_name() in products:
-                continue
-            met.add(node.get_name())
-            parents = [value.get_node() for value in node.input_values()]
-            waiting += parents
-            sums += node.get_type_name() == "Add" and all(p.get_type_name() != "Constant" for p in parents)
+        adds = [node for node in openvino_tail(output).values() if node.get_type_name() == "Add"]
+        parents = [[value.get_node().get_type_name() for value in node.input_values()] for node in adds]
+        sums = sum("Constant" not in kinds for kinds in parents)
         shape = output.get_partial_shape()
         last = list(shape)[-1] if shape.rank.is_static and len(shape) > 1 else None
         width = last.get_length() if last is not None and last.is_static else 0
@@ -91,8 +120,13 @@ class OpenvinoRequest:
 
     def __init__(self, compiled: Any) -> None:
         self.request = compiled.create_infer_request()
-        self.kinds = [output.element_type.to_dtype() for output in self.request.model_outputs]
-        self.shapes = [output.get_partial_shape() for output in self.request.model_outputs]
+        # What `openvino_angles` has added comes last, and is nobody's answer.
+        outputs = [
+            output for output in self.request.model_outputs
+            if not any(name.startswith("angle in float32") for name in output.get_names())
+        ]  # fmt: skip
+        self.kinds = [output.element_type.to_dtype() for output in outputs]
+        self.shapes = [output.get_partial_shape() for output in outputs]
         self.static = all(shape.is_static for shape in self.shapes)
         self.inputs: list[Any] = []
         self.results: list[Any] = []
@@ -116,7 +150,7 @@ class OpenvinoRequest:
         """Wait, and give the outputs."""
         self.request.wait()
         if not self.static:
-            self.results = [tensor.data.copy() for tensor in self.request.output_tensors]
+            self.results = [self.request.get_output_tensor(index).data.copy() for index in range(len(self.kinds))]
         return [torch.from_numpy(array) for array in self.results]
 
 

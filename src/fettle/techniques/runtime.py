@@ -10,11 +10,13 @@ from fettle.techniques._base import Code, Facts, Level, Technique
 from fettle.techniques._exported import Exported, flatten, spread
 from fettle.techniques._openvino import (
     OpenvinoRequest,
+    openvino_angles,
     openvino_bf16_sums,
     openvino_compiled,
     openvino_engine,
     openvino_model,
     openvino_streams_engine,
+    openvino_tail,
 )
 from fettle.techniques._openvino_core import openvino_core
 from fettle.techniques._openvino_int8 import (
@@ -182,7 +184,8 @@ class Runtime(Technique):
             engine: Any = openvino_streams_engine if recipe.levels.get("streams") == "per-core" else openvino_engine
             chosen = level == "openvino-int8-part"
             given = f'flat, tensors, "{hint}", samples, "{level}"{", part" if chosen else ""}'
-            parts = (openvino_core, openvino_bf16_sums, openvino_model, openvino_compiled, OpenvinoRequest)
+            parts: tuple[Any, ...] = (openvino_core, openvino_tail, openvino_bf16_sums, openvino_angles)
+            parts += (openvino_model, openvino_compiled, OpenvinoRequest)
             return Code(
                 helpers=(*shared, *parts, *(_CHOOSING if chosen else ()), engine),
                 prepare=(

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fettle.measure import Trial
+from fettle.measure import Rules, Trial
 
 ROUNDS = 6
 """Rounds of the last race that time is kept back for. It ends earlier or later, as its data say."""
@@ -21,7 +21,7 @@ REPLICATES_S = 60.0
 """Most seconds that starting the second and further processes may take."""
 GRACE = 0.1
 """Share of the budget that the confirmation of the winner may run over: what is reserved for it is an estimate."""
-_SLICE_S = 0.15
+_SLICE_S = Rules.slice_s
 
 
 @dataclass(frozen=True)
