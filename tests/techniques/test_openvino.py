@@ -17,6 +17,7 @@ from fettle.techniques._openvino_int8 import (
     openvino_answers,
     openvino_error,
     openvino_int8_part,
+    openvino_ranges,
 )
 
 pytest.importorskip("openvino")
@@ -186,19 +187,21 @@ def converted(model: torch.nn.Module, x: torch.Tensor) -> object:
 
 
 class Uneven(torch.nn.Module):
-    """Four layers on a residual sum; one input of the second is far larger than the others, and counts for nothing."""
+    """Four layers on a residual sum; one row of the second's input is far larger than the others, or one column is."""
 
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self, column: bool = False, width: int = 32) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(4))
-        self.scales = torch.nn.Parameter(torch.ones(4, width))
-        with torch.no_grad():
-            self.scales[1, 0] = 3000.0
-            self.layers[1].weight[:, 0] = 1e-6
+        self.columns, self.rows = torch.ones(4, width), torch.ones(4, 8, 1)
+        if column:
+            self.columns[1, 0] = 3000.0
+            self.layers[1].weight.data[:, 0] = 1e-6
+        else:
+            self.rows[1, 0] = 300.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer, scale in zip(self.layers, self.scales, strict=True):
-            x = x + layer(x * scale)
+        for layer, column, row in zip(self.layers, self.columns, self.rows, strict=True):
+            x = x + layer(x * column * row) / row
         return x
 
 
@@ -214,10 +217,28 @@ def test_int8_part_leaves_out_the_layer_that_costs_the_error() -> None:
     assert 0 < openvino_error(answers, wanted) <= 0.02
     again = openvino_int8_part(model, samples, dict(part))  # as chosen before: the same answers
     assert openvino_error(openvino_answers(again, samples, "f32"), answers) < 1e-6
-    run = openvino_core().compile_model(quantised, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}).get_runtime_model()
+    assert sorted(in_eight_bits(quantised)) == [False, True, True, True]
+
+
+def in_eight_bits(model: Any) -> list[bool]:
+    """Of each product, whether the compiled model computes it from 8 bits."""
+    run = openvino_core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}).get_runtime_model()
     facts = [node.get_rt_info() for node in run.get_ops()]
     products = [str(fact["runtimePrecision"].value) for fact in facts if fact["layerType"].value == "FullyConnected"]
-    assert sorted(kind in ("i8", "u8") for kind in products) == [False, True, True, True]
+    return [kind in ("i8", "u8") for kind in products]
+
+
+def test_a_column_far_larger_than_the_others_costs_nothing() -> None:
+    torch.manual_seed(0)
+    samples = [[torch.randn(8, 32).numpy()] for _ in range(3)]
+    model = converted(Uneven(column=True), torch.randn(8, 32))
+    low, high = openvino_ranges(model, samples)[1]
+    assert high.argmax() == low.argmin() == 0
+    part = {"layers": [0, 1, 2, 3], "limit": 0.0, "hint": "f32"}
+    quantised = openvino_int8_part(model, samples, part)
+    error = openvino_error(openvino_answers(quantised, samples, "f32"), openvino_answers(model, samples, "f32"))
+    assert 0 < error < 0.03  # 0.5 with one scale for all columns
+    assert in_eight_bits(quantised) == [True] * 4
 
 
 def test_int8_part_says_where_nothing_fits() -> None:

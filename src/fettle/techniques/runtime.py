@@ -25,17 +25,19 @@ from fettle.techniques._openvino_int8 import (
     int8_largest,
     int8_order,
     openvino_answers,
+    openvino_columns,
     openvino_error,
     openvino_int8_layers,
     openvino_int8_part,
     openvino_layers,
     openvino_products,
     openvino_ranges,
+    openvino_scales,
 )
 
 _CHOOSING = (
     int8_groups, int8_order, int8_fitting, int8_largest, openvino_answers, openvino_error, openvino_layers,
-    openvino_products, openvino_ranges, openvino_int8_layers, openvino_int8_part,
+    openvino_products, openvino_columns, openvino_ranges, openvino_scales, openvino_int8_layers, openvino_int8_part,
 )  # fmt: skip
 
 
