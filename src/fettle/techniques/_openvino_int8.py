@@ -149,9 +149,9 @@ def openvino_scales(layers: Any, weights: Any, ranges: Any) -> dict[Any, Any]:
         readers.setdefault((source.get_node().get_name(), source.get_index()), []).append(index)
     scales = {}
     for place, indexes in readers.items():
-        columns = [openvino_columns(layers[index]) for index in indexes]
-        if None not in columns:
-            peaks = [abs(weights[index]).max(1 - column) for index, column in zip(indexes, columns, strict=True)]
+        columns = {index: openvino_columns(layers[index]) for index in indexes}
+        peaks = [abs(weights[index]).max(1 - column) for index, column in columns.items() if column is not None]
+        if len(peaks) == len(indexes):
             of_weights, of_input = numpy.max(peaks, 0), numpy.maximum(*map(numpy.abs, ranges[indexes[0]]))
             scales[place] = numpy.maximum(of_input, 1e-5) ** 0.65 / numpy.maximum(of_weights, 1e-5) ** 0.35
     return scales
