@@ -109,8 +109,11 @@ def row(trial: Trial, winner: Trial, base: Trial) -> dict:
 
 
 def ratio(slower: Trial, faster: Trial) -> list[float] | None:
-    """time of the first / time of the second over the rounds both ran in, with a 95% interval."""
-    logs = [math.log(a / b) for a, b in zip(slower.round_ms, faster.round_ms, strict=False)]
+    """time of the first / time of the second, round by round, with a 95% interval.
+
+    Each against the baseline of the same round: what did not fit into memory beside the other ran in a later race.
+    """
+    logs = [mine - theirs for theirs, mine in zip(slower.log_ratios, faster.log_ratios, strict=False)]
     if not logs:
         return None
     found = ratio_interval(logs, 0.05)
