@@ -141,11 +141,13 @@ def summary(results: list[dict]) -> None:
         over = found["fettle_over_best_peer"]
         over = over[0] if isinstance(over, list) else over
         best = found["peers"].get(found["best_peer"], {"ms": found["as_given_ms"]})
-        print(f"| {found['workload']} | {found['as_given_ms']:.2f} | {found['peers']['eager']['ms']:.2f} | "
+        eager = found["peers"]["eager"]["ms"]
+        print(f"| {found['workload']} | {found['as_given_ms']:.2f} | {f'{eager:.2f}' if eager else 'failed'} | "
               f"{found['best_peer']} | {best['ms']:.2f} | {found['fettle']['ms']:.2f} | {over:.2f}x | "
               f"`{found['winner']}` |")  # fmt: skip
         over_peer.append(over)
-        over_eager.append(found["fettle_over_eager"][0])
+        if eager:
+            over_eager.append(found["fettle_over_eager"][0])
         over_given.append(found["fettle_over_given"][0])
     for label, values in (("eager in eval mode", over_eager), ("as given", over_given), ("best peer", over_peer)):
         print(f"geometric mean over {label}: {statistics.geometric_mean(values):.2f}x, least {min(values):.2f}x")

@@ -140,12 +140,12 @@ def openvino_columns(layer: Any) -> int | None:
     return 1 if settings["transpose_b"] else 0
 
 
-def openvino_scales(layers: Any, weights: Any, ranges: Any) -> dict[Any, Any]:
+def openvino_scales(layers: Any, weights: Any, ranges: Any) -> dict[int, Any]:
     """What the columns of each input are divided by, and the weights multiplied with, before both are rounded.
 
     An input with a few columns far larger than the rest has no steps left for the rest; so a part of the difference is
     moved to the weights (SmoothQuant, Xiao et al. 2022, equation 4; its alpha is 0.65 here, which was the best of 0,
-    0.35, 0.5, 0.65 and 0.8 on MiniLM). Keys are places in the graph: all layers that read a value share its scale.
+    0.35, 0.5, 0.65 and 0.8 on MiniLM). By the layers' numbers; all that read one value share its scale.
     """
     import numpy
 
@@ -153,15 +153,15 @@ def openvino_scales(layers: Any, weights: Any, ranges: Any) -> dict[Any, Any]:
     for index, layer in layers.items():
         source = layer.input_value(0)
         readers.setdefault((source.get_node().get_name(), source.get_index()), []).append(index)
-    scales = {}
-    for place, indexes in readers.items():
+    scales: dict[int, Any] = {}
+    for indexes in readers.values():
         columns = {index: openvino_columns(layers[index]) for index in indexes}
         peaks = [abs(weights[index]).max(1 - column) for index, column in columns.items() if column is not None]
         if len(peaks) == len(indexes):
             of_weights, of_input = numpy.max(peaks, 0), numpy.maximum(*map(numpy.abs, ranges[indexes[0]]))
             # A column that was silent on the samples may speak on other batches: it is not taken for nothing.
             of_input = numpy.maximum(of_input, max(1e-5, 0.05 * of_input.max()))
-            scales[place] = of_input**0.65 / numpy.maximum(of_weights, 1e-5) ** 0.35
+            scales |= dict.fromkeys(indexes, of_input**0.65 / numpy.maximum(of_weights, 1e-5) ** 0.35)
     return scales
 
 
@@ -185,7 +185,7 @@ def openvino_int8_layers(model: Any, chosen: Any, ranges: Any) -> Any:
     for index, layer in layers.items():
         source, (low, high) = layer.input_value(0), ranges[index]
         place = source.get_node().get_name(), source.get_index()
-        values, scale, column = weights[index], scales.get(place), openvino_columns(layer)
+        values, scale, column = weights[index], scales.get(index), openvino_columns(layer)
         if scale is not None and column is not None:
             values, low, high = values * numpy.expand_dims(scale, 1 - column), low / scale, high / scale
         kind, axes = layer.get_type_name(), values.ndim
