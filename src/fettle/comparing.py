@@ -71,9 +71,8 @@ def bench(
         )
         try:
             session.tell("building the workload and its reference")
-            session.open(found.name or "bench", storage_url(None, Path(folder)), this_machine(), allow_batch=True)
-            if fingerprint and session.probed.fingerprint != fingerprint:
-                raise UsageError("the recipe is for another workload: its weights or inputs differ from this one's")
+            storage = storage_url(None, Path(folder))
+            session.open(found.name or "bench", storage, this_machine(), allow_batch=True, fingerprint=fingerprint)
             session.facts = replace(session.facts, int8_layers=tuple(int8_layers))
             for recipe in recipes:
                 why_not = conflict(normal(recipe), session.facts)

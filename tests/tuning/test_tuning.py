@@ -317,9 +317,14 @@ def test_a_foreign_recipe_is_one_line(tmp_path: Path, text: str, words: str) -> 
 
 def test_a_recipe_for_another_workload_is_refused(tuned, run_fettle: Run) -> None:
     _, work, out = tuned
-    said = run_fettle("apply", out / "recipe.toml", f"{work}:other")
-    assert said.code == 2
-    assert "another workload" in said.err
+    text = (out / "recipe.toml").read_text()
+    assert "[evidence.limits]" in text
+    limited = out.parent / "limited.toml"  # by a metric, which the other workload has not
+    limited.write_text(text.replace("[evidence.limits]", "[evidence.limits]\nmax_metric_drop = 0.01"))
+    for recipe in (out / "recipe.toml", limited):
+        said = run_fettle("apply", recipe, f"{work}:other")
+        assert said.code == 2
+        assert "another workload" in said.err
 
 
 def test_bench_of_the_baseline_against_itself_and_json(

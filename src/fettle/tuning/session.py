@@ -82,9 +82,10 @@ class Session:
         self._heat = 0
         self._earlier_s = 0.0
 
-    def open(self, name: str, storage: str, machine: Machine, allow_batch: bool) -> None:
+    def open(self, name: str, storage: str, machine: Machine, allow_batch: bool, fingerprint: str = "") -> None:
         """Probe the workload, compute its reference, and open or resume the study `name`, or the workload's own.
 
+        `fingerprint`, when given, is what the workload must be for the recipe that is to run on it.
         Live objects of one class are other workloads as soon as their weights are: each has a study of its own.
         """
         timeout_s = self.rules.prepare_timeout_s
@@ -92,6 +93,8 @@ class Session:
         with Worker(self._environment(), self._folder("logs") / "probe.log") as worker:
             try:
                 built = worker.ask("build", timeout_s, target=msgspec.to_builtins(self.target))
+                if fingerprint and built["fingerprint"] != fingerprint:
+                    raise UsageError("the recipe is for another workload: its weights or inputs differ from this one's")
                 own = f"-{built['fingerprint'][:8]}" if self.target.is_live else ""
                 name = name or self.target.name + own
                 self.study = Study.open(name, storage, built["fingerprint"], machine.id)
