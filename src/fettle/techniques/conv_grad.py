@@ -1,10 +1,12 @@
 """How the weight gradient of a convolution is computed: by the library's kernel, or as plain matrix products.
 
-On a CPU with AMX, oneDNN's kernel for it (brgconv_bwd_w, torch 2.13) takes eight to ten times as long in bfloat16 as
-the forward pass of the same layer (seen with ONEDNN_VERBOSE on a ResNet-18 for images of 64 x 64). The gradient is the
-products of the output's gradient with the input as each row of the kernel sees it: plain matrix products. In float32
-the kernel is the faster one. Compiled with the model (torch.compile keeps it in one graph) it trains alike; on that
-network it was no faster than eager.
+oneDNN has one kernel for it where the forward pass has several, and in bfloat16 it is slow on small images: on a
+ResNet-18 for images of 64 x 64 (torch 2.13) it took eight to ten times as long as the forward pass of the same layer on
+a CPU with AMX (brgconv_bwd_w); on one with AVX-512 only (jit_bf16) 1.3 times on images of 16 x 16 and three times on
+4 x 4. The gradient is the products of the output's gradient with the input as each row of the kernel sees it. Which is
+the faster depends on the layer and the machine, so each layer takes both in turn in its first backward passes and then
+stays with the faster, as cuDNN's benchmark mode does for its kernels. Compiled with the model, where nothing can be
+timed, all are products.
 """
 
 from typing import Any, ClassVar
@@ -15,43 +17,88 @@ from fettle.recipe import Recipe
 from fettle.techniques._base import Code, Facts, Level, Technique
 
 
+def taps_inside(tap: int, stride: int, padding: int, size: int, made: int) -> tuple[int, int, slice]:
+    """The outputs (first, last) that see the image and not its padding through this tap, and what they see of it."""
+    first = max(0, -(-(padding - tap) // stride))
+    last = max(first, min(made, (size - 1 + padding - tap) // stride + 1))
+    start = first * stride + tap - padding
+    return first, last, slice(start, start + (last - first) * stride, stride)
+
+
+def weight_by_products(grad: Any, x: Any, shape: Any, stride: Any, padding: Any) -> Any:
+    """The gradient of a convolution's weight of this `shape`: one matrix product for each row of the kernel."""
+    made, channels, tall, wide = shape
+    _, _, height, width = grad.shape
+    # Lines come first in memory, then images: those that a row of the kernel sees lie together for all images, and what
+    # only multiplies padding is left out: more than half of it where an image of 2 x 2 meets a kernel of 3 x 3.
+    grad, lines = grad.permute(2, 0, 3, 1).contiguous(), x.permute(2, 0, 3, 1)
+    seen = x.new_zeros((len(lines), len(x), width, wide, channels))
+    for tap in range(wide):
+        first, last, pixels = taps_inside(tap, stride[1], padding[1], x.shape[3], width)
+        if first < last:
+            seen[:, :, first:last, tap] = lines[:, :, pixels]
+    rows = []
+    for tap in range(tall):
+        first, last, below = taps_inside(tap, stride[0], padding[0], len(lines), height)
+        part = seen[below] if first < last else seen[:0]
+        rows.append(grad[first:last].reshape(-1, made).t() @ part.reshape(-1, wide * channels))
+    return torch.stack(rows, 1).view(made, tall, wide, channels).permute(0, 3, 1, 2)
+
+
+def gradient_by_kernel(grad: Any, x: Any, weight: Any, stride: Any, padding: Any, of_x: bool) -> Any:
+    """The library's gradient of what the convolution is given, or of its weight."""
+    rest = (None, stride, padding, (1, 1), False, (0, 0), 1, (of_x, not of_x, False))
+    return torch.ops.aten.convolution_backward(grad, x, weight, *rest)[0 if of_x else 1]
+
+
 class ProductGradient(torch.autograd.Function):
-    """A 2-D convolution with one group and no dilation; its weight gradient is one product for each kernel row."""
+    """A 2-D convolution with one group and no dilation, its weight gradient made of products where they are faster.
+
+    `times` are the seconds that both took on images of a shape, three each: {shape: ([kernel's], [products'])}; None
+    where nothing is to be timed: all are products.
+    """
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.bfloat16)  # type: ignore[untyped-decorator]
-    def forward(ctx: Any, x: Any, weight: Any, bias: Any, stride: Any, padding: Any) -> Any:
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, times: Any) -> Any:
         ctx.save_for_backward(x, weight)
-        ctx.stride, ctx.padding, ctx.has_bias = stride, padding, bias is not None
+        ctx.stride, ctx.padding, ctx.has_bias, ctx.times = stride, padding, bias is not None, times
         return torch.nn.functional.conv2d(x, weight, bias, stride, padding)
 
     @staticmethod
     @torch.amp.custom_bwd(device_type="cpu")  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Any) -> Any:
-        (x, weight), (down, right), (top, left) = ctx.saved_tensors, ctx.stride, ctx.padding
-        made, channels, tall, wide = weight.shape
-        count, _, height, width = grad.shape
+        x, weight = ctx.saved_tensors
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
-            rest = (None, ctx.stride, ctx.padding, (1, 1), False, (0, 0), 1, (True, False, False))
-            of_x = torch.ops.aten.convolution_backward(grad, x, weight, *rest)[0]
+            of_x = gradient_by_kernel(grad, x, weight, ctx.stride, ctx.padding, True)
         if ctx.needs_input_grad[1]:
-            columns = grad.permute(0, 2, 3, 1).reshape(-1, made).t()
-            inner = torch.nn.functional.pad(x.permute(0, 2, 3, 1), (0, 0, left, left, top, top)).contiguous()
-            image, line, pixel, one = inner.stride()
-            rows = []
-            for row in range(tall):  # `wide` neighbours lie side by side in memory: a view that overlaps itself
-                size, strides = (count, height, width, wide * channels), (image, down * line, right * pixel, one)
-                seen = inner.as_strided(size, strides, row * line)  # `pad` made it: it begins where its memory does
-                rows.append(columns @ seen.reshape(-1, wide * channels))
-            of_weight = torch.stack(rows, 1).view(made, tall, wide, channels).permute(0, 3, 1, 2)
+            ways = (
+                lambda: gradient_by_kernel(grad, x, weight, ctx.stride, ctx.padding, False),
+                lambda: weight_by_products(grad, x, weight.shape, ctx.stride, ctx.padding),
+            )
+            of_weight = ways[1]() if ctx.times is None else the_faster(ways, ctx.times.setdefault(x.shape, ([], [])))
         of_bias = grad.sum((0, 2, 3)) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        return of_x, of_weight, of_bias, None, None
+        return of_x, of_weight, of_bias, None, None, None
+
+
+def the_faster(ways: Any, times: Any) -> Any:
+    """What the ways give alike: three times each by one after the other, then by the one with the shortest time."""
+    import time
+
+    if len(times[1]) == 3:
+        return ways[min(times[1]) < min(times[0])]()
+    turn = len(times[0]) > len(times[1])
+    began = time.perf_counter()
+    made = ways[turn]()
+    times[turn].append(time.perf_counter() - began)
+    return made
 
 
 def convolve(layer: Any, x: torch.Tensor) -> Any:
-    """The forward pass of a convolution whose weight gradient is made of products."""
-    given = (x, layer.weight, layer.bias, layer.stride, layer.padding)
+    """The forward pass of a convolution whose weight gradient may be made of products."""
+    times = None if torch.compiler.is_compiling() else layer.__dict__.setdefault("gradient_times", {})
+    given = (x, layer.weight, layer.bias, layer.stride, layer.padding, times)
     return ProductGradient.apply(*given)  # type: ignore[no-untyped-call]
 
 
@@ -83,7 +130,7 @@ class ConvGrad(Technique):
         why_not = why_not or ("" if facts.device == "cpu" else "it is for CPUs: cuDNN has kernels of its own")
         return [
             Level("kernel", "the library's kernel, as given"),
-            Level("products", "matrix products, one for each row of the kernel", why_not),
+            Level("products", "matrix products, in the layers where they prove faster than the kernel", why_not),
         ]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
@@ -94,5 +141,6 @@ class ConvGrad(Technique):
         return ""
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
-        helpers = (ProductGradient, convolve, gradients_by_products)
+        ways = (taps_inside, weight_by_products, gradient_by_kernel, the_faster)
+        helpers = (*ways, ProductGradient, convolve, gradients_by_products)
         return Code(helpers=helpers, prepare=("gradients_by_products(model)",))
