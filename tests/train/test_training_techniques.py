@@ -13,7 +13,7 @@ import torch
 
 from fettle.recipe import Recipe
 from fettle.techniques import CATALOGUE, Facts, bundles, conflict, load, source
-from fettle.techniques.conv_grad import gradients_by_products
+from fettle.techniques.convolution import convolutions_by_products, the_faster
 from fettle.techniques.optimizer import compile_update
 from fettle.techniques.precision import gradients_to_masters, masters_to_weights
 from fettle.train import Steps, load_training
@@ -26,8 +26,8 @@ FACTS = Facts(
     optimizer="AdamW", optimizer_levels=("foreach", "fused"), loader_workers=-1, max_grad_norm=1.0, allow_batch=True,
     physical_cores=2, cpu_flags=("avx512_fp16", "amx_bf16"),
 )  # fmt: skip
-SLOW = {"compile", "shapes", "region", "conv_grad"}
-"""Left to the slow tests, or (conv_grad: the little net's convolution has three channels) to a test of their own."""
+SLOW = {"compile", "shapes", "region", "convolution"}
+"""Left to the slow tests, or (convolution: the little net's convolution has three channels) to a test of their own."""
 
 
 def cases():
@@ -70,27 +70,53 @@ def test_losses_stay(name, level):
 
 @pytest.mark.parametrize(
     ("channels", "kernel", "stride", "padding", "last"),
-    [(16, 3, 1, 1, False), (16, 3, 2, 1, True), (16, 1, 2, 0, True), (24, (2, 5), (1, 3), (1, 0), False)],
-)
-def test_gradients_by_products_are_the_gradients(channels, kernel, stride, padding, last):
+    [
+        (16, 3, 1, 1, False), (16, 3, 1, 1, True), (16, 3, 2, 1, True), (16, 1, 2, 0, True), (16, 1, 1, 2, True),
+        (24, (2, 5), (1, 3), (1, 0), False), (16, (2, 5), 1, (1, 4), False), (16, (9, 3), 1, (6, 1), False),
+    ],
+)  # fmt: skip
+def test_convolutions_by_products_give_what_the_kernels_give(channels, kernel, stride, padding, last):
     torch.manual_seed(0)
     layer = torch.nn.Conv2d(channels, 8, kernel, stride, padding).double()
-    x = torch.randn(2, channels, 9, 11, dtype=torch.double, requires_grad=True)
+    x = torch.randn(2, channels, 4, 11, dtype=torch.double, requires_grad=True)
     if last:
         x = x.detach().contiguous(memory_format=torch.channels_last).requires_grad_()
     outputs = []
-    for _ in range(2):  # first by the library's kernel
+    for _ in range(8):  # first by the library's kernels, then by both in turn, and at last by the faster
         layer.zero_grad()
         x.grad = None
         value = layer(x)
         value.square().sum().backward()
         outputs.append([value.detach(), x.grad, layer.weight.grad, layer.bias.grad])
-        assert gradients_by_products(torch.nn.Sequential(layer)) == 1
-    for wanted, found in zip(*outputs, strict=True):
-        torch.testing.assert_close(found, wanted)
+        assert convolutions_by_products(torch.nn.Sequential(layer)) == 1
+    for found in outputs[1:]:
+        for one, wanted in zip(found, outputs[0], strict=True):
+            torch.testing.assert_close(one, wanted)
+        assert found[0].stride() == outputs[0][0].stride()
+    wanted = {"forward", "weight", *(["input"] if stride == 1 and padding != 2 else [])}
+    assert {name for name, _ in layer.times_of_passes} == wanted
+    assert all(len(first) == len(second) == 3 for first, second in layer.times_of_passes.values())
 
 
-def test_gradients_by_products_compile_as_one_graph():
+def test_the_way_with_the_shortest_time_is_kept():
+    times = {"a": ([3.0, 1.0, 2.0], [2.0, 1.5]), "b": ([2.0, 2.0, 2.0], [9.0, 1.0, 9.0])}
+    ways = (lambda: "kernel", lambda: "products")
+    assert [the_faster(times, "a", *ways) for _ in range(2)] == ["products"] * 2  # its third time is of microseconds
+    assert the_faster(times, "b", *ways) == "products"
+    times["b"][0][0] = 0.5
+    assert the_faster(times, "b", *ways) == "kernel"
+    assert [the_faster(times, "c", *ways) for _ in range(4)] == ["kernel", "products"] * 2
+
+
+def test_convolutions_by_products_take_an_image_without_a_batch():
+    layer = torch.nn.Conv2d(16, 4, 3)
+    x = torch.randn(16, 5, 5)
+    wanted = layer(x)
+    convolutions_by_products(torch.nn.Sequential(layer))
+    torch.testing.assert_close(layer(x), wanted)
+
+
+def test_convolutions_by_products_compile_as_one_graph():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Conv2d(16, 16, 3, 1, 1), torch.nn.ReLU(), torch.nn.Conv2d(16, 8, 1, 2))
     x = torch.randn(3, 16, 9, 11)[1:]  # does not begin where its memory does
@@ -99,13 +125,13 @@ def test_gradients_by_products_compile_as_one_graph():
         model.zero_grad()
         change()(x).square().sum().backward()
         found.append([parameter.grad for parameter in model.parameters()])
-        assert gradients_by_products(model) == 2
+        assert convolutions_by_products(model) == 2
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
 
 
-def test_gradients_by_products_under_autocast_reach_float32_weights():
+def test_convolutions_by_products_under_autocast_reach_float32_weights():
     layer = torch.nn.Conv2d(16, 4, 3)
-    gradients_by_products(torch.nn.Sequential(layer))
+    convolutions_by_products(torch.nn.Sequential(layer))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         value = layer(torch.randn(2, 16, 6, 6))
     value.float().sum().backward()
@@ -113,18 +139,18 @@ def test_gradients_by_products_under_autocast_reach_float32_weights():
 
 
 @pytest.mark.parametrize("precision", ["autocast-bf16", "bf16-master"])
-def test_gradients_by_products_train_compiled_as_they_do_eager(precision, monkeypatch):
+def test_convolutions_by_products_train_compiled_as_they_do_eager(precision, monkeypatch):
     monkeypatch.setattr(
         torch.nn.Module, "compile", functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
     )
-    eager = losses(Recipe.parse(f"precision={precision} conv_grad=products"), "wide", 4)
-    found = losses(Recipe.parse(f"precision={precision} conv_grad=products compile=default"), "wide", 4)
+    eager = losses(Recipe.parse(f"precision={precision} convolution=products"), "wide", 4)
+    found = losses(Recipe.parse(f"precision={precision} convolution=products compile=default"), "wide", 4)
     assert found.losses == pytest.approx(eager.losses, abs=0.05)
 
 
-def test_gradients_by_products_need_a_convolution_with_channels():
+def test_convolutions_by_products_need_a_convolution_with_channels():
     with pytest.raises(RuntimeError, match="16 channels"):
-        gradients_by_products(torch.nn.Conv2d(3, 8, 3))
+        convolutions_by_products(torch.nn.Conv2d(3, 8, 3))
 
 
 def test_masters_and_weights_may_lie_in_memory_in_different_ways():

@@ -22,7 +22,7 @@ TINY = Path(__file__).parent / "tiny_loop.py"
 FEW = {
     "precision": ["fp32"], "optimizer": ["as-given", "fused"], "compile": ["off"], "checkpoint": ["none"],
     "accumulate": ["off"], "zero_grad": ["none"], "threads": ["as-given"], "allocator": ["default"],
-    "channels_last": ["off"], "matmul": ["highest"], "conv_grad": ["kernel"],
+    "channels_last": ["off"], "matmul": ["highest"], "convolution": ["kernel"],
 }  # fmt: skip
 BUDGET_S = 1800
 """No machine uses it up: a study of so few recipes ends because it has tried them."""

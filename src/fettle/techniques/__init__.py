@@ -23,7 +23,7 @@ from fettle.techniques.batch import LARGEST, BatchSize
 from fettle.techniques.channels_last import ChannelsLast
 from fettle.techniques.checkpointing import Checkpointing
 from fettle.techniques.compile import Compile, Freeze, Region, Shapes
-from fettle.techniques.conv_grad import ConvGrad
+from fettle.techniques.convolution import Convolution
 from fettle.techniques.cuda_graphs import CudaGraphs
 from fettle.techniques.cudnn_benchmark import CudnnBenchmark
 from fettle.techniques.grad import Grad
@@ -55,7 +55,7 @@ CATALOGUE: tuple[Technique, ...] = (
     ChannelsLast(),
     Sparsity(),
     Quantize(),
-    ConvGrad(),
+    Convolution(),
     Checkpointing(),  # inside what is compiled, as torchtitan has it
     Compile(),
     Freeze(),

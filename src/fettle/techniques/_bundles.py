@@ -36,7 +36,7 @@ def _training(facts: Facts) -> list[dict[str, str]]:
     half = {**base, "precision": "autocast-bf16"} if native else base
     compiled = {**half, "compile": "default"}
     masters = {**base, "precision": "bf16-master"}
-    products = {"conv_grad": "products"} if facts.device == "cpu" and native and facts.num_conv else {}
+    products = {"convolution": "products"} if facts.device == "cpu" and native and facts.num_conv else {}
     plain = {"sdpa_backend": "math"} if facts.device == "cpu" and native and facts.uses_sdpa else {}
     if facts.ranks > 1:  # each strategy as it is, then the usual first choice with what makes a step fast
         kinds = ("ddp", "zero1", "zero2", "zero3", "hsdp")
@@ -48,7 +48,7 @@ def _training(facts: Facts) -> list[dict[str, str]]:
         half,
         *([{**masters, **products, **kept}] if native and kept else []),
         *([{**masters, **products, **plain}] if products or plain else []),
-        *([{**masters, **products, "optimizer": "compiled"}] if products else []),
+        *([{**masters, **products, "optimizer": "compiled", **kept}] if products else []),
         *([masters, {**masters, "compile": "default", **kept}] if native else []),
         compiled,
         *([{**inside, "compile": "default"}, inside] if native else []),

@@ -1,0 +1,205 @@
+"""How convolutions are computed in training: by the library's kernels, or as plain matrix products.
+
+oneDNN's kernels fill a core on large images and less so on small ones, where much of what they multiply is padding;
+worst is the weight gradient in bfloat16. On a ResNet-18 for images of 64 x 64 (torch 2.13) it took eight to ten times
+as long as the forward pass of the same layer on a CPU with AMX (brgconv_bwd_w), and on one with AVX-512 only (jit_bf16)
+1.3 times on images of 16 x 16, twice on 2 x 2. As products of what each row of the kernel sees, the three passes of the
+layers on 2 x 2 took a third to two thirds of the kernels' time there, those on 16 x 16 1.2 to 1.5 times. So each layer
+takes both in turn in its first calls and then stays with the faster, for each pass and shape, as cuDNN's benchmark mode
+does among its kernels. Compiled with the model, where nothing can be timed, weight gradients are products and the rest
+is not.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+
+from fettle.recipe import Recipe
+from fettle.techniques._base import Code, Facts, Level, Technique
+
+
+def taps_inside(tap: int, stride: int, padding: int, size: int, made: int) -> tuple[int, int, slice]:
+    """The outputs (first, last) that see the image and not its padding through this tap, and what they see of it."""
+    first = max(0, -(-(padding - tap) // stride))
+    last = max(first, min(made, (size - 1 + padding - tap) // stride + 1))
+    start = first * stride + tap - padding
+    return first, last, slice(start, start + (last - first) * stride, stride)
+
+
+def side_by_side(x: Any, wide: int, stride: int, padding: int, width: int) -> Any:
+    """What each of `width` outputs sees of a line: (lines, images, width, wide, channels), zeros outside.
+
+    Lines come first in memory, then images: those that a row of the kernel sees lie together for all images, and none
+    is made for padding above and below: a third of all where an image of 2 x 2 meets a kernel of 3 x 3.
+    """
+    count, channels, height, size = x.shape
+    lines, seen = x.permute(2, 0, 3, 1), x.new_zeros((height, count, width, wide, channels))
+    for tap in range(wide):
+        first, last, pixels = taps_inside(tap, stride, padding, size, width)
+        if first < last:
+            seen[:, :, first:last, tap] = lines[:, :, pixels]
+    return seen
+
+
+def convolve_by_products(x: Any, rows: Any, made: int, kernel: Any, stride: Any, padding: Any) -> Any:
+    """A convolution as one product for each row of its kernel: ``rows(i)`` is (wide * channels, made)."""
+    (tall, wide), (count, channels) = kernel, x.shape[:2]
+    height, width = (
+        (size + 2 * around - of_kernel) // step + 1
+        for size, around, of_kernel, step in zip(x.shape[2:], padding, kernel, stride, strict=True)
+    )
+    seen = side_by_side(x, wide, stride[1], padding[1], width)
+    out = x.new_zeros((height, count, width, made))
+    for tap in range(tall):
+        first, last, below = taps_inside(tap, stride[0], padding[0], len(seen), height)
+        if first < last:
+            out[first:last].view(-1, made).addmm_(seen[below].reshape(-1, wide * channels), rows(tap))
+    innermost = x.is_contiguous(memory_format=torch.channels_last)
+    layout = torch.channels_last if innermost else torch.contiguous_format
+    return out.permute(1, 3, 0, 2).contiguous(memory_format=layout)
+
+
+def forward_by_products(x: Any, weight: Any, bias: Any, stride: Any, padding: Any) -> Any:
+    """``torch.nn.functional.conv2d`` with one group and no dilation."""
+    made, _, tall, wide = weight.shape
+    by_row = weight.permute(2, 0, 3, 1)
+    made_of = convolve_by_products(
+        x, lambda row: by_row[row].reshape(made, -1).t(), made, (tall, wide), stride, padding
+    )
+    return made_of if bias is None else made_of + bias[:, None, None]
+
+
+def input_gradient_by_products(grad: Any, weight: Any, padding: Any) -> Any:
+    """The gradient of what a convolution of stride 1 is given: one of the output's with the kernel turned round."""
+    _, channels, tall, wide = weight.shape
+
+    def rows(row: int) -> Any:
+        return torch.stack([weight[:, :, tall - 1 - row, wide - 1 - tap] for tap in range(wide)]).view(-1, channels)
+
+    around = (tall - 1 - padding[0], wide - 1 - padding[1])
+    return convolve_by_products(grad, rows, channels, (tall, wide), (1, 1), around)
+
+
+def weight_gradient_by_products(grad: Any, x: Any, shape: Any, stride: Any, padding: Any) -> Any:
+    """The gradient of a convolution's weight of this `shape`: one product for each row of the kernel."""
+    made, channels, tall, wide = shape
+    _, _, height, width = grad.shape
+    grad, seen = grad.permute(2, 0, 3, 1).contiguous(), side_by_side(x, wide, stride[1], padding[1], width)
+    rows = []
+    for tap in range(tall):
+        first, last, below = taps_inside(tap, stride[0], padding[0], len(seen), height)
+        part = seen[below] if first < last else seen[:0]
+        rows.append(grad[first:last].reshape(-1, made).t() @ part.reshape(-1, wide * channels))
+    return torch.stack(rows, 1).view(made, tall, wide, channels).permute(0, 3, 1, 2)
+
+
+def the_faster(times: Any, key: Any, *ways: Any) -> Any:
+    """What the ways give alike: three times each by one after the other, then by the one with the shortest time."""
+    import time
+
+    first, second = times.setdefault(key, ([], []))
+    if len(second) == 3:
+        return ways[min(second) < min(first)]()
+    turn = len(first) > len(second)
+    began = time.perf_counter()
+    made = ways[turn]()
+    times[key][turn].append(time.perf_counter() - began)
+    return made
+
+
+class FasterConvolution(torch.autograd.Function):
+    """A 2-D convolution with one group and no dilation, each pass by the library's kernel or by products.
+
+    `times` are the seconds that both took, three each, by pass and shape; None where nothing can be timed.
+    """
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.bfloat16)  # type: ignore[untyped-decorator]
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, times: Any) -> Any:
+        ctx.save_for_backward(x, weight)
+        ctx.stride, ctx.padding, ctx.has_bias, ctx.times = stride, padding, bias is not None, times
+        if times is None:
+            return torch.nn.functional.conv2d(x, weight, bias, stride, padding)
+        return the_faster(
+            times, ("forward", x.shape),
+            lambda: torch.nn.functional.conv2d(x, weight, bias, stride, padding),
+            lambda: forward_by_products(x, weight, bias, stride, padding),
+        )  # fmt: skip
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Any) -> Any:
+        (x, weight), stride, padding, times = ctx.saved_tensors, ctx.stride, ctx.padding, ctx.times
+        of_x = of_weight = None
+
+        def by_kernel(index: int) -> Any:
+            wanted = (index == 0, index == 1, False)
+            rest = (None, stride, padding, (1, 1), False, (0, 0), 1, wanted)
+            return torch.ops.aten.convolution_backward(grad, x, weight, *rest)[index]
+
+        if ctx.needs_input_grad[0]:
+            turned = tuple(stride) == (1, 1) and padding[0] < weight.shape[2] and padding[1] < weight.shape[3]
+            of_x = by_kernel(0) if times is None or not turned else the_faster(
+                times, ("input", x.shape), lambda: by_kernel(0),
+                lambda: input_gradient_by_products(grad, weight, padding),
+            )  # fmt: skip
+        if ctx.needs_input_grad[1]:
+            given = (grad, x, weight.shape, stride, padding)
+            of_weight = weight_gradient_by_products(*given) if times is None else the_faster(
+                times, ("weight", x.shape), lambda: by_kernel(1), lambda: weight_gradient_by_products(*given),
+            )  # fmt: skip
+        of_bias = grad.sum((0, 2, 3)) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        return of_x, of_weight, of_bias, None, None, None
+
+
+def convolve(layer: Any, x: torch.Tensor) -> Any:
+    """The forward pass of a convolution that may be made of products."""
+    if x.dim() != 4:
+        return layer._conv_forward(x, layer.weight, layer.bias)
+    times = None if torch.compiler.is_compiling() else layer.__dict__.setdefault("times_of_passes", {})
+    given = (x, layer.weight, layer.bias, layer.stride, layer.padding, times)
+    return FasterConvolution.apply(*given)  # type: ignore[no-untyped-call]
+
+
+def convolutions_by_products(model: torch.nn.Module) -> int:
+    """Change the plain convolutions of a model that have enough channels to fill a product; returns how many."""
+    import functools
+
+    found = [
+        layer for layer in model.modules()
+        if type(layer) is torch.nn.Conv2d and layer.groups == 1 and layer.dilation == (1, 1)
+        and layer.padding_mode == "zeros" and not isinstance(layer.padding, str) and layer.in_channels >= 16
+    ]  # fmt: skip
+    for layer in found:
+        layer.forward = functools.partial(convolve, layer)  # type: ignore[method-assign]
+    if not found:
+        raise RuntimeError("no convolution has 16 channels, one group and no dilation")
+    return len(found)
+
+
+class Convolution(Technique):
+    name = "convolution"
+    modes: ClassVar[frozenset[str]] = frozenset({"training"})
+    rung = 6
+    title = "convolutions"
+    given = "kernel"
+
+    def levels(self, facts: Facts) -> list[Level]:
+        why_not = "" if facts.num_conv else "the model has no 2-D convolution"
+        why_not = why_not or ("" if facts.device == "cpu" else "it is for CPUs: cuDNN has kernels of its own")
+        return [
+            Level("kernel", "the library's kernels, as given"),
+            Level("products", "matrix products, in the passes and layers where they prove faster", why_not),
+        ]
+
+    def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
+        if level == self.given:
+            return ""
+        if recipe.levels.get("precision") == "autocast-fp16":
+            return "its backward pass is in bfloat16 or float32"
+        return ""
+
+    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        passes = (forward_by_products, input_gradient_by_products, weight_gradient_by_products)
+        parts = (taps_inside, side_by_side, convolve_by_products, *passes, the_faster, FasterConvolution, convolve)
+        return Code(helpers=(*parts, convolutions_by_products), prepare=("convolutions_by_products(model)",))
