@@ -14,7 +14,7 @@ from fettle.recipe import Recipe
 from fettle.serve.export import write_package
 from fettle.serve.openvino import GRAPH, OpenvinoModel
 from fettle.serve.package import ServeSettings, open_package, seal
-from fettle.serve.program import load_program
+from fettle.serve.program import load_program, straight
 from fettle.serve.runner import Runner, load_model
 from fettle.workload import Workload
 
@@ -223,8 +223,9 @@ def test_a_part_that_stays_float32_is_named(tmp_path):
         write_package(what, Recipe.parse(recipe), tmp_path / name, name="m")
 
 
-def test_a_program_looks_at_new_shapes_only_and_at_all_of_them(store):
-    module, calls = load_program(store / "net-1"), []
+@pytest.mark.parametrize("loaded", [load_program, lambda folder: straight(load_program(folder))])
+def test_a_program_looks_at_new_shapes_only_and_at_all_of_them(store, loaded):
+    module, calls = loaded(store / "net-1"), []
     wrong, right = torch.zeros(2, 5), torch.zeros(2, 4)
     for rows in (right, right, wrong, right, wrong, torch.zeros(3, 4)):
         try:
@@ -232,3 +233,30 @@ def test_a_program_looks_at_new_shapes_only_and_at_all_of_them(store):
         except RuntimeError:
             calls.append("refused")
     assert calls == [(2, 3), (2, 3), "refused", (2, 3), "refused", (3, 3)]
+
+
+class Branches(torch.nn.Module):
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+
+
+class Counts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x, y):
+        self.calls += 1
+        return x * self.calls, y
+
+
+def test_a_straight_program_answers_as_the_program_does(tmp_path):
+    for name, model, inputs in (
+        ("branches", Branches(), [torch.ones(2, 3)]), ("counts", Counts(), [torch.ones(2, 3), torch.ones(2, 1)])
+    ):  # fmt: skip
+        write_package(Workload(model.eval(), [tuple(inputs)]), Recipe(), tmp_path / name, name="m")
+        program, call = (load_program(tmp_path / name) for _ in range(2))
+        fast = straight(call)
+        assert (fast is call) == (name == "branches")  # its graph holds two others
+        for _ in range(4):
+            torch.testing.assert_close(fast(*inputs), program(*inputs))

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,40 @@ def _check_new_shapes_only(module: torch.nn.Module) -> None:
 
     module.register_forward_pre_hook(before, prepend=True)
     module.register_forward_hook(after)
+
+
+def straight(module: torch.nn.Module) -> Callable[..., Any]:
+    """A loaded program as a function, without what torch puts around its operators: most of a tiny model's call.
+
+    Its tensors come and go as they are, its weights are at hand, and it looks at its inputs only where their shapes are
+    new. A program with graphs inside of its graph stays what it is.
+    """
+    graph, weights = torch.fx.Graph(), dict[str, torch.Tensor]()
+    graph.output(graph.graph_copy(module.graph, {}))  # type: ignore[arg-type]
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            value = operator.attrgetter(node.target)(module)
+            if not isinstance(value, torch.Tensor):
+                return module
+            node.target = f"weight_{len(weights)}"
+            weights[node.target] = value
+        elif node.op not in ("placeholder", "call_function", "output"):
+            return module
+    bare = torch.fx.GraphModule(weights, graph)
+    vars(bare).update(weights)  # found at once: `torch.nn.Module` looks for its tensors only where Python found nothing
+    forward, seen = bare.forward, set[tuple[torch.Size, ...]]()
+
+    def call(*tensors: torch.Tensor) -> Any:
+        shapes = tuple([tensor.shape for tensor in tensors])
+        if shapes in seen:
+            return forward(*tensors)
+        answer = module(*tensors)
+        if len(seen) >= _MOST_SHAPES:
+            seen.clear()
+        seen.add(shapes)
+        return answer
+
+    return call
 
 
 def _plain(graph: Any) -> Any:
