@@ -108,6 +108,18 @@ def test_the_way_with_the_shortest_time_is_kept():
     assert [the_faster(times, "c", *ways) for _ in range(4)] == ["kernel", "products"] * 2
 
 
+def test_convolutions_are_not_timed_where_runs_must_not_differ():
+    layer = torch.nn.Conv2d(16, 4, 3)
+    convolutions_by_products(torch.nn.Sequential(layer))
+    torch.use_deterministic_algorithms(True)
+    try:
+        layer(torch.randn(2, 16, 5, 5)).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert layer.weight.grad is not None
+    assert not hasattr(layer, "times_of_passes")
+
+
 def test_convolutions_by_products_take_an_image_without_a_batch():
     layer = torch.nn.Conv2d(16, 4, 3)
     x = torch.randn(16, 5, 5)

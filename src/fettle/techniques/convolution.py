@@ -156,7 +156,8 @@ def convolve(layer: Any, x: torch.Tensor) -> Any:
     """The forward pass of a convolution that may be made of products."""
     if x.dim() != 4:
         return layer._conv_forward(x, layer.weight, layer.bias)
-    times = None if torch.compiler.is_compiling() else layer.__dict__.setdefault("times_of_passes", {})
+    timed = not torch.compiler.is_compiling() and not torch.are_deterministic_algorithms_enabled()
+    times = layer.__dict__.setdefault("times_of_passes", {}) if timed else None
     given = (x, layer.weight, layer.bias, layer.stride, layer.padding, times)
     return FasterConvolution.apply(*given)  # type: ignore[no-untyped-call]
 
