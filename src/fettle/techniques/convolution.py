@@ -6,8 +6,8 @@ as long as the forward pass of the same layer on a CPU with AMX (brgconv_bwd_w),
 1.3 times on images of 16 x 16, twice on 2 x 2. As products of what each row of the kernel sees, the three passes of the
 layers on 2 x 2 took a third to two thirds of the kernels' time there, those on 16 x 16 1.2 to 1.5 times. So each layer
 takes both in turn in its first calls and then stays with the faster, for each pass and shape, as cuDNN's benchmark mode
-does among its kernels. Compiled with the model, where nothing can be timed, weight gradients are products and the rest
-is not.
+does among its kernels; so two runs may round differently. Where nothing is timed, compiled with the model or under
+``torch.use_deterministic_algorithms``, weight gradients are products and the rest is not.
 """
 
 from typing import Any, ClassVar
