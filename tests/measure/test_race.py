@@ -438,6 +438,7 @@ def test_a_replicate_that_dies_fails_its_recipe(target: dict[str, Any], tmp_path
     assert other.reason == "its process 2: ValueError: not twice"
 
 
+@pytest.mark.slow
 def test_a_process_that_is_slow_for_life_brings_in_more(
     target: dict[str, Any], tmp_path: Path, reference: Reference
 ) -> None:
@@ -465,10 +466,11 @@ def test_a_process_that_is_slow_for_life_brings_in_more(
     ("number", "do", "slices", "reason"),
     [
         pytest.param(3, "slice", 0, "ended during the race: gone", id="its second before it was timed"),
-        pytest.param(5, "prepare", 0, "ended during the race: its process 3: gone", id="its third as it starts"),
-        pytest.param(5, "slice", 1, "ended during the race: gone", id="its third in a round"),
+        pytest.param(5, "prepare", 0, "ended during the race: its process 3: gone", id="its third as it starts",
+                     marks=pytest.mark.slow),
+        pytest.param(5, "slice", 1, "ended during the race: gone", id="its third in a round", marks=pytest.mark.slow),
     ],
-)
+)  # fmt: skip
 def test_a_further_process_that_dies_fails_its_recipe(
     number: int, do: str, slices: int, reason: str, target: dict[str, Any], tmp_path: Path, reference: Reference,
     monkeypatch: pytest.MonkeyPatch,
