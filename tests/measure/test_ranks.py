@@ -17,7 +17,7 @@ import pytest
 from fettle.errors import UsageError
 from fettle.measure import Entry, Judge, Nodes, Rules, Worker, WorkerError, race
 from fettle.measure._door import Door
-from fettle.measure._ranks import free_ports
+from fettle.measure._ranks import Gathering, free_ports, variables_of
 from fettle.recipe import Recipe
 from fettle.techniques import Facts, source
 from fettle.workload import find_target
@@ -166,3 +166,19 @@ def test_strangers_hold_nobody_up():
     door.close()
     assert door.wait(30) is None
     silent.close()
+
+
+@pytest.mark.parametrize("kind", ["supervisor", "node"])
+def test_whose_parent_ended_before_it_could_ask_for_a_signal_ends_too(kind):
+    """It would wait for the other node until torch gives up, a quarter of an hour later."""
+    store, port = free_ports("127.0.0.1", 2)
+    gathering = Gathering("gone", 1, "127.0.0.1", store, port, "00" * 16, nodes=2)
+    theirs, ours = os.pipe()
+    os.close(ours)  # as the kernel does for a parent that was killed
+    arguments = [str(theirs), "1"] if kind == "supervisor" else ["node"]
+    ended = subprocess.run(
+        [sys.executable, "-m", RANKS, *arguments], stdin=theirs, stdout=subprocess.DEVNULL, pass_fds=(theirs,),
+        env={**os.environ, **variables_of(gathering)}, timeout=60, check=False,
+    )  # fmt: skip
+    os.close(theirs)
+    assert ended.returncode == 0

@@ -143,10 +143,13 @@ def _connect(host: str, port: int, key: bytes, tell: Callable[[str], None]) -> C
 
 
 def _begin(share: Gathering, environment: Mapping[str, str], cache: str) -> subprocess.Popen[bytes]:
-    """Start this node's ranks of a worker: a process that runs torchrun's engine over them."""
+    """Start this node's ranks of a worker: a process that runs torchrun's engine over them.
+
+    Nothing is written to its input: that it is open says that we are there.
+    """
     variables = {**os.environ, **variables_of(share), **environment, "TORCHINDUCTOR_CACHE_DIR": cache}
     return subprocess.Popen(
-        [sys.executable, "-m", "fettle.measure._ranks", "node"], env=variables, stdin=subprocess.DEVNULL,
+        [sys.executable, "-m", "fettle.measure._ranks", "node"], env=variables, stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
 
@@ -159,6 +162,8 @@ def _end(process: subprocess.Popen[bytes] | None) -> None:
         family = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
     for child in family:
         with contextlib.suppress(psutil.Error):
             child.kill()

@@ -216,7 +216,7 @@ def supervise() -> None:
     """The life of the process that the parent starts: READ_FD WRITE_FD."""
     from fettle.processes import die_with_parent
 
-    die_with_parent()
+    die_with_parent(pipe=int(sys.argv[1]))
     requests = os.fdopen(int(sys.argv[1]), "rb")
     answers = os.fdopen(int(sys.argv[2]), "wb", buffering=0)
     ranks = _Ranks(_gathering())
@@ -233,7 +233,7 @@ def be_a_node() -> None:
     """The life of the process that starts another node's share."""
     from fettle.processes import die_with_parent
 
-    die_with_parent()
+    die_with_parent(pipe=sys.stdin.fileno())
     _run_agent(_gathering())
 
 
