@@ -188,12 +188,16 @@ def _check_new_shapes_only(module: torch.nn.Module) -> None:
 
     def after(module: Any, given: tuple[torch.Tensor, ...], answer: Any) -> None:
         if not torch.compiler.is_dynamo_compiling() and module.validate_inputs:
-            if len(seen) >= _MOST_SHAPES:
-                seen.clear()
-            seen.add(tuple(tensor.shape for tensor in given))
+            _remember(seen, tuple(tensor.shape for tensor in given))
 
     module.register_forward_pre_hook(before, prepend=True)
     module.register_forward_hook(after)
+
+
+def _remember(seen: set[tuple[torch.Size, ...]], shapes: tuple[torch.Size, ...]) -> None:
+    if len(seen) >= _MOST_SHAPES:
+        seen.clear()
+    seen.add(shapes)
 
 
 def straight(module: torch.nn.Module) -> Callable[..., Any]:
@@ -222,9 +226,7 @@ def straight(module: torch.nn.Module) -> Callable[..., Any]:
         if shapes in seen:
             return forward(*tensors)
         answer = module(*tensors)
-        if len(seen) >= _MOST_SHAPES:
-            seen.clear()
-        seen.add(shapes)
+        _remember(seen, shapes)
         return answer
 
     return call

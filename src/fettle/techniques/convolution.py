@@ -18,10 +18,10 @@ from fettle.recipe import Recipe
 from fettle.techniques._base import Code, Facts, Level, Technique
 
 
-def taps_inside(tap: int, stride: int, padding: int, size: int, made: int) -> tuple[int, int, slice]:
+def taps_inside(tap: int, stride: int, padding: int, size: int, outputs: int) -> tuple[int, int, slice]:
     """The outputs (first, last) that see the image and not its padding through this tap, and what they see of it."""
     first = max(0, -(-(padding - tap) // stride))
-    last = max(first, min(made, (size - 1 + padding - tap) // stride + 1))
+    last = max(first, min(outputs, (size - 1 + padding - tap) // stride + 1))
     start = first * stride + tap - padding
     return first, last, slice(start, start + (last - first) * stride, stride)
 
@@ -30,7 +30,7 @@ def side_by_side(x: Any, wide: int, stride: int, padding: int, width: int) -> An
     """What each of `width` outputs sees of a line: (lines, images, width, wide, channels), zeros outside.
 
     Lines come first in memory, then images: those that a row of the kernel sees lie together for all images, and none
-    is made for padding above and below: a third of all where an image of 2 x 2 meets a kernel of 3 x 3.
+    is kept for padding above and below: a third of all where an image of 2 x 2 meets a kernel of 3 x 3.
     """
     count, channels, height, size = x.shape
     lines, seen = x.permute(2, 0, 3, 1), x.new_zeros((height, count, width, wide, channels))
@@ -41,19 +41,19 @@ def side_by_side(x: Any, wide: int, stride: int, padding: int, width: int) -> An
     return seen
 
 
-def convolve_by_products(x: Any, rows: Any, made: int, kernel: Any, stride: Any, padding: Any) -> Any:
-    """A convolution as one product for each row of its kernel: ``rows(i)`` is (wide * channels, made)."""
+def convolve_by_products(x: Any, rows: Any, out_channels: int, kernel: Any, stride: Any, padding: Any) -> Any:
+    """A convolution as one product for each row of its kernel: ``rows(i)`` is (wide * channels, out_channels)."""
     (tall, wide), (count, channels) = kernel, x.shape[:2]
     height, width = (
         (size + 2 * around - of_kernel) // step + 1
         for size, around, of_kernel, step in zip(x.shape[2:], padding, kernel, stride, strict=True)
     )
     seen = side_by_side(x, wide, stride[1], padding[1], width)
-    out = x.new_zeros((height, count, width, made))
+    out = x.new_zeros((height, count, width, out_channels))
     for tap in range(tall):
         first, last, below = taps_inside(tap, stride[0], padding[0], len(seen), height)
         if first < last:
-            out[first:last].view(-1, made).addmm_(seen[below].reshape(-1, wide * channels), rows(tap))
+            out[first:last].view(-1, out_channels).addmm_(seen[below].reshape(-1, wide * channels), rows(tap))
     innermost = x.is_contiguous(memory_format=torch.channels_last)
     layout = torch.channels_last if innermost else torch.contiguous_format
     return out.permute(1, 3, 0, 2).contiguous(memory_format=layout)
@@ -61,12 +61,12 @@ def convolve_by_products(x: Any, rows: Any, made: int, kernel: Any, stride: Any,
 
 def forward_by_products(x: Any, weight: Any, bias: Any, stride: Any, padding: Any) -> Any:
     """``torch.nn.functional.conv2d`` with one group and no dilation."""
-    made, _, tall, wide = weight.shape
+    out_channels, _, tall, wide = weight.shape
     by_row = weight.permute(2, 0, 3, 1)
-    made_of = convolve_by_products(
-        x, lambda row: by_row[row].reshape(made, -1).t(), made, (tall, wide), stride, padding
+    out = convolve_by_products(
+        x, lambda row: by_row[row].reshape(out_channels, -1).t(), out_channels, (tall, wide), stride, padding
     )
-    return made_of if bias is None else made_of + bias[:, None, None]
+    return out if bias is None else out + bias[:, None, None]
 
 
 def input_gradient_by_products(grad: Any, weight: Any, padding: Any) -> Any:
@@ -82,15 +82,15 @@ def input_gradient_by_products(grad: Any, weight: Any, padding: Any) -> Any:
 
 def weight_gradient_by_products(grad: Any, x: Any, shape: Any, stride: Any, padding: Any) -> Any:
     """The gradient of a convolution's weight of this `shape`: one product for each row of the kernel."""
-    made, channels, tall, wide = shape
+    out_channels, channels, tall, wide = shape
     _, _, height, width = grad.shape
     grad, seen = grad.permute(2, 0, 3, 1).contiguous(), side_by_side(x, wide, stride[1], padding[1], width)
     rows = []
     for tap in range(tall):
         first, last, below = taps_inside(tap, stride[0], padding[0], len(seen), height)
         part = seen[below] if first < last else seen[:0]
-        rows.append(grad[first:last].reshape(-1, made).t() @ part.reshape(-1, wide * channels))
-    return torch.stack(rows, 1).view(made, tall, wide, channels).permute(0, 3, 1, 2)
+        rows.append(grad[first:last].reshape(-1, out_channels).t() @ part.reshape(-1, wide * channels))
+    return torch.stack(rows, 1).view(out_channels, tall, wide, channels).permute(0, 3, 1, 2)
 
 
 def the_faster(times: Any, key: Any, *ways: Any) -> Any:
@@ -102,9 +102,9 @@ def the_faster(times: Any, key: Any, *ways: Any) -> Any:
         return ways[min(second) < min(first)]()
     turn = len(first) > len(second)
     began = time.perf_counter()
-    made = ways[turn]()
+    result = ways[turn]()
     times[key][turn].append(time.perf_counter() - began)
-    return made
+    return result
 
 
 class FasterConvolution(torch.autograd.Function):
