@@ -27,6 +27,15 @@ def one(row):
     return torch.ones(4)
 
 
+def throw_away(row):
+    assert len(b"x" * (40 << 20)) == 40 << 20  # so large that the C library always hands it back
+    return torch.ones(4)
+
+
+def wasteful():
+    return DataLoader(Rows(throw_away), batch_size=2)
+
+
 def wait(row):
     time.sleep(0.004)
     return torch.ones(4)

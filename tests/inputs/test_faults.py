@@ -242,15 +242,34 @@ def test_a_batch_that_was_stopped_on_its_way_is_not_timed() -> None:
     from fettle.inputs._fetch import Board, summary
 
     board = Board(2)
-    board.note(0, time.perf_counter(), 0.01, 0.005)
+    board.note(0, time.perf_counter(), (0.01, 0.005, 0.001, 7.0))
     before = time.perf_counter()
     board.pause()
-    board.note(1, before, 9.0, 0.01)  # began before the pause, ended after it
-    board.note(1, time.perf_counter(), 0.03, 0.03)
-    assert sorted(board.read()) == [(0.01, 0.005), (0.03, 0.03)]
-    assert summary(board)["fetch_busy"] == pytest.approx(0.035 / 0.04)
+    between = time.perf_counter()
+    board.note(0, between, (0.5, 0.5, 0.0, 0.0))  # a slice has ended, and the signal is yet to come
+    board.go_on()
+    board.note(1, before, (9.0, 0.01, 0.0, 0.0))  # began before the pause, ended after it
+    board.note(1, between, (8.0, 0.01, 0.0, 0.0))  # began when the slice had ended, before it was stopped
+    board.note(1, time.perf_counter(), (0.03, 0.03, 0.003, 5.0))
+    assert sorted(board.read()) == [(0.01, 0.005, 0.001, 7.0), (0.03, 0.03, 0.003, 5.0)]
+    told = summary(board)
+    assert told["fetch_busy"] == pytest.approx(0.035 / 0.04)
+    assert told["fetch_system"] == pytest.approx(0.1)
+    assert told["fetch_mean_s"] == pytest.approx(0.02)
+    assert told["fetch_pages"] == 6
     board.clear()
     assert board.read() == []
+
+
+def test_workers_that_keep_memory_fetch_less() -> None:
+    """A real worker each: pages that the kernel gives it for a batch, with and without."""
+    here = Contest(f"{LOADERS}:wasteful", 0.1, 60.0, "cpu", room(), Journal(None, {}), lambda doing, done, of: None)
+    try:
+        gives, keeps = (here.run(Setting(1, keep_memory=keep), 0).last.fetch_pages for keep in (False, True))
+    finally:
+        here.close()
+    assert gives > 10
+    assert keeps < gives / 4
 
 
 def _slice(**other: object) -> dict:

@@ -24,6 +24,7 @@ def a_slice(rate: float, waiting: float = 0.5, fetch_s: float = 0.01, cpu: float
     values = {
         "batches": 100, "rate": rate, "waiting": waiting, "wait_p05_s": 0.0, "wait_p50_s": 0.0, "wait_p95_s": 0.0,
         "fetch_p50_s": fetch_s, "fetch_p95_s": fetch_s, "fetch_p99_s": fetch_s, "fetch_busy": cpu, "cpu_share": 0.5,
+        "fetch_mean_s": fetch_s, "fetch_system": 0.0, "fetch_pages": 0.0,
         "start_s": 0.1, "boundaries_s": [], "batch_bytes": 1000, "worker_bytes": 1000,
     }  # fmt: skip
     return Slice(**{**values, **other})  # type: ignore[arg-type]
@@ -32,10 +33,12 @@ def a_slice(rate: float, waiting: float = 0.5, fetch_s: float = 0.01, cpu: float
 class MadeUp(Contest):
     """A pipeline that is a formula: what a worker needs for a batch, what handing it over costs, a step, cores."""
 
-    def __init__(self, make_s=0.02, hand_s=0.0005, step_s=0.0, cores=4, cpu=1.0, noise=(1.0,), given=None, fails=()):
+    def __init__(self, make_s=0.02, hand_s=0.0005, step_s=0.0, cores=4, cpu=1.0, noise=(1.0,), given=None, fails=(),
+                 fresh=0.0, kept=None, glibc=True):  # fmt: skip
         super().__init__("made:up", 1.0, 1.0, "cpu", Room(cores, 1 << 40, 1 << 40), Journal(None, {}), self._tell)
         self.make_s, self.hand_s, self.step_s, self.cpu, self.fails = make_s, hand_s, step_s, cpu, fails
         self.given = given or Setting()
+        self.fresh, self.kept, self.glibc = fresh, fresh if kept is None else kept, glibc
         self.noise = itertools.cycle(noise)
         self.fetches = [AS_GIVEN]
         self.asked: list[Setting] = []
@@ -46,7 +49,7 @@ class MadeUp(Contest):
     def open(self) -> Facts:
         given = self.given
         self.facts = Facts(given.num_workers, given.prefetch_factor, given.persistent_workers, False, 0, False,
-                           bool(self.step_s), False, self.fetches)  # fmt: skip
+                           bool(self.step_s), False, self.glibc, self.fetches)  # fmt: skip
         return self.facts
 
     def alone(self) -> float:
@@ -59,6 +62,8 @@ class MadeUp(Contest):
         make_s = self.make_s / (20 if setting.fetch == BATCH_INDEX else 1)
         if not setting.num_workers:
             return 1 / (make_s + self.step_s)
+        if setting.keep_memory:
+            make_s *= 1 - self.kept
         # Cores bound what computes; what waits needs none. More workers than cores get in each other's way a little.
         at_once = setting.num_workers if self.cpu < 0.5 else min(setting.num_workers, self.here.cores)
         crowded = 1 + 0.01 * max(0, setting.num_workers - self.here.cores) * (self.cpu > 0.5)
@@ -74,7 +79,9 @@ class MadeUp(Contest):
             raise WorkerError("out of memory: it is made up", "memory")
         rate = self.true_rate(setting) * next(self.noise)
         waiting = 1 - self.step_s * rate if self.step_s else 1.0
-        return msgspec.to_builtins(a_slice(rate, max(0.0, min(1.0, waiting)), self.make_s, self.cpu))
+        fresh = self.fresh if setting.num_workers and not setting.keep_memory else 0.0
+        return msgspec.to_builtins(a_slice(rate, max(0.0, min(1.0, waiting)), self.make_s, self.cpu,
+                                           fetch_system=fresh, fetch_pages=1e6 * fresh))  # fmt: skip
 
     def search(self):
         return _search(self, "cpu", True, 0.0)
@@ -162,8 +169,12 @@ def test_deeper_queues_are_tried_where_batches_take_unlike_times() -> None:
         def true_rate(self, setting):
             return super().true_rate(setting) * (1 + self.deeper * math.log2(setting.prefetch_factor))
 
+        idle = 0.5
+
         def _slice(self, setting):
-            return {**super()._slice(setting), "fetch_p99_s": 0.1}
+            told = super()._slice(setting)
+            return {**told, "fetch_p99_s": 0.1,
+                    "fetch_mean_s": (1 - self.idle) * setting.num_workers / told["rate"]}  # fmt: skip
 
     contest = Uneven()
     assert contest.search().best.setting.prefetch_factor == 8
@@ -172,6 +183,32 @@ def test_deeper_queues_are_tried_where_batches_take_unlike_times() -> None:
     contest.deeper = 0.0
     contest.search()
     assert {setting.prefetch_factor for setting in contest.asked} == {2, 4}  # where 4 brings nothing, 8 does not
+    contest = Uneven()
+    contest.idle = 0.02
+    assert "workers make batches 98% of the time" in " ".join(contest.search().notes)
+    assert {setting.prefetch_factor for setting in contest.asked} == {2}  # no worker ever waits for room
+
+
+def test_workers_keep_memory_where_fetching_it_anew_takes_their_time() -> None:
+    found = MadeUp(make_s=0.03, cores=2, fresh=0.5).search()
+    assert found.best.setting == Setting(2, persistent_workers=True, keep_memory=True)
+    assert found.gain == pytest.approx(4)
+    beyond_the_first = [item.setting for item in found.settings if item.setting.num_workers > 1]
+    assert all(setting.keep_memory for setting in beyond_the_first)
+    code = found.best.setting.code
+    assert "worker_init_fn=keep_freed_memory)" in code
+    compile(code.replace("...,", "").replace("dataset", "[]"), "code", "exec")
+    # Nothing of it where it does not bring what it could, is no matter, or where the C library knows no such thing.
+    for other in ({"fresh": 0.5, "kept": 0.0}, {"fresh": 0.04}, {"fresh": 0.5, "glibc": False}):
+        contest = MadeUp(make_s=0.03, cores=2, **other)
+        assert not contest.search().best.setting.keep_memory
+        assert any(setting.keep_memory for setting in contest.asked) == ("kept" in other)
+
+
+def test_pages_that_a_batch_lies_in_are_not_fetched_in_vain() -> None:
+    seen = a_slice(1.0, fetch_system=0.4, fetch_pages=1000.0, batch_bytes=1000 * 4096)
+    assert seen.fetch_fresh == 0
+    assert a_slice(1.0, fetch_system=0.4, fetch_pages=4000.0, batch_bytes=1000 * 4096).fetch_fresh == pytest.approx(0.3)
 
 
 def test_a_setting_that_dies_after_it_was_the_best_is_not_taken() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import multiprocessing
 import multiprocessing.queues
 import os
@@ -22,6 +23,12 @@ from torch.utils.data._utils import fetch as torch_fetch
 
 from fettle.errors import first_line
 from fettle.processes import die_with_parent
+from fettle.techniques.allocator import keep_freed_memory
+
+try:
+    import resource
+except ImportError:  # not a Unix
+    resource = None  # type: ignore[assignment]
 
 _KEEP = 512
 """Latest batches whose times are kept, a process."""
@@ -32,45 +39,51 @@ class ItemError(RuntimeError):
     """A row that could not be read, named by its index."""
 
 
-_RING = 1 + 2 * _KEEP
+_ROW = 4
+_RING = 1 + _ROW * _KEEP
 _SLOW_S = 1e-3
 """Batches that take longer are worth asking the kernel how long they waited for a core."""
 
 
 class Board:
-    """Shared memory: a ring of (wall, busy) seconds for each process, when the last pause began, and last words.
+    """Shared memory: a ring of batches for each process, since when they count, and last words.
 
-    Busy is the time on a processor or in the queue for one: what is left of the wall time waits for something else.
+    Of a batch: seconds on the wall, seconds on a processor or in the queue for one (what is left waits for something
+    else), seconds in the kernel, and pages of memory that the kernel gave.
     """
 
     def __init__(self, processes: int) -> None:
         self.times: Any = RawArray(ctypes.c_double, processes * _RING)
-        self.paused: Any = RawArray(ctypes.c_double, 1)
+        self.since: Any = RawArray(ctypes.c_double, 1)
         self.words: Any = RawArray(ctypes.c_char, _WORDS)
         self.processes = processes
 
-    def note(self, process: int, began: float, wall: float, busy: float) -> None:
+    def note(self, process: int, began: float, row: tuple[float, float, float, float]) -> None:
         """Keep the times of a batch, unless it was stopped on its way: the pause would be counted as its time."""
-        if began < self.paused[0]:
+        if began < self.since[0]:
             return
         begin = process * _RING
         count = int(self.times[begin])
-        place = begin + 1 + 2 * (count % _KEEP)
-        self.times[place], self.times[place + 1] = wall, busy
+        place = begin + 1 + _ROW * (count % _KEEP)
+        self.times[place : place + _ROW] = row
         self.times[begin] = count + 1
 
     def pause(self) -> None:
-        """From now on the processes may be stopped. The clock is one for all processes."""
-        self.paused[0] = time.perf_counter()
+        """From now on the processes may be stopped: no batch counts."""
+        self.since[0] = math.inf
 
-    def read(self) -> list[tuple[float, float]]:
-        """All times kept."""
+    def go_on(self) -> None:
+        """They run again: what begins from now on counts. The clock is one for all processes."""
+        self.since[0] = time.perf_counter()
+
+    def read(self) -> list[tuple[float, ...]]:
+        """All batches kept."""
         found = []
         for process in range(self.processes):
             begin = process * _RING
             for row in range(min(_KEEP, int(self.times[begin]))):
-                place = begin + 1 + 2 * row
-                found.append((self.times[place], self.times[place + 1]))
+                place = begin + 1 + _ROW * row
+                found.append(tuple(self.times[place : place + _ROW]))
         return found
 
     def clear(self) -> None:
@@ -96,19 +109,21 @@ def install(board: Board) -> None:
             kind.fetch = _timed(kind.fetch)  # type: ignore[method-assign]
 
 
-def worker_init(board: Board, own: Callable[[int], None] | None, number: int) -> None:
-    """Each loader worker begins here: with fettle's watch, then the user's own `worker_init_fn`."""
+def worker_init(board: Board, keep_memory: bool, own: Callable[[int], None] | None, number: int) -> None:
+    """Each loader worker begins here: with fettle's watch and the setting, then the user's own `worker_init_fn`."""
     die_with_parent()
     install(board)
+    if keep_memory:
+        keep_freed_memory()
     # A batch that cannot be handed over (/dev/shm full) only prints in the queue's thread, and the loop waits for ever.
     multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_not_handed_over)  # type: ignore[attr-defined]
     if own is not None:
         own(number)
 
 
-def init_function(board: Board, own: Callable[[int], None] | None) -> Callable[[int], None]:
+def init_function(board: Board, keep_memory: bool, own: Callable[[int], None] | None) -> Callable[[int], None]:
     """A `worker_init_fn` that can be sent to workers which are started and not forked."""
-    return functools.partial(worker_init, board, own)
+    return functools.partial(worker_init, board, keep_memory, own)
 
 
 def quantile(values: list[float], share: float) -> float:
@@ -118,20 +133,24 @@ def quantile(values: list[float], share: float) -> float:
 
 
 def summary(board: Board) -> dict[str, float]:
-    """Quantiles of the times kept, and the processor's share of them."""
-    times = board.read()
-    walls = [wall for wall, _ in times]
+    """Quantiles of the times kept, the shares of processor and kernel in them, and the pages that the kernel gave."""
+    rows = board.read()
+    walls = [row[0] for row in rows]
+    whole = max(sum(walls), 1e-12)
     return {
         "fetch_p50_s": statistics.median(walls) if walls else 0.0,
         "fetch_p95_s": quantile(walls, 0.95),
         "fetch_p99_s": quantile(walls, 0.99),
-        "fetch_busy": sum(busy for _, busy in times) / max(sum(walls), 1e-12),
+        "fetch_mean_s": sum(walls) / max(len(walls), 1),
+        "fetch_busy": sum(row[1] for row in rows) / whole,
+        "fetch_system": sum(row[2] for row in rows) / whole,
+        "fetch_pages": statistics.median(row[3] for row in rows) if rows else 0.0,
     }
 
 
 def _timed(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def fetch(self: Any, index: Any) -> Any:
-        began, cpu = time.perf_counter(), time.process_time()
+        began, used = time.perf_counter(), _used()
         slow = getattr(self, "fettle_slow", True)
         queued = _queued() if slow else 0.0
         self.fettle_batches = getattr(self, "fettle_batches", 0) + 1
@@ -143,15 +162,24 @@ def _timed(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
             raise ItemError(_named(self, index, error)) from error
         if _board is not None:
             worker = get_worker_info()
-            wall, busy = time.perf_counter() - began, time.process_time() - cpu
+            wall = time.perf_counter() - began
+            busy, system, pages = (after - before for after, before in zip(_used(), used, strict=True))
             if slow:
                 busy += _queued() - queued
             self.fettle_slow = wall > _SLOW_S
-            _board.note(0 if worker is None else worker.id + 1, began, wall, min(busy, wall))
+            _board.note(0 if worker is None else worker.id + 1, began, (wall, min(busy, wall), system, pages))
         return batch
 
     fetch.fettle = True  # type: ignore[attr-defined]
     return fetch
+
+
+def _used() -> tuple[float, float, float]:
+    """Of this process: seconds on processors, seconds of them in the kernel, and pages that the kernel gave."""
+    if resource is None:
+        return time.process_time(), 0.0, 0.0
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return time.process_time(), used.ru_stime, float(used.ru_minflt)
 
 
 def _queued() -> float:

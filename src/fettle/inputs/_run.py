@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import re
 import signal
 import statistics
@@ -51,7 +52,7 @@ class Loop:
         self.run = step or (lambda batch: None)
         self.board = _fetch.Board(setting.num_workers + 1)
         _fetch.install(self.board)
-        loader.worker_init_fn = _fetch.init_function(self.board, loader.worker_init_fn)
+        loader.worker_init_fn = _fetch.init_function(self.board, setting.keep_memory, loader.worker_init_fn)
         self.batches: Any = None
         self.start_s = 0.0
         self.first: Any = None
@@ -102,6 +103,7 @@ class Loop:
         """Time batches and steps for at least `seconds`, in whole turns of the workers."""
         if self.batches is None:
             self.begin()
+        self.board.go_on()
         turn = max(1, self.setting.num_workers)
         least = max(4, 2 * turn)
         waits: list[float] = []
@@ -175,7 +177,8 @@ class Process:
         found = Facts(
             given.num_workers, given.prefetch_factor, given.persistent_workers, bool(loader.pin_memory),
             length,
-            isinstance(loader.dataset, IterableDataset), self.step is not None, torch.cuda.is_available(), ways, notes,
+            isinstance(loader.dataset, IterableDataset), self.step is not None, torch.cuda.is_available(),
+            platform.libc_ver()[0] == "glibc", ways, notes,
         )  # fmt: skip
         plain = replace(Setting(), fetch=ways[0])
         self.loop = Loop(with_setting(loader, plain), self.step, plain, device)

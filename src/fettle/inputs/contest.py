@@ -84,10 +84,11 @@ class Contest:
             self.run(setting, number)
         return number
 
-    def pairs(self, one: Setting, other: Setting) -> float:
+    def pairs(self, one: Setting, other: Setting, rough: bool = False) -> float:
         """How much faster `one` is than `other`, side by side: the median over rounds of both; 0 where `one` fails.
 
-        Rounds are added to those that both have until they say whether the larger of the two is worth its size.
+        Rounds are added to those that both have until they say whether the larger of the two is worth its size; with
+        `rough` two are enough: somebody else holds them against each other where it matters.
         """
         line = 1 - WITHIN if one.size < other.size else 1 / (1 - WITHIN)
         while True:
@@ -99,7 +100,7 @@ class Contest:
             found = []
             if mine and its:
                 found = [mine.whole(number) / its.whole(number) for number in mine.slices if number in its.slices]
-            if _decided(found, line):
+            if _decided(found, line) or (rough and len(found) >= 2):
                 return statistics.median(found)
             self.next_round(one, other)
 

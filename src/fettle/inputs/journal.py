@@ -17,7 +17,7 @@ import msgspec
 from fettle.errors import UsageError
 from fettle.inputs.setting import Setting
 
-_FORMAT = "fettle data journal 1"
+_FORMAT, _VERSION = "fettle data journal", 2
 _LARGEST = 16 << 20
 
 
@@ -66,7 +66,7 @@ class Journal:
             self._descriptor = -1
 
     def _read(self, made_for: dict[str, Any]) -> None:
-        head = msgspec.json.encode({"format": _FORMAT, **made_for})
+        head = msgspec.json.encode({"format": f"{_FORMAT} {_VERSION}", **made_for})
         size = os.fstat(self._descriptor).st_size
         if size > _LARGEST:
             raise UsageError(f"{self.path}: too large for measurements of fettle data; give --keep another file")
@@ -75,7 +75,7 @@ class Journal:
         if text and _FORMAT.encode() not in first[:64]:
             raise UsageError(f"{self.path} holds no measurements of fettle data; give --keep another file")
         kept = [head]
-        if first == head:  # else it is of another program, machine or length of slices: measured anew
+        if first == head:  # else it is of another version, program, machine or length of slices: measured anew
             for raw in rest.split(b"\n"):
                 try:
                     line = msgspec.json.decode(raw, type=Line)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from fettle.errors import UsageError
 from fettle.files import check_writable, write_bytes, write_text
 from fettle.inputs.found import Found
-from fettle.inputs.setting import BATCH_INDEX, ONE_BY_ONE, Measured
+from fettle.inputs.setting import BATCH_INDEX, ONE_BY_ONE, Measured, ratio
 from fettle.page import clean, shell, theme
 from fettle.units import size_text
 
@@ -44,11 +44,26 @@ def facts(found: Found) -> list[str]:
             f"{size_text(workers * found.best.setting.prefetch_factor * seen.batch_bytes)} of "
             "batches are in flight."
         )
+    lines += _kept(found)
     lines.append(f"{found.cores} cores to use ({found.cores_why}); searched in {found.search_s:.0f} s"
                  + (f", {found.reused} answers kept from an earlier start" if found.reused else "") + ".")  # fmt: skip
     if found.interrupted:
         lines.append("Interrupted: this is what was known by then.")
     return lines
+
+
+def _kept(found: Found) -> list[str]:
+    """What keeping freed memory was tried for, and what it brought."""
+    able = {item.setting: item for item in found.settings if item.able}
+    for setting, item in able.items():
+        before = able.get(replace(setting, keep_memory=False))
+        if setting.keep_memory and before:
+            return [
+                f"For each batch a worker fetched {before.last.fetch_pages:,.0f} pages of memory from the system, "
+                f"{before.last.fetch_fresh:.0%} of its time for those beyond the batch itself: keeping what is freed "
+                f"brought {ratio(item, before):.2f}x with {setting.num_workers} of them."
+            ]
+    return []
 
 
 def _limit_text(found: Found) -> str:
@@ -231,6 +246,7 @@ def _also(item: Measured) -> list[str]:
     """What a setting has beyond workers, their queue and their life."""
     setting = item.setting
     words = {ONE_BY_ONE: ["rows one by one"], BATCH_INDEX: ["batch index"]}.get(setting.fetch, [])
+    words += ["memory kept"] * setting.keep_memory
     return [*words, *["pinned"] * setting.pin_memory, *["not blocking"] * setting.non_blocking]
 
 

@@ -36,6 +36,10 @@ from fettle.inputs.setting import (
 _FIRST_ROUNDS = 2
 _KEEP = 0.92
 """Share of the best rate that keeps a setting in."""
+_FRESH = 0.05
+"""Share of making a batch that goes into memory fetched anew, from which on keeping it is tried."""
+_IDLE = 0.1
+"""Share of their time that workers are idle, from which on a deeper queue is tried."""
 
 
 def measure_and_search(
@@ -133,21 +137,27 @@ def climb(contest: Contest, facts: Facts, scores: dict[Setting, float], step_s: 
     """Numbers of workers that the costs point to, then upwards while it pays; each held against the best so far.
 
     One worker first: what it needs for a batch, its hand-over included, says how many would keep up with the step, or
-    would fill the cores. Whether fewer do as well is for `settle`.
+    would fill the cores. Whether fewer do as well is for `settle`. What it fetches of memory for each batch says
+    whether it would do better to keep what it frees; then all do.
     """
     cores = contest.here.cores
     base = replace(_given(facts), fetch=AS_GIVEN, persistent_workers=True)
     settings = {setting.num_workers: setting for setting in scores}
 
-    def run(number: int) -> bool:
+    def run(number: int, rough: bool = False) -> bool:
         if number not in settings:
             settings[number] = replace(base, num_workers=number)
-            _hold(contest, scores, settings[number], _top(scores))
+            _hold(contest, scores, settings[number], _top(scores), rough)
         return scores[settings[number]] > 0
 
-    if not run(1):
+    if not run(1, rough=True):
         return
     seen = contest.measured[settings[1]].last
+    if facts.glibc and seen.fetch_fresh > _FRESH:
+        keeps = replace(settings[1], keep_memory=True)
+        if _hold(contest, scores, keeps, settings[1]) > 1 / (1 - WITHIN):
+            base, settings[1] = replace(base, keep_memory=True), keeps
+            seen = contest.measured[keeps].last
     if scores[settings[1]] < 0.9 and seen.fetch_p50_s * seen.rate < 0.5:
         return  # slower, and the worker idles more than half of its time: handing over is what takes the time
     waits = seen.fetch_busy < 0.5
@@ -214,9 +224,9 @@ def _alike(one: Setting, other: Setting) -> bool:
     )
 
 
-def _hold(contest: Contest, scores: dict[Setting, float], one: Setting, other: Setting) -> float:
+def _hold(contest: Contest, scores: dict[Setting, float], one: Setting, other: Setting, rough: bool = False) -> float:
     """Hold a setting against another one whose score is known; gives how much faster it is, 0 where it fails."""
-    level = contest.pairs(one, other)
+    level = contest.pairs(one, other, rough)
     if math.isinf(level):  # the other one has failed since
         scores[one], scores[other] = scores[other], 0.0
     else:
@@ -237,15 +247,11 @@ def variants(contest: Contest, facts: Facts, scores: dict[Setting, float], usele
             run(Setting(fetch=fetch), Setting())
             if setting.num_workers:
                 run(replace(setting, fetch=fetch), setting)
-    seen = contest.measured[setting].last
-    if setting.num_workers and seen.fetch_p99_s > 3 * seen.fetch_p50_s:
+    if setting.num_workers and not (why := _no_deeper(contest.measured[setting])):
         if run(replace(setting, prefetch_factor=4), setting):
             run(replace(setting, prefetch_factor=8), setting)
     elif setting.num_workers:
-        notes.append(
-            f"prefetch_factor stays at {setting.prefetch_factor}: batches take about the same time each (99%: "
-            f"{seen.fetch_p99_s / max(seen.fetch_p50_s, 1e-12):.1f} times the median), a deeper queue would not help."
-        )
+        notes.append(f"prefetch_factor stays at {setting.prefetch_factor}: {why}, a deeper queue would not help.")
     if setting.num_workers and not facts.epoch_batches:
         notes.append("persistent_workers was not compared: how long an epoch is, the loader does not say.")
     elif setting.num_workers:
@@ -264,6 +270,16 @@ def variants(contest: Contest, facts: Facts, scores: dict[Setting, float], usele
         run(replace(setting, pin_memory=True, non_blocking=True), setting)
     elif facts.cuda:
         run(replace(setting, pin_memory=not setting.pin_memory), setting)
+
+
+def _no_deeper(item: Measured) -> str:
+    """Why a deeper queue would not help, where batches take like times, or no worker ever waits for room in it."""
+    seen = item.last
+    if seen.fetch_p99_s <= 3 * seen.fetch_p50_s:
+        times = seen.fetch_p99_s / max(seen.fetch_p50_s, 1e-12)
+        return f"batches take about the same time each (99%: {times:.1f} times the median)"
+    busy = min(1.0, seen.fetch_mean_s * item.rate / item.setting.num_workers)
+    return f"workers make batches {busy:.0%} of the time" if busy > 1 - _IDLE else ""
 
 
 def never_slower(contest: Contest, best: Measured, given: Measured, plain: Measured) -> Measured:

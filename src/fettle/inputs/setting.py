@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import statistics
 from collections.abc import Sequence
@@ -9,8 +10,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from fettle.techniques.allocator import keep_freed_memory
+
 WITHIN = 0.03
 """A smaller setting is taken where it is at most this much slower than the best."""
+_PAGE = 4096
 SHORT = 8
 """Epochs of so few batches, or of an unknown number, are timed as a whole, their beginnings included."""
 AS_GIVEN, ONE_BY_ONE, BATCH_INDEX = "as given", "one by one", "batch index"
@@ -27,6 +31,8 @@ class Setting:
     pin_memory: bool = False
     non_blocking: bool = False
     fetch: str = AS_GIVEN
+    keep_memory: bool = False
+    """Workers keep the memory that they free instead of handing it back to the system."""
 
     @property
     def arguments(self) -> str:
@@ -42,6 +48,8 @@ class Setting:
         words = [self.arguments]
         if self.fetch != AS_GIVEN:
             words.append(f"rows fetched by {self.fetch}" if self.fetch == BATCH_INDEX else "rows fetched one by one")
+        if self.keep_memory:
+            words.append("workers keep freed memory")
         if self.non_blocking:
             words.append("non_blocking=True")
         return ", ".join(words)
@@ -49,23 +57,27 @@ class Setting:
     @property
     def code(self) -> str:
         """Plain PyTorch lines for the user's own loop."""
+        arguments = self.arguments + ", worker_init_fn=keep_freed_memory" * self.keep_memory
         if self.fetch == BATCH_INDEX:
             batches = "BatchSampler(sampler, batch_size, drop_last)"
-            lines = [f"DataLoader(dataset, sampler={batches}, batch_size=None, {self.arguments})"]
+            lines = [f"DataLoader(dataset, sampler={batches}, batch_size=None, {arguments})"]
         else:
-            lines = [f"DataLoader(dataset, ..., {self.arguments})"]
+            lines = [f"DataLoader(dataset, ..., {arguments})"]
         if self.fetch == ONE_BY_ONE:
             lines.insert(0, "dataset.__getitems__ = None  # rows one by one")
         if self.non_blocking:
             lines.append('batch = batch.to("cuda", non_blocking=True)')
+        if self.keep_memory:
+            helper = inspect.getsource(keep_freed_memory).rstrip().splitlines()
+            lines = [*helper, "", "", "# A worker_init_fn of your own calls it first.", *lines]
         return "\n".join(lines)
 
     @property
     def size(self) -> tuple[int, ...]:
         """For order: fewer workers, fewer batches in flight, fewer changes are smaller."""
         flight = self.num_workers * self.prefetch_factor
-        return (self.num_workers, flight, self.fetch != AS_GIVEN, self.pin_memory, self.non_blocking,
-                self.persistent_workers)  # fmt: skip
+        return (self.num_workers, flight, self.fetch != AS_GIVEN, self.keep_memory, self.pin_memory,
+                self.non_blocking, self.persistent_workers)  # fmt: skip
 
 
 class Slice(msgspec.Struct, frozen=True):
@@ -83,8 +95,13 @@ class Slice(msgspec.Struct, frozen=True):
     """Producing one batch in one worker (or in the main process, without workers), as timed there."""
     fetch_p95_s: float
     fetch_p99_s: float
+    fetch_mean_s: float
     fetch_busy: float
     """Share of producing on a processor or queueing for one: near 0 it waits (files, network), near 1 it computes."""
+    fetch_system: float
+    """Share of producing in the kernel."""
+    fetch_pages: float
+    """Pages of memory that the kernel gave for one batch: fresh ones, which it clears first."""
     cpu_share: float
     """Cores that the main process kept busy."""
     start_s: float
@@ -94,6 +111,15 @@ class Slice(msgspec.Struct, frozen=True):
     batch_bytes: int
     worker_bytes: int
     """The most memory of its own that a worker held (USS); 0 without workers."""
+
+    @property
+    def fetch_fresh(self) -> float:
+        """Share of producing that the kernel takes to give pages beyond those that the batch itself lies in.
+
+        The kernel's time goes by pages here; what else it does (reading files) is counted with them.
+        """
+        beyond = self.fetch_pages - self.batch_bytes / _PAGE
+        return self.fetch_system * max(0.0, beyond) / max(self.fetch_pages, 1.0)
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -108,6 +134,8 @@ class Facts(msgspec.Struct, frozen=True):
     iterable: bool
     has_step: bool
     cuda: bool
+    glibc: bool
+    """Whether the C library can be told to keep freed memory."""
     fetches: list[str]
     """Ways to fetch rows that give the same batches as the one given."""
     notes: list[str] = []

@@ -14,12 +14,12 @@ from fettle.techniques._base import Code, Facts, Level, Technique
 _JEMALLOC = "oversize_threshold:1,background_thread:true,metadata_thp:auto,dirty_decay_ms:-1,muzzy_decay_ms:-1"
 
 
-def keep_freed_memory() -> None:
-    """Let the C library keep what is freed for what is allocated next. The numbers are those of glibc's malloc.h."""
+def keep_freed_memory(worker: int = 0) -> None:
+    """Let the C library keep what is freed for what is allocated next; also fit as a loader's `worker_init_fn`."""
     import ctypes
 
     mallopt = ctypes.CDLL(None).mallopt
-    m_trim_threshold, m_mmap_max = -1, -4
+    m_trim_threshold, m_mmap_max = -1, -4  # as in glibc's malloc.h
     if not (mallopt(m_mmap_max, 0) and mallopt(m_trim_threshold, -1)):
         raise RuntimeError("the C library does not take these settings of its allocator")
 
