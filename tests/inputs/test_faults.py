@@ -272,6 +272,20 @@ def test_workers_that_keep_memory_fetch_less() -> None:
     assert keeps < gives / 4
 
 
+def test_nothing_is_made_between_slices() -> None:
+    """What workers make while a slice is summed up would be had for nothing in the next, more so by deeper queues."""
+    here = Contest(f"{LOADERS}:waiting", 0.1, 60.0, "cpu", room(), Journal(None, {}), lambda doing, done, of: None)
+    try:
+        process = here._process(Setting(2))
+        for _ in range(2):
+            assert process.ask("slice", 60.0, seconds=0.05)["batches"]
+            workers = [child for child in psutil.Process(process.pid).children() if child.name() == "pt_data_worker"]
+            assert len(workers) == 2
+            assert {worker.status() for worker in workers} == {psutil.STATUS_STOPPED}
+    finally:
+        here.close()
+
+
 def _slice(**other: object) -> dict:
     import msgspec
 

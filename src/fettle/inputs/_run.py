@@ -1,7 +1,8 @@
 """The process in which one setting runs: it answers requests, one JSON line each, until the parent closes the pipe.
 
 Between requests the parent stops it together with its loader workers, so that a slice begins where the last one ended:
-with as many batches ready as there were.
+with as many batches ready as there were. The workers are stopped as soon as a slice ends: what they made while it is
+summed up would be had for nothing in the next.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ class Loop:
         """Time batches and steps for at least `seconds`, in whole turns of the workers."""
         if self.batches is None:
             self.begin()
+        self.signal_workers(signal.SIGCONT)
         self.board.go_on()
         turn = max(1, self.setting.num_workers)
         least = max(4, 2 * turn)
@@ -128,6 +130,7 @@ class Loop:
                 walls.append(after - now)
             now = after
         self.board.pause()
+        self.signal_workers(signal.SIGSTOP)
         if self.device == "cuda":
             began = time.perf_counter()
             torch.cuda.synchronize()
@@ -140,6 +143,12 @@ class Loop:
             cpu_share=(time.process_time() - cpu) / max(time.perf_counter() - begin, 1e-12), start_s=self.start_s,
             boundaries_s=boundaries[:64], batch_bytes=batch_bytes(self.first), worker_bytes=_worker_bytes(),
         )  # fmt: skip
+
+    def signal_workers(self, number: signal.Signals) -> None:
+        """Stop the loader's worker processes, or let them go on."""
+        for worker in getattr(self.batches, "_workers", ()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, number)
 
     def step_alone(self) -> float:
         """Median seconds of a step on a batch that is there already."""
