@@ -95,7 +95,7 @@ DEAR = {
     "runtime": {"openvino-int8", "openvino-int8-part", "openvino-bf16", "openvino-bf16-sums", "aoti"},
     "freeze": {"on"},
     "region": {"blocks"},
-    "quantize": {"int8-weight", "int8-static"},
+    "quantize": {"int8-weight", "int8-static", "int8-dynamic"},
     "batch": {"x4", "x8", "x16", "x32"},
     "precision": {"fp16", "autocast-fp16"},
     "shapes": {"static", "dynamic"},

@@ -153,13 +153,13 @@ def climb(contest: Contest, facts: Facts, scores: dict[Setting, float], step_s: 
     if not run(1, rough=True):
         return
     seen = contest.measured[settings[1]].last
+    if scores[settings[1]] < 0.9 and seen.fetch_p50_s * seen.rate < 0.5:
+        return  # slower, and the worker idles more than half of its time: handing over is what takes the time
     if facts.glibc and seen.fetch_fresh > _FRESH:
         keeps = replace(settings[1], keep_memory=True)
         if _hold(contest, scores, keeps, settings[1]) > 1 / (1 - WITHIN):
             base, settings[1] = replace(base, keep_memory=True), keeps
             seen = contest.measured[keeps].last
-    if scores[settings[1]] < 0.9 and seen.fetch_p50_s * seen.rate < 0.5:
-        return  # slower, and the worker idles more than half of its time: handing over is what takes the time
     waits = seen.fetch_busy < 0.5
     limit, most = (4 * cores, 8 * cores) if waits else (cores, 2 * cores)
     wanted = max(1, min(limit, math.ceil(seen.fetch_p95_s / step_s) if step_s else limit))
