@@ -198,6 +198,9 @@ def test_workers_keep_memory_where_fetching_it_anew_takes_their_time() -> None:
     code = found.best.setting.code
     assert "worker_init_fn=keep_freed_memory)" in code
     compile(code.replace("...,", "").replace("dataset", "[]"), "code", "exec")
+    given = MadeUp(make_s=0.03, cores=2, fresh=0.5, given=Setting(2)).search()
+    assert given.best.setting == Setting(2, persistent_workers=True, keep_memory=True)
+    assert given.gain == pytest.approx(2)
     # Nothing of it where it does not bring what it could, is no matter, or where the C library knows no such thing.
     for other in ({"fresh": 0.5, "kept": 0.0}, {"fresh": 0.04}, {"fresh": 0.5, "glibc": False}):
         contest = MadeUp(make_s=0.03, cores=2, **other)

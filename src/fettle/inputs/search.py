@@ -158,8 +158,8 @@ def climb(contest: Contest, facts: Facts, scores: dict[Setting, float], step_s: 
     if facts.glibc and seen.fetch_fresh > _FRESH:
         keeps = replace(settings[1], keep_memory=True)
         if _hold(contest, scores, keeps, settings[1]) > 1 / (1 - WITHIN):
-            base, settings[1] = replace(base, keep_memory=True), keeps
-            seen = contest.measured[keeps].last
+            base, seen = replace(base, keep_memory=True), contest.measured[keeps].last
+            settings = {0: Setting(), 1: keeps}  # as many workers as were given are worth another look
     waits = seen.fetch_busy < 0.5
     limit, most = (4 * cores, 8 * cores) if waits else (cores, 2 * cores)
     wanted = max(1, min(limit, math.ceil(seen.fetch_p95_s / step_s) if step_s else limit))
