@@ -148,10 +148,19 @@ def test_a_node_that_leaves_is_named(two_nodes):
         worker.ask("build", 120, target=target("planned.py:workload"))
         other.kill()
         recipe = Recipe.parse("parallel=ddp")
-        with pytest.raises(WorkerError, match="rank 1 on node 2 ended in prepare"):
+        with pytest.raises((WorkerError, UsageError), match="rank 1 on node 2 ended in prepare|node 2 has left"):
             worker.ask("prepare", 60, source=source(recipe, FACTS), label=str(recipe))
     with pytest.raises(UsageError, match="node 2 has left"):
         Worker(ranks=2, nodes=nodes)
+
+
+def test_a_node_that_leaves_before_its_ranks_have_come_is_not_waited_for(two_nodes):
+    """torch would wait for them for a quarter of an hour."""
+    nodes, other = two_nodes
+    with Worker(ranks=2, nodes=nodes) as worker:
+        other.kill()
+        with pytest.raises(UsageError, match="node 2 has left"):
+            worker.ask("build", 600, target=target("planned.py:workload"))
 
 
 def test_strangers_hold_nobody_up():

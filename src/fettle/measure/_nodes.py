@@ -71,11 +71,16 @@ class Nodes:
                     self._others.append(visitor)
         self._door.close()
 
-    def begin(self, gathering: Gathering, environment: Mapping[str, str]) -> None:
-        """Have the others start their ranks of a worker. Raises `UsageError` where one has left."""
+    def check(self) -> None:
+        """Raises `UsageError` where another node has left."""
         for node, other in enumerate(self._others, 1):
             if other.poll():  # it has nothing to say but that it ends
                 raise UsageError(f"node {node + 1} has left: start 'fettle join' there and this again, which goes on")
+
+    def begin(self, gathering: Gathering, environment: Mapping[str, str]) -> None:
+        """Have the others start their ranks of a worker. Raises `UsageError` where one has left."""
+        self.check()
+        for node, other in enumerate(self._others, 1):
             share = msgspec.structs.replace(gathering, node=node)
             self._send(other, {"begin": msgspec.to_builtins(share), "environment": dict(environment)})
 

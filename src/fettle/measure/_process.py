@@ -185,10 +185,20 @@ class Worker:
                     raise self._ended()
                 self._buffer += data
             else:
+                self._check_nodes()
                 memory = psutil.virtual_memory()
                 if memory.available < RESERVE * memory.total and (size := self.resident_bytes()) > memory.total / 4:
                     self.close()
                     raise WorkerError(f"out of memory: it held {size / 2**30:.1f} GiB in {do}", "memory")
+
+    def _check_nodes(self) -> None:
+        """A node that left before its ranks had come is missed by nobody here: they would be waited for."""
+        try:
+            if self._nodes is not None:
+                self._nodes.check()
+        except UsageError:
+            self.close()
+            raise
 
     def _ended(self) -> WorkerError:
         """Say how the process came to its end."""
