@@ -148,7 +148,7 @@ def test_a_node_that_leaves_is_named(two_nodes):
         worker.ask("build", 120, target=target("planned.py:workload"))
         other.kill()
         recipe = Recipe.parse("parallel=ddp")
-        with pytest.raises((WorkerError, UsageError), match="rank 1 on node 2 ended in prepare|node 2 has left"):
+        with pytest.raises((WorkerError, UsageError), match=r"rank 1 on node 2 ended in prepare|node 2 has left"):
             worker.ask("prepare", 60, source=source(recipe, FACTS), label=str(recipe))
     with pytest.raises(UsageError, match="node 2 has left"):
         Worker(ranks=2, nodes=nodes)
