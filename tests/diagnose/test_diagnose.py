@@ -93,7 +93,9 @@ def write(folder: Path, body: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("cause", CASES)
+@pytest.mark.parametrize(
+    "cause", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("float64", "padding"))) for name in CASES]
+)
 def test_a_planted_cause_is_found(cause: str, tmp_path: Path) -> None:
     found = diagnose(write(tmp_path, CASES[cause]), seconds=0.5, compile_check=False, record=False)
     by_rule = {finding.rule: finding for finding in found.findings}
@@ -396,6 +398,7 @@ def test_what_the_next_call_replaces_is_no_leak() -> None:
     assert kept_alive(lambda: state.update(last=torch.zeros(4))).tensors == 0
 
 
+@pytest.mark.slow
 def test_a_loader_that_reads_slowly_is_named_and_takes_its_time() -> None:
     """One that is read in the same process always takes some of the time: mended it may still be named, for less."""
     cause, mended = (_collected("inputs", f"slow_read{end}") for end in ("", "_fixed"))

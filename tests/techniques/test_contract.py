@@ -91,7 +91,7 @@ FACTS = replace(
     },
 )  # fmt: skip
 DEAR = {
-    "compile": {"max-autotune"},
+    "compile": {"default", "max-autotune"},
     "runtime": {"openvino-int8", "openvino-int8-part", "openvino-bf16", "openvino-bf16-sums", "aoti"},
     "freeze": {"on"},
     "region": {"blocks"},

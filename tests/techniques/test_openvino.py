@@ -122,7 +122,14 @@ def answer(model: Any, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
 
 
 @pytest.mark.skipif(not {"amx_bf16", "avx512_bf16"} & set(cpu_flags()), reason="no bfloat16 instructions")
-@pytest.mark.parametrize("level", ["openvino-bf16", "openvino-int8", "openvino-int8-part"])
+@pytest.mark.parametrize(
+    "level",
+    [
+        "openvino-bf16",
+        pytest.param("openvino-int8", marks=pytest.mark.slow),
+        pytest.param("openvino-int8-part", marks=pytest.mark.slow),
+    ],
+)
 def test_sines_of_a_timestep_are_computed_in_float32(level) -> None:
     model, inputs, program = timed()
     with torch.no_grad():
