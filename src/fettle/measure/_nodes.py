@@ -71,15 +71,15 @@ class Nodes:
                     self._others.append(visitor)
         self._door.close()
 
-    def check(self) -> None:
-        """Raises `UsageError` where another node has left."""
-        for node, other in enumerate(self._others, 1):
-            if other.poll():  # it has nothing to say but that it ends
-                raise UsageError(f"node {node + 1} has left: start 'fettle join' there and this again, which goes on")
+    def why_fewer(self) -> str:
+        """Which other node has left, as a sentence; empty where all are there."""
+        left = [node for node, other in enumerate(self._others, 2) if other.poll()]  # it says nothing but that it ends
+        return f"node {left[0]} has left: start 'fettle join' there and this again, which goes on" if left else ""
 
     def begin(self, gathering: Gathering, environment: Mapping[str, str]) -> None:
         """Have the others start their ranks of a worker. Raises `UsageError` where one has left."""
-        self.check()
+        if why := self.why_fewer():
+            raise UsageError(why)
         for node, other in enumerate(self._others, 1):
             share = msgspec.structs.replace(gathering, node=node)
             self._send(other, {"begin": msgspec.to_builtins(share), "environment": dict(environment)})

@@ -29,6 +29,11 @@ RESERVE = 0.04
 """Share of the machine's memory that must stay free: below it a worker that holds a quarter of all is ended as out of
 memory, before the kernel ends whatever it likes. A small worker is not to blame for what others hold."""
 
+_TICK_S = 0.5
+"""How often whoever waits for an answer looks around."""
+_WORD_S = 10.0
+"""When a node leaves, the ranks that are left say so; where its ranks had not come yet, nobody would. Wait so long."""
+
 
 class WorkerError(Exception):
     """A worker could not do what it was asked. The text is the reason, one line; `kind` is error, memory, timeout,
@@ -168,6 +173,7 @@ class Worker:
                 os.killpg(group, number)
 
     def _read_line(self, deadline: float, timeout_s: float, do: str) -> bytes:
+        left_s = 0.0
         while True:
             end = self._buffer.find(b"\n")
             if end >= 0:
@@ -178,27 +184,22 @@ class Worker:
             if left <= 0:
                 self.close()
                 raise WorkerError(f"timed out after {timeout_s:.0f} s in {do}", "timeout")
-            ready, _, _ = select.select([self._answer], [], [], min(left, 0.5))
+            ready, _, _ = select.select([self._answer], [], [], min(left, _TICK_S))
             if ready:
                 data = os.read(self._answer, 1 << 16)
                 if not data:
                     raise self._ended()
                 self._buffer += data
             else:
-                self._check_nodes()
+                why = self._nodes.why_fewer() if self._nodes is not None else ""
+                left_s = left_s + _TICK_S if why else 0.0
+                if left_s > _WORD_S:
+                    self.close()
+                    raise UsageError(why)
                 memory = psutil.virtual_memory()
                 if memory.available < RESERVE * memory.total and (size := self.resident_bytes()) > memory.total / 4:
                     self.close()
                     raise WorkerError(f"out of memory: it held {size / 2**30:.1f} GiB in {do}", "memory")
-
-    def _check_nodes(self) -> None:
-        """A node that left before its ranks had come is missed by nobody here: they would be waited for."""
-        try:
-            if self._nodes is not None:
-                self._nodes.check()
-        except UsageError:
-            self.close()
-            raise
 
     def _ended(self) -> WorkerError:
         """Say how the process came to its end."""
