@@ -46,7 +46,7 @@ LIMITS = {"minilm": 0.1, "resnet50": 0.1, "digits": 0.02, "yolos": 0.1}
 """Seconds."""
 TURNS = 5
 """How often the found setting and the grid's best are measured again, one after the other."""
-RECIPES = {"resnet50": "runtime=openvino-bf16", "yolos": "runtime=openvino-bf16"}
+RECIPES = {"resnet50": "runtime=openvino-int8", "yolos": "runtime=openvino-bf16"}
 """What a tuned package of the model holds; a lone core would take longer than the limit for two rows as given."""
 
 
@@ -78,8 +78,8 @@ class Pinned(subprocess.Popen):  # type: ignore[type-arg]
 EVERY = os.sched_getaffinity(0)
 
 
-async def one(package: Package, limit_s: float, seconds: float) -> dict[str, Any]:
-    """The search, and the pair of policies."""
+async def one(package: Package, row: dict[str, Any], limit_s: float, seconds: float, save: Any) -> None:
+    """The search, and then the pair of policies. What a grid has found before stays in the row."""
     began = time.perf_counter()
     first: list[str] = []
 
@@ -91,25 +91,28 @@ async def one(package: Package, limit_s: float, seconds: float) -> dict[str, Any
     found = await search(package, limit_s, most_rows=8, cores=1, seconds=seconds, tell=tell)
     took = time.perf_counter() - began
     best = found.best
+    for key in [key for key in row if not key.startswith("grid")]:
+        del row[key]
+    row |= {"why": found.why, "seconds": took}
     if best is None or not best.measured:
-        return {"why": found.why, "seconds": took}
-    branch = found.branches[best.setting.branch]
-    pair = {}
-    for policy in ("greedy", "curve"):
-        setting = replace(best.setting, policy=policy)
-        pair[policy] = (await measured(package, Point(setting, best.measured), branch, limit_s, seconds)).measured
-    return {
+        return
+    row |= {
         "setting": str(best.setting), "place": place(best.setting),
         "predicted": best.predicted, "measured": best.measured,
         "predicted_over_measured": best.predicted / best.measured, "before_any_test": before(first, found),
-        "greedy": pair["greedy"], "curve": pair["curve"], "tests": found.tests, "seconds": took,
+        "tests": found.tests,
         "test_seconds": sum(test.run["duration_s"] for point in found.points for test in point.tests),
-        "why": found.why, "limit_ms": limit_s * 1e3,
+        "limit_ms": limit_s * 1e3,
         "curves_ms": {str(m.branch): dict(zip(m.costs.curve().rows, (1e3 * s for s in m.costs.curve().seconds),
                                               strict=True)) for m in found.branches.values()},
         "overheads": {str(m.branch): around(m) for m in found.branches.values() if m.overheads is not None},
         "failures": [f"{failure.what}: {failure.why}" for failure in found.failures],
     }  # fmt: skip
+    save()
+    branch = found.branches[best.setting.branch]
+    for policy in ("greedy", "curve"):
+        point = Point(replace(best.setting, policy=policy), best.measured)
+        row[policy] = (await measured(package, point, branch, limit_s, seconds, best.measured)).measured
 
 
 async def grid(package: Package, row: dict[str, Any], limit_s: float, seconds: float, until: float, save: Any) -> None:
@@ -144,7 +147,8 @@ async def grid(package: Package, row: dict[str, Any], limit_s: float, seconds: f
         turn = {}
         for name in (mine, best) if number % 2 else (best, mine):
             point = Point(there[name].setting, every[name]["capacity"])
-            done = await measured(package, point, found.branches[point.setting.branch], limit_s, seconds)
+            branch = found.branches[point.setting.branch]
+            done = await measured(package, point, branch, limit_s, seconds, point.predicted)
             turn[name] = done.measured or 0.0
         turns.append(turn)
         print(turn, flush=True)
@@ -172,9 +176,11 @@ def around(measured: Measured) -> dict[str, float]:
     return {"request_ms": costs.request_s * 1e3, "batch_ms": costs.batch_s * 1e3, "held_ms": costs.held_s * 1e3}
 
 
-async def measured(package: Package, point: Point, branch: Measured, limit_s: float, seconds: float) -> Point:
-    """The point with its capacity by load tests."""
-    await prove(package, point, branch.costs, Found(limit_s, 0.0), seconds)
+async def measured(
+    package: Package, point: Point, branch: Measured, limit_s: float, seconds: float, expected: float | None = None
+) -> Point:
+    """The point with its capacity by load tests, fewer where one is expected."""
+    await prove(package, point, branch.costs, Found(limit_s, 0.0), seconds, expected=expected)
     return point
 
 
@@ -208,12 +214,11 @@ def main() -> None:
             recipe = Recipe.parse(options.recipe or RECIPES.get(name, "grad=inference_mode"))
             package = write_package(work, recipe, Path(scratch) / name, name=name, settings=ServeSettings(max_rows=8))
             limit_s = LIMITS.get(name, 0.1)
+            row = results["models"].setdefault(name, {})
             if options.grid:
-                row = results["models"].setdefault(name, {})
                 run(grid(package, row, limit_s, options.seconds, until, save))
             else:
-                kept = {key: value for key, value in results["models"].get(name, {}).items() if key.startswith("grid")}
-                row = results["models"][name] = run(one(package, limit_s, options.seconds)) | kept
+                run(one(package, row, limit_s, options.seconds, save))
             row["recipe"] = str(recipe)
         save()
         print(json.dumps({name: row}, indent=1))

@@ -30,6 +30,15 @@ NEAR = 1.045
 """The first step, either way, from a rate that tests of a like setting let expect: two tests are enough then."""
 
 
+REQUESTS, LONGEST_S = 1000, 60.0
+"""A load test has so many requests at least, or takes so long."""
+
+
+def test_s(rate: float, seconds: float) -> float:
+    """Seconds of a load test at a rate: `seconds` at least, and as long as a 99th percentile needs."""
+    return min(LONGEST_S, max(seconds, REQUESTS / rate))
+
+
 async def prove(
     package: Package, point: Point, costs: Costs, found: Found, seconds: float, journal: Journal | None = None,
     tell: Callable[[str], None] = lambda text: None, stop: asyncio.Event | None = None, expected: float | None = None,
@@ -48,7 +57,7 @@ async def prove(
         good, bad, rate, missed = 0.0, math.inf, expected or point.predicted, 0
         up, down = (NEAR, (1 / NEAR, *STEPS_DOWN)) if expected else (STEP_UP, STEPS_DOWN)
         for _ in range(4):
-            length = min(60.0, max(seconds, 1000 / rate))
+            length = test_s(rate, seconds)
             key = f"{package_key(package)} {setting} {rate:.6g}/s {length:.6g}s {limit_s:g}s"
             if key not in journal.tests:
                 if stop is not None and stop.is_set():

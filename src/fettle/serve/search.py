@@ -23,7 +23,7 @@ from fettle.serve.overheads import Overheads, measure_overheads
 from fettle.serve.package import Package
 from fettle.serve.points import Branch, Failure, Found, Measured, Point, Setting, Variant
 from fettle.serve.policy import plan
-from fettle.serve.proof import prove, sample_shots, serve_settings
+from fettle.serve.proof import prove, sample_shots, serve_settings, test_s
 from fettle.serve.ranking import Known, between, crews, rank
 from fettle.serve.served import Served, ServerFailure
 from fettle.serve.simulate import simulate
@@ -34,6 +34,10 @@ OFF = 1.15
 """A prediction that is off by more than this factor is corrected."""
 BEHIND = 0.9
 """A setting of which less than this share of what another has shown is expected is not tested."""
+CALIBRATION_S = 10.0
+"""Of one crew, about."""
+TESTS = 3.2
+"""Load tests of a setting, on average."""
 HOPELESS = 0.5
 """A recipe with no smaller error that serves less than this share of another's is not tried with other workers."""
 Tell = Callable[[str], None]
@@ -78,7 +82,8 @@ class _Search:
     ) -> None:  # fmt: skip
         self.found, self.variants, self.journal, self.stop = found, variants, journal, stop
         self.seconds, self.most_rows, self.cores = seconds, most_rows, cores
-        self._tell, self._left_s = tell, 0.0
+        self._tell, self._until = tell, 0.0
+        """When the part that is under way is done, about, of `time.monotonic`."""
         self._tested: set[Setting] = set()
         self._tried: set[Branch] = set()
         self._simulated: Known = {}
@@ -87,7 +92,8 @@ class _Search:
 
     async def calibrate(self, variants: Sequence[Variant], devices: Sequence[str]) -> None:
         """Cost curves of every variant and device with the first crew, then with the others where there is hope."""
-        self._left_s = 10.0 * len(variants) * sum(len(crews(self.cores, device)) for device in devices)
+        all_s = CALIBRATION_S * len(variants) * sum(len(crews(self.cores, device)) for device in devices)
+        self._until = time.monotonic() + all_s
         for device in devices:
             for variant in variants:
                 await self._calibrate(Branch(*crews(self.cores, device)[0], device, variant.name))
@@ -109,7 +115,6 @@ class _Search:
         made = self.journal.calibrations.get(key)
         if made is None:
             self._check_memory(branch)
-            began = time.monotonic()
             try:
                 made = await asyncio.to_thread(
                     calibrate, package, most=most, workers=branch.workers, threads=branch.threads,
@@ -117,9 +122,10 @@ class _Search:
                 )  # fmt: skip
             except _TooMuch as failure:
                 made = Calibration({}, {0: str(failure)})
-            self._left_s = max(0.0, self._left_s - (time.monotonic() - began))
             self.journal.calibrations[key] = made
             self.journal.save()
+        else:
+            self._until -= CALIBRATION_S
         for rows, why in made.failures.items():
             at = f" at {rows} row{'s' if rows > 1 else ''}" if rows else ", loading"
             self.found.failures.append(Failure(f"{branch}{at}", why))
@@ -235,9 +241,9 @@ class _Search:
         """Put the best settings to a real server; where the prediction was off, correct it, rank anew, test again."""
         found = self.found
         for attempt in range(2):
-            self._left_s = 3.2 * self.seconds * (count + 1 - attempt)
             todo = self._next(count)
-            for point in todo:
+            for number, point in enumerate(todo):
+                self._until = time.monotonic() + sum(TESTS * test_s(p.predicted, self.seconds) for p in todo[number:])
                 if not self._is_behind(point):
                     await self._prove(point)
             # Where no test kept the limit the capacity is below the lowest rate: the least that the prediction was off.
@@ -318,7 +324,6 @@ class _Search:
             await prove(package, point, costs, self.found, self.seconds, self.journal, self.tell, self.stop, expected)
         except ServerFailure as failure:
             self.found.failures.append(Failure(str(point.setting), str(failure)))
-        self._left_s = max(0.0, self._left_s - 3.2 * self.seconds)
 
     # -- result ------------------------------------------------------------------------------------------------------
 
@@ -366,7 +371,8 @@ class _Search:
 
     def tell(self, text: str) -> None:
         """What is done now, and about how long all of it still takes."""
-        self._tell(f"{text} · about {self._left_s:.0f} s left" if self._left_s >= 1 else text)
+        left_s = self._until - time.monotonic()
+        self._tell(f"{text} · about {left_s:.0f} s left" if left_s >= 1 else text)
 
     def _check(self) -> None:
         if self.stop.is_set():
