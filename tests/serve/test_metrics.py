@@ -1,10 +1,10 @@
-"""Histograms of our own say what Prometheus' would."""
+"""Histograms and counters of our own say what Prometheus' would."""
 
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from fettle.serve.metrics import Metrics, ModelMetrics, Tallies
+from fettle.serve.metrics import Counts, Metrics, ModelMetrics, Tallies
 
 
 @given(st.lists(st.floats(0.0, 100.0)), st.sets(st.floats(0.001, 50.0), min_size=1, max_size=8))
@@ -20,6 +20,32 @@ def test_a_tally_is_exposed_as_prometheus_own_histogram(values, bounds):
         tally.observe(value)
     wanted = [line for line in generate_latest(theirs).decode().splitlines() if "_created" not in line]
     assert generate_latest(ours).decode().splitlines() == wanted
+
+
+def test_counts_are_exposed_as_prometheus_own_counter():
+    theirs, ours = CollectorRegistry(), CollectorRegistry()
+    counter, counts = (
+        Counter("answers", "text", ("model", "code"), registry=theirs),
+        Counts("answers", "text", ("model", "code")),
+    )
+    ours.register(counts)
+    for model, code in (("a", 200), ("b", 200), ("a", 503), ("a", 200)):
+        counter.labels(model, str(code)).inc()
+        found = counts.labels(model)
+        found[code] = found.get(code, 0) + 1
+    wanted = [line for line in generate_latest(theirs).decode().splitlines() if "_created" not in line]
+    assert sorted(generate_latest(ours).decode().splitlines()) == sorted(wanted)
+
+
+def test_answers_are_counted_by_status():
+    metrics = Metrics()
+    model = ModelMetrics(metrics, "m", "1")
+    for code in (200, 200, 429):
+        model.response(code)
+    assert model.failed == 1
+    seen = generate_latest(metrics.registry).decode()
+    assert 'fettle_responses_total{code="200",model="m",version="1"} 2.0' in seen
+    assert 'fettle_responses_total{code="429",model="m",version="1"} 1.0' in seen
 
 
 def test_the_stages_of_a_request_each_have_a_histogram():

@@ -5,10 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -57,6 +56,26 @@ class Tallies(Collector):
         yield family
 
 
+class Counts(Collector):
+    """A counter by labels and by one more, for each set of which a plain dict is counted in."""
+
+    def __init__(self, name: str, text: str, labels: Sequence[str]) -> None:
+        self._name, self._text, self._labels = name, text, labels
+        self._found: dict[tuple[str, ...], dict[int, int]] = {}
+
+    def labels(self, *values: str) -> dict[int, int]:
+        """What is counted of these labels, by the last."""
+        return self._found.setdefault(values, {})
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """What Prometheus asks for."""
+        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
+        for values, counts in self._found.items():
+            for last, count in counts.items():
+                family.add_metric([*values, str(last)], count)
+        yield family
+
+
 class Metrics:
     """All metrics of one server."""
 
@@ -83,9 +102,8 @@ class Metrics:
         self.post_s = histogram("postprocess_seconds", "A handler's step after the model, for one call", seconds)
         self.model_s = histogram("model_seconds", "One call of the model", seconds)
         self.batch_rows = histogram("batch_rows", "Rows of a call, padding apart", _ROWS)
-        self.responses = Counter(
-            "fettle_responses", "Answers by HTTP status", (*labels, "code"), registry=self.registry
-        )
+        self.responses = Counts("fettle_responses", "Answers by HTTP status", (*labels, "code"))
+        self.registry.register(self.responses)
         self.padding = Counter(
             "fettle_padding_rows", "Rows computed only to fill a batch", labels, registry=self.registry
         )
@@ -123,7 +141,7 @@ class ModelMetrics:
         self._pre, self._post = metrics.pre_s.labels(*self.labels), metrics.post_s.labels(*self.labels)
         self._rows, self._padding = metrics.batch_rows.labels(*self.labels), metrics.padding.labels(*self.labels)
         self._violations = metrics.violations.labels(*self.labels)
-        self._codes: dict[int, Any] = {}
+        self._codes = metrics.responses.labels(*self.labels)
         self._names: set[str] = set()
         self.succeeded = self.failed = self.executions = self.rows = 0
         self.success_ns = self.fail_ns = self.queue_ns = self.join_ns = self.model_ns = self.post_ns = 0
@@ -165,10 +183,7 @@ class ModelMetrics:
 
     def response(self, code: int) -> None:
         """An answer went out with this HTTP status."""
-        counter = self._codes.get(code)
-        if counter is None:
-            counter = self._codes[code] = self.all.responses.labels(*self.labels, str(code))
-        counter.inc()
+        self._codes[code] = self._codes.get(code, 0) + 1
         self.failed += code >= 400
 
     def handler(self, found: Sequence[tuple[str, str, float]]) -> None:

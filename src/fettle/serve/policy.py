@@ -263,12 +263,17 @@ class BatchQueue(Generic[Item]):
                 chosen, oldest = group, head.arrival_s
         return None if chosen is None else self._taken(chosen)
 
+    @property
+    def has_full(self) -> bool:
+        """Whether as many rows wait as a call may have; they need not share one."""
+        return self.rows >= self.settings.max_rows
+
     def take_full(self) -> Batch[Item] | None:
         """The batch that the next free worker gets, where no arrival could change it; else None.
 
         So it may be sent to a worker that is busy still. Only the group whose first request is oldest is looked at.
         """
-        if self.rows < self.settings.max_rows:
+        if not self.has_full:
             return None
         oldest = min(self._groups.values(), key=lambda group: _head(group).arrival_s)
         return self._taken(oldest) if oldest.rows >= self.settings.max_rows else None
