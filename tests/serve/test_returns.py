@@ -1,12 +1,20 @@
 """Whether those that were just answered are worth a moment's wait: without a clock."""
 
 import asyncio
+from types import SimpleNamespace
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fettle.serve import returns as returns_module
+from fettle.serve import wire
+from fettle.serve.metrics import Metrics, ModelMetrics
+from fettle.serve.package import ServeSettings
 from fettle.serve.policy import BatchQueue, BatchSettings, CostCurve
-from fettle.serve.returns import MOST_S, SHARE, Returns
+from fettle.serve.pool import Pool
+from fettle.serve.returns import MOST_S, QUIET, SHARE, Returns
+from fettle.serve.tensors import TensorSpec
 
 
 def serve(returns, calls, answered, back, took_s=0.1):
@@ -17,7 +25,14 @@ def serve(returns, calls, answered, back, took_s=0.1):
         returns.answered(answered, took_s, now)
         for _ in range(back):
             returns.arrived(now + 1e-4)
+        be_quiet(returns)
     return now
+
+
+def be_quiet(returns):
+    """Turns of the event loop in which nobody comes."""
+    while returns.turn():
+        pass
 
 
 def test_clients_that_return_are_awaited_until_all_are_back():
@@ -54,10 +69,85 @@ def test_independent_arrivals_are_not_awaited(answered, seed):
 def test_it_holds_no_longer_than_it_may(took_s, later):
     returns = Returns()
     returns.share = 1.0
-    returns.answered(4, took_s, 5.0)
     now = 5.0 + later
-    held = returns.hold_s(now)
-    assert held == 0 or now < held <= 5.0 + min(SHARE * took_s, MOST_S)
+    for most_s in (MOST_S, min(SHARE * took_s, MOST_S)):
+        returns.answered(4, took_s, 5.0)
+        if most_s != MOST_S:
+            be_quiet(returns)
+        held = returns.hold_s(now)
+        assert held == 0 or now < held <= 5.0 + most_s
+
+
+def test_those_who_keep_coming_are_awaited_longer_than_a_short_call_is_worth():
+    returns = Returns()
+    returns.share = 1.0
+    returns.answered(4, 1e-4, 5.0)
+    for after_s in (0.001, 0.002):
+        assert returns.hold_s(5.0 + after_s) == 5.0 + MOST_S
+        returns.arrived(5.0 + after_s)
+        for _ in range(QUIET - 1):
+            assert returns.turn()
+    assert returns.hold_s(5.003) > 0
+    assert not returns.turn()  # two have not come
+    assert returns.hold_s(5.003) == 0
+    returns.answered(4, 1e-4, 6.0)
+    assert returns.share < 1.0
+
+
+def test_those_who_come_once_it_was_quiet_did_not_come_back_in_time():
+    returns = Returns()
+    for _ in range(20):
+        returns.answered(4, 1e-4, 5.0)
+        be_quiet(returns)
+        for _ in range(4):
+            returns.arrived(5.001)
+    returns.answered(4, 1e-4, 5.0)
+    assert returns.hold_s(5.0) == 0
+
+
+class Echo:
+    """A worker process that answers each call in the event loop's next turn."""
+
+    def __init__(self):
+        self.worker, self.rows = None, []
+
+    def write(self, header, bodies=()):
+        if isinstance(header, wire.Run):
+            self.rows.append(len(header.shapes))
+            done = wire.Done(header.id, [(len(header.shapes), 2)], 0.0, 1e-5, 0)
+            body = memoryview(bytes(8 * len(header.shapes)))
+            asyncio.get_running_loop().call_soon(self.worker._hear, done, body)
+
+    def end(self):
+        pass
+
+
+def test_clients_in_two_groups_find_together(monkeypatch):
+    """Three ask first and five while those are served. However short a call is, soon all eight share each."""
+    monkeypatch.setattr(returns_module, "SHARE", 0.0)  # as if a call took no time at all
+    spec = TensorSpec("x", "FP32", (-1, 2))
+    package = SimpleNamespace(manifest=SimpleNamespace(name="net", inputs=(spec,), outputs=(spec,)))
+
+    async def watch():
+        pool = Pool(package, ServeSettings(max_rows=8), ModelMetrics(Metrics(), "net", "1"))
+        worker, process = pool.workers[0], Echo()
+        process.worker, worker._process, worker.ready = worker, process, True
+
+        async def client():
+            while len(process.rows) < 300:
+                await pool.submit(rows=1, key="", arrays=[np.zeros((1, 2), np.float32)])
+                await asyncio.sleep(0)  # a client's next request is read a turn later
+
+        first = [asyncio.create_task(client()) for _ in range(3)]
+        while not process.rows:
+            await asyncio.sleep(0)
+        await asyncio.gather(*first, *(client() for _ in range(5)))
+        worker._alarm.clear()
+        return process.rows
+
+    rows = asyncio.run(watch())
+    assert rows[0] < 8
+    assert sorted(rows[100:])[50] == 8  # three quarters of the calls at least
 
 
 class Item:

@@ -54,7 +54,7 @@ class Pool:
         self.closing = False
         self.problem = ""
         """Why loading failed, where it did."""
-        self._returns = Returns()
+        self._returns, self._watching = Returns(), False
         self._alarm = Alarm(self._pump)
         self._pump_planned = False
         self._ids = 0
@@ -328,8 +328,20 @@ class Pool:
             for request, answer in zip(batch.items, answers, strict=True):
                 answer.join_s, answer.model_s = done.join_s, done.model_s
                 self._give(request, answer, sent, batch.rows, now)
-        self._returns.answered(len(batch.items), now - sent, now)
+        others = len(batch.items) > 1 or self.queue.requests > 0
+        self._returns.answered(len(batch.items) if others else 0, now - sent, now)
+        if others and not self._watching and self.settings.max_rows > 1:
+            self._watching = True
+            self.loop.call_soon(self._turn)
         self._pump()
+
+    def _turn(self) -> None:
+        """The event loop has written what was answered and read what came: in each turn until those are back."""
+        if self._returns.turn():
+            self.loop.call_soon(self._turn)
+        else:
+            self._watching = False
+            self._pump()
 
     def heard(self, request: Request, piece: memoryview, rows: int, sent: float, *, last: bool) -> None:
         """A worker generated a piece of a text, or says all of it at last."""
