@@ -109,10 +109,12 @@ async def one(package: Package, row: dict[str, Any], limit_s: float, seconds: fl
         "failures": [f"{failure.what}: {failure.why}" for failure in found.failures],
     }  # fmt: skip
     save()
-    branch = found.branches[best.setting.branch]
+    branch, known = found.branches[best.setting.branch], {point.setting: point.measured for point in found.points}
     for policy in ("greedy", "curve"):
         point = Point(replace(best.setting, policy=policy), best.measured)
-        row[policy] = (await measured(package, point, branch, limit_s, seconds, best.measured)).measured
+        if not known.get(point.setting):  # the search has not tested it
+            await measured(package, point, branch, limit_s, seconds, best.measured)
+        row[policy] = known.get(point.setting) or point.measured
 
 
 async def grid(package: Package, row: dict[str, Any], limit_s: float, seconds: float, until: float, save: Any) -> None:
@@ -163,11 +165,15 @@ def place(setting: Setting) -> str:
 
 
 def before(first: list[str], found: Found) -> dict[str, Any]:
-    """The first setting that was tested: predicted before any load test, and what the tests then gave."""
+    """The first setting that was tested: predicted before any load test, and what the tests then gave.
+
+    Rates up to `measured` kept the limit, `failed` did not: the capacity lies between.
+    """
     predicted = float(first[1].split()[0])
     point = next(point for point in found.points if str(point.setting) == first[0])
     ratio = predicted / point.measured if point.measured else None
-    return {"setting": first[0], "predicted": predicted, "measured": point.measured, "ratio": ratio}
+    failed = min((test.rate for test in point.tests if not test.held), default=None)
+    return {"setting": first[0], "predicted": predicted, "measured": point.measured, "ratio": ratio, "failed": failed}
 
 
 def around(measured: Measured) -> dict[str, float]:
