@@ -221,11 +221,17 @@ def test_others_are_tested_from_where_the_first_one_lets_expect_and_none_that_de
         point.measured = 0.97 * point.predicted
 
     monkeypatch.setattr(room, "prove", prove)
-    made_up.costs = {rows: 0.0005 + 0.003 * rows for rows in range(1, 9)}
+    made_up.costs = {rows: 0.0004 + 0.003 * rows for rows in range(1, 9)}
     asyncio.run(search(package, 0.1, most_rows=8, cores=1))
     assert begun[0] is None
     assert begun[1:] == [pytest.approx(0.97)] * 2
-    assert len(set(rows)) == 3  # this curve gives no reason to take fewer than wait: both policies are one
+    assert sorted(rows) == [4, 8, 8]  # by the curve, 8 rows are taken otherwise than by the greedy policy
+    begun.clear()
+    rows.clear()
+    made_up.costs = {rows: 0.0005 + 0.003 * rows for rows in range(1, 9)}
+    asyncio.run(search(package, 0.1, most_rows=8, cores=1))
+    assert begun == [None, pytest.approx(0.97)]
+    assert rows == [8, 4]  # both policies are one with this curve; 2 rows serve 6% less than 8
     begun.clear()
     made_up.costs = {rows: 0.02 + 0.001 * rows for rows in range(1, 9)}
     asyncio.run(search(package, 0.1, most_rows=8, cores=1))
