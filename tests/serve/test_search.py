@@ -225,13 +225,14 @@ def test_others_are_tested_from_where_the_first_one_lets_expect_and_none_that_de
     asyncio.run(search(package, 0.1, most_rows=8, cores=1))
     assert begun[0] is None
     assert begun[1:] == [pytest.approx(0.97)] * 2
-    assert sorted(rows) == [4, 8, 8]  # by the curve, 8 rows are taken otherwise than by the greedy policy
+    # 4 rows serve 1.6% less than 8, which is as good; by the curve, 8 rows are taken otherwise than greedily.
+    assert rows == [4, 8, 8]
     begun.clear()
     rows.clear()
     made_up.costs = {rows: 0.0005 + 0.003 * rows for rows in range(1, 9)}
     asyncio.run(search(package, 0.1, most_rows=8, cores=1))
     assert begun == [None, pytest.approx(0.97)]
-    assert rows == [8, 4]  # both policies are one with this curve; 2 rows serve 6% less than 8
+    assert rows == [8, 4]  # both policies are one with this curve; 4 rows serve 2.1% less than 8, 2 rows 6%
     begun.clear()
     made_up.costs = {rows: 0.02 + 0.001 * rows for rows in range(1, 9)}
     asyncio.run(search(package, 0.1, most_rows=8, cores=1))

@@ -15,6 +15,9 @@ from fettle.serve.simulate import capacity
 DELAYS = (0.0, 0.25)
 """Waiting for a fuller batch, as shares of the cost of one row."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+ALIKE = 0.02
+"""Predictions within this share are as good as equal: the simpler setting goes first then, with fewer workers, no delay,
+no padding, and smaller batches, of which a slow moment of the machine makes fewer requests late."""
 _POLICIES: tuple[PolicyName, ...] = ("greedy", "curve")
 Known = dict[tuple[Branch, float, float, Overheads | None], list[Point]]
 """Points by what they follow from: a branch, the limit, and what its costs were corrected by and lie within."""
@@ -54,13 +57,14 @@ def rank(
                 known[key] = found
         points += [replace(point) for point in (found if known is None else known[key])]
         tell(f"{len(points)} settings simulated")
-    # Of settings that are as good, the simpler one: fewer workers, no delay, no padding, smaller batches.
-    return sorted(
-        points,
-        key=lambda p: (
-            -round(p.predicted, 1), p.setting.workers, p.setting.delay_s, p.setting.pad, p.setting.max_rows
-        ),
-    )  # fmt: skip
+    best = max((point.predicted for point in points), default=0.0)
+
+    def place(point: Point) -> tuple[float, int, float, bool, int, float]:
+        behind = math.floor(math.log(best / point.predicted) / ALIKE) if point.predicted else math.inf
+        setting = point.setting
+        return behind, setting.workers, setting.delay_s, setting.pad, setting.max_rows, -point.predicted
+
+    return sorted(points, key=place)
 
 
 def _simulated(measured: Measured, limit_s: float) -> list[Point]:
