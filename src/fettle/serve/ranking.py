@@ -16,8 +16,8 @@ DELAYS = (0.0, 0.25)
 """Waiting for a fuller batch, as shares of the cost of one row."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 ALIKE = 0.02
-"""Predictions within this share are as good as equal: the simpler setting goes first then, with fewer workers, no delay,
-no padding, and smaller batches, of which a slow moment of the machine makes fewer requests late."""
+"""Predictions within this share are as good as equal: the simpler setting goes first then, with fewer workers,
+no delay, no padding, and smaller batches, of which a slow moment of the machine makes fewer requests late."""
 _POLICIES: tuple[PolicyName, ...] = ("greedy", "curve")
 Known = dict[tuple[Branch, float, float, Overheads | None], list[Point]]
 """Points by what they follow from: a branch, the limit, and what its costs were corrected by and lie within."""
