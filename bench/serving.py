@@ -11,8 +11,10 @@ the fastest peer: the same ones where it is faster. All servers are up at once a
 points, in random order, `--rounds` times, because the machine's speed drifts within minutes; only LitServe and Ray,
 which compute while nobody asks, come after the others have ended. Shown are medians, and of p99 the ratio to the best
 peer's at the same point of the same round. Before the first load all are left alone, and each one's CPU is added up.
-The raw model's batched throughput is measured in a process of its own. A star: the client was more than 1 ms late
-itself.
+The raw model's batched throughput is measured in a process of its own. An open loop whose client was more than 1 ms
+late itself is void and made again, up to four times; a star: it was late in all. A percentile is one of all requests:
+those that failed or were refused count as never answered. With six rounds the least and the greatest ratio hold the
+true median with 97% (sign test): where they lie on both sides of 1 no difference was seen.
 
 Peers: `pip install litserve mosec 'ray[serve]'`. One that is not installed is left out and named.
 """
@@ -41,6 +43,7 @@ from typing import Any
 
 import numpy as np
 
+from fettle.files import finite
 from fettle.serve.arrivals import poisson
 from fettle.serve.client import http_shot
 from fettle.serve.load import closed_loop, open_loop
@@ -51,6 +54,8 @@ sys.path.insert(0, str(PEERS))
 from models import ROWS, build  # noqa: E402
 
 SHARES = (0.5, 0.8, 0.9)
+TRIES = 4
+"""Of an open loop whose client was late itself, which is void."""
 RESTLESS = ("litserve", "ray")
 """Servers that compute while nobody asks: up beside others they would slow these down."""
 NEEDS = {"fettle": "httptools", "litserve": "litserve", "mosec": "mosec", "ray": "ray"}
@@ -144,10 +149,20 @@ def one_round(servers: list[str], model: str, ports: Iterator[int], folder: Path
         for share in SHARES:
             for name in random.sample(sorted(there), len(there)):
                 one, rate = shot(name, there[name][0]), share * min(most[name], peers)
-                run(closed_loop([one], 8, 0.5))
-                loaded = run(open_loop([one], poisson(rate, seconds), limit_s=0.1))
-                found[name]["open"][f"{share:.0%}"] = {"rate": rate} | numbers(loaded)
+                found[name]["open"][f"{share:.0%}"] = {"rate": rate} | numbers(unhurried(one, rate, seconds))
     return found
+
+
+def unhurried(one: Any, rate: float, seconds: float) -> Any:
+    """An open loop whose client was in time; where none of `TRIES` was, the one that was least late."""
+    late: list[Any] = []
+    for seed in range(TRIES):
+        run(closed_loop([one], 8, 0.5))
+        loaded = run(open_loop([one], poisson(rate, seconds, seed), limit_s=0.1))
+        if not loaded.void:
+            return loaded
+        late.append(loaded)
+    return min(late, key=lambda loaded: loaded.late_s)
 
 
 @contextlib.contextmanager
@@ -175,9 +190,13 @@ def telling(model: str) -> Iterator[None]:
 
 
 def numbers(run: Any) -> dict[str, Any]:
+    """Of all requests: one that failed or was refused counts as never answered, so a p99 may be infinite."""
+    failed = run.failed + run.shed
+    waited = np.concatenate([run.latency_s, np.full(failed, math.inf)])
+    p50, p99 = np.percentile(waited, [50, 99], method="higher") if len(waited) else (math.inf, math.inf)
     return {
-        "throughput": run.throughput, "p50_ms": run.percentile(50) * 1e3, "p99_ms": run.percentile(99) * 1e3,
-        "failed": run.failed + run.shed, "late_ms": run.late_s * 1e3, "stable": run.stable,
+        "throughput": run.throughput, "p50_ms": float(p50) * 1e3, "p99_ms": float(p99) * 1e3,
+        "failed": failed, "late_ms": run.late_s * 1e3, "stable": run.stable,
     }  # fmt: skip
 
 
@@ -212,7 +231,8 @@ def beside_peers(rounds: list[dict[str, Any]]) -> dict[str, list[float]]:
         for kind in ("closed", "open"):
             for point, mine in seen["fettle"][kind].items():
                 least = min(row[kind][point]["p99_ms"] for row in peers)
-                found.setdefault(f"{kind} {point}", []).append(mine["p99_ms"] / least)
+                if math.isfinite(mine["p99_ms"]) or math.isfinite(least):
+                    found.setdefault(f"{kind} {point}", []).append(mine["p99_ms"] / least)
     return {point: sorted(ratios) for point, ratios in found.items()}
 
 
@@ -254,8 +274,9 @@ def main() -> None:
                 "p99_over_best_peer": beside_peers(rounds),
             }  # fmt: skip
             show(model, results["models"][model])
+            results["models"][model]["rounds"] = rounds
     if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+        options.json.write_text(json.dumps(finite(results), indent=1) + "\n")
 
 
 def package(model: str, folder: Path) -> None:

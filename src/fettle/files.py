@@ -1,12 +1,14 @@
-"""Writing files whole or not at all."""
+"""Writing files whole or not at all, and what JSON can hold."""
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from fettle.errors import UsageError
 
@@ -62,6 +64,15 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
     """Write `content` as `whole` does."""
     with whole(path) as partial:
         partial.write_bytes(content)
+
+
+def finite(value: Any) -> Any:
+    """The same data with None for NaN and infinity, which JSON has not, also inside dicts and lists."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _is_device(path: Path) -> bool:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from fettle.cli import _options
 from fettle.errors import UsageError
-from fettle.files import check_writable, write_text
+from fettle.files import check_writable, finite, write_text
 
 if TYPE_CHECKING:
     from fettle.serve.compare import Change
@@ -101,7 +101,7 @@ def command(
         plans.append(("open", read_schedule(schedule)))
     from fettle.serve.compare import compare, read_baseline
     from fettle.serve.loop import run
-    from fettle.serve.run import as_data, finite
+    from fettle.serve.run import as_data
 
     earlier = read_baseline(baseline) if baseline is not None else []
     with _options.telling("starting", quiet=as_json) as show:

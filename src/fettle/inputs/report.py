@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fettle.errors import UsageError
-from fettle.files import check_writable, write_bytes, write_text
+from fettle.files import check_writable, finite, write_bytes, write_text
 from fettle.inputs.found import Found
 from fettle.inputs.setting import BATCH_INDEX, ONE_BY_ONE, Measured, ratio
 from fettle.page import clean, shell, theme
@@ -119,7 +119,7 @@ def as_data(found: Found) -> dict[str, Any]:
         }
         for item in found.settings
     ]  # fmt: skip
-    data: dict[str, Any] = _finite({
+    data: dict[str, Any] = finite({
         "target": found.target, "verdict": found.verdict, "step_s": found.step_s, "waiting": found.waiting,
         "bound": found.bound, "gain": found.gain, "batch_p50_s": found.batch_p50_s, "batch_p95_s": found.batch_p95_s,
         "cores": found.cores, "given": asdict(found.given.setting), "best": asdict(found.best.setting),
@@ -287,12 +287,3 @@ def _plain(part: Any) -> dict[str, Any]:
     import msgspec
 
     return msgspec.to_builtins(part)  # type: ignore[no-any-return]
-
-
-def _finite(value: Any) -> Any:
-    """The same data with null where a number is none."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from fettle.files import finite
 from fettle.serve.journal import Tested
 from fettle.serve.points import Found, Measured, Point, Setting
 from fettle.serve.run import TORCHSERVE_COLUMNS
@@ -36,7 +37,7 @@ def front(points: Sequence[Point]) -> list[Point]:
 
 def _respects(point: Point) -> tuple[float, ...]:
     """Less is better in each; in steps of 2%."""
-    values = (1 / point.capacity, point.p99_s, float(point.memory_bytes), point.cost or 0.0, _finite(point.error) or 0)
+    values = (1 / point.capacity, point.p99_s, float(point.memory_bytes), point.cost or 0.0, finite(point.error) or 0)
     return tuple(round(math.log(max(value, 1e-9)) / 0.02) for value in values)
 
 
@@ -182,13 +183,13 @@ def _plain_point(point: Point) -> dict[str, Any]:
          "queue_ms": _stage(test.inside.queue_ms), "join_ms": _stage(test.inside.join_ms),
          "model_ms": _stage(test.inside.model_ms), "batch_rows": test.inside.rows,
          "cpu_percent": test.inside.cpu_percent, "memory_percent": test.inside.memory_percent,
-         "run": _no_nan(test.run)}
+         "run": finite(test.run)}
         for test in point.tests
     ]  # fmt: skip
     return {
         **asdict(point.setting), "setting": str(point.setting), "predicted": point.predicted,
-        "measured": point.measured, "p50_ms": _finite(point.predicted_p50_s * 1e3),
-        "p99_ms": _finite(point.p99_s * 1e3), "memory_bytes": point.memory_bytes, "error": _finite(point.error),
+        "measured": point.measured, "p50_ms": finite(point.predicted_p50_s * 1e3),
+        "p99_ms": finite(point.p99_s * 1e3), "memory_bytes": point.memory_bytes, "error": finite(point.error),
         "cost_per_million": point.cost, "front": point.front, "tests": tests,
     }  # fmt: skip
 
@@ -219,18 +220,6 @@ def _stage(split: Any) -> dict[str, float]:
 def _percent(samples: Sequence[float], share: float) -> float:
     ordered = sorted(samples)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] * 1e3
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _no_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _no_nan(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_no_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # -- TorchServe's table -----------------------------------------------------------------------------------------------

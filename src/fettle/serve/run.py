@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from fettle.files import finite
+
 LOST, UNANSWERED, UNREACHED = 0, -1, -2
 KINDS = {LOST: "connection lost", UNANSWERED: "no answer", UNREACHED: "no connection"}
 """What stands in the place of a status where there was no answer."""
@@ -147,7 +149,7 @@ def warm_up(values: np.ndarray[Any, Any], most: float = 0.5) -> int:
 
 def as_data(run: Run) -> dict[str, Any]:
     """The run as plain data that JSON can hold: what is not known is None."""
-    return finite({
+    data: dict[str, Any] = finite({
         "mode": run.mode, "rate": run.rate, "concurrency": run.concurrency, "duration_s": run.duration_s,
         "warm_up_s": run.warm_up_s, "answered": run.answered, "shed": run.shed, "failed": run.failed,
         "statuses": run.statuses, "errors": run.errors, "throughput": run.throughput, "goodput": run.goodput,
@@ -159,17 +161,7 @@ def as_data(run: Run) -> dict[str, Any]:
         "mean_inflight": run.mean_inflight, "stable": run.stable, "void": run.void, "interrupted": run.interrupted,
         "batches": run.batches(),
     })  # fmt: skip
-
-
-def finite(data: dict[str, Any]) -> dict[str, Any]:
-    """The same without NaN and infinity, which JSON has not: None in their place, in dicts inside it too."""
-    clean: dict[str, Any] = {}
-    for key, value in data.items():
-        if isinstance(value, dict):
-            clean[key] = finite(value)
-        else:
-            clean[key] = None if isinstance(value, float) and not math.isfinite(value) else value
-    return clean
+    return data
 
 
 def _ms(ends: tuple[float, float] | None) -> list[float] | None:
