@@ -204,7 +204,7 @@ class Streams(Technique):
     name = "streams"
     title = "streams"
     given = "one"
-    needs: ClassVar[Mapping[str, str]] = {"runtime": "openvino-bf16"}
+    needs: ClassVar[Mapping[str, str]] = {"runtime": "openvino"}  # which every CPU can, with bfloat16 or without
     cost = 2
 
     def levels(self, facts: Facts) -> list[Level]:
