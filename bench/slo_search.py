@@ -167,13 +167,20 @@ def place(setting: Setting) -> str:
 def before(first: list[str], found: Found) -> dict[str, Any]:
     """The first setting that was tested: predicted before any load test, and what the tests then gave.
 
-    Rates up to `measured` kept the limit, `failed` did not: the capacity lies between.
+    Rates up to `measured` kept the limit, `failed` did not: the capacity lies between. Calls of the model took `slower`
+    times as long in its tests as when they were calibrated; with that the prediction is `predicted_as_slow`.
     """
     predicted = float(first[1].split()[0])
     point = next(point for point in found.points if str(point.setting) == first[0])
     ratio = predicted / point.measured if point.measured else None
     failed = min((test.rate for test in point.tests if not test.held), default=None)
-    return {"setting": first[0], "predicted": predicted, "measured": point.measured, "ratio": ratio, "failed": failed}
+    slower = statistics.median(test.slower for test in point.tests if test.slower)
+    as_slow = rank([replace(found.branches[point.setting.branch], scale=slower)], found.limit_s)
+    return {
+        "setting": first[0], "predicted": predicted, "measured": point.measured, "ratio": ratio, "failed": failed,
+        "slower": slower,
+        "predicted_as_slow": next(p.predicted for p in as_slow if place(p.setting) == place(point.setting)),
+    }  # fmt: skip
 
 
 def around(measured: Measured) -> dict[str, float]:

@@ -20,9 +20,11 @@ from hypothesis import strategies as st
 from fettle.errors import UsageError
 from fettle.recipe import Recipe
 from fettle.report import slo_page
+from fettle.serve import proof
 from fettle.serve import search as room
 from fettle.serve.calibrate import Calibration
 from fettle.serve.journal import Journal
+from fettle.serve.journal import Tested as OneTest
 from fettle.serve.outcome import explain, front, plain, torchserve_rows
 from fettle.serve.overheads import Overheads
 from fettle.serve.package import open_package, read_settings
@@ -31,7 +33,7 @@ from fettle.serve.proof import serve_settings
 from fettle.serve.ranking import between, crews, rank
 from fettle.serve.run import TORCHSERVE_COLUMNS
 from fettle.serve.search import search
-from fettle.serve.served import Served, ServerFailure
+from fettle.serve.served import Inside, Served, ServerFailure, Split
 from fettle.serve.simulate import Costs, capacity
 from fettle.serve.variants import distinct, package_all, study_recipes
 from fettle.workload import find_target
@@ -66,6 +68,7 @@ def test_from_end_to_end(done):
     inside = found.points[0].tests[0].inside
     assert inside.calls > 0
     assert inside.model_ms.p99 > 0
+    assert found.points[0].tests[0].slower > 0
     data = plain(found, name="net", target="net-1", machine="here", written="")
     json.dumps(data, allow_nan=False)
     assert json.loads(keep.read_text())["calibrations"]
@@ -168,7 +171,7 @@ def made_up(monkeypatch):
     async def overheads(self, setting):
         return Overheads(0.0, 0.0, 0.0, 0.0, 0.0)
 
-    async def prove(package, point, costs, found, seconds, journal, tell, stop, expected):
+    async def prove(package, point, costs, found, seconds, journal, tell, stop, expected, to_beat):
         real = Costs({rows: (value,) for rows, value in World.truth.items()}, 0, 0)
         point.measured = capacity(point.setting.batching(), real, found.limit_s, requests=1500)[0]
 
@@ -215,7 +218,7 @@ def test_others_are_tested_from_where_the_first_one_lets_expect_and_none_that_de
 ):
     begun, rows = [], []
 
-    async def prove(package, point, costs, found, seconds, journal, tell, stop, expected):
+    async def prove(package, point, costs, found, seconds, journal, tell, stop, expected, to_beat):
         begun.append(expected and expected / point.predicted)
         rows.append(point.setting.max_rows)
         point.measured = 0.97 * point.predicted
@@ -237,6 +240,43 @@ def test_others_are_tested_from_where_the_first_one_lets_expect_and_none_that_de
     made_up.costs = {rows: 0.02 + 0.001 * rows for rows in range(1, 9)}
     asyncio.run(search(package, 0.1, most_rows=8, cores=1))
     assert len(begun) == 1  # fewer rows would serve little more than half
+
+
+@pytest.mark.parametrize(
+    ("truth", "expected", "to_beat", "rates", "measured"),
+    [
+        (105, None, 0, [100, 110, 104.9], 104.9),  # a tenth up, then between, until 5% are left
+        (70, None, 0, [100, 85, 59.5, 71.1], 59.5),
+        (70, 80, 0, [80, 76.56, 65.07, 70.6], 65.07),
+        (90, 80, 95, [95], 0),  # not below what another has shown, and that is not kept
+        (90, 99, 95, [99, 95], 0),
+        (97, 99, 95, [99, 95], 95),
+        (110, 98, 95, [98, 102.4, 107, 111.8], 107),
+    ],
+)
+def test_load_tests_end_where_they_know_enough(package, monkeypatch, truth, expected, to_beat, rates, measured):
+    tested = []
+
+    class Up:
+        @staticmethod
+        async def start(*args):
+            return Up()
+
+        async def close(self):
+            pass
+
+    async def one(served, package, point, costs, rate, *rest):
+        tested.append(rate)
+        return OneTest(rate, rate <= truth, {"void": False}, Inside())
+
+    monkeypatch.setattr(proof, "Served", Up)
+    monkeypatch.setattr(proof, "_test", one)
+    found = found_with({1: 0.01})
+    point = Point(Setting(1, 1, 1, 0.0, "greedy"), predicted=100.0)
+    costs = found.branches[Branch(1, 1)].costs
+    asyncio.run(proof.prove(package, point, costs, found, 1.0, expected=expected, to_beat=to_beat))
+    assert tested == pytest.approx(rates, rel=1e-3)
+    assert point.measured == pytest.approx(measured, rel=1e-3)
 
 
 def test_a_prediction_that_is_off_is_corrected(package, made_up):
@@ -314,6 +354,20 @@ def test_it_says_why_more_rows_bring_nothing():
     queue = found_with({1: 0.099})
     assert "queueing breaks the limit" in explain(queue)[0]
     assert "over the limit without any queue" in explain(found_with({1: 0.2}))[0]
+
+
+def test_it_says_that_the_machine_was_slower_than_when_calibrated():
+    found = found_with({1: 0.004, 2: 0.006})
+    costs = found.branches[Branch(1, 1)].costs
+    # A call of one row and three of two, 22 ms by the curve and a tenth more by simulation, took 29.04 ms.
+    inside = Inside(calls=4, sizes={1: 1, 2: 3}, model_ms=Split(mean=7.26))
+    slower = proof._slower(inside, costs, 1.1)
+    assert slower == pytest.approx(1.2)
+    assert proof._slower(Inside(), costs, 1.0) is None
+    found.points[0].tests.append(OneTest(100.0, True, {"latency_ms": {"p99": 20.0}}, inside, slower=slower))
+    assert any("took 1.20x as long in load tests as when calibrated" in text for text in explain(found))
+    found.points[0].tests[0].slower = 1.04
+    assert not any("when calibrated" in text for text in explain(found))
 
 
 @given(st.lists(st.tuples(st.floats(1, 100), st.floats(0.01, 1), st.integers(1, 9)), min_size=1, max_size=12))

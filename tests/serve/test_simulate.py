@@ -85,6 +85,7 @@ def test_a_call_after_a_pause_costs_what_such_calls_were_seen_to():
     costs = Costs({1: (0.01,)}, 0, 0, rested={1: (0.013,)})
     seen = simulate([0.0, 0.001, 1.0, 2.0], BatchSettings(max_rows=1), costs)
     assert seen.latency_s.tolist() == pytest.approx([0.013, 0.022, 0.013, 0.013])
+    assert seen.stretch == pytest.approx(1.225)
 
 
 def test_requests_that_come_during_a_call_hold_it_up():
@@ -92,6 +93,7 @@ def test_requests_that_come_during_a_call_hold_it_up():
     # The first call would end at 10 ms; two come meanwhile, and a third in the time that they took.
     seen = simulate([0.0, 0.004, 0.009, 0.0135], BatchSettings(max_rows=1), costs)
     assert seen.latency_s[0] == pytest.approx(0.016)
+    assert seen.stretch == pytest.approx(1.15)
     assert seen.latency_s[1] == pytest.approx(0.026 - 0.004)
     setting = BatchSettings(max_rows=2)
     free, shared = (capacity(setting, replace(costs, held_s=held), 0.04)[0] for held in (0.0, 0.002))

@@ -34,6 +34,8 @@ class Tested(msgspec.Struct, forbid_unknown_fields=True):
     inside: Inside
     predicted_p99_ms: float | None = None
     """By simulation, before the test; None where the queue would only grow."""
+    slower: float | None = None
+    """Time of the model's calls over what it was to be by simulation: 1 where the machine was as when calibrated."""
 
 
 class _Kept(msgspec.Struct, forbid_unknown_fields=True):

@@ -81,7 +81,18 @@ def _of_serving(best: Point, found: Found) -> list[str]:
               for size, after in costs.rested.items() if size <= rows]  # fmt: skip
     if longer and statistics.median(longer) > 1 + LINEAR:
         said.append(f"a call after a pause takes {statistics.median(longer) - 1:.0%} longer: simulated so")
+    tested = [point for point in found.points if found.branches[point.setting.branch].scale == 1.0]
+    if slower := how_much_slower(tested):
+        said.append(f"the machine's speed moves: {slower}, and a prediction is off by as much")
     return said
+
+
+def how_much_slower(points: Sequence[Point]) -> str:
+    """Calls in the points' load tests against what they were to be; empty where that is nearly the same."""
+    times = [test.slower for point in points for test in point.tests if test.slower]
+    if not times or 1 / (1 + LINEAR) < statistics.median(times) < 1 + LINEAR:
+        return ""
+    return f"the model's calls took {statistics.median(times):.2f}x as long in load tests as when calibrated"
 
 
 def _of_rows(best: Point, found: Found) -> list[str]:
@@ -179,7 +190,7 @@ def plain(found: Found, **more: Any) -> dict[str, Any]:
 
 def _plain_point(point: Point) -> dict[str, Any]:
     tests = [
-        {"rate": test.rate, "held": test.held, "predicted_p99_ms": test.predicted_p99_ms,
+        {"rate": test.rate, "held": test.held, "predicted_p99_ms": test.predicted_p99_ms, "slower": test.slower,
          "queue_ms": _stage(test.inside.queue_ms), "join_ms": _stage(test.inside.join_ms),
          "model_ms": _stage(test.inside.model_ms), "batch_rows": test.inside.rows,
          "cpu_percent": test.inside.cpu_percent, "memory_percent": test.inside.memory_percent,

@@ -18,7 +18,7 @@ from fettle.serve.load import open_loop
 from fettle.serve.package import SAMPLES, CurveTable, Package, ServeSettings
 from fettle.serve.points import Found, Point, Setting
 from fettle.serve.run import Run, as_data
-from fettle.serve.served import Served, ServerFailure
+from fettle.serve.served import Inside, Served, ServerFailure
 from fettle.serve.simulate import Costs, simulate
 
 LATE = "the load generator was late itself in tests that failed: what was measured is a lower bound"
@@ -42,10 +42,12 @@ def test_s(rate: float, seconds: float) -> float:
 async def prove(
     package: Package, point: Point, costs: Costs, found: Found, seconds: float, journal: Journal | None = None,
     tell: Callable[[str], None] = lambda text: None, stop: asyncio.Event | None = None, expected: float | None = None,
+    to_beat: float = 0.0,
 ) -> None:  # fmt: skip
     """Open-loop load tests around the predicted capacity: up while it holds, down while it does not, then between.
 
-    They begin at `expected` where tests of a like setting let expect a rate.
+    They begin at `expected` where tests of a like setting let expect a rate, never below `to_beat`, which another
+    setting has shown, and end where that one is not kept: how much worse this one is nobody needs to know.
 
     Tests that the journal holds are not made again; the server is started for the first that it does not hold. Raises
     `ServerFailure` where the server fails, and `Stopped`.
@@ -54,7 +56,7 @@ async def prove(
     settings = serve_settings(package.settings, setting, costs, limit_s, host_id())
     served: Served | None = None
     try:
-        good, bad, rate, missed = 0.0, math.inf, expected or point.predicted, 0
+        good, bad, rate, missed = 0.0, math.inf, max(expected or point.predicted, to_beat), 0
         up, down = (NEAR, (1 / NEAR, *STEPS_DOWN)) if expected else (STEP_UP, STEPS_DOWN)
         for _ in range(4):
             length = test_s(rate, seconds)
@@ -78,12 +80,14 @@ async def prove(
                 bad, missed = min(bad, rate), missed + 1
                 if tested.run["void"] and LATE not in found.why:
                     found.why.append(LATE)
+            if bad <= to_beat:
+                break
             if good and bad < math.inf:
                 if bad / good < 1.05:
                     break
                 rate = math.sqrt(good * bad)
             else:
-                rate = rate * up if good else rate * down[min(missed, len(down)) - 1]
+                rate = rate * up if good else max(rate * down[min(missed, len(down)) - 1], to_beat)
         point.measured = good
     finally:
         if served is not None:
@@ -107,10 +111,19 @@ async def _test(
         if not run.void or run.percentile(99) <= limit_s:
             break
     inside = await served.look()
-    expected = simulate(poisson(rate, seconds, seed), point.setting.batching(), costs).percentile(99)
+    expected = simulate(poisson(rate, seconds, seed), point.setting.batching(), costs)
+    p99_s = expected.percentile(99)
     return Tested(
-        rate, held(run), as_data(run), inside, expected * 1e3 if math.isfinite(expected) else None
+        rate, held(run), as_data(run), inside, p99_s * 1e3 if math.isfinite(p99_s) else None,
+        _slower(inside, costs, expected.stretch),
     )  # fmt: skip
+
+
+def _slower(inside: Inside, costs: Costs, stretch: float) -> float | None:
+    """Of calls of the sizes that were seen; None where there were none."""
+    curve = costs.curve()
+    by_curve_s = sum(curve.at(size) * count for size, count in inside.sizes.items())
+    return inside.model_ms.mean / 1e3 * inside.calls / by_curve_s / stretch if by_curve_s else None
 
 
 def held(run: Run) -> bool:

@@ -19,6 +19,7 @@ from fettle.serve.arrivals import poisson
 from fettle.serve.calibrate import Calibration, Stopped, calibrate
 from fettle.serve.host import host_id
 from fettle.serve.journal import Journal, package_key
+from fettle.serve.outcome import explain, front, how_much_slower
 from fettle.serve.overheads import Overheads, measure_overheads
 from fettle.serve.package import Package
 from fettle.serve.points import Branch, Failure, Found, Measured, Point, Setting, Variant
@@ -246,10 +247,10 @@ class _Search:
             for number, point in enumerate(todo):
                 self._until = time.monotonic() + sum(TESTS * test_s(p.predicted, self.seconds) for p in todo[number:])
                 if not self._is_behind(point):
-                    await self._prove(point)
+                    await self._prove(point, self._shown())
             # Where no test kept the limit the capacity is below the lowest rate: the least that the prediction was off.
             off = {
-                p.setting.branch: p.predicted / (p.measured or 0.85 * p.lowest)
+                p.setting.branch: p.predicted / (p.measured or p.lowest)
                 for p in todo
                 if p.measured or (p.tests and p.measured is not None)
             }
@@ -257,7 +258,9 @@ class _Search:
                 break
             # The prediction was off: scale the costs of the branch by its factor, of the others by the mean one.
             mean = math.exp(sum(math.log(ratio) for ratio in off.values()) / len(off))
-            found.why.append(f"predictions were {mean:.2f}x what was measured: costs corrected, ranked again")
+            slower = how_much_slower(todo)
+            found.why.append(f"predictions were {mean:.2f}x what was measured{f', and {slower}' if slower else ''}: "
+                             "costs corrected, ranked again")  # fmt: skip
             for branch, measured in found.branches.items():
                 measured.scale *= off.get(branch, mean)
             self._rank()
@@ -299,9 +302,10 @@ class _Search:
             self.found.points.append(twin)
         if twin.measured is None:
             await self._prove(twin)
-        if twin.measured and best.measured:
-            gain = best.measured / twin.measured - 1
-            self.found.why.append(f"measured side by side, batches by the cost curve instead of greedy: {gain:+.0%}")
+        greedy = twin.measured or twin.lowest
+        if best.measured and greedy > 0:
+            gain = f"{best.measured / greedy - 1:+.0%}" + ("" if twin.measured else " at least")
+            self.found.why.append(f"measured side by side, batches by the cost curve instead of greedy: {gain}")
 
     def _expected(self, point: Point) -> float | None:
         """The capacity that load tests of the same branch let expect; None where there were none."""
@@ -314,15 +318,20 @@ class _Search:
 
     def _is_behind(self, point: Point) -> bool:
         """Whether so much less is expected of a setting than another has shown that a test would be wasted."""
-        return (self._expected(point) or math.inf) < BEHIND * max(p.measured or 0.0 for p in self.found.points)
+        return (self._expected(point) or math.inf) < BEHIND * self._shown()
 
-    async def _prove(self, point: Point) -> None:
+    def _shown(self) -> float:
+        """The greatest capacity that load tests have shown."""
+        return max((point.measured or 0.0 for point in self.found.points), default=0.0)
+
+    async def _prove(self, point: Point, to_beat: float = 0.0) -> None:
         self._tested.add(point.setting)
         self.tell(f"load tests of {point.setting}, predicted {point.predicted:.4g} requests/s")
         package = self.variants[point.setting.variant].package
         costs, expected = self.found.branches[point.setting.branch].costs, self._expected(point)
         try:
-            await prove(package, point, costs, self.found, self.seconds, self.journal, self.tell, self.stop, expected)
+            await prove(package, point, costs, self.found, self.seconds, self.journal, self.tell, self.stop, expected,
+                        to_beat)  # fmt: skip
         except ServerFailure as failure:
             self.found.failures.append(Failure(str(point.setting), str(failure)))
 
@@ -330,8 +339,6 @@ class _Search:
 
     def finish(self, prices: Mapping[str, float]) -> None:
         """Rank what is known, compare it in all respects, and say why the best is the best."""
-        from fettle.serve.outcome import explain, front
-
         found = self.found
         if found.branches and not any(why.startswith("one row alone") for why in found.why):
             points = self._rank()

@@ -57,6 +57,8 @@ class Predicted:
     refused: int = 0
     utilisation: float = 0.0
     """Share of the time that workers were busy."""
+    stretch: float = 1.0
+    """Time of all calls over what the curve's medians say: they scatter, come after pauses and are held up."""
     stable: bool = True
     """The queue did not only grow."""
 
@@ -117,13 +119,15 @@ def simulate(
         first += rows
     found = np.repeat(done, rows_of) - np.array(queued) + costs.request_s
     sizes, how_often = np.unique(np.array(rows_of, dtype=int), return_counts=True)
+    by_curve = sum(costs.curve().at(tables.size[rows]) * int(n) for rows, n in zip(sizes, how_often, strict=True))
     span = max(max(done, default=0.0) - (queued[0] - before if queued else 0.0), 1e-9)
     half = len(found) // 2
     # The second half waits much longer than the first: the queue has no steady state.
     growing = half > 50 and found[half:].mean() > 2.0 * found[:half].mean() + 10 * costs.curve().at(1)
     return Predicted(
         found, dict(zip(sizes.tolist(), how_often.tolist(), strict=True)), refused,
-        working / span / settings.workers, bool(not growing and refused == 0),
+        working / span / settings.workers, float((working - costs.batch_s * len(done)) / by_curve) if done else 1.0,
+        bool(not growing and refused == 0),
     )  # fmt: skip
 
 
