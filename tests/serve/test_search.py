@@ -356,6 +356,20 @@ def test_it_says_why_more_rows_bring_nothing():
     assert "over the limit without any queue" in explain(found_with({1: 0.2}))[0]
 
 
+def test_of_settings_that_keep_one_rate_the_one_with_less_p99_there_is_best():
+    found = found_with({1: 0.004, 2: 0.007})
+    for point, p99 in zip(found.points, (95.0, 88.0), strict=False):
+        for rate, held in ((100.0, True), (104.5, False)):
+            point.tests.append(OneTest(rate, held, {"latency_ms": {"p99": p99 if held else 120.0}}, Inside()))
+        point.measured = 100.0
+    assert found.best is found.points[1]
+    assert sorted(found.points, key=lambda point: point.order)[:2] == [found.points[1], found.points[0]]
+    other = found.points[0].setting
+    assert f"{other} keeps the limit up to 100 requests/s as well, with a p99 of 95 instead of 88 ms there" in explain(found)
+    found.points[0].measured = 104.5  # shown by other tests: more capacity goes before less p99
+    assert found.best is found.points[0]
+
+
 def test_it_says_that_the_machine_was_slower_than_when_calibrated():
     found = found_with({1: 0.004, 2: 0.006})
     costs = found.branches[Branch(1, 1)].costs

@@ -47,7 +47,8 @@ def explain(found: Found) -> list[str]:
     best = found.best or (points[0] if points else None)
     if best is None or not best.predicted:
         return _why_nothing(found)
-    said = [*_of_serving(best, found), *_of_rows(best, found), *_of_knobs(best, points), *_of_crews(best, points)]
+    said = [*_of_ties(best, points), *_of_serving(best, found), *_of_rows(best, found), *_of_knobs(best, points),
+            *_of_crews(best, points)]  # fmt: skip
     if found.best is None and any(point.tests for point in points):
         nearest = min((test for point in points for test in point.tests), key=_p99)
         p99 = _p99(nearest)
@@ -67,6 +68,13 @@ def _why_nothing(found: Found) -> list[str]:
                 "queue"]  # fmt: skip
     return [f"queueing breaks the limit: one row takes {single * 1e3:.4g} of {found.limit_s * 1e3:.4g} ms, and two "
             "requests that come together cannot both be in time"]  # fmt: skip
+
+
+def _of_ties(best: Point, points: Sequence[Point]) -> list[str]:
+    """Settings that kept the limit up to the same rate."""
+    tied = [point for point in points if best.measured and point.measured == best.measured and point is not best]
+    return [f"{point.setting} keeps the limit up to {best.measured:.4g} requests/s as well, with a p99 of "
+            f"{point.order[-1]:.3g} instead of {best.order[-1]:.3g} ms there" for point in tied]  # fmt: skip
 
 
 def _of_serving(best: Point, found: Found) -> list[str]:

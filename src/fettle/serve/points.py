@@ -117,6 +117,17 @@ class Point:
         return min((test.rate for test in self.tests), default=math.nan)
 
     @property
+    def order(self) -> tuple[bool, float, float]:
+        """Less is better: measured before predicted, more capacity, then less p99 in the test that showed it.
+
+        Settings that were tested at one rate often keep it both and the next one neither.
+        """
+        if not self.measured:
+            return self.measured is None, 0.0, 0.0
+        shown = [test.run["latency_ms"]["p99"] for test in self.tests if test.held and test.rate == self.measured]
+        return False, -self.measured, min(shown, default=math.inf)
+
+    @property
     def capacity(self) -> float:
         """As measured (0 where no test kept the limit), else as predicted."""
         return self.predicted if self.measured is None else self.measured
@@ -188,7 +199,7 @@ class Found:
     def best(self) -> Point | None:
         """The best measured point that serves anything within the limit."""
         good = [point for point in self.points if point.measured]
-        return max(good, key=lambda point: point.measured or 0.0, default=None)
+        return min(good, key=lambda point: point.order, default=None)
 
     @property
     def met(self) -> bool:

@@ -373,7 +373,7 @@ class _Search:
         old = {point.setting: point for point in self.found.points if point.measured is not None or point.tests}
         fresh = rank(self.found.branches.values(), self.found.limit_s, self.tell, self._simulated)
         points = [old.pop(point.setting, point) for point in fresh] + list(old.values())
-        points.sort(key=lambda point: (point.measured is None, -(point.measured or 0.0)))
+        points.sort(key=lambda point: point.order)
         self.found.points = points
         return points
 
