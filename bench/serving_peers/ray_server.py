@@ -1,4 +1,4 @@
-"""Ray Serve as it comes: POST /predict."""
+"""Ray Serve, as it comes or as the environment says: POST /predict."""
 
 import signal
 
