@@ -29,7 +29,6 @@ import json
 import math
 import os
 import random
-import signal
 import statistics
 import subprocess
 import sys
@@ -42,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from fettle.files import finite
 from fettle.serve.arrivals import poisson
@@ -107,13 +107,17 @@ def wait_until_it_answers(server: str, port: int, process: Any, seconds: float =
 # -- measuring --------------------------------------------------------------------------------------------------------
 
 
+def family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """It and all that it has started; nobody where it has ended."""
+    try:
+        first = psutil.Process(process.pid)
+        return [first, *first.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
 def idle_percents(servers: dict[str, Any], seconds: float) -> dict[str, float]:
     """CPU of all of each server's processes while nobody asks, in percent of one core."""
-    import psutil
-
-    def family(process: Any) -> list[Any]:
-        return [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-
     time.sleep(2)  # what starting left to do
     families = {name: family(process) for name, process in servers.items()}
 
@@ -169,12 +173,16 @@ def unhurried(one: Any, rate: float, seconds: float) -> Any:
 
 @contextlib.contextmanager
 def running(server: str, model: str, port: int, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The server, and its end."""
+    """The server, and the end of all its processes: Ray's proxies have sessions of their own and would go on."""
     process = start(server, model, port, folder)
     try:
         yield process
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        everyone = family(process)
+        for one in everyone:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        psutil.wait_procs(everyone)
         process.wait()
         if server.startswith("ray"):
             subprocess.run(
