@@ -16,7 +16,7 @@ from fettle.recipe import Recipe
 from fettle.result import Limits
 from fettle.study import storage_url
 from fettle.techniques import conflict, normal
-from fettle.tuning import Session, Tell
+from fettle.tuning import LAST_WAITING, WAITING, Session, Tell
 from fettle.workload import Target, find_target
 
 REPLICATES = 4
@@ -56,19 +56,22 @@ def bench(
     settle: bool = True,
     fingerprint: str = "",
     int8_layers: Sequence[int] = (),
+    under_load: bool = False,
     tell: Tell = lambda event: None,
 ) -> Comparison:
     """Race `recipes` and the workload as given, side by side, until each verdict is known.
 
     With `settle` the race goes on until each verdict is known; without, until the fastest is. `fingerprint`, when
     given, is what the workload must be. `int8_layers` are those that runtime=openvino-int8-part has chosen already; by
-    default each of its processes chooses. Raises `UsageError` for a recipe that cannot work here.
+    default each of its processes chooses. With `under_load` nothing waits for a quiet machine and time elapsed decides.
+    Raises `UsageError` for a recipe that cannot work here.
     """
     found = find_target(target) if isinstance(target, str) else target
     with tempfile.TemporaryDirectory(prefix="fettle-", ignore_cleanup_errors=True) as folder:
         session = Session(
-            found, Path(folder), limits or Limits(), "throughput", None, time.monotonic(), tell, confidence
-        )
+            found, Path(folder), limits or Limits(), "throughput", None, time.monotonic(), tell, confidence,
+            under_load=under_load,
+        )  # fmt: skip
         try:
             session.tell("building the workload and its reference")
             storage = storage_url(None, Path(folder))
@@ -82,6 +85,7 @@ def bench(
             rules = replace(rules, replicates=REPLICATES, most_replicates=MOST_REPLICATES if settle else REPLICATES)
             if budget_s is not None:
                 rules = replace(rules, deadline=time.monotonic() + budget_s)
+                session.patience.left_s = min(session.patience.left_s, budget_s * (WAITING + LAST_WAITING))
             trials = session.run([Recipe(), *(normal(recipe) for recipe in recipes)], rules)
         finally:
             close_all()

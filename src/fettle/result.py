@@ -178,6 +178,8 @@ class Result:
     interrupted: bool = False
     unconfirmed: str = ""
     """Why the winner was not measured again in a race of its own, one or two sentences; empty where it was."""
+    under_load: bool = False
+    """Time elapsed beside whatever else the machine did was asked for."""
     notes: Sequence[str] = field(default_factory=tuple)
     plan: Sequence[PlanRow] = ()
     """Training over several ranks: the memory plan."""

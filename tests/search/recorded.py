@@ -51,6 +51,9 @@ class Recorded:
     def score(self, trial: Trial) -> float:
         return -math.log(trial.speedup.estimate) if trial.ok and trial.speedup else math.inf
 
+    def noise(self, one: Trial, other: Trial) -> float:
+        return math.sqrt(2) * self.spread
+
     def spent(self) -> bool:
         return len(self.trials) >= self.budget
 

@@ -5,6 +5,7 @@ processes, rounds and seconds of that clock) and how often it is right can be co
 """
 
 import importlib
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from fettle.measure import _entrants
+from fettle.measure import _entrants, _rounds, _watch
 from fettle.measure._process import WorkerError
 from fettle.recipe import Recipe
 from fettle.result import Limits, Reference
@@ -40,29 +41,46 @@ class World:
         noise: float = 0.02,
         seed: int = 0,
         error: Callable[[Recipe], float] = lambda recipe: 0.0,
+        neighbour: Callable[[float], float] = lambda now: 0.0,
+        beside: Callable[[Recipe], float] = lambda recipe: 4.0,
     ) -> None:
         self.time_ms, self.ready_s, self.process_s, self.error = time_ms, ready_s, process_s, error
         self.luck, self.noise = luck, noise
+        self.neighbour, self.beside = neighbour, beside
+        """What a neighbour has of one of two cores at a moment, and how many times longer a recipe takes beside it."""
         self.random = random.Random(seed)
         self.now = 0.0
         self.started: list[str] = []
         """The recipe of each process, in the order they were started."""
         self.slices = 0
+        self.others_s = self.own_s = 0.0
         self.compiled: set[str] = set()
 
     def install(self, monkeypatch) -> None:
         """Let the rooms of measuring and tuning live in this world."""
-        clock = SimpleNamespace(monotonic=lambda: self.now)
-        for module in (_entrants, importlib.import_module("fettle.measure.race"), _budget):
+        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
+        for module in (_entrants, importlib.import_module("fettle.measure.race"), _rounds, _watch, _budget):
             monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(_watch, "read_machine", self.reading)
         monkeypatch.setattr(_entrants, "Worker", lambda *args, **kwargs: _Worker(self))
         monkeypatch.setattr(_entrants, "_memory_is_short", lambda entrants: False)
+
+    def sleep(self, seconds: float) -> None:
+        self.others_s += seconds * self.neighbour(self.now)
+        self.now += seconds
+
+    def reading(self) -> _watch.Reading:
+        return _watch.Reading(self.now, self.now, busy_s=self.others_s + self.own_s, cores=2)
+
+
+_PIDS = itertools.count(1)
 
 
 class _Worker:
     def __init__(self, world: World) -> None:
         self.world = world
         self.luck = world.random.gauss(0, world.luck)
+        self.pid = next(_PIDS)
 
     def begin(self, do: str, **fields) -> None:
         pass
@@ -91,11 +109,18 @@ class _Worker:
             return {"load_s": 0.1, "optimize_s": 0.1, "first_call_s": first_s, "samples": 1, "peak_bytes": 1 << 20,
                     "cache": ("warm" if warm else "cold") if dear else "", "accuracy": accuracy, "notes": [],
                     "device": "cpu", "call_ns": int(self.ms * 1e6)}  # fmt: skip
-        seconds = max(fields["seconds"], self.ms / 1e3)
-        world.now += seconds + 0.01
-        world.slices += 1
+        busy = world.neighbour(world.now)
+        slower = 1 + (world.beside(self.recipe) - 1) * busy
         ms = self.ms * math.exp(self.luck + world.random.gauss(0, world.noise))
-        return {"samples_ns": [int(ms * 1e6)], "energy_j": None}
+        seconds = max(fields["seconds"], ms * slower / 1e3)
+        world.sleep(seconds + 0.01)
+        world.own_s += 2 * seconds * (1 - busy / 2)
+        world.slices += 1
+        # Threads that share a core tell no time without waiting; held apart they do, but for an error of the recipe.
+        told = fields["apart"] or not busy
+        off = random.Random(str(self.recipe)).gauss(0, 0.06) * math.log(slower)
+        return {"samples_ns": [int(ms * slower * 1e6)], "unhindered_ns": ms * math.exp(off) * 1e6 if told else None,
+                "waits": 0.8 * busy, "cpu_s": 2 * seconds * (1 - busy / 2), "energy_j": None}  # fmt: skip
 
     def pause(self) -> None:
         pass

@@ -103,7 +103,7 @@ BASE = trial(recipe="baseline", speedup=1.0)
 
 
 def test_what_is_left_out_first():
-    """The ladder's rungs, then the other finalists, then further processes; the leader last of all."""
+    """The ladder's rungs, then further processes, then the other finalists; the leader last of all."""
     best = [trial(), trial(recipe="precision=fp16"), trial(recipe="grad=no_grad")]
     plans = [plan_finale(seconds, BASE, best, 3) for seconds in (5, 12, 25, 40, 60, 80, 110, 130, math.inf)]
     assert plans[0] is None
@@ -127,8 +127,8 @@ def test_a_plan_fits_into_the_time_that_is_left(left_s, starts, ms, extras):
     if (plan.replicates, plan.finalists, plan.extras) == (1, 1, 0):
         assert race_s(first, FEWEST_ROUNDS) <= left_s
         return
-    others = race_s(best[1 : plan.finalists]) * plan.replicates
-    cost_s = race_s(first) + replicates_s(first, plan.replicates - 1) + others + plan.extras * race_s([baseline])
+    field = [baseline, *best[: plan.finalists]]
+    cost_s = race_s(field) + replicates_s(field, plan.replicates - 1) + plan.extras * race_s([baseline])
     assert cost_s <= left_s + 1e-6
 
 

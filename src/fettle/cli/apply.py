@@ -28,7 +28,7 @@ def command(
     from fettle.applying import warn_if_foreign
     from fettle.comparing import bench, comparison_json
     from fettle.recipe_file import load_recipe
-    from fettle.report import comparison_table, progress
+    from fettle.report import comparison_table, load_lines, progress
     from fettle.result import Limits
 
     found = load_recipe(recipe)
@@ -55,6 +55,9 @@ def command(
     if as_json:
         print(json.dumps(comparison_json(comparison)))
     else:
-        Console().print(comparison_table(comparison.trials, comparison.verdicts))
+        console = Console()
+        console.print(comparison_table(comparison.trials, comparison.verdicts))
+        for line in load_lines(comparison.trials):
+            console.print(line)
     if comparison.failed or comparison.verdicts[1] == "slower":
         raise typer.Exit(1)

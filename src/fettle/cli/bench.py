@@ -17,6 +17,7 @@ def command(
         list[str] | None, typer.Option(help="'TECHNIQUE=LEVEL ...', 'baseline', or a recipe.toml. May be repeated")
     ] = None,
     max_error: Annotated[float, typer.Option(help="largest relative L2 error of the outputs")] = 0.02,
+    under_load: Annotated[bool, typer.Option(help="time elapsed beside whatever else this machine does")] = False,
     confidence: Annotated[float, typer.Option(help="share of intervals that hold the true ratio")] = 0.95,
     rounds: Annotated[int, typer.Option(help="most rounds of the race")] = 48,
     budget: Annotated[str, typer.Option(help="time for the whole race; 0 for no limit")] = "0",
@@ -36,7 +37,7 @@ def command(
     from fettle.errors import UsageError
     from fettle.recipe import Recipe
     from fettle.recipe_file import load_recipe
-    from fettle.report import comparison_table, progress
+    from fettle.report import comparison_table, load_lines, progress
     from fettle.result import Limits
     from fettle.techniques import check_names
 
@@ -57,11 +58,15 @@ def command(
             confidence=confidence,
             max_rounds=rounds,
             budget_s=_options.duration_s(budget, "--budget") or None,
+            under_load=under_load,
             tell=tell,
         )
     if as_json:
         print(json.dumps(comparison_json(comparison)))
     else:
-        Console().print(comparison_table(comparison.trials, comparison.verdicts))
+        console = Console()
+        console.print(comparison_table(comparison.trials, comparison.verdicts))
+        for line in load_lines(comparison.trials, under_load):
+            console.print(line)
     if comparison.failed:
         raise typer.Exit(1)

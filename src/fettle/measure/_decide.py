@@ -23,15 +23,12 @@ def decided(entrants: Sequence[Entrant], anchor: Entrant, rules: Rules) -> bool:
     for entrant in live:
         if entrant.rejected:  # shown with its speed, but it cannot win: the first look is enough
             entrant.live = False
-    for entrant in live:
-        if entrant is not anchor and entrant.live and _is_out_of_reach(anchor, entrant, rules):
-            entrant.live = False
     able = [entrant for entrant in live if entrant.live and not entrant.rejected]
     if not able or (able == [anchor] and len(entrants) > 1):
         return True
     # Speed-ups refer to the anchor: it stays to the end, unless one call of it would cost as much as a round.
     anchor_stays = anchor.live and not is_dear(anchor)
-    leader = min(able, key=lambda entrant: statistics.median(entrant.per_sample.values()))
+    leader = _fastest(able)
     alpha = rules.alpha / max(1, len(able) - 1)
     for entrant in able:
         if entrant is leader or (entrant is anchor and anchor_stays):
@@ -46,13 +43,6 @@ def decided(entrants: Sequence[Entrant], anchor: Entrant, rules: Rules) -> bool:
 def is_dear(entrant: Entrant) -> bool:
     """Whether one call costs as much as a round of small models."""
     return bool(entrant.first.answer["call_ns"] >= _DEAR_CALL_NS)
-
-
-def _is_out_of_reach(anchor: Entrant, entrant: Entrant, rules: Rules) -> bool:
-    """Whether an entry is certainly slower than what the caller has in hand."""
-    if math.isinf(rules.to_beat):
-        return False
-    return _statistics.log_interval(log_ratios(anchor, entrant), rules.alpha).high < rules.to_beat
 
 
 def _is_settled(anchor: Entrant, entrant: Entrant, rules: Rules) -> bool:
@@ -78,6 +68,15 @@ def _is_precise(anchor: Entrant, leader: Entrant, rules: Rules) -> bool:
 
 
 def log_ratios(slower: Entrant, faster: Entrant) -> list[float]:
-    """log(time of the first / time of the second) for each round that both took part in."""
-    first, second = slower.per_sample, faster.per_sample
-    return [first[number] - second[number] for number in first if number in second]
+    """log(time of the first / time of the second) for each round that both took part in: see `_statistics.paired`."""
+    return _statistics.paired(slower.per_sample, faster.per_sample)
+
+
+def _fastest(able: Sequence[Entrant]) -> Entrant:
+    """Whoever has the smallest median, over quiet rounds where all have enough of them."""
+    logs = [entrant.per_sample for entrant in able]
+    quiet = [[value for number, value in log.items() if number > 0] for log in logs]
+    if min(map(len, quiet)) < _statistics.ENOUGH:
+        quiet = [list(log.values()) for log in logs]
+    middle = [statistics.median(values or [math.inf]) for values in quiet]
+    return able[middle.index(min(middle))]

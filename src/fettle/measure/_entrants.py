@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,33 +18,32 @@ import psutil
 from fettle.measure._nodes import Nodes
 from fettle.measure._process import Worker, WorkerError
 from fettle.measure._rules import Entry, Judge, Progress, Rules
-from fettle.measure._trial import Accuracy, Trial, nan_for_none
+from fettle.measure._trial import Accuracy, Slice, Trial, by_round, nan_for_none
+from fettle.recipe import Recipe
 
 
 @dataclass
 class Held:
-    """The baseline's process, kept from one race of a study to the next so that it is started once. Close it."""
+    """Processes that a study keeps from one race to the next: the workload as given and the leader run in each, and are
+    started once. Close it."""
 
-    runner: Runner | None = None
+    runners: dict[Recipe, Runner] = field(default_factory=dict)
 
-    @property
-    def waits(self) -> bool:
-        """Whether there is a process to be taken."""
-        return self.runner is not None and not self.runner.failure
-
-    def take(self) -> Runner | None:
-        """The runner, with nothing measured yet; None where there is none or it has died."""
-        if self.runner is None or self.runner.failure:
+    def take(self, recipe: Recipe) -> Runner | None:
+        """A runner with nothing measured yet; None where there is none or it has died."""
+        kept = self.runners.get(recipe)
+        if kept is None or kept.failure:
             return None
-        kept = self.runner
-        began = time.monotonic()
-        return Runner(kept.entry, kept.worker, kept.answer, kept.accuracy, kept.rejected, began, kept.started_s)
+        return replace(kept, began=time.monotonic(), slices=[], samples_ns=[], energy_j=[])
+
+    def keep(self, recipes: Collection[Recipe]) -> None:
+        """End all processes but those of these recipes."""
+        for recipe in [recipe for recipe in self.runners if recipe not in recipes]:
+            self.runners.pop(recipe).worker.close()
 
     def close(self) -> None:
-        """End the process."""
-        if self.runner is not None:
-            self.runner.worker.close()
-            self.runner = None
+        """End the processes."""
+        self.keep(())
 
 
 @dataclass
@@ -57,16 +56,16 @@ class Runner:
     accuracy: Accuracy
     rejected: str
     began: float
+    process: str = ""
     started_s: float = 0.0
-    rounds_ms: dict[int, float] = field(default_factory=dict)
+    slices: list[Slice] = field(default_factory=list)
     samples_ns: list[int] = field(default_factory=list)
     energy_j: list[float] = field(default_factory=list)
     failure: str = ""
 
-    @property
-    def per_sample(self) -> dict[int, float]:
-        """Log time of one row by round."""
-        return {number: math.log(ms / self.answer["samples"]) for number, ms in self.rounds_ms.items()}
+    def times_ms(self, *, elapsed: bool = False) -> dict[int, float]:
+        """Time of a call by round, `elapsed` with the waiting in it: see `by_round`."""
+        return by_round(self.slices, elapsed=elapsed)
 
 
 @dataclass
@@ -75,6 +74,8 @@ class Entrant:
 
     runners: list[Runner]
     live: bool = True
+    elapsed: bool = False
+    """Go by time elapsed, with what others took in it."""
 
     @property
     def first(self) -> Runner:
@@ -88,15 +89,21 @@ class Entrant:
     def failure(self) -> str:
         return next((runner.failure for runner in self.runners if runner.failure), "")
 
+    def process_logs(self) -> list[dict[int, float]]:
+        """Log time of one row by round, for each process that has been timed."""
+        logs = []
+        for runner in self.runners:
+            times = runner.times_ms(elapsed=self.elapsed)
+            if times:
+                logs.append({key: math.log(ms / runner.answer["samples"]) for key, ms in times.items()})
+        return logs
+
     @property
     def per_sample(self) -> dict[int, float]:
         """Log time of one row by round, the mean over the processes that have been timed."""
-        logs = [runner.per_sample for runner in self.runners if runner.rounds_ms]
-        return {
-            number: statistics.fmean(log[number] for log in logs)
-            for number in self.first.rounds_ms
-            if _in_all(number, logs)
-        }
+        logs = self.process_logs()
+        rounds = [key for key in logs[0] if all(key in log for log in logs)] if logs else []
+        return {key: statistics.fmean(log[key] for log in logs) for key in rounds}
 
 
 @dataclass(frozen=True)
@@ -129,8 +136,7 @@ class Start:
         """Start the workers one after the other; failures go into `trials`. Stops at the deadline, and when memory
         runs short: the entries after the last one touched have not been begun."""
         entrants: dict[int, Entrant] = {}
-        waits = self.held is not None and self.held.waits
-        queue = [(entry, f"{index:02d}") for index, entry in enumerate(entries) if entry.recipe.levels or not waits]
+        queue = [(entry, f"{index:02d}") for index, entry in enumerate(entries) if not self._held(entry)]
         with closing(self._built(queue)) as line:
             self._line_up(entries, trials, entrants, line, stack, tell)
         return entrants
@@ -142,10 +148,9 @@ class Start:
         for index, entry in enumerate(entries):
             if index and time.monotonic() > self.rules.deadline:
                 break
-            is_held = self.held is not None and not entry.recipe.levels
-            waiting = self.held.take() if self.held is not None and is_held else None
+            waiting = self._held(entry)
             if waiting is not None:
-                entrants[index] = Entrant([waiting])
+                entrants[index] = Entrant([waiting], elapsed=self.rules.under_load)
                 continue
             tell(Progress("start", entry.recipe))
             began = time.monotonic()
@@ -159,13 +164,16 @@ class Start:
                 )
                 tell(Progress("trial", entry.recipe, trial=trials[index]))
                 continue
-            entrants[index] = Entrant([runner])
-            if self.held is not None and is_held:
-                self.held.runner = runner
+            entrants[index] = Entrant([runner], elapsed=self.rules.under_load)
+            if self.held is not None:
+                self.held.runners[entry.recipe] = runner
             else:
                 stack.callback(runner.worker.close)
             if _memory_is_short(entrants.values()) and len(entrants) > 1:
                 break
+
+    def _held(self, entry: Entry) -> Runner | None:
+        return self.held.take(entry.recipe) if self.held is not None else None
 
     def replicate(
         self, entrants: Mapping[int, Entrant], wanted: int, stack: ExitStack, tell: Callable[[Progress], None]
@@ -268,7 +276,7 @@ class Start:
         rejected = ""
         if self.judging.path and not (self.judging.exempt_baseline and not entry.recipe.levels):
             rejected = self.judging.reason(accuracy)
-        return Runner(entry, worker, answer, accuracy, rejected, began)
+        return Runner(entry, worker, answer, accuracy, rejected, began, process=f"{self.heat}:{worker.pid}")
 
 
 def _failure(do: Callable[[], None]) -> WorkerError | None:
@@ -277,10 +285,6 @@ def _failure(do: Callable[[], None]) -> WorkerError | None:
     except WorkerError as error:
         return error
     return None
-
-
-def _in_all(number: int, logs: Sequence[Mapping[int, float]]) -> bool:
-    return all(number in log for log in logs)
 
 
 def _memory_is_short(entrants: Iterable[Entrant]) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from fettle.measure._notes import compiler_notes, notes_kept
+from fettle.measure._slice import take_slice
 from fettle.measure._state import (
     Request,
     State,
@@ -20,7 +21,6 @@ from fettle.measure._state import (
     prepared,
     same_shapes,
     settled,
-    take_slice,
     weight_bytes,
 )
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fettle.measure._accuracy import judge
+from fettle.measure._load import Load
 from fettle.measure._statistics import LOOKS
 from fettle.measure._trial import Accuracy, Trial
 from fettle.recipe import Recipe
@@ -57,9 +58,9 @@ class Rules:
     those of entries that are still vague."""
     abreast: int = 1
     """Processes that import and build the workload side by side. Only that: what is timed is done by one at a time."""
-    to_beat: float = -math.inf
-    """Log of a speed-up over the baseline that the caller has in hand: an entry that is certainly below it is dropped,
-    and where all are the race is over."""
+    under_load: bool = False
+    """Measure time elapsed beside whatever else the machine does: no slice waits for a quiet machine, and what others
+    took is not taken out."""
     deadline: float = math.inf
     """`time.monotonic()` at which to stop: what has been measured by then counts."""
     grace_s: float = 30.0
@@ -99,8 +100,10 @@ class Progress:
     """What a race tells while it runs."""
 
     stage: str
-    """``start`` a worker, ``round`` of the race, ``vague`` if more processes are needed, ``trial`` is known."""
+    """``start`` a worker, ``round`` of the race, ``busy`` where it waits for a quiet machine, ``vague`` if more
+    processes are needed, ``trial`` is known."""
     recipe: Recipe | None = None
     round: int = 0
     live: int = 0
+    load: Load | None = None
     trial: Trial | None = None

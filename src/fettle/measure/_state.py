@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import random
-import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from fettle.measure._notes import compile_cache
+from fettle.measure._waits import Waits, busiest
 from fettle.workload import spread, tensors
 
 if TYPE_CHECKING:
@@ -32,6 +31,7 @@ class Request(msgspec.Struct):
     allow_batch: bool = False
     device_memory_bytes: int = 0
     seconds: float = 0.0
+    apart: bool = False
 
 
 @dataclass
@@ -49,34 +49,13 @@ class State:
     run: Callable[..., Any] | None = None
     clock: Any = None
     cycle: Iterator[Any] | None = None
+    group: int = 1
+    """Calls in one sample, which is the time of a mean one."""
     call_ns: int = 0
     padding: Any = None
-
-
-def take_slice(state: State, request: Request) -> dict[str, Any]:
-    """Call for `request.seconds`, at least once, and return each sample in nanoseconds."""
-    import torch
-
-    from fettle.measure import _meters
-    from fettle.measure._lockstep import agreed
-
-    wanted_ns = int(request.seconds * 1e9)
-    # Where the allocator happens to put a buffer can change the time of a small model by half, for as long as the
-    # process lives. Blocks of random sizes, held until the next slice, move the buffers of each slice elsewhere.
-    state.padding = [torch.empty(random.randrange(64, 1 << 18), dtype=torch.uint8) for _ in range(16)]
-    # What ran between two slices has emptied the caches: where calls are short, one call settles them unmeasured.
-    if state.call_ns * 5 < wanted_ns:
-        one_sample(state)
-    energy = _meters.energy_j(state.device)
-    samples: list[int] = []
-    started = time.perf_counter_ns()
-    while not samples or agreed(time.perf_counter_ns() - started < wanted_ns):
-        samples.append(one_sample(state))
-    after = _meters.energy_j(state.device)
-    if state.call_ns > 10 * wanted_ns:  # SAM's encoder keeps 3 GiB for its next call, which the others may need now
-        _meters.trim()
-    spent = (after - energy) / len(samples) if energy is not None and after is not None else None
-    return {"samples_ns": samples, "energy_j": spent}
+    waits: Waits = field(default_factory=Waits)
+    computing: Sequence[int] = ()
+    """Threads that compute, by their number in the system."""
 
 
 def peaks(state: State, request: Request) -> dict[str, Any]:
@@ -105,7 +84,11 @@ def settled(state: State, has_peak: bool, notes: list[str]) -> int | None:
     from fettle.measure import _meters
     from fettle.measure._clock import warm_up
 
+    state.waits.refresh()
+    before = state.waits.by_thread()
     samples, steady = warm_up(lambda: one_sample(state))
+    state.waits.refresh()
+    state.computing = busiest(before, state.waits.by_thread())
     peak = _meters.peak_bytes(state.device) if has_peak else None
     state.call_ns = sorted(samples)[len(samples) // 2]
     if not steady:
@@ -145,6 +128,7 @@ def one_sample(state: State) -> int:
 
     assert state.cycle is not None
     group = next(state.cycle)
+    state.group = len(group)
     total = 0
     for batch in group:
         total += state.clock.time_ns(lambda batch=batch: call(state.run, batch))

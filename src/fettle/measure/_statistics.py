@@ -33,6 +33,10 @@ LOOKS = (3, 4, 6, 8, 11, 15, 20, 27, 36, 48)
 """Rounds after which a race looks at its data: about a third more each time."""
 
 
+ENOUGH = LOOKS[0]
+"""Quiet rounds from which those in which others had the machine are left out."""
+
+
 def log_interval(observations: Sequence[float], alpha: float) -> Interval:
     """Pseudo-median of `observations` with a two-sided interval of level 1 - `alpha`, on their own (log) scale.
 
@@ -141,8 +145,17 @@ def _signed_rank_quantile(n: int, alpha: float) -> int:
     return int(np.searchsorted(cumulative, alpha / 2, side="right"))
 
 
+def paired(first: Mapping[int, float], second: Mapping[int, float]) -> list[float]:
+    """Differences over the rounds that both ran in: of the quiet rounds alone where there are enough of these. Rounds
+    are those of `fettle.measure._trial.by_round`: others had the machine in those with negative numbers."""
+    quiet = [first[number] - second[number] for number in first if number > 0 and number in second]
+    if len(quiet) >= ENOUGH:
+        return quiet
+    return quiet + [first[number] - second[number] for number in first if number < 0 and number in second]
+
+
 def _apart(process: Mapping[int, float], other: Mapping[int, float]) -> float:
-    return statistics.median(process[number] - other[number] for number in process if number in other)
+    return statistics.median(paired(process, other) or [math.nan])
 
 
 def _exp(value: float) -> float:

@@ -21,6 +21,7 @@ from fettle.measure._accuracy import user_metric
 from fettle.measure._clock import Clock
 from fettle.measure._lockstep import mean
 from fettle.measure._notes import compiler_notes, notes_kept
+from fettle.measure._slice import take_slice
 from fettle.measure._state import (
     Request,
     State,
@@ -29,7 +30,6 @@ from fettle.measure._state import (
     prepared,
     same_shapes,
     settled,
-    take_slice,
     weight_bytes,
 )
 from fettle.measure._trial import Accuracy

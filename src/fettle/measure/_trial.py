@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
 
+from fettle.measure._load import Load
 from fettle.recipe import Recipe
 
 Status = Literal["measured", "rejected", "failed"]
@@ -71,6 +72,41 @@ class Startup:
 
 
 @dataclass(frozen=True)
+class Slice:
+    """One recipe's turn in one round of a race, in one of its processes."""
+
+    process: str
+    """Tells the processes of a study apart; the workload as given and the leader keep theirs from race to race."""
+    round: int
+    ms: float
+    """Median call, time elapsed."""
+    unhindered_ms: float | None = None
+    """What a call would have taken had no thread of it waited for a core; None where that cannot be told."""
+    quiet: bool = True
+    """Others took nothing to speak of."""
+    waits: float | None = None
+    """Seconds a second that its threads waited for a core."""
+    others: float | None = None
+    """Share of the machine's cores that others had."""
+
+    @property
+    def best_ms(self) -> float | None:
+        """The time on a machine that is quiet, as well as this slice tells it; None where it does not."""
+        return self.ms if self.quiet or self.waits is None else self.unhindered_ms
+
+
+def by_round(slices: Iterable[Slice], *, elapsed: bool = False) -> dict[int, float]:
+    """Time of a call in ms by round. A round in which others had the machine goes by its negative number, so that only
+    slices of the same kind are ever paired. `elapsed`: as it was, with the waiting in it."""
+    found = {}
+    for one in slices:
+        ms = one.ms if elapsed else one.best_ms
+        if ms is not None and ms > 0:
+            found[one.round if one.quiet else -one.round] = ms
+    return found
+
+
+@dataclass(frozen=True)
 class Trial:
     """One recipe measured on one workload on one machine, or why that failed."""
 
@@ -84,10 +120,15 @@ class Trial:
     """90th percentile of one call."""
     speedup: Interval | None = None
     """Ratio of times, baseline / this, paired by round; per sample where the batch size differs."""
-    log_ratios: Sequence[float] = ()
-    """One log(baseline time / this time) for each round: the data under `speedup`."""
-    round_ms: Sequence[float] = ()
-    """Median call time of each round this recipe took part in."""
+    elapsed_speedup: Interval | None = None
+    """The same in elapsed time, from the rounds in which others had the machine too; None where there were none."""
+    is_quiet: bool = True
+    """Whether `speedup` and `time_ms` were measured on a quiet machine. Where not, what the neighbours did was taken
+    out as well as can be (`Slice.best_ms`), unless the race was to be run under load."""
+    load: Load = field(default_factory=Load)
+    """What others took on the mean, over all slices."""
+    slices: Sequence[Slice] = ()
+    """The data under all of it, those slices too that were made again because they were disturbed."""
     processes: int = 1
     """Processes it was measured in; above 1 the interval of `speedup` is over processes, not over rounds."""
     samples: int = 1
@@ -134,15 +175,16 @@ class Trial:
         plain = {**data, "recipe": {"levels": data["recipe"]}}
         for key in ("time_ms", "p90_ms", "start_s"):
             plain[key] = math.nan if plain.get(key) is None else plain[key]
-        for key in ("startup", "accuracy"):
+        for key in ("startup", "accuracy", "load"):
             plain[key] = nan_for_none(plain.get(key, {}))
-        if plain.get("speedup") is not None:  # an interval is infinite after one round, and JSON has no infinity
-            ends = plain["speedup"]
-            plain["speedup"] = {
-                "estimate": ends["estimate"],
-                "low": 0.0 if ends["low"] is None else ends["low"],
-                "high": math.inf if ends["high"] is None else ends["high"],
-            }
+        for key in ("speedup", "elapsed_speedup"):
+            ends = plain.get(key)
+            if ends is not None:  # an interval is infinite after one round, and JSON has no infinity
+                plain[key] = {
+                    "estimate": math.nan if ends["estimate"] is None else ends["estimate"],
+                    "low": 0.0 if ends["low"] is None else ends["low"],
+                    "high": math.inf if ends["high"] is None else ends["high"],
+                }
         return msgspec.convert(plain, cls)
 
 

@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from fettle.measure import _statistics
-from fettle.measure._decide import decided, is_dear, log_ratios
+from fettle.measure._decide import log_ratios
 from fettle.measure._entrants import Entrant, Held, Start
+from fettle.measure._load import mean_load
 from fettle.measure._nodes import Nodes
-from fettle.measure._process import WorkerError
+from fettle.measure._rounds import Rounds
 from fettle.measure._rules import Entry, Judge, Progress, Rules
 from fettle.measure._trial import Interval, Startup, Trial
+from fettle.measure._watch import Patience
 
 
 def race(
@@ -41,13 +43,17 @@ def race(
     seed: int = 0,
     held: Held | None = None,
     nodes: Nodes | None = None,
+    patience: Patience | None = None,
+    before: int = 0,
 ) -> list[Trial]:
     """Race `entries` on the workload of `target`; one trial each, in their order.
 
     The entry with the empty recipe is the baseline that every speed-up refers to; without one the first entry is.
     `target` is a `fettle.workload.Target` as plain data, `fingerprint` what it must build. Entries that were not
-    begun when the deadline came are left out of the answer. With `held` the baseline's process outlives the race.
-    Entries of several ranks are spread over the `nodes`.
+    begun when the deadline came are left out of the answer. With `held` the processes outlive the race: those in it
+    that have a recipe of `entries` run it, and all others join them. Entries of several ranks are spread over the
+    `nodes`. `patience` is how long the race may wait for a quiet machine, not at all by default. Rounds are counted
+    from `before` + 1.
     """
     rules = rules or Rules()
     start = Start(target, fingerprint, judging, rules, log_folder, environment or {}, heat, held, nodes)
@@ -59,13 +65,13 @@ def race(
             iter(entrants.values()), None
         )
         if anchor is not None:
-            order = random.Random(seed * 1000 + heat)
-            _run_rounds(list(entrants.values()), anchor, rules, order, tell)
-            found = {index: _trial(entrant, anchor, rules, heat) for index, entrant in entrants.items()}
-            found |= _go_on(start, entrants, found, anchor, order, stack, tell)
+            rounds = Rounds(rules, random.Random(seed * 1000 + heat), tell, patience or Patience())
+            rounds.run(list(entrants.values()), anchor, before)
+            found = {index: _trial(entrant, anchor, start, rounds) for index, entrant in entrants.items()}
+            found |= _go_on(start, rounds, entrants, found, anchor, stack, tell)
             trials |= found
-            if held is not None and anchor.failure:
-                held.close()
+            if held is not None:
+                held.keep({e.first.entry.recipe for e in entrants.values() if not e.failure})
     for index in sorted(entrants):
         tell(Progress("trial", entries[index].recipe, trial=trials[index]))
 
@@ -74,57 +80,22 @@ def race(
     if not rest or anchor is None or time.monotonic() > rules.deadline:
         return done
     # What did not fit into memory beside the others runs in a race of its own, the anchor in it again.
-    later = race(target, fingerprint, [anchor.first.entry, *rest], judging, rules, log_folder=log_folder,
-                 environment=environment, tell=tell, heat=heat, seed=seed + 1, held=held, nodes=nodes)  # fmt: skip
+    if held is not None:
+        held.keep({anchor.first.entry.recipe})
+    last = max((one.round for trial in done for one in trial.slices), default=before)
+    entries = [anchor.first.entry, *rest]
+    later = race(target, fingerprint, entries, judging, rules, log_folder=log_folder, environment=environment,
+                 tell=tell, heat=heat, seed=seed + 1, held=held, nodes=nodes, patience=patience,
+                 before=last)  # fmt: skip
     return done + later[1:]
-
-
-def _run_rounds(
-    entrants: Sequence[Entrant],
-    anchor: Entrant,
-    rules: Rules,
-    order: random.Random,
-    tell: Callable[[Progress], None],
-    before: int = 0,
-) -> None:
-    """Slices in random order until the leader is certain, nothing is left to win, or time is up. `before`: rounds that
-    have been run already, which are neither counted nor looked at again."""
-    for count in range(1, rules.max_rounds + 1):
-        number = before + count
-        turns = [(entrant, runner) for entrant in entrants if entrant.live for runner in entrant.runners]
-        order.shuffle(turns)
-        for entrant, runner in turns:
-            if not entrant.live:
-                continue
-            try:
-                timeout_s = rules.call_timeout_s + 20 * runner.answer["call_ns"] / 1e9 + rules.slice_s
-                answer = runner.worker.ask("slice", timeout_s, seconds=rules.slice_s)
-                runner.worker.pause()
-            except WorkerError as error:
-                entrant.live, runner.failure = False, str(error)
-                continue
-            samples = answer["samples_ns"]
-            runner.samples_ns += samples
-            runner.rounds_ms[number] = statistics.median(samples) / 1e6
-            if answer["energy_j"] is not None:
-                runner.energy_j.append(answer["energy_j"])
-        tell(Progress("round", round=number, live=sum(entrant.live for entrant in entrants)))
-        if count in _statistics.LOOKS and decided(entrants, anchor, rules):
-            return
-        if time.monotonic() > rules.deadline and count >= _statistics.LOOKS[0]:
-            return
-        if len(entrants) == 1 and is_dear(anchor):
-            return  # nobody to compare it with, and every race that it meets somebody in times it again
-        if not any(entrant.live for entrant in entrants):
-            return
 
 
 def _go_on(
     start: Start,
+    rounds: Rounds,
     entrants: Mapping[int, Entrant],
     found: Mapping[int, Trial],
     anchor: Entrant,
-    order: random.Random,
     stack: ExitStack,
     tell: Callable[[Progress], None],
 ) -> dict[int, Trial]:
@@ -142,14 +113,13 @@ def _go_on(
     start.replicate(again, rules.most_replicates, stack, tell)
     if len(anchor.runners) == had:
         return {}
-    before = max(number for runner in anchor.runners for number in runner.rounds_ms)
-    _run_rounds(list(again.values()), anchor, rules, order, tell, before)
+    rounds.run(list(again.values()), anchor, max(one.round for runner in anchor.runners for one in runner.slices))
     trials = {}
     for index, entrant in again.items():
         if entrant.failure:
             trials[index] = replace(found[index], status="failed", reason=_ended(entrant))
         elif not anchor.failure:
-            trials[index] = _trial(entrant, anchor, rules, start.heat)
+            trials[index] = _trial(entrant, anchor, start, rounds)
     return trials
 
 
@@ -170,39 +140,56 @@ def _speedup(anchor: Entrant, entrant: Entrant, rules: Rules) -> Interval | None
     ratios = log_ratios(anchor, entrant)
     if not ratios:
         return None
-    slower, faster = ([runner.per_sample for runner in each.runners if runner.rounds_ms] for each in (anchor, entrant))
+    slower, faster = anchor.process_logs(), entrant.process_logs()
     if min(len(slower), len(faster)) < 2:
         return _statistics.exp(_statistics.log_interval(ratios, rules.alpha))
     return _statistics.exp(_statistics.replicate_interval(slower, faster, 1 - rules.confidence))
 
 
-def _trial(entrant: Entrant, anchor: Entrant | None, rules: Rules, heat: int) -> Trial:
-    first, runners = entrant.first, entrant.runners
+def _elapsed_speedup(anchor: Entrant, entrant: Entrant, rules: Rules) -> Interval | None:
+    """The ratio of times elapsed over the rounds in which others had the machine."""
+    slower, faster = (
+        {-number: math.log(ms / runner.answer["samples"])
+         for runner in each.runners for number, ms in runner.times_ms(elapsed=True).items() if number < 0}
+        for each in (anchor, entrant)
+    )  # fmt: skip
+    ratios = _statistics.paired(slower, faster)
+    return _statistics.exp(_statistics.log_interval(ratios, rules.alpha)) if len(ratios) > 1 else None
+
+
+def _trial(entrant: Entrant, anchor: Entrant, start: Start, rounds: Rounds) -> Trial:
+    first, runners, rules = entrant.first, entrant.runners, start.rules
     answer, entry = first.answer, first.entry
-    if not first.rounds_ms:
+    if not first.slices:
         return Trial(
             entry.recipe,
             "failed",
             entrant.failure or "it was not measured",
             notes=answer["notes"],
             seconds=time.monotonic() - first.began,
-            heat=heat,
+            heat=start.heat,
         )
     times = sorted(sample for runner in runners for sample in runner.samples_ns)
     energy = [joule for runner in runners for joule in runner.energy_j]
-    rounds_ms = [answer["samples"] * math.exp(value) for value in entrant.per_sample.values()]
+    logs = entrant.per_sample
+    quiet = [value for number, value in logs.items() if number > 0]
+    is_quiet = len(quiet) >= min(len(logs), _statistics.ENOUGH)
+    rounds_ms = [answer["samples"] * math.exp(value) for value in (quiet if is_quiet else logs.values())]
     # A recipe that died half-way has numbers, but nobody should be handed it.
     reason = _ended(entrant) if entrant.failure else entrant.rejected
     peaks = [runner.answer["peak_bytes"] for runner in runners if runner.answer["peak_bytes"] is not None]
+    loads = [load for runner in runners for load in rounds.loads.get(runner.process, ())]
     return Trial(
         recipe=entry.recipe,
         status="failed" if entrant.failure else "rejected" if entrant.rejected else "measured",
         reason=reason,
-        time_ms=statistics.median(rounds_ms),
+        time_ms=statistics.median(rounds_ms or [one.ms for one in first.slices]),
         p90_ms=times[min(len(times) - 1, int(0.9 * len(times)))] / 1e6,
-        speedup=_speedup(anchor, entrant, rules) if anchor is not None else None,
-        log_ratios=tuple(round(value, 6) for value in log_ratios(anchor, entrant)) if anchor is not None else (),
-        round_ms=tuple(round(value, 6) for value in rounds_ms),
+        speedup=_speedup(anchor, entrant, rules),
+        elapsed_speedup=_elapsed_speedup(anchor, entrant, rules),
+        is_quiet=is_quiet,
+        load=mean_load(loads),
+        slices=tuple(one for runner in runners for one in runner.slices),
         processes=len(runners),
         samples=answer["samples"],
         peak_bytes=max(peaks, default=None),
@@ -214,5 +201,5 @@ def _trial(entrant: Entrant, anchor: Entrant | None, rules: Rules, heat: int) ->
         notes=tuple(answer["notes"]),
         int8_layers=tuple(answer.get("int8_layers", ())),
         seconds=time.monotonic() - first.began,
-        heat=heat,
+        heat=start.heat,
     )

@@ -3,6 +3,7 @@
 Everything here reads a `fettle.result.Result`, or the plain data of a search for a service level, and changes nothing.
 """
 
+from fettle.report._load import load_lines
 from fettle.report._verdict import verdict
 from fettle.report.charts import write_charts
 from fettle.report.data import load_result, save_result, to_json
@@ -14,6 +15,6 @@ from fettle.report.tables import comparison_table, print_result, result_table
 from fettle.report.takeaway import save
 
 __all__ = [
-    "cell", "comparison_table", "load_result", "page", "print_result", "progress", "result_table", "save",
+    "cell", "comparison_table", "load_lines", "load_result", "page", "print_result", "progress", "result_table", "save",
     "save_result", "slo_page", "to_json", "verdict", "write_charts", "write_report", "write_slo_report",
 ]  # fmt: skip

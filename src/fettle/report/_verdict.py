@@ -7,12 +7,18 @@ import math
 from fettle.measure import Interval, Trial
 from fettle.report import _format as fmt
 from fettle.report._facts import misses, name_of, ran, speed, unit_name
+from fettle.report._load import elapsed, under
 from fettle.result import Result
 
 
 def verdict(result: Result) -> str:
     """What came out, in one sentence (two when the study was cut short)."""
     said = _sentence(result)
+    winner = result.winner
+    if winner is not None and winner.recipe.levels:
+        said = f"{under(winner, result.under_load)}{said}"
+        if not result.under_load and (also := elapsed(winner)):
+            said = f"{said} {also}"
     if result.unconfirmed:
         return f"{said} {result.unconfirmed}"
     if result.interrupted:
@@ -32,7 +38,7 @@ def headline(result: Result) -> str:
         if before and after and after < before:
             return f"{before / after:.2f}x less {_GOAL_NOUN[result.goal]}"
     if result.verdict == "faster" and winner.speedup and math.isfinite(winner.speedup.estimate):
-        return f"{fmt.times(winner.speedup.estimate)} as fast"
+        return f"{fmt.times(winner.speedup.estimate)} as fast{'' if winner.is_quiet else ', on a busy machine'}"
     return {"faster": "Faster", "same": "No difference", "slower": "Slower", "cannot tell": "Cannot tell"}[
         result.verdict
     ]

@@ -40,6 +40,7 @@ def _recipe_file(result: Result) -> RecipeFile:
         "speedup": winner.speedup.estimate if winner.speedup else None,
         "speedup_low": winner.speedup.low if winner.speedup else None,
         "speedup_high": winner.speedup.high if winner.speedup and math.isfinite(winner.speedup.high) else None,
+        "measured_on": "a quiet machine" if winner.is_quiet else f"a busy machine: {winner.load}",
         "peak_bytes": winner.peak_bytes,
         "startup_s": winner.startup.total_s,
         "accuracy": accuracy,

@@ -61,20 +61,11 @@ class Evidence:
         ours, theirs = self.score(one), self.score(other)
         if math.isinf(ours) or math.isinf(theirs):
             return ours < theirs
-        return theirs - ours > math.hypot(self._noise(one), self._noise(other))
+        return theirs - ours > min(_TIE, self.session.noise(one, other))
 
     def score(self, trial: Trial) -> float:
         score = self.session.score(trial)
         return math.inf if math.isnan(score) else score
-
-    def _noise(self, trial: Trial) -> float:
-        """Half the confidence interval of the score. Only time goals have one: there the score is -log(speedup)."""
-        ratio = trial.speedup
-        if ratio is None or not 0 < ratio.low <= ratio.high < math.inf or not ratio.estimate > 0:
-            return 0.0
-        if not self._is_time(trial):
-            return 0.0
-        return min(_TIE, math.log(ratio.high / ratio.low) / 2)
 
     def is_hopeless(self, recipe: Recipe, leader: Trial) -> bool:
         """Whether the recipe would have to be three times as fast as all evidence says to be the best. For time goals.

@@ -42,6 +42,10 @@ class Session(Protocol):
         negative log of the speed-up."""
         ...
 
+    def noise(self, one: Trial, other: Trial) -> float:
+        """Half the confidence interval of the difference of two scores; 0 where scores have none."""
+        ...
+
     def spent(self) -> bool:
         """Whether the budget is used up."""
         ...

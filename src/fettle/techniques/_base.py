@@ -55,6 +55,8 @@ class Facts:
     uses_sdpa: bool = False
     """`scaled_dot_product_attention` was called in a forward pass."""
     physical_cores: int = 1
+    threads: int = 0
+    """What torch uses as it is given; 0 if not known."""
     cpu_flags: tuple[str, ...] = ()
     """Those of ``avx2, avx512f, avx512_bf16, avx512_vnni, avx512_fp16, amx_bf16, amx_int8, neon, sve`` present."""
     cuda_capability: tuple[int, int] = (0, 0)

@@ -17,7 +17,7 @@ class Threads(Technique):
         counts = sorted({1, facts.physical_cores // 2, facts.physical_cores} - {0})
         why_not = "the work is on a GPU" if facts.device != "cpu" else ""
         return [Level("as-given", "torch's own choice")] + [
-            Level(str(count), f"torch.set_num_threads({count})", why_not) for count in counts
+            Level(str(count), f"torch.set_num_threads({count})", why_not or _is_given(count, facts)) for count in counts
         ]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
@@ -29,3 +29,7 @@ class Threads(Technique):
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         # OMP_NUM_THREADS too: Inductor and MKL size their pools by it when the process starts.
         return Code(environment={"OMP_NUM_THREADS": level}, setup=(f"torch.set_num_threads({level})",))
+
+
+def _is_given(count: int, facts: Facts) -> str:
+    return "it is what torch chooses here" if count == facts.threads else ""

@@ -13,7 +13,7 @@ ROUNDS = 6
 """Rounds of the last race that time is kept back for. It ends earlier or later, as its data say."""
 FEWEST_ROUNDS = 3
 """Rounds after which a race can be stopped."""
-REPLICATES = 3
+REPLICATES = 2
 """Processes of each finalist in the last race, as far as time allows."""
 MOST_REPLICATES = 5
 """Processes of each whose speed-up the first ones leave open, where there is time left."""
@@ -114,8 +114,8 @@ class Finale:
 def plan_finale(
     left_s: float, baseline: Trial, best: Sequence[Trial], extras: int, most: int = REPLICATES
 ) -> Finale | None:
-    """The largest last race that fits into `left_s`: first the leader and the baseline, then more processes of these,
-    up to `most` each, then the other finalists in as many, then up to `extras` cheap rungs in one process each.
+    """The largest last race that fits into `left_s`: first the leader and the baseline, then the other finalists, then
+    more processes of all these, up to `most` each, then up to `extras` cheap rungs in one process each.
 
     None when not even the first fits.
     """
@@ -123,17 +123,16 @@ def plan_finale(
     if race_s(field, FEWEST_ROUNDS) > left_s:
         return None
     left_s -= race_s(field)
+    for trial in best[1:]:
+        if race_s([trial]) > left_s:
+            break
+        field.append(trial)
+        left_s -= race_s([trial])
     copies = 0
     for wanted in range(1, most):
         if replicates_s(field, wanted) <= left_s:
             copies = wanted
     left_s -= replicates_s(field, copies)
-    for trial in best[1:]:
-        cost_s = race_s([trial]) * (1 + copies)
-        if cost_s > left_s:
-            break
-        field.append(trial)
-        left_s -= cost_s
     each = race_s([baseline])
     fit = extras if math.isinf(left_s) else min(extras, max(0, int(left_s // each)))
     return Finale(len(field) - 1, 1 + copies, fit)

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import msgspec
-
 from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.search import Space
 from fettle.techniques import CATALOGUE
 from fettle.tuning._budget import MOST_REPLICATES, REPLICATES, REPLICATES_S, plan_finale, race_s
-from fettle.tuning.session import SCREENING_ROUNDS, Session
+from fettle.tuning.session import LAST_WAITING, SCREENING_ROUNDS, Session, read_trials
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ def last_race(session: Session, space: Space) -> LastRace:
         return LastRace()
     kept = _kept(session)
     if any(trial.recipe == leader.recipe for trial in kept):
-        return LastRace(kept)
+        return LastRace(session.confirmed(kept))
     rungs = [recipe for recipe in climb(leader.recipe) if recipe != leader.recipe and not space.conflict(recipe)]
     cheap = [recipe for recipe in rungs if space.cost(recipe) == 1 and recipe not in session.known]
     best = session.finalists()
@@ -46,7 +44,8 @@ def last_race(session: Session, space: Space) -> LastRace:
         return _too_small(session, race_s([baseline, leader]))
     again, cheap = [trial.recipe for trial in best[: plan.finalists]], cheap[: plan.extras]
     session.tell(f"last race: the best {len(again)} in fresh processes")
-    session.baseline.close()
+    session.held.close()
+    session.patience.left_s += LAST_WAITING * (budget.seconds or 0.0)
     share_s = REPLICATES_S if budget.seconds is None else min(REPLICATES_S, max(0.0, budget.left_s))
     rules = replace(session.rules, max_rounds=SCREENING_ROUNDS, deadline=budget.end, grace_s=budget.grace_s,
                     precision=0.05, replicates=plan.replicates, most_replicates=MOST_REPLICATES,
@@ -54,18 +53,18 @@ def last_race(session: Session, space: Space) -> LastRace:
     trials = session.run([Recipe(), *again, *cheap], rules, once=cheap)
     if leader.recipe not in {trial.recipe for trial in trials}:
         return _too_small(session, race_s([baseline, leader]))
-    session.keep([trial for trial in trials if trial.recipe in cheap])
     session.study.set_note("last race", [trial.to_json() for trial in trials])
+    for trial in trials:
+        if trial.recipe in cheap:
+            session.remember(trial)
+    trials = session.confirmed(trials)
     _show_dear(session, [recipe for recipe in rungs if recipe not in session.known and recipe not in cheap])
     return LastRace(trials)
 
 
 def _kept(session: Session) -> list[Trial]:
     """The last race of an earlier run of the study; nothing where there was none, or what is there cannot be read."""
-    try:
-        return [session.judged(Trial.from_json(item)) for item in session.study.note("last race") or ()]
-    except (TypeError, KeyError, AttributeError, ValueError, msgspec.ValidationError):
-        return []
+    return [session.judged(trial) for trial in read_trials(session.study.note("last race"))]
 
 
 def climb(recipe: Recipe) -> list[Recipe]:

@@ -11,13 +11,15 @@ from typing import cast
 import msgspec
 
 from fettle.machine import Machine, this_machine
-from fettle.measure import Trial, verdict
+from fettle.measure import Interval, Trial, verdict
 from fettle.recipe import Recipe
 from fettle.result import LeftOut, Result, Rung, Verdict
 from fettle.techniques import source
 from fettle.tuning._last_race import LastRace, climb
 from fettle.tuning._limits import distance
 from fettle.tuning.session import Session
+
+_SIMPLER = math.log(1.02)
 
 
 def outcome(
@@ -58,8 +60,9 @@ def outcome(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         interrupted=interrupted,
         unconfirmed=last.unconfirmed,
-        notes=(session.plan.note,) if session.plan.note else (),
+        notes=tuple(note for note in (session.plan.note, _threads_under_load(session, winner)) if note),
         plan=session.plan.rows(),
+        under_load=session.rules.under_load,
     )
 
 
@@ -70,14 +73,17 @@ def _winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, Verd
     if leader is not None and not leader.recipe.levels:
         said = "same"
     elif leader is not None:
-        best = {trial.recipe for trial in session.finalists()}
-        again = [trial for trial in last if trial.recipe in best]
+        again = [trial for trial in last if trial.recipe.levels]
         able = [trial for trial in again if math.isfinite(session.score(trial))]
         if able:
-            winner = min(able, key=session.rank)
+            winner = _fastest(session, able)
             said = cast(Verdict, verdict(winner.speedup, session.rules.indifference))
-            if said == "cannot tell" and leader.speedup is not None and leader.speedup.low > 1:
-                return winner, said  # its own race had told: that is neither "no difference" nor a promise
+            together = _together(session, winner)
+            if said == "cannot tell" and together is not None and together.low > 1:
+                winner = replace(winner, speedup=together)
+                said = cast(Verdict, verdict(together, session.rules.indifference))
+                if said == "cannot tell":
+                    return winner, said  # earlier races had told: that is neither "no difference" nor a promise
         elif again:
             winner = None  # they held once and not again: nothing to hand out with a good conscience
     if winner is not None and said != "faster" and session.goal in ("throughput", "latency") and last:
@@ -88,9 +94,34 @@ def _winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, Verd
     return winner, said
 
 
+def _fastest(session: Session, able: Sequence[Trial]) -> Trial:
+    """The fastest of those that ran in the last race, by all races together; of those that cannot be told from it and
+    lose no more than `_SIMPLER` the one that changes least."""
+    known = {trial.recipe: session.known.get(trial.recipe, trial) for trial in able}
+    best = min(known.values(), key=session.rank)
+    tied = [
+        trial for trial in known.values()
+        if trial is best
+        or (not session.beats(best, trial) and session.score(trial) - session.score(best) <= _SIMPLER)
+    ]  # fmt: skip
+    simplest = min(tied, key=lambda trial: (len(trial.recipe.levels), session.score(trial)))
+    return next(trial for trial in able if trial.recipe == simplest.recipe)
+
+
+def _together(session: Session, winner: Trial) -> Interval | None:
+    """What all races together say of the winner. It was picked from many, so the error rate is shared between them
+    (Bonferroni)."""
+    if session.fit is None or session.goal not in ("throughput", "latency"):
+        return None
+    picked_from = max(
+        1, sum(trial.speedup is not None and bool(trial.recipe.levels) for trial in session.known.values())
+    )
+    return session.fit.speedup(winner.recipe, confidence=1 - (1 - session.rules.confidence) / picked_from)
+
+
 def _beside(winner: Trial | None, last: Sequence[Trial]) -> Trial | None:
     """The workload as given in the last race, if that is where the winner's figures are from and it ran there too."""
-    if not any(trial is winner for trial in last):
+    if winner is None or not any((trial.recipe, trial.heat) == (winner.recipe, winner.heat) for trial in last):
         return None
     return next((trial for trial in last if not trial.recipe.levels and math.isfinite(trial.time_ms)), None)
 
@@ -116,6 +147,21 @@ def _ladder(session: Session, winner: Trial, again: Trial | None) -> tuple[Rung,
         rungs.append(Rung(" ".join(f"{name}={level}" for name, level in added.items()), trial))
         last = recipe
     return tuple(rungs)
+
+
+def _threads_under_load(session: Session, winner: Trial | None) -> str:
+    """Where fewer threads are faster only beside a neighbour, the advice for a machine that always has one."""
+    for trial in session.known.values():
+        beside = trial.elapsed_speedup
+        if set(trial.recipe.levels) - {"mode"} == {"threads"} and beside is not None and beside.low > 1.2:
+            alone = trial.speedup.estimate if trial.speedup is not None else math.nan
+            if not alone > 1.05 and (winner is None or "threads" not in winner.recipe.levels):
+                return (
+                    f"Beside the neighbours of this study {trial.recipe} took {1 / beside.estimate:.0%} of the time, "
+                    f"but {1 / alone:.0%} without them, so no threads are set. --under-load tunes for a machine that "
+                    "is always shared."
+                )
+    return ""
 
 
 def _code(session: Session, winner: Trial) -> str:

@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from fettle.errors import UsageError
 from fettle.machine import Machine
-from fettle.measure import Entry, Held, Judge, Nodes, Progress, Rules, Trial, Worker, WorkerError, race
+from fettle.measure import Entry, Held, Judge, Nodes, Patience, Progress, Rules, Trial, Worker, WorkerError, race
 from fettle.recipe import Recipe
 from fettle.result import Goal, Limits
 from fettle.study import Study
@@ -20,13 +21,22 @@ from fettle.tuning import _limits
 from fettle.tuning._budget import FEWEST_ROUNDS, Budget, start_s, turn_s
 from fettle.tuning._plan import plan_memory
 from fettle.tuning._probe import probe
+from fettle.tuning.model import Fit, Races
 from fettle.tuning.space import level_cost
 from fettle.workload import Target
 
+FINALISTS = 4
+"""Most recipes that meet in the last race, as far as there is time."""
+WAITING = 0.15
+"""Share of the budget that the races may wait for a quiet machine; the last race may wait for `LAST_WAITING` more."""
+LAST_WAITING = 0.1
+_UNLIMITED_WAIT_S = 120.0
 SCREENING_ROUNDS = 20
 """Most rounds of a race. Processes differ by more than so many rounds leave open: the last race has more of those."""
 _DEARER_S = {1: 0.0, 2: 6.0, 3: 30.0}
 """What a recipe of each cost needs beyond the workload as given until it is ready, as long as none was measured."""
+_SWINGS = 1.5
+"""Slowest over fastest round of the workload as given from which that is said."""
 _SMALL_BYTES = 256 << 20
 _ENERGY_SLICE_S = 0.5
 """A GPU's counter is renewed every 20 to 100 ms (Yang, Adamek and Armour, *Part-time Power Measurements*, 2023): in the
@@ -67,15 +77,21 @@ class Session:
         nproc: int = 1,
         nodes: Nodes | None = None,
         device_memory_bytes: int | None = None,
+        under_load: bool = False,
     ) -> None:
         self.target, self.folder, self.limits, self.goal = target, folder, limits, goal
         self.budget = Budget(budget_s, started)
-        self.rules = Rules(confidence=confidence, prepare_timeout_s=trial_timeout_s)
+        self.rules = Rules(confidence=confidence, prepare_timeout_s=trial_timeout_s, under_load=under_load)
         if goal == "energy":
             self.rules = replace(self.rules, slice_s=_ENERGY_SLICE_S)
         self.known: dict[Recipe, Trial] = {}
         """Every recipe that was measured, by this run of the study or an earlier one."""
-        self.baseline = Held()
+        self.held = Held()
+        """The processes of the workload as given and of the leader, which run in every race but the last."""
+        self.races = Races(under_load)
+        self.fit: Fit | None = None
+        """What all races so far say together."""
+        self.patience = Patience(_UNLIMITED_WAIT_S if budget_s is None else WAITING * budget_s)
         self._tell = tell
         self._nodes, self._device_memory_bytes = nodes, device_memory_bytes
         self._ranks = nproc * (nodes.count if nodes is not None else 1)
@@ -129,6 +145,11 @@ class Session:
             self.known[trial.recipe] = self.judged(trial)
             self._recall(trial)
             self._heat = max(self._heat, trial.heat)
+        self.races.add(self.known.values())
+        for heat in range(1, self._heat + 1):  # what was known by then ran in these races again
+            self.races.add(read_trials(self.study.note(f"again in race {heat}")))
+        self.races.add(read_trials(self.study.note("last race")))
+        self._update()
         self._earlier_s = float(self.study.note("seconds") or 0.0)
 
     # -- what a design asks ------------------------------------------------------------------------------------------
@@ -170,10 +191,29 @@ class Session:
         return min(able, key=self.rank, default=None)
 
     def finalists(self) -> list[Trial]:
-        """The best and up to two others that came within 5% of it, the best first; without the workload as given."""
+        """The best and those that may be better for all that the races say, or came within 5% of it, the best first:
+        four at most, and one of another kind (another runtime, other threads) where none of these is."""
         able = [trial for trial in self.known.values() if trial.recipe.levels and math.isfinite(self.score(trial))]
-        best = sorted(able, key=self.rank)[:3]
-        return [trial for trial in best if self.score(trial) <= self.score(best[0]) + math.log(1.05)]
+        ranked = sorted(able, key=self.rank)
+        near = [trial for trial in ranked if not self.beats(ranked[0], trial, math.log(1.05))]
+        chosen = near[:FINALISTS]
+        other = next((trial for trial in near[FINALISTS:] if _kind(trial) != _kind(ranked[0])), None)
+        alike = all(_kind(trial) == _kind(ranked[0]) for trial in chosen)
+        return [*chosen[:-1], other] if other is not None and alike else chosen
+
+    def beats(self, one: Trial, other: Trial, least: float = 0.0) -> bool:
+        """Whether one is better than the other by more than the noise of both and by more than `least` (a log)."""
+        ours, theirs = self.score(one), self.score(other)
+        if math.isinf(ours) or math.isinf(theirs):
+            return ours < theirs
+        return theirs - ours > max(least, self.noise(one, other))
+
+    def noise(self, one: Trial, other: Trial) -> float:
+        """Half the confidence interval of the difference of two scores, as far as they are times; 0 for other goals."""
+        if self.fit is None or self.goal not in ("throughput", "latency"):
+            return 0.0
+        apart = self.fit.log_ratio(one.recipe, other.recipe, self.rules.confidence)
+        return (apart.high - apart.low) / 2 if apart is not None else 0.0
 
     def rank(self, trial: Trial) -> tuple[float, int]:
         """The score, and at equal score how many levels differ from the workload as given: least first."""
@@ -207,11 +247,12 @@ class Session:
         entries = [recipe for recipe in recipes if recipe.levels]
         entries = entries[: self._how_many_fit(entries, self._left_s(deadline))]
         if entries or not self.known:
-            rules = replace(
-                self.rules, deadline=deadline, grace_s=self.budget.grace_s, max_rounds=SCREENING_ROUNDS,
-                to_beat=self._to_beat(),
-            )  # fmt: skip
-            self.keep(self.run([Recipe(), *entries], rules, self.baseline))
+            rules = replace(self.rules, deadline=deadline, grace_s=self.budget.grace_s, max_rounds=SCREENING_ROUNDS)
+            leader = self.best()
+            again = [leader.recipe] if leader is not None and leader.recipe.levels else []
+            self.keep(self.run(list(dict.fromkeys([Recipe(), *again, *entries])), rules, self.held))
+            leader = self.best()
+            self.held.keep({Recipe()} | ({leader.recipe} if leader is not None else set()))
 
     def _how_many_fit(self, recipes: Sequence[Recipe], left_s: float) -> int:
         """How many of these can be raced in the time that is left: as many as can be started, run in the fewest rounds,
@@ -256,17 +297,58 @@ class Session:
             heat=self._heat,
             held=held,
             nodes=self._nodes,
+            patience=self.patience,
         )
 
     def keep(self, trials: Sequence[Trial]) -> None:
-        """Keep those trials in the study whose recipes were not known."""
-        for trial in trials:
-            if trial.recipe not in self.known:
-                self.study.add(trial, self.facts.mode)
-                self.known[trial.recipe] = trial
-                self._recall(trial)
-                self.study.set_note("seconds", self.seconds)
-                self.tell(f"measured {trial.recipe}", trial)
+        """Keep a race's trials: in the study those whose recipes were not known, and what the others add to the fit."""
+        new = [trial for trial in trials if trial.recipe not in self.known]
+        again = [trial.to_json() for trial in trials if trial.recipe in self.known and trial.slices]
+        if again:
+            self.study.set_note(f"again in race {self._heat}", again)
+        self.races.add(trials)
+        for trial in new:
+            self.remember(trial)
+        self._update()
+        for trial in new:
+            self.tell(f"measured {trial.recipe}", self.known[trial.recipe])
+
+    def look_at_baseline(self) -> None:
+        """Say so at once where the time of the workload as given swings, before minutes are spent."""
+        baseline = self.known.get(Recipe())
+        times = [one.ms for one in baseline.slices] if baseline is not None else []
+        if baseline is None or not times or max(times) < _SWINGS * min(times):
+            return
+        why = str(baseline.load) if not baseline.load.is_quiet else "nobody else was seen: its own threads or the clock"
+        self.tell(f"the model as given took {min(times):.3g} to {max(times):.3g} ms a call: {why}")
+
+    def remember(self, trial: Trial) -> None:
+        """Keep the trial of a recipe that was not known."""
+        self.study.add(trial, self.facts.mode)
+        self.known[trial.recipe] = trial
+        self._recall(trial)
+        self.study.set_note("seconds", self.seconds)
+
+    def _update(self) -> None:
+        """Let every trial say what all races together say of its speed."""
+        self.fit = self.races.fit()
+        if self.fit is None:
+            return
+        for recipe, trial in self.known.items():
+            speedup = self.fit.speedup(recipe, confidence=self.rules.confidence) if recipe.levels else None
+            if speedup is not None:
+                self.known[recipe] = replace(trial, speedup=speedup)
+
+    def confirmed(self, trials: Sequence[Trial]) -> list[Trial]:
+        """The last race's trials with what this race says of them, processes spread as in the whole study; all races
+        then say together which is best (`known`)."""
+        self.races.add(trials)
+        self._update()
+        alone = self.races.of_race(trials[0].heat, self.fit) if self.fit is not None else None
+        if alone is None:
+            return list(trials)
+        return [replace(trial, speedup=alone.speedup(trial.recipe, confidence=self.rules.confidence) or trial.speedup)
+                if trial.recipe.levels else trial for trial in trials]  # fmt: skip
 
     def _recall(self, trial: Trial) -> None:
         """What a trial chose is chosen: the last race, ``optimized.py`` and a resumed study go by it."""
@@ -281,6 +363,8 @@ class Session:
     def _pass_on(self, progress: Progress) -> None:
         if progress.stage == "start":
             self.tell(f"starting {progress.recipe}")
+        elif progress.stage == "busy":
+            self.tell(f"the machine is busy ({progress.load}): waiting for a quiet moment")
         elif progress.stage == "vague":
             self.tell("the processes differ too much: a few more of each")
         elif progress.stage == "round":
@@ -290,13 +374,6 @@ class Session:
         """When to begin the last race."""
         baseline = self.known.get(Recipe())
         return self.budget.deadline([baseline, *(self.finalists() or [baseline])] if baseline else [])
-
-    def _to_beat(self) -> float:
-        """Log of the speed-up that the best recipe has for certain: what is below it need not be known any better."""
-        best = self.best()
-        if best is None or best.speedup is None or self.goal not in ("throughput", "latency"):
-            return -math.inf
-        return math.log(best.speedup.low) if best.speedup.low > 0 else -math.inf
 
     def _left_s(self, deadline: float) -> float:
         return deadline - self.budget.started - self.budget.elapsed_s
@@ -333,6 +410,19 @@ class Session:
         folder = self.folder / name
         folder.mkdir(parents=True, exist_ok=True)
         return folder
+
+
+def read_trials(notes: Any) -> list[Trial]:
+    """Trials that were kept as a note of the study; none where there is none or it cannot be read."""
+    try:
+        return [Trial.from_json(item) for item in notes or ()]
+    except (TypeError, KeyError, AttributeError, ValueError, msgspec.ValidationError):
+        return []
+
+
+def _kind(trial: Trial) -> tuple[str, str]:
+    levels = trial.recipe.levels
+    return levels.get("runtime", "torch").partition("-")[0], levels.get("threads", "")
 
 
 def _abreast(facts: Facts) -> int:

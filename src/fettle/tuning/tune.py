@@ -61,6 +61,7 @@ def tune(
     study: str | None = None,
     confidence: float = 0.95,
     trial_timeout_s: float = 900.0,
+    under_load: bool = False,
     tell: Tell | None = None,
     command: str = "",
 ) -> Result:
@@ -78,6 +79,9 @@ def tune(
     fit into `device_memory_bytes` (a GPU's own memory, or a rank's share of this machine's, unless given). With `nodes`
     so many machines have `nproc` ranks each: this one, which the others reach at `listen` (``"host:port"``), and those
     on which ``fettle join host:port`` runs; the target must lie at the same place on all.
+
+    The recipe is the one for a quiet machine. With `under_load` it is the fastest beside whatever else this machine
+    does: time elapsed decides.
 
     Returns a `Result`; ``result.apply(model, inputs)`` gives the tuned callable. Raises `UsageError` for bad input.
     """
@@ -99,7 +103,8 @@ def tune(
     tell = tell or watched.enter_context(progress(lines=False))
     others = open_nodes(nodes, listen, target)
     session = Session(target, folder, limits, goal, budget_s, started, tell, confidence, trial_timeout_s,
-                      nproc=nproc, nodes=others, device_memory_bytes=device_memory_bytes)  # fmt: skip
+                      nproc=nproc, nodes=others, device_memory_bytes=device_memory_bytes,
+                      under_load=under_load)  # fmt: skip
     try:
         if others is not None:
             others.gather(session.tell)
@@ -109,6 +114,7 @@ def tune(
         interrupted = False
         try:
             session.measure([Recipe()])
+            session.look_at_baseline()
             if design == "auto":
                 auto(space, session, first=_advised(session))
             else:

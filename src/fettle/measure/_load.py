@@ -1,0 +1,79 @@
+"""What others took of the machine while something was timed, as plain data, and when that is negligible."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+QUIET_WAITS = 0.03
+"""Waiting for a core, in seconds a second, up to which a slice is quiet: on a machine with no neighbour 19 of 20 slices
+are below it, beside a process on one of two cores none is (docs/measuring.md)."""
+QUIET_OTHERS = 0.12
+"""Share of the machine's cores that others may have in a quiet slice: a core of eight; less cannot be told from the
+ticks of the counters in half a second on two cores."""
+QUIET_CLOCK = 0.9
+"""A clock below this share of the fastest that was seen is throttled."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What others took while something was timed. NaN: this machine does not tell."""
+
+    waits: float = math.nan
+    """Seconds that own threads were ready and had no core, summed over them, per second."""
+    others: float = math.nan
+    """CPU time of processes that are not ours, as a share of all cores."""
+    steal: float = math.nan
+    """Time that the hypervisor took, as a share of all cores."""
+    pressure: float = math.nan
+    """Share of the time in which any task of the machine waited for a core (`/proc/pressure/cpu`)."""
+    throttled: float = math.nan
+    """Share of the time in which a cgroup's quota stopped us."""
+    clock: float = math.nan
+    """Clock of the cores over the fastest that was seen."""
+    slept: bool = False
+    """The machine was suspended meanwhile."""
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether what others took is negligible. What is not known speaks for quiet."""
+        return not (
+            self.slept
+            or self.waits > QUIET_WAITS
+            or self.others > QUIET_OTHERS
+            or self.steal > QUIET_OTHERS
+            or self.throttled > QUIET_WAITS
+            or self.clock < QUIET_CLOCK
+        )
+
+    def __str__(self) -> str:
+        return " and ".join(self._parts()) or "nobody else took anything"
+
+    def _parts(self) -> list[str]:
+        found = []
+        if self.waits > QUIET_WAITS:
+            found.append(f"its threads waited {self.waits:.0%} of the time for a core")
+        if self.others > QUIET_OTHERS / 2:
+            found.append(f"others took {self.others:.0%} of the cores")
+        if self.steal > QUIET_OTHERS / 2:
+            found.append(f"the hypervisor took {self.steal:.0%}")
+        if self.throttled > QUIET_WAITS:
+            found.append(f"a cgroup's quota stopped it {self.throttled:.0%} of the time")
+        if self.clock < QUIET_CLOCK:
+            found.append(f"the clock was at {self.clock:.0%} of its fastest")
+        if self.slept:
+            found.append("the machine was suspended")
+        return found
+
+
+def mean_load(loads: Iterable[Load]) -> Load:
+    """The mean of several, each figure over those that have it."""
+    every = list(loads)
+
+    def mean(name: str) -> float:
+        values = [getattr(load, name) for load in every if not math.isnan(getattr(load, name))]
+        return sum(values) / len(values) if values else math.nan
+
+    names = ("waits", "others", "steal", "pressure", "throttled", "clock")
+    return Load(**{name: round(mean(name), 4) for name in names}, slept=any(load.slept for load in every))

@@ -1,0 +1,105 @@
+"""How long the threads of this process were ready to run and had no core, in nanoseconds.
+
+The kernel's scheduler counts that for each thread (`/proc/<pid>/task/<tid>/schedstat`, second field; the kernel's
+*Scheduler Statistics*). It is what a busy neighbour does to a call, and needs no guess at who the neighbour is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+
+class Waits:
+    """How long this process's threads have waited for a core, from its own files in /proc."""
+
+    def __init__(self, folder: Path = Path("/proc/self/task")) -> None:
+        self._folder = folder
+        self._files: dict[int, int] = {}
+
+    def refresh(self) -> None:
+        """Look which threads there are."""
+        try:
+            threads = {int(name) for name in os.listdir(self._folder)}
+        except OSError:
+            threads = set()
+        for thread in self._files.keys() - threads:
+            os.close(self._files.pop(thread))
+        for thread in threads - self._files.keys():
+            with contextlib.suppress(OSError):
+                self._files[thread] = os.open(self._folder / str(thread) / "schedstat", os.O_RDONLY)
+
+    def total_ns(self) -> int | None:
+        """Nanoseconds that the threads have waited, all together; None where the kernel does not tell."""
+        found = [waited for _, waited in self.by_thread().values()]
+        return sum(found) if found else None
+
+    def children_s(self) -> float:
+        """CPU seconds that the processes begun by these threads have had: a loader's workers are not strangers."""
+        total = 0.0
+        for thread in self._files:
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                for child in (self._folder / str(thread) / "children").read_text().split():
+                    fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+                    total += sum(int(ticks) for ticks in fields[11:15]) / os.sysconf("SC_CLK_TCK")
+        return total
+
+    def by_thread(self) -> dict[int, tuple[int, int]]:
+        """Nanoseconds that each thread has run and has waited."""
+        found = {}
+        for thread, file in self._files.items():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                run, waited = os.pread(file, 96, 0).split()[:2]
+                found[thread] = (int(run), int(waited))
+        return found
+
+
+@contextlib.contextmanager
+def one_core_each(threads: Sequence[int]) -> Iterator[None]:
+    """Hold each of these threads on a core of its own, where they are at least as many as the cores.
+
+    Beside a busy neighbour the kernel may put two threads that wait for each other on one core, and then the time
+    says nothing of the model. Held apart, the one that shares its core waits, and its waiting can be taken out.
+    """
+    try:
+        allowed = sorted(os.sched_getaffinity(0))
+    except (AttributeError, OSError):
+        allowed = []
+    held = threads if 1 < len(allowed) <= len(threads) else ()
+    for number, thread in enumerate(held):
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(thread, {allowed[number % len(allowed)]})
+    try:
+        yield
+    finally:
+        for thread in held:
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(thread, allowed)
+
+
+def busiest(before: dict[int, tuple[int, int]], after: dict[int, tuple[int, int]]) -> list[int]:
+    """The threads that computed between two readings of `Waits.by_thread`, the busiest first."""
+    ran = {thread: run - before.get(thread, (0, 0))[0] for thread, (run, _) in after.items()}
+    most = max(ran.values(), default=0)
+    return sorted((thread for thread in ran if ran[thread] > 0.2 * most), key=lambda thread: -ran[thread])
+
+
+def without_waits(chunks: Sequence[tuple[int, int, int | None]]) -> float:
+    """Nanoseconds of a call had its threads not waited, from chunks of (calls, nanoseconds, nanoseconds waited).
+
+    Chunks in which nothing waited say so themselves, where a few of them did; else the waiting is taken out of each,
+    since threads that divide one operator's work wait for the slowest of them, one delay after the other. NaN where
+    hardly anything is left, as happens when several waited at once.
+    """
+    clean = sorted(ns / calls for calls, ns, waited in chunks if waited is not None and waited <= 0.01 * ns)
+    if len(clean) >= 3:
+        return clean[len(clean) // 2]
+    left = sorted((ns - waited) / calls if waited is not None else math.nan for calls, ns, waited in chunks)
+    whole = sorted(ns / calls for calls, ns, _ in chunks)
+    if not left or math.isnan(left[0]):
+        return math.nan
+    middle = left[len(left) // 2]
+    return middle if middle > 0.2 * whole[len(whole) // 2] else math.nan

@@ -1,0 +1,240 @@
+"""What the machine did beyond our processes: CPU time of others and of the hypervisor (`/proc/stat`), waiting
+(`/proc/pressure/cpu`), throttling by a cgroup's quota (`cpu.stat`), the clock, and what other processes have of a GPU.
+
+The counters tick in hundredths of a second, so they are read over half a second at least. A source that is missing, or
+that runs backwards, is NaN and decides nothing. Formats: the kernel's *proc* and *Control Group* documentation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from fettle.measure._load import Load
+
+_WINDOW_S = 0.5
+_TICKS = 100.0  # USER_HZ of /proc/stat
+_STAT, _PRESSURE = Path("/proc/stat"), Path("/proc/pressure/cpu")
+_CLOCKS = Path("/sys/devices/system/cpu")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The machine's counters at one moment; None where it does not have one."""
+
+    at_s: float
+    """Monotonic seconds, which stand still while the machine is suspended."""
+    boot_s: float
+    """Seconds since boot, which do not."""
+    process_s: float = 0.0
+    """CPU seconds of this process."""
+    busy_s: float | None = None
+    """CPU seconds of all processes."""
+    steal_s: float | None = None
+    pressure_s: float | None = None
+    throttled_s: float | None = None
+    clock_mhz: float | None = None
+    cores: int = 1
+
+
+def read_machine() -> Reading:
+    """The counters now."""
+    busy_s, steal_s = _cpu_times()
+    boot = time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+    return Reading(
+        at_s=time.monotonic(),
+        boot_s=boot,
+        process_s=time.process_time(),
+        busy_s=busy_s,
+        steal_s=steal_s,
+        pressure_s=_pressure_s(),
+        throttled_s=_throttled_s(),
+        clock_mhz=_clock_mhz(),
+        cores=os.cpu_count() or 1,
+    )
+
+
+class Watch:
+    """Follows the machine while our processes are timed. `own_s` is told what CPU time they had."""
+
+    def __init__(self, read: Callable[[], Reading] | None = None) -> None:
+        self._read = read or read_machine
+        self._own_s = 0.0
+        self._fastest_mhz = 0.0
+        self._seen: deque[tuple[Reading, float]] = deque()
+        self.mark()
+
+    def mark(self, own_s: float = 0.0) -> None:
+        """A slice begins, or ends after `own_s` more CPU seconds of our processes."""
+        self._own_s += own_s
+        now = self._read()
+        self._seen.append((now, self._own_s + now.process_s))
+        while len(self._seen) > 2 and now.at_s - self._seen[1][0].at_s >= _WINDOW_S:
+            self._seen.popleft()
+
+    def restart(self) -> None:
+        """Forget what was before: processes were started, whose time was not told."""
+        self._seen.clear()
+        self.mark()
+
+    def load(self, waits: float = math.nan) -> Load:
+        """What others took since half a second before the last mark, or since the mark before it if that is longer
+        ago; `waits` is what the slice itself says."""
+        (first, first_own_s), (last, last_own_s) = self._seen[0], self._seen[-1]
+        before = self._seen[-2][0] if len(self._seen) > 1 else first
+        spent_s = last.at_s - first.at_s
+        share = _share(spent_s * min(first.cores, last.cores))
+        self._fastest_mhz = max(self._fastest_mhz, last.clock_mhz or 0.0)
+        busy_s = _difference(last.busy_s, first.busy_s)
+        return Load(
+            waits=waits,
+            others=share(busy_s - (last_own_s - first_own_s)) if first.cores == last.cores else math.nan,
+            steal=share(_difference(last.steal_s, first.steal_s)),
+            pressure=_share(spent_s)(_difference(last.pressure_s, first.pressure_s)),
+            throttled=_share(last.at_s - before.at_s)(_difference(last.throttled_s, before.throttled_s)),
+            clock=last.clock_mhz / self._fastest_mhz if last.clock_mhz else math.nan,
+            slept=(last.boot_s - before.boot_s) - (last.at_s - before.at_s) > 0.1,
+        )
+
+    def wait_for_quiet(self, most_s: float) -> bool:
+        """Wait, all our processes stopped, until nobody else is busy; whether that came within `most_s`."""
+        end = time.monotonic() + most_s
+        self.restart()
+        while time.monotonic() < end:
+            time.sleep(min(0.3, max(0.0, end - time.monotonic())))
+            self.mark()
+            load = self.load()
+            if load.is_quiet and not load.pressure > 0.2:
+                return True
+            if len(self._seen) > 2:
+                self._seen.popleft()
+        return False
+
+
+@dataclass
+class Patience:
+    """How long may be waited for a quiet machine. What is used up is gone; a machine that was not quiet for as long as
+    one wait may last is taken to be never quiet, until a quiet slice is seen."""
+
+    left_s: float = 0.0
+    longest_s: float = 25.0
+    """One wait: as long as a burst of work that one would sit out."""
+    waited_s: float = 0.0
+    given_up: bool = False
+
+    def may_wait(self) -> bool:
+        """Whether to wait at all."""
+        return self.left_s > 0.5 and not self.given_up
+
+    def wait(self, watch: Watch, deadline: float) -> bool:
+        """Wait for a quiet machine, the deadline in mind; whether it came."""
+        began = time.monotonic()
+        quiet = watch.wait_for_quiet(min(self.left_s, self.longest_s, deadline - began))
+        spent_s = time.monotonic() - began
+        self.left_s, self.waited_s = self.left_s - spent_s, self.waited_s + spent_s
+        self.given_up = not quiet
+        return quiet
+
+
+def other_processes_on_gpu(load: Load, index: int, own: Iterable[int]) -> Load:
+    """`load` with what NVML says of a GPU: the share of it that other processes have, and its clock."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        mine = set(own)
+        samples = pynvml.nvmlDeviceGetProcessUtilization(handle, 0)
+        others = sum(sample.smUtil for sample in samples if sample.pid not in mine) / 100
+        now = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
+        most = pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM)
+        reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+    except Exception:  # NVML raises its own types, and a GPU may not tell all of it
+        return load
+    slowed = reasons & ~(
+        pynvml.nvmlClocksThrottleReasonGpuIdle | pynvml.nvmlClocksThrottleReasonApplicationsClocksSetting
+    )
+    return replace(load, others=max(others, load.others if load.others > 0 else 0.0),
+                   clock=now / most if slowed and most else load.clock)  # fmt: skip
+
+
+def _difference(after: float | None, before: float | None) -> float:
+    """How far a counter has come; NaN where it is missing or ran backwards."""
+    if after is None or before is None or after < before:
+        return math.nan
+    return after - before
+
+
+def _share(of_s: float) -> Callable[[float], float]:
+    return lambda seconds: max(0.0, seconds / of_s) if of_s > 0 else math.nan
+
+
+def _cpu_times() -> tuple[float | None, float | None]:
+    """CPU seconds of all processes, and stolen ones."""
+    try:
+        fields = [int(value) for value in _STAT.read_bytes().split(b"\n", 1)[0].split()[1:9]]
+    except (OSError, ValueError):
+        return None, None
+    if len(fields) < 8:
+        return None, None
+    user, nice, system, _idle, _iowait, irq, softirq, steal = fields
+    return (user + nice + system + irq + softirq) / _TICKS, steal / _TICKS
+
+
+def _pressure_s() -> float | None:
+    try:
+        words = _PRESSURE.read_bytes().split(b"\n", 1)[0].split()
+        return int(words[-1].removeprefix(b"total=")) / 1e6
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _throttled_s() -> float | None:
+    """Seconds that our cgroup's quota has stopped its processes."""
+    for path, unit in _throttle_files():
+        try:
+            for line in path.read_text().splitlines():
+                name, _, value = line.partition(" ")
+                if name in ("throttled_usec", "throttled_time"):
+                    return int(value) * unit
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+@lru_cache(maxsize=1)
+def _throttle_files() -> list[tuple[Path, float]]:
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, names, group = line.split(":", 2)
+        if names == "":
+            found.append((Path("/sys/fs/cgroup") / group.lstrip("/") / "cpu.stat", 1e-6))
+        elif "cpu" in names.split(","):
+            found.append((Path("/sys/fs/cgroup/cpu") / group.lstrip("/") / "cpu.stat", 1e-9))
+    return found
+
+
+def _clock_mhz() -> float | None:
+    """Mean clock of the cores where the kernel tells it."""
+    found = []
+    for path in _clock_files():
+        with contextlib.suppress(OSError, ValueError):
+            found.append(int(path.read_text()) / 1e3)
+    return sum(found) / len(found) if found else None
+
+
+@lru_cache(maxsize=1)
+def _clock_files() -> list[Path]:
+    """Those of four cores: a machine may have hundreds, and each takes its time to read."""
+    return sorted(_CLOCKS.glob("cpu[0-9]*/cpufreq/scaling_cur_freq"))[:4]

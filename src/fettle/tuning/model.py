@@ -1,0 +1,249 @@
+"""One model over all races of a study: how fast each recipe is against each other one, and how sure that is.
+
+A race says how far apart its processes were, on rounds in which both ran. Across races nothing is compared directly:
+the workload as given may be eight times slower in one beside a busy neighbour. Instead
+
+    log time of a process in a race  =  recipe + race + process + noise
+
+is fitted to all races at once by generalised least squares, where recipes and races are fixed effects and processes
+random ones with one spread for the whole study (a linear mixed model: Searle, Casella and McCulloch, *Variance
+Components*, 1992). Races are tied together by the recipes that ran in several: the workload as given and the leader
+run in each. The spread between processes is what makes the weighted squares add up to their degrees of freedom (Paule
+and Mandel, *J. Res. NBS* 87, 1982), drawn towards `PRIOR_SPREAD` as if `PRIOR_WEIGHT` more differences had shown that:
+it carries the spread where few recipes ran in several processes. Processes that are far from what the rest says weigh
+less (P. J. Huber, *Ann. Math. Statist.* 35, 1964).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fettle.measure import ENOUGH, Interval, Slice, Trial, by_round, paired
+from fettle.recipe import Recipe
+
+Numbers = NDArray[np.floating[Any]]
+
+PRIOR_SPREAD = 0.02
+"""Standard deviation of the log time between processes of the same code: the typical one of the machines that were
+measured (docs/measuring.md)."""
+PRIOR_WEIGHT = 3.0
+UNHINDERED_ERROR = 0.12
+"""Error of a time from which waiting was taken out, as a share of the log of what was taken out. It belongs to the
+recipe: another process of it has the same."""
+_SMALLEST_NOISE = 0.002
+_FAR = 3.0
+"""Standard deviations from which a process weighs less."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One process in one race."""
+
+    race: int
+    process: str
+    recipe: Recipe
+    value: float
+    """Log time, less the mean of its race."""
+    variance: float
+    """Of `value`, from the scatter of its rounds."""
+    taken_out: float = 0.0
+    """Log of elapsed time over the time used, where the machine was not quiet."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What the races say together."""
+
+    recipes: Mapping[Recipe, int]
+    """Their places in `effects`."""
+    effects: Numbers
+    """Log time of each recipe, up to a constant."""
+    covariance: Numbers
+    tied: Numbers
+    """Projection onto what the data can tell: two recipes that no chain of races connects cannot be compared."""
+    freedom: float
+    """Degrees of freedom of the spread."""
+    spread: float
+    """Standard deviation between processes of the same recipe."""
+
+    def speedup(self, recipe: Recipe, over: Recipe = Recipe(), confidence: float = 0.95) -> Interval | None:  # noqa: B008
+        """How many times as fast one recipe is as another; None where no chain of races connects them."""
+        log = self.log_ratio(recipe, over, confidence)
+        return None if log is None else Interval(*(math.exp(min(700.0, x)) for x in (log.estimate, log.low, log.high)))
+
+    def log_ratio(self, recipe: Recipe, over: Recipe, confidence: float = 0.95) -> Interval | None:
+        """Log of the ratio of times, `over` / `recipe`, with its interval by Student's t."""
+        if recipe not in self.recipes or over not in self.recipes:
+            return None
+        contrast = np.zeros(len(self.effects))
+        contrast[self.recipes[over]] += 1
+        contrast[self.recipes[recipe]] -= 1
+        if not np.allclose(contrast @ self.tied, contrast, atol=1e-6):
+            return None
+        estimate = float(contrast @ self.effects)
+        error = math.sqrt(max(0.0, float(contrast @ self.covariance @ contrast)))
+        half = _student(self.freedom, confidence) * error
+        return Interval(estimate, estimate - half, estimate + half)
+
+
+@dataclass
+class Races:
+    """The races of a study, as points of the model."""
+
+    elapsed: bool = False
+    """Go by time elapsed beside whatever else the machine did."""
+    trials: dict[int, dict[Recipe, Trial]] = field(default_factory=dict)
+    """By race."""
+    _points: dict[int, list[Point]] = field(default_factory=dict)
+
+    def add(self, trials: Iterable[Trial]) -> None:
+        """Trials of one race or of several; each race may come in parts."""
+        for trial in trials:
+            if trial.slices:
+                self.trials.setdefault(trial.heat, {})[trial.recipe] = trial
+                self._points.pop(trial.heat, None)
+
+    def fit(self) -> Fit | None:
+        """What all of it says; None before the first race."""
+        points = [point for race in self.trials for point in self._points_of(race)]
+        return fit(points) if points else None
+
+    def of_race(self, race: int, spread: Fit) -> Fit | None:
+        """What one race says alone, with the spread of processes that all of them have shown."""
+        points = self._points_of(race)
+        return fit(points, spread=spread.spread, freedom=spread.freedom) if points else None
+
+    def _points_of(self, race: int) -> list[Point]:
+        if race not in self._points:
+            self._points[race] = points_of(race, list(self.trials.get(race, {}).values()), elapsed=self.elapsed)
+        return self._points[race]
+
+
+def points_of(race: int, trials: Sequence[Trial], *, elapsed: bool = False) -> list[Point]:
+    """The processes of a race as points."""
+    logs: dict[str, dict[int, float]] = {}
+    recipes: dict[str, Recipe] = {}
+    slices: dict[str, list[Slice]] = {}
+    for trial in trials:
+        for one in trial.slices:
+            slices.setdefault(one.process, []).append(one)
+            recipes[one.process] = trial.recipe
+    samples = {trial.recipe: trial.samples for trial in trials}
+    for process, turns in slices.items():
+        times = by_round(turns, elapsed=elapsed)
+        if times:
+            logs[process] = {number: math.log(ms / samples[recipes[process]]) for number, ms in times.items()}
+    # What a process is apart from each other one, over the rounds of both; those that met nobody say nothing.
+    apart = {one: [paired(logs[one], logs[other]) for other in logs if other != one] for one in logs}
+    points = []
+    for process, others in apart.items():
+        met = [values for values in others if values]
+        if not met and len(logs) > 1:
+            continue
+        value = statistics.fmean([0.0, *(statistics.median(values) for values in met)])
+        # A difference has the noise of both: half of its variance is this one's, the mean over the others.
+        noise = [_median_variance(values) / 2 for values in met if len(values) > 1]
+        variance = statistics.median(noise) if noise else 0.1**2
+        taken = 0.0 if elapsed else _taken_out(slices[process])
+        points.append(Point(race, process, recipes[process], value, max(variance, _SMALLEST_NOISE**2), taken))
+    return points
+
+
+def fit(points: Sequence[Point], *, spread: float | None = None, freedom: float | None = None) -> Fit:
+    """Fit the model to the points. With `spread` and its degrees of `freedom` that is not estimated."""
+    recipes = {recipe: index for index, recipe in enumerate(dict.fromkeys(point.recipe for point in points))}
+    races = {race: index for index, race in enumerate(dict.fromkeys(point.race for point in points))}
+    design = np.zeros((len(points), len(recipes) + len(races)))
+    for row, point in enumerate(points):
+        design[row, recipes[point.recipe]] = 1.0
+        design[row, len(recipes) + races[point.race]] = 1.0
+    values = np.array([point.value for point in points])
+    taken = np.array([point.taken_out for point in points])
+    names = np.array([recipes[point.recipe] for point in points])
+    same_process = np.array([[a.process == b.process for b in points] for a in points], float)
+    noise = np.diag([point.variance for point in points])
+    # A recipe's error from waiting that was taken out is the same in all its processes and races.
+    noise += UNHINDERED_ERROR**2 * np.outer(taken, taken) * (names[:, None] == names[None, :])
+    weights = np.ones(len(points))
+    left = len(points) - np.linalg.matrix_rank(design)
+    for _ in range(2):
+        scale = np.sqrt(weights)
+        weighed, own = noise / np.outer(scale, scale), same_process / np.outer(scale, scale)
+        found = _spread(design, values, weighed, own, left) if spread is None else spread**2
+        solved = _Solved(design, values, weighed + found * own)
+        far = np.abs(solved.residuals) / np.sqrt(np.maximum(np.diag(weighed + found * own), 1e-12))
+        if left == 0 or (far <= _FAR).all():
+            break
+        weights = np.where(far > _FAR, np.maximum(0.02, (_FAR / np.maximum(far, 1e-12)) ** 2), 1.0)
+    count = len(recipes)
+    return Fit(
+        recipes,
+        solved.effects[:count],
+        solved.covariance[:count, :count],
+        solved.tied[:count, :count],
+        freedom if freedom is not None else left + PRIOR_WEIGHT,
+        math.sqrt(found),
+    )
+
+
+class _Solved:
+    """Generalised least squares: effects, their covariance, residuals."""
+
+    def __init__(self, design: Numbers, values: Numbers, variance: Numbers) -> None:
+        inverse = np.linalg.inv(variance)
+        information = design.T @ inverse @ design
+        self.covariance = np.linalg.pinv(information, rcond=1e-9, hermitian=True)
+        self.tied = self.covariance @ information
+        self.effects = self.covariance @ (design.T @ (inverse @ values))
+        self.residuals = values - design @ self.effects
+        self.squares = float(self.residuals @ inverse @ self.residuals)
+
+
+def _spread(
+    design: Numbers,
+    values: Numbers,
+    noise: Numbers,
+    same_process: Numbers,
+    left: int,
+) -> float:
+    """Variance between processes, by bisection: the weighted squares fall as it grows."""
+    low, high = math.log(1e-7), math.log(1.0)
+    for _ in range(14):
+        middle = (low + high) / 2
+        variance = math.exp(middle)
+        squares = _Solved(design, values, noise + variance * same_process).squares if left else 0.0
+        if squares + PRIOR_WEIGHT * PRIOR_SPREAD**2 / variance > left + PRIOR_WEIGHT:
+            low = middle
+        else:
+            high = middle
+    return math.exp((low + high) / 2)
+
+
+def _median_variance(values: Sequence[float]) -> float:
+    """Variance of the median of `values`, from their median absolute deviation (normal-consistent)."""
+    middle = statistics.median(values)
+    deviation = 1.4826 * statistics.median(abs(value - middle) for value in values)
+    count = len(values)
+    # Few values understate their spread: the factor of a normal sample's median deviation.
+    return (deviation * (1 + 2 / count)) ** 2 * math.pi / 2 / count
+
+
+def _taken_out(slices: Sequence[Slice]) -> float:
+    """Log of elapsed over used time, the median of the slices that count; 0 where quiet ones do."""
+    if sum(one.quiet for one in slices) >= min(ENOUGH, len({one.round for one in slices})):
+        return 0.0
+    logs = [math.log(one.ms / one.best_ms) for one in slices if not one.quiet and one.best_ms]
+    return statistics.median(logs) if logs else 0.0
+
+
+def _student(freedom: float, confidence: float) -> float:
+    from scipy.special import stdtrit  # scipy.stats takes a second more to import
+
+    return float(stdtrit(freedom, 0.5 + confidence / 2))
