@@ -140,7 +140,7 @@ def main() -> None:
                     round(value, 4) if math.isfinite(value) else None
                     for value in (found.estimate, found.low, found.high)
                 ]
-                seen[kind].append([*numbers, trial.processes, len(trial.round_ms)])
+                seen[kind].append([*numbers, trial.processes, trial.rounds])
                 seen["racing_s"], seen["model_s"] = seen["racing_s"] + racing, seen["model_s"] + model
             said = "" if kind == "blocks_same" else word(seen[kind][-1])
             print(f"{kind} {len(seen[kind])}/{wanted[kind]}: {said} {seen[kind][-1]}", flush=True)

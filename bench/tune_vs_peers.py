@@ -18,8 +18,9 @@ import time
 from pathlib import Path
 
 from fettle.comparing import bench
+from fettle.diagnose.advice import ratio as ratio_of
 from fettle.machine import this_machine
-from fettle.measure import Trial, ratio_interval
+from fettle.measure import Trial, by_round, paired, ratio_interval
 from fettle.recipe import Recipe
 from fettle.result import Limits
 from fettle.tuning import tune
@@ -111,12 +112,16 @@ def row(trial: Trial, winner: Trial, base: Trial) -> dict:
 def ratio(slower: Trial, faster: Trial) -> list[float] | None:
     """time of the first / time of the second, round by round, with a 95% interval.
 
-    Each against the baseline of the same round: what did not fit into memory beside the other ran in a later race.
+    Over the baseline's rounds where the two did not meet: what does not fit into memory runs in a later race.
     """
-    logs = [mine - theirs for theirs, mine in zip(slower.log_ratios, faster.log_ratios, strict=False)]
-    if not logs:
+    logs = paired(*({number: math.log(ms) for number, ms in by_round(trial.slices).items()}
+                    for trial in (slower, faster)))  # fmt: skip
+    if logs:
+        found = ratio_interval(logs, 0.05)
+    elif slower.speedup and faster.speedup:
+        found = ratio_of(slower.speedup, faster.speedup)
+    else:
         return None
-    found = ratio_interval(logs, 0.05)
     return [round(value, 4) if math.isfinite(value) else None for value in (found.estimate, found.low, found.high)]
 
 

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from fettle.measure import Accuracy, Interval, Startup, Trial
+from fettle.measure import Accuracy, Interval, Slice, Startup, Trial
 from fettle.recipe import Recipe
 from fettle.result import LeftOut, Limits, Reference, Result, Rung
 from fettle.techniques import Facts
@@ -32,8 +32,7 @@ def trial(
         "time_ms": ms,
         "p90_ms": ms * 1.07,
         "speedup": Interval(ratio, ratio * math.exp(-half), ratio * math.exp(half)) if recipe.levels else None,
-        "log_ratios": [float(x) for x in logs] if recipe.levels else [],
-        "round_ms": [float(BASE_MS / math.exp(x)) for x in logs],
+        "slices": [Slice(text, turn, float(BASE_MS / math.exp(x))) for turn, x in enumerate(logs, 1)],
         "samples": 8,
         "peak_bytes": None if mib is None else int(mib * MIB),
         "startup": Startup(1.1, startup * 0.2, startup * 0.8, "cold" if "compile" in text else ""),

@@ -70,7 +70,7 @@ def test_a_study_of_a_loop(tmp_path):
 
     resumed = tuned(tmp_path, budget_s=BUDGET_S)  # what is known is not measured again
     assert [trial.recipe for trial in resumed.trials] == [trial.recipe for trial in result.trials]
-    assert list(resumed.baseline.round_ms) == list(base.round_ms)
+    assert list(resumed.baseline.slices) == list(base.slices)
 
 
 @pytest.mark.parametrize(

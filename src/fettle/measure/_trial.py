@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -95,15 +95,16 @@ class Slice:
         return self.ms if self.quiet or self.waits is None else self.unhindered_ms
 
 
-def by_round(slices: Iterable[Slice], *, elapsed: bool = False) -> dict[int, float]:
+def by_round(slices: Sequence[Slice], *, elapsed: bool = False) -> dict[int, float]:
     """Time of a call in ms by round. A round in which others had the machine goes by its negative number, so that only
-    slices of the same kind are ever paired. `elapsed`: as it was, with the waiting in it."""
+    slices of the same kind are ever paired. `elapsed`: as it was, with the waiting in it, which is also what is left
+    where no slice can tell anything else."""
     found = {}
     for one in slices:
         ms = one.ms if elapsed else one.best_ms
         if ms is not None and ms > 0:
             found[one.round if one.quiet else -one.round] = ms
-    return found
+    return found if found or elapsed else by_round(slices, elapsed=True)
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,11 @@ class Trial:
     and the warm-up."""
     heat: int = 0
     """The race it was measured in."""
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds it took part in."""
+        return len({one.round for one in self.slices})
 
     @property
     def ok(self) -> bool:

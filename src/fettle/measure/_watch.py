@@ -75,6 +75,7 @@ class Watch:
         """A slice begins, or ends after `own_s` more CPU seconds of our processes."""
         self._own_s += own_s
         now = self._read()
+        self._fastest_mhz = max(self._fastest_mhz, now.clock_mhz or 0.0)
         self._seen.append((now, self._own_s + now.process_s))
         while len(self._seen) > 2 and now.at_s - self._seen[1][0].at_s >= _WINDOW_S:
             self._seen.popleft()
@@ -91,7 +92,6 @@ class Watch:
         before = self._seen[-2][0] if len(self._seen) > 1 else first
         spent_s = last.at_s - first.at_s
         share = _share(spent_s * min(first.cores, last.cores))
-        self._fastest_mhz = max(self._fastest_mhz, last.clock_mhz or 0.0)
         busy_s = _difference(last.busy_s, first.busy_s)
         return Load(
             waits=waits,
@@ -191,7 +191,7 @@ def _cpu_times() -> tuple[float | None, float | None]:
 def _pressure_s() -> float | None:
     try:
         words = _PRESSURE.read_bytes().split(b"\n", 1)[0].split()
-        return int(words[-1].removeprefix(b"total=")) / 1e6
+        return int(words[-1].partition(b"total=")[2]) / 1e6
     except (OSError, ValueError, IndexError):
         return None
 

@@ -38,8 +38,12 @@ UNHINDERED_ERROR = 0.12
 """Error of a time from which waiting was taken out, as a share of the log of what was taken out. It belongs to the
 recipe: another process of it has the same."""
 _SMALLEST_NOISE = 0.002
+_NOTHING_TAKEN_OUT = 4.0
+"""Where all that is known is time elapsed beside a neighbour: it may be several times too long."""
 _FAR = 3.0
 """Standard deviations from which a process weighs less."""
+_FEWEST_TO_JUDGE = 4
+"""Degrees of freedom from which it can be told that a process is far from the rest."""
 
 
 @dataclass(frozen=True)
@@ -178,8 +182,12 @@ def fit(points: Sequence[Point], *, spread: float | None = None, freedom: float 
         weighed, own = noise / np.outer(scale, scale), same_process / np.outer(scale, scale)
         found = _spread(design, values, weighed, own, left) if spread is None else spread**2
         solved = _Solved(design, values, weighed + found * own)
-        far = np.abs(solved.residuals) / np.sqrt(np.maximum(np.diag(weighed + found * own), 1e-12))
-        if left == 0 or (far <= _FAR).all():
+        if left < _FEWEST_TO_JUDGE:
+            break
+        # Told by how far the middle ones are, or one that is far would widen the spread and hide in it.
+        usual = 1.4826 * float(np.median(np.abs(solved.residuals))) * math.sqrt(len(points) / left)
+        far = np.abs(solved.residuals) / np.maximum(usual, np.sqrt(np.diag(noise) + PRIOR_SPREAD**2))
+        if (far <= _FAR).all():
             break
         weights = np.where(far > _FAR, np.maximum(0.02, (_FAR / np.maximum(far, 1e-12)) ** 2), 1.0)
     count = len(recipes)
@@ -240,7 +248,7 @@ def _taken_out(slices: Sequence[Slice]) -> float:
     if sum(one.quiet for one in slices) >= min(ENOUGH, len({one.round for one in slices})):
         return 0.0
     logs = [math.log(one.ms / one.best_ms) for one in slices if not one.quiet and one.best_ms]
-    return statistics.median(logs) if logs else 0.0
+    return statistics.median(logs) if logs else _NOTHING_TAKEN_OUT
 
 
 def _student(freedom: float, confidence: float) -> float:

@@ -1,0 +1,203 @@
+"""What others took, from made-up readings of the machine: nothing here depends on what this machine does."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from fettle.measure import _watch
+from fettle.measure._load import QUIET_OTHERS, Load, mean_load
+from fettle.measure._waits import Waits, busiest, without_waits
+from fettle.measure._watch import Patience, Reading, Watch, read_machine
+
+START = Reading(at_s=100.0, boot_s=500.0, busy_s=40.0, steal_s=0.0, pressure_s=1.0, throttled_s=0.0, cores=2)
+
+
+def after(seconds: float, before: Reading = START, **more) -> Reading:
+    """A reading so many seconds later, with these counters further on."""
+    moved = {name: (getattr(before, name) or 0.0) + by for name, by in more.items()}
+    return replace(before, at_s=before.at_s + seconds, boot_s=before.boot_s + seconds, **moved)
+
+
+def load_of(*readings: Reading, own_s: float = 0.0, waits: float = math.nan) -> Load:
+    given = iter(readings)
+    watch = Watch(lambda: next(given))
+    for _ in readings[1:]:
+        watch.mark(own_s)
+    return watch.load(waits)
+
+
+def test_what_our_processes_had_is_not_the_others():
+    assert load_of(START, after(1.0, busy_s=2.0), own_s=1.9).others == pytest.approx(0.05)
+    assert load_of(START, after(1.0, busy_s=2.0), own_s=1.9).is_quiet
+
+
+def test_a_neighbour_on_one_of_two_cores_is_seen():
+    load = load_of(START, after(1.0, busy_s=2.0), own_s=1.0)
+    assert load.others == pytest.approx(0.5)
+    assert not load.is_quiet
+    assert "50% of the cores" in str(load)
+
+
+def test_this_process_is_one_of_ours():
+    load = load_of(START, after(1.0, busy_s=1.0, process_s=1.0))
+    assert load.others == 0.0
+
+
+@pytest.mark.parametrize("field", ["busy_s", "steal_s", "pressure_s", "throttled_s", "clock_mhz"])
+def test_a_source_that_is_missing_or_vanishes_decides_nothing(field):
+    assert load_of(replace(START, **{field: None}), replace(after(1.0), **{field: None})).is_quiet
+    assert load_of(START, replace(after(1.0), **{field: None})).is_quiet
+    assert load_of(replace(START, **{field: None}), after(1.0)).is_quiet
+
+
+@pytest.mark.parametrize("field", ["busy_s", "steal_s", "pressure_s", "throttled_s"])
+def test_a_counter_that_runs_backwards_or_wraps_decides_nothing(field):
+    load = load_of(replace(START, **{field: 2.0**32}), replace(after(1.0), **{field: 3.0}))
+    assert load.is_quiet
+
+
+def test_a_machine_that_slept_in_a_slice_is_seen():
+    woken = replace(after(1.0), boot_s=START.boot_s + 3600)
+    load = load_of(START, woken)
+    assert load.slept
+    assert not load.is_quiet
+    assert "suspended" in str(load)
+
+
+def test_cores_that_go_or_come_leave_the_others_unknown():
+    load = load_of(START, replace(after(1.0, busy_s=2.0), cores=1))
+    assert math.isnan(load.others)
+    assert load.is_quiet
+
+
+def test_no_time_between_two_readings_is_no_division():
+    assert load_of(START, START).is_quiet
+
+
+def test_a_quota_that_stops_us_and_a_hypervisor_that_takes_are_seen():
+    assert not load_of(START, after(1.0, throttled_s=0.3)).is_quiet
+    assert not load_of(START, after(1.0, steal_s=2 * QUIET_OTHERS + 0.1)).is_quiet
+
+
+def test_a_clock_that_falls_is_seen():
+    assert not load_of(replace(START, clock_mhz=3000.0), replace(after(1.0), clock_mhz=3000.0),
+                       replace(after(2.0), clock_mhz=2000.0)).is_quiet  # fmt: skip
+
+
+def test_waiting_for_a_core_is_no_quiet_slice():
+    assert not Load(waits=0.5).is_quiet
+    assert Load(waits=0.01).is_quiet
+    assert Load().is_quiet
+    assert "waited 50%" in str(Load(waits=0.5))
+
+
+def test_the_mean_of_loads_leaves_out_what_is_not_known():
+    mean = mean_load([Load(waits=0.2), Load(waits=0.4, others=0.5), Load()])
+    assert mean.waits == pytest.approx(0.3)
+    assert mean.others == 0.5
+    assert math.isnan(mean.steal)
+
+
+def test_this_machine_can_be_read():
+    first, second = read_machine(), read_machine()
+    assert second.at_s >= first.at_s
+    assert second.cores >= 1
+    for one, other in ((first.busy_s, second.busy_s), (first.process_s, second.process_s)):
+        assert one is None or other is None or other >= one
+
+
+def test_sources_that_are_not_there_are_none(tmp_path, monkeypatch):
+    nothing = tmp_path / "nothing"
+    monkeypatch.setattr(_watch, "_STAT", nothing)
+    monkeypatch.setattr(_watch, "_PRESSURE", nothing)
+    monkeypatch.setattr(_watch, "_throttle_files", lambda: [(nothing, 1e-6)])
+    monkeypatch.setattr(_watch, "_clock_files", lambda: [nothing])
+    read = read_machine()
+    assert (read.busy_s, read.steal_s, read.pressure_s, read.throttled_s, read.clock_mhz) == (None,) * 5
+
+
+@pytest.mark.parametrize("text", ["", "cpu", "cpu a b c d e f g h\n", "cpu 1 2 3\n", "\0\0\n"])
+def test_sources_that_say_nonsense_are_none(tmp_path, monkeypatch, text):
+    file = tmp_path / "file"
+    file.write_text(text)
+    monkeypatch.setattr(_watch, "_STAT", file)
+    monkeypatch.setattr(_watch, "_PRESSURE", file)
+    monkeypatch.setattr(_watch, "_throttle_files", lambda: [(file, 1e-6)])
+    read = read_machine()
+    assert (read.busy_s, read.pressure_s, read.throttled_s) == (None, None, None)
+
+
+class Clock:
+    """Time that passes when somebody sleeps; others have both cores until `busy_until`."""
+
+    def __init__(self, busy_until: float) -> None:
+        self.now, self.busy_until, self.busy_s = 100.0, busy_until, 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.busy_s += 2 * max(0.0, min(seconds, self.busy_until - self.now))
+        self.now += seconds
+
+    def read(self) -> Reading:
+        return Reading(self.now, self.now, busy_s=self.busy_s, cores=2)
+
+
+def test_waiting_ends_when_the_machine_is_quiet(monkeypatch):
+    clock = Clock(110.0)
+    monkeypatch.setattr(_watch, "time", clock)
+    patience = Patience(left_s=60.0)
+    assert patience.wait(Watch(clock.read), math.inf)
+    assert 110.0 <= clock.now <= 112.0
+    assert patience.may_wait()
+    assert patience.left_s == pytest.approx(60 - patience.waited_s)
+
+
+def test_waiting_has_a_bound_and_is_given_up_on_a_machine_that_is_never_quiet(monkeypatch):
+    clock = Clock(math.inf)
+    monkeypatch.setattr(_watch, "time", clock)
+    patience = Patience(left_s=60.0)
+    assert not patience.wait(Watch(clock.read), math.inf)
+    assert clock.now == pytest.approx(125.0, abs=0.5)
+    assert not patience.may_wait()
+
+
+def test_waiting_ends_at_the_deadline(monkeypatch):
+    clock = Clock(math.inf)
+    monkeypatch.setattr(_watch, "time", clock)
+    assert not Patience(left_s=60.0).wait(Watch(clock.read), 103.0)
+    assert clock.now <= 103.5
+
+
+def test_threads_that_wait_are_read_from_the_kernel(tmp_path):
+    for thread, text in (("7", "1000 200 3\n"), ("8", "5000 300 1\n"), ("9", "nonsense")):
+        (tmp_path / thread).mkdir()
+        (tmp_path / thread / "schedstat").write_text(text)
+    waits = Waits(tmp_path)
+    assert waits.total_ns() is None
+    waits.refresh()
+    assert waits.total_ns() == 500
+    assert busiest({7: (900, 0)}, waits.by_thread()) == [8]
+    for name in ("7", "8", "9"):
+        (tmp_path / name / "schedstat").unlink()
+        (tmp_path / name).rmdir()
+    waits.refresh()
+    assert waits.total_ns() is None
+    assert Waits(tmp_path / "none").total_ns() is None
+
+
+def test_chunks_that_nothing_held_up_speak_for_themselves():
+    chunks = [(10, 1000, 0), (10, 1010, 5), (10, 990, 0), (10, 4000, 3100)]
+    assert without_waits(chunks) == 100.0
+
+
+def test_waiting_is_taken_out_of_chunks_that_all_waited():
+    assert without_waits([(1, 4000, 3000), (1, 3000, 2000), (1, 2500, 1400)]) == 1000.0
+
+
+def test_where_hardly_anything_is_left_or_known_nothing_is_claimed():
+    assert math.isnan(without_waits([(1, 4000, 3990), (1, 4000, 4400)]))
+    assert math.isnan(without_waits([(1, 4000, None)]))
+    assert math.isnan(without_waits([]))

@@ -1,0 +1,123 @@
+"""The model over all races, on made-up races whose truth is known."""
+
+import math
+import random
+
+import pytest
+
+from fettle.measure import Slice, Trial
+from fettle.recipe import Recipe
+from fettle.tuning.model import Races, points_of
+
+GIVEN = Recipe()
+FAST, FASTER, SLOW = (Recipe({"precision": level}) for level in ("bf16", "autocast-bf16", "fp16"))
+TRUTH_MS = {GIVEN: 8.0, FAST: 4.0, FASTER: 2.0, SLOW: 10.0}
+
+
+class Machine:
+    def __init__(self, seed: int, luck: float = 0.02, noise: float = 0.01) -> None:
+        self.random, self.luck, self.noise = random.Random(seed), luck, noise
+        self.lucks: dict[str, float] = {}
+
+    def race(self, number, recipes, *, rounds=8, processes=1, slower=None, quiet=True) -> list[Trial]:
+        """A race in which some recipes took so many times longer than they should."""
+        trials = []
+        for recipe in recipes:
+            slices = []
+            for copy in range(processes):
+                name = "held" if recipe == GIVEN and processes == 1 else f"{number}:{recipe}:{copy}"
+                luck = self.lucks.setdefault(name, self.random.gauss(0, self.luck))
+                for turn in range(1, rounds + 1):
+                    ms = TRUTH_MS[recipe] * math.exp(luck + self.random.gauss(0, self.noise))
+                    elapsed = ms * (slower or {}).get(recipe, 1.0)
+                    slices.append(Slice(name, turn, elapsed, ms, quiet, 0.0 if quiet else 0.8))
+            trials.append(Trial(recipe, "measured", time_ms=1.0, slices=slices, heat=number))
+        return trials
+
+
+def test_a_baseline_that_was_slow_in_one_race_lifts_nobody():
+    """In the second race the model as given took nine times as long, and what runs in one thread no longer: over it the
+    slow recipe has the greatest ratio of all that were measured once, and it leads nobody that it met."""
+    machine = Machine(1)
+    races = Races(elapsed=True)
+    races.add(machine.race(1, [GIVEN, FASTER, FAST]))
+    races.add(machine.race(2, [GIVEN, FASTER, SLOW], slower={GIVEN: 9.0}))
+    assert races.fit().speedup(FASTER, SLOW).estimate > 1.3
+
+
+def test_waiting_that_was_taken_out_widens_the_interval():
+    quiet, busy = Races(), Races()
+    quiet.add(Machine(2).race(1, [GIVEN, FAST], processes=3))
+    busy.add(Machine(2).race(1, [GIVEN, FAST], processes=3, quiet=False, slower={GIVEN: 6.0, FAST: 1.5}))
+    one, other = quiet.fit().log_ratio(FAST, GIVEN), busy.fit().log_ratio(FAST, GIVEN)
+    assert one.estimate == pytest.approx(other.estimate, abs=0.02)
+    assert other.high - other.low > 2 * (one.high - one.low)
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say():
+    held = told = 0
+    for seed in range(300):
+        machine = Machine(seed)
+        races = Races()
+        races.add(machine.race(1, [GIVEN, FAST, SLOW]))
+        races.add(machine.race(2, [GIVEN, FAST, FASTER]))
+        races.add(machine.race(3, [GIVEN, FAST, FASTER], processes=2))
+        fit = races.fit()
+        alone = races.of_race(3, fit)
+        for found in (fit.speedup(FASTER), alone.speedup(FASTER)):
+            told += 1
+            held += found.low <= 4.0 <= found.high
+    assert 0.92 <= held / told <= 0.995
+
+
+def test_a_process_that_is_slow_for_life_moves_little():
+    machine = Machine(3)
+    races = Races()
+    races.add(machine.race(1, [GIVEN, FAST, FASTER, SLOW]))
+    machine.lucks["2:precision=bf16:0"] = 0.3
+    races.add(machine.race(2, [GIVEN, FAST, FASTER], processes=4))
+    assert races.fit().speedup(FAST).estimate == pytest.approx(2.0, rel=0.05)
+
+
+def test_recipes_that_no_race_connects_are_not_compared():
+    machine = Machine(4)
+    races = Races()
+    races.add(machine.race(1, [GIVEN, FAST]))
+    races.add(machine.race(2, [FASTER, SLOW]))
+    fit = races.fit()
+    assert fit.speedup(FAST) is not None
+    assert fit.log_ratio(FASTER, SLOW) is not None
+    assert fit.speedup(FASTER) is None
+    assert fit.speedup(Recipe({"grad": "no_grad"})) is None
+
+
+def test_quiet_rounds_leave_the_busy_ones_out():
+    machine = Machine(5, luck=0.0, noise=0.0)
+    quiet = machine.race(1, [GIVEN, FAST], rounds=3)
+    busy = machine.race(1, [GIVEN, FAST], rounds=5, quiet=False)
+    trials = [
+        Trial(one.recipe, "measured", slices=[*one.slices, *(Slice(s.process, s.round + 3, 50.0, 50.0, False, 0.9)
+                                                           for s in other.slices)], heat=1)
+        for one, other in zip(quiet, busy, strict=True)
+    ]  # fmt: skip
+    races = Races()
+    races.add(trials)
+    assert races.fit().speedup(FAST).estimate == pytest.approx(2.0)
+
+
+def test_races_may_come_in_parts_and_again():
+    machine = Machine(6)
+    trials = machine.race(1, [GIVEN, FAST, FASTER])
+    whole, parts = Races(), Races()
+    whole.add(trials)
+    for part in (trials[2:], trials[:2], trials[:1]):
+        parts.add(part)
+    assert parts.fit().speedup(FASTER).low == pytest.approx(whole.fit().speedup(FASTER).low)
+    assert Races().fit() is None
+
+
+def test_a_process_that_met_nobody_says_nothing():
+    machine = Machine(7)
+    first, second = machine.race(1, [GIVEN, FAST])
+    second = Trial(FAST, "measured", heat=1, slices=[Slice("x", 99, 4.0, 4.0)])
+    assert points_of(1, [first, second]) == []
