@@ -33,7 +33,7 @@ def outcome(
     """Everything that was found, the winner judged by the `last` race alone."""
     from fettle.diagnose import brought
 
-    winner, said = _winner(session, last.trials)
+    winner, said = pick_winner(session, last.trials)
     again = _beside(winner, last.trials)
     session.study.set_note("seconds", session.seconds)
     trials = list(session.known.values())
@@ -66,7 +66,7 @@ def outcome(
     )
 
 
-def _winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, Verdict]:
+def pick_winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, Verdict]:
     """Who won the last race, and what that race says of it against the workload as given."""
     winner = leader = session.best()
     said: Verdict = "cannot tell"

@@ -30,7 +30,7 @@ from fettle.recipe import Recipe
 
 Numbers = NDArray[np.floating[Any]]
 
-PRIOR_SPREAD = 0.02
+PRIOR_SPREAD = 0.03
 """Standard deviation of the log time between processes of the same code: the typical one of the machines that were
 measured (docs/measuring.md)."""
 PRIOR_WEIGHT = 3.0
@@ -211,23 +211,25 @@ class _Solved:
         self.tied = self.covariance @ information
         self.effects = self.covariance @ (design.T @ (inverse @ values))
         self.residuals = values - design @ self.effects
-        self.squares = float(self.residuals @ inverse @ self.residuals)
 
 
-def _spread(
-    design: Numbers,
-    values: Numbers,
-    noise: Numbers,
-    same_process: Numbers,
-    left: int,
-) -> float:
-    """Variance between processes, by bisection: the weighted squares fall as it grows."""
+def _spread(design: Numbers, values: Numbers, noise: Numbers, same_process: Numbers, left: int) -> float:
+    """Variance between processes: where the weighted squares, which fall as it grows, come to their expectation.
+
+    In the contrasts that recipes and races leave over, both parts of the variance are made diagonal at once, so the
+    squares at any spread are a sum."""
+    if left == 0:
+        return PRIOR_SPREAD**2
+    rest = np.linalg.svd(design)[0][:, len(values) - left :]
+    root = np.linalg.inv(np.linalg.cholesky(rest.T @ noise @ rest))
+    ratios, turned = np.linalg.eigh(root @ rest.T @ same_process @ rest @ root.T)
+    squares = (turned.T @ (root @ (rest.T @ values))) ** 2
     low, high = math.log(1e-7), math.log(1.0)
-    for _ in range(14):
+    for _ in range(20):
         middle = (low + high) / 2
         variance = math.exp(middle)
-        squares = _Solved(design, values, noise + variance * same_process).squares if left else 0.0
-        if squares + PRIOR_WEIGHT * PRIOR_SPREAD**2 / variance > left + PRIOR_WEIGHT:
+        found = float((squares / (1 + variance * ratios)).sum())
+        if found + PRIOR_WEIGHT * PRIOR_SPREAD**2 / variance > left + PRIOR_WEIGHT:
             low = middle
         else:
             high = middle
