@@ -16,7 +16,7 @@ from fettle.recipe import Recipe
 from fettle.result import Limits
 from fettle.study import storage_url
 from fettle.techniques import conflict, normal
-from fettle.tuning import LAST_WAITING, WAITING, Session, Tell
+from fettle.tuning import WAITING, Session, Tell
 from fettle.workload import Target, find_target
 
 REPLICATES = 4
@@ -24,6 +24,9 @@ REPLICATES = 4
 the same code, four against four show a difference of 3% in nine comparisons of ten."""
 MOST_REPLICATES = 6
 """The same where one process is slow for life, so that the slowest and the fastest of each recipe can be left out."""
+
+_WAIT_S = 60.0
+"""Longest that a comparison waits for a quiet machine, all its slices together."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +84,11 @@ def bench(
                 why_not = conflict(normal(recipe), session.facts)
                 if why_not:
                     raise UsageError(f"the recipe {recipe} cannot work here: {why_not}")
+            session.patience.left_s = _WAIT_S if budget_s is None else min(_WAIT_S, WAITING * budget_s)
             rules = replace(session.rules, settle_verdicts=settle, max_rounds=max_rounds, slice_s=slice_s)
             rules = replace(rules, replicates=REPLICATES, most_replicates=MOST_REPLICATES if settle else REPLICATES)
             if budget_s is not None:
                 rules = replace(rules, deadline=time.monotonic() + budget_s)
-                session.patience.left_s = min(session.patience.left_s, budget_s * (WAITING + LAST_WAITING))
             trials = session.run([Recipe(), *(normal(recipe) for recipe in recipes)], rules)
         finally:
             close_all()

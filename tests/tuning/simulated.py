@@ -173,6 +173,8 @@ def session_in(world: World, folder: Path, budget_s: float | None, facts: Facts,
     """A session that was just opened in this world."""
     target = Target("made/up.py:workload", name="made up")
     session = Session(target, folder, Limits(0.02), "throughput", budget_s, world.now, tell)
+    session.rules = replace(session.rules, may_go_first=False)
+    session.patience.left_s = 0.6 * session._may_wait_s
     reference = Reference(dtype="float64", why="", noise=0.0, metric=math.nan)
     session.study = _Study()  # type: ignore[assignment]
     session.probed = Probed(facts, "made up", reference, folder / "reference.pt", False, {}, ())

@@ -3,6 +3,7 @@ now and then."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import statistics
@@ -13,11 +14,14 @@ from dataclasses import dataclass, field
 from fettle.measure._decide import decided, is_dear
 from fettle.measure._entrants import Entrant, Runner
 from fettle.measure._load import Load
+from fettle.measure._priority import going_first
 from fettle.measure._process import WorkerError
 from fettle.measure._rules import Progress, Rules
 from fettle.measure._statistics import LOOKS
 from fettle.measure._trial import Slice
 from fettle.measure._watch import Patience, Watch
+
+_BUSY_S = 2.0
 
 
 @dataclass
@@ -31,8 +35,8 @@ class Rounds:
     watch: Watch = field(default_factory=Watch)
     loads: dict[str, list[Load]] = field(default_factory=dict)
     """By process."""
-    _busy: bool = False
-    """Others had the machine in the last slice."""
+    _busy_until: float = 0.0
+    """Until when the machine is taken to be busy, after a slice in which others had it."""
 
     def run(self, entrants: Sequence[Entrant], anchor: Entrant, before: int = 0) -> None:
         """Until the leader is certain, nothing is left to win, or time is up. `before`: rounds that have been run
@@ -60,25 +64,36 @@ class Rounds:
                 return
 
     def _turn(self, runner: Runner, number: int) -> None:
-        """A slice of a process, and again while the machine is not quiet and there is patience left."""
+        """A slice of a process. Where others had the machine it is made again: when they are gone, while there is
+        patience left, else before them (`_priority`), else with its threads held apart (`_waits.one_core_each`)."""
         while True:
-            load = self._slice(runner, number)
-            if load.is_quiet or self.rules.under_load or not self.patience.may_wait():
+            first = self._is_busy() and self.rules.may_go_first
+            load = self._slice(runner, number, first)
+            if load.is_quiet or self.rules.under_load:
                 return
-            self.tell(Progress("busy", runner.entry.recipe, load=load))
-            if not self.patience.wait(self.watch, self.rules.deadline):
-                return  # never quiet: the slice stays what it is
+            if self.patience.may_wait():
+                self.tell(Progress("busy", runner.entry.recipe, load=load))
+                came = self.patience.wait(self.watch, self.rules.deadline)
+                self._busy_until = 0.0 if came else time.monotonic() + _BUSY_S
+                if came:
+                    continue
+            if first or not self.rules.may_go_first:
+                return
 
-    def _slice(self, runner: Runner, number: int) -> Load:
-        # On a machine that is known to be busy, threads that compute are held apart: see `_waits.one_core_each`.
-        apart = self._busy and not self.rules.under_load and not self.patience.may_wait()
+    def _is_busy(self) -> bool:
+        return time.monotonic() < self._busy_until and not self.rules.under_load
+
+    def _slice(self, runner: Runner, number: int, first: bool) -> Load:
+        apart = self._is_busy() and not first
         timeout_s = self.rules.call_timeout_s + 20 * runner.answer["call_ns"] / 1e9 + self.rules.slice_s
-        answer = runner.worker.ask("slice", timeout_s, seconds=self.rules.slice_s, apart=apart)
-        runner.worker.pause()
+        with going_first(runner.worker.pid) if first else contextlib.nullcontext():
+            answer = runner.worker.ask("slice", timeout_s, seconds=self.rules.slice_s, apart=apart)
+            runner.worker.pause()
         self.watch.mark(answer["cpu_s"])
         load = self.watch.load(math.nan if answer["waits"] is None else answer["waits"])
-        self._busy = not load.is_quiet
-        if load.is_quiet:
+        if not load.is_quiet:
+            self._busy_until = time.monotonic() + _BUSY_S
+        elif not first:
             self.patience.given_up = False
         self.loads.setdefault(runner.process, []).append(load)
         unhindered = answer["unhindered_ns"]

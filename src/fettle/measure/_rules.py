@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from fettle.measure._accuracy import judge
 from fettle.measure._load import Load
+from fettle.measure._priority import may_go_first
 from fettle.measure._statistics import LOOKS
 from fettle.measure._trial import Accuracy, Trial
 from fettle.recipe import Recipe
@@ -45,6 +46,8 @@ class Rules:
     precision: float | None = None
     """Go on until the leader's speed-up is known to within this share, half the interval's width: what an announced
     number needs. Only where a call of the baseline takes less than a second."""
+    may_go_first: bool = field(default_factory=may_go_first)
+    """On a busy machine a slice may run before all others' work, where the system allows that."""
     prepare_timeout_s: float = 900.0
     call_timeout_s: float = 120.0
     settle_verdicts: bool = False

@@ -3,7 +3,7 @@
 Other rooms use `tune`, and the `Session` that a study measures with.
 """
 
-from fettle.tuning.session import LAST_WAITING, WAITING, Event, Session, Tell
+from fettle.tuning.session import WAITING, Event, Session, Tell
 from fettle.tuning.tune import tune
 
-__all__ = ["LAST_WAITING", "WAITING", "Event", "Session", "Tell", "tune"]
+__all__ = ["WAITING", "Event", "Session", "Tell", "tune"]

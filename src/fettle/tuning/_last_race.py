@@ -10,7 +10,7 @@ from fettle.recipe import Recipe
 from fettle.search import Space
 from fettle.techniques import CATALOGUE
 from fettle.tuning._budget import MOST_REPLICATES, REPLICATES, REPLICATES_S, plan_finale, race_s
-from fettle.tuning.session import LAST_WAITING, SCREENING_ROUNDS, Session, read_trials
+from fettle.tuning.session import SCREENING_ROUNDS, Session, read_trials
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def last_race(session: Session, space: Space) -> LastRace:
     again, cheap = [trial.recipe for trial in best[: plan.finalists]], cheap[: plan.extras]
     session.tell(f"last race: the best {len(again)} in fresh processes")
     session.held.close()
-    session.patience.left_s += LAST_WAITING * (budget.seconds or 0.0)
+    session.be_patient()
     share_s = REPLICATES_S if budget.seconds is None else min(REPLICATES_S, max(0.0, budget.left_s))
     rules = replace(session.rules, max_rounds=SCREENING_ROUNDS, deadline=budget.end, grace_s=budget.grace_s,
                     precision=0.05, replicates=plan.replicates, most_replicates=MOST_REPLICATES,

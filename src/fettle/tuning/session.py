@@ -27,9 +27,9 @@ from fettle.workload import Target
 
 FINALISTS = 4
 """Most recipes that meet in the last race, as far as there is time."""
-WAITING = 0.15
-"""Share of the budget that the races may wait for a quiet machine; the last race may wait for `LAST_WAITING` more."""
-LAST_WAITING = 0.1
+WAITING = 0.25
+"""Share of the budget that the races may wait for a quiet machine. Where slices may go before others' work, all of it
+is for the last race, else two fifths."""
 _UNLIMITED_WAIT_S = 120.0
 SCREENING_ROUNDS = 20
 """Most rounds of a race. Processes differ by more than so many rounds leave open: the last race has more of those."""
@@ -91,7 +91,8 @@ class Session:
         self.races = Races(under_load)
         self.fit: Fit | None = None
         """What all races so far say together."""
-        self.patience = Patience(_UNLIMITED_WAIT_S if budget_s is None else WAITING * budget_s)
+        self._may_wait_s = _UNLIMITED_WAIT_S if budget_s is None else WAITING * budget_s
+        self.patience = Patience(0.0 if self.rules.may_go_first else 0.6 * self._may_wait_s)
         self._tell = tell
         self._nodes, self._device_memory_bytes = nodes, device_memory_bytes
         self._ranks = nproc * (nodes.count if nodes is not None else 1)
@@ -321,6 +322,10 @@ class Session:
             return
         why = str(baseline.load) if not baseline.load.is_quiet else "nobody else was seen: its own threads or the clock"
         self.tell(f"the model as given took {min(times):.3g} to {max(times):.3g} ms a call: {why}")
+
+    def be_patient(self) -> None:
+        """The last race may wait for a quiet machine for what is left of the share."""
+        self.patience.left_s = max(0.0, self._may_wait_s - self.patience.waited_s)
 
     def remember(self, trial: Trial) -> None:
         """Keep the trial of a recipe that was not known."""

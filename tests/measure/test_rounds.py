@@ -1,0 +1,124 @@
+"""What a race does where others have the machine: made-up slices on a made-up machine, no process and no clock."""
+
+import contextlib
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from fettle.measure import _rounds, _watch
+from fettle.measure._entrants import Entrant, Runner
+from fettle.measure._rounds import Rounds
+from fettle.measure._rules import Entry, Rules
+from fettle.measure._trial import Accuracy
+from fettle.measure._watch import Patience, Reading, Watch
+from fettle.recipe import Recipe
+
+
+class Machine:
+    """Two cores, of which others have one while `busy` says so; calls take 10 ms, and 40 beside a neighbour."""
+
+    def __init__(self, busy) -> None:
+        self.busy, self.now, self.others_s, self.own_s = busy, 0.0, 0.0, 0.0
+        self.first = 0
+        self.asked: list[tuple[bool, bool]] = []
+        """Whether each slice went before the others' work, and whether its threads were held apart."""
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.others_s += seconds * self.busy(self.now)
+        self.now += seconds
+
+    def read(self) -> Reading:
+        return Reading(self.now, self.now, busy_s=self.others_s + self.own_s, cores=2)
+
+    @contextlib.contextmanager
+    def going_first(self, group):
+        self.first += 1
+        yield
+        self.first -= 1
+
+
+class Worker:
+    pid = 1
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+
+    def ask(self, do, timeout_s, *, seconds, apart):
+        machine = self.machine
+        machine.asked.append((bool(machine.first), apart))
+        busy = 0.0 if machine.first else machine.busy(machine.now)
+        machine.own_s += 2 * seconds * (1 - busy / 2)
+        machine.sleep(seconds)
+        ms = 40 if busy else 10
+        return {"samples_ns": [ms * 1_000_000], "unhindered_ns": 11e6 if apart or not busy else None,
+                "waits": 0.8 * busy, "cpu_s": 2 * seconds * (1 - busy / 2), "energy_j": None}  # fmt: skip
+
+    def pause(self) -> None: ...
+
+
+def run(monkeypatch, busy, *, patience_s=0.0, may_go_first=False, under_load=False, rounds=6):
+    machine = Machine(busy)
+    clock = SimpleNamespace(monotonic=machine.monotonic, sleep=machine.sleep)
+    monkeypatch.setattr(_rounds, "time", clock)
+    monkeypatch.setattr(_watch, "time", clock)
+    monkeypatch.setattr(_rounds, "going_first", machine.going_first)
+    answer = {"samples": 1, "call_ns": 10_000_000}
+    entrants = [
+        Entrant([Runner(Entry(Recipe(levels), ""), Worker(machine), answer, Accuracy(), "", 0.0, process=str(levels))])
+        for levels in ({}, {"precision": "bf16"})
+    ]
+    rules = Rules(max_rounds=rounds, may_go_first=may_go_first, under_load=under_load, indifference=0.0)
+    race = Rounds(rules, random.Random(0), lambda progress: None, Patience(patience_s), Watch(machine.read))
+    race.run(entrants, entrants[0])
+    return machine, [one for entrant in entrants for runner in entrant.runners for one in runner.slices]
+
+
+def test_on_a_quiet_machine_each_slice_is_taken_once(monkeypatch):
+    machine, slices = run(monkeypatch, lambda now: 0.0, patience_s=60.0, may_go_first=True)
+    assert all(one.quiet for one in slices)
+    assert {(one.process, one.round) for one in slices}
+    assert len(slices) == len({(s.process, s.round) for s in slices})
+    assert set(machine.asked) == {(False, False)}
+
+
+def test_a_disturbed_slice_is_kept_and_made_again_when_the_machine_is_quiet(monkeypatch):
+    """A neighbour that begins in the middle and goes after ten seconds."""
+    machine, slices = run(monkeypatch, lambda now: 1.0 if 0.3 < now < 10 else 0.0, patience_s=60.0)
+    disturbed = [one for one in slices if not one.quiet]
+    assert disturbed
+    assert {(one.process, one.round) for one in disturbed} <= {(one.process, one.round) for one in slices if one.quiet}
+    assert 10 < machine.now < 14
+
+
+def test_a_machine_that_is_never_quiet_ends_the_wait_and_holds_threads_apart(monkeypatch):
+    machine, slices = run(monkeypatch, lambda now: 1.0, patience_s=60.0)
+    assert not any(one.quiet for one in slices)
+    assert machine.now < 35
+    assert machine.asked[0] == (False, False)
+    assert set(machine.asked[1:]) == {(False, True)}
+    assert [one.best_ms for one in slices][1:] == [11.0] * (len(slices) - 1)
+
+
+def test_where_the_system_allows_it_slices_go_before_the_others_work(monkeypatch):
+    machine, slices = run(monkeypatch, lambda now: 1.0, may_go_first=True)
+    assert machine.asked[0] == (False, False)
+    assert set(machine.asked[1:]) == {(True, False)}
+    assert all(one.ms == 10 for one in slices[1:] if one.round > 1)
+    assert machine.first == 0
+
+
+def test_under_load_nothing_waits_and_time_elapsed_is_what_counts(monkeypatch):
+    machine, slices = run(monkeypatch, lambda now: 1.0, patience_s=60.0, may_go_first=True, under_load=True)
+    assert set(machine.asked) == {(False, False)}
+    assert {one.ms for one in slices} == {40.0}
+
+
+@pytest.mark.parametrize("patience_s", [0.0, 60.0])
+def test_a_neighbour_that_comes_in_the_last_rounds_leaves_the_quiet_ones(monkeypatch, patience_s):
+    _, slices = run(monkeypatch, lambda now: 1.0 if now > 0.7 else 0.0, patience_s=patience_s)
+    assert sum(one.quiet for one in slices) >= 6
+    assert any(not one.quiet for one in slices)
