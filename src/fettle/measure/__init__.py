@@ -11,11 +11,11 @@ from fettle.measure._process import Worker, WorkerError, close_all
 from fettle.measure._rules import Entry, Judge, Progress, Rules
 from fettle.measure._statistics import ENOUGH, log_interval, paired, ratio_interval, verdict
 from fettle.measure._trial import Accuracy, Interval, Slice, Startup, Trial, by_round
-from fettle.measure._watch import Patience
+from fettle.measure._watch import Patience, Surroundings
 from fettle.measure.race import race
 
 __all__ = [
     "ENOUGH", "Accuracy", "Entry", "Held", "Interval", "Judge", "Load", "Nodes", "Patience", "Progress", "Rules",
-    "Slice", "Startup", "Trial", "Worker", "WorkerError", "address_of", "by_round", "close_all", "join", "judge",
-    "log_interval", "paired", "race", "ratio_interval", "verdict",
+    "Slice", "Startup", "Surroundings", "Trial", "Worker", "WorkerError", "address_of", "by_round", "close_all", "join",
+    "judge", "log_interval", "paired", "race", "ratio_interval", "verdict",
 ]  # fmt: skip

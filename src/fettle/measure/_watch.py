@@ -238,3 +238,42 @@ def _clock_mhz() -> float | None:
 def _clock_files() -> list[Path]:
     """Those of four cores: a machine may have hundreds, and each takes its time to read."""
     return sorted(_CLOCKS.glob("cpu[0-9]*/cpufreq/scaling_cur_freq"))[:4]
+
+
+class Surroundings:
+    """What others had of the machine since this was made: for what is timed otherwise than in a race, by this process
+    and its children."""
+
+    def __init__(self) -> None:
+        self._before, self._own_s = read_machine(), _family_s()
+
+    def load(self) -> Load:
+        """Up to now."""
+        now = read_machine()
+        spent_s = now.at_s - self._before.at_s
+        share = _share(spent_s * min(now.cores, self._before.cores))
+        busy_s = _difference(now.busy_s, self._before.busy_s)
+        return Load(
+            others=share(busy_s - max(0.0, _family_s() - self._own_s)),
+            steal=share(_difference(now.steal_s, self._before.steal_s)),
+            throttled=_share(spent_s)(_difference(now.throttled_s, self._before.throttled_s)),
+            slept=(now.boot_s - self._before.boot_s) - spent_s > 0.1,
+        )
+
+    def sentence(self) -> str:
+        """What is to be said of figures that were measured meanwhile; empty on a quiet machine."""
+        load = self.load()
+        return "" if load.is_quiet else f"Measured on a busy machine: {load}. Expect other figures on a quiet one."
+
+
+def _family_s() -> float:
+    """CPU seconds of this process and of its children, those that have ended included."""
+    import psutil
+
+    mine = os.times()
+    total = mine.user + mine.system + mine.children_user + mine.children_system
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            times = child.cpu_times()
+            total += times.user + times.system + times.children_user + times.children_system
+    return total
