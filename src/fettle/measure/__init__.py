@@ -5,7 +5,6 @@ Other rooms use `race`, which measures recipes side by side, and the plain data 
 
 from fettle.measure._accuracy import judge
 from fettle.measure._entrants import Held
-from fettle.measure._nodes import Nodes, address_of, join
 from fettle.measure._process import Worker, WorkerError, close_all
 from fettle.measure._rules import Entry, Judge, Progress, Rules
 from fettle.measure._statistics import log_interval, ratio_interval, verdict
@@ -13,6 +12,6 @@ from fettle.measure._trial import Accuracy, Interval, Startup, Trial
 from fettle.measure.race import race
 
 __all__ = [
-    "Accuracy", "Entry", "Held", "Interval", "Judge", "Nodes", "Progress", "Rules", "Startup", "Trial", "Worker",
-    "WorkerError", "address_of", "close_all", "join", "judge", "log_interval", "race", "ratio_interval", "verdict",
+    "Accuracy", "Entry", "Held", "Interval", "Judge", "Progress", "Rules", "Startup", "Trial", "Worker",
+    "WorkerError", "close_all", "judge", "log_interval", "race", "ratio_interval", "verdict",
 ]  # fmt: skip

@@ -21,10 +21,10 @@ from typing import Any
 from fettle.measure import _statistics
 from fettle.measure._decide import decided, is_dear, log_ratios
 from fettle.measure._entrants import Entrant, Held, Start
-from fettle.measure._nodes import Nodes
 from fettle.measure._process import WorkerError
 from fettle.measure._rules import Entry, Judge, Progress, Rules
 from fettle.measure._trial import Interval, Startup, Trial
+from fettle.procs.nodes import Nodes
 
 
 def race(

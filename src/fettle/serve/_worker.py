@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fettle.errors import UsageError, first_line
-from fettle.processes import die_with_parent
+from fettle.procs.parent import die_with_parent
 from fettle.serve import wire
 from fettle.serve.spawn import SHARED_BYTES
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from fettle.processes import die_with_parent
+from fettle.procs.parent import die_with_parent
 from fettle.serve.package import Package
 
 START_S, ANSWER_S = 600.0, 300.0

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from fettle.processes import die_with_parent
+from fettle.procs.parent import die_with_parent
 from fettle.serve.loop import run
 from fettle.serve.package import Package, ServeSettings, open_package
 

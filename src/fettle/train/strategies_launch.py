@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from fettle.errors import UsageError
-from fettle.processes import die_with_parent
+from fettle.procs.parent import die_with_parent
 from fettle.train.strategies import Strategy
 from fettle.workload import Target
 

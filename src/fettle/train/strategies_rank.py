@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fettle.errors import UsageError, first_line
-from fettle.processes import die_with_parent
+from fettle.procs.parent import die_with_parent
 from fettle.train.allocations import allocations, peak_of
 from fettle.train.strategies_launch import RankResult
 
