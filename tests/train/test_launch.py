@@ -11,7 +11,7 @@ from fettle.workload import find_target
 from tests.processes import alive, left_behind
 
 HERE = Path(__file__).parent / "planned.py"
-RANKS = "fettle.train.strategies_"
+RANKS = "fettle.procs.ranks"
 pytestmark = pytest.mark.slow
 
 
@@ -42,7 +42,7 @@ def test_measured_is_as_predicted(text: str) -> None:
     ("factory", "kind", "words"),
     [
         ("raises", "error", "rank 1: ValueError: a bad row"),
-        ("dies", "crash", "rank 1 was ended by signal 11 in forward of step 1"),
+        ("dies", "crash", "rank 1 was ended by SIGSEGV in forward of step 1"),
         ("out_of_memory", "memory", "rank 1"),
     ],
 )

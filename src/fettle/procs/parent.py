@@ -85,4 +85,6 @@ def failure_of(error: BaseException) -> Failure:
     """An error as the parent will tell it."""
     if isinstance(error, UsageError):
         return Failure(str(error), "usage")
-    return Failure(first_line(error)[:400])
+    text = first_line(error)[:400]
+    memory = isinstance(error, MemoryError) or "out of memory" in text.lower() or "can't allocate memory" in text
+    return Failure(text, "memory" if memory else "error")

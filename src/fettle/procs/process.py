@@ -94,13 +94,13 @@ class Process:
 
     def printed(self, most: int = 4096) -> str:
         """The end of what it has printed, at most so many bytes; empty where that went elsewhere."""
-        if self._log is None or self._log.closed:
+        if self._log is None:
             return ""
         try:
             self._log.seek(0, os.SEEK_END)
             self._log.seek(max(0, self._log.tell() - most))
             return self._log.read().decode(errors="replace")
-        except OSError:
+        except (OSError, ValueError):  # closed
             return ""
 
     def last_words(self) -> str:
