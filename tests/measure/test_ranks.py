@@ -19,22 +19,21 @@ from fettle.measure import Entry, Judge, Rules, Worker, WorkerError, race
 from fettle.procs import ranks
 from fettle.procs.listener import KeyedListener
 from fettle.procs.nodes import Nodes
-from fettle.procs.ranks import Rendezvous, free_ports, variables_of
+from fettle.procs.rendezvous import LAUNCHER, Rendezvous, free_ports, variables_of
 from fettle.recipe import Recipe
 from fettle.techniques import Facts, source
 from fettle.workload import find_target
 from tests.processes import alive, left_behind
 
-RANKS = "fettle.procs.ranks"
 TRAIN = Path(__file__).parent.parent / "train"
 FACTS = Facts(mode="training", samples=16, ranks=2, max_grad_norm=1.0, optimizer="AdamW", block_classes=("Block",))
 
 
 @pytest.fixture(autouse=True)
 def no_orphans():
-    before = alive(RANKS)
+    before = alive(LAUNCHER)
     yield
-    assert not left_behind(before, RANKS)
+    assert not left_behind(before, LAUNCHER)
 
 
 def target(name: str) -> dict:
@@ -100,11 +99,11 @@ def test_every_strategy_runs_and_trains_alike():
 
 @pytest.mark.slow
 def test_ranks_end_with_the_process_that_started_them():
-    before = alive(RANKS)
+    before = alive(LAUNCHER)
     worker = Worker(ranks=2)
     try:
         worker.ask("build", 120, target=target("planned.py:workload"))
-        started = alive(RANKS) - before
+        started = alive(LAUNCHER) - before
         assert len(started) == 3
         os.kill(worker.pid, signal.SIGKILL)
         _, left = psutil.wait_procs([psutil.Process(pid) for pid in started - {worker.pid}], timeout=60)
@@ -188,7 +187,7 @@ def test_whose_parent_ended_before_it_could_ask_for_a_signal_ends_too(node):
     theirs, ours = os.pipe()
     os.close(ours)  # as the kernel does for a parent that was killed
     ended = subprocess.run(
-        [sys.executable, "-m", RANKS, str(theirs)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        [sys.executable, "-m", LAUNCHER, str(theirs)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
         pass_fds=(theirs,), env={**os.environ, **variables_of(rendezvous)}, timeout=60, check=False,
     )  # fmt: skip
     os.close(theirs)

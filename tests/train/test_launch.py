@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from fettle.procs.rendezvous import LAUNCHER
 from fettle.train.plan import build_fake, plan
 from fettle.train.strategies import parse_strategy
 from fettle.train.strategies_launch import launch
@@ -11,15 +12,14 @@ from fettle.workload import find_target
 from tests.processes import alive, left_behind
 
 HERE = Path(__file__).parent / "planned.py"
-RANKS = "fettle.procs.ranks"
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
 def no_orphans():
-    before = alive(RANKS)
+    before = alive(LAUNCHER)
     yield
-    assert not left_behind(before, RANKS)
+    assert not left_behind(before, LAUNCHER)
 
 
 @pytest.mark.parametrize("text", ["ddp", "zero1", "zero2", "zero3", "zero3 checkpoint=block"])

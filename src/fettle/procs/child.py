@@ -112,8 +112,11 @@ class Child(Process):
             try:
                 if self._link.poll(min(left, TICK_S)):
                     return self._link.recv_bytes()
+                has_ended = self.wait(0) is not None and not self._link.poll()  # what it has started may hold the link
             except (EOFError, OSError):
-                raise self._ended() from None
+                has_ended = True
+            if has_ended:
+                raise self._ended()
             self._look_around()
         self.close()
         where = f": {self._stage}" if self._stage else ""

@@ -1,7 +1,8 @@
 """Connections from those who know a key: strangers are turned away, and silent ones hold nobody up.
 
 Neither torchrun's rendezvous nor the c10d store under it can do this: whoever reaches a `TCPStore` may read and write
-all of it, without any secret. So ranks meet there as torchrun's do, but what a node is told to run comes through here.
+all of it, as PyTorch's SECURITY.md says of all its distributed features (no authorization, by intent). So ranks meet
+there as torchrun's do, but who may join, and what a node is told to run, comes through here.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The study runs on one node (`fettle tune --nodes 2 --listen HOST:PORT`); on each of the others `fettle join HOST:PORT`
 waits and starts its share of the ranks of each child, with torchrun's engine as on the first. All that passes between
 the two commands is which child begins and which has ended. The ranks talk to each other as torchrun's ranks do, and
-take their requests from the first node (`fettle.procs.ranks`).
+take their requests from the first node (`fettle.procs.launcher`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import msgspec
 from fettle.errors import UsageError, first_line
 from fettle.procs.child import Child
 from fettle.procs.listener import KeyedListener
-from fettle.procs.ranks import Rendezvous, variables_of
+from fettle.procs.rendezvous import LAUNCHER, Rendezvous, variables_of
 
 KEY = "FETTLE_KEY"
 """The variable that holds what both sides must know."""
@@ -136,7 +136,7 @@ def join(host: str, port: int, tell: Callable[[str], None]) -> int:
                 message = _received(study, Begin | End)
                 if isinstance(message, Begin):
                     variables = {**variables_of(message.share), **message.variables, "TORCHINDUCTOR_CACHE_DIR": cache}
-                    running[message.share.run_id] = Child("fettle.procs.ranks", variables=variables)
+                    running[message.share.run_id] = Child(LAUNCHER, variables=variables)
                     ran += 1
                 elif message.run_id in running:
                     running.pop(message.run_id).close()

@@ -110,11 +110,17 @@ class Process:
 
     def close(self) -> None:
         """Kill it with all its descendants. Safe to call again."""
+        # Before the kill: orphans are no longer found through their parent.
+        self._end(self.tree() if not self._closed and self._process.poll() is None else [])
+
+    def close_group(self) -> None:
+        """Kill it with its process group only, for where there is no time to look at every process of the machine."""
+        self._end([])
+
+    def _end(self, tree: Iterable[psutil.Process]) -> None:
         if self._closed:
             return
         self._closed = True
-        alive = self._process.poll() is None
-        tree = self.tree() if alive else []  # before the kill: orphans are no longer found through their parent
         self._signal(signal.SIGKILL, {self.pid})
         for process in tree:
             with contextlib.suppress(Exception):  # psutil's own: it has ended

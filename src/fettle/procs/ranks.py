@@ -1,85 +1,20 @@
-"""A child of several ranks, asked as one: a process starts them with torchrun's engine and passes requests on to all.
-
-With several nodes each starts its own share (`fettle.procs.nodes`). Each rank runs the module that a child of one
-process would run. The elastic agent has the main thread; a thread of its own does the talking. When one rank fails, the
-others wait for it in a collective: the first failure is the answer, and then everything ends.
-"""
+"""A child of several ranks, asked as one; they may lie on several nodes."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import secrets
-import signal
-import socket
-import sys
-import threading
-import time
 from collections.abc import Mapping
-from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
-
-import msgspec
-import psutil
 
 from fettle.errors import UsageError
-from fettle.procs.child import TICK_S, Child, Failure, Reply, T, what
-from fettle.procs.cores import usable_cores
-from fettle.procs.listener import KeyedListener
-from fettle.procs.parent import Parent, be_a_worker, die_with_parent
-from fettle.procs.process import how_it_ended
+from fettle.procs.child import TICK_S, Child, T
+from fettle.procs.nodes import Nodes
+from fettle.procs.rendezvous import LAUNCHER, Rendezvous, free_ports, variables_of
 
-if TYPE_CHECKING:
-    from fettle.procs.nodes import Nodes
-
-_RANKS = "FETTLE_RANKS"
-"""The variable that holds the `Rendezvous` of a child's ranks."""
-_GRACE_S = 5.0
-"""When one rank fails others do too, as their connection breaks: how long to wait for the word of the one that died."""
 _WORD_S = 10.0
 """When a node leaves, the ranks that are left say so; where its ranks had not come yet, nobody would. Wait so long."""
-
-
-class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the ranks of one child find each other, and their requests."""
-
-    run_id: str
-    module: str
-    """What each runs."""
-    each: int
-    """Ranks of a node."""
-    host: str
-    """Of the first node,"""
-    store_port: int
-    """where torchrun's engine meets, and"""
-    port: int
-    """where requests come from, for those who know the"""
-    secret: str
-    nodes: int = 1
-    node: int = 0
-    """Of this process."""
-
-    @property
-    def count(self) -> int:
-        """All ranks."""
-        return self.each * self.nodes
-
-
-def variables_of(rendezvous: Rendezvous) -> dict[str, str]:
-    """What the environment of the process that starts a node's ranks must hold."""
-    threads = max(1, usable_cores() // rendezvous.each)  # torchrun's own choice would be one each
-    return {_RANKS: msgspec.json.encode(rendezvous).decode(), "OMP_NUM_THREADS": str(threads)}
-
-
-def free_ports(host: str, count: int) -> list[int]:
-    """Different ports that nobody listens on at this moment."""
-    with contextlib.ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind((host, 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 class Ranks(Child):
@@ -97,7 +32,7 @@ class Ranks(Child):
         self._missing_s = 0.0
         ours: dict[str, str] = {}
         if self._rendezvous is not None:
-            ours, module = variables_of(self._rendezvous), __name__
+            ours, module = variables_of(self._rendezvous), LAUNCHER
             if self._nodes is not None:
                 self._nodes.begin(self._rendezvous, variables or {})
         super().__init__(module, variables={**ours, **(variables or {})}, log=log)
@@ -137,196 +72,3 @@ def _rendezvous(module: str, count: int, nodes: Nodes | None) -> Rendezvous:
     return Rendezvous(
         secrets.token_hex(8), module, count // number, host, store_port, port, secrets.token_hex(16), number
     )
-
-
-# -- in the process that starts a node's ranks -------------------------------------------------------------------------
-
-
-class _Supervisor:
-    """The ranks from their start to their end."""
-
-    def __init__(self, rendezvous: Rendezvous) -> None:
-        self.rendezvous = rendezvous
-        self.listener = KeyedListener(rendezvous.host, rendezvous.port, bytes.fromhex(rendezvous.secret))
-        self.dead: list[tuple[int, int]] | None = None
-        """(rank, exit code) of those of this node in the order in which they failed, once the agent has given up."""
-        self.ended = threading.Event()
-        self._stages: dict[int, str] = {}
-
-    def end(self) -> None:
-        """There are no ranks any more, and none will come."""
-        self.ended.set()
-        self.listener.close()
-
-    def serve(self, parent: Parent) -> None:
-        """Pass requests on until the parent goes, then end the process with all ranks."""
-        try:
-            links = self._accept()
-            for request in parent.requests():
-                if links is None:
-                    parent.send(Reply(failure=self._why({}, {}, "starting")))
-                    continue
-                reply = self._ask(links, request, parent)
-                links = links if reply.failure is None else {}
-                parent.send(reply)
-        finally:
-            _end()
-
-    def _accept(self) -> dict[Connection, int] | None:
-        found: dict[Connection, int] = {}
-        while len(found) < self.rendezvous.count:
-            link = self.listener.accept()
-            if link is None or self.ended.is_set():
-                return None
-            with contextlib.suppress(EOFError, OSError):  # a rank that ended while it said hello
-                found[link] = int(link.recv_bytes(16))
-        return found
-
-    def _ask(self, links: dict[Connection, int], request: bytes, parent: Parent) -> Reply:
-        if not links:
-            return Reply(failure=Failure("the ranks are gone", "crash"))
-        doing = what(request)
-        self._stages.clear()
-        for link in links:
-            with contextlib.suppress(OSError):
-                link.send_bytes(request)
-        replies: dict[int, Reply] = {}
-        waiting = dict(links)
-        while waiting:
-            for ready in wait(list(waiting)):
-                link = cast(Connection, ready)
-                rank = waiting[link]
-                try:
-                    reply = msgspec.json.decode(link.recv_bytes(), type=Reply)
-                except (EOFError, OSError):
-                    return Reply(failure=self._why(replies, waiting, doing))
-                if reply.stage:
-                    self._stages[rank] = reply.stage
-                    told = sorted(self._stages.items())
-                    parent.stage("; ".join(f"rank {number} last in {stage}" for number, stage in told))
-                    continue
-                del waiting[link]
-                replies[rank] = reply
-                if reply.failure is not None:
-                    return Reply(failure=self._why(replies, waiting, doing))
-        answers = b",".join(bytes(replies[rank].answer) for rank in range(self.rendezvous.count))
-        return Reply(msgspec.Raw(b"[" + answers + b"]"))
-
-    def _why(self, replies: dict[int, Reply], waiting: dict[Connection, int], doing: str) -> Failure:
-        """What went wrong: a rank that ended without a word of its own is the cause, else the first word is."""
-        told = {rank: reply.failure for rank, reply in replies.items() if reply.failure is not None}
-        broken = all(_is_broken(failure) for failure in told.values())
-        gone = self._gone(waiting, _GRACE_S if broken else 0.5)
-        for rank, code in self.dead or ():
-            if code == -signal.SIGTERM or rank in told:
-                continue
-            ended = f"{'was ' if code < 0 else ''}{how_it_ended(code)} in {self._stages.get(rank, doing)}"
-            return Failure(f"rank {rank} {ended}", "memory" if code == -signal.SIGKILL else "crash")
-        if broken and gone is not None:
-            return Failure(f"rank {gone} on node {gone // self.rendezvous.each + 1} ended in {doing}", "crash")
-        if not told:
-            return Failure(f"the ranks ended without a word in {doing}", "crash")
-        rank, failure = next(iter(told.items()))
-        if failure.kind == "usage":
-            return failure
-        return msgspec.structs.replace(failure, reason=f"rank {rank}: {failure.reason}")
-
-    def _gone(self, waiting: dict[Connection, int], patience_s: float) -> int | None:
-        """Wait for the agent's word on this node's ranks, or until one of another node has ended: which one."""
-        until = time.monotonic() + patience_s
-        others = {link: rank for link, rank in waiting.items() if rank >= self.rendezvous.each}
-        while time.monotonic() < until and not self.ended.wait(0.05):
-            for ready in wait(list(others), 0) if others else []:
-                link = cast(Connection, ready)
-                rank = others.pop(link)
-                try:
-                    link.recv_bytes()
-                except (EOFError, OSError):
-                    return rank
-        return None
-
-
-def _is_broken(failure: Failure) -> bool:
-    """Whether a rank complains of another that is gone."""
-    text = failure.reason.lower()
-    return "gloo" in text or "connection" in text or "nccl" in text or "peer" in text
-
-
-def _run_agent(rendezvous: Rendezvous) -> list[tuple[int, int]]:
-    """The elastic agent over this node's ranks, as torchrun runs it, until they have all ended: (rank, exit code) of
-    those that failed, in the order in which they did."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    config = LaunchConfig(
-        min_nodes=rendezvous.nodes,
-        max_nodes=rendezvous.nodes,
-        nproc_per_node=rendezvous.each,
-        rdzv_backend="static",  # the others have heartbeats, and a trial that is paused has none
-        rdzv_endpoint=f"{rendezvous.host}:{rendezvous.store_port}",
-        rdzv_configs={"rank": rendezvous.node},
-        run_id=rendezvous.run_id,
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
-    try:
-        elastic_launch(config, sys.executable)("-m", "fettle.procs.ranks", "rank")
-        return []
-    except ChildFailedError as error:
-        in_time = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
-        return [(rank, failure.exitcode) for rank, failure in in_time]
-
-
-def supervise() -> None:
-    """The life of the process that starts a node's ranks; on the first node it passes requests on to all."""
-    die_with_parent(pipe=int(sys.argv[1]))
-    rendezvous = _given()
-    parent = Parent()
-    if rendezvous.node:
-        _run_agent(rendezvous)
-        return
-    supervisor = _Supervisor(rendezvous)
-    talking = threading.Thread(target=supervisor.serve, args=(parent,))
-    talking.start()
-    try:
-        supervisor.dead = _run_agent(rendezvous)
-    finally:
-        supervisor.end()
-    talking.join()
-
-
-def _given() -> Rendezvous:
-    return msgspec.json.decode(os.environ[_RANKS], type=Rendezvous)
-
-
-def _end() -> None:
-    """End the ranks and this process. The kernel would end them too, as their parent dies."""
-    with contextlib.suppress(psutil.Error):
-        children = psutil.Process().children(recursive=True)
-        for child in children:
-            with contextlib.suppress(psutil.Error):
-                child.kill()
-        psutil.wait_procs(children, timeout=2)
-    os._exit(0)
-
-
-# -- in each rank ------------------------------------------------------------------------------------------------------
-
-
-def be_a_rank() -> None:
-    """The life of one rank: the module's, asked over a socket."""
-    # Each rank builds its model on a device of its own, whatever number the factory knows it by.
-    local, rank = int(os.environ["LOCAL_RANK"]), int(os.environ["RANK"])
-    devices = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name] or [str(local)]
-    os.environ["CUDA_VISIBLE_DEVICES"] = devices[local % len(devices)]
-    be_a_worker()
-    rendezvous = _given()
-    del os.environ[_RANKS]  # the user's code need not know the secret
-    module: Any = importlib.import_module(rendezvous.module)
-    link = Client((rendezvous.host, rendezvous.port), authkey=bytes.fromhex(rendezvous.secret))
-    link.send_bytes(str(rank).encode())
-    module.main(Parent(link, rank // rendezvous.each))
-
-
-if __name__ == "__main__":
-    be_a_rank() if sys.argv[1] == "rank" else supervise()

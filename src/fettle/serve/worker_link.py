@@ -59,7 +59,7 @@ class WorkerLink(asyncio.Protocol):
             self._memory.close()
             self._memory = None
         if self._process is not None:
-            self._process.close()
+            self._process.close_group()  # in the event loop, which answers other requests
 
     # -- what asyncio calls ------------------------------------------------------------------------------------------
 
