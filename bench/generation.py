@@ -30,7 +30,7 @@ from fettle.recipe import Recipe
 from fettle.serve import generating
 from fettle.serve.export import write_package
 from fettle.serve.handler import find_handler
-from fettle.serve.runner import Runner
+from fettle.serve.model_runner import ModelRunner
 from fettle.workload import Workload
 
 WORDS = 5000
@@ -56,7 +56,7 @@ def handler_of(model: GPT2LMHeadModel, folder: Path, most: int, *, keeps: bool):
             handler_settings={"max_new_tokens": most, "max_tokens": 1024},
         )  # fmt: skip
     assert keeps == ("past" in {spec.name for spec in package.manifest.inputs})
-    return find_handler(package, Runner(package), "")
+    return find_handler(package, ModelRunner(package), "")
 
 
 def main() -> None:

@@ -75,11 +75,11 @@ def test_a_worker_that_hangs_is_one_failed_run_and_leaves_no_orphan(run, tmp_pat
     class Timed(contest.Worker):
         """Its time is over as soon as it hangs, however long it took to get there."""
 
-        def _read_line(self, deadline, timeout_s, do):
+        def _next(self, deadline, timeout_s, do):
             if do == "slice":
                 assert by_then(lambda: mark.exists() and mark.read_text())
                 deadline = time.monotonic() + 0.2
-            return super()._read_line(deadline, timeout_s, do)
+            return super()._next(deadline, timeout_s, do)
 
     monkeypatch.setattr(contest, "Worker", Timed)
     assert "timed out after 300 s in slice: a worker may hang" in run("hangs", 1, timeout_s=300.0)

@@ -156,11 +156,11 @@ def test_a_time_limit_kills_the_worker_with_its_children(
     class Timed(Worker):
         """Its time is over as soon as it hangs, however long it took to get there."""
 
-        def _read_line(self, deadline: float, timeout_s: float, do: str) -> bytes:
+        def _next(self, deadline: float, timeout_s: float, do: str) -> bytes:
             if do == "prepare":
                 until(lambda: mark.exists() and mark.read_text())
                 deadline = time.monotonic() + 0.2
-            return super()._read_line(deadline, timeout_s, do)
+            return super()._next(deadline, timeout_s, do)
 
     monkeypatch.setattr(_entrants, "Worker", Timed)
     spawn = "subprocess.Popen(['sleep', '300']).pid"

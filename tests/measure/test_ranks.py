@@ -15,24 +15,25 @@ import psutil
 import pytest
 
 from fettle.errors import UsageError
-from fettle.measure import Entry, Judge, Nodes, Rules, Worker, WorkerError, _process, race
-from fettle.measure._door import Door
-from fettle.measure._ranks import Gathering, free_ports, variables_of
+from fettle.measure import Entry, Judge, Rules, Worker, WorkerError, race
+from fettle.procs import ranks
+from fettle.procs.listener import KeyedListener
+from fettle.procs.nodes import Nodes
+from fettle.procs.rendezvous import LAUNCHER, Rendezvous, free_ports, variables_of
 from fettle.recipe import Recipe
 from fettle.techniques import Facts, source
 from fettle.workload import find_target
 from tests.processes import alive, left_behind
 
-RANKS = "fettle.measure._ranks"
 TRAIN = Path(__file__).parent.parent / "train"
 FACTS = Facts(mode="training", samples=16, ranks=2, max_grad_norm=1.0, optimizer="AdamW", block_classes=("Block",))
 
 
 @pytest.fixture(autouse=True)
 def no_orphans():
-    before = alive(RANKS)
+    before = alive(LAUNCHER)
     yield
-    assert not left_behind(before, RANKS)
+    assert not left_behind(before, LAUNCHER)
 
 
 def target(name: str) -> dict:
@@ -98,14 +99,14 @@ def test_every_strategy_runs_and_trains_alike():
 
 @pytest.mark.slow
 def test_ranks_end_with_the_process_that_started_them():
-    before = alive(RANKS)
+    before = alive(LAUNCHER)
     worker = Worker(ranks=2)
     try:
         worker.ask("build", 120, target=target("planned.py:workload"))
-        ranks = alive(RANKS) - before
-        assert len(ranks) == 3
+        started = alive(LAUNCHER) - before
+        assert len(started) == 3
         os.kill(worker.pid, signal.SIGKILL)
-        _, left = psutil.wait_procs([psutil.Process(pid) for pid in ranks - {worker.pid}], timeout=60)
+        _, left = psutil.wait_procs([psutil.Process(pid) for pid in started - {worker.pid}], timeout=60)
         assert not left
         with pytest.raises(WorkerError, match="SIGKILL"):
             worker.ask("slice", 10, seconds=0.1)
@@ -157,7 +158,7 @@ def test_a_node_that_leaves_is_named(two_nodes):
 def test_a_node_that_leaves_before_its_ranks_have_come_is_not_waited_for(two_nodes, monkeypatch):
     """torch would wait for them for a quarter of an hour."""
     nodes, other = two_nodes
-    monkeypatch.setattr(_process, "_WORD_S", 1.0)
+    monkeypatch.setattr(ranks, "_WORD_S", 1.0)
     with Worker(ranks=2, nodes=nodes) as worker:
         other.kill()
         with pytest.raises(UsageError, match="node 2 has left"):
@@ -165,30 +166,29 @@ def test_a_node_that_leaves_before_its_ranks_have_come_is_not_waited_for(two_nod
 
 
 def test_strangers_hold_nobody_up():
-    door = Door("127.0.0.1", 0, b"right")
-    silent = socket.create_connection(door.address)
+    listener = KeyedListener("127.0.0.1", 0, b"right")
+    silent = socket.create_connection(listener.address)
     with pytest.raises((AuthenticationError, EOFError, ConnectionError)):
-        Client(door.address, authkey=b"wrong")
-    known = Client(door.address, authkey=b"right")
-    met = door.wait(30)
+        Client(listener.address, authkey=b"wrong")
+    known = Client(listener.address, authkey=b"right")
+    met = listener.accept(30)
     known.send_bytes(b"hello")
     assert met.recv_bytes() == b"hello"
-    door.close()
-    assert door.wait(30) is None
+    listener.close()
+    assert listener.accept(30) is None
     silent.close()
 
 
-@pytest.mark.parametrize("kind", ["supervisor", "node"])
-def test_whose_parent_ended_before_it_could_ask_for_a_signal_ends_too(kind):
+@pytest.mark.parametrize("node", [0, 1])
+def test_whose_parent_ended_before_it_could_ask_for_a_signal_ends_too(node):
     """It would wait for the other node until torch gives up, a quarter of an hour later."""
     store, port = free_ports("127.0.0.1", 2)
-    gathering = Gathering("gone", 1, "127.0.0.1", store, port, "00" * 16, nodes=2)
+    rendezvous = Rendezvous("gone", "none", 1, "127.0.0.1", store, port, "00" * 16, nodes=2, node=node)
     theirs, ours = os.pipe()
     os.close(ours)  # as the kernel does for a parent that was killed
-    arguments = [str(theirs), "1"] if kind == "supervisor" else ["node"]
     ended = subprocess.run(
-        [sys.executable, "-m", RANKS, *arguments], stdin=theirs, stdout=subprocess.DEVNULL, pass_fds=(theirs,),
-        env={**os.environ, **variables_of(gathering)}, timeout=60, check=False,
+        [sys.executable, "-m", LAUNCHER, str(theirs)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        pass_fds=(theirs,), env={**os.environ, **variables_of(rendezvous)}, timeout=60, check=False,
     )  # fmt: skip
     os.close(theirs)
     assert ended.returncode == 0

@@ -10,8 +10,8 @@ from fettle.recipe import Recipe
 from fettle.serve.export import write_package
 from fettle.serve.generating import generating, lengths
 from fettle.serve.handler import find_handler
+from fettle.serve.model_runner import ModelRunner
 from fettle.serve.package import ServeSettings
-from fettle.serve.runner import Runner
 from fettle.workload import Workload
 
 from .conftest import running
@@ -85,7 +85,7 @@ def bodies(prompts, lengths):
 
 
 def test_a_token_costs_a_tokens_work_and_a_text_that_ends_disturbs_nobody(tmp_path):
-    class Counting(Runner):
+    class Counting(ModelRunner):
         calls = ()
 
         def call(self, tensors):
@@ -121,7 +121,7 @@ def test_it_may_compute_in_another_type(tmp_path, how):
     package = packaged(tmp_path / "m", model.bfloat16() if how == "given" else model, recipe)
     assert "past" in {spec.name for spec in package.manifest.inputs}
     assert (0 < package.manifest.accuracy["relative_error"] < 0.1) or how == "given"
-    handler = find_handler(package, Runner(package), "")
+    handler = find_handler(package, ModelRunner(package), "")
     assert [row["tokens"] for row in whole(handler, bodies(PROMPTS[:3], [5, 6, 7]))] == [5, 6, 7]
 
 

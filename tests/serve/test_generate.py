@@ -14,8 +14,8 @@ from fettle.recipe import Recipe
 from fettle.serve.export import write_package
 from fettle.serve.handler import find_handler
 from fettle.serve.handlers.generate import read_prompt
+from fettle.serve.model_runner import ModelRunner
 from fettle.serve.package import ServeSettings, open_package
-from fettle.serve.runner import Runner
 from fettle.workload import Workload
 
 from .conftest import running, until
@@ -142,7 +142,7 @@ def test_what_cannot_be_asked_is_refused_by_its_status(server, said, path):
 
 def test_sampling_follows_its_seed_and_temperature(folder):
     package = open_package(folder)
-    handler = find_handler(package, Runner(package), "")
+    handler = find_handler(package, ModelRunner(package), "")
 
     def answer(**parameters):
         body = json.dumps({"text_input": "1 2", "parameters": {"max_tokens": 20, **parameters}}).encode()
@@ -164,7 +164,7 @@ def whole(handler, bodies, gone=set):
 
 def test_a_short_answer_does_not_wait_for_the_longest_of_its_batch(folder):
     package = open_package(folder)
-    handler, heard = find_handler(package, Runner(package), ""), []
+    handler, heard = find_handler(package, ModelRunner(package), ""), []
     bodies = [json.dumps({"text_input": "1", "parameters": {"max_tokens": n}}).encode() for n in (9, 2)]
     handler.generate(bodies, lambda index, said, last: heard.append((index, last)), set)
     assert heard.index((1, True)) == 4  # two pieces of each, then the end of the short one
@@ -172,7 +172,7 @@ def test_a_short_answer_does_not_wait_for_the_longest_of_its_batch(folder):
 
 
 def test_a_client_that_goes_stops_its_own_text_only(folder):
-    class Slowly(Runner):
+    class Slowly(ModelRunner):
         calls = 0
 
         def run(self, parts, size):

@@ -15,8 +15,8 @@ from fettle.serve.export import write_package
 from fettle.serve.handler import find_handler
 from fettle.serve.handlers import parts, settle
 from fettle.serve.handlers.image import Decoding, decode
+from fettle.serve.model_runner import ModelRunner
 from fettle.serve.package import ServeSettings, open_package
-from fettle.serve.runner import Runner
 from fettle.serve.tensors import TensorSpec
 from fettle.workload import Workload
 
@@ -94,7 +94,7 @@ def tokenizer():
 
 
 def answers(package, *bodies, kind=""):
-    handler = find_handler(package, Runner(package), "")
+    handler = find_handler(package, ModelRunner(package), "")
     found = handler.handle(list(bodies), [kind] * len(bodies))
     return [json.loads(body) for body, _ in found]
 

@@ -11,9 +11,9 @@ from fettle.recipe import Recipe
 from fettle.serve.explain import Explainer
 from fettle.serve.export import write_package
 from fettle.serve.handler import HandlerMetrics, find_handler
+from fettle.serve.model_runner import ModelRunner
 from fettle.serve.package import ServeSettings, open_package
 from fettle.serve.registry import Options
-from fettle.serve.runner import Runner
 from fettle.serve.spans import Spans
 from fettle.workload import Workload
 
@@ -148,7 +148,7 @@ def test_the_tokens_that_moved_a_texts_answer(tmp_path):
 
     package = write_package(Workload(Loud().eval(), text_batches()), Recipe(), tmp_path / "m", name="m",
                             settings=SETTINGS, handler="text", files={"tokenizer.json": tokenizer()})  # fmt: skip
-    steps = find_handler(package, Runner(package), "")
+    steps = find_handler(package, ModelRunner(package), "")
     ((body, _),) = steps.explain([b"one two one"], ["text/plain"], Explainer(package))
     rows = json.loads(body)
     assert rows == [{"token": "one", "score": 0.0}, {"token": "two", "score": 1.0}, {"token": "one", "score": 0.0}]

@@ -12,7 +12,7 @@ import torch
 
 from fettle.errors import UsageError
 from fettle.serve.mar import import_mar, read_mar
-from fettle.serve.runner import load_model
+from fettle.serve.model_runner import load_model
 from fettle.workload import Workload
 
 CODE = """

@@ -11,9 +11,9 @@ import torch
 from fettle.errors import UsageError
 from fettle.recipe import Recipe
 from fettle.serve.export import write_package
+from fettle.serve.model_runner import load_model
 from fettle.serve.package import ServeSettings, open_package, seal
 from fettle.serve.program import load_program, tables
-from fettle.serve.runner import load_model
 from fettle.workload import Workload
 
 

@@ -12,7 +12,7 @@ import pytest
 from fettle.serve.package import open_package
 from fettle.serve.placement import usable_cores
 from fettle.serve.registry import Options
-from fettle.serve.worker_process import WorkerProcess
+from fettle.serve.worker_link import WorkerLink
 
 from .conftest import running, until
 from .test_server import TOKEN, ask, asking, infer, manage
@@ -57,12 +57,11 @@ def test_a_start_that_fails_leaves_everything_as_it_was(managed, monkeypatch):
     before = [worker.pid for worker in pool.workers]
 
     async def failing(self, spawned):
-        spawned.process.kill()
-        spawned.process.wait()
+        spawned.process.close()
         spawned.link.close()
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(WorkerProcess, "start", failing)
+    monkeypatch.setattr(WorkerLink, "start", failing)
     status, answer, _ = manage(managed, "/models/net?min_worker=2&synchronous=true", b"", "PUT")
     assert (status, "Cannot allocate memory" in json.dumps(answer)) == (503, True)
     assert [worker.pid for worker in pool.workers] == before

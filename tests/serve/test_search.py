@@ -33,7 +33,7 @@ from fettle.serve.proof import serve_settings
 from fettle.serve.ranking import between, crews, rank
 from fettle.serve.run import TORCHSERVE_COLUMNS
 from fettle.serve.search import search
-from fettle.serve.served import Inside, Served, ServerFailure, Split
+from fettle.serve.server_process import Inside, ServerFailure, ServerProcess, Split
 from fettle.serve.simulate import Costs, capacity
 from fettle.serve.variants import distinct, package_all, study_recipes
 from fettle.workload import find_target
@@ -82,7 +82,7 @@ def test_nothing_is_measured_twice(done, package, monkeypatch):
         raise AssertionError("measured again")
 
     monkeypatch.setattr(room, "calibrate", never)
-    monkeypatch.setattr(Served, "start", never)
+    monkeypatch.setattr(ServerProcess, "start", never)
     again = asyncio.run(search(package, LIMIT, keep=keep, rate=1.0, **QUICK))
     assert again.tests_kept == again.tests == found.tests
     assert again.best.measured == found.best.measured
@@ -269,7 +269,7 @@ def test_load_tests_end_where_they_know_enough(package, monkeypatch, truth, expe
         tested.append(rate)
         return OneTest(rate, rate <= truth, {"void": False}, Inside())
 
-    monkeypatch.setattr(proof, "Served", Up)
+    monkeypatch.setattr(proof, "ServerProcess", Up)
     monkeypatch.setattr(proof, "_test", one)
     found = found_with({1: 0.01})
     point = Point(Setting(1, 1, 1, 0.0, "greedy"), predicted=100.0)
@@ -493,7 +493,7 @@ def test_overheads_are_what_the_two_loops_leave_beside_the_model(monkeypatch):
     from fettle.serve import overheads
     from fettle.serve.policy import CostCurve
     from fettle.serve.run import Run
-    from fettle.serve.served import Inside, Split
+    from fettle.serve.server_process import Inside, Split
 
     class World:
         looks = iter((

@@ -12,10 +12,10 @@ from fettle.applying import apply
 from fettle.errors import UsageError
 from fettle.recipe import Recipe
 from fettle.serve.export import write_package
+from fettle.serve.model_runner import ModelRunner, load_model
 from fettle.serve.openvino import GRAPH, OpenvinoModel
 from fettle.serve.package import ServeSettings, open_package, seal
 from fettle.serve.program import load_program, straight
-from fettle.serve.runner import Runner, load_model
 from fettle.workload import Workload
 
 STATIC = Recipe.parse("quantize=int8-static compile=default freeze=on grad=inference_mode")
@@ -123,7 +123,7 @@ def test_openvinos_files_answer_as_the_tuned_model_did(openvino):
     run, _ = load_model(package)
     wanted = work.model(question).detach()
     assert distance(run(question)[0], fast(question)) < 0.5 * distance(fast(question), wanted)
-    runner = Runner(package)
+    runner = ModelRunner(package)
     assert set(runner.warm([1, 2, 3, 4])) == {1, 2, 3, 4}
     torch.testing.assert_close(torch.from_numpy(runner.run([[question[:3].numpy()]], 4)[0]), run(question)[0][:3])
     assert not re.search(r"/(home|tmp|root|work)/", (package.folder / GRAPH).read_text())  # nothing of who made it

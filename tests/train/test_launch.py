@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from fettle.procs.rendezvous import LAUNCHER
 from fettle.train.plan import build_fake, plan
 from fettle.train.strategies import parse_strategy
 from fettle.train.strategies_launch import launch
@@ -11,15 +12,14 @@ from fettle.workload import find_target
 from tests.processes import alive, left_behind
 
 HERE = Path(__file__).parent / "planned.py"
-RANKS = "fettle.train.strategies_"
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
 def no_orphans():
-    before = alive(RANKS)
+    before = alive(LAUNCHER)
     yield
-    assert not left_behind(before, RANKS)
+    assert not left_behind(before, LAUNCHER)
 
 
 @pytest.mark.parametrize("text", ["ddp", "zero1", "zero2", "zero3", "zero3 checkpoint=block"])
@@ -42,7 +42,7 @@ def test_measured_is_as_predicted(text: str) -> None:
     ("factory", "kind", "words"),
     [
         ("raises", "error", "rank 1: ValueError: a bad row"),
-        ("dies", "crash", "rank 1 was ended by signal 11 in forward of step 1"),
+        ("dies", "crash", "rank 1 was ended by SIGSEGV in forward of step 1"),
         ("out_of_memory", "memory", "rank 1"),
     ],
 )

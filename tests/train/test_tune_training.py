@@ -14,7 +14,7 @@ import pytest
 
 import fettle
 from fettle.errors import UsageError
-from fettle.measure._ranks import free_ports
+from fettle.procs.rendezvous import free_ports
 from fettle.report import load_result, save
 from fettle.tuning import _last_race, session
 

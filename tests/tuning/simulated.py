@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from fettle.measure import _entrants, _rounds, _watch
-from fettle.measure._process import WorkerError
+from fettle.measure import WorkerError, _entrants, _rounds, _watch
 from fettle.recipe import Recipe
 from fettle.result import Limits, Reference
 from fettle.search import Space

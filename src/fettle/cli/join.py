@@ -20,7 +20,7 @@ def command(
 
       FETTLE_KEY=4f0c... fettle join 10.0.0.1:29400
     """
-    from fettle.measure import address_of, join
+    from fettle.procs.nodes import address_of, join
 
     console = Console(stderr=True)
     workers = join(*address_of(address, "the study's address"), lambda text: console.print(text, highlight=False))

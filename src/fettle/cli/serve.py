@@ -16,7 +16,7 @@ from fettle.errors import UsageError
 
 if TYPE_CHECKING:
     from fettle.serve.package import Package
-    from fettle.serve.spawn import Spare
+    from fettle.serve.worker_start import Spare
 
 
 def command(
@@ -125,7 +125,7 @@ def command(
 
 def _spare(packages: list[str] | None, threads: int | None, workers: int | None) -> Spare | None:
     """A process for the first worker of the first package, if it is one. What is wrong is found out later."""
-    from fettle.serve.spawn import Spare, likely_threads
+    from fettle.serve.worker_start import Spare, likely_threads
 
     if not packages or not (Path(packages[0]) / "serve.toml").is_file():
         return None

@@ -5,26 +5,26 @@ health = compile_health("model.py:workload")
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
-
-import msgspec
+from dataclasses import replace
 
 from fettle.diagnose.compile_health import CompileHealth
 from fettle.diagnose.compile_watch import is_compiled, watch_compile
 from fettle.errors import UsageError, first_line
-from fettle.processes import be_a_worker
+from fettle.procs.child import Child, ChildError, Request
+from fettle.procs.parent import Parent, be_a_worker
 from fettle.workload import Target, find_target
+
+
+class Compile(Request):
+    """Compile the target and call it on all its inputs, so many times."""
+
+    target: Target
+    mode: str | None
+    dynamic: bool | None
+    backend: str
+    rounds: int
 
 
 def compile_health(
@@ -47,13 +47,7 @@ def compile_health(
         UsageError: The target cannot be built, or the process ended or ran out of time.
     """
     found = find_target(target) if isinstance(target, str) else target
-    request = {
-        "target": msgspec.to_builtins(found),
-        "mode": mode,
-        "dynamic": dynamic,
-        "backend": backend,
-        "rounds": rounds,
-    }
+    request = Compile(found, mode, dynamic, backend, rounds)
     health = _in_worker(request, timeout_s)
     if second_process:
         again = _in_worker(request, timeout_s)
@@ -61,48 +55,27 @@ def compile_health(
     return health
 
 
-def _in_worker(request: Mapping[str, Any], timeout_s: float) -> CompileHealth:
-    with tempfile.TemporaryDirectory() as folder:
-        asked, answered, log = (Path(folder) / name for name in ("request.json", "answer.json", "log"))
-        asked.write_text(json.dumps(request))
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "fettle.diagnose.compile_worker", str(asked), str(answered)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # inductor starts compile workers: they must end with it
-            )
-            try:
-                code = process.wait(timeout=timeout_s)
-            except subprocess.TimeoutExpired:
-                raise UsageError(f"compiling took longer than {timeout_s:.0f} s: give a longer timeout") from None
-            finally:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, 9)
-                process.wait()
-        if not answered.exists():
-            words = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-            raise UsageError(f"the compiling process ended with code {code}: {words[-1][:200] if words else 'silent'}")
-        answer = msgspec.json.decode(answered.read_bytes())
-    if "usage" in answer:
-        raise UsageError(answer["usage"])
-    return msgspec.convert(answer, CompileHealth)
+def _in_worker(request: Compile, timeout_s: float) -> CompileHealth:
+    with Child("fettle.diagnose.compile_worker") as child:
+        try:
+            return child.call(request, CompileHealth, timeout_s)
+        except ChildError as error:
+            raise UsageError(f"the workload could not be compiled: {error}") from error
 
 
-def _run(request: Mapping[str, Any]) -> CompileHealth:
+def _run(request: Compile) -> CompileHealth:
     """The worker's part: build, compile, call."""
     import torch
 
     torch.manual_seed(0)
-    workload = msgspec.convert(request["target"], Target).load()
+    workload = request.target.load()
     model = workload.model
     if not is_compiled(model):
-        model = torch.compile(model, mode=request["mode"], dynamic=request["dynamic"], backend=request["backend"])
+        model = torch.compile(model, mode=request.mode, dynamic=request.dynamic, backend=request.backend)
     failure, calls, first_call_s, settled = [], 0, 0.0, 0
     counters = torch._dynamo.utils.get_compilation_metrics
     with watch_compile() as watch:
-        for number, batch in itertools.product(range(request["rounds"]), workload.inputs):
+        for number, batch in itertools.product(range(request.rounds), workload.inputs):
             started = time.perf_counter()
             try:
                 workload.run(model, batch)
@@ -118,18 +91,6 @@ def _run(request: Mapping[str, Any]) -> CompileHealth:
     return replace(health, errors=(*health.errors, *failure))
 
 
-def main() -> None:
-    """The worker process: a request file in, an answer file out."""
-    be_a_worker()
-    asked, answered = Path(sys.argv[1]), Path(sys.argv[2])
-    try:
-        answer = json.dumps(asdict(_run(json.loads(asked.read_text()))))
-    except UsageError as error:
-        answer = json.dumps({"usage": str(error)})
-    partial = answered.with_suffix(".part")
-    partial.write_text(answer)
-    partial.replace(answered)
-
-
 if __name__ == "__main__":
-    main()
+    be_a_worker()
+    Parent().serve(Compile, _run)

@@ -22,7 +22,7 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils import fetch as torch_fetch
 
 from fettle.errors import first_line
-from fettle.processes import die_with_parent
+from fettle.procs.parent import die_with_parent
 from fettle.techniques.allocator import keep_freed_memory
 
 try:

@@ -1,4 +1,4 @@
-"""The process in which one setting runs: it answers requests, one JSON line each, until the parent closes the pipe.
+"""The process in which one setting runs: it answers requests until the parent goes.
 
 Between requests the parent stops it together with its loader workers, so that a slice begins where the last one ended:
 with as many batches ready as there were. The workers are stopped as soon as a slice ends: what they made while it is
@@ -13,7 +13,6 @@ import platform
 import re
 import signal
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +27,8 @@ from fettle.errors import UsageError, first_line
 from fettle.inputs import _fetch
 from fettle.inputs.pipeline import Step, batch_bytes, fetches, pipeline, with_setting
 from fettle.inputs.setting import SHORT, Facts, Setting, Slice
-from fettle.processes import be_a_worker
+from fettle.procs.child import Failure
+from fettle.procs.parent import Parent, be_a_worker
 
 _WARM_UP = 2
 _LONGEST_S = 8.0
@@ -211,10 +211,10 @@ class Process:
         return {"lints": [vars(item) for item in found], "notes": notes}
 
 
-def explain(error: BaseException, last_words: str = "") -> dict[str, Any]:
+def explain(error: BaseException, last_words: str = "") -> Failure:
     """An error as the parent will tell it: one line."""
     if isinstance(error, UsageError):
-        return {"kind": "usage", "error": str(error)}
+        return Failure(str(error), "usage")
     text = first_line(error)
     if isinstance(error, _fetch.ItemError) or "Original Traceback" in str(error):
         # A worker's traceback arrives as the text of an exception; its last line says what was wrong.
@@ -230,24 +230,20 @@ def explain(error: BaseException, last_words: str = "") -> dict[str, Any]:
         text = f"out of memory, or ended by somebody: {text}"
     elif memory and "out of memory" not in text:
         text = f"out of memory: {text}"
-    return {"kind": "memory" if memory else "error", "error": text}
+    return Failure(text, "memory" if memory else "error")
 
 
-def main() -> None:
-    """Answer requests until the parent closes the pipe."""
-    be_a_worker()
-    requests = os.fdopen(int(sys.argv[1]), "rb")
-    answers = os.fdopen(int(sys.argv[2]), "wb", buffering=0)
+def main(parent: Parent) -> None:
+    """Answer requests until the parent goes."""
     process = Process()
-    for line in requests:
-        request = msgspec.json.decode(line)
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
         action: Callable[..., dict[str, Any]] = getattr(process, request.pop("do"))
-        try:
-            answer = action(**request)
-        except (Exception, SystemExit) as error:
-            answer = explain(error, process.loop.last_words() if process.loop else "")
-        answers.write(msgspec.json.encode(answer) + b"\n")
-    os._exit(0)  # loader workers that hang must not keep the process
+        return action(**request)
+
+    parent.serve(
+        dict[str, Any], answer, lambda error: explain(error, process.loop.last_words() if process.loop else "")
+    )
 
 
 def _to_device(batch: Any, non_blocking: bool) -> Any:
@@ -276,4 +272,5 @@ def _worker_bytes() -> int:
 
 
 if __name__ == "__main__":
-    main()
+    be_a_worker()
+    main(Parent())

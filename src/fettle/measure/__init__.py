@@ -6,7 +6,6 @@ Other rooms use `race`, which measures recipes side by side, and the plain data 
 from fettle.measure._accuracy import judge
 from fettle.measure._entrants import Held
 from fettle.measure._load import Load
-from fettle.measure._nodes import Nodes, address_of, join
 from fettle.measure._process import Worker, WorkerError, close_all
 from fettle.measure._rules import Entry, Judge, Progress, Rules
 from fettle.measure._statistics import ENOUGH, log_interval, paired, ratio_interval, verdict
@@ -15,7 +14,7 @@ from fettle.measure._watch import Patience, Surroundings
 from fettle.measure.race import race
 
 __all__ = [
-    "ENOUGH", "Accuracy", "Entry", "Held", "Interval", "Judge", "Load", "Nodes", "Patience", "Progress", "Rules",
-    "Slice", "Startup", "Surroundings", "Trial", "Worker", "WorkerError", "address_of", "by_round", "close_all", "join",
+    "ENOUGH", "Accuracy", "Entry", "Held", "Interval", "Judge", "Load", "Patience", "Progress", "Rules",
+    "Slice", "Startup", "Surroundings", "Trial", "Worker", "WorkerError", "by_round", "close_all",
     "judge", "log_interval", "paired", "race", "ratio_interval", "verdict",
 ]  # fmt: skip

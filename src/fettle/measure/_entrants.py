@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 import psutil
 
-from fettle.measure._nodes import Nodes
 from fettle.measure._process import Worker, WorkerError
 from fettle.measure._rules import Entry, Judge, Progress, Rules
 from fettle.measure._trial import Accuracy, Slice, Trial, by_round, nan_for_none
+from fettle.procs.nodes import Nodes
 from fettle.recipe import Recipe
 
 

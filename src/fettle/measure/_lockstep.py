@@ -26,16 +26,6 @@ def slowest(ns: int) -> int:
     return int(longest.item())
 
 
-def total_s(seconds: float) -> float:
-    """The sum over the ranks."""
-    group = _group()
-    if group is None:
-        return seconds
-    total = _number(group, round(seconds * 1e9))
-    group.all_reduce(total)
-    return float(total.item()) / 1e9
-
-
 def mean(value: Any) -> Any:
     """The mean of a tensor of one number over the ranks."""
     group = _group()

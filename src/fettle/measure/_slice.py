@@ -23,7 +23,7 @@ def take_slice(state: State, request: Request) -> dict[str, Any]:
     import torch
 
     from fettle.measure import _meters
-    from fettle.measure._lockstep import agreed, total_s
+    from fettle.measure._lockstep import agreed
 
     wanted_ns = int(request.seconds * 1e9)
     # Where the allocator happens to put a buffer can change the time of a small model by half, for as long as the
@@ -58,7 +58,7 @@ def take_slice(state: State, request: Request) -> dict[str, Any]:
         "samples_ns": samples,
         "unhindered_ns": without_waits(chunks),
         "waits": sum(waited) / sum(samples) if len(waited) == len(chunks) else None,
-        "cpu_s": total_s(time.process_time() + state.waits.children_s() - cpu_s),
+        "cpu_s": time.process_time() + state.waits.children_s() - cpu_s,
         "energy_j": (after - energy) / len(samples) if energy is not None and after is not None else None,
     }
 

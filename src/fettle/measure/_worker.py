@@ -1,42 +1,30 @@
 """The worker process: builds the workload, applies one recipe, and answers the parent's requests one at a time.
 
-Started as ``python -m fettle.measure._worker READ_FD WRITE_FD``; requests and answers are lines of JSON. What the
-user's code prints goes to the process's own stdout, never into the answers. What the requests are is in `_inference`
-and `_training`.
+What the user's code prints goes to the process's own stdout, never into the answers. What the requests are is in
+`_inference` and `_training`.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from fettle.measure._state import Request, State
-from fettle.processes import be_a_worker
+from fettle.procs.child import Failure
+from fettle.procs.parent import Parent, be_a_worker
 
 
-def main() -> None:
-    """Answer requests until the parent closes the pipe."""
-    be_a_worker()
-    requests = os.fdopen(int(sys.argv[1]), "rb")
-    answers = os.fdopen(int(sys.argv[2]), "wb", buffering=0)
+def main(parent: Parent) -> None:
+    """Answer requests until the parent goes."""
     state = State()
-    for line in requests:
-        answers.write(msgspec.json.encode(answer_to(state, line)) + b"\n")
-    os._exit(0)  # no atexit of compilers and runtimes: nothing here is worth waiting for
 
-
-def answer_to(state: State, line: bytes) -> dict[str, Any]:
-    """Answer one request; what goes wrong is an answer too."""
-    request = msgspec.json.decode(line, type=Request)
-    try:
+    def answer(request: Request) -> dict[str, Any]:
+        if parent.node:  # what rank 0 is judged by lies on its node
+            request.path = ""
         return action(state, request)(state, request)
-    except (Exception, SystemExit) as error:
-        return explain(error)
+
+    parent.serve(Request, answer, explain)
 
 
 def action(state: State, request: Request) -> Callable[[State, Request], dict[str, Any]]:
@@ -51,22 +39,24 @@ def action(state: State, request: Request) -> Callable[[State, Request], dict[st
     return _inference.ACTIONS[request.do]
 
 
-def explain(error: BaseException) -> dict[str, Any]:
+def explain(error: BaseException) -> Failure:
     """An error as the parent will tell it: one line, and the traceback for the log."""
     import torch
 
     from fettle.errors import UsageError, first_line, place
 
     if isinstance(error, UsageError):
-        return {"kind": "usage", "error": str(error)}
+        return Failure(str(error), "usage")
+    trace = traceback.format_exc()
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
-        return {"kind": "memory", "error": f"out of memory: {first_line(error)[:200]}", "trace": traceback.format_exc()}
+        return Failure(f"out of memory: {first_line(error)[:200]}", "memory", trace)
     text = first_line(error) + place(error)
     cause = error.__cause__
     if cause is not None and "Error" in type(cause).__name__ and str(cause) and str(cause).splitlines()[0] not in text:
         text = f"{text} (from {first_line(cause)})"
-    return {"kind": "error", "error": text[:400], "trace": traceback.format_exc()}
+    return Failure(text[:400], trace=trace)
 
 
 if __name__ == "__main__":
-    main()
+    be_a_worker()
+    main(Parent())

@@ -22,11 +22,11 @@ from fettle.measure import _statistics
 from fettle.measure._decide import log_ratios
 from fettle.measure._entrants import Entrant, Held, Start
 from fettle.measure._load import mean_load
-from fettle.measure._nodes import Nodes
 from fettle.measure._rounds import Rounds
 from fettle.measure._rules import Entry, Judge, Progress, Rules
 from fettle.measure._trial import Interval, Startup, Trial
 from fettle.measure._watch import Patience
+from fettle.procs.nodes import Nodes
 
 
 def race(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fettle.serve.handlers.generate import FRESH, LAST, LOGITS, PAST, SEEN
+from fettle.serve.handlers.parts import FRESH, LAST, LOGITS, PAST, SEEN
 from fettle.workload import Workload
 
 

@@ -7,24 +7,21 @@ measured below it stands, and the reason is kept.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import os
-import signal
-import socket
-import subprocess
-import sys
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from fettle.processes import die_with_parent
+from fettle.procs.child import Child, ChildError, Request
+from fettle.procs.parent import Parent, be_a_worker
 from fettle.serve.package import Package
 
+T = TypeVar("T")
 START_S, ANSWER_S = 600.0, 300.0
 """The longest that loading, and that timing one batch size, may take."""
 PAUSE_S = 0.02
@@ -63,10 +60,6 @@ class Calibration(msgspec.Struct, forbid_unknown_fields=True):
 
 class Stopped(Exception):
     """Whoever asked for the measurement wants it no more."""
-
-
-class WorkerFailure(Exception):
-    """A calibrating process failed; the text is for people."""
 
 
 def sizes_up_to(most: int) -> list[int]:
@@ -109,7 +102,7 @@ def calibrate(
                 made.samples[size], rested, made.memory_bytes[size] = crew.time(size, seconds)
                 if len(rested) >= LEAST_RESTED:
                     made.rested[size] = rested
-            except WorkerFailure as failure:
+            except ChildError as failure:
                 made.failures[size] = str(failure)
                 todo = [other for other in todo if other < size]
                 # A process that ran out of memory may be in any state: what is still to be measured gets new ones.
@@ -123,7 +116,7 @@ def calibrate(
                 todo = _steps(made.samples, buckets)
         made.samples = dict(sorted(made.samples.items()))
         if made.samples:
-            with contextlib.suppress(WorkerFailure):  # then nothing is said of padding, and nothing padded
+            with contextlib.suppress(ChildError):  # then nothing is said of padding, and nothing padded
                 made.pad_error = 1e9
                 made.pad_error = crew.pad_error(max(made.samples))
         return made
@@ -134,7 +127,7 @@ def calibrate(
 def _started(crew: _Crew, made: Calibration) -> bool:
     try:
         crew.start()
-    except WorkerFailure as failure:
+    except ChildError as failure:
         made.failures.setdefault(0, str(failure))
         return False
     return True
@@ -163,177 +156,147 @@ def _median(values: Sequence[float]) -> float:
     return ordered[len(ordered) // 2]
 
 
+class _Load(Request, tag="loading"):
+    """Load a package."""
+
+    folder: str
+    threads: int
+    device: str
+
+
+class _Time(Request, tag="timing"):
+    """Time calls of so many rows."""
+
+    size: int
+    seconds: float
+    least: int
+
+
+class _Pad(Request, tag="padding"):
+    """Fill calls up from so many rows."""
+
+    rows: int
+    size: int
+
+
+class _Timed(msgspec.Struct):
+    samples: list[float]
+    """Seconds of a call."""
+    rested: list[float]
+    """Of a call after a pause."""
+    memory: int
+
+
 class _Crew:
     """Processes that compute at the same time, as they would when serving."""
 
     def __init__(self, package: Package, workers: int, threads: int, device: str) -> None:
-        self._package, self._workers, self._threads, self._device = package, workers, threads, device
-        self._processes: list[_Process] = []
+        self._load, self._workers = _Load(str(package.folder), threads, device), workers
+        self._children: list[Child] = []
 
     def start(self) -> None:
-        """Begin, or begin anew. Raises `WorkerFailure` where the package cannot be loaded."""
+        """Begin, or begin anew. Raises `ChildError` where the package cannot be loaded."""
         self.close()
-        self._processes = [_Process(self._package, self._threads, self._device) for _ in range(self._workers)]
-        for process in self._processes:
-            process.read(START_S)
+        threads = {"OMP_NUM_THREADS": str(self._load.threads)}
+        for _ in range(self._workers):
+            self._children.append(Child("fettle.serve.calibrate", variables=threads))
+        self._ask(self._load, type(None), START_S)
 
     def time(self, size: int, seconds: float) -> tuple[tuple[float, ...], tuple[float, ...], int]:
         """Samples of all of them, those after a pause, and their memory."""
-        for process in self._processes:
-            process.ask({"size": size, "seconds": 0.0, "least": 3})
-        for process in self._processes:
-            process.read(START_S)  # the first calls may compile
-        for process in self._processes:
-            process.ask({"size": size, "seconds": seconds, "least": 3 * LEAST_RESTED + 1})
-        said = [process.read() for process in self._processes]
-        samples, rested = (
-            tuple(float(value) for answer in said for value in answer[which]) for which in ("samples", "rested")
-        )
-        return samples, rested, sum(int(answer["memory"]) for answer in said)
+        self._ask(_Time(size, 0.0, 3), _Timed, START_S)  # the first calls may compile
+        said = self._ask(_Time(size, seconds, 3 * LEAST_RESTED + 1), _Timed, ANSWER_S)
+        samples, rested = chain(*(one.samples for one in said)), chain(*(one.rested for one in said))
+        return tuple(samples), tuple(rested), sum(one.memory for one in said)
 
     def pad_error(self, size: int) -> float:
         """How much rows change when their call is filled up."""
-        if size < 2:
-            return 0.0
-        self._processes[0].ask({"rows": size // 2, "size": size})
-        return float(self._processes[0].read(START_S)["error_of_rows"])
+        return self._children[0].call(_Pad(size // 2, size), float, START_S) if size > 1 else 0.0
 
     def close(self) -> None:
         """End them."""
-        for process in self._processes:
-            process.close()
-        self._processes = []
+        for child in self._children:
+            child.close()
+        self._children = []
+
+    def _ask(self, request: Request, answer: type[T], timeout_s: float) -> list[T]:
+        """The answers of all, who work on it at the same time."""
+        for child in self._children:
+            child.send(request)
+        return [child.receive(answer, timeout_s) for child in self._children]
 
 
-class _Process:
-    """A process that times calls: asked in a line of JSON, it answers in one. Its first line says that it is loaded."""
-
-    def __init__(self, package: Package, threads: int, device: str) -> None:
-        ours, theirs = socket.socketpair()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "fettle.serve.calibrate", str(theirs.fileno()), str(package.folder), str(threads),
-             device],
-            pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": str(threads)}, start_new_session=True,
-        )  # fmt: skip
-        theirs.close()
-        self._socket, self._file = ours, ours.makefile("rb")
-
-    def ask(self, what: dict[str, Any]) -> None:
-        """Begin to work on something."""
-        with contextlib.suppress(OSError):  # it has ended: `read` says how
-            self._socket.sendall(json.dumps(what).encode() + b"\n")
-
-    def read(self, seconds: float = ANSWER_S) -> dict[str, Any]:
-        """The answer. Raises `WorkerFailure` where the process failed, ended or hangs."""
-        self._socket.settimeout(seconds)
-        try:
-            line = self._file.readline()
-        except TimeoutError:
-            raise WorkerFailure(f"the worker did not answer within {seconds:.0f} s") from None
-        except OSError:
-            line = b""
-        if not line:
-            raise WorkerFailure(_how_it_ended(self._process))
-        said: dict[str, Any] = json.loads(line)
-        if "error" in said:
-            raise WorkerFailure(str(said["error"]))
-        return said
-
-    def close(self) -> None:
-        """End it, and what it has started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._file.close()
-        self._socket.close()
+# -- in each process ---------------------------------------------------------------------------------------------------
 
 
-def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(5)
-    code = process.returncode
-    if code == -signal.SIGKILL:
-        return "the worker was killed (signal 9): most often the machine had no memory left"
-    return f"the worker ended with signal {-code}" if code is not None and code < 0 else "the worker ended"
+class _Worker:
+    """A package that is loaded and timed."""
 
+    runner: Any
+    device: str
 
-def _serve() -> None:
-    """In the process: load, say so, and answer each line."""
-    die_with_parent()
-    link = socket.socket(fileno=int(sys.argv[1]))
-    file = link.makefile("rwb")
+    def answer(self, request: _Load | _Time | _Pad) -> object:
+        """What was asked for."""
+        if isinstance(request, _Time):
+            return self._timed(request)
+        if isinstance(request, _Pad):
+            return self._pad_error(request)
+        self._load(request)
+        return None
 
-    def answer(said: object) -> None:
-        file.write(json.dumps(said).encode() + b"\n")
-        file.flush()
-
-    from fettle.errors import first_line
-
-    try:
+    def _load(self, load: _Load) -> None:
         import torch
 
+        from fettle.serve.model_runner import ModelRunner
         from fettle.serve.package import open_package
-        from fettle.serve.runner import Runner
 
-        torch.set_num_threads(int(sys.argv[3]))
-        runner = Runner(open_package(Path(sys.argv[2])), sys.argv[4])
-    except Exception as error:
-        answer({"error": first_line(error)})
-        return
-    answer({"loaded": True})
-    for line in file:
-        asked = json.loads(line)
-        try:
-            answer(_error_of_rows(runner, **asked) if "rows" in asked else _timed(runner, sys.argv[4], **asked))
-        except Exception as error:
-            answer({"error": first_line(error)})
+        torch.set_num_threads(load.threads)
+        self.runner, self.device = ModelRunner(open_package(Path(load.folder)), load.device), load.device
 
+    def _timed(self, asked: _Time) -> _Timed:
+        from fettle.serve.worker_main import resident_bytes
 
-def _timed(runner: Any, device: str, size: int, seconds: float, least: int) -> dict[str, Any]:
-    from fettle.serve._worker import resident_bytes
+        parts = [self.runner.sample(asked.size)]
+        samples: list[float] = []
+        rested: list[float] = []
+        took = 0.0
+        end = time.perf_counter() + asked.seconds
+        while len(samples) < asked.least or (time.perf_counter() < end and len(samples) < 1000):
+            pause = asked.seconds > 0 and len(samples) == 3 * (len(rested) + 1)
+            if pause:
+                time.sleep(min(took, PAUSE_S))
+            began = time.perf_counter()
+            self.runner.run(parts, 0)
+            took = time.perf_counter() - began
+            (rested if pause else samples).append(took)
+        memory = resident_bytes()
+        if self.device.startswith("cuda"):
+            import torch
 
-    parts = [runner.sample(size)]
-    samples: list[float] = []
-    rested: list[float] = []
-    took = 0.0
-    end = time.perf_counter() + seconds
-    while len(samples) < least or (time.perf_counter() < end and len(samples) < 1000):
-        pause = seconds > 0 and len(samples) == 3 * (len(rested) + 1)
-        if pause:
-            time.sleep(min(took, PAUSE_S))
-        began = time.perf_counter()
-        runner.run(parts, 0)
-        took = time.perf_counter() - began
-        (rested if pause else samples).append(took)
-    memory = resident_bytes()
-    if device.startswith("cuda"):
-        import torch
+            memory = torch.cuda.max_memory_reserved(self.device)
+        return _Timed(samples, rested, memory)
 
-        memory = torch.cuda.max_memory_reserved(device)
-    return {"samples": samples, "rested": rested, "memory": memory}
+    def _pad_error(self, asked: _Pad) -> float:
+        """Rows that all differ (each is the sample's, rolled by its number), computed alone and in a larger call."""
+        import numpy as np
 
-
-def _error_of_rows(runner: Any, rows: int, size: int) -> dict[str, Any]:
-    """Rows that all differ (each is the sample's, rolled by its number), computed alone and in a call of `size`."""
-    import numpy as np
-
-    part = [
-        np.stack([np.roll(row, number, axis=-1) if row.ndim else row for number, row in enumerate(array)])
-        if spec.batched
-        else array
-        for array, spec in zip(runner.sample(rows), runner.inputs, strict=True)
-    ]
-    worst = 0.0
-    for alone, filled in zip(runner.run([part], 0), runner.run([part], size), strict=True):
-        if alone.dtype.kind == "f":
-            apart = np.linalg.norm(filled.astype(float) - alone.astype(float))
-            error = float(apart / max(float(np.linalg.norm(alone.astype(float))), 1e-12))
-        else:
-            error = float(alone.shape != filled.shape or (alone != filled).mean())
-        worst = max(worst, error) if math.isfinite(error) else 1e9
-    return {"error_of_rows": worst}
+        part = [
+            np.stack([np.roll(row, number, axis=-1) if row.ndim else row for number, row in enumerate(array)])
+            if spec.batched
+            else array
+            for array, spec in zip(self.runner.sample(asked.rows), self.runner.inputs, strict=True)
+        ]
+        worst = 0.0
+        for alone, filled in zip(self.runner.run([part], 0), self.runner.run([part], asked.size), strict=True):
+            if alone.dtype.kind == "f":
+                apart = np.linalg.norm(filled.astype(float) - alone.astype(float))
+                error = float(apart / max(float(np.linalg.norm(alone.astype(float))), 1e-12))
+            else:
+                error = float(alone.shape != filled.shape or (alone != filled).mean())
+            worst = max(worst, error) if math.isfinite(error) else 1e9
+        return worst
 
 
 if __name__ == "__main__":
-    _serve()
+    be_a_worker()
+    Parent().serve(_Load | _Time | _Pad, _Worker().answer)

@@ -23,6 +23,7 @@ from fettle.serve.flat import BEFORE_EXPORT, Flat, datatype
 from fettle.serve.generating import generating, lengths
 from fettle.serve.handler import Context
 from fettle.serve.host import host_id
+from fettle.serve.model_runner import Tuned, tuned
 from fettle.serve.package import (
     FORMAT,
     HANDLER,
@@ -38,7 +39,6 @@ from fettle.serve.package import (
 )  # fmt: skip
 from fettle.serve.program import export_program, save_program
 from fettle.serve.requires import needed
-from fettle.serve.runner import Tuned, tuned
 from fettle.serve.tensors import TensorSpec
 from fettle.techniques import Facts, cpu_flags, find, quantize_exported
 from fettle.workload import Workload

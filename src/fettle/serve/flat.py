@@ -11,7 +11,7 @@ import torch
 
 from fettle.errors import UsageError
 from fettle.recipe import Recipe
-from fettle.serve.runner import as_array
+from fettle.serve.model_runner import as_array
 from fettle.serve.tensors import FROM_NUMPY, TensorSpec
 from fettle.workload import Workload, leaves
 

@@ -9,7 +9,8 @@ import torch
 
 from fettle.errors import UsageError
 from fettle.serve.caching import cached
-from fettle.serve.handlers.generate import LAST, LOGITS, Settings
+from fettle.serve.handlers.generate import Settings
+from fettle.serve.handlers.parts import LAST, LOGITS
 from fettle.workload import Workload, leaves
 
 

@@ -25,8 +25,8 @@ import msgspec
 from fettle.errors import UsageError
 from fettle.serve import handlers
 from fettle.serve.handlers.parts import Item
+from fettle.serve.model_runner import ModelRunner
 from fettle.serve.package import HANDLER, Manifest, Package
-from fettle.serve.runner import Runner
 
 _METRIC = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,63}")
 
@@ -37,7 +37,7 @@ class Context:
 
     folder: Path
     manifest: Manifest
-    runner: Runner
+    runner: ModelRunner
     metrics: HandlerMetrics = field(default_factory=lambda: HandlerMetrics())
     """What the handler counts, for ``/metrics``."""
 
@@ -161,7 +161,7 @@ class Steps:
         return [_as_body(answer) for answer in answers]
 
 
-def find_handler(package: Package, runner: Runner, trust: str) -> Steps:
+def find_handler(package: Package, runner: ModelRunner, trust: str) -> Steps:
     """The ready handler that the manifest names, or the package's own code if `trust` is its digest."""
     digest = package.handler_digest
     if digest is None:

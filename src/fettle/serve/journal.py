@@ -17,7 +17,7 @@ from fettle.serve.calibrate import Calibration
 from fettle.serve.host import host_id
 from fettle.serve.overheads import Overheads
 from fettle.serve.package import MANIFEST, SETTINGS, Package
-from fettle.serve.served import Inside
+from fettle.serve.server_process import Inside
 
 _MAX_BYTES = 256 << 20
 

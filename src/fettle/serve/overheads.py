@@ -15,7 +15,7 @@ import msgspec
 from fettle.serve.client import Shot
 from fettle.serve.load import closed_loop
 from fettle.serve.policy import CostCurve
-from fettle.serve.served import Served, ServerFailure
+from fettle.serve.server_process import ServerFailure, ServerProcess
 
 RUN_S = 1.5
 """Of each of the two runs, at least; at least 30 calls of the model."""
@@ -37,7 +37,7 @@ class Overheads(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 async def measure_overheads(
-    served: Served, shots: Sequence[Shot], curve: CostCurve, *, workers: int, max_rows: int
+    served: ServerProcess, shots: Sequence[Shot], curve: CostCurve, *, workers: int, max_rows: int
 ) -> Overheads:
     """Two closed loops. Raises `ServerFailure` where requests fail.
 

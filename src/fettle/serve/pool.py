@@ -24,8 +24,8 @@ from fettle.serve.policy import Batch, BatchQueue, plan
 from fettle.serve.refusal import Rejected
 from fettle.serve.request import Answer, Request
 from fettle.serve.returns import Returns
-from fettle.serve.spawn import Spare, threads_each
 from fettle.serve.worker import Worker
+from fettle.serve.worker_start import Spare, Spawned, spawn, threads_each
 
 
 class Pool:
@@ -109,6 +109,16 @@ class Pool:
         self.change(settings, machine)
         for worker in left:
             worker.leave()
+
+    def start_process(self, threads: int) -> Spawned:
+        """A process for a worker: the spare one where it fits. OSError where none can be had."""
+        spare = self.spare.take(threads) if self.spare is not None and self.log_path is None else None
+        return spare or spawn(threads, self.log_path)
+
+    def load_message(self, worker: Worker) -> wire.Load:
+        """What a worker has to load."""
+        folder, threads, cores = str(self.package.folder), worker.threads, worker.cores
+        return wire.Load(folder, self.sizes, threads, cores, self.trust, worker.device, self.explains)
 
     def without(self, worker: Worker) -> None:
         """One that left has answered its last batch."""

@@ -18,7 +18,7 @@ from fettle.serve.load import open_loop
 from fettle.serve.package import SAMPLES, CurveTable, Package, ServeSettings
 from fettle.serve.points import Found, Point, Setting
 from fettle.serve.run import Run, as_data
-from fettle.serve.served import Inside, Served, ServerFailure
+from fettle.serve.server_process import Inside, ServerFailure, ServerProcess
 from fettle.serve.simulate import Costs, simulate
 
 LATE = "the load generator was late itself in tests that failed: what was measured is a lower bound"
@@ -54,7 +54,7 @@ async def prove(
     """
     journal, setting, limit_s = journal or Journal(), point.setting, found.limit_s
     settings = serve_settings(package.settings, setting, costs, limit_s, host_id())
-    served: Served | None = None
+    served: ServerProcess | None = None
     try:
         good, bad, rate, missed = 0.0, math.inf, max(expected or point.predicted, to_beat), 0
         up, down = (NEAR, (1 / NEAR, *STEPS_DOWN)) if expected else (STEP_UP, STEPS_DOWN)
@@ -65,7 +65,7 @@ async def prove(
                 if stop is not None and stop.is_set():
                     raise Stopped
                 tell(f"{rate:.4g} requests/s on {setting}")
-                served = served or await Served.start(package, settings, setting.device)
+                served = served or await ServerProcess.start(package, settings, setting.device)
                 journal.tests[key] = await _test(served, package, point, costs, rate, length, limit_s, stop)
                 journal.save()
             else:
@@ -95,7 +95,7 @@ async def prove(
 
 
 async def _test(
-    served: Served, package: Package, point: Point, costs: Costs, rate: float, seconds: float, limit_s: float,
+    served: ServerProcess, package: Package, point: Point, costs: Costs, rate: float, seconds: float, limit_s: float,
     stop: asyncio.Event | None,
 ) -> Tested:  # fmt: skip
     """One run; again where it failed while this client was too slow, which says little of the server."""

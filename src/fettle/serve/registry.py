@@ -23,8 +23,8 @@ from fettle.serve.placement import cores_for, usable_cores
 from fettle.serve.pool import Pool, planned
 from fettle.serve.refusal import Rejected
 from fettle.serve.requires import check_here
-from fettle.serve.spawn import Spare
 from fettle.serve.store import find_package, in_order
+from fettle.serve.worker_start import Spare
 
 log = logging.getLogger("fettle.serve")
 DRAIN_S = 30.0

@@ -26,7 +26,7 @@ from fettle.serve.points import Branch, Failure, Found, Measured, Point, Setting
 from fettle.serve.policy import plan
 from fettle.serve.proof import prove, sample_shots, serve_settings, test_s
 from fettle.serve.ranking import Known, between, crews, rank
-from fettle.serve.served import Served, ServerFailure
+from fettle.serve.server_process import ServerFailure, ServerProcess
 from fettle.serve.simulate import simulate
 
 HEAD_ROOM = 0.2
@@ -206,7 +206,7 @@ class _Search:
             greedy = replace(setting, policy="greedy", delay_s=0.0, pad=False)
             settings = serve_settings(package.settings, greedy, self.found.branches[branch].costs, 0.0, host_id())
             try:
-                served = await Served.start(package, settings, branch.device)
+                served = await ServerProcess.start(package, settings, branch.device)
                 try:
                     shots = sample_shots(package, served.url)
                     self.journal.overheads[key] = await measure_overheads(

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from fettle.errors import UsageError
+from fettle.procs.process import Process, how_it_ended
 from fettle.recipe import Recipe
 from fettle.serve.calibrate import Stopped
 from fettle.serve.export import NOT_SERVED
@@ -66,33 +64,17 @@ def _package(text: str, target: Target, recipe: Recipe, path: Path, max_rows: in
     with tempfile.TemporaryDirectory() as scratch:  # a target that is none leaves nothing behind
         levels = Path(scratch) / "recipe.toml"
         recipe.save(levels)
-        process = subprocess.Popen(
-            [sys.executable, "-c", "from fettle.cli import main; main()", "package", text, "--recipe", str(levels),
-             "--output", str(path), "--name", target.name, "--max-rows", str(max_rows), "--json"],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            waited = 0.0
-            while waited < PACKAGE_S:
-                try:
-                    _, said = process.communicate(timeout=0.25)
-                    break
-                except subprocess.TimeoutExpired:
-                    waited += 0.25
-                    if stopped():
-                        raise Stopped from None
-            else:
-                return f"packaging it took longer than {PACKAGE_S:.0f} s"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        if process.returncode == 0:
-            return ""
-    lines = [line.removeprefix("fettle:").strip() for line in said.splitlines() if line.strip()]
-    ended = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
-    return lines[-1][:400] if lines else f"packaging it ended with {ended}"
+        command = ["-c", "from fettle.cli import main; main()", "package", text, "--recipe", str(levels), "--output",
+                   str(path), "--name", target.name, "--max-rows", str(max_rows), "--json"]  # fmt: skip
+        with Process(command) as process:
+            deadline = time.monotonic() + PACKAGE_S
+            while (code := process.wait(0.25)) is None:
+                if stopped():
+                    raise Stopped
+                if time.monotonic() > deadline:
+                    return f"packaging it took longer than {PACKAGE_S:.0f} s"
+            said = process.last_words().removeprefix("fettle:").strip()
+    return "" if code == 0 else said or f"packaging it {how_it_ended(code)}"
 
 
 def _digest(target: Target, recipe: Recipe, max_rows: int) -> str:

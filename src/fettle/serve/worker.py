@@ -1,4 +1,4 @@
-"""One place for a worker in a pool, kept filled: loaded, given batches, watched, and replaced when it ends."""
+"""A pool's worker: loaded, given batches, watched, and started again when its process ends (`worker_link`)."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from fettle.serve import wire
 from fettle.serve.alarm import Alarm
+from fettle.serve.metrics import ModelMetrics
+from fettle.serve.package import ServeSettings
 from fettle.serve.placement import device_for
 from fettle.serve.policy import Batch
 from fettle.serve.refusal import Rejected
 from fettle.serve.request import Request
-from fettle.serve.spawn import spawn
-from fettle.serve.worker_process import WorkerProcess
-
-if TYPE_CHECKING:
-    from fettle.serve.pool import Pool
+from fettle.serve.worker_link import WorkerLink
+from fettle.serve.worker_start import Spawned
 
 log = logging.getLogger("fettle.serve")
 PING_S = 5.0
@@ -32,10 +31,35 @@ AHEAD_S = 0.1
 """Calls that take longer gain nothing from a batch that waits in the worker, where it can no longer be given up."""
 
 
+class Owner(Protocol):
+    """What a worker needs of the pool that it works for."""
+
+    name: str
+    devices: Sequence[str]
+    settings: ServeSettings
+    metrics: ModelMetrics
+    closing: bool
+    problem: str
+    """Why loading failed."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop: ...
+    def start_process(self, threads: int) -> Spawned: ...
+    def load_message(self, worker: Worker) -> wire.Load: ...
+    def next_id(self) -> int: ...
+    def plan_pump(self) -> None: ...
+    def without(self, worker: Worker) -> None: ...
+    def without_gone(self, batch: Batch[Request]) -> Batch[Request] | None: ...
+    def heard(self, request: Request, piece: memoryview, rows: int, sent: float, *, last: bool) -> None: ...
+    def finished(self, batch: Batch[Request], sent: float, done: wire.Done, body: memoryview) -> None: ...
+    def failed(self, batch: Batch[Request], why: Rejected) -> None: ...
+    def returned(self, batch: Batch[Request]) -> None: ...
+
+
 class Worker:
     """A worker that is there again after it was lost. It works on one batch at a time, and may have the next one."""
 
-    def __init__(self, pool: Pool, index: int, threads: int, cores: Sequence[int] = ()) -> None:
+    def __init__(self, pool: Owner, index: int, threads: int, cores: Sequence[int] = ()) -> None:
         self.pool, self.index, self.threads, self.cores = pool, index, threads, list(cores)
         self.ready = False
         self.leaving = False
@@ -46,7 +70,7 @@ class Worker:
         self.rss = 0
         self.restarts = 0
         self.started_at = 0.0
-        self._process: WorkerProcess | None = None
+        self._process: WorkerLink | None = None
         self._call = self._next_call = 0
         """The numbers of both; 0: not sent yet."""
         self.began = 0.0
@@ -76,16 +100,12 @@ class Worker:
 
     async def start(self) -> None:
         """Start a process; returns when it is warm or has failed."""
-        pool, threads = self.pool, self.threads
-        spawned = pool.spare.take(threads) if pool.spare is not None and pool.log_path is None else None
-        process = self._process = WorkerProcess(self._hear, self._lost)
-        self._loaded = pool.loop.create_future()
+        process = self._process = WorkerLink(self._hear, self._lost)
+        self._loaded = self.pool.loop.create_future()
         self.started_at = time.time()
-        await process.start(spawned or spawn(threads, pool.log_path))
+        await process.start(self.pool.start_process(self.threads))
         self._wait(START_S)
-        process.write(
-            wire.Load(str(pool.package.folder), pool.sizes, threads, self.cores, pool.trust, self.device, pool.explains)
-        )
+        process.write(self.pool.load_message(self))
         await self._loaded
 
     def end(self) -> None:

@@ -11,7 +11,7 @@ from fettle.techniques import _source, _training
 from fettle.techniques._base import Code, Facts, Level, Technique
 from fettle.techniques._bundles import bundles
 from fettle.techniques._facts import machine_facts, probe_facts, unchanged
-from fettle.techniques._host import cpu_flags, usable_cores
+from fettle.techniques._host import cpu_flags
 from fettle.techniques._openvino import OpenvinoRequest, openvino_model
 from fettle.techniques._openvino_core import openvino_core
 from fettle.techniques._ranks import modules_by_size, repeated_blocks
@@ -80,7 +80,7 @@ __all__ = [
     "CATALOGUE", "LARGEST", "Code", "Facts", "Level", "OpenvinoRequest", "Technique", "bundles", "check_names",
     "conflict", "cpu_flags", "find", "int8_part", "known_levels", "load", "machine_facts", "modules_by_size", "normal",
     "openvino_core", "openvino_model", "openvino_precision", "probe_facts", "quantize_exported", "render",
-    "repeated_blocks", "source", "unchanged", "usable_cores",
+    "repeated_blocks", "source", "unchanged",
 ]  # fmt: skip
 
 

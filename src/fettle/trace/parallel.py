@@ -13,7 +13,6 @@ import json
 import os
 import pickle
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ import numpy as np
 import polars as pl
 
 from fettle.errors import UsageError
+from fettle.procs.process import Process
 from fettle.trace.decode import Columns
 from fettle.trace.model import EVENT_COLUMNS
 from fettle.trace.stream import (
@@ -69,7 +69,7 @@ def read_in_parallel(
     plan = {"path": str(path.resolve()), "cuts": cuts, "pattern": boundary.pattern.hex(), "max_events": max_events}
     with tempfile.TemporaryDirectory(prefix="fettle-trace-") as scratch:
         (Path(scratch) / "plan.json").write_text(json.dumps(plan))
-        helpers = [_start_helper(scratch) for _ in range(count - 1)] if sys.executable else []
+        helpers = [Process(["-c", _HELPER, scratch, *sys.path]) for _ in range(count - 1)] if sys.executable else []
         try:
             parts = {}
             for i in _claims(Path(scratch), len(cuts) - 1):  # in order: what comes before i is taken
@@ -80,8 +80,7 @@ def read_in_parallel(
                 helper.wait()
         finally:
             for helper in helpers:
-                helper.kill()
-                helper.wait()
+                helper.close()
         for i in range(len(cuts) - 1):
             if i not in parts:
                 parts[i] = _fetch(Path(scratch), i) or _decode(plan, i)
@@ -90,15 +89,6 @@ def read_in_parallel(
         raise UsageError(f"more than {max_events} events: cut the trace, or raise max_events")
     metadata = parse_metadata(header, trailer, columns.tally)
     return columns, metadata, {"file_bytes": size, "text_bytes": size, "truncated": truncated}
-
-
-def _start_helper(scratch: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-c", _HELPER, scratch, *sys.path],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
 
 
 def help_with(scratch: str) -> None:

@@ -1,4 +1,4 @@
-"""One rank: build the workload, apply the strategy, train a few steps, write what it held at its peak.
+"""One rank: build the workload, apply the strategy, train a few steps, tell what it held at its peak.
 
 The peak is that of the CPU allocator's own count of bytes that are handed out, begun before the model is built, so that
 nothing is missing from it. Resident memory would show the heap's habits instead. oneDNN and gloo take their workspaces
@@ -8,21 +8,17 @@ from the same allocator and are counted; what a library takes from malloc is in 
 from __future__ import annotations
 
 import gc
-import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fettle.errors import UsageError, first_line
-from fettle.processes import die_with_parent
+from fettle.procs.parent import Parent, be_a_worker
 from fettle.train.allocations import allocations, peak_of
-from fettle.train.strategies_launch import RankResult
+from fettle.train.strategies_launch import RankResult, Train
 
 if TYPE_CHECKING:
     import torch
@@ -30,27 +26,12 @@ if TYPE_CHECKING:
 _STEP = "fettle.step"
 
 
-def main(request_path: str) -> None:
-    """Run as rank RANK of WORLD_SIZE, as torchrun's environment says."""
-    die_with_parent()
-    request = json.loads(Path(request_path).read_text())
-    folder, rank = Path(request["folder"]), int(os.environ["RANK"])
-
-    def stage(name: str) -> None:
-        (folder / f"stage{rank}").write_text(name)
-
-    try:
-        result = _train(request, rank, stage)
-    except BaseException as error:
-        kind = "usage" if isinstance(error, UsageError) else "memory" if _is_memory(error) else "error"
-        reason = str(error) if kind == "usage" else first_line(error)
-        told = {"kind": kind, "reason": reason[:300], "at": time.time()}
-        (folder / f"error{rank}.json").write_text(json.dumps(told))
-        raise
-    (folder / f"rank{rank}.json").write_text(json.dumps(asdict(result)))
+def main(parent: Parent) -> None:
+    """Answer as rank RANK of WORLD_SIZE, as torchrun's environment says; alone without it."""
+    parent.serve(Train, lambda request: _train(request, parent.stage))
 
 
-def _train(request: dict[str, Any], rank: int, stage: Any) -> RankResult:
+def _train(request: Train, stage: Callable[[str], None]) -> RankResult:
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -59,18 +40,19 @@ def _train(request: dict[str, Any], rank: int, stage: Any) -> RankResult:
 
     from fettle.train.strategies import apply, make_optimizer, mesh_shape, parse_strategy, precision_context
     from fettle.train.workload import load_training
-    from fettle.workload import Target
 
-    strategy = parse_strategy(request["strategy"])
-    target = Target(request["reference"], request["name"], tuple(request["search_path"]))
+    strategy = parse_strategy(request.strategy)
     stage("joining the other ranks")
-    world = int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo")
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if world > 1:
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
-        with _recording(request["record"], request["steps"]) as record:
+        with _recording(request.record, request.steps) as record:
             stage("building the workload")
-            workload = load_training(target)
-            shape = mesh_shape(strategy, world, request["ranks_per_node"])
+            workload = load_training(request.target)
+            shape = mesh_shape(strategy, world, request.ranks_per_node)
             names = ("replicate", "shard")[-len(shape) :]
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=names) if strategy.sharded else None
             stage(f"applying {strategy.kind}")
@@ -94,7 +76,7 @@ def _train(request: dict[str, Any], rank: int, stage: Any) -> RankResult:
                 return loss.detach()
 
             gc.collect()
-            for number in range(request["steps"]):
+            for number in range(request.steps):
                 began = time.perf_counter()
                 with record_function(f"{_STEP} {number}"):
                     losses.append(float(step(number + 1)))
@@ -102,7 +84,7 @@ def _train(request: dict[str, Any], rank: int, stage: Any) -> RankResult:
             states["optimizer state"] = _bytes(_optimizer_tensors(optimizer))
             # Counted in a step of its own: the mode that counts keeps gradients alive for longer.
             with CommDebugMode() as counting:  # type: ignore[no-untyped-call]
-                step(request["steps"] + 1)
+                step(request.steps + 1)
             counts = {str(op).split(".")[-1]: n for op, n in counting.get_comm_counts().items()}
         stage("done")
         return RankResult(rank, record.peak_bytes, states, losses, step_ms, counts, record.highest_bytes)
@@ -161,10 +143,6 @@ def _bytes(tensors: Iterable[Any]) -> int:
     return sum(seen.values())
 
 
-def _is_memory(error: BaseException) -> bool:
-    text = str(error).lower()
-    return isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    be_a_worker()
+    main(Parent())

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fettle.errors import UsageError
-from fettle.measure import Nodes, address_of
+from fettle.procs.nodes import Nodes, address_of
 from fettle.recipe import Recipe
 from fettle.result import Goal, Limits
 from fettle.search import DESIGNS

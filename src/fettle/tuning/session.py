@@ -12,7 +12,8 @@ import msgspec
 
 from fettle.errors import UsageError
 from fettle.machine import Machine
-from fettle.measure import Entry, Held, Judge, Nodes, Patience, Progress, Rules, Trial, Worker, WorkerError, race
+from fettle.measure import Entry, Held, Judge, Patience, Progress, Rules, Trial, Worker, WorkerError, race
+from fettle.procs.nodes import Nodes
 from fettle.recipe import Recipe
 from fettle.result import Goal, Limits
 from fettle.study import Study

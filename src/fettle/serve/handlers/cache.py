@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from fettle.serve.handlers.generate import FRESH, LAST, PAST, SEEN
-from fettle.serve.handlers.parts import Array, output_index
+from fettle.serve.handlers.parts import FRESH, LAST, PAST, SEEN, Array, output_index
 from fettle.serve.tensors import TensorSpec
 
 

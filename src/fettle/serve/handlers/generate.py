@@ -15,18 +15,13 @@ import msgspec
 import numpy as np
 
 from fettle.errors import UsageError
-from fettle.serve.handlers.parts import Array, output_index, softmax
+from fettle.serve.handlers.parts import LAST, LOGITS, PAST, SEEN, Array, output_index, softmax
 from fettle.serve.handlers.text import TOKENIZER, read_tokenizer
 from fettle.serve.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from fettle.serve.handlers.cache import Cache
 
-LAST = "last"
-"""The model's input that says which position's next token is wanted."""
-LOGITS = "logits"
-SEEN, PAST, FRESH = "seen", "past", "fresh"
-"""The inputs of a model that is given the keys and values of the tokens before, and the output that joins them."""
 _INPUTS = ("input_ids", "attention_mask", LAST, SEEN, PAST)
 _ENDS = ("</s>", "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "[SEP]", "<eos>")
 

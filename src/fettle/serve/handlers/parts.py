@@ -16,6 +16,11 @@ from fettle.serve.tensors import TensorSpec
 Array = np.ndarray[Any, Any]
 LABELS = "labels.txt"
 MAX_LABELS_BYTES = 16 << 20
+LAST = "last"
+"""A generating model's input that says which position's next token is wanted."""
+LOGITS = "logits"
+SEEN, PAST, FRESH = "seen", "past", "fresh"
+"""The inputs of a model that is given the keys and values of the tokens before, and the output that joins them."""
 
 
 @dataclass

@@ -8,7 +8,7 @@ import psutil
 import fettle.serve
 from fettle.serve.package import ServeSettings, open_package
 from fettle.serve.registry import Options
-from fettle.serve.spawn import Spare, likely_threads, threads_each
+from fettle.serve.worker_start import Spare, likely_threads, threads_each
 
 from .conftest import running
 from .test_server import infer

@@ -1,4 +1,9 @@
-"""Connections from those who know the key: strangers are turned away, and silent ones hold nobody up."""
+"""Connections from those who know a key: strangers are turned away, and silent ones hold nobody up.
+
+Neither torchrun's rendezvous nor the c10d store under it can do this: whoever reaches a `TCPStore` may read and write
+all of it, as PyTorch's SECURITY.md says of all its distributed features (no authorization, by intent). So ranks meet
+there as torchrun's do, but who may join, and what a node is told to run, comes through here.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +19,8 @@ _STRANGERS = 64
 """Handshakes under way at once; who comes above that is turned away."""
 
 
-class Door:
-    """A listener at an address. Close it."""
+class KeyedListener:
+    """Listens at an address. Close it."""
 
     def __init__(self, host: str, port: int, key: bytes) -> None:
         try:
@@ -26,10 +31,10 @@ class Door:
         self._key, self._closed = key, False
         self._met: queue.Queue[Connection | None] = queue.Queue()
         self._places = threading.Semaphore(_STRANGERS)
-        threading.Thread(target=self._open, daemon=True).start()
+        threading.Thread(target=self._listen, daemon=True).start()
 
-    def wait(self, timeout_s: float | None = None) -> Connection | None:
-        """The next one who knows the key; None where nobody came in time, or the door was closed."""
+    def accept(self, timeout_s: float | None = None) -> Connection | None:
+        """The next one who knows the key; None where nobody came in time, or it was closed."""
         try:
             return self._met.get(timeout=timeout_s)
         except queue.Empty:
@@ -39,11 +44,11 @@ class Door:
         """Let nobody in any more, and whoever waits for somebody go on."""
         self._closed = True
         self._met.put(None)
-        with contextlib.suppress(OSError):  # `accept` returns only for a visitor
+        with contextlib.suppress(OSError):  # the listener's own `accept` returns only for a visitor
             socket.create_connection(self.address, 1).close()
         self._listener.close()
 
-    def _open(self) -> None:
+    def _listen(self) -> None:
         while not self._closed:
             try:
                 visitor = self._listener.accept()

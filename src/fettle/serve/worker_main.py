@@ -1,4 +1,4 @@
-"""The serving worker: one model in one process, asked over a socket: ``-m fettle.serve._worker FD [MEMORY_FD]``."""
+"""What a worker process does: one model, asked over a socket: ``-m fettle.serve.worker_main FD [MEMORY_FD]``."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fettle.errors import UsageError, first_line
-from fettle.processes import die_with_parent
+from fettle.procs.parent import die_with_parent
 from fettle.serve import wire
-from fettle.serve.spawn import SHARED_BYTES
+from fettle.serve.worker_start import SHARED_BYTES
 
 if TYPE_CHECKING:
     from fettle.serve.explain import Explainer
@@ -76,8 +76,8 @@ class _Worker:
         import torch
 
         from fettle.serve.handler import find_handler
+        from fettle.serve.model_runner import ModelRunner
         from fettle.serve.package import open_package
-        from fettle.serve.runner import Runner
 
         if load.threads:
             torch.set_num_threads(load.threads)
@@ -85,7 +85,7 @@ class _Worker:
         inputs = package.manifest.inputs
         self.kinds = [spec.kind for spec in inputs]
         self.one = len(inputs) == 1 and inputs[0].batched
-        self.runner = Runner(package, load.device)
+        self.runner = ModelRunner(package, load.device)
         self.handler = find_handler(package, self.runner, load.trust)
         self.explainer: Explainer | None = None
         if load.explain:

@@ -1,21 +1,19 @@
-"""One worker process from its start to its end, spoken to in frames."""
+"""The server's end of the link to one worker process: frames out, messages in, and the end of both."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import mmap
-import os
-import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fettle.procs.process import Process
 from fettle.serve import wire
-from fettle.serve.spawn import SHARED_BYTES, Spawned
+from fettle.serve.worker_start import SHARED_BYTES, Spawned
 
 
-class WorkerProcess(asyncio.Protocol):
-    """A process that runs `_worker`, and our end of the socket pair to it.
+class WorkerLink(asyncio.Protocol):
+    """A process that runs `worker_main`, and our end of the socket pair to it.
 
     `hear(header, body)` is called for each of its messages, `lost(why)` once when it has gone or speaks nonsense.
     """
@@ -23,7 +21,7 @@ class WorkerProcess(asyncio.Protocol):
     def __init__(self, hear: Callable[[wire.FromWorker, memoryview], None], lost: Callable[[str], None]) -> None:
         self._hear, self._lost = hear, lost
         self._frames = wire.Frames(wire.from_worker)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
         self._transport: asyncio.Transport | None = None
         self._memory: mmap.mmap | None = None
         self._ended = False
@@ -61,9 +59,7 @@ class WorkerProcess(asyncio.Protocol):
             self._memory.close()
             self._memory = None
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, 9)
-            self._process.wait()
+            self._process.close_group()  # in the event loop, which answers other requests
 
     # -- what asyncio calls ------------------------------------------------------------------------------------------
 

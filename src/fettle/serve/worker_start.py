@@ -9,12 +9,12 @@ from __future__ import annotations
 import mmap
 import os
 import socket
-import subprocess
-import sys
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from fettle.procs.process import Process
 
 SHARED_BYTES = 256 << 20
 """Of the memory that a server shares with each worker. Pages take memory only once they were used."""
@@ -25,9 +25,9 @@ _ENVIRONMENT_PREFIXES = ("OMP_", "KMP_", "MKL_", "GOMP_", "PYTHON", "TORCH", "TR
 
 @dataclass
 class Spawned:
-    """A process that runs `_worker`, our end of its socket pair, and the memory that both have mapped."""
+    """A process that runs `worker_main`, our end of its socket pair, and the memory that both have mapped."""
 
-    process: subprocess.Popen[bytes]
+    process: Process
     link: socket.socket
     memory: mmap.mmap | None
 
@@ -38,13 +38,10 @@ def spawn(threads: int, log_path: str | None = None) -> Spawned:
     ours.setblocking(False)
     shared = _shared_memory()
     given = [theirs.fileno(), *([shared[0]] if shared is not None else [])]
-    log_file: Any = None
     try:
-        log_file = open(log_path, "ab") if log_path else None  # noqa: SIM115
-        process = subprocess.Popen(
-            [sys.executable, "-m", "fettle.serve._worker", *map(str, given)],
-            pass_fds=given, env=_environment(threads), stdin=subprocess.DEVNULL, stdout=log_file, stderr=log_file,
-            start_new_session=True,
+        process = Process(
+            ["-m", "fettle.serve.worker_main", *map(str, given)], pass_fds=given, environment=_environment(threads),
+            log=log_path, shows=log_path is None,
         )  # fmt: skip
     except OSError:
         ours.close()
@@ -53,8 +50,6 @@ def spawn(threads: int, log_path: str | None = None) -> Spawned:
         theirs.close()
         if shared is not None:
             os.close(shared[0])
-        if log_file is not None:
-            log_file.close()
     return Spawned(process, ours, shared[1] if shared is not None else None)
 
 
@@ -98,8 +93,7 @@ class Spare:
         """End it if nobody took it."""
         if self._spawned is not None:
             self._spawned.link.close()
-            self._spawned.process.kill()
-            self._spawned.process.wait()
+            self._spawned.process.close()
             self._spawned = None
 
 

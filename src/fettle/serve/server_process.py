@@ -6,24 +6,22 @@ Its own process, because a client that shares an interpreter with the server mea
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import os
 import signal
-import socket
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
-from fettle.processes import die_with_parent
+from fettle.errors import UsageError
+from fettle.procs.child import Child, ChildError, Reply, Request, replied
+from fettle.procs.parent import Parent, die_with_parent, failure_of
 from fettle.serve.loop import run
 from fettle.serve.package import Package, ServeSettings, open_package
 
+T = TypeVar("T")
 START_S = 600.0
 _MOST = 1_000_000
 """Moments that are remembered between two looks."""
@@ -65,28 +63,31 @@ class ServerFailure(Exception):
     """The server could not be started, or ended; the text is for people."""
 
 
-class Served:
+class _Serve(Request, tag="starting"):
+    """Serve a package with these settings."""
+
+    folder: str
+    device: str
+    settings: ServeSettings
+
+
+class _Look(Request, tag="looking"):
+    """What was seen since the last look."""
+
+
+class ServerProcess:
     """One running server. `start` makes one; `close` ends it, as does the end of this process."""
 
-    def __init__(self, process: asyncio.subprocess.Process, reader: Any, writer: Any) -> None:
-        self._process, self._reader, self._writer = process, reader, writer
+    def __init__(self) -> None:
+        self._child = Child("fettle.serve.server_process")
         self.url = ""
 
     @classmethod
-    async def start(cls, package: Package, settings: ServeSettings, device: str = "cpu") -> Served:
+    async def start(cls, package: Package, settings: ServeSettings, device: str = "cpu") -> ServerProcess:
         """Serve `package` with `settings`; returns when it is warm. Raises `ServerFailure`."""
-        ours, theirs = socket.socketpair()
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "fettle.serve.served", str(theirs.fileno()), pass_fds=(theirs.fileno(),),
-            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-        )  # fmt: skip
-        theirs.close()
-        reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 24)
-        made = cls(process, reader, writer)
+        made = cls()
         try:
-            wanted = {"folder": str(package.folder), "device": device, "settings": msgspec.to_builtins(settings)}
-            port = (await made._ask(wanted, START_S))["port"]
+            port = await made._ask(_Serve(str(package.folder), device, settings), int, START_S)
         except BaseException:
             await made.close()
             raise
@@ -95,30 +96,17 @@ class Served:
 
     async def look(self) -> Inside:
         """What it saw since the last look. Raises `ServerFailure` where it is gone."""
-        return msgspec.convert(await self._ask({"look": True}, 30.0), Inside, strict=False)
+        return await self._ask(_Look(), Inside, 30.0)
 
     async def close(self) -> None:
         """End it and its workers."""
-        self._writer.close()
-        with contextlib.suppress(ProcessLookupError, TimeoutError):
-            await asyncio.wait_for(self._process.wait(), 15.0)
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            await self._process.wait()
+        await asyncio.to_thread(self._child.close)
 
-    async def _ask(self, what: dict[str, Any], seconds: float) -> dict[str, Any]:
+    async def _ask(self, request: Request, answer: type[T], seconds: float) -> T:
         try:
-            self._writer.write(json.dumps(what).encode() + b"\n")
-            line = await asyncio.wait_for(self._reader.readline(), seconds)
-        except (OSError, TimeoutError) as error:
-            raise ServerFailure(f"the server does not answer: {type(error).__name__}") from error
-        if not line:
-            raise ServerFailure("the server ended")
-        said: dict[str, Any] = json.loads(line)
-        if "error" in said:
-            raise ServerFailure(str(said["error"]))
-        return said
+            return await asyncio.to_thread(self._child.call, request, answer, seconds)
+        except (ChildError, UsageError) as error:
+            raise ServerFailure(str(error)) from error
 
 
 # -- in the server's process ------------------------------------------------------------------------------------------
@@ -171,41 +159,33 @@ def _split(seconds: Sequence[float]) -> Split:
     return Split(float(values.mean()), *(float(value) for value in np.percentile(values, PERCENTS)))
 
 
-async def _serve(link: socket.socket) -> None:
-    from fettle.errors import UsageError, first_line
+async def _serve(parent: Parent) -> None:
     from fettle.serve.registry import Options
     from fettle.serve.server import Address, Server
 
-    reader, writer = await asyncio.open_connection(sock=link, limit=1 << 24)
+    requests, loop = parent.requests(), asyncio.get_running_loop()
 
-    def say(what: Any) -> None:
-        writer.write(msgspec.json.encode(what) + b"\n")
+    async def next_request() -> bytes | None:
+        return await loop.run_in_executor(None, next, requests, None)
 
-    wanted = json.loads(await reader.readline())
-    package = open_package(Path(wanted["folder"]))
-    package = replace(package, settings=msgspec.convert(wanted["settings"], ServeSettings))
-    server = Server(Address(port=0), Options(device=wanted["device"]))
+    wanted = msgspec.json.decode(await next_request() or b"", type=_Serve)
+    package = replace(open_package(Path(wanted.folder)), settings=wanted.settings)
+    server = Server(Address(port=0), Options(device=wanted.device))
     try:
         await server.start([package])
     except Exception as error:
-        say({"error": str(error) if isinstance(error, UsageError) else first_line(error)})
-        await writer.drain()
+        parent.send(Reply(failure=failure_of(error)))
         return
     version = server.registry.choose(package.manifest.name)
     recorder = _Recorder(version.metrics)
     recorder.look(0)
-    say({"port": server.ports[0]})
-    while await reader.readline():  # until whoever started us goes away
-        say(recorder.look(sum(worker.rss for worker in version.pool.workers)))
+    parent.send(replied(server.ports[0]))
+    while await next_request() is not None:  # until whoever started us goes away
+        parent.send(replied(recorder.look(sum(worker.rss for worker in version.pool.workers))))
     await server.close()
 
 
-def main() -> None:
-    """Serve what the first line names."""
+if __name__ == "__main__":
     die_with_parent(signal.SIGTERM)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever started us
-    run(_serve(socket.socket(fileno=int(sys.argv[1]))))
-
-
-if __name__ == "__main__":
-    main()
+    run(_serve(Parent()))

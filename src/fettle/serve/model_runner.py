@@ -1,4 +1,4 @@
-"""The runner: a package's tuned model in this process, from numpy arrays to numpy arrays."""
+"""A package's tuned model, loaded in this process: numpy arrays in, numpy arrays out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fettle.serve.program import load_program, straight
 Array = np.ndarray[Any, Any]
 
 
-class Runner:
+class ModelRunner:
     """A loaded model. `run` is not thread-safe: one runner, one thread that calls it."""
 
     def __init__(self, package: Package, device: str = "cpu") -> None:

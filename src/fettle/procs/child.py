@@ -1,0 +1,155 @@
+"""A process that is asked: one request at a time, one answer each, each with a deadline."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Pipe
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from fettle.errors import UsageError
+from fettle.procs.process import Process, how_it_ended
+
+RESERVE = 0.04
+"""Share of the machine's memory that must stay free: below it a child that holds a quarter of all is ended as out of
+memory, before the kernel ends whatever it likes. A small one is not to blame for what others hold."""
+TICK_S = 0.5
+"""How often whoever waits for an answer looks around."""
+T = TypeVar("T")
+
+
+class ChildError(Exception):
+    """A child could not do what it was asked. The text is the reason, one line; `kind` is error, memory, timeout or
+    crash."""
+
+    def __init__(self, reason: str, kind: str = "error") -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
+class Request(msgspec.Struct, tag_field="do", tag=str.lower):
+    """What a child is asked, called by its class."""
+
+
+class Failure(msgspec.Struct):
+    """Why there is no answer."""
+
+    reason: str
+    """One line."""
+    kind: str = "error"
+    """As a `ChildError`'s, or usage: the user's own mistake."""
+    trace: str = ""
+    """For the log."""
+
+
+class Reply(msgspec.Struct, omit_defaults=True):
+    """What a child says: an answer, why there is none, or only what it is about."""
+
+    answer: msgspec.Raw = msgspec.Raw(b"null")
+    failure: Failure | None = None
+    stage: str = ""
+
+
+class Child(Process):
+    """A process that runs `module` and answers, alive from construction to `close`: a context manager.
+
+    The module is given a file descriptor, of which `fettle.procs.parent` makes what it answers with. `variables` are
+    added to our environment.
+    """
+
+    def __init__(self, module: str, *, variables: Mapping[str, str] | None = None, log: Path | None = None) -> None:
+        self._link, theirs = Pipe()
+        with theirs:
+            super().__init__(
+                ["-m", module, str(theirs.fileno())], pass_fds=(theirs.fileno(),), log=log,
+                environment={**os.environ, "PYTHONUNBUFFERED": "1", **(variables or {})},
+            )  # fmt: skip
+        self._doing = self._stage = ""
+
+    def call(self, request: Request, answer: type[T], timeout_s: float) -> T:
+        """Send a request and wait for its answer. Raises `ChildError`, or `UsageError` for the user's own mistake.
+
+        A child that fails in any way but an ordinary exception is gone afterwards.
+        """
+        self.send(request)
+        return self.receive(answer, timeout_s)
+
+    def send(self, request: object) -> None:
+        """Send a request without waiting: `receive` has its answer. So two children can work side by side."""
+        self.resume()
+        line = msgspec.json.encode(request)
+        self._doing, self._stage = what(line), ""
+        try:
+            self._link.send_bytes(line)
+        except OSError:
+            raise self._ended() from None
+
+    def receive(self, answer: type[T], timeout_s: float) -> T:
+        """The answer to the request that was sent; raises what `call` raises."""
+        deadline = time.monotonic() + timeout_s
+        while (reply := msgspec.json.decode(self._next(deadline, timeout_s, self._doing), type=Reply)).stage:
+            self._stage = reply.stage
+        if reply.failure is None:
+            return msgspec.json.decode(reply.answer, type=answer)
+        if reply.failure.trace and self._log is not None:
+            self._log.write(reply.failure.trace.encode())
+            self._log.flush()
+        if reply.failure.kind == "usage":
+            raise UsageError(reply.failure.reason)
+        raise ChildError(reply.failure.reason, reply.failure.kind)
+
+    def close(self) -> None:
+        """Kill it with all its descendants. Safe to call again."""
+        super().close()
+        self._link.close()
+
+    def _next(self, deadline: float, timeout_s: float, doing: str) -> bytes:
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                if self._link.poll(min(left, TICK_S)):
+                    return self._link.recv_bytes()
+                has_ended = self.wait(0) is not None and not self._link.poll()  # what it has started may hold the link
+            except (EOFError, OSError):
+                has_ended = True
+            if has_ended:
+                raise self._ended()
+            self._look_around()
+        self.close()
+        where = f": {self._stage}" if self._stage else ""
+        raise ChildError(f"timed out after {timeout_s:.0f} s in {doing}{where}", "timeout")
+
+    def _look_around(self) -> None:
+        """Called while an answer is awaited; raises where it will not come."""
+        import psutil
+
+        memory = psutil.virtual_memory()
+        if memory.available < RESERVE * memory.total and (size := self.resident_bytes()) > memory.total / 4:
+            self.close()
+            raise ChildError(f"out of memory: it held {size / 2**30:.1f} GiB in {self._doing}", "memory")
+
+    def _ended(self) -> ChildError:
+        code = self.wait(5)
+        words = self.last_words()[:200]
+        self.close()
+        if code is None:
+            return ChildError(f"it does not answer any more in {self._doing}", "crash")
+        told = f": {words}" if words else ""
+        return ChildError(how_it_ended(code) + told, "memory" if code == -9 else "crash")
+
+
+def what(request: bytes) -> str:
+    """What a request asks for."""
+    return msgspec.json.decode(request, type=_What).do
+
+
+class _What(msgspec.Struct):
+    do: str
+
+
+def replied(answer: Any) -> Reply:
+    """A reply that is an answer."""
+    return Reply(msgspec.Raw(msgspec.json.encode(answer)))

@@ -1,0 +1,90 @@
+"""The child's side: what a process of fettle's does first, and how it answers whoever started it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+import msgspec
+
+from fettle.errors import UsageError, first_line
+from fettle.procs.child import Failure, Reply, replied
+
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+
+
+def be_a_worker() -> None:
+    """End with the parent, leave Ctrl-C to it, and keep warnings for oneself."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    warnings.filterwarnings("ignore")
+
+
+def die_with_parent(number: signal.Signals = signal.SIGKILL, pipe: int | None = None) -> None:
+    """Have the kernel send this signal when the parent ends, even while this process is stopped (Linux).
+
+    A parent that ended before the kernel was asked is not heard of. `pipe` is a descriptor whose other end only the
+    parent holds: where that is closed already, this process ends at once. Needed by whoever does not read it soon.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, number)
+    if pipe is not None:
+        hung_up = select.poll()
+        hung_up.register(pipe, 0)  # the end of the other side is told without being asked for
+        if hung_up.poll(0):
+            os._exit(0)
+
+
+class Parent:
+    """Who asks this process: it sends requests and gets replies, one each.
+
+    Without a link it is whoever started us as a `fettle.procs.child.Child`. Of several nodes the first is 0.
+    """
+
+    def __init__(self, link: Connection | None = None, node: int = 0) -> None:
+        self._link = link if link is not None else Connection(int(sys.argv[1]))
+        self.node = node
+
+    def requests(self) -> Iterator[bytes]:
+        """Requests as they come, until the parent has gone."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                yield self._link.recv_bytes()
+
+    def send(self, reply: Reply) -> None:
+        """Reply to the last request."""
+        self._link.send_bytes(msgspec.json.encode(reply))
+
+    def stage(self, name: str) -> None:
+        """Say what we are about, so that it is known where we hung or died."""
+        self.send(Reply(stage=name))
+
+    def serve(
+        self, request: Any, answer: Callable[[Any], object],
+        explain: Callable[[BaseException], Failure] = lambda error: failure_of(error),
+    ) -> NoReturn:  # fmt: skip
+        """Answer requests of this type until the parent goes, then end. What goes wrong is an answer too."""
+        for line in self.requests():
+            try:
+                reply = replied(answer(msgspec.json.decode(line, type=request)))
+            except (Exception, SystemExit) as error:
+                reply = Reply(failure=explain(error))
+            self.send(reply)
+        os._exit(0)  # no atexit of compilers and runtimes: nothing here is worth waiting for
+
+
+def failure_of(error: BaseException) -> Failure:
+    """An error as the parent will tell it."""
+    if isinstance(error, UsageError):
+        return Failure(str(error), "usage")
+    text = first_line(error)[:400]
+    memory = isinstance(error, MemoryError) or "out of memory" in text.lower() or "can't allocate memory" in text
+    return Failure(text, "memory" if memory else "error")

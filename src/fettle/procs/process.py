@@ -1,0 +1,159 @@
+"""A process that fettle starts, with all that it starts in turn.
+
+Only the standard library is imported at once: a server starts its first worker before it imports anything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    import psutil
+
+
+class Process:
+    """Python with these arguments, in a session of its own, alive from construction to `close`: a context manager.
+
+    What it prints goes to the end of `log`, else to a file without a name that keeps its last words; with `shows` to
+    where ours goes. `environment` is all that it inherits, ours where it is None. Raises OSError where none can be had.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], *, environment: Mapping[str, str] | None = None, pass_fds: Sequence[int] = (),
+        log: Path | str | None = None, shows: bool = False,
+    ) -> None:  # fmt: skip
+        self._log = None if shows else _opened(log)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, *arguments], env=environment, pass_fds=pass_fds, stdin=subprocess.DEVNULL,
+                stdout=self._log, stderr=self._log,
+                start_new_session=True,  # its own process group: stopped, continued and killed with its children
+            )  # fmt: skip
+        except BaseException:
+            if self._log is not None:
+                self._log.close()
+            raise
+        self._paused = self._closed = False
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is that of its process group too."""
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code, negative for a signal; None where it has not ended or nobody has waited for it."""
+        return self._process.returncode
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """The exit code; None where it has not ended in that time."""
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def pause(self) -> None:
+        """Stop the process group, so that it really idles: OpenMP threads spin for a while after their last work."""
+        if not self._paused:
+            self._signal(signal.SIGSTOP, self._groups())
+            self._paused = True
+
+    def resume(self) -> None:
+        """Let it go on where it was paused."""
+        if self._paused:
+            self._signal(signal.SIGCONT, self._groups())
+            self._paused = False
+
+    def tree(self) -> list[psutil.Process]:
+        """The process and all its descendants, as far as they are alive."""
+        import psutil
+
+        try:
+            root = psutil.Process(self.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.Error:
+            return []
+
+    def resident_bytes(self) -> int:
+        """Resident set of the process and its descendants."""
+        import psutil
+
+        total = 0
+        for process in self.tree():
+            with contextlib.suppress(psutil.Error):
+                total += process.memory_info().rss
+        return total
+
+    def printed(self, most: int = 4096) -> str:
+        """The end of what it has printed, at most so many bytes; empty where that went elsewhere."""
+        if self._log is None:
+            return ""
+        try:
+            self._log.seek(0, os.SEEK_END)
+            self._log.seek(max(0, self._log.tell() - most))
+            return self._log.read().decode(errors="replace")
+        except (OSError, ValueError):  # closed
+            return ""
+
+    def last_words(self) -> str:
+        """The last line that it has printed."""
+        lines = [line.strip() for line in self.printed().splitlines() if line.strip()]
+        return lines[-1][:400] if lines else ""
+
+    def close(self) -> None:
+        """Kill it with all its descendants. Safe to call again."""
+        # Before the kill: orphans are no longer found through their parent.
+        self._end(self.tree() if not self._closed and self._process.poll() is None else [])
+
+    def close_group(self) -> None:
+        """Kill it with its process group only, for where there is no time to look at every process of the machine."""
+        self._end([])
+
+    def _end(self, tree: Iterable[psutil.Process]) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._signal(signal.SIGKILL, {self.pid})
+        for process in tree:
+            with contextlib.suppress(Exception):  # psutil's own: it has ended
+                process.kill()
+        self._process.wait()
+        if self._log is not None:
+            self._log.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _groups(self) -> set[int]:
+        return {self.pid}
+
+    def _signal(self, number: int, groups: Iterable[int]) -> None:
+        for group in groups:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(group, number)
+
+
+def how_it_ended(code: int) -> str:
+    """In words: ``ended with exit code 1``, ``ended by SIGSEGV``."""
+    if code == -signal.SIGKILL:
+        return "killed by SIGKILL (signal 9), as the kernel does when memory runs out"
+    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _opened(log: Path | str | None) -> IO[bytes]:
+    if log is not None:
+        return open(log, "a+b")
+    import tempfile
+
+    return tempfile.TemporaryFile()

@@ -1,0 +1,156 @@
+"""A child answers, fails in one line, has deadlines, and leaves nothing behind."""
+
+import os
+import signal
+import sys
+import textwrap
+import time
+
+import psutil
+import pytest
+
+from fettle.errors import UsageError
+from fettle.procs.child import Child, ChildError, Request
+from fettle.procs.process import Process
+from fettle.procs.ranks import Ranks
+
+MODULE = """
+    import os, subprocess, sys, time
+    from fettle.errors import UsageError
+    from fettle.procs.child import Request
+    from fettle.procs.parent import Parent, be_a_worker
+
+    class Do(Request):
+        what: str
+
+    def main(parent):
+        def answer(request):
+            if request.what == "raise":
+                raise ValueError("too few channels\\nand more")
+            if request.what == "usage":
+                raise UsageError("give another")
+            if request.what == "memory":
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+            if request.what == "exit":
+                print("its last words", flush=True)
+                os._exit(3)
+            if request.what == "child":
+                sleep = [sys.executable, "-c", "import time; time.sleep(300)"]
+                return subprocess.Popen(sleep, start_new_session=True).pid
+            if request.what == "hang":
+                parent.stage("a long sleep")
+                time.sleep(300)
+            return [request.what, int(os.environ.get("RANK", "0"))]
+        parent.serve(Do, answer)
+
+    if __name__ == "__main__":
+        be_a_worker()
+        main(Parent())
+"""
+
+
+class Do(Request):
+    what: str
+
+
+@pytest.fixture
+def variables(tmp_path):
+    (tmp_path / "answering.py").write_text(textwrap.dedent(MODULE))
+    return {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+
+
+@pytest.fixture
+def child(variables):
+    with Child("answering", variables=variables) as child:
+        yield child
+
+
+def ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def by_then(condition, seconds: float = 60) -> bool:
+    until = time.monotonic() + seconds
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.02)
+    return condition()
+
+
+def test_it_answers_in_types_and_goes_on_after_an_error(child):
+    assert child.call(Do("this"), tuple[str, int], 60) == ("this", 0)
+    for what, kind, reason in [
+        ("raise", "error", "ValueError: too few channels"),
+        ("memory", "memory", "RuntimeError: DefaultCPUAllocator: can't allocate memory"),
+    ]:
+        with pytest.raises(ChildError) as caught:
+            child.call(Do(what), object, 60)
+        assert (caught.value.kind, str(caught.value)) == (kind, reason)
+    with pytest.raises(UsageError, match="give another"):
+        child.call(Do("usage"), object, 60)
+    assert child.call(Do("that"), tuple[str, int], 60) == ("that", 0)
+
+
+def test_its_last_words_are_in_the_error(child):
+    with pytest.raises(ChildError, match=r"^ended with exit code 3: its last words$") as caught:
+        child.call(Do("exit"), object, 60)
+    assert caught.value.kind == "crash"
+    assert child.returncode == 3
+
+
+def test_a_deadline_ends_it_and_says_where_it_was(child):
+    child.call(Do("this"), list, 60)  # it has started
+    child.send(Do("hang"))
+    assert by_then(lambda: child._link.poll())
+    with pytest.raises(ChildError, match=r"^timed out after 1 s in do: a long sleep$") as caught:
+        child.receive(object, 1.0)
+    assert caught.value.kind == "timeout"
+    assert ended(child.pid)
+
+
+def test_the_whole_tree_is_killed(child):
+    grandchild = child.call(Do("child"), int, 60)  # in a session of its own
+    assert not ended(grandchild)
+    child.close()
+    child.close()
+    assert by_then(lambda: ended(grandchild))
+    assert child.returncode == -signal.SIGKILL
+
+
+def test_a_paused_child_rests_and_goes_on_when_it_is_asked(child):
+    child.call(Do("this"), list, 60)
+    child.pause()
+    assert by_then(lambda: psutil.Process(child.pid).status() == psutil.STATUS_STOPPED)
+    assert child.call(Do("that"), list, 60) == ["that", 0]
+
+
+def test_it_ends_with_the_link(child):
+    child.call(Do("this"), list, 60)
+    child._link.close()
+    assert child.wait(60) == 0
+
+
+def test_ranks_are_asked_as_one(variables):
+    with Ranks("answering", 2, variables=variables) as ranks:
+        ranks.send(Do("this"))
+        assert ranks.gather(tuple[str, int], 120) == [("this", 0), ("this", 1)]
+        with pytest.raises(ChildError, match=r"rank \d: ValueError: too few channels"):
+            ranks.call(Do("raise"), object, 120)
+        tree = [process.pid for process in ranks.tree()]
+    assert len(tree) == 3
+    assert all(by_then(lambda pid=pid: ended(pid)) for pid in tree)
+
+
+def test_what_a_process_printed_is_kept(tmp_path):
+    log = tmp_path / "log"
+    for number in range(2):
+        with Process(["-c", f"print('run {number}')"], log=log) as process:
+            assert process.wait(60) == 0
+            assert process.last_words() == f"run {number}"
+    assert log.read_text() == "run 0\nrun 1\n"
+    with Process(["-c", "import time; time.sleep(300)"]) as process:
+        assert process.wait(0.01) is None
+        assert process.last_words() == ""
+    assert process.returncode == -signal.SIGKILL
