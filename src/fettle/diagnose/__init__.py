@@ -8,8 +8,10 @@ most that mending it could bring, and `fettle.verifying` holds that bound agains
 from __future__ import annotations
 
 from fettle.diagnose.advice import Verified, advice, brought
+from fettle.diagnose.collectors.compile_watch import watch_compile
+from fettle.diagnose.collectors.sync_report import Sync, SyncReport
+from fettle.diagnose.collectors.syncs import confirm, find_cuda_syncs, find_syncs, watch_syncs
 from fettle.diagnose.compile_health import CompileHealth
-from fettle.diagnose.compile_watch import watch_compile
 from fettle.diagnose.compile_worker import compile_health
 from fettle.diagnose.diagnosis import Diagnosis, diagnose, diagnosis_json
 from fettle.diagnose.evidence import Evidence, Operation
@@ -17,8 +19,6 @@ from fettle.diagnose.finding import Finding
 from fettle.diagnose.roofline import Roof, Roofline, roofline
 from fettle.diagnose.rules import RULES
 from fettle.diagnose.rules import findings as findings_of
-from fettle.diagnose.sync_report import Sync, SyncReport
-from fettle.diagnose.syncs import confirm, find_cuda_syncs, find_syncs, watch_syncs
 
 __all__ = [
     "RULES", "CompileHealth", "Diagnosis", "Evidence", "Finding", "Operation", "Roof", "Roofline", "Sync",

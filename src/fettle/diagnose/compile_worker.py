@@ -20,8 +20,8 @@ from typing import Any
 
 import msgspec
 
+from fettle.diagnose.collectors.compile_watch import is_compiled, watch_compile
 from fettle.diagnose.compile_health import CompileHealth
-from fettle.diagnose.compile_watch import is_compiled, watch_compile
 from fettle.errors import UsageError, first_line
 from fettle.processes import be_a_worker
 from fettle.workload import Target, find_target

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fettle.diagnose.collectors.sync_report import Sync
 from fettle.diagnose.compile_health import CompileHealth
-from fettle.diagnose.sync_report import Sync
 from fettle.techniques import Facts
 
 MATRIX, POINTWISE, LAYOUT, CAST, INDEX, OTHER = "matrix", "pointwise", "layout", "cast", "index", "other"
