@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,10 @@ _MOST_EVENTS = 100_000
 """Of all recorded calls; about as many as are read in a second or two."""
 
 
+Recorder = AbstractContextManager[Any]
+"""It is told of the end of each call by its `step`."""
+
+
 @dataclass(frozen=True)
 class Recorded:
     """What was recorded, and what recording cost. Times are those of the fastest call, in seconds."""
@@ -50,14 +55,11 @@ def trace(given: Workload | TrainingWorkload, path: str, seconds: float) -> Reco
 
     Raises `UsageError` for a call of more than 100,000 operators, or where a profiler runs already.
     """
-    call, device = _call(given)
-    plain_s, calls = _planned(call, device, seconds, _TRACED_CALLS, _operators(call), "operators")
-    recorded: list[float] = []
-    with record_trace(path, warmup=1, active=calls) as profiler:
-        for _ in range(calls + 1):
-            recorded += timed(call, device, 0.0, least=1)
-            profiler.step()
-    return Recorded(calls, plain_s, min(recorded[1:]))
+
+    def recorder(calls: int, device: str) -> Recorder:
+        return record_trace(path, warmup=1, active=calls)
+
+    return _record(given, seconds, _TRACED_CALLS, (_operators, "operators"), recorder, warmup=1)
 
 
 def memory(given: Workload | TrainingWorkload, path: str, seconds: float) -> Recorded:
@@ -66,37 +68,45 @@ def memory(given: Workload | TrainingWorkload, path: str, seconds: float) -> Rec
     On a CPU it is taken from the profiler with Python's stacks, which slows small operators severalfold. Raises
     `UsageError` for a call of more than 100,000 Python functions, or where a profiler runs already.
     """
-    call, device = _call(given)
-    plain_s, calls = _planned(call, device, seconds, _MEMORY_CALLS, _functions(call), "Python functions")
-    recorded: list[float] = []
-    with record_memory(Path(path), device="cuda" if device == "cuda" else "cpu") as recorder:
-        for _ in range(calls):
-            recorded += timed(call, device, 0.0, least=1)
-            recorder.step()
-    return Recorded(calls, plain_s, min(recorded))
+
+    def recorder(calls: int, device: str) -> Recorder:
+        return record_memory(Path(path), device="cuda" if device == "cuda" else "cpu")
+
+    return _record(given, seconds, _MEMORY_CALLS, (_functions, "Python functions"), recorder)
 
 
-def _call(given: Workload | TrainingWorkload) -> tuple[Callable[[], Any], str]:
-    """A call on the first batch, with nothing kept of it; and the device that it is for."""
+def _record(
+    given: Workload | TrainingWorkload,
+    seconds: float,
+    most_calls: int,
+    events: tuple[Callable[[Callable[[], Any]], int], str],
+    recorder: Callable[[int, str], Recorder],
+    warmup: int = 0,
+) -> Recorded:
+    """Record calls on the first batch, as many as time and room allow; nothing is kept of them.
+
+    `events` counts what one call would leave in the file, and names it.
+    """
     if torch.autograd.profiler._is_profiler_enabled:  # of two, the one that began first would lose what it has
         raise UsageError("a profiler is running in the workload already")
     workload = as_workload(given)
+    device = device_type(workload)
 
     def call() -> None:
         workload.run(workload.model, workload.inputs[0])
 
-    return call, device_type(workload)
-
-
-def _planned(
-    call: Callable[[], Any], device: str, seconds: float, most_calls: int, events: int, what: str
-) -> tuple[float, int]:
-    """Seconds of the fastest plain call, and how many may be recorded: as time and room allow."""
-    if events > _MOST_EVENTS:
-        raise UsageError(f"a call runs {events:,} {what}, more than {_MOST_EVENTS:,} are not recorded")
+    count, what = events[0](call), events[1]
+    if count > _MOST_EVENTS:
+        raise UsageError(f"a call runs {count:,} {what}, more than {_MOST_EVENTS:,} are not recorded")
     plain_s = min(timed(call, device, seconds / 4, least=1))
-    room = min(seconds / max(plain_s, 1e-9), _MOST_EVENTS / max(events, 1))
-    return plain_s, max(1, min(most_calls, int(room)))
+    room = min(seconds / max(plain_s, 1e-9), _MOST_EVENTS / max(count, 1))
+    calls = max(1, min(most_calls, int(room)))
+    recorded: list[float] = []
+    with recorder(calls, device) as recording:
+        for _ in range(calls + warmup):
+            recorded += timed(call, device, 0.0, least=1)
+            recording.step()
+    return Recorded(calls, plain_s, min(recorded[warmup:]))
 
 
 def _operators(call: Callable[[], Any]) -> int:

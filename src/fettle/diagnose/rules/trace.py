@@ -211,11 +211,12 @@ def trace_findings(trace: Trace) -> tuple[list[Finding], dict[str, float]]:
     for name, cause in _IDLE.items():
         lost, besides, least, lines = share[f"idle_{name}"], unknown, LEAST, []
         if name == "data_loading":
-            waits = data_waits(trace)
+            waits = loader_waits(trace)
             # The main thread may wait while the device still works: only the device's idle time can be won.
-            lines = [f"the main thread waits {waits:.1%} of a step for the next batch"]
+            usual = float((waits["wait_ns"] / waits["wall_ns"].clip(1)).median() or 0.0)  # type: ignore[arg-type]
+            lines = [f"the main thread waits {usual:.1%} of a step for the next batch"]
             if not on_device:  # operators inside the loader are loading too
-                lost = max(lost, int(loader_waits(trace)["wait_ns"].sum()) / wall_ns)
+                lost = max(lost, int(waits["wait_ns"].sum()) / wall_ns)
         elif name == "python" and not on_device:
             lost, least = lost + unknown, _LEAST_PYTHON
             besides = min(1.0, int(small_operators(trace)["time_ns"].sum()) / wall_ns)
@@ -224,16 +225,10 @@ def trace_findings(trace: Trace) -> tuple[list[Finding], dict[str, float]]:
             lines += [f"meanwhile: {details[name]}"] if details.get(name) else []
             found.append(found_of(cause, lost, besides, lines))
     found += [found_of(cause, share[name], 0.0, ()) for name, cause in _EXPOSED.items() if share[name] >= LEAST]
-    if on_device:
-        found += _small_kernels(trace, share["compute"])
+    if on_device and (small := _small_kernels(trace, share["compute"])):
+        found.append(small)
     budget = {name: value for name, value in share.items() if value > 0}
     return sorted(found, key=lambda finding: finding.weight, reverse=True), budget
-
-
-def data_waits(trace: Trace) -> float:
-    """Median over steps of the share in which the main thread waits for the next batch (the loader's own range)."""
-    waits = loader_waits(trace)
-    return float((waits["wait_ns"] / waits["wall_ns"].clip(1)).median() or 0.0)  # type: ignore[arg-type]
 
 
 def _outermost_operators(trace: Trace) -> np.ndarray:
@@ -246,25 +241,28 @@ def _outermost_operators(trace: Trace) -> np.ndarray:
 
 def _profiler_ns(trace: Trace) -> int:
     """The most that recording the host's events within the steps can have cost the thread with most of them."""
-    windows = steps(trace)
-    rows = np.flatnonzero(trace.is_host)
-    at = np.searchsorted(windows["start_ns"].to_numpy(), trace.ts[rows], side="right") - 1
-    inside = rows[(at >= 0) & (trace.ts[rows] < windows["end_ns"].to_numpy()[at])]
-    threads = np.unique(trace.column("thread")[inside], return_counts=True)[1]
+    rows = _within_steps(trace, np.flatnonzero(trace.is_host), trace.ts + 1)
+    threads = np.unique(trace.column("thread")[rows], return_counts=True)[1]
     return _EVENT_NS * int(threads.max(initial=0))
 
 
 def _slowed_ns(trace: Trace) -> int:
     """What operators took longer than the fastest of the same name and shapes, within the steps."""
-    windows = steps(trace)
     rows = _outermost_operators(trace)
     rows = rows[trace.stacks.cause[rows] == CAUSES_OF_HOST.index("operator")]  # not those inside a loader
-    at = np.searchsorted(windows["start_ns"].to_numpy(), trace.ts[rows], side="right") - 1
-    rows = rows[(at >= 0) & (trace.end[rows] <= windows["end_ns"].to_numpy()[at])]
+    rows = _within_steps(trace, rows, trace.end)
     took = pl.DataFrame(
         {"name": trace.column("name")[rows], "shape": trace.column("shape")[rows], "ns": trace.dur[rows]}
     )
     return int(took.select((pl.col("ns") - pl.col("ns").min().over("name", "shape")).sum()).item())
+
+
+def _within_steps(trace: Trace, rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Those rows that begin within a step and end in it, too."""
+    windows = steps(trace)
+    at = np.searchsorted(windows["start_ns"].to_numpy(), trace.ts[rows], side="right") - 1
+    inside: np.ndarray = rows[(at >= 0) & (ends[rows] <= windows["end_ns"].to_numpy()[at])]
+    return inside
 
 
 def _details(trace: Trace) -> dict[str, str]:
@@ -274,22 +272,20 @@ def _details(trace: Trace) -> dict[str, str]:
     return dict(frame.select("cause", "what").iter_rows()) if frame is not None else {}
 
 
-def _small_kernels(trace: Trace, compute: float) -> Sequence[Finding]:
+def _small_kernels(trace: Trace, compute: float) -> Finding | None:
     table = kernel_table(trace)
     short = table.filter(pl.col("mean_ns") < 5_000)
     share = float(short["sum_ns"].sum()) / max(float(table["sum_ns"].sum()), 1.0) * compute
     if share < LEAST:
-        return []
-    return [
-        Finding(
-            "small-kernels",
-            "Kernels shorter than their launch take much of the device's time.",
-            share,
-            evidence=(f"{int(short['count'].sum())} kernels below 5 us on average",),
-            levels={"compile": "default"},
-            advice="compile: fuse them",
-            formula="time of kernels below 5 us on average / wall time of the steps",
-            before="y = model(x)",
-            after="model = torch.compile(model)\ny = model(x)",
-        )
-    ]
+        return None
+    return Finding(
+        "small-kernels",
+        "Kernels shorter than their launch take much of the device's time.",
+        share,
+        evidence=(f"{int(short['count'].sum())} kernels below 5 us on average",),
+        levels={"compile": "default"},
+        advice="compile: fuse them",
+        formula="time of kernels below 5 us on average / wall time of the steps",
+        before="y = model(x)",
+        after="model = torch.compile(model)\ny = model(x)",
+    )
