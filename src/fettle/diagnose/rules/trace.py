@@ -9,8 +9,7 @@ bounds, and does not make one of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import numpy as np
 import polars as pl
@@ -38,138 +37,124 @@ _EVENT_NS = 3_000
 included; Python's stacks cost more, and have events of their own."""
 
 
-@dataclass(frozen=True)
-class _Cause:
-    """What is said of time that was lost in one way."""
-
-    rule: str
-    says: str
-    advice: str
-    before: str
-    after: str
-    levels: Mapping[str, str] = field(default_factory=dict)
-    on_host: str = ""
-    """The sentence for a trace without a device; empty: the same."""
-
-
-_GRAPHS = {"cuda_graphs": "on"}
-_IDLE = {
-    "data_loading": _Cause(
+_CAUSES = {
+    "idle_data_loading": Finding(
         "data-wait",
         "The step waits for data.",
-        "more loader workers, or cheaper transforms: fettle data finds the setting",
-        "DataLoader(dataset, batch_size=32)",
-        "DataLoader(dataset, batch_size=32, num_workers=N, persistent_workers=True)",
+        advice="more loader workers, or cheaper transforms: fettle data finds the setting",
+        before="DataLoader(dataset, batch_size=32)",
+        after="DataLoader(dataset, batch_size=32, num_workers=N, persistent_workers=True)",
     ),
-    "blocking_call": _Cause(
+    "idle_blocking_call": Finding(
         "syncs",
         "The device idles while the host waits in a blocking call.",
-        "keep values on the device; copy from pinned memory without blocking",
-        "total += loss.item()",
-        "total += loss.detach()  # .item() once, at the end",
+        advice="keep values on the device; copy from pinned memory without blocking",
+        before="total += loss.item()",
+        after="total += loss.detach()  # .item() once, at the end",
     ),
-    "python": _Cause(
+    "idle_python": Finding(
         "python-bound",
         "The device idles while the host runs Python.",
-        "compile the model, or record CUDA graphs",
-        "y = model(x)",
-        "model = torch.compile(model)\ny = model(x)",
-        _GRAPHS,
-        "The main thread runs Python between many small operators.",
+        advice="compile the model, or record CUDA graphs",
+        before="y = model(x)",
+        after="model = torch.compile(model)\ny = model(x)",
+        levels={"cuda_graphs": "on"},
     ),
-    "operator": _Cause(
+    "idle_operator": Finding(
         "launch-bound",
         "The device idles while the host is inside operators: many small kernels.",
-        "compile the model, or record CUDA graphs",
-        "y = model(x)",
-        "model = torch.compile(model, mode='reduce-overhead')\ny = model(x)",
-        _GRAPHS,
+        advice="compile the model, or record CUDA graphs",
+        before="y = model(x)",
+        after="model = torch.compile(model, mode='reduce-overhead')\ny = model(x)",
+        levels={"cuda_graphs": "on"},
     ),
-    "runtime_call": _Cause(
+    "idle_runtime_call": Finding(
         "runtime-calls",
         "The device idles in other calls to its runtime.",
-        "fettle trace idle names the calls: fewer events, streams and queries in the step",
-        "event = torch.cuda.Event()  # every step",
-        "event = torch.cuda.Event()  # once",
+        advice="fettle trace idle names the calls: fewer events, streams and queries in the step",
+        before="event = torch.cuda.Event()  # every step",
+        after="event = torch.cuda.Event()  # once",
     ),
-    "launch_call": _Cause(
+    "idle_launch_call": Finding(
         "launch-bound-calls",
         "The device idles while kernels are being launched.",
-        "record CUDA graphs",
-        "y = model(x)",
-        "graph.replay()",
-        _GRAPHS,
+        advice="record CUDA graphs",
+        before="y = model(x)",
+        after="graph.replay()",
+        levels={"cuda_graphs": "on"},
     ),
-    "launch_latency": _Cause(
+    "idle_launch_latency": Finding(
         "launch-latency",
         "The device idles between a launch and its start.",
-        "record CUDA graphs, or keep more work queued",
-        "y = model(x)",
-        "graph.replay()",
-        _GRAPHS,
+        advice="record CUDA graphs, or keep more work queued",
+        before="y = model(x)",
+        after="graph.replay()",
+        levels={"cuda_graphs": "on"},
     ),
-    "other_rank": _Cause(
+    "idle_other_rank": Finding(
         "other-rank",
         "The step waits for another rank.",
-        "find the late rank (fettle trace stragglers) and divide the work evenly",
-        "sampler = None  # ranks with longer rows are late",
-        "sampler = rows_of_like_length(rank)",
+        advice="find the late rank (fettle trace stragglers) and divide the work evenly",
+        before="sampler = None  # ranks with longer rows are late",
+        after="sampler = rows_of_like_length(rank)",
     ),
-    "allocator": _Cause(
+    "idle_allocator": Finding(
         "allocator",
         "The device idles while memory is allocated or freed.",
-        "stop calling empty_cache(); expandable segments; fixed shapes",
-        "torch.cuda.empty_cache()  # every step",
-        "# let the cache work",
+        advice="stop calling empty_cache(); expandable segments; fixed shapes",
+        before="torch.cuda.empty_cache()  # every step",
+        after="# let the cache work",
     ),
-    "compile_or_load": _Cause(
+    "idle_compile_or_load": Finding(
         "compiling",
         "Steps contain compilation or lazy loading.",
-        "warm up, and keep the compile cache",
-        "for batch in loader:\n    step(batch)",
-        "step(example)  # warm up\nfor batch in loader:\n    step(batch)",
+        advice="warm up, and keep the compile cache",
+        before="for batch in loader:\n    step(batch)",
+        after="step(example)  # warm up\nfor batch in loader:\n    step(batch)",
     ),
-    "garbage_collection": _Cause(
+    "idle_garbage_collection": Finding(
         "garbage-collection",
         "The device idles during Python's garbage collection.",
-        "gc.freeze(), and collect at a time of your own",
-        "train(model)",
-        "gc.collect()\ngc.freeze()\ntrain(model)",
-        on_host="Python's garbage collector runs during steps.",
+        advice="gc.freeze(), and collect at a time of your own",
+        before="train(model)",
+        after="gc.collect()\ngc.freeze()\ntrain(model)",
     ),
-    "stream_event": _Cause(
+    "idle_stream_event": Finding(
         "stream-event",
         "Work waits for an event of another stream.",
-        "look at the streams' order: fettle trace critical",
-        "stream.wait_event(event)  # before all work",
-        "stream.wait_event(event)  # before the work that needs it",
+        advice="look at the streams' order: fettle trace critical",
+        before="stream.wait_event(event)  # before all work",
+        after="stream.wait_event(event)  # before the work that needs it",
     ),
-    "between_kernels": _Cause(
+    "idle_between_kernels": Finding(
         "between-kernels",
         "The usual gap between many short kernels adds up.",
-        "compile: fewer, larger kernels",
-        "y = model(x)",
-        "model = torch.compile(model)\ny = model(x)",
-        {"compile": "default"},
+        advice="compile: fewer, larger kernels",
+        before="y = model(x)",
+        after="model = torch.compile(model)\ny = model(x)",
+        levels={"compile": "default"},
     ),
-}
-"""By cause of idle time."""
-_EXPOSED = {
-    "exposed_communication": _Cause(
+    "exposed_communication": Finding(
         "communication",
         "Communication is not hidden behind computing.",
-        "larger buckets, overlap, or fewer bytes",
-        "DistributedDataParallel(model, bucket_cap_mb=1)",
-        "DistributedDataParallel(model, gradient_as_bucket_view=True)",
+        advice="larger buckets, overlap, or fewer bytes",
+        before="DistributedDataParallel(model, bucket_cap_mb=1)",
+        after="DistributedDataParallel(model, gradient_as_bucket_view=True)",
     ),
-    "exposed_copy": _Cause(
+    "exposed_copy": Finding(
         "transfers",
         "The device copies while nothing computes.",
-        "pinned memory and non_blocking copies",
-        "x = x.cuda()",
-        "x = x.cuda(non_blocking=True)  # DataLoader(..., pin_memory=True)",
+        advice="pinned memory and non_blocking copies",
+        before="x = x.cuda()",
+        after="x = x.cuda(non_blocking=True)  # DataLoader(..., pin_memory=True)",
     ),
 }
+"""By column of the time account: what is said of time that was lost in this way, without its numbers."""
+_ON_HOST = {
+    "python-bound": "The main thread runs Python between many small operators.",
+    "garbage-collection": "Python's garbage collector runs during steps.",
+}
+"""By rule: what is said instead where there is no device."""
 
 
 def trace_findings(trace: Trace) -> tuple[list[Finding], dict[str, float]]:
@@ -190,41 +175,40 @@ def trace_findings(trace: Trace) -> tuple[list[Finding], dict[str, float]]:
     left = 1 - (_profiler_ns(trace) + (0 if on_device else _slowed_ns(trace))) / wall_ns
     details = _details(trace)
 
-    def found_of(cause: _Cause, lost: float, besides: float, evidence: Sequence[str]) -> Finding:
-        bound = min(0.999, (lost + besides) / max(left, busy + lost + besides))
-        says = cause.says if on_device or not cause.on_host else cause.on_host
-        return Finding(
-            cause.rule,
-            f"{says.removesuffix('.')} ({lost:.0%} of the wall time).",
-            bound,
-            evidence=(f"{lost:.1%} of the wall time of {count} step{'s' if count > 1 else ''}", *evidence),
-            parts=((cause.rule, lost), ("the rest", 1 - lost)),
-            advice=cause.advice,
-            levels=cause.levels if on_device else {},
-            formula="time lost to it / (wall time of the steps - what recording their events cost"
-            + (")" if on_device else " - what operators took longer than the fastest alike)"),
-            before=cause.before,
-            after=cause.after,
-        )
-
     found = []
-    for name, cause in _IDLE.items():
-        lost, besides, least, lines = share[f"idle_{name}"], unknown, LEAST, []
-        if name == "data_loading":
+    for name, cause in _CAUSES.items():
+        lost, besides, least, lines = share[name], unknown, LEAST, []
+        if name == "idle_data_loading":
             waits = loader_waits(trace)
             # The main thread may wait while the device still works: only the device's idle time can be won.
             usual = float((waits["wait_ns"] / waits["wall_ns"].clip(1)).median() or 0.0)  # type: ignore[arg-type]
             lines = [f"the main thread waits {usual:.1%} of a step for the next batch"]
             if not on_device:  # operators inside the loader are loading too
                 lost = max(lost, int(waits["wait_ns"].sum()) / wall_ns)
-        elif name == "python" and not on_device:
+        elif name == "idle_python" and not on_device:
             lost, least = lost + unknown, _LEAST_PYTHON
             besides = min(1.0, int(small_operators(trace)["time_ns"].sum()) / wall_ns)
             lost *= len(_outermost_operators(trace)) >= _FEWEST_OPERATORS * count
-        if lost >= least:
-            lines += [f"meanwhile: {details[name]}"] if details.get(name) else []
-            found.append(found_of(cause, lost, besides, lines))
-    found += [found_of(cause, share[name], 0.0, ()) for name, cause in _EXPOSED.items() if share[name] >= LEAST]
+        if lost < least:
+            continue
+        meanwhile = details.get(name.removeprefix("idle_"))
+        says = cause.says if on_device else _ON_HOST.get(cause.rule, cause.says)
+        formula = "time lost to it / (wall time of the steps - what recording their events cost"
+        found.append(
+            replace(
+                cause,
+                says=f"{says.removesuffix('.')} ({lost:.0%} of the wall time).",
+                bound=min(0.999, (lost + besides) / max(left, busy + lost + besides)),
+                evidence=(
+                    f"{lost:.1%} of the wall time of {count} step{'s' if count > 1 else ''}",
+                    *lines,
+                    *([f"meanwhile: {meanwhile}"] if meanwhile else []),
+                ),
+                parts=((cause.rule, lost), ("the rest", 1 - lost)),
+                levels=cause.levels if on_device else {},
+                formula=formula + (")" if on_device else " - what operators took longer than the fastest alike)"),
+            )
+        )
     if on_device and (small := _small_kernels(trace, share["compute"])):
         found.append(small)
     budget = {name: value for name, value in share.items() if value > 0}
