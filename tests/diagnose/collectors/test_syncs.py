@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fettle.diagnose import confirm, find_cuda_syncs, find_syncs, watch_syncs
+from fettle.diagnose import Sync, SyncReport, confirm, find_cuda_syncs, find_syncs, watch_syncs
 from fettle.diagnose.collectors import sync_modes, syncs
-from fettle.diagnose.collectors.sync_report import Sync, SyncReport
 
 
 def ones_like_on_device(x: torch.Tensor) -> torch.Tensor:

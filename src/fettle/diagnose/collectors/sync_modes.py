@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from fettle.diagnose.collectors.sync_report import Kind, Sync, SyncReport, counted, here
+from fettle.diagnose.collectors.sync_report import SyncReport, counted, here
+from fettle.diagnose.evidence import Sync, SyncKind
 
 DEVICE = torch.device("cpu", 0)
 """What tensors that stand for device tensors give as their device."""
@@ -26,7 +27,7 @@ _UPLOAD = "the host waits while its memory is copied to the device; pin it and c
 
 # Operators as the dispatcher names them. Those whose kernels call others are here because their CUDA kernels wait
 # inside, where no mode sees it (ATen: native/cuda/{Nonzero,Unique,SummaryOps,Repeat,IndexKernel,Equal}).
-_OPERATORS: dict[str, tuple[Kind, str]] = {
+_OPERATORS: dict[str, tuple[SyncKind, str]] = {
     "aten._local_scalar_dense": ("read", _READ),
     "aten.equal": ("read", _READ),
     "aten.allclose": ("read", _READ),
@@ -42,7 +43,7 @@ _OPERATORS: dict[str, tuple[Kind, str]] = {
     "aten._linalg_check_errors": ("check", _CHECK + "; the _ex variants do not"),
 }
 # Python calls that no operator stands for on CPU tensors, and those that run operators the device would not.
-_FUNCTIONS: dict[str, tuple[Kind, str]] = {
+_FUNCTIONS: dict[str, tuple[SyncKind, str]] = {
     "torch.Tensor.tolist": ("read", _READ),
     "torch.Tensor.numpy": ("read", "the values are copied to the host"),
     "torch.Tensor.__array__": ("read", "the values are copied to the host"),
@@ -111,7 +112,7 @@ class SyncWatch:
         """Whether any tensor in the trees does."""
         return any(self.holds(leaf) for leaf in tree_iter(trees))
 
-    def saw(self, operator: str, kind: Kind, reason: str) -> None:
+    def saw(self, operator: str, kind: SyncKind, reason: str) -> None:
         """Note a synchronisation at the user's current line."""
         self._places[here(operator, kind, reason)] += 1
 
@@ -235,7 +236,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             watch.mark(result)
         return result
 
-    def _special(self, packet: str, args: Any, kwargs: Any) -> tuple[Kind, str] | None:
+    def _special(self, packet: str, args: Any, kwargs: Any) -> tuple[SyncKind, str] | None:
         """Operators that wait only for some arguments."""
         watch = self.watch
         if packet in ("aten.index", "aten.index_put", "aten.index_put_", "aten._index_put_impl_"):

@@ -13,30 +13,7 @@ from typing import Literal
 
 import torch
 
-Kind = Literal["read", "size", "check", "upload", "wait"]
-"""read: a value comes to the host. size: the shape of a result depends on values. check: an operator reads back whether
-it went well. upload: the host copies to the device and waits. wait: seen by CUDA's checks, which do not say why."""
-
-
-@dataclass(frozen=True)
-class Sync:
-    """One source line that makes the host wait, with how often it did."""
-
-    file: str
-    line: int
-    function: str
-    code: str
-    operator: str
-    kind: Kind
-    reason: str
-    count: int
-    stack: tuple[str, ...] = ()
-    """The callers outside torch, nearest first, as file:line."""
-
-    @property
-    def where(self) -> str:
-        """file:line, as an editor opens it."""
-        return f"{self.file}:{self.line}"
+from fettle.diagnose.evidence import Sync, SyncKind
 
 
 @dataclass(frozen=True)
@@ -69,7 +46,7 @@ def _is_users(filename: str) -> bool:
     )
 
 
-def here(operator: str, kind: Kind, reason: str) -> Sync:
+def here(operator: str, kind: SyncKind, reason: str) -> Sync:
     """The current line of the user's code, not counted yet."""
     frames: list[FrameType] = []
     frame: FrameType | None = sys._getframe(1)

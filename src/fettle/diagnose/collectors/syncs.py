@@ -28,7 +28,8 @@ from typing import Any
 import torch
 
 from fettle.diagnose.collectors.sync_modes import Functions, Operators, SyncWatch
-from fettle.diagnose.collectors.sync_report import Sync, SyncReport, counted, here
+from fettle.diagnose.collectors.sync_report import SyncReport, counted, here
+from fettle.diagnose.evidence import Sync
 
 
 def syncs_on(device: str, call: Callable[[], Any], on_device: Any) -> SyncReport:
