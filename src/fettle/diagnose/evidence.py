@@ -47,7 +47,7 @@ class Operation:
     largest: tuple[int, ...] = ()
     """Shape of the largest output."""
     repeated: float = 0.0
-    """Share of the FLOPs that earlier calls of a growing sequence had done already (`operators.repeated_share`)."""
+    """Share of the FLOPs that earlier calls of a growing sequence had done already (`repeated_share`)."""
     weights: int = 0
     """Distinct weights among the calls: several are several layers, not one in a loop."""
     function: str = ""
