@@ -47,6 +47,8 @@ def rule(*modes: Mode) -> Callable[[Callable[[Evidence], Finding | None]], Rule]
 
     def register(look: Callable[[Evidence], Finding | None]) -> Rule:
         name = look.__name__.replace("_", "-")
+        if name in RULES:
+            raise ValueError(f"two rules are called {name}")
         RULES[name] = Rule(name, look, modes)
         return RULES[name]
 
