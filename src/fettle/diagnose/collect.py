@@ -15,14 +15,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from fettle.diagnose.collectors._timing import held, timed
 from fettle.diagnose.collectors.compile_watch import is_compiled
 from fettle.diagnose.collectors.memory import allocator_counts, cost_of_fresh_memory, kept_alive, pages_fetched
 from fettle.diagnose.collectors.operators import operations, watched
 from fettle.diagnose.collectors.syncs import syncs_on
 from fettle.diagnose.collectors.training import TrainingSteps, as_workload, device_type, trained
 from fettle.diagnose.collectors.values import padding, weights
-from fettle.diagnose.collectors.variants import variants
+from fettle.diagnose.collectors.variants import held, timed, variants
 from fettle.diagnose.collectors.waiting import CoreClock, waiting
 from fettle.diagnose.evidence import Batches, Cost, Evidence, Fresh
 from fettle.machine import measure_peaks

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fettle.diagnose.collectors._timing import timed
 from fettle.diagnose.collectors.training import as_workload, device_type
+from fettle.diagnose.collectors.variants import timed
 from fettle.errors import UsageError
 from fettle.memory import record as record_memory
 from fettle.trace.record import record as record_trace  # mypy takes the room's `record` for the module

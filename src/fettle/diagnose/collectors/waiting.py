@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fettle.diagnose.collectors._timing import threads, timed
+from fettle.diagnose.collectors.variants import threads, timed
 from fettle.diagnose.evidence import Loading
 from fettle.workload import tensors
 

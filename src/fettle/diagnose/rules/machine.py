@@ -36,8 +36,6 @@ def float64(call: Evidence) -> Finding | None:
     """Double precision that slipped in."""
     double = ("float64", "complex128") if call.facts.dtype == "float64" else ("float64",)
     ops = [op for op in call.operations if op.dtype in double]
-    if not ops:
-        return None
     return about_operators(
         call,
         "Work is done in double precision.",

@@ -22,7 +22,6 @@ def casts(call: Evidence) -> Finding | None:
         ops,
         "convert weights once, or keep a chain of operations in one type",
         levels={"precision": "bf16"} if any(op.dtype in ("bfloat16", "float16") for op in ops) else {},
-        seconds=spent,
         # Each makes a tensor, for which the C library need not fetch memory any more.
         formula="time of casts, with what fetching memory costs / call",
         besides=min(spent, call.fresh.seconds),
@@ -43,7 +42,6 @@ def copies(call: Evidence) -> Finding | None:
         "Time goes into copying and rearranging tensors.",
         ops,
         "avoid clone(), contiguous() and cat() in the hot path; a compiler fuses many of them away",
-        seconds=spent,
         levels={"compile": "default", "grad": "inference_mode"},
         # Its results gone, caches hold what comes next, and the C library need not fetch as much memory.
         formula="copying operators, and as much again of work on their results, with what fetching memory costs / call",
