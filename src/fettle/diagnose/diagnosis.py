@@ -183,9 +183,9 @@ def _of_workload(
             answer = examiner.examine("collect:collect", seconds)
         except WorkerError as error:
             raise UsageError(f"the workload could not be run: {error}") from error
-        seen = replace(msgspec.convert(answer["found"], Evidence, strict=False), load_s=answer["load_s"])
+        evidence = replace(msgspec.convert(answer["found"], Evidence, strict=False), load_s=answer["load_s"])
         if record:
-            operators = {op.name for op in seen.operations}
+            operators = {op.name for op in evidence.operations}
             try:
                 made, more, notes = recorded(examiner, 0.25 * seconds, beside, tell, operators)
             except OSError as error:
@@ -196,22 +196,22 @@ def _of_workload(
     elif compile_check:
         tell("tracing with torch.compile")
         try:
-            seen = replace(seen, compile=compile_health(target, backend="aot_eager", rounds=2, timeout_s=180.0))
+            evidence = replace(evidence, compile=compile_health(target, backend="aot_eager", rounds=2, timeout_s=180.0))
         except UsageError as error:
             notes.append(f"compile health: not known, {error}")
-    if seen.crowded > CROWDED and seen.threads <= seen.cores:
+    if evidence.crowded > CROWDED and evidence.threads <= evidence.cores:
         notes.append(
-            f"the machine is busy: threads of a call had no core for {seen.crowded:.0%} of the time; times, and what "
+            f"the machine is busy: threads of a call had no core for {evidence.crowded:.0%} of the time; times, and what "
             "switches bring, are less certain than on a quiet one"
         )
-    faults, opportunities = _apart(joined(rule_findings(seen), more, seen.facts))
+    faults, opportunities = _apart(joined(rule_findings(evidence), more, evidence.facts))
     return Diagnosis(
         target.name,
         faults,
-        _budget(seen),
+        _budget(evidence),
         opportunities=opportunities,
-        wall_s=seen.wall_s,
-        evidence=seen,
+        wall_s=evidence.wall_s,
+        evidence=evidence,
         machine=this_machine().summary,
         notes=notes,
         recordings=made,
@@ -223,13 +223,13 @@ def _apart(found: Sequence[Finding]) -> tuple[list[Finding], list[Finding]]:
     return [item for item in found if not item.opportunity], [item for item in found if item.opportunity]
 
 
-def _budget(seen: Evidence) -> dict[str, float]:
+def _budget(evidence: Evidence) -> dict[str, float]:
     """Groups of operators and the rest as shares that add up to 1. Where operators took longer while they were watched
     than the whole call takes, they are scaled to it."""
     inside: dict[str, float] = {}
-    for op in seen.operations:
+    for op in evidence.operations:
         inside[GROUPS[op.group]] = inside.get(GROUPS[op.group], 0.0) + op.seconds
-    total = max(sum(inside.values()), seen.wall_s)
+    total = max(sum(inside.values()), evidence.wall_s)
     budget = {name: spent / total for name, spent in sorted(inside.items(), key=lambda item: -item[1])}
     budget["outside operators: Python, autograd, dispatch, waiting"] = max(0.0, 1 - sum(budget.values()))
     return {name: share for name, share in budget.items() if share > 5e-4}

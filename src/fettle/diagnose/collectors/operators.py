@@ -174,7 +174,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def rows(self) -> list[Operation]:
-        """One row for each operator, module, line and dtype; dearest first."""
+        """One row for each operator, module, line and dtype; costliest first."""
         found = [
             Operation(
                 name=f"aten.{name}",
