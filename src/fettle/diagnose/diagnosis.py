@@ -201,8 +201,8 @@ def _of_workload(
             notes.append(f"compile health: not known, {error}")
     if evidence.crowded > CROWDED and evidence.threads <= evidence.cores:
         notes.append(
-            f"the machine is busy: threads of a call had no core for {evidence.crowded:.0%} of the time; times, and what "
-            "switches bring, are less certain than on a quiet one"
+            f"the machine is busy: threads of a call had no core for {evidence.crowded:.0%} of the time; times, and "
+            "what switches bring, are less certain than on a quiet one"
         )
     faults, opportunities = _apart(joined(rule_findings(evidence), more, evidence.facts))
     return Diagnosis(
