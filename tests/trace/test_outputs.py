@@ -169,7 +169,7 @@ def test_the_report_stands_alone_and_executes_nothing_of_the_trace(tmp_path: Pat
     ):
         assert f">{title}</h2>" in page
     # Every chart has its place, and every place its chart.
-    drawn = set(re.findall(r'id="chart-(\d+-\d+)"', page))
+    drawn = set(re.findall(r'id="chart-([\w-]+)"', page))
     assert drawn == set(json.loads(page.split("var specs = ")[1].split(", configs = ")[0]))
     assert len(drawn) >= 12
 

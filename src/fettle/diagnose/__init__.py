@@ -1,24 +1,24 @@
 """Diagnose: why is it slow, why is it big, what to do about it, and was the advice right.
 
-Evidence is gathered in worker processes (`collect`, `syncs`, `compile_worker`) or read from traces and snapshots;
-rules (`rules`, `trace_rules`, `memory_rules`) turn evidence into findings, the costliest first. A finding states the
-most that mending it could bring, and `fettle.verifying` holds that bound against what the fix then brought.
+Evidence is gathered in worker processes (`collect`, by the functions of `collectors`; `compile_worker`) or read from
+traces and snapshots; `rules` turn it into findings, the costliest first. A finding states the most that mending it
+could bring, and `fettle.verifying` holds that bound against what the fix then brought.
 """
 
 from __future__ import annotations
 
 from fettle.diagnose.advice import Verified, advice, brought
+from fettle.diagnose.collectors.compile_watch import watch_compile
+from fettle.diagnose.collectors.sync_report import SyncReport
+from fettle.diagnose.collectors.syncs import confirm, find_cuda_syncs, find_syncs, watch_syncs
 from fettle.diagnose.compile_health import CompileHealth
-from fettle.diagnose.compile_watch import watch_compile
 from fettle.diagnose.compile_worker import compile_health
 from fettle.diagnose.diagnosis import Diagnosis, diagnose, diagnosis_json
-from fettle.diagnose.evidence import Evidence, Operation
+from fettle.diagnose.evidence import Evidence, Operation, Sync
 from fettle.diagnose.finding import Finding
 from fettle.diagnose.roofline import Roof, Roofline, roofline
 from fettle.diagnose.rules import RULES
 from fettle.diagnose.rules import findings as findings_of
-from fettle.diagnose.sync_report import Sync, SyncReport
-from fettle.diagnose.syncs import confirm, find_cuda_syncs, find_syncs, watch_syncs
 
 __all__ = [
     "RULES", "CompileHealth", "Diagnosis", "Evidence", "Finding", "Operation", "Roof", "Roofline", "Sync",

@@ -15,17 +15,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from fettle.diagnose._timing import held, timed
-from fettle.diagnose.compile_watch import is_compiled
+from fettle.diagnose.collectors.compile_watch import is_compiled
+from fettle.diagnose.collectors.memory import allocator_counts, cost_of_fresh_memory, kept_alive, pages_fetched
+from fettle.diagnose.collectors.operators import operations, watched
+from fettle.diagnose.collectors.syncs import syncs_on
+from fettle.diagnose.collectors.training import TrainingSteps, as_workload, device_type, trained
+from fettle.diagnose.collectors.values import padding, weights
+from fettle.diagnose.collectors.variants import held, timed, variants
+from fettle.diagnose.collectors.waiting import CoreClock, waiting
 from fettle.diagnose.evidence import Batches, Cost, Evidence, Fresh
-from fettle.diagnose.fresh import cost_of_fresh_memory, pages_fetched
-from fettle.diagnose.kept import kept_alive
-from fettle.diagnose.operators import operations, watched
-from fettle.diagnose.syncs import syncs_on
-from fettle.diagnose.training import TrainingSteps, as_workload, device_type, trained
-from fettle.diagnose.values import padding, weights
-from fettle.diagnose.variants import variants
-from fettle.diagnose.waiting import CoreClock, waiting
 from fettle.machine import measure_peaks
 from fettle.techniques import probe_facts, unchanged
 from fettle.train import TrainingWorkload
@@ -57,11 +55,11 @@ def collect(given: Workload | TrainingWorkload, seconds: float) -> Evidence:
     began = time.perf_counter()
     call()
     first_call_s = time.perf_counter() - began
-    counters, pages = _allocator(device), pages_fetched()
+    counters, pages = allocator_counts(device), pages_fetched()
     with CoreClock() as clock:
         plain = noted("plain calls", lambda: timed(call, device, 0.25 * seconds))
     pages = pages_fetched() - pages
-    allocator = {name: count - counters[name] for name, count in _allocator(device).items()}
+    allocator = {name: count - counters[name] for name, count in allocator_counts(device).items()}
     wall_s = statistics.median(plain)
 
     def slower(name: str, watched_s: float) -> None:
@@ -137,13 +135,6 @@ def glance(workload: Workload, seconds: float) -> Evidence:
         cores=facts.physical_cores,
         rows=facts.samples,
     )
-
-
-def _allocator(device: str) -> dict[str, int]:
-    """How often the device's allocator went to the device, and how often it had to give back its cache first."""
-    stats = torch.cuda.memory_stats() if device == "cuda" else {}
-    names = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free", "num_sync_all_streams")
-    return {name: int(stats[name]) for name in names if name in stats}
 
 
 def _settings() -> dict[str, str]:

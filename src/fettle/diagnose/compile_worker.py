@@ -9,8 +9,8 @@ import itertools
 import time
 from dataclasses import replace
 
+from fettle.diagnose.collectors.compile_watch import is_compiled, watch_compile
 from fettle.diagnose.compile_health import CompileHealth
-from fettle.diagnose.compile_watch import is_compiled, watch_compile
 from fettle.errors import UsageError, first_line
 from fettle.procs.child import Child, ChildError, Request
 from fettle.procs.parent import Parent, be_a_worker

@@ -18,10 +18,11 @@ from fettle.diagnose.files import of_files, traces_and_snapshots
 from fettle.diagnose.finding import Finding
 from fettle.diagnose.recordings import Recording, joined
 from fettle.diagnose.recordings import record as recorded
-from fettle.diagnose.roofline import Roof, Roofline, roofline
+from fettle.diagnose.roofline import Roofline, roofline
 from fettle.diagnose.rules import CROWDED
 from fettle.diagnose.rules import findings as rule_findings
 from fettle.errors import UsageError
+from fettle.files import finite
 from fettle.machine import this_machine
 from fettle.measure import WorkerError
 from fettle.workload import Target, check_mode, find_target
@@ -139,45 +140,35 @@ def diagnose(
         return _of_workload(target, seconds, compile_check, record, beside, tell)
     path = Path(target)
     if str(target) and (path.is_dir() or traces_and_snapshots(path)):
-        return _of_files(path, tell)
+        read = of_files(traces_and_snapshots(path), tell)
+        faults, opportunities = _apart(read.findings)
+        return Diagnosis(str(path), faults, read.budget, opportunities=opportunities, notes=read.notes)
     target = replace(find_target(str(target)), mode=mode)
     return _of_workload(target, seconds, compile_check, record, beside, tell)
 
 
 def diagnosis_json(diagnosis: Diagnosis) -> dict[str, Any]:
     """As plain data; NaN becomes None."""
+    plain = msgspec.to_builtins
     data: dict[str, Any] = {
         "subject": diagnosis.subject,
         "verdict": diagnosis.verdict,
         "machine": diagnosis.machine,
-        "wall_s": None if math.isnan(diagnosis.wall_s) else diagnosis.wall_s,
+        "wall_s": finite(diagnosis.wall_s),
         "budget": dict(diagnosis.budget),
-        "findings": [{**msgspec.to_builtins(f), "speedup_at_most": f.speedup} for f in diagnosis.findings],
-        "opportunities": [{**msgspec.to_builtins(f), "speedup_at_most": f.speedup} for f in diagnosis.opportunities],
+        "findings": [{**plain(item), "speedup_at_most": item.speedup} for item in diagnosis.findings],
+        "opportunities": [{**plain(item), "speedup_at_most": item.speedup} for item in diagnosis.opportunities],
         "notes": list(diagnosis.notes),
-        "recordings": [{**msgspec.to_builtins(item), "slowdown": item.cost.slowdown} for item in diagnosis.recordings],
+        "recordings": [{**plain(item), "slowdown": item.cost.slowdown} for item in diagnosis.recordings],
     }
     if diagnosis.evidence is not None:
-        data["roofline"] = _roofline_json(diagnosis.roofline)
-        data["evidence"] = msgspec.to_builtins(diagnosis.evidence)
+        roofs = diagnosis.roofline
+        data["roofline"] = roofs and finite({"mfu": roofs.mfu, "dtype": roofs.dtype, **{
+            name: [{**plain(roof), "reached": roof.reached} for roof in getattr(roofs, name)]
+            for name in ("modules", "operators", "kernels")
+        }})  # fmt: skip
+        data["evidence"] = plain(diagnosis.evidence)
     return data
-
-
-def _roofline_json(roofs: Roofline | None) -> dict[str, Any] | None:
-    if roofs is None:
-        return None
-
-    def row(roof: Roof) -> dict[str, Any]:
-        reached = None if math.isnan(roof.reached) else roof.reached
-        return {**msgspec.to_builtins(roof), "reached": reached}
-
-    return {
-        "mfu": None if math.isnan(roofs.mfu) else roofs.mfu,
-        "dtype": roofs.dtype,
-        "modules": [row(roof) for roof in roofs.modules],
-        "operators": [row(roof) for roof in roofs.operators],
-        "kernels": [row(roof) for roof in roofs.kernels],
-    }
 
 
 def _of_workload(
@@ -192,9 +183,9 @@ def _of_workload(
             answer = examiner.examine("collect:collect", seconds)
         except WorkerError as error:
             raise UsageError(f"the workload could not be run: {error}") from error
-        seen = replace(msgspec.convert(answer["found"], Evidence, strict=False), load_s=answer["load_s"])
+        evidence = replace(msgspec.convert(answer["found"], Evidence, strict=False), load_s=answer["load_s"])
         if record:
-            operators = {op.name for op in seen.operations}
+            operators = {op.name for op in evidence.operations}
             try:
                 made, more, notes = recorded(examiner, 0.25 * seconds, beside, tell, operators)
             except OSError as error:
@@ -205,46 +196,40 @@ def _of_workload(
     elif compile_check:
         tell("tracing with torch.compile")
         try:
-            seen = replace(seen, compile=compile_health(target, backend="aot_eager", rounds=2, timeout_s=180.0))
+            evidence = replace(evidence, compile=compile_health(target, backend="aot_eager", rounds=2, timeout_s=180.0))
         except UsageError as error:
             notes.append(f"compile health: not known, {error}")
-    if seen.crowded > CROWDED and seen.threads <= seen.cores:
+    if evidence.crowded > CROWDED and evidence.threads <= evidence.cores:
         notes.append(
-            f"the machine is busy: threads of a call had no core for {seen.crowded:.0%} of the time; times, and what "
-            "switches bring, are less certain than on a quiet one"
+            f"the machine is busy: threads of a call had no core for {evidence.crowded:.0%} of the time; times, and "
+            "what switches bring, are less certain than on a quiet one"
         )
-    found = joined(rule_findings(seen), more, seen.facts)
+    faults, opportunities = _apart(joined(rule_findings(evidence), more, evidence.facts))
     return Diagnosis(
-        subject=target.name,
-        findings=[finding for finding in found if not finding.opportunity],
-        opportunities=[finding for finding in found if finding.opportunity],
-        budget=_budget(seen),
-        wall_s=seen.wall_s,
-        evidence=seen,
+        target.name,
+        faults,
+        _budget(evidence),
+        opportunities=opportunities,
+        wall_s=evidence.wall_s,
+        evidence=evidence,
         machine=this_machine().summary,
         notes=notes,
         recordings=made,
     )
 
 
-def _of_files(path: Path, tell: Tell) -> Diagnosis:
-    read = of_files(traces_and_snapshots(path), tell)
-    return Diagnosis(
-        str(path),
-        [finding for finding in read.findings if not finding.opportunity],
-        read.budget,
-        opportunities=[finding for finding in read.findings if finding.opportunity],
-        notes=read.notes,
-    )
+def _apart(found: Sequence[Finding]) -> tuple[list[Finding], list[Finding]]:
+    """Faults, and opportunities."""
+    return [item for item in found if not item.opportunity], [item for item in found if item.opportunity]
 
 
-def _budget(seen: Evidence) -> dict[str, float]:
+def _budget(evidence: Evidence) -> dict[str, float]:
     """Groups of operators and the rest as shares that add up to 1. Where operators took longer while they were watched
     than the whole call takes, they are scaled to it."""
     inside: dict[str, float] = {}
-    for op in seen.operations:
+    for op in evidence.operations:
         inside[GROUPS[op.group]] = inside.get(GROUPS[op.group], 0.0) + op.seconds
-    total = max(sum(inside.values()), seen.wall_s)
+    total = max(sum(inside.values()), evidence.wall_s)
     budget = {name: spent / total for name, spent in sorted(inside.items(), key=lambda item: -item[1])}
     budget["outside operators: Python, autograd, dispatch, waiting"] = max(0.0, 1 - sum(budget.values()))
     return {name: share for name, share in budget.items() if share > 5e-4}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from fettle.diagnose.compile_health import CompileHealth
-from fettle.diagnose.sync_report import Sync
 from fettle.techniques import Facts
 
 MATRIX, POINTWISE, LAYOUT, CAST, INDEX, OTHER = "matrix", "pointwise", "layout", "cast", "index", "other"
@@ -47,7 +47,7 @@ class Operation:
     largest: tuple[int, ...] = ()
     """Shape of the largest output."""
     repeated: float = 0.0
-    """Share of the FLOPs that earlier calls of a growing sequence had done already (see `collect.repeated_share`)."""
+    """Share of the FLOPs that earlier calls of a growing sequence had done already (`repeated_share`)."""
     weights: int = 0
     """Distinct weights among the calls: several are several layers, not one in a loop."""
     function: str = ""
@@ -67,6 +67,32 @@ class Kernel:
     """As `Operation.name` has it: the innermost such around the launch."""
     calls: float
     seconds: float
+
+
+SyncKind = Literal["read", "size", "check", "upload", "wait"]
+"""read: a value comes to the host. size: the shape of a result depends on values. check: an operator reads back whether
+it went well. upload: the host copies to the device and waits. wait: seen by CUDA's checks, which do not say why."""
+
+
+@dataclass(frozen=True)
+class Sync:
+    """One source line that makes the host wait, with how often it did."""
+
+    file: str
+    line: int
+    function: str
+    code: str
+    operator: str
+    kind: SyncKind
+    reason: str
+    count: int
+    stack: tuple[str, ...] = ()
+    """The callers outside torch, nearest first, as file:line."""
+
+    @property
+    def where(self) -> str:
+        """file:line, as an editor opens it."""
+        return f"{self.file}:{self.line}"
 
 
 @dataclass(frozen=True)

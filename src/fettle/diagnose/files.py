@@ -72,7 +72,7 @@ def of_trace(path: Path, calls: int = 0, operators: Collection[str] = ()) -> OfF
 
     Raises `UsageError` for a file that is none.
     """
-    from fettle.diagnose.trace_rules import trace_findings
+    from fettle.diagnose.rules.trace import trace_findings
     from fettle.trace import kernels_under, load, trace_health
 
     recorded = calls > 0
@@ -94,7 +94,7 @@ def of_trace(path: Path, calls: int = 0, operators: Collection[str] = ()) -> OfF
 
 def of_snapshot(path: Path, calls: int = 0) -> OfFile:
     """What an allocator's snapshot says, of so many calls of one workload or of anything. Raises `UsageError`."""
-    from fettle.diagnose.memory_rules import memory_findings
+    from fettle.diagnose.rules.snapshot import snapshot_findings
     from fettle.memory import analyse, read, verdict
 
     analysis = analyse(read(path))
@@ -102,4 +102,4 @@ def of_snapshot(path: Path, calls: int = 0) -> OfFile:
     broken = analysis.violations
     if broken:
         notes.append(f"{path.name}: contradicts itself in {len(broken)} place(s), for instance {broken[0]}")
-    return OfFile(memory_findings(analysis, calls), notes=notes, says=verdict(analysis))
+    return OfFile(snapshot_findings(analysis, calls), notes=notes, says=verdict(analysis))

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import msgspec
 
+from fettle.diagnose.collectors.recording import Recorded
 from fettle.diagnose.evidence import Kernel
 from fettle.diagnose.examiner import Examiner
 from fettle.diagnose.files import of_snapshot, of_trace
 from fettle.diagnose.finding import Finding
-from fettle.diagnose.recording import Recorded
 from fettle.errors import UsageError
 from fettle.measure import WorkerError
 from fettle.recipe import Recipe
@@ -84,7 +84,7 @@ def record(
             tell(f"recording: {kind}")
             path = Path(folder) / ending
             try:
-                answer = examiner.examine(f"recording:{kind}", seconds, str(path))
+                answer = examiner.examine(f"collectors.recording:{kind}", seconds, str(path))
                 cost = msgspec.convert(answer["found"], Recorded)
                 calls = cost.calls
                 read = of_trace(path, calls, operators) if kind == "trace" else of_snapshot(path, calls)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import html
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,10 +10,13 @@ import altair as alt
 
 from fettle.diagnose.advice import Verified
 from fettle.diagnose.diagnosis import Diagnosis
+from fettle.diagnose.finding import Finding
 from fettle.diagnose.roofline import Roof, Roofline
 from fettle.files import write_text
-from fettle.page import shell, theme
+from fettle.page import Cell, Row, Still, Table, shell, still, theme
 
+Bar = tuple[str, float, str, bool]
+"""Name, width in percent, its text, and whether it was brought by a fix."""
 COLOURS = ("#1f77a8", "#d27a22", "#2f9a6c", "#b4588e", "#7d6bc4", "#a48a17", "#c24d4d", "#5b7083", "#8a949e")
 
 
@@ -24,38 +27,68 @@ def write_report(diagnosis: Diagnosis, checked: Sequence[Verified], path: Path, 
 
 def page(diagnosis: Diagnosis, checked: Sequence[Verified] = (), command: str = "") -> str:
     """The page as text."""
+    shares = [(name, share) for name, share in diagnosis.budget_lines if share >= 0.001]
     parts = [
-        {"name": name, "share": share, "colour": COLOURS[index % len(COLOURS)]}
-        for index, (name, share) in enumerate(diagnosis.budget_lines)
-        if share >= 0.001
+        {"name": name, "share": share, "text": f"{share:.1%}", "colour": colour}
+        for (name, share), colour in zip(shares, itertools.cycle(COLOURS), strict=False)
     ]
     roofs = diagnosis.roofline
-    return shell.template("fettle.diagnose", "diagnosis.html.j2").render(
+    return shell.render(
+        "fettle.diagnose",
+        "diagnosis.html.j2",
+        f"Diagnosis: {diagnosis.subject}",
         d=diagnosis,
         parts=parts,
         roofs=roofs,
+        roofs_of=_table,
+        places=_places,
         picture=_picture(diagnosis, roofs),
         before_after=_before_after(checked),
         verified={item.finding.rule: item for item in checked},
-        command=html.unescape(command),
+        command=command,
     )
 
 
-def _before_after(checked: Sequence[Verified]) -> list[dict[str, object]]:
+def _before_after(checked: Sequence[Verified]) -> list[Bar]:
     """What each fix left of the time as given, the fastest first."""
-    rows = [
-        {"name": item.recipe, "left": 1 / (item.before.estimate * item.speedup.estimate)}
+    left = sorted(
+        (1 / (item.before.estimate * item.speedup.estimate), item.recipe)
         for item in checked
         if item.speedup is not None
+    )
+    return [
+        ("as given", 100.0, "100%", False),
+        *((name, min(100 * part, 100), f"{part:.0%}", True) for part, name in left),
     ]
-    return sorted(rows, key=lambda row: float(row["left"]))  # type: ignore[arg-type]
 
 
-def _picture(diagnosis: Diagnosis, roofs: Roofline | None) -> str:
-    """Operators under their roofs, FLOP/s over FLOPs a byte, both logarithmic, as SVG; empty where none multiplies."""
+def _places(finding: Finding) -> list[Bar]:
+    """Drawn beside the largest, told as a share of the call."""
+    most = max(1e-9, *(share for _, share in finding.parts))
+    return [(name, 100 * max(share, 0) / most, f"{share:.0%}", False) for name, share in finding.parts]
+
+
+def _table(what: str, roofs: Sequence[Roof]) -> Table:
+    columns = (what, "time", "GFLOP/s", "at the roof", "reached", "limit")
+    rows: list[Row] = [
+        [
+            Cell(roof.name[:120], notes=[roof.kind] if roof.kind else []),
+            f"{roof.seconds * 1e3:.3g} ms",
+            f"{roof.flops_per_s / 1e9:.3g}" if roof.flops else "",
+            f"{roof.reachable_flops_per_s / 1e9:.3g}" if roof.flops else "",
+            f"{roof.reached:.0%}",
+            roof.limit,
+        ]
+        for roof in roofs
+    ]
+    return Table(columns, rows, columns[1:])
+
+
+def _picture(diagnosis: Diagnosis, roofs: Roofline | None) -> Still | None:
+    """Operators under their roofs, FLOP/s over FLOPs a byte, both logarithmic; None where none multiplies."""
     points = [roof for roof in roofs.operators if roof.flops and roof.bytes and roof.seconds > 0][:20] if roofs else []
     if not points or diagnosis.evidence is None:
-        return ""
+        return None
     peaks = diagnosis.evidence.peaks
     bandwidth = peaks.get("copy", 0.0)
     kinds = {roof.kind for roof in points}
@@ -77,8 +110,8 @@ def _picture(diagnosis: Diagnosis, roofs: Roofline | None) -> str:
         .encode(x=x, y=y, size=alt.Size("ms:Q", legend=None, scale=alt.Scale(range=[40, 500])))
     )
     names = alt.Chart(theme.data(dots)).mark_text(align="left", dx=9, dy=-7).encode(x=x, y=y, text="name:N")
-    chart = alt.layer(roof, marks, names).properties(width=560, height=260)
-    return theme.svg(chart.to_dict(), 560)
+    chart = alt.layer(roof, marks, names).properties(width="container", height=260)
+    return still("operators under their roofs", lambda narrow: chart.to_dict(), wide=640)
 
 
 def _dot(roof: Roof) -> dict[str, object]:

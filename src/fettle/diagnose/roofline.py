@@ -54,7 +54,7 @@ class Roof:
 
 @dataclass(frozen=True)
 class Roofline:
-    """All modules and operators, the dearest first."""
+    """All modules and operators, the costliest first."""
 
     modules: Sequence[Roof]
     operators: Sequence[Roof]
@@ -66,45 +66,48 @@ class Roofline:
     """Of a device, by kernel and operator (`kind`). Those of one operator share its FLOPs and bytes by time."""
 
 
-def roofline(seen: Evidence, kernels: Sequence[Kernel] = ()) -> Roofline | None:
+def roofline(evidence: Evidence, kernels: Sequence[Kernel] = ()) -> Roofline | None:
     """The roofline of what was watched; None where nothing was, or no peak is known."""
-    if not seen.operations or not seen.peaks:
+    if not evidence.operations or not evidence.peaks:
         return None
     modules, operators = defaultdict(list), defaultdict(list)
     flops: dict[str, int] = defaultdict(int)
-    for op in seen.operations:
+    for op in evidence.operations:
         modules[op.module, op.kind].append(op)
         operators[op.name, op.dtype].append(op)
         flops[op.dtype] += op.flops
     dtype = max(flops, key=lambda key: flops[key])
-    peak = seen.peak_flops(dtype)
-    known = math.isfinite(peak) and seen.wall_s > 0
+    peak = evidence.peak_flops(dtype)
+    known = math.isfinite(peak) and evidence.wall_s > 0
     return Roofline(
-        modules=_sorted(_roof(seen, name or "(outside modules)", kind, ops) for (name, kind), ops in modules.items()),
-        operators=_sorted(_roof(seen, name, kind, ops) for (name, kind), ops in operators.items()),
-        mfu=sum(flops.values()) / seen.wall_s / peak if known else math.nan,
+        modules=_sorted(
+            _roof(evidence, name or "(outside modules)", kind, ops) for (name, kind), ops in modules.items()
+        ),
+        operators=_sorted(_roof(evidence, name, kind, ops) for (name, kind), ops in operators.items()),
+        mfu=sum(flops.values()) / evidence.wall_s / peak if known else math.nan,
         dtype=dtype,
-        kernels=_sorted(_kernel_roofs(seen, kernels)),
+        kernels=_sorted(_kernel_roofs(evidence, kernels)),
     )
 
 
-def _kernel_roofs(seen: Evidence, kernels: Sequence[Kernel]) -> Iterable[Roof]:
+def _kernel_roofs(evidence: Evidence, kernels: Sequence[Kernel]) -> Iterable[Roof]:
     taken: dict[str, float] = defaultdict(float)
     for kernel in kernels:
         taken[kernel.operator] += kernel.seconds
     for kernel in kernels:
-        whole = _roof(seen, kernel.name, kernel.operator, [op for op in seen.operations if op.name == kernel.operator])
+        ops = [op for op in evidence.operations if op.name == kernel.operator]
+        whole = _roof(evidence, kernel.name, kernel.operator, ops)
         part = kernel.seconds / taken[kernel.operator] if taken[kernel.operator] else 0.0
         flops, moved, least_s = round(whole.flops * part), round(whole.bytes * part), whole.least_s * part
         yield replace(whole, seconds=kernel.seconds, flops=flops, bytes=moved, least_s=least_s)
 
 
-def _roof(seen: Evidence, name: str, kind: str, ops: Iterable[Operation]) -> Roof:
+def _roof(evidence: Evidence, name: str, kind: str, ops: Iterable[Operation]) -> Roof:
     seconds = least = computing = 0.0
     flops = moved = 0
-    bandwidth = seen.peaks.get("copy", math.inf)
+    bandwidth = evidence.peaks.get("copy", math.inf)
     for op in ops:
-        compute_s = op.flops / seen.peak_flops(op.dtype) if op.group == MATRIX else 0.0
+        compute_s = op.flops / evidence.peak_flops(op.dtype) if op.group == MATRIX else 0.0
         memory_s = op.bytes / bandwidth
         seconds, flops, moved = seconds + op.seconds, flops + op.flops, moved + op.bytes
         least += max(compute_s, memory_s)

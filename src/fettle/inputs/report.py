@@ -11,7 +11,7 @@ from fettle.errors import UsageError
 from fettle.files import check_writable, finite, write_bytes, write_text
 from fettle.inputs.found import Found
 from fettle.inputs.setting import BATCH_INDEX, ONE_BY_ONE, Measured, ratio
-from fettle.page import clean, shell, theme
+from fettle.page import Table, clean, shell, still, theme
 from fettle.units import size_text
 
 SUFFIXES = (".html", ".png", ".svg")
@@ -155,20 +155,49 @@ def write_report(found: Found, path: Path) -> None:
 def page(found: Found) -> str:
     """The page as text."""
     found = clean(found)
-    # Two drawings of each, for wide and for narrow screens, in light and in dark: the page needs no script.
-    drawn = {
-        f"{tone} {place}": theme.svg(curve(found, height), width, dark=tone == "dark")
-        for tone in ("light", "dark") for place, width, height in (("wide", 800, 320), ("narrow", 300, 280))
-    }  # fmt: skip
-    return shell.template("fettle.inputs", "page.html.j2").render(
+    return shell.render(
+        "fettle.inputs",
+        "page.html.j2",
+        f"Input pipeline: {found.target}",
         found=found,
         facts=facts(found),
-        rows=rows(found),
-        drawn=drawn,
-        bound=bound_text(found),
+        settings=_settings(found),
+        drawn=still(found.verdict, lambda narrow: curve(found, 280 if narrow else 320)),
+        tiles=_tiles(found),
         limit=_limit_text(found),
-        setting=found.best.setting,
     )
+
+
+def _tiles(found: Found) -> list[tuple[str, str, str]]:
+    """The figures that are read first."""
+    able, given = found.given.able, found.given.setting
+    tiles = [
+        (
+            "reached",
+            f"{found.gain:.2f}x",
+            f"batches a second, over {'given' if able else 'no workers: as given it fails'}",
+        ),
+        ("workers", str(found.best.setting.num_workers), f"given {given.num_workers}, {found.cores} cores"),
+        ("one batch in one process", _time(found.batch_p50_s), f"95%: {_time(found.batch_p95_s)}"),
+    ]
+    if not found.step_s:
+        return tiles
+    which = "as given" if able else "without workers"
+    return [
+        (f"waiting for data, {which}", f"{found.waiting:.1%}", f"removing it: at most {bound_text(found)}"),
+        *tiles,
+    ]
+
+
+def _settings(found: Found) -> Table:
+    """Every setting tried."""
+    listed = rows(found)
+    kinds = [
+        "winner" if "take this" in row["note"] else "failed" if row["note"].startswith("failed") else ""
+        for row in listed
+    ]
+    columns = list(listed[0])
+    return Table(columns, [list(row.values()) for row in listed], columns[1:-1], kinds=kinds)
 
 
 def curve(found: Found, height: int = 300) -> dict[str, Any]:

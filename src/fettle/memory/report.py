@@ -7,13 +7,10 @@ from columns packed into the page, so that nothing is thinned out before somebod
 from __future__ import annotations
 
 import base64
-import json
 import os
 import zlib
-from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 import numpy.typing as npt
 
@@ -22,7 +19,6 @@ from fettle.memory.analysis import Analysis, verdict
 from fettle.memory.difference import Difference
 from fettle.memory.moments import segment_lives
 from fettle.memory.stacks import describe
-from fettle.units import size_text
 
 
 def write_report(analysis: Analysis, path: str | os.PathLike[str], *, difference: Difference | None = None) -> None:
@@ -32,21 +28,22 @@ def write_report(analysis: Analysis, path: str | os.PathLike[str], *, difference
 
 def render(analysis: Analysis, difference: Difference | None = None) -> str:
     """The page as text."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["size"] = size_text
-    environment.filters["describe"] = describe
+    from fettle.memory import tables
+    from fettle.page import shell
+
     facts, columns = _payload(analysis)
-    template = environment.get_template("report.html.j2")
-    return template.render(
-        analysis=analysis, verdict=verdict(analysis), difference=difference, facts=_for_script(facts), columns=columns
+    return shell.render(
+        "fettle.memory",
+        "report.html.j2",
+        f"Memory: {analysis.snapshot.name}",
+        analysis=analysis,
+        verdict=verdict(analysis),
+        difference=difference,
+        tables=tables,
+        facts=shell.script_json(facts),
+        columns=columns,
+        scripts=True,
     )
-
-
-def _for_script(facts: dict[str, Any]) -> str:
-    """JSON that cannot end the script element it stands in."""
-    return json.dumps(facts, separators=(",", ":")).replace("<", "\\u003c").replace("\u2028", "").replace("\u2029", "")
 
 
 def _payload(analysis: Analysis) -> tuple[dict[str, Any], str]:

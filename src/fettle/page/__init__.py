@@ -1,10 +1,12 @@
-"""What every page with charts is made of: the look in light and dark, the chart library, text that is fit to show.
+"""What every HTML page is made of: one shell with one look in light and dark, and blocks to build with.
 
-It knows nothing of what the pages tell; rooms that write a page of their own build on it.
+It knows nothing of what the pages tell. A room's page is a template that extends `shell.html.j2` and calls the macros
+of `blocks.html.j2`, rendered by `shell.render`.
 """
 
 from fettle.page import shell, theme
+from fettle.page.blocks import Cell, Figure, Row, Still, Table, still
 from fettle.page.clean import clean
-from fettle.page.shell import Figure, as_spec
+from fettle.page.shell import as_spec
 
-__all__ = ["Figure", "as_spec", "clean", "shell", "theme"]
+__all__ = ["Cell", "Figure", "Row", "Still", "Table", "as_spec", "clean", "shell", "still", "theme"]

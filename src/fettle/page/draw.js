@@ -10,3 +10,8 @@
   draw();
   dark.addEventListener("change", draw);
 })();
+document.querySelectorAll("[data-copy]").forEach(function (button) {
+  button.addEventListener("click", function () {
+    navigator.clipboard.writeText(document.getElementById(button.dataset.copy).textContent).then(function () { button.textContent = "copied"; });
+  });
+});

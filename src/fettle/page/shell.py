@@ -1,39 +1,21 @@
-"""A page's template, its charts, the chart library inside it, and data that cannot leave its script."""
+"""The one shell of all pages: their head, their look, their charts and the library that draws them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import altair as alt
 import jinja2
 
 from fettle.page import theme
+from fettle.page.blocks import Figure
 from fettle.page.clean import clean
+from fettle.units import size_text
 
-
-@dataclass(frozen=True)
-class Figure:
-    """One chart, ready to be drawn anywhere."""
-
-    name: str
-    """Short, for file names and anchors."""
-    title: str
-    alt: str
-    """What it shows, in words."""
-    spec: theme.Spec
-    """Vega-Lite, without a configuration, as wide as what holds it."""
-
-    def svg(self, width: int = 640) -> str:
-        """As a light SVG."""
-        return theme.svg(self.spec, width)
-
-    def png(self, width: int = 640) -> bytes:
-        """As a light PNG at twice the resolution."""
-        return theme.png(self.spec, width)
+if TYPE_CHECKING:
+    import altair as alt
 
 
 def as_spec(chart: theme.Drawn | alt.HConcatChart) -> theme.Spec:
@@ -44,33 +26,38 @@ def as_spec(chart: theme.Drawn | alt.HConcatChart) -> theme.Spec:
     return spec
 
 
-@lru_cache(maxsize=4)
-def template(package: str, name: str) -> jinja2.Template:
-    """A page template of a package, which may include this room's files; everything put into it is escaped."""
+def render(
+    package: str, template: str, title: str, figures: Sequence[Figure] = (), /, *, stills: bool = True, **context: Any
+) -> str:
+    """A page: a template of a package, which extends `shell.html.j2`. Everything put into it is escaped.
+
+    `figures` are drawn by a script, and with `stills` as SVG where there is none, and on paper. A page without any
+    may run no scripts, unless it has `scripts` in its context.
+    """
+    page = {
+        "title": title,
+        "figures": {f.name: {"figure": f, "svg": f.svg() if stills else ""} for f in figures},
+    }
+    if figures:
+        page["specs"] = script_json({f.name: f.spec for f in figures})
+        page["configs"] = script_json({"light": theme.config(dark=False), "dark": theme.config(dark=True)})
+        page["bundle"] = bundle()
+    return _template(package, template).render(page, **context)
+
+
+@lru_cache(maxsize=8)
+def _template(package: str, name: str) -> jinja2.Template:
+    """A page's template, which may use this room's."""
     loader = jinja2.ChoiceLoader([jinja2.PackageLoader(package, "."), jinja2.PackageLoader("fettle.page", ".")])
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["size"] = size_text
     return environment.get_template(name)
 
 
 def script_json(data: Any) -> str:
     """JSON that cannot end the script element it stands in, whatever strings it holds."""
-    text = json.dumps(data, default=str)
+    text = json.dumps(data, default=str, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def drawing(drawn: Sequence[Figure]) -> dict[str, Any]:
-    """What a page needs to show figures: as data for a screen, as SVG for paper, and the library that draws."""
-    return {
-        "figures": [{"name": f.name, "title": f.title, "alt": f.alt, "svg": f.svg()} for f in drawn],
-        "specs": script_json({f.name: f.spec for f in drawn}),
-        "configs": script_json(configs()),
-        "bundle": bundle(),
-    }
-
-
-def configs() -> dict[str, theme.Spec]:
-    """The chart configuration for light and for dark."""
-    return {"light": theme.config(dark=False), "dark": theme.config(dark=True)}
 
 
 @lru_cache(maxsize=1)
@@ -86,8 +73,6 @@ def draw(spec: theme.Spec, kind: str, width: int = 760) -> bytes:
     """One chart as `png`, `svg` or a page of its own (`html`), in the light look."""
     spec = clean(spec)
     if kind == "html":
-        page: str = template("fettle.page", "chart.html.j2").render(
-            spec=script_json(spec), configs=script_json(configs()), bundle=bundle()
-        )
-        return page.encode()
+        figure = Figure("one", "", "", spec)
+        return render("fettle.page", "chart.html.j2", "chart", [figure], stills=False).encode()
     return theme.png(spec, width) if kind == "png" else theme.svg(spec, width).encode()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import altair as alt
+if TYPE_CHECKING:
+    import altair as alt
 
 ACCENT = "#1f8a99"
 QUIET = "#8a949e"
@@ -15,12 +16,14 @@ LEVERS = ("#1f77a8", "#d27a22", "#2f9a6c", "#b4588e", "#7d6bc4", "#a48a17", "#c2
 FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
 VEGALITE = "6.4"
 Spec = dict[str, Any]
-Drawn = alt.LayerChart | alt.FacetChart
+Drawn: TypeAlias = "alt.LayerChart | alt.FacetChart"
 """What altair says that a layered chart may become once it is given properties."""
 
 
 def data(rows: list[dict[str, Any]]) -> alt.Data:
     """Rows as data inside the chart."""
+    import altair as alt
+
     return alt.Data(values=rows)  # type: ignore[no-untyped-call]
 
 
@@ -76,5 +79,5 @@ def png(spec: Spec, width: int, scale: float = 2.0) -> bytes:
 
 def _sized(spec: Spec, width: int) -> Spec:
     """A width of its own in place of the page's; charts side by side bring theirs."""
-    sized = {**spec, "padding": 16}
+    sized = {"padding": 16, **spec}
     return {**sized, "width": width} if spec.get("width") == "container" else sized

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fettle.files import write_text
 from fettle.page import clean, shell
-from fettle.report import _facts, _format, _verdict
+from fettle.report import _facts, _format, _tables, _verdict
 from fettle.report.charts import figures
 from fettle.result import Result
 
@@ -19,16 +19,15 @@ def write_report(result: Result, path: str | Path) -> None:
 def page(result: Result) -> str:
     """The page as text: every chart once as data for a screen and once as SVG for paper, the library once for all."""
     result = clean(result)
-    drawn = figures(result)
-    return str(
-        shell.template("fettle.report", "page.html.j2").render(
-            result=result,
-            **shell.drawing(drawn),
-            fmt=_format,
-            facts=_facts,
-            say=_verdict,
-            ranked=_facts.ranked(result),
-            failed=_facts.failed(result),
-            checks=_facts.checks(result, result.winner) if result.winner else [],
-        )
+    title = f"{_verdict.headline(result)}: {result.name}"
+    return shell.render(
+        "fettle.report",
+        "page.html.j2",
+        title,
+        figures(result),
+        result=result,
+        fmt=_format,
+        facts=_facts,
+        say=_verdict,
+        tables=_tables,
     )

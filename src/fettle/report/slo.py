@@ -13,10 +13,10 @@ from typing import Any
 import altair as alt
 
 from fettle.files import write_text
-from fettle.page import Figure, as_spec, clean, theme
-from fettle.page.shell import drawing, template
+from fettle.page import Figure, as_spec, clean, shell, theme
 from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, Drawn
 from fettle.report import _format as fmt
+from fettle.report import _slo_tables
 
 Data = Mapping[str, Any]
 Rows = list[dict[str, Any]]
@@ -31,16 +31,23 @@ def write_slo_report(data: Data, path: str | Path) -> None:
 def slo_page(data: Data) -> str:
     """The page as text."""
     data = clean(data)
-    tests = [{**test, "setting": point["setting"]} for point in data["points"] for test in point["tests"]]
-    shown = [
-        {**point, "measured_text": _measured(point)} for point in data["points"] if point["tests"] or point["front"]
-    ]
-    return str(
-        template("fettle.report", "slo.html.j2").render(
-            found=data, best=best(data), tests=tests, shown=shown, headline=headline(data), lead=lead(data), fmt=fmt,
-            shared=_shared(shown), **drawing(slo_figures(data)),
-        )
-    )  # fmt: skip
+    chosen = best(data)
+    return shell.render(
+        "fettle.report",
+        "slo.html.j2",
+        f"{headline(data)}: {data['name']}",
+        slo_figures(data),
+        found=data,
+        best=chosen,
+        headline=headline(data),
+        lead=lead(data),
+        fmt=fmt,
+        tiles=_slo_tables.tiles(data, chosen) if chosen else [],
+        settings=_slo_tables.settings(data, chosen),
+        tests=_slo_tables.tests(data),
+        branches=_slo_tables.branches(data),
+        failures=[f"{failure['what']}: {failure['why']}" for failure in data["failures"]],
+    )
 
 
 def best(data: Data) -> dict[str, Any] | None:
@@ -288,21 +295,6 @@ def _front_words(data: Data) -> str:
 
 
 # -- words ------------------------------------------------------------------------------------------------------------
-
-
-def _measured(point: Data) -> str:
-    """The measured capacity; below the lowest rate that was tested where none was kept."""
-    if point["measured"] == 0 and point["tests"]:
-        return f"under {fmt.rate(min(test['rate'] for test in point['tests']))}"
-    return fmt.rate(point["measured"])
-
-
-def _shared(points: Rows) -> dict[str, bool]:
-    """Which columns tell the points apart."""
-    return {
-        "cost": any(point["cost_per_million"] is not None for point in points),
-        "error": len({point["error"] for point in points}) > 1,
-    }
 
 
 def _nice(low: float, high: float) -> list[float]:

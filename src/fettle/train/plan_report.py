@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from fettle.errors import UsageError
 from fettle.files import check_writable, whole, write_text
+from fettle.page import Table, as_spec, shell, still
 from fettle.train.plan import Plan, Prediction
 from fettle.train.plan_timeline import PARTS
 from fettle.units import size_text
@@ -36,7 +34,7 @@ def bars(made: Plan, width: int = 520) -> Any:
     drawn = [item.strategy for item in made.predictions if not item.failed]
     narrow = width < 400
     axis = alt.Axis(labelExpr="split(datum.label, ' ')", labelLimit=130) if narrow else alt.Axis(labelLimit=300)
-    legend = alt.Legend(orient="bottom", columns=2) if narrow else alt.Legend()
+    legend = alt.Legend(orient="bottom", columns=2 if narrow else 3)
     chart = (
         alt.Chart(alt.Data(values=rows))  # type: ignore[no-untyped-call]
         .mark_bar(height=18)
@@ -54,7 +52,8 @@ def bars(made: Plan, width: int = 520) -> Any:
             tooltip=["strategy:N", "part:N", "size:N", "fits:N"],
         )
     )
-    size = {"width": width, "height": alt.Step(40 if narrow else 22)}
+    padding = {"left": 40, "right": 16, "top": 16, "bottom": 16}  # names are wider in some browsers' fonts
+    size = {"width": width, "height": alt.Step(40 if narrow else 22), "padding": padding}
     most = (made.device_memory_bytes or 0) * (1 - made.headroom)
     if not most or most > 1.5 * longest:  # a line far beyond the bars would only squeeze them
         return chart.properties(**size)
@@ -82,34 +81,25 @@ def check_path(path: Path) -> None:
 
 
 def page(made: Plan) -> str:
-    """One HTML file without network: the bars as SVG, so that it needs no script, and the table."""
-    import vl_convert
-
-    wide, narrow = (vl_convert.vegalite_to_svg(json.dumps(bars(made, width).to_dict())) for width in (760, 200))
-    title = f"Memory plan: {made.name}, {made.world_size} ranks"
+    """One HTML file without network and scripts: the bars as SVG, and the tables."""
     able = [item for item in made.predictions if not item.failed]
-    failed = [("strategy", "failed"), *((item.strategy, item.failed) for item in made.predictions if item.failed)]
-    peaks = [("strategy", "peak", *PARTS, "fits"), *map(_peak_texts, able)]
-    sent = [("strategy", "sent a step", "between nodes", "collectives", "note"), *map(_sent_texts, able)]
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>memory plan: {escape(made.name)}</title><style>{_STYLE}</style></head><body>"
-        f"<h1>{escape(title)}</h1><p class='verdict'>{escape(verdict(made))}</p>"
-        f"<p class='soft'>{escape(basis(made))}</p>"
-        f"<div class='scroll wide'>{wide}</div><div class='scroll narrow'>{narrow}</div>"
-        f"{_table(peaks)}{_table(sent, 'words')}{_table(failed, 'words') if len(failed) > 1 else ''}</body></html>"
+    failed = [(item.strategy, item.failed) for item in made.predictions if item.failed]
+    peaks = ("strategy", "peak", *PARTS, "fits")
+    sent = ("strategy", "sent a step", "between nodes", "collectives", "note")
+    return shell.render(
+        "fettle.train",
+        "plan.html.j2",
+        f"Memory plan: {made.name}",
+        made=made,
+        verdict=verdict(made),
+        basis=basis(made),
+        drawn=still(verdict(made), lambda narrow: as_spec(bars(made, 200 if narrow else 620))),
+        tables=[
+            Table(peaks, [_peak_texts(item) for item in able], peaks[1:-1]),
+            Table(sent, [_sent_texts(item) for item in able], sent[1:3]),
+            Table(("strategy", "failed"), failed),
+        ],
     )
-
-
-def _table(rows: Sequence[Sequence[str]], kind: str = "") -> str:
-    """Rows as HTML, the first one its head; of the kind ``words`` the last two columns are text."""
-    lines = [
-        "<tr>" + "".join(f"<{cell}>{escape(text)}</{cell}>" for text in row) + "</tr>"
-        for row, cell in zip(rows, ("th", *["td"] * (len(rows) - 1)), strict=True)
-    ]
-    return f"<div class='scroll'><table class='{kind}'>{''.join(lines)}</table></div>"
 
 
 def verdict(made: Plan) -> str:
@@ -148,17 +138,3 @@ def _sent_texts(item: Prediction) -> tuple[str, ...]:
 
 def _fits(item: Prediction) -> str:
     return "" if item.fits is None else "yes" if item.fits else "no"
-
-
-_STYLE = """
-:root{--ink:#1d2733;--soft:#5b6b7c;--line:#d7dee6}*{box-sizing:border-box}
-body{margin:0 auto;max-width:1240px;padding:24px;background:#fff;color:var(--ink);font:15px/1.5 system-ui,sans-serif}
-h1{font-size:20px;margin:0;overflow-wrap:anywhere}.verdict{font-size:17px}.soft{color:var(--soft)}
-.scroll{overflow-x:auto}table{border-collapse:collapse;font-size:14px;margin-top:16px}
-th,td{text-align:right;padding:4px 12px 4px 0;border-bottom:1px solid var(--line);white-space:nowrap;
-vertical-align:top;font-variant-numeric:tabular-nums}
-th:first-child,td:first-child,.words th:nth-last-child(-n+2),.words td:nth-last-child(-n+2){text-align:left}
-.words td:nth-last-child(-n+2){white-space:normal;min-width:130px}
-.narrow{display:none}@media(max-width:760px){.wide{display:none}.narrow{display:block}body{padding:16px}
-td:first-child{white-space:normal}}
-"""

@@ -53,17 +53,20 @@ def write_report(traces: list[Trace], target: Path, *, before: Trace | None = No
             continue
         if section is not None:
             sections.append(section)
-    specs = {f"{i}-{j}": chart.spec for i, s in enumerate(sections) for j, chart in enumerate(s.charts)}
-    page = shell.template("fettle.trace.report", "page.html.j2").render(
-        title=clean(", ".join(sorted({t.path.name for t in traces})[:4])),
+    sections = clean(sections)
+    name = clean(", ".join(sorted({t.path.name for t in traces})[:4]))
+    page = shell.render(
+        "fettle.trace.report",
+        "page.html.j2",
+        f"fettle trace: {name}",
+        [chart for section in sections for chart in section.charts],
+        stills=False,  # as many as these would make the page too large
+        name=name,
         ranks=len(traces),
         tiles=clean(overview.tiles(traces)),
         verdict=clean(overview.verdict(traces)),
-        sections=clean(sections),
+        sections=sections,
         failed=clean(failed),
-        bundle=shell.bundle(),
-        specs=shell.script_json(clean(specs)),
-        configs=shell.script_json(shell.configs()),
     )
-    write_text(target, str(page))
+    write_text(target, page)
     return failed

@@ -8,39 +8,12 @@ from typing import Any
 
 import polars as pl
 
-from fettle.page import as_spec
+from fettle.page import Cell, Figure, Table, as_spec
 from fettle.trace.model import Trace
 from fettle.units import size_text
 
 CUT_CHARS = 110
 _NANOSECONDS = re.compile(r"_ns(?=_|$)")
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A chart with its title and, for those who cannot see it, what it shows in words."""
-
-    title: str
-    words: str
-    spec: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One cell: shown text, the whole text where that was cut, and the share for a bar behind it (0 to 100)."""
-
-    text: str
-    whole: str = ""
-    bar: float | None = None
-
-
-@dataclass(frozen=True)
-class Table:
-    caption: str
-    columns: list[tuple[str, bool]]
-    """Title, and whether it holds numbers."""
-    rows: list[list[Cell]]
-    more: int
 
 
 @dataclass
@@ -49,11 +22,12 @@ class Section:
 
     title: str
     text: str = ""
-    charts: list[Chart] = field(default_factory=list)
+    charts: list[Figure] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
 
     def chart(self, title: str, chart: Any, words: str = "") -> None:
-        self.charts.append(Chart(title, words or title, as_spec(chart)))
+        name = re.sub(r"\W+", "-", f"{self.title} {len(self.charts)}").lower()
+        self.charts.append(Figure(name, title, words or title, as_spec(chart)))
 
     def table(self, caption: str, frame: pl.DataFrame, rows: int = 15, keep: str = "") -> None:
         """A table of the first rows; columns that say nothing (one value that is null, empty or the only rank) go,
@@ -63,9 +37,10 @@ class Section:
             return
         frame = frame.select([c for c in frame.columns if c == keep or not _says_nothing(frame[c], c)])
         shown = frame.head(rows)
-        columns = [(heading(c), frame[c].dtype.is_numeric()) for c in frame.columns]
         cells = [[_cell(v, c) for v, c in zip(row, frame.columns, strict=True)] for row in shown.iter_rows()]
-        self.tables.append(Table(caption, columns, cells, frame.height - shown.height))
+        numbers = [heading(c) for c in frame.columns if frame[c].dtype.is_numeric()]
+        columns = [heading(c) for c in frame.columns]
+        self.tables.append(Table(columns, cells, numbers, caption, frame.height - shown.height))
 
 
 def _says_nothing(column: pl.Series, name: str) -> bool:
@@ -97,13 +72,13 @@ def cell(value: Any, column: str) -> str:
     return text if len(text) <= 160 else text[:157] + "..."
 
 
-def _cell(value: Any, column: str) -> Cell:
+def _cell(value: Any, column: str) -> Cell | str:
     if column.endswith("share") and isinstance(value, (int, float)):
         return Cell(cell(value, column), bar=max(0.0, min(100.0, value * 100)))
     if isinstance(value, int) and "bytes" in column:
         return Cell(size_text(value), f"{value:,} bytes")
     text = str(value) if isinstance(value, str) else cell(value, column)
-    return Cell(text) if len(text) <= CUT_CHARS else Cell(text[: CUT_CHARS - 1] + "…", text[:2000])
+    return text if len(text) <= CUT_CHARS else Cell(text[: CUT_CHARS - 1] + "…", text[:2000])
 
 
 def ms(nanoseconds: float) -> str:

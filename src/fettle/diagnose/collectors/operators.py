@@ -1,0 +1,308 @@
+"""Every operator of a call with its own time, FLOPs and bytes, by module and source line."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import math
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from fettle.diagnose.evidence import CAST, INDEX, LAYOUT, MATRIX, OTHER, POINTWISE, Operation
+from fettle.errors import is_users
+from fettle.workload import Workload, tensors
+
+_LAYOUT_OPS = {"clone", "contiguous", "cat", "stack", "copy_", "copy", "constant_pad_nd", "repeat", "roll", "flip"}
+_INDEX_OPS = {"index", "index_select", "gather", "embedding", "index_put", "index_put_", "scatter", "masked_select",
+              "nonzero", "index_add", "slice_scatter", "select_scatter", "take"}  # fmt: skip
+_FREE_OPS = {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "detach", "unsqueeze",
+             "squeeze", "alias", "split", "split_with_sizes", "unbind", "as_strided", "chunk", "_reshape_alias",
+             "unfold", "diagonal", "lift_fresh"}  # fmt: skip
+"""Views: they move no data."""
+_WEIGHED = {"addmm": -1, "mm": 1, "linear": 1, "mkldnn_linear": 1, "convolution": 1, "mkldnn_convolution": 1}
+"""Products with weights, and which of their tensors that is. The same rows give the same results again."""
+_MATRIX_MORE = {"_scaled_dot_product_flash_attention_for_cpu", "mkldnn_rnn_layer", "_mkldnn_rnn_layer", "linear",
+                "mkldnn_linear", "_linear", "lstm", "gru", "mv", "dot", "_fused_sdp_choice"}  # fmt: skip
+
+
+def operations(workload: Workload, device: str, calls: int = 3) -> list[Operation]:
+    """Every operator of a call with its own time, FLOPs and bytes.
+
+    Operators are timed one by one below the dispatcher, so their time is that of their work; on a device each one is
+    waited for. Times are the median over `calls` calls. What a compiled graph runs inside is not seen.
+    """
+    return watched(workload, device, calls)[0].rows()
+
+
+def watched(workload: Workload, device: str, calls: int = 3) -> tuple[Watch, float]:
+    """The watch after `calls` calls, and the median seconds of a watched call."""
+    watch = Watch(workload.model, device)
+    totals: list[float] = []
+    for _ in range(calls):
+        watch.begin()
+        began = time.perf_counter()
+        with watch:
+            workload.run(workload.model, workload.inputs[0])
+        totals.append(time.perf_counter() - began)
+    watch.close()
+    return watch, statistics.median(totals)
+
+
+@dataclass
+class _Row:
+    """What is known of one operator in one module, on one line, in one dtype; all but its time from the first call."""
+
+    kind: str
+    function: str
+    rounds: list[list[float]] = field(default_factory=list)
+    """Seconds and calls, by call of the workload."""
+    group: str = ""
+    flops: list[int] = field(default_factory=list)
+    weights: set[int] = field(default_factory=set)
+    """Where the weights of its products lie."""
+    bytes: int = 0
+    written: int = 0
+    largest: tuple[int, ...] = ()
+    growth: float = 0.0
+
+    def add(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """One run of the operator."""
+        name = func.overloadpacket.__name__
+        inputs, outputs = _tensors((args, kwargs)), _tensors(out)
+        self.group = group_of(name, inputs, outputs)
+        counter = flop_registry.get(func.overloadpacket)
+        if counter is not None:
+            if name in _WEIGHED and len(inputs) > 1:
+                self.weights.add(inputs[_WEIGHED[name]].data_ptr())
+            try:
+                self.flops.append(int(counter(*args, **kwargs, out_val=out)))
+            except Exception:
+                self.flops.append(0)  # a formula that does not know this form of the call
+        if name not in _FREE_OPS:
+            written = sum(tensor.numel() * tensor.element_size() for tensor in outputs)
+            self.bytes += written + sum(tensor.numel() * tensor.element_size() for tensor in inputs)
+            self.written += written
+        shape = max((tuple(tensor.shape) for tensor in outputs), key=math.prod, default=())
+        self.largest = max(self.largest, shape, key=math.prod)
+        given = max((tensor.numel() for tensor in inputs), default=0)
+        if given and math.prod(shape) >= 1 << 20:
+            self.growth = max(self.growth, math.prod(shape) / given)
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Times operators; module paths come from hooks on the modules."""
+
+    def __init__(self, model: Any, device: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+        self.modules: list[tuple[str, str]] = [("", "")]
+        self.seen: dict[tuple[str, str, str, str], _Row] = {}
+        self.call = -1
+        self.handles: list[Any] = []
+        self.overhead_s = _watching_s(device)
+        self._hashing = False
+        self.batches: set[bytes] = set()
+        self.batches_run = self.batches_seen_before = 0
+        self.built: Counter[str] = Counter()
+        self.handles.append(register_module_parameter_registration_hook(self._built))
+        for name, module in _named_modules(model):
+            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks: its operators count as its caller's
+                continue
+            pair = (name, type(module).__name__)
+            self.handles.append(module.register_forward_pre_hook(functools.partial(self._enter, pair)))
+            self.handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
+
+    def _enter(self, pair: tuple[str, str], module: Any, args: Any) -> None:
+        if self.call == 0 and len(self.modules) == 1:
+            self.batches_run += 1
+            self._hashing = True
+            known = _digest(args)
+            self._hashing = False
+            self.batches_seen_before += known in self.batches
+            if known is not None and len(self.batches) < 10_000:
+                self.batches.add(known)
+        self.modules.append(pair)
+
+    def _built(self, module: Any, name: str, parameter: Any) -> None:
+        if self.call == 0:
+            self.built[_user_place()[0]] += 1
+
+    def _leave(self) -> None:
+        if len(self.modules) > 1:
+            self.modules.pop()
+
+    def begin(self) -> None:
+        """A new call begins."""
+        self.call += 1
+        del self.modules[1:]
+
+    def close(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._hashing:
+            return func(*args, **kwargs)
+        began = time.perf_counter()
+        out = func(*args, **kwargs)
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        spent = time.perf_counter() - began
+        module, kind = self.modules[-1]
+        line, function = _user_place()
+        key = (func.overloadpacket.__name__, module, line, _dtype(_tensors(out), _tensors((args, kwargs))))
+        row = self.seen.setdefault(key, _Row(kind, function))
+        while len(row.rounds) <= self.call:
+            row.rounds.append([0.0, 0])
+        row.rounds[self.call][0] += max(0.0, spent - self.overhead_s)
+        row.rounds[self.call][1] += 1
+        if self.call == 0:
+            row.add(func, args, kwargs, out)
+        return out
+
+    def rows(self) -> list[Operation]:
+        """One row for each operator, module, line and dtype; costliest first."""
+        found = [
+            Operation(
+                name=f"aten.{name}",
+                group=row.group,
+                module=module,
+                kind=row.kind,
+                line=line,
+                dtype=dtype,
+                calls=round(statistics.median(count for _, count in row.rounds)),
+                seconds=statistics.median(spent for spent, _ in row.rounds),
+                flops=sum(row.flops),
+                bytes=row.bytes,
+                largest=row.largest,
+                repeated=repeated_share(row.flops) if len(row.weights) == 1 else 0.0,
+                weights=len(row.weights),
+                function=row.function,
+                written=row.written,
+                growth=row.growth,
+            )
+            for (name, module, line, dtype), row in self.seen.items()
+            if row.group  # it ran in the first call; else control flow took another way
+        ]
+        return sorted(found, key=lambda row: -row.seconds)
+
+
+def _watching_s(device: str, times: int = 200) -> float:
+    """What timing an operator below the dispatcher adds to its time, by an operator that does next to nothing.
+
+    On a GPU that is its launch and waiting for it: what is left of an operator is the time of its kernels.
+    """
+    tensor, bare = torch.zeros(1, device=device), torch.ops.aten.neg.default
+
+    class Bare(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            began = time.perf_counter()
+            out = func(*args, **(kwargs or {}))
+            if device == "cuda":
+                torch.cuda.synchronize()
+            spent.append(time.perf_counter() - began)
+            return out
+
+    spent: list[float] = []
+    alone: list[float] = [0.0] if device == "cuda" else []  # a few microseconds of work, lost in those of its launch
+    for _ in range(0 if alone else 5):
+        began = time.perf_counter()
+        for _ in range(times):
+            tensor.neg()
+        alone.append((time.perf_counter() - began) / times)
+    with Bare():  # type: ignore[no-untyped-call]
+        for _ in range(times):
+            bare(tensor)
+    return max(0.0, statistics.median(spent) - min(alone))
+
+
+def repeated_share(flops: Sequence[int]) -> float:
+    """Share of the work of successive products that only repeats what an earlier one computed.
+
+    A product with weights whose size grows call by call (all tokens so far, for every new token) does again what the
+    last one did and a little more: all but its largest size was needless. 0 where the sizes do not grow so.
+    """
+    if len(flops) < 8 or any(b < a for a, b in itertools.pairwise(flops)) or len(set(flops)) < 8:
+        return 0.0
+    largest = flops[-1]
+    return 1.0 - largest * flops.count(largest) / sum(flops)
+
+
+def group_of(name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> str:
+    """The group of an operator, by its name and by what it does to the dtype."""
+    if name == "_to_copy" or (name == "copy_" and len(inputs) > 1 and inputs[0].dtype != inputs[1].dtype):
+        same = inputs and outputs and inputs[0].dtype == outputs[0].dtype
+        return LAYOUT if same and name == "_to_copy" else CAST
+    if name in _LAYOUT_OPS:
+        return LAYOUT
+    if name in _INDEX_OPS:
+        return INDEX
+    if name in _MATRIX_MORE or getattr(torch.ops.aten, name, None) in flop_registry or "convolution" in name:
+        return MATRIX
+    if name in _FREE_OPS or not outputs:
+        return OTHER
+    if any(tensor.is_floating_point() for tensor in outputs):
+        return POINTWISE
+    return OTHER
+
+
+def _user_place() -> tuple[str, str]:
+    """``file.py:12`` of the innermost frame that is neither torch's nor ours, and the function that it is in; both
+    empty where there is none."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if is_users(name):
+            return f"{name.rpartition('/')[2]}:{frame.f_lineno}", frame.f_code.co_qualname.removesuffix(
+                ".<locals>.<genexpr>"
+            )
+        frame = frame.f_back  # type: ignore[assignment]
+    return "", ""
+
+
+def _named_modules(model: Any) -> list[tuple[str, torch.nn.Module]]:
+    """All modules by path; of a callable that is no module, those that it holds as attributes."""
+    if isinstance(model, torch.nn.Module):
+        return list(model.named_modules())
+    held = [(name, value) for name, value in getattr(model, "__dict__", {}).items()]
+    modules = [(name, value) for name, value in held if isinstance(value, torch.nn.Module)]
+    found = {id(part): (f"{name}.{path}".rstrip("."), part) for name, m in modules for path, part in m.named_modules()}
+    return list(found.values())
+
+
+def _digest(args: Any) -> bytes | None:
+    """What identifies the values of a module's inputs; None where there are none, or too many to read."""
+    given = tensors(args)
+    if not given or sum(tensor.numel() * tensor.element_size() for tensor in given) > 16 << 20:
+        return None
+    whole = hashlib.blake2b(digest_size=16)
+    try:
+        for tensor in given:
+            whole.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
+            whole.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    except (RuntimeError, TypeError):  # a tensor without plain memory: sparse, nested, quantised
+        return None
+    return whole.digest()
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _dtype(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> str:
+    every = [*outputs, *inputs]
+    floating = [tensor for tensor in every if tensor.is_floating_point()]
+    return str((floating or every or [torch.empty(0)])[0].dtype).removeprefix("torch.")

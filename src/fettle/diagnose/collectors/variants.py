@@ -1,0 +1,99 @@
+"""Timing calls in place, and what switching one process-wide thing brings, there and back between two calls."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+def variants(
+    call: Callable[[], Any], wall_s: float, seconds: float, module: torch.nn.Module | None = None
+) -> dict[str, tuple[float, float, float]]:
+    """What switching one thing brings, tried in this process: share of time saved, and its 95% interval.
+
+    Interleaved rounds; only what can be switched there and back between two calls. A slow call gets three rounds.
+    """
+    from fettle.measure import log_interval
+
+    given = torch.get_num_threads()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    switches: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {}
+    if given != usable:
+        switches[f"threads={usable}"] = lambda: threads(usable)
+    if given > 1 and wall_s < 0.5:
+        switches["threads=1"] = lambda: threads(1)
+    if torch.is_grad_enabled():
+        switches["grad=inference_mode"] = torch.inference_mode
+    if module is not None and module.training and all(part.training for part in module.modules()):
+        switches["mode=eval"] = lambda: _evaluating(module)
+    if torch.is_anomaly_enabled():
+        switches["anomaly=off"] = lambda: held(torch.autograd, "set_detect_anomaly", False, True)
+    if torch.are_deterministic_algorithms_enabled():
+        switches["deterministic=off"] = lambda: held(torch, "use_deterministic_algorithms", False, True)
+    rounds = int(min(12, max(3, seconds / max(wall_s, 1e-4) / (len(switches) + 1) / 3)))
+    logs: dict[str, list[float]] = {name: [] for name in switches}
+    broken: set[str] = set()
+    for _ in range(rounds):
+        base = min(timed(call, "cpu", 0.0, least=2))
+        for name, switched in switches.items():
+            if name in broken:
+                continue
+            try:
+                with switched():
+                    logs[name].append(math.log(base / min(timed(call, "cpu", 0.0, least=3))))
+            except Exception:
+                broken.add(name)
+    found: dict[str, tuple[float, float, float]] = {}
+    for name, values in logs.items():
+        if len(values) >= 3 and name not in broken:
+            interval = log_interval(values, 0.05)
+            ends = (interval.estimate, interval.low, interval.high)
+            saved = [1 - math.exp(-max(-50.0, min(end, 50.0))) for end in ends]
+            found[name] = (saved[0], saved[1], saved[2])
+    return found
+
+
+@contextlib.contextmanager
+def _evaluating(module: torch.nn.Module) -> Iterator[None]:
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train()
+
+
+def timed(call: Callable[[], Any], device: str, seconds: float, least: int = 3) -> list[float]:
+    """Seconds of each call: at least `least` calls, then more until `seconds` have passed or there are 200."""
+    samples: list[float] = []
+    began = time.perf_counter()
+    while len(samples) < least or (time.perf_counter() - began < seconds and len(samples) < 200):
+        started = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        samples.append(time.perf_counter() - started)
+    return samples
+
+
+@contextlib.contextmanager
+def held(holder: Any, setter_name: str, value: Any, given: Any) -> Iterator[None]:
+    """A process-wide setting at `value`, whatever the call itself asks for; then at `given` again."""
+    setter = getattr(holder, setter_name)
+    setter(value)
+    setattr(holder, setter_name, lambda *_, **__: contextlib.nullcontext())
+    try:
+        yield
+    finally:
+        setattr(holder, setter_name, setter)
+        setter(given)
+
+
+def threads(count: int) -> contextlib.AbstractContextManager[None]:
+    """Compute with so many threads, and then with as many as before."""
+    return held(torch, "set_num_threads", count, torch.get_num_threads())

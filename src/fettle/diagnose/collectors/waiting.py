@@ -1,0 +1,173 @@
+"""Time that a call does not compute: the garbage collector, sleeping, DataLoaders; and the call without the last."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fettle.diagnose.collectors.variants import threads, timed
+from fettle.diagnose.evidence import Loading
+from fettle.workload import tensors
+
+_KEPT_BYTES = 512 << 20
+_LEAST_WATCHED_S = 0.2
+
+
+class LoaderClock:
+    """Times DataLoaders of this process while it is entered: making an iterator, and each batch.
+
+    The batches of the first call are kept, in the order of their iterators, unless they are too large.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.calls = self.rows = self.batches = 0
+        self.kept: list[list[Any]] = []
+        self._bytes = 0
+        self._inside = False
+
+    def __enter__(self) -> LoaderClock:
+        from torch.utils.data import DataLoader
+        from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+        self._were = [(DataLoader, "__iter__"), (_BaseDataLoaderIter, "__next__")]
+        self._originals = [getattr(kind, name) for kind, name in self._were]
+        for (kind, name), original in zip(self._were, self._originals, strict=True):
+            setattr(kind, name, self._clocked(original))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for (kind, name), original in zip(self._were, self._originals, strict=True):
+            setattr(kind, name, original)
+
+    def _clocked(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:  # a loader that reads another one
+                return original(*args, **kwargs)
+            self._inside, began = True, time.perf_counter()
+            try:
+                result = original(*args, **kwargs)
+            finally:
+                self._inside = False
+                self.seconds += time.perf_counter() - began
+            self._keep(args[0], result)
+            return result
+
+        return timed
+
+    def _keep(self, loader: Any, result: Any) -> None:
+        from torch.utils.data import DataLoader
+
+        if isinstance(loader, DataLoader):
+            self.rows = min(self.rows or sys.maxsize, loader.batch_size or sys.maxsize) % sys.maxsize
+            if self.calls == 1:
+                self.kept.append([])
+            return
+        self.batches += 1
+        if self.calls == 1 and self.kept:
+            self._bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors(result))
+            if self._bytes > _KEPT_BYTES:
+                self.kept.clear()
+            else:
+                self.kept[-1].append(result)
+
+
+def waiting(
+    call: Callable[[], Any], wall_s: float, device: str = "cpu", least: int = 3
+) -> tuple[float, float, Loading]:
+    """Seconds a call in the garbage collector, and asleep of the process's own will; and what its DataLoaders take.
+
+    With one thread: threads that wait for each other would look asleep. Where loaders take more than 2% of `wall_s`,
+    the call is tried with their batches at hand.
+    """
+    pauses: dict[int, list[float]] = defaultdict(list)
+    began = 0.0
+
+    def note(phase: str, info: dict[str, Any]) -> None:
+        nonlocal began
+        if phase == "start":
+            began = time.perf_counter()
+        else:
+            pauses[info["generation"]].append(time.perf_counter() - began)
+
+    blocked = 0.0
+    clock = LoaderClock()
+    try:
+        with threads(1):
+            call()
+            gc.callbacks.append(note)
+            before, started = _run_and_wait_s(), time.perf_counter()
+            with clock:
+                while clock.calls < least or (time.perf_counter() - started < _LEAST_WATCHED_S and clock.calls < 500):
+                    clock.calls += 1
+                    call()
+            # The main thread was neither on a core nor waiting for one: it slept. The system counts in ticks.
+            wall, after = time.perf_counter() - started, _run_and_wait_s()
+            if before is not None and after is not None and wall > _LEAST_WATCHED_S / 4:  # shorter than some ticks
+                blocked = max(0.0, wall - (after - before))
+    finally:
+        if note in gc.callbacks:
+            gc.callbacks.remove(note)
+    loader_s = clock.seconds / clock.calls
+    at_hand_s = _at_hand(call, clock, device) if loader_s > 0.02 * wall_s else 0.0
+    loading = Loading(loader_s, clock.rows, clock.batches // clock.calls, at_hand_s)
+    # A collection that came once says nothing of how often it comes: a full one may take longer than all these calls.
+    collecting = sum(sum(seen) for seen in pauses.values() if len(seen) > 1)
+    return collecting / clock.calls, blocked / clock.calls, loading
+
+
+def _at_hand(call: Callable[[], Any], clock: LoaderClock, device: str, calls: int = 5) -> float:
+    """Seconds of a call whose loaders hand out at once what they handed out before; 0 where that cannot be tried."""
+    from torch.utils.data import DataLoader
+
+    if not clock.kept:
+        return 0.0
+    turns = itertools.cycle(clock.kept)
+    original = DataLoader.__iter__
+    DataLoader.__iter__ = lambda self: iter(next(turns))  # type: ignore[method-assign, return-value, assignment]
+    try:
+        return min(timed(call, device, 0.0, least=calls))
+    finally:
+        DataLoader.__iter__ = original  # type: ignore[method-assign]
+
+
+class CoreClock:
+    """How crowded the machine is while it is entered, seen from the threads of this process (Linux; else 0)."""
+
+    crowded = 0.0
+    """Of the time in which they ran or could have run, the share in which they had no core."""
+
+    def __enter__(self) -> CoreClock:
+        self._before = _all_threads()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ran, waited = (max(0.0, now - then) for now, then in zip(_all_threads(), self._before, strict=True))
+        self.crowded = waited / max(ran + waited, 1e-9)
+
+
+def _all_threads() -> tuple[float, float]:
+    told = [_schedule(path) for path in Path("/proc/self/task").glob("*/schedstat")]
+    return sum(ran for ran, _ in told), sum(waited for _, waited in told)
+
+
+def _run_and_wait_s() -> float | None:
+    """Seconds that this thread ran or waited for a core (Linux); None where the system does not tell."""
+    return sum(_schedule(Path("/proc/thread-self/schedstat"))) or None
+
+
+def _schedule(path: Path) -> tuple[float, float]:
+    """Seconds that a thread ran, and that it waited for a core; zeros where the system does not tell."""
+    try:
+        ran, waited, *_ = path.read_text().split()
+        return int(ran) / 1e9, int(waited) / 1e9
+    except (OSError, ValueError):  # not Linux, or a thread that has just ended
+        return 0.0, 0.0

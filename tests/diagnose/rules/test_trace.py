@@ -1,0 +1,216 @@
+"""What a trace alone says: planted waits, with bounds that can be checked on paper. Times are microseconds."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fettle.diagnose.files import of_trace
+from fettle.diagnose.rules import trace as trace_rules
+from fettle.diagnose.rules.trace import trace_findings
+from fettle.trace import load, record
+from tests.trace.build import Build
+
+NEXT = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
+
+
+def on_device(waits: float) -> Build:
+    """Two steps of 1000 us: the host waits for data, launches, and the device works until the step ends."""
+    made = Build()
+    for number in range(2):
+        start = 1000.0 * number
+        made.step(number, start, 1000)
+        made.add("user_annotation", NEXT, start, waits)
+        made.kernel("gemm", start + waits + 10, 990 - waits, call=start + waits + 1)
+    return made
+
+
+def test_the_device_waits_for_data(tmp_path: Path) -> None:
+    found, budget = trace_findings(on_device(400).load(tmp_path))
+    assert found[0].rule == "data-wait"
+    assert 0.4 <= found[0].bound < 0.45
+    assert found[0].formula
+    assert found[0].before != found[0].after
+    assert sum(budget.values()) == pytest.approx(1.0)
+
+
+def test_no_wait_no_finding(tmp_path: Path) -> None:
+    assert "data-wait" not in [finding.rule for finding in trace_findings(on_device(10).load(tmp_path))[0]]
+
+
+def test_waiting_behind_a_busy_device_cannot_be_won(tmp_path: Path) -> None:
+    made = Build().step(0, 0, 1000)
+    made.kernel("gemm", 10, 990, call=1)
+    made.add("user_annotation", NEXT, 5, 900)
+    assert "data-wait" not in [finding.rule for finding in trace_findings(made.load(tmp_path))[0]]
+
+
+def test_operators_inside_the_loader_are_loading_too(tmp_path: Path) -> None:
+    made = Build().step(0, 0, 1000)
+    made.add("user_annotation", NEXT, 0, 600)
+    made.op("aten::stack", 100, 400)
+    made.op("aten::mm", 600, 390)
+    found, _ = trace_findings(made.load(tmp_path))
+    assert found[0].rule == "data-wait"
+    assert found[0].bound >= 0.6
+
+
+def test_what_recording_costs_makes_a_bound_larger_never_smaller(tmp_path: Path) -> None:
+    made = Build().step(0, 0, 1000)
+    made.add("user_annotation", NEXT, 0, 500)
+    for number in range(100):
+        made.op("aten::add", 500 + 5 * number, 4)
+    found, _ = trace_findings(made.load(tmp_path))
+    # Of 1000 us, 100 untraced ones may belong to the loader, and recording 102 events took at most 306.
+    assert found[0].rule == "data-wait"
+    assert found[0].bound == pytest.approx(600 / (1000 - 306), abs=0.02)
+
+
+@pytest.mark.parametrize(("width", "bound"), [(8, 1020 / 1200), (9, 1020 / 1700)])
+def test_steps_that_others_slowed_down_make_no_bound_too_small(width: int, bound: float, tmp_path: Path) -> None:
+    """Two steps wait alike; the operators of the second take much longer: for nothing, or for a wider matrix."""
+    made = Build()
+    for number, (begin, length, shape) in enumerate([(0, 90, 8), (600, 590, width)]):
+        made.step(number, begin, 510 + length)
+        made.add("user_annotation", NEXT, begin, 500)
+        made.op("aten::mm", begin + 505, length, **{"Input Dims": [[shape, 8]]})
+    found, _ = trace_findings(made.load(tmp_path))
+    assert found[0].rule == "data-wait"
+    assert found[0].bound == pytest.approx(bound, abs=0.03)
+
+
+def test_python_around_small_operators(tmp_path: Path) -> None:
+    made = Build().step(0, 0, 1000)
+    for number in range(60):
+        made.op("aten::add", 16 * number, 5)
+    (found,) = trace_findings(made.load(tmp_path))[0]
+    assert found.rule == "python-bound"
+    assert "device" not in found.says
+    assert not found.levels
+    assert found.bound > 0.99  # the operators are as small as that themselves
+
+
+def test_a_few_operators_are_no_python_bound_step(tmp_path: Path) -> None:
+    made = Build().step(0, 0, 1000)
+    for number in range(10):
+        made.op("aten::add", 100 * number, 60)
+    assert trace_findings(made.load(tmp_path))[0] == []
+
+
+def test_kernels_are_told_by_the_operator_that_was_watched(tmp_path: Path) -> None:
+    made = Build()
+    for number in range(2):
+        start = 1000.0 * number
+        made.step(number, start, 1000)
+        made.op("aten::convolution", start, 100).op("aten::cudnn_convolution", start + 10, 50)
+        made.kernel("implicit_gemm", start + 200, 600, call=start + 20)
+        made.kernel("bias", start + 800, 190, call=start + 40)
+        made.op("aten::relu", start + 110, 20).kernel("relu", start + 992, 5, call=start + 115)
+    path = tmp_path / "trace.json"
+    made.write(path)
+    found = of_trace(path, calls=2, operators={"aten.convolution"}).kernels
+    assert [(kernel.name, kernel.operator, kernel.calls) for kernel in found] == [
+        ("implicit_gemm", "aten.convolution", 1.0),
+        ("bias", "aten.convolution", 1.0),
+    ]
+    assert found[0].seconds == pytest.approx(600e-6)
+    assert of_trace(path).kernels == []
+
+
+def test_a_trace_of_this_machine(tmp_path: Path) -> None:
+    class Slow(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            time.sleep(0.05)  # a hundred times what a step takes
+            return torch.ones(64)
+
+    net = torch.nn.Linear(64, 64)
+    with record(tmp_path / "trace.json", warmup=1, active=3) as profiler:
+        for batch in torch.utils.data.DataLoader(Slow(), batch_size=3):
+            net(batch)
+            profiler.step()
+    found, _ = trace_findings(load(tmp_path / "trace.json"))
+    assert found[0].rule == "data-wait"
+    assert found[0].bound > 0.5
+
+
+def held_up(category: str, name: str) -> Build:
+    """Two steps of 1000 us: the host is held up for 400, launches, and the device works until the step ends."""
+    made = Build()
+    for number in range(2):
+        start = 1000.0 * number
+        made.step(number, start, 1000).add(category, name, start, 400)
+        made.kernel("gemm", start + 410, 590, call=start + 401)
+    return made
+
+
+def alone(cat: str, name: str) -> Build:
+    """Device work that nothing hides: 400 us of it, then 600 of computing."""
+    made = Build().step(0, 0, 1000).kernel(name, 10, 400, call=1, cat=cat)
+    return made.kernel("gemm", 410, 590, call=4)
+
+
+def launched_slowly() -> Build:
+    return Build().step(0, 0, 1000).kernel("gemm", 410, 590, call=0, call_dur=400)
+
+
+def started_late() -> Build:
+    return Build().step(0, 0, 1000).kernel("gemm", 90, 910, call=1)
+
+
+def behind_an_event() -> Build:
+    made = Build().step(0, 0, 1000).kernel("a", 10, 10, call=0, stream=7).kernel("c", 11, 9, call=2, stream=8)
+    return made.call("cudaStreamWaitEvent", 5, 1).kernel("d", 120, 880, call=7, stream=8)
+
+
+def short_kernels(gap: float) -> Build:
+    """A hundred kernels, queued at once, with gaps between them."""
+    made = Build().step(0, 0, 1010)
+    for number in range(100):
+        made.kernel("mul", 10 + 10 * number, 10 - gap, call=0.05 * number, call_dur=0.05)
+    return made
+
+
+PLANTED = {
+    "data-wait": held_up("user_annotation", NEXT),
+    "syncs": held_up("cuda_runtime", "cudaStreamSynchronize"),
+    "python-bound": held_up("python_function", "net.py(3): forward"),
+    "launch-bound": held_up("cpu_op", "aten::add"),
+    "runtime-calls": held_up("cuda_runtime", "cudaEventRecord"),
+    "other-rank": held_up("user_annotation", "gloo:all_reduce"),
+    "allocator": held_up("cuda_runtime", "cudaMalloc"),
+    "compiling": held_up("cuda_driver", "cuModuleLoadData"),
+    "garbage-collection": held_up("python_function", "<built-in function collect>"),
+    "launch-bound-calls": launched_slowly(),
+    "launch-latency": started_late(),
+    "stream-event": behind_an_event(),
+    "between-kernels": short_kernels(gap=4.0),
+    "communication": alone("kernel", "ncclDevKernel_AllReduce_Sum"),
+    "transfers": alone("gpu_memcpy", "Memcpy HtoD"),
+    "small-kernels": short_kernels(gap=7.0),
+}
+
+
+def test_every_rule_of_a_trace_is_here() -> None:
+    rules = {cause.rule for cause in trace_rules._CAUSES.values()}
+    assert set(PLANTED) == rules | {"small-kernels"}
+
+
+@pytest.mark.parametrize("rule", PLANTED)
+def test_a_rule_names_its_cause_the_bound_and_the_answer(rule: str, tmp_path: Path) -> None:
+    found, _ = trace_findings(PLANTED[rule].load(tmp_path))
+    named = {finding.rule: finding for finding in found}
+    assert rule in named, found
+    assert 0.03 < named[rule].bound < 1
+    assert named[rule].advice
+    assert named[rule].formula
+    assert named[rule].before != named[rule].after
+    if "-kernels" not in rule:  # kernels that are short have gaps between them: two rules about the same program
+        assert set(named) == {rule}
+
+
+def test_a_device_that_works_all_the_time_gets_no_finding(tmp_path: Path) -> None:
+    assert trace_findings(on_device(10).load(tmp_path))[0] == []
