@@ -27,7 +27,7 @@ from fettle.trace.host import (
     small_operators,
     threads,
 )
-from fettle.trace.idle import CAUSES, idle_pieces, idle_summary
+from fettle.trace.idle import idle_pieces, idle_summary
 from fettle.trace.kernels import kernel_classes, kernel_table, kernels_across_ranks
 from fettle.trace.kinds import Kind
 from fettle.trace.launches import call_table, launch_stats
@@ -47,6 +47,7 @@ from fettle.trace.record import record
 from fettle.trace.sql import query
 from fettle.trace.stacks import CAUSES_OF_HOST
 from fettle.trace.steps import step_summary, steps
+from fettle.trace.waits import CAUSES
 from fettle.trace.whatif import WhatIf, what_if
 
 if TYPE_CHECKING:
