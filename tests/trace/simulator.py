@@ -117,7 +117,7 @@ class _Machine:
         return self.begins.setdefault(-1 if self.program.shared else stream, [])
 
     def _launch(self, op: Op, name: str = "cudaLaunchKernel") -> int:
-        start, queue = self.now[op.thread], self._queue(op.stream)
+        start, queue = self.now[op.thread] + 0.5, self._queue(op.stream)
         self.number += 1
         end = start + op.us
         free = len(queue) - self.program.depth  # so many must have begun for a slot to be free
@@ -125,7 +125,7 @@ class _Machine:
             index = min(i for i, w in enumerate(self.out.work) if w.start == queue[free])
             self._stop(op.thread, start, queue[free] + 1.0, ("begin", index), queue[free])
             end = queue[free] + 1.0
-        self.now[op.thread] = end
+        self.now[op.thread] = end + 0.5
         self.call("cpu_op", "aten::op" if op.thread != 2 else "autograd::engine::evaluate_function: Op",
                   op.thread, start - 0.5, end + 0.5)  # fmt: skip
         self.call("cuda_runtime", name, op.thread, start, end, self.number)
@@ -197,13 +197,15 @@ class _Machine:
     def _copy(self, op: Op) -> None:
         now, calls = self.now[op.thread], len(self.out.calls)
         work = self._launch(op, "cudaMemcpy")
-        end = max(self.now[op.thread], self.out.work[work].end + 2.0) if self.change.blocking else self.now[op.thread]
-        self._stop(op.thread, now, end, ("work", work), self.out.work[work].end)
+        end = self.now[op.thread] - 0.5
+        if self.change.blocking:
+            end = max(end, self.out.work[work].end + 2.0)
+            self._stop(op.thread, now, end, ("work", work), self.out.work[work].end)
         for i in range(calls, len(self.out.calls)):
             category, name, thread, start, stop, number = self.out.calls[i]
             after = end + (0.5 if category == "cpu_op" else 0.0)
             self.out.calls[i] = (category, name, thread, start, max(stop, after), number)
-        self.now[op.thread] = end
+        self.now[op.thread] = end + 0.5
 
     def _hand(self, op: Op) -> None:
         to = 3 - op.thread
@@ -220,7 +222,9 @@ def simulate(program: Program, change: Change | None = None) -> Outcome:
     machine = _Machine(program, change or Change())
     machine.run(program.beside)
     machine.run(program.ops)
-    machine.out.end = machine.now[1]
+    beside = {c[5] for c in machine.out.calls if c[2] == 3}
+    ends = [w.end for w in machine.out.work if w.number not in beside]
+    machine.out.end = max(machine.now[1], *ends)  # without calls that block, the device has yet to finish
     return machine.out
 
 

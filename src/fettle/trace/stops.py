@@ -158,18 +158,19 @@ def _told_streams(trace: Trace) -> dict[int, int]:
 
 
 def _hand_overs(trace: Trace) -> list[tuple[int, ...]]:
-    """Silence on one of the threads that share the step's work, while another of them is inside an operator."""
+    """Silence on one of the threads that share the step's work, while another of them works."""
     stacks, names = trace.stacks, trace.column("name")
     group = sorted({*autograd_threads(trace), main_thread(trace)} - {-1})
     if len(group) < 2:
         return []
     silent_python = np.array(["run_backward" in n or "_engine_run" in n for n in trace.names], dtype=bool)
     thread_of = trace.column("thread")
-    roots = np.flatnonzero((trace.kind == Kind.OPERATOR) & np.isin(thread_of, group))
+    works = (trace.kind == Kind.OPERATOR) | (trace.kind == Kind.RUNTIME)
+    events = np.flatnonzero(works & np.isin(thread_of, group))
     low, high = trace.span
     found: list[tuple[int, ...]] = []
     for thread in group:
-        others = roots[thread_of[roots] != thread]
+        others = events[thread_of[events] != thread]
         if not len(others):
             continue
         others = others[np.argsort(trace.end[others], kind="stable")]
