@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import random
-from bisect import bisect_right, insort
+from bisect import insort
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

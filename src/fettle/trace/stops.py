@@ -120,6 +120,7 @@ def _blocking(trace: Trace, copies: list[tuple[int, ...]]) -> list[tuple[int, ..
     by_end = np.argsort(end, kind="stable")
     launch = trace.launches.launch_rows
     called = np.where(launch >= 0, trace.ts[np.maximum(launch, 0)], np.iinfo(np.int64).min)
+    by = np.where(launch >= 0, trace.column("thread")[np.maximum(launch, 0)], -1)
     by_call = np.argsort(called, kind="stable")
     whole = np.array([bool(_WHOLE_DEVICE.search(n)) for n in trace.names], dtype=bool)
     streams, names, thread = _told_streams(trace), trace.column("name"), trace.column("thread")
@@ -133,13 +134,18 @@ def _blocking(trace: Trace, copies: list[tuple[int, ...]]) -> list[tuple[int, ..
         start, stop = int(trace.ts[call]), int(trace.end[call])
         told = streams.get(int(correlation[call]), -1)
         place = (int(thread[call]), start, stop, call)
-        while ended >= 0 and end[by_end[ended]] > start:
+        mine = any_one = -1
+        while ended >= 0 and end[by_end[ended]] > start and mine < 0:
             work = int(by_end[ended])
             if called[work] <= start and told in (-1, int(stream[work])):
-                when = min(int(end[work]), stop)
-                found.append((*place, work, Why.SYNC, 0, -1, when, 1, int(whole[names[call]])))
-                break
+                any_one = work if any_one < 0 else any_one
+                if told >= 0 or whole[names[call]] or by[work] == thread[call]:
+                    mine = work
             ended -= 1
+        work = mine if mine >= 0 else any_one  # a stream's synchronising waits for what the thread itself launched
+        if work >= 0:
+            when = min(int(end[work]), stop)
+            found.append((*place, work, Why.SYNC, 0, -1, when, 1, int(whole[names[call]])))
         else:
             while at >= 0 and told not in (-1, int(stream[by_call[at]])):
                 at -= 1

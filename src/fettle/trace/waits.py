@@ -101,17 +101,19 @@ def device_waits(trace: Trace) -> Waits:
     by_then = _launched_by(called, key, order)
     called = np.where(linked, called, np.where(by_then >= 0, np.minimum(by_then, start), -1))
     in_call = linked & (trace.end[at] > start)
-    # Work that neither its stream nor its launch has held for long tells what usually passes after either.
+    # Work that its stream had not held for long tells the usual latency; work that was launched before, the usual gap.
     latency = min(_usual(start - arrived, linked & (free < called)), LATENCY_NS)
-    gap = min(_usual(start - free, linked & (free > arrived + LATENCY_NS)), latency)
-    on_stream = (previous >= 0) & ((free + gap >= arrived + latency) | (in_call & (free >= called)))
+    gap = min(_usual(start - free, linked & (previous >= 0) & (free > arrived)), BETWEEN_KERNELS_NS)
+    close = (free > arrived) & (start - free <= 2 * gap)
+    on_stream = (previous >= 0) & (close | (free + gap >= arrived + latency) | (in_call & (free >= called)))
     on_stream &= linked | ((called >= 0) & (called <= free))
     held = np.where(on_stream, Held.STREAM, np.where(linked, Held.LAUNCH, Held.NOTHING)).astype(np.uint8)
     since = np.where(on_stream, free, np.where(linked, arrived, np.maximum(free, 0)))
     since = np.where((held == Held.NOTHING) & (previous < 0), start, since)
     event, told = _told_events(trace, rows, key)
     asked = _asked_to_wait(trace, rows, launch, previous)
-    event = _events(start, end, since, held, event, told, asked)
+    event = _asked_events(start, end, key, called, linked, event, asked & ~told)
+    event = _guessed_events(start, end, since, held, event, told, asked, max(EVENT_WAIT_NS, 3 * latency))
     ends = np.where(event >= 0, np.minimum(end[np.maximum(event, 0)], start), -1)
     on_event = (event >= 0) & (ends > since)
     held[on_event] = Held.EVENT
@@ -199,22 +201,46 @@ def _asked_to_wait(trace: Trace, rows: Ints, launch: Ints, previous: Ints) -> Bo
     return answer
 
 
-def _events(
-    start: Ints, end: Ints, since: Ints, held: npt.NDArray[np.uint8], event: Ints, told: Bools, asked: Bools
+def _asked_events(start: Ints, end: Ints, key: Ints, called: Ints, linked: Bools, event: Ints, asked: Bools) -> Ints:
+    """Where a wait was asked for and nobody says for what: the work that was launched last on another stream, if it was
+    done by then.
+    """
+    by_call = np.flatnonzero(linked)
+    by_call = by_call[np.argsort(called[by_call], kind="stable")]
+    if not asked.any():
+        return event
+    changes = np.flatnonzero(key[by_call[1:]] != key[by_call[:-1]])  # the last of each run of launches on one stream
+    run = np.searchsorted(changes, np.arange(len(by_call))) - 1
+    other = np.full(len(start), -1, dtype=np.int64)
+    other[by_call[run >= 0]] = by_call[changes[run[run >= 0]]]
+    take = asked & (other >= 0) & (end[np.maximum(other, 0)] <= start)
+    return np.where(take, other, event)
+
+
+def _guessed_events(
+    start: Ints,
+    end: Ints,
+    since: Ints,
+    held: npt.NDArray[np.uint8],
+    event: Ints,
+    told: Bools,
+    asked: Bools,
+    late_ns: int,
 ) -> Ints:
-    """Events that are told as they are; else the work that ended last before a begin that is later than stream and
-    launch allow, where the host asked for a wait, or where it ended right before.
+    """For work that begins later than stream, launch and known events allow: the work that ended last before it, where
+    the host asked for a wait, or where it ended right before.
     """
     by_end = np.argsort(end, kind="stable")
     ends = end[by_end]
-    late = np.flatnonzero(~told & (start - since > EVENT_WAIT_NS) & (held != Held.NOTHING))
+    known = np.maximum(since, np.where(event >= 0, end[np.maximum(event, 0)], 0))
+    late = np.flatnonzero(~told & (start - known > EVENT_WAIT_NS) & (held != Held.NOTHING))
     at = np.searchsorted(ends, start[late], side="right") - 1
-    found = (at >= 0) & (ends[np.maximum(at, 0)] > since[late])
+    found = (at >= 0) & (ends[np.maximum(at, 0)] > known[late])
     late, source = late[found], by_end[at[found]]
-    near = start[late] - end[source]
+    near, wait = start[late] - end[source], start[late] - known[late]
     # Where waits for events are in the trace, work that nobody asked to wait is late for reasons of its own.
-    by_guess = (held[late] != Held.LAUNCH) | (start[late] - since[late] > LATENCY_NS) | ~(asked | told).any()
-    take = asked[late] | ((near <= np.minimum(BETWEEN_KERNELS_NS, start[late] - since[late] - near)) & by_guess)
+    by_guess = (held[late] != Held.LAUNCH) | (wait > LATENCY_NS) | (~(asked | told).any() & (wait > late_ns))
+    take = asked[late] | ((near <= np.minimum(BETWEEN_KERNELS_NS, wait - near)) & by_guess)
     take &= source != late
     event = event.copy()
     event[late[take]] = source[take]
