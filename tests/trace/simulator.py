@@ -265,7 +265,7 @@ def write(program: Program, outcome: Outcome, path: Path, origin: float = 1_000_
         events.append(where | {"ts": round(origin + start, 3), "dur": round(end - start, 3), "args": args})
 
     for i, start in enumerate(outcome.steps):
-        end = outcome.steps[i + 1] if i + 1 < len(outcome.steps) else outcome.end
+        end = outcome.steps[i + 1] - 0.01 if i + 1 < len(outcome.steps) else outcome.end
         add("user_annotation", f"ProfilerStep#{i}", 1, 1, start, end)
     for category, name, thread, start, end, number in outcome.calls:
         add(category, name, 1, thread, start, end, **({"correlation": number} if number else {}))
