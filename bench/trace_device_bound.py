@@ -5,11 +5,11 @@
     python bench/trace_device_bound.py --pair workers0.json.gz workers4.json.gz
 
 Random programs (hosts, streams, queues from 2 to 4,096 deep, threads, events, blocking calls, graphs) are simulated by
-tests/trace/simulator.py, which shares no code with the analysis, and written as traces. The simulator is run again with
-the change that what-if is asked about: 95% of the answers must be within 5% of that, and the others say that they cannot
-tell. The critical path must be made of what the longest path of the simulated program is made of, within 5 points. With
---pair, two traces of one loop, the second with its data ready: what-if from the first against the second. Exit code 1
-where any of this is not so.
+tests/trace/simulator.py, which shares no code with the analysis, and written as traces. The simulator is run again
+with the change that what-if is asked about: 95% of the answers must be within 5% of that, and the others say that they
+cannot tell. The critical path must be made of what the longest path of the simulated program is made of, within 5
+points. With --pair, two traces of one loop, the second with its data ready: what-if from the first against the second.
+Exit code 1 where any of this is not so.
 """
 
 from __future__ import annotations

@@ -482,16 +482,24 @@ def test_operators_trees_and_sequences(tmp_path: Path) -> None:
     assert (found["kernels"], found["count"], found["device_ns"]) == ("k0 -> k1 -> k2", 3, 45_000)
 
 
-def test_annotations_take_the_work_launched_inside(tmp_path: Path) -> None:
-    build = (
-        Build()
-        .add("user_annotation", "outer", 0, 50)
-        .add("user_annotation", "inner", 10, 20)
-        .kernel("k", 60, 5, call=12)
-        .kernel("k", 70, 5, call=40)
-    )
-    table = {r["annotation"]: r["device_ns"] for r in T.annotation_table(build.load(tmp_path)).to_dicts()}
-    assert table == {"outer": 5_000, "inner": 5_000}
+def test_annotations_take_the_work_launched_inside_on_any_thread(tmp_path: Path) -> None:
+    build = Build().step(0, 0, 200).add("user_annotation", "forward", 0, 50).add("user_annotation", "layer", 10, 20)
+    build.kernel("k", 60, 5, call=12).kernel("k", 70, 7, call=40).add("user_annotation", "backward", 80, 100)
+    build.add("user_annotation", "layer", 10, 10)  # of the same name inside: not counted again
+    build.op("autograd::engine::evaluate_function: MmBackward0", 90, 40, tid=2).kernel("b", 120, 11, call=95, tid=2)
+    trace = build.load(tmp_path)
+    columns = ("host_inclusive_ns", "host_exclusive_ns", "device_inclusive_ns", "device_exclusive_ns", "kernels")
+    table = {r["annotation"]: tuple(r[c] for c in columns) for r in T.annotation_table(trace).to_dicts()}
+    assert table == {
+        "ProfilerStep#": (200_000, 50_000, 23_000, 0, 3),
+        "forward": (50_000, 30_000, 12_000, 7_000, 2),
+        "layer": (20_000, 20_000, 5_000, 5_000, 1),
+        "backward": (100_000, 100_000, 11_000, 11_000, 1),
+    }
+    tree = T.call_tree(trace)
+    for name in ("forward", "backward"):
+        row = tree.filter(pl.col("path") == f"ProfilerStep# > {name}").row(0, named=True)
+        assert (row["host_ns"], row["device_ns"]) == (table[name][0], table[name][2])
 
 
 def test_rows_that_tie_come_in_one_order(tmp_path: Path) -> None:

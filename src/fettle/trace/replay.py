@@ -12,7 +12,7 @@ how far the replay can be trusted.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -22,7 +22,7 @@ from fettle.trace.model import Ints, Trace, per_trace
 from fettle.trace.slots import queues
 from fettle.trace.stacks import CAUSES_OF_HOST
 from fettle.trace.steps import step_thread, steps
-from fettle.trace.stops import Why, host_stops, main_thread
+from fettle.trace.stops import Why, autograd_threads, host_stops, main_thread
 from fettle.trace.waits import NUMBER, Held, device_waits
 
 _UPLOAD = re.compile(r"memcpy\s*(HtoD|H2D|HostToDevice)", re.IGNORECASE)
@@ -305,7 +305,7 @@ class Replay:
         return returns
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Run:
     """What came out of one run, ns from the trace's start: when each call returned, each piece of device work was
     done.
@@ -314,22 +314,33 @@ class Run:
     replay: Replay
     left: list[float]
     done: list[float]
+    ends: dict[int, tuple[Ints, np.ndarray]] = field(default_factory=dict)
 
-    @cached_property
-    def _by_end(self) -> tuple[Ints, np.ndarray]:
-        """Ends in the trace in order, and when all work up to each was done in this run."""
-        order = np.argsort(self.replay.end, kind="stable")
-        return self.replay.end[order], np.maximum.accumulate(np.array(self.done)[order])
+    def _by_end(self, thread: int) -> tuple[Ints, np.ndarray]:
+        """Ends in the trace in order, and when all work up to each was done in this run: of work that the thread and
+        those of its backward launched, or of all work (-1).
+        """
+        if thread in self.ends:
+            return self.ends[thread]
+        replay = self.replay
+        if thread >= 0:
+            group = {-1, thread, *autograd_threads(replay.trace)}
+            mine = np.array([c < 0 or replay.calls[c].thread in group for c in replay.call_of], dtype=bool)
+        else:
+            mine = np.ones(len(replay.end), dtype=bool)
+        order = np.flatnonzero(mine)[np.argsort(replay.end[mine], kind="stable")]
+        self.ends[thread] = replay.end[order], np.maximum.accumulate(np.array(self.done)[order])
+        return self.ends[thread]
 
     def settled(self, time: int, thread: int = -1) -> float:
-        """When everything is over that was over by `time` in the trace: all device work, and the thread that marks it,
-        or what all threads did before (-1).
+        """When everything is over that was over by `time` in the trace: a thread that marks it, with the device work of
+        its steps, or all threads and all work (-1).
         """
         marks = self.replay.mark
         if thread >= 0:
             host = self.left[marks[thread, time]]
         else:
             host = max((self.left[i] for (_, at), i in marks.items() if at <= time), default=0.0)
-        ends, over = self._by_end
+        ends, over = self._by_end(thread)
         at = int(np.searchsorted(ends, time, side="right")) - 1
         return max(host, float(over[at])) if at >= 0 else host
