@@ -47,9 +47,9 @@ class Program:
 
 @dataclass(frozen=True)
 class Change:
-    """Kernels with `part` in their name take `factor` of their time; no call blocks; data is ready."""
+    """Kernels with `part` in their name (`*`: all) take `factor` of their time; no call blocks; data is ready."""
 
-    part: str = ""
+    part: str = "none"
     factor: float = 1.0
     blocking: bool = True
     loading: bool = True
@@ -130,7 +130,7 @@ class _Machine:
                   op.thread, start - 0.5, end + 0.5)  # fmt: skip
         self.call("cuda_runtime", name, op.thread, start, end, self.number)
         for i, (kernel, length) in enumerate(op.kernels):
-            length *= self.change.factor if self.change.part and self.change.part in kernel else 1.0
+            length *= self.change.factor if self.change.part == "*" or self.change.part in kernel else 1.0
             reasons: list[tuple[float, tuple[str, Any]]] = [(end + op.latency, ("host", (op.thread, end)))]
             if op.stream in self.last:
                 before = self.last[op.stream]
@@ -354,5 +354,5 @@ def random_change(seed: int) -> tuple[str, dict[str, Any], Change]:
         return kind, {}, Change(loading=False)
     part, factor = draw.choice(("gemm", "norm", "nccl", "")), draw.choice((0.0, 0.25, 0.5, 0.8, 1.5, 2.0, 4.0))
     if not part:
-        return kind, {"kernels": "gemm|norm|nccl|Memcpy", "factor": factor}, Change("m", factor)
+        return kind, {"kernels": "gemm|norm|nccl|Memcpy", "factor": factor}, Change("*", factor)
     return kind, {"kernels": part, "factor": factor}, Change(part, factor)

@@ -267,13 +267,13 @@ class Replay:
                 begun[i] = left[i] = host[one.thread]
             else:
                 one = self.calls[i]
-                left[i] = host[one.thread] = self._returns(i, one, begun[i], change, usual, began, done, left)
+                left[i] = host[one.thread] = self._returns(one, begun, begun[i], change, usual, began, done, left)
         return Run(self, left, [at if at is not None else 0.0 for at in done])
 
     def _returns(
         self,
-        i: int,
         one: _Call,
+        begun_of: list[float],
         begun: float,
         change: Change,
         usual: bool,
@@ -298,7 +298,8 @@ class Replay:
             returns = begun + (own if change.launching or not one.launches else 0.0)
             times = began if stops.begins[k] else done
             for work in self.last_work[k] if (change.launching if why == Why.SLOT else change.blocking) else ():
-                if (at := times[work]) is not None:
+                launch = self.call_of[work]
+                if (at := times[work]) is not None and (launch < 0 or begun_of[launch] <= begun):
                     returns = max(returns, at + after)
         if one.queue >= 0 and change.launching and (at := began[one.queue]) is not None:
             returns = max(returns, at)
