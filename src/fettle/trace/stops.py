@@ -174,23 +174,27 @@ def _hand_overs(trace: Trace) -> list[tuple[int, ...]]:
     works = (trace.kind == Kind.OPERATOR) | (trace.kind == Kind.RUNTIME)
     events = np.flatnonzero(works & np.isin(thread_of, group))
     low, high = trace.span
-    found: list[tuple[int, ...]] = []
+    silences: dict[int, tuple[Ints, Ints]] = {}
     for thread in group:
-        others = events[thread_of[events] != thread]
-        if not len(others):
-            continue
-        others = others[np.argsort(trace.end[others], kind="stable")]
-        ends = trace.end[others]
         start, end, row, _ = stacks.over(thread, np.array([low]), np.array([high]))
         kind = np.where(row >= 0, trace.kind[row], 0)
         silent = (row < 0) | (kind == Kind.ANNOTATION) | ((kind == Kind.PYTHON) & silent_python[names[row]])
-        start, end = _joined(start[silent], end[silent])
+        silences[thread] = _joined(start[silent], end[silent])
+    found: list[tuple[int, ...]] = []
+    for thread, (start, end) in silences.items():
+        others = events[thread_of[events] != thread]
+        others = others[np.argsort(trace.end[others], kind="stable")]
+        ends = trace.end[others]
         at = np.searchsorted(ends, end, side="right") - 1
         for i in np.flatnonzero((at >= 0) & (ends[np.maximum(at, 0)] > start)).tolist():
-            other = others[at[i]]
-            when = int(trace.end[other])
+            other = int(thread_of[others[at[i]]])
+            begins, stops = silences[other]  # events that were cut may end in their own thread's silence
+            when = int(ends[at[i]])
+            around = int(np.searchsorted(begins, when, side="right")) - 1
+            if around >= 0 and stops[around] > when:
+                when = int(begins[around])
             place = (thread, int(start[i]), int(end[i]), -1, -1)
-            found.append((*place, Why.THREAD, 0, int(thread_of[other]), when, 1, 0))
+            found.append((*place, Why.THREAD, 0, other, when, 1, 0))
     return found
 
 

@@ -113,7 +113,8 @@ def device_waits(trace: Trace) -> Waits:
     event, told = _told_events(trace, rows, key)
     asked = _asked_to_wait(trace, rows, launch, previous)
     event = _asked_events(start, end, key, called, linked, event, asked & ~told)
-    event = _guessed_events(start, end, since, held, event, told, asked, max(EVENT_WAIT_NS, 3 * latency))
+    by = np.where(linked, trace.column("thread")[at], -1)
+    event = _guessed_events(start, end, since, held, event, told, asked, by, max(EVENT_WAIT_NS, 3 * latency))
     ends = np.where(event >= 0, np.minimum(end[np.maximum(event, 0)], start), -1)
     on_event = (event >= 0) & (ends > since)
     held[on_event] = Held.EVENT
@@ -225,6 +226,7 @@ def _guessed_events(
     event: Ints,
     told: Bools,
     asked: Bools,
+    by: Ints,
     late_ns: int,
 ) -> Ints:
     """For work that begins later than stream, launch and known events allow: the work that ended last before it, where
@@ -242,7 +244,7 @@ def _guessed_events(
     by_guess = (
         (held[late] != Held.LAUNCH)
         | (wait > LATENCY_NS)
-        | (~(asked | told).any() & ((wait > late_ns) | (near <= 1_000)))
+        | (~(asked | told).any() & ((wait > late_ns) | ((near <= 1_000) & (2 * wait > late_ns))))
     )
     take = asked[late] | ((near <= np.minimum(BETWEEN_KERNELS_NS, wait - near)) & by_guess)
     take &= source != late
