@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fettle.trace.account import account_total, time_account
 from fettle.trace.arrival import arrival, stragglers
 from fettle.trace.attribution import attribute_kernels, kernels_under
+from fettle.trace.check import identities
 from fettle.trace.communication import collective_table, collectives, overlap
 from fettle.trace.compare import Comparison, compare
 from fettle.trace.critical import CriticalPath, critical_path, path_events
@@ -80,6 +81,7 @@ __all__ = [
     "critical_path_of_ranks",
     "data_loading",
     "host_summary",
+    "identities",
     "idle_pieces",
     "idle_summary",
     "kernel_classes",
