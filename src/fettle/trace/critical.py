@@ -12,7 +12,7 @@ thread, or a piece of device work. From there the question is what that place it
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +25,7 @@ from fettle.trace.model import Trace
 from fettle.trace.stacks import CAUSES_OF_HOST
 from fettle.trace.steps import step_thread, steps
 from fettle.trace.stops import host_stops, main_thread
-from fettle.trace.waits import CAUSES, device_waits
+from fettle.trace.waits import CAUSES, blocking_calls, device_waits
 
 CAUSE_NAMES = tuple(CAUSES)
 CATEGORIES = (*CLASSES, *CAUSES)
@@ -104,6 +104,8 @@ class _Walk:
         self.source, self.previous = waits.source().tolist(), waits.previous.tolist()
         linked = waits.launch >= 0
         self.call_thread = np.where(linked, trace.column("thread")[np.maximum(waits.launch, 0)], -1).tolist()
+        calls_start, calls_end, _ = blocking_calls(trace)
+        self.blocked = calls_start.tolist(), calls_end.tolist()
         self._stops()
 
     def _stops(self) -> None:
@@ -162,7 +164,7 @@ class _Walk:
         since, source = min(self.since[index], start), self.source[index]
         if source in self.seen:  # clocks that contradict each other: no work is gone through twice
             source = -1
-        self._add(since, start, CAUSE_NAMES[self.cause[index]], self.rows[index])
+        self._waited(since, start, CAUSE_NAMES[self.cause[index]], self.rows[index])
         if source >= 0:
             return ("device", source), since
         if self.call_thread[index] >= 0:
@@ -195,6 +197,16 @@ class _Walk:
             return ("host", self.stop_other[number]), when
         self._stretch(thread, self.low, time)
         return ("host", thread), self.low
+
+    def _waited(self, start: int, end: int, cause: str, row: int) -> None:
+        """A wait of device work; what nothing explains is a call's that blocks meanwhile, as it is in the gaps."""
+        if cause == "queued_unknown":
+            starts, stops = self.blocked
+            for i in range(bisect_right(stops, start), bisect_left(starts, end)):
+                self._add(start, max(starts[i], start), cause, row)
+                self._add(max(starts[i], start), min(stops[i], end), "blocking_call", row)
+                start = max(start, min(stops[i], end))
+        self._add(start, end, cause, row)
 
     def _add(self, start: int, end: int, category: str, row: int) -> None:
         start, end = max(start, self.low), min(end, self.high)

@@ -24,9 +24,10 @@ from fettle.trace.model import Ints, Trace, per_trace
 from fettle.trace.slots import slot_waits
 from fettle.trace.stacks import CAUSES_OF_HOST
 from fettle.trace.stops import autograd_threads, main_thread
-from fettle.trace.waits import CAUSES, NUMBER, Held, device_waits
+from fettle.trace.waits import CAUSES, NUMBER, Held, blocking_calls, device_waits
 
 PIECES_AT_ONCE = 1 << 20
+EXPLAINED = 0.10
 Causes = npt.NDArray[np.uint8]  # numbers in the order of `CAUSES`
 Numbers = npt.NDArray[np.integer[Any]]
 _PIECE_TYPES = (np.int64, np.int64, np.uint8, np.int32, np.int32)  # start, end, cause, detail, gap
@@ -58,7 +59,7 @@ def idle_pieces(trace: Trace, device: int) -> pl.DataFrame:
 
     # What passed once nothing known held the work any more.
     since = np.clip(waits.since[position], starts[ended], ends[ended])
-    pieces.add(since, ends[ended], waits.cause[position], waits.detail[position], number[ended])
+    pieces.add(since, ends[ended], waits.cause[position], -1, number[ended])
     # Until then it waited for its launch; for work of another device; or nobody knows.
     held = waits.held[position]
     for one, cause in ((Held.EVENT, "stream_event"), (Held.STREAM, "between_kernels"), (Held.NOTHING, "unlinked")):
@@ -79,7 +80,10 @@ def idle_pieces(trace: Trace, device: int) -> pl.DataFrame:
         np.concatenate([trace.column("thread")[launch], np.full(len(tail), main)]),
         np.concatenate([mine, number[tail]]),
     )
-    return _full_queue(trace, pieces).frame(next_row)
+    names = trace.column("name").astype(np.int32)
+    pieces = _cut(pieces, "launch_call", *_full(trace), "full_queue")
+    start, end, calls = blocking_calls(trace)
+    return _cut(pieces, "queued_unknown", (start, end), names[calls], "blocking_call").frame(next_row)
 
 
 def _positions(trace: Trace, rows: Ints, first: Ints) -> Ints:
@@ -92,29 +96,33 @@ def _positions(trace: Trace, rows: Ints, first: Ints) -> Ints:
         found[wrong] += 1
 
 
-def _full_queue(trace: Trace, pieces: _Pieces) -> _Pieces:
-    """The pieces, with the time that launch calls waited for a slot in a full queue cut out of them."""
+def _full(trace: Trace) -> tuple[Intervals, npt.NDArray[np.int32]]:
+    """When launch calls waited for a slot in a full queue, and the names of the work whose begin freed it."""
     calls, freed = slot_waits(trace)
-    if not len(calls):
-        return pieces
     start, end = trace.ts[calls], trace.ts[trace.device_rows[freed]]
     order = np.argsort(start, kind="stable")
     start, end = start[order], np.maximum.accumulate(end[order])
     start = np.maximum(start, np.concatenate([start[:1], end[:-1]]))  # several threads may wait at once
     names = trace.column("name")[trace.device_rows[freed[order]]].astype(np.int32)
-    full = (start, np.maximum(end, start))
+    return (start, np.maximum(end, start)), names
+
+
+def _cut(pieces: _Pieces, cause: str, windows: Intervals, names: npt.NDArray[np.int32], inside: str) -> _Pieces:
+    """The pieces, with what of one cause lies in disjoint windows given to another, under the windows' names."""
+    if not len(windows[0]):
+        return pieces
     cut = _Pieces()
-    for begin, stop, cause, detail, gap in pieces.parts:
-        waiting = cause == NUMBER["launch_call"]
-        rest = ~waiting
-        cut.add(begin[rest], stop[rest], cause[rest], detail[rest], gap[rest])
-        if waiting.any():
-            order = np.flatnonzero(waiting)[np.argsort(begin[waiting], kind="stable")]
+    for begin, stop, causes, detail, gap in pieces.parts:
+        mine = causes == NUMBER[cause]
+        rest = ~mine
+        cut.add(begin[rest], stop[rest], causes[rest], detail[rest], gap[rest])
+        if mine.any():
+            order = np.flatnonzero(mine)[np.argsort(begin[mine], kind="stable")]
             pair, what, of = (begin[order], stop[order]), detail[order], gap[order]
-            begins, stops, piece, window = split(pair, full)
-            cut.add(begins, stops, "full_queue", names[window], of[piece])
-            begins, stops, piece, _ = split(pair, gaps(merge(*full), int(begin.min()), int(stop.max())))
-            cut.add(begins, stops, "launch_call", what[piece], of[piece])
+            begins, stops, piece, window = split(pair, windows)
+            cut.add(begins, stops, inside, names[window], of[piece])
+            begins, stops, piece, _ = split(pair, gaps(merge(*windows), int(pair[0].min()), int(pair[1].max())))
+            cut.add(begins, stops, cause, what[piece], of[piece])
     return cut
 
 
@@ -221,6 +229,29 @@ def _host_time(trace: Trace, pieces: _Pieces, start: Ints, end: Ints, thread: In
             return
         asked.add(remaining[0])
         thread = np.full(len(start), remaining[0])
+
+
+def missing_information(trace: Trace, device: int) -> str:
+    """What a trace lacks where more than `EXPLAINED` of a device's idle time is unknown or unlinked; else empty."""
+    pieces = idle_pieces(trace, device)
+    length = (pieces["end_ns"] - pieces["start_ns"]).to_numpy()
+    number, whole = pieces["cause"].to_physical().to_numpy(), max(int(length.sum()), 1)
+    said = []
+    unlinked = number == NUMBER["unlinked"]
+    if length[unlinked].sum() > EXPLAINED * whole:
+        count = len(np.unique(pieces["next_row"].to_numpy()[unlinked]))
+        said.append(
+            f"{length[unlinked].sum() / whole:.0%} ends with work whose launch is not in the trace ({count} pieces: "
+            "launched before it began, or dropped)"
+        )
+    unknown = number == NUMBER["queued_unknown"]
+    if length[unknown].sum() > EXPLAINED * whole:
+        text = f"{length[unknown].sum() / whole:.0%} is queued work that launch and stream allowed to begin: "
+        text += "what else used the device is not in a trace"
+        if not trace.side["syncs"].height:
+            text += "; no sync events are (_ExperimentalConfig(enable_cuda_sync_events=True) records them)"
+        said.append(text)
+    return "; ".join(said)
 
 
 def idle_summary(trace: Trace, device: int, windows: Intervals | None = None) -> pl.DataFrame:

@@ -183,6 +183,8 @@ def _hand_overs(trace: Trace) -> list[tuple[int, ...]]:
     found: list[tuple[int, ...]] = []
     for thread, (start, end) in silences.items():
         others = events[thread_of[events] != thread]
+        if not len(others):
+            continue
         others = others[np.argsort(trace.end[others], kind="stable")]
         ends = trace.end[others]
         at = np.searchsorted(ends, end, side="right") - 1

@@ -60,7 +60,7 @@ class Waits:
 
     `called` and `arrived` are the launch call's begin and end, not after the work's begin (-1: no known launch).
     Nothing known held the work any more from `since` on; `cause` (a number in the order of `CAUSES`) is that of the
-    time from then to its begin, `detail` the name number of the call that explains it (-1: none).
+    time from then to its begin.
     """
 
     launch: Ints
@@ -71,7 +71,6 @@ class Waits:
     held: npt.NDArray[np.uint8]
     since: Ints
     cause: npt.NDArray[np.uint8]
-    detail: npt.NDArray[np.int32]
 
     def source(self) -> Ints:
         """The work that held each piece; -1 where it was a launch, or nothing."""
@@ -91,7 +90,8 @@ def device_waits(trace: Trace) -> Waits:
     at = np.maximum(launch, 0)
     if not len(rows):
         nothing = np.zeros(0, dtype=np.int64)
-        return Waits(launch, *[nothing] * 4, nothing.astype(np.uint8), nothing, *(nothing.astype(np.uint8),) * 2)  # type: ignore[arg-type]
+        none = np.zeros(0, dtype=np.uint8)
+        return Waits(launch, nothing, nothing, nothing, nothing, none, nothing, none)
     called = np.where(linked, np.minimum(trace.ts[at], start), -1)
     arrived = np.where(linked, np.minimum(trace.end[at], start), -1)
     key, order = _by_stream(trace, rows)
@@ -119,8 +119,8 @@ def device_waits(trace: Trace) -> Waits:
     on_event = (event >= 0) & (ends > since)
     held[on_event] = Held.EVENT
     since = np.where(on_event, ends, since)
-    cause, detail = _causes(trace, rows, since, held, previous, launch, asked | told)
-    return Waits(launch, called, arrived, previous, event, held, since, cause, detail)
+    cause = _causes(trace, rows, since, held, previous, launch, asked | told)
+    return Waits(launch, called, arrived, previous, event, held, since, cause)
 
 
 def _usual(passed: Ints, some: Bools) -> int:
@@ -255,7 +255,7 @@ def _guessed_events(
 
 def _causes(
     trace: Trace, rows: Ints, since: Ints, held: npt.NDArray[np.uint8], previous: Ints, launch: Ints, asked: Bools
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
+) -> npt.NDArray[np.uint8]:
     start = trace.ts[rows]
     wait = start - since
     graph = np.array([is_graph_launch(n) for n in trace.names], dtype=bool)[trace.column("name")[np.maximum(launch, 0)]]
@@ -269,27 +269,18 @@ def _causes(
     cause[on_stream & same_graph & (wait <= LATENCY_NS)] = NUMBER["inside_graph"]
     cause[on_event & (short | asked)] = NUMBER["stream_event"]
     cause[on_launch & ((wait <= LATENCY_NS) | graph)] = NUMBER["launch_latency"]
-    detail = np.full(len(rows), -1, dtype=np.int32)
-    unknown = np.flatnonzero(cause == NUMBER["queued_unknown"])
-    spanning = _spanned(trace, since[unknown], start[unknown])
-    explained = unknown[spanning >= 0]
-    cause[explained] = NUMBER["blocking_call"]
-    detail[explained] = trace.column("name")[spanning[spanning >= 0]]
-    return cause, detail
+    return cause
 
 
-def _spanned(trace: Trace, low: Ints, high: Ints) -> Ints:
-    """The row of a blocking call that runs during all of each window, on any thread; -1 for none."""
-    calls = np.flatnonzero((trace.kind == Kind.RUNTIME) & (trace.stacks.cause == CAUSES_OF_HOST.index("blocking_call")))
-    answer = np.full(len(low), -1, dtype=np.int64)
-    if not len(calls) or not len(low):
-        return answer
+@per_trace
+def blocking_calls(trace: Trace) -> tuple[Ints, Ints, Ints]:
+    """Disjoint stretches in order in which some thread was in a call that blocks: start, end, row of the call. They are
+    the cause of what would be `queued_unknown` meanwhile.
+    """
+    cause = trace.stacks.cause == CAUSES_OF_HOST.index("blocking_call")
+    calls = np.flatnonzero((trace.kind == Kind.RUNTIME) & cause & (trace.dur > 0))
     calls = calls[np.argsort(trace.ts[calls], kind="stable")]
-    reach = np.maximum.accumulate(trace.end[calls])
-    last = np.searchsorted(trace.ts[calls], low, side="right") - 1
-    for i in np.flatnonzero((last >= 0) & (reach[np.maximum(last, 0)] >= high)).tolist():
-        j = int(last[i])
-        while trace.end[calls[j]] < high[i]:
-            j -= 1
-        answer[i] = calls[j]
-    return answer
+    end = trace.end[calls]
+    start = np.maximum(trace.ts[calls], np.concatenate([trace.ts[calls][:1], np.maximum.accumulate(end)[:-1]]))
+    keep = end > start
+    return start[keep], end[keep], calls[keep]

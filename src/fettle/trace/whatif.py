@@ -151,6 +151,11 @@ def _on_path(trace: Trace, path: CriticalPath, change: np.ndarray) -> float:
     return float((length[works] * by_row[rows[works]]).sum())
 
 
+def replayed_ns(trace: Trace, change: Change, low: int, high: int) -> float:
+    """Length of a window of the trace after a change, as the replay has it and within no bounds."""
+    return _length(trace, replay_of(trace).run(change), low, high)
+
+
 def _length(trace: Trace, run: Run, low: int, high: int) -> float:
     """Length of a window of the trace in a run, ns."""
     thread = step_thread(trace)

@@ -147,7 +147,7 @@ def idle(source: Source, as_json: Json = False, chart: Chart = None, fresh: Fres
       fettle trace idle ranks/ --chart idle.png
     """
     from fettle.trace import charts
-    from fettle.trace.idle import idle_summary
+    from fettle.trace.idle import idle_summary, missing_information
 
     traces = open_traces(source, fresh)
     frames = [idle_summary(t, d) for t in traces for d in t.device_keys]
@@ -155,4 +155,7 @@ def idle(source: Source, as_json: Json = False, chart: Chart = None, fresh: Fres
         raise UsageError("no device work in this trace: 'fettle trace host' answers for the CPU")
     frame = pl.concat(frames)
     write_chart(chart, lambda: charts.bar_chart(frame, "cause", "idle_ns"))
-    show({"idle": frame}, as_json, 100, traces=traces)
+    missing = {f"rank {t.rank} device {d}": missing_information(t, d) for t in traces for d in t.device_keys}
+    missing = {place: text for place, text in missing.items() if text}
+    notes = {"missing": missing} if as_json else {f"missing for {place}": text for place, text in missing.items()}
+    show({"idle": frame}, as_json, 100, notes, traces)
