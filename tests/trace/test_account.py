@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fettle.errors import UsageError
-from fettle.trace import CAUSES, Trace, idle_pieces, idle_summary, step_summary, steps, time_account
+from fettle.trace import CAUSES, Trace, idle_pieces, idle_summary, queue_summary, step_summary, steps, time_account
 from fettle.trace.account import check_account
 from tests.trace.build import Build, training
 
@@ -86,20 +86,34 @@ def test_causes_by_what_the_host_did(tmp_path: Path, category: str, name: str, c
 
 
 def test_a_launch_that_waits_for_a_full_queue(tmp_path: Path) -> None:
-    """1024 pieces of work wait on device 0; the launch for device 1, which idles, is held by the full queue."""
+    """Device 0 works for 100 us on each of 60 pieces and holds 10 of them; then a launch for device 1, which idles."""
     build = Build().kernel("first", 0, 10, call=-5, call_dur=1, device=1)
-    for i in range(1100):  # launched at once, run from 100 us on, a microsecond each
-        build.kernel("k", 100 + i, 1, call=i * 0.01, call_dur=0.01, device=0)
-    build.kernel("late", 400, 10, call=20, call_dur=375, device=1)
-    pieces = idle_pieces(build.load(tmp_path), 1)
-    pieces = pieces.with_columns(length=pl.col("end_ns") - pl.col("start_ns"))
+    free, begins = 0.0, []
+    for i in range(60):
+        called = 0.0 if not begins else returned + 2  # noqa: F821 - set in the round before
+        returned = max(called + 3, begins[i - 10] + 1) if i >= 10 else called + 3
+        begins.append(max(returned + 4, free))
+        free = begins[-1] + 100
+        build.kernel(f"k{i}", begins[-1], 100, call=called, call_dur=returned - called, device=0)
+    build.kernel("late", returned + 10, 10, call=returned + 2, call_dur=3, device=1)
+    trace = build.load(tmp_path)
+    pieces = idle_pieces(trace, 1).with_columns(length=pl.col("end_ns") - pl.col("start_ns"))
     found = dict(pieces.group_by(pl.col("cause").cast(pl.String())).agg(pl.col("length").sum()).iter_rows())
-    # Full from the 1024th launch, at 10.23 us, until the 77th kernel has begun, at 176 us. Launches end at 11 us, and
-    # the late one goes from 20 to 395 us; the very first took one.
-    assert found["full_queue"] == 770 + 156_000
-    assert found["launch_call"] == 1_000 + 230 + 219_000
-    low, high = build.load(tmp_path).span
-    assert sum(found.values()) == high - low - 20_000
+    # Calls 11 to 60 each wait until another piece has begun, but for 2 us between two of them and 1 us to return.
+    waited = sum(begins[i - 10] - max(called_of(begins, i), 10) for i in range(10, 60))
+    assert found["full_queue"] == pytest.approx(waited * 1000, rel=0.01)
+    summary = queue_summary(trace).row(by_predicate=pl.col("device") == 0, named=True)
+    assert summary["depth"] == 10
+    assert summary["full_ns"] == pytest.approx(waited * 1000, rel=0.01)
+    assert queue_summary(trace).row(by_predicate=pl.col("device") == 1, named=True)["depth"] is None
+    low, high = trace.span
+    busy_after = sum(found.values())
+    assert busy_after == high - low - 20_000
+
+
+def called_of(begins: list[float], i: int) -> float:
+    """When launch i began: 2 us after the one before it had returned, 1 us after a slot came free for it."""
+    return begins[i - 11] + 1 + 2 if i > 10 else 9 * 5 + 5.0
 
 
 def test_data_loading_owns_what_runs_inside_it(tmp_path: Path) -> None:

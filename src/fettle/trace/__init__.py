@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fettle.trace.account import account_total, time_account
 from fettle.trace.arrival import arrival, stragglers
 from fettle.trace.attribution import attribute_kernels, kernels_under
+from fettle.trace.check import identities
 from fettle.trace.communication import collective_table, collectives, overlap
 from fettle.trace.compare import Comparison, compare
 from fettle.trace.critical import CriticalPath, critical_path, path_events
@@ -27,7 +28,7 @@ from fettle.trace.host import (
     small_operators,
     threads,
 )
-from fettle.trace.idle import CAUSES, idle_pieces, idle_summary
+from fettle.trace.idle import idle_pieces, idle_summary
 from fettle.trace.kernels import kernel_classes, kernel_table, kernels_across_ranks
 from fettle.trace.kinds import Kind
 from fettle.trace.launches import call_table, launch_stats
@@ -47,6 +48,7 @@ from fettle.trace.record import record
 from fettle.trace.sql import query
 from fettle.trace.stacks import CAUSES_OF_HOST
 from fettle.trace.steps import step_summary, steps
+from fettle.trace.waits import CAUSES
 from fettle.trace.whatif import WhatIf, what_if
 
 if TYPE_CHECKING:
@@ -79,6 +81,7 @@ __all__ = [
     "critical_path_of_ranks",
     "data_loading",
     "host_summary",
+    "identities",
     "idle_pieces",
     "idle_summary",
     "kernel_classes",

@@ -9,12 +9,14 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from fettle.trace.idle import CAUSES, idle_pieces, main_thread
+from fettle.trace.idle import idle_pieces
 from fettle.trace.intervals import Intervals, length_within, merge
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Trace
 from fettle.trace.stacks import CAUSES_OF_HOST
 from fettle.trace.steps import steps
+from fettle.trace.stops import main_thread
+from fettle.trace.waits import CAUSES
 
 
 def device_classes(trace: Trace, device: int) -> tuple[Intervals, Intervals, Intervals]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from fettle.trace.kinds import Kind
-from fettle.trace.model import Ints, Trace
+from fettle.trace.model import Ints, Trace, per_trace
+from fettle.trace.stops import autograd_threads, main_thread
 
 _MODULE = re.compile(r"^nn\.Module: ")
 _LINE = re.compile(r"^(.+)\((\d+)\): (.+)$")
@@ -46,10 +47,32 @@ def ancestors(trace: Trace) -> Ancestors:
     )
 
 
-def nearest(trace: Trace, flags: np.ndarray, rows: Ints) -> Ints:
-    """The nearest event at or above each row that is flagged: parents followed in doubling steps."""
+@per_trace
+def called_from(trace: Trace) -> Ints:
+    """The event that each host event was called from, by row; -1 for none: what it lies in on its thread, and for the
+    outermost ones on autograd's threads what the main thread was in meanwhile.
+    """
+    parent, main = trace.stacks.parent.copy(), main_thread(trace)
+    thread = trace.column("thread")
+    apart = [t for t in autograd_threads(trace) if t != main]
+    roots = np.flatnonzero(trace.is_host & np.isin(thread, apart) & (parent < 0))
+    parent[roots] = trace.stacks.innermost(np.full(len(roots), main), trace.ts[roots])
+    return parent
+
+
+def outer_first(trace: Trace, rows: Ints) -> Ints:
+    """Host events in an order in which each comes after what it was called from."""
+    main = trace.column("thread")[rows] != main_thread(trace)
+    ordered: Ints = rows[np.lexsort((trace.stacks.depth[rows], main, trace.ts[rows]))]
+    return ordered
+
+
+def nearest(trace: Trace, flags: np.ndarray, rows: Ints, parent: Ints | None = None) -> Ints:
+    """The nearest event at or above each row that is flagged: parents (the stacks' own, or those given) followed in
+    doubling steps.
+    """
     answer = np.where(flags, np.arange(len(flags)), -1)
-    above = trace.stacks.parent.copy()
+    above = (trace.stacks.parent if parent is None else parent).copy()
     active = rows[(answer[rows] < 0) & (above[rows] >= 0)]
     while len(active):
         found = answer[above[active]]

@@ -17,10 +17,10 @@ import polars as pl
 from fettle.errors import UsageError
 from fettle.trace.account import time_account
 from fettle.trace.attribution import attribute_kernels
-from fettle.trace.idle import CAUSES
 from fettle.trace.kinds import short_kernel_name
 from fettle.trace.model import Trace
 from fettle.trace.steps import steps
+from fettle.trace.waits import CAUSES
 
 RESAMPLES = 2000
 

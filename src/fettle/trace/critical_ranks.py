@@ -7,8 +7,8 @@ import polars as pl
 from fettle.errors import UsageError
 from fettle.trace.arrival import clock_offsets, match_collectives
 from fettle.trace.critical import CriticalPath, _Walk, window_of
-from fettle.trace.idle import main_thread
 from fettle.trace.model import Trace
+from fettle.trace.steps import step_thread
 
 
 def critical_path_of_ranks(traces: list[Trace], step: int | None = None) -> CriticalPath:
@@ -64,7 +64,7 @@ def _follow(
 ) -> None:
     rank = first.rank
     walk = walks[rank]
-    place, time = walk.begin(main_thread(first))
+    place, time = walk.begin(step_thread(first)), walk.high
     while time > walk.low:
         index = place[1]
         last = arrivals.get((rank, index)) if place[0] == "device" else None

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from fettle.trace.intervals import merge, total
-from fettle.trace.kinds import Kind
+from fettle.trace.kinds import Kind, is_graph_launch, is_launch_call
 from fettle.trace.model import Trace
 from fettle.trace.steps import step_summary, steps
 
@@ -43,10 +43,12 @@ class Health:
         return {**asdict(self), "uncertain": list(self.uncertain)}
 
 
-def trace_health(trace: Trace) -> Health:
-    """Examine one trace."""
+def trace_health(trace: Trace, *, replayed: bool = False) -> Health:
+    """Examine one trace; `replayed`: also by replaying it, which takes as long as a what-if."""
     low, high = trace.span
     found = [*_reading(trace), *_links(trace), *_clock(trace), *_steps(trace), *_profiler(trace)]
+    if replayed and trace.device_keys:
+        found += _replayed(trace)
     return Health(
         str(trace.path),
         trace.rank,
@@ -133,6 +135,13 @@ def _links(trace: Trace) -> list[Finding]:
             "dropped buffers, or a trace that ended first: device time may be missing",
             ("account", "kernels") if lost > 0.02 * len(launches) else (),
         ),
+        Finding(
+            "launches of one kernel with several kernels",
+            _shared_numbers(trace),
+            "warning",
+            "correlation numbers are used twice: work may be given to another launch's operator",
+            ("operators",),
+        ),
         Finding("host events that overlap without nesting", cut, "note", "cut at the end of the event around them"),
         Finding("no device work in this trace", int(work == 0), "note", "host only: device answers are empty"),
         Finding(
@@ -143,6 +152,24 @@ def _links(trace: Trace) -> list[Finding]:
             ("operators",),
         ),
     ]
+
+
+def _shared_numbers(trace: Trace) -> int:
+    """Launch calls, of one kernel each, to whose number several kernels belong."""
+    work, calls = trace.launches.known
+    single = np.array([is_launch_call(n) and not is_graph_launch(n) for n in trace.names], dtype=bool)
+    chosen = single[trace.column("name")[calls]] & (trace.kind[work] == Kind.KERNEL)
+    return int((np.unique(calls[chosen], return_counts=True)[1] > 1).sum())
+
+
+def _replayed(trace: Trace) -> list[Finding]:
+    from fettle.trace.whatif import TRUSTED_ERROR, replay_error
+
+    frame = steps(trace)
+    error = replay_error(trace, int(frame["start_ns"][0]), int(frame["end_ns"][-1]))
+    means = f"the replay with usual waits is off by {abs(error):.1%}: what-if cannot tell"
+    off = int(abs(error) > TRUSTED_ERROR)
+    return [Finding("waits that nothing in the trace explains", off, "warning", means, ("what-if",))]
 
 
 def _clock(trace: Trace) -> list[Finding]:

@@ -16,6 +16,7 @@ from fettle.trace.launches import text_column
 from fettle.trace.model import Bools, Ints, Trace
 from fettle.trace.stacks import CAUSES_OF_HOST
 from fettle.trace.steps import steps
+from fettle.trace.stops import main_thread
 
 SMALL_NS = 10_000
 CONVERSIONS = (
@@ -139,8 +140,6 @@ def data_loading(trace: Trace) -> pl.DataFrame:
     Columns: rank, thread (its label), main (bool: the thread that runs the steps), operator (the event's name), count,
     time_ns, share (of the trace's span). Longest first.
     """
-    from fettle.trace.idle import main_thread
-
     loads = trace.stacks.cause == CAUSES_OF_HOST.index("data_loading")
     rows = np.flatnonzero(trace.is_host & loads)
     parent = trace.stacks.parent[rows]
@@ -197,8 +196,6 @@ def host_summary(trace: Trace) -> pl.DataFrame:
     Columns: rank, question, count, time_ns, share (of the trace's span), means. Times are the main costs' own: nested
     operators are not counted twice.
     """
-    from fettle.trace.idle import main_thread
-
     low, high = trace.span
     span = max(high - low, 1)
     stacks = trace.stacks

@@ -12,7 +12,6 @@ launched before the gap began, the host is not the cause.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
@@ -20,45 +19,24 @@ import numpy.typing as npt
 import polars as pl
 
 from fettle.trace.intervals import Intervals, gaps, merge, split
-from fettle.trace.kinds import Kind, is_graph_launch, without_address
-from fettle.trace.model import Ints, Trace
+from fettle.trace.kinds import without_address
+from fettle.trace.model import Ints, Trace, per_trace
+from fettle.trace.slots import slot_waits
 from fettle.trace.stacks import CAUSES_OF_HOST
+from fettle.trace.stops import autograd_threads, main_thread
+from fettle.trace.waits import CAUSES, NUMBER, Held, blocking_calls, device_waits
 
-CAUSES: dict[str, str] = {
-    "operator": "the host was inside an operator (its overhead, not a call to the device)",
-    "python": "the host ran Python code",
-    "runtime_call": "another call to the device's runtime",
-    "launch_call": "the launch call itself",
-    "full_queue": "a launch call while a stream's queue was full: the host waits until work leaves it",
-    "launch_latency": "from the end of the launch call to the start of the work",
-    "blocking_call": "the host waited in a call that blocks (synchronise, .item(), a copy from pageable memory)",
-    "other_rank": "the host waited for another rank: a barrier, or a collective that the host itself carries out",
-    "allocator": "device or pinned memory was allocated or freed",
-    "compile_or_load": "compilation, or lazy loading of a module",
-    "data_loading": "the host waited for, or did, data loading",
-    "garbage_collection": "Python's garbage collector",
-    "profiler": "the profiler's own work",
-    "stream_event": "the work was queued behind an event of another stream",
-    "between_kernels": "the work was queued; the usual gap between two kernels",
-    "inside_graph": "between two kernels of one launched graph",
-    "queued_unknown": "the work was queued for long and nothing says why it waited",
-    "unlinked": "the work that ended the gap has no known launch",
-    "host_untraced": "the host did something that the trace does not show",
-}
-# Old versions had no `autograd::engine` range: there the operators themselves tell.
-_BACKWARD = re.compile(r"^autograd::engine::evaluate_function|Backward\d*$")
-BETWEEN_KERNELS_NS = 30_000
-LATENCY_NS = 100_000
 PIECES_AT_ONCE = 1 << 20
+EXPLAINED = 0.10
 Causes = npt.NDArray[np.uint8]  # numbers in the order of `CAUSES`
 Numbers = npt.NDArray[np.integer[Any]]
 _PIECE_TYPES = (np.int64, np.int64, np.uint8, np.int32, np.int32)  # start, end, cause, detail, gap
-_NUMBER = {cause: i for i, cause in enumerate(CAUSES)}
-_OF_HOST = np.array([_NUMBER.get(cause, 0) for cause in CAUSES_OF_HOST], dtype=np.uint8)
+_OF_HOST = np.array([NUMBER.get(cause, 0) for cause in CAUSES_OF_HOST], dtype=np.uint8)
 _NAMES = pl.Series(list(CAUSES), dtype=pl.Enum(list(CAUSES)))
 _NONE = np.zeros(0, np.int64)
 
 
+@per_trace
 def idle_pieces(trace: Trace, device: int) -> pl.DataFrame:
     """All idle time of one device within the trace, cut by cause; pieces are disjoint, in order, and add up to the
     idle time.
@@ -66,74 +44,85 @@ def idle_pieces(trace: Trace, device: int) -> pl.DataFrame:
     Columns: start_ns, end_ns, cause (a key of `CAUSES`), detail (event name number; -1: none), gap (number of the gap),
     next_row (the work that ended the gap; -1: none came).
     """
-    if device not in trace.idle:
-        trace.idle[device] = _idle_pieces(trace, device)
-    return trace.idle[device]
-
-
-def _idle_pieces(trace: Trace, device: int) -> pl.DataFrame:
     rows = trace.device_rows[trace.column("device")[trace.device_rows] == device]
     busy = merge(trace.ts[rows], trace.end[rows])
     low, high = trace.span
     starts, ends = gaps(busy, low, high)
-    if not len(starts):
-        return _Pieces().frame(_NONE)
-    next_row = _next_work(trace, rows, ends)
     pieces = _Pieces()
-    launch = np.full(len(starts), -1, dtype=np.int64)
-    ended = next_row >= 0
-    launch[ended] = trace.launches.launch_of(next_row[ended])
-    number = np.arange(len(starts))
+    if not len(starts):
+        return pieces.frame(_NONE)
+    next_row = _next_work(trace, rows, ends)
+    number, waits = np.arange(len(starts)), device_waits(trace)
+    position = np.searchsorted(trace.ts[trace.device_rows], ends)  # of the first work that starts then
+    ended = np.flatnonzero(next_row >= 0)
+    position = _positions(trace, next_row[ended], position[ended])
 
-    tail = ~ended
-    unlinked = ended & (launch < 0)
-    pieces.add(starts[unlinked], ends[unlinked], "unlinked", -1, number[unlinked])
-    linked = np.flatnonzero(launch >= 0)
-    call_start, call_end = trace.ts[launch[linked]], trace.end[launch[linked]]
-    queued = call_end <= starts[linked]
-    _queued(trace, pieces, starts, ends, next_row, launch, linked[queued], rows)
-
-    mine = linked[~queued]
-    l0 = np.clip(call_start[~queued], starts[mine], ends[mine])
-    l1 = np.clip(call_end[~queued], l0, ends[mine])
-    names = trace.column("name")
-    pieces.add(l0, l1, "launch_call", names[launch[mine]].astype(np.int32), mine)
-    graph = _graph_names(trace)[names[launch[mine]]] if len(mine) else np.zeros(0, dtype=bool)
-    slow = (ends[mine] - l1 > LATENCY_NS) & ~graph
-    pieces.add(l1[~slow], ends[mine][~slow], "launch_latency", -1, mine[~slow])
-    pieces.add(l1[slow], ends[mine][slow], "queued_unknown", -1, mine[slow])
+    # What passed once nothing known held the work any more.
+    since = np.clip(waits.since[position], starts[ended], ends[ended])
+    pieces.add(since, ends[ended], waits.cause[position], -1, number[ended])
+    # Until then it waited for its launch; for work of another device; or nobody knows.
+    held = waits.held[position]
+    for one, cause in ((Held.EVENT, "stream_event"), (Held.STREAM, "between_kernels"), (Held.NOTHING, "unlinked")):
+        some = held == one
+        pieces.add(starts[ended][some], since[some], cause, -1, number[ended][some])
+    launched = held == Held.LAUNCH
+    mine, launch = ended[launched], waits.launch[position[launched]]
+    l0 = np.clip(waits.called[position[launched]], starts[mine], since[launched])
+    cause = _OF_HOST[trace.stacks.cause[launch]]
+    pieces.add(l0, since[launched], cause, trace.column("name")[launch].astype(np.int32), mine)
     # What the host did until it launched; behind the last work, what the main thread did.
-    main = main_thread(trace)
-    thread = np.where(launch[mine] >= 0, trace.column("thread")[launch[mine]], main)
+    main, tail = main_thread(trace), np.flatnonzero(next_row < 0)
     _host_time(
         trace,
         pieces,
         np.concatenate([starts[mine], starts[tail]]),
         np.concatenate([l0, ends[tail]]),
-        np.concatenate([thread, np.full(int(tail.sum()), main)]),
+        np.concatenate([trace.column("thread")[launch], np.full(len(tail), main)]),
         np.concatenate([mine, number[tail]]),
     )
-    return _full_queue(trace, pieces).frame(next_row)
+    names = trace.column("name").astype(np.int32)
+    pieces = _cut(pieces, "launch_call", *_full(trace), "full_queue")
+    start, end, calls = blocking_calls(trace)
+    return _cut(pieces, "queued_unknown", (start, end), names[calls], "blocking_call").frame(next_row)
 
 
-def _full_queue(trace: Trace, pieces: _Pieces) -> _Pieces:
-    """The pieces, with the time that launch calls spent while some stream's queue was full cut out of them."""
-    from fettle.trace.queue import full_intervals
+def _positions(trace: Trace, rows: Ints, first: Ints) -> Ints:
+    """Positions of rows in `trace.device_rows`, searched from the first that starts with them."""
+    found = first.copy()
+    while True:
+        wrong = np.flatnonzero(trace.device_rows[found] != rows)
+        if not len(wrong):
+            return found
+        found[wrong] += 1
 
-    full = full_intervals(trace)
-    if not len(full[0]):
+
+def _full(trace: Trace) -> tuple[Intervals, npt.NDArray[np.int32]]:
+    """When launch calls waited for a slot in a full queue, and the names of the work whose begin freed it."""
+    calls, freed = slot_waits(trace)
+    start, end = trace.ts[calls], trace.ts[trace.device_rows[freed]]
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], np.maximum.accumulate(end[order])
+    start = np.maximum(start, np.concatenate([start[:1], end[:-1]]))  # several threads may wait at once
+    names = trace.column("name")[trace.device_rows[freed[order]]].astype(np.int32)
+    return (start, np.maximum(end, start)), names
+
+
+def _cut(pieces: _Pieces, cause: str, windows: Intervals, names: npt.NDArray[np.int32], inside: str) -> _Pieces:
+    """The pieces, with what of one cause lies in disjoint windows given to another, under the windows' names."""
+    if not len(windows[0]):
         return pieces
     cut = _Pieces()
-    for start, end, cause, detail, gap in pieces.parts:
-        calls = cause == _NUMBER["launch_call"]
-        rest = ~calls
-        cut.add(start[rest], end[rest], cause[rest], detail[rest], gap[rest])
-        if calls.any():
-            pair, what, of = (start[calls], end[calls]), detail[calls], gap[calls]
-            free = gaps(full, int(start.min()), int(end.max()))
-            for windows, name in ((full, "full_queue"), (free, "launch_call")):
-                begins, stops, piece, _ = split(pair, windows)
-                cut.add(begins, stops, name, what[piece], of[piece])
+    for begin, stop, causes, detail, gap in pieces.parts:
+        mine = causes == NUMBER[cause]
+        rest = ~mine
+        cut.add(begin[rest], stop[rest], causes[rest], detail[rest], gap[rest])
+        if mine.any():
+            order = np.flatnonzero(mine)[np.argsort(begin[mine], kind="stable")]
+            pair, what, of = (begin[order], stop[order]), detail[order], gap[order]
+            begins, stops, piece, window = split(pair, windows)
+            cut.add(begins, stops, inside, names[window], of[piece])
+            begins, stops, piece, _ = split(pair, gaps(merge(*windows), int(pair[0].min()), int(pair[1].max())))
+            cut.add(begins, stops, cause, what[piece], of[piece])
     return cut
 
 
@@ -155,7 +144,7 @@ class _Pieces:
         return [*self.full, [column[: self.used] for column in self.columns]]
 
     def add(self, start: Ints, end: Ints, cause: Causes | str, detail: Numbers | int, gap: Numbers) -> None:
-        values = (start, end, _NUMBER[cause] if isinstance(cause, str) else cause, detail, gap)
+        values = (start, end, NUMBER[cause] if isinstance(cause, str) else cause, detail, gap)
         done, count = 0, len(start)
         while done < count:
             if self.used == len(self.columns[0]):
@@ -205,80 +194,6 @@ def _next_work(trace: Trace, rows: Ints, ends: Ints) -> Ints:
     return answer
 
 
-def _graph_names(trace: Trace) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    return np.array([is_graph_launch(n) for n in trace.names], dtype=bool)
-
-
-def _queued(
-    trace: Trace, pieces: _Pieces, starts: Ints, ends: Ints, next_row: Ints, launch: Ints, which: Ints, rows: Ints
-) -> None:
-    """Gaps whose next work had been launched before they began."""
-    if not len(which):
-        return
-    same_graph = _graph_names(trace)[trace.column("name")[launch[which]]]
-    previous_at = np.searchsorted(trace.ts[rows], ends[which], side="left") - 1
-    previous = rows[np.maximum(previous_at, 0)]
-    same_graph &= trace.launches.launch_of(previous) == launch[which]
-    short = ends[which] - starts[which] <= BETWEEN_KERNELS_NS
-    behind_event = _behind_event(trace, next_row[which], launch[which])
-    cause = np.where(
-        same_graph,
-        "inside_graph",
-        np.where(behind_event, "stream_event", np.where(short, "between_kernels", "queued_unknown")),
-    )
-    for one in np.unique(cause):
-        some = which[cause == one]
-        pieces.add(starts[some], ends[some], str(one), -1, some)
-
-
-def _behind_event(trace: Trace, next_row: Ints, launch: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Whether the host made the stream wait for an event shortly before it launched this work."""
-    waits = np.array(["StreamWaitEvent" in n for n in trace.names], dtype=bool)
-    calls = np.flatnonzero((trace.kind == Kind.RUNTIME) & waits[trace.column("name")])
-    answer = np.zeros(len(next_row), dtype=bool)
-    if not len(calls):
-        return answer
-    thread = trace.column("thread")
-    # The launch of the work before this one on the same stream bounds "shortly".
-    device_rows = trace.launches.device_rows
-    key = trace.column("device")[device_rows].astype(np.int64) * 2**40 + trace.column("stream")[device_rows] % 2**40
-    order = np.argsort(key, kind="stable")
-    position = np.empty(trace.events.height, dtype=np.int64)
-    position[device_rows[order]] = np.arange(len(order))
-    at = position[next_row]
-    has = at > 0
-    previous = device_rows[order[np.maximum(at - 1, 0)]]
-    same = has & (key[order[np.maximum(at - 1, 0)]] == key[order[at]])
-    since = np.where(same, trace.ts[np.maximum(trace.launches.launch_of(previous), 0)], trace.span[0])
-    for one in np.unique(thread[launch]):
-        times = np.sort(trace.ts[calls[thread[calls] == one]])
-        mine = np.flatnonzero(thread[launch] == one)
-        until = trace.ts[launch[mine]]
-        answer[mine] = np.searchsorted(times, until) > np.searchsorted(times, np.minimum(since[mine], until))
-    return answer
-
-
-def main_thread(trace: Trace) -> int:
-    """The thread that runs the steps; else the one that launches most; else the one with most host events; -1: none."""
-    thread = trace.column("thread")
-    step_codes = np.array([n.startswith("ProfilerStep#") for n in trace.names], dtype=bool)
-    for rows in (
-        np.flatnonzero((trace.kind == Kind.ANNOTATION) & step_codes[trace.column("name")]),
-        trace.launches.known[1],
-        np.flatnonzero(trace.is_host),
-    ):
-        if len(rows):
-            return int(np.bincount(thread[rows]).argmax())
-    return -1
-
-
-def autograd_threads(trace: Trace) -> list[int]:
-    """Threads that run backward operators."""
-    engine = np.array([bool(_BACKWARD.search(n)) for n in trace.names], dtype=bool)
-    rows = np.flatnonzero((trace.kind == Kind.OPERATOR) & engine[trace.column("name")])
-    return [int(t) for t in np.unique(trace.column("thread")[rows])]
-
-
 def _host_time(trace: Trace, pieces: _Pieces, start: Ints, end: Ints, thread: Ints, gap: Ints) -> None:
     keep = end > start
     start, end, thread, gap = start[keep], end[keep], thread[keep], gap[keep]
@@ -314,6 +229,29 @@ def _host_time(trace: Trace, pieces: _Pieces, start: Ints, end: Ints, thread: In
             return
         asked.add(remaining[0])
         thread = np.full(len(start), remaining[0])
+
+
+def missing_information(trace: Trace, device: int) -> str:
+    """What a trace lacks where more than `EXPLAINED` of a device's idle time is unknown or unlinked; else empty."""
+    pieces = idle_pieces(trace, device)
+    length = (pieces["end_ns"] - pieces["start_ns"]).to_numpy()
+    number, whole = pieces["cause"].to_physical().to_numpy(), max(int(length.sum()), 1)
+    said = []
+    unlinked = number == NUMBER["unlinked"]
+    if length[unlinked].sum() > EXPLAINED * whole:
+        count = len(np.unique(pieces["next_row"].to_numpy()[unlinked]))
+        said.append(
+            f"{length[unlinked].sum() / whole:.0%} ends with work whose launch is not in the trace ({count} pieces: "
+            "launched before it began, or dropped)"
+        )
+    unknown = number == NUMBER["queued_unknown"]
+    if length[unknown].sum() > EXPLAINED * whole:
+        text = f"{length[unknown].sum() / whole:.0%} is queued work that launch and stream allowed to begin: "
+        text += "what else used the device is not in a trace"
+        if not trace.side["syncs"].height:
+            text += "; no sync events are (_ExperimentalConfig(enable_cuda_sync_events=True) records them)"
+        said.append(text)
+    return "; ".join(said)
 
 
 def idle_summary(trace: Trace, device: int, windows: Intervals | None = None) -> pl.DataFrame:

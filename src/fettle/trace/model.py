@@ -6,10 +6,11 @@ polars frame; text that repeats (names, threads, shapes) is kept once and referr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 EVENT_COLUMNS: dict[str, pl.DataType] = {
     "ts_ns": pl.Int64(),  # start, on the file's clock
@@ -182,8 +185,8 @@ class Trace:
         return build_stacks(self)
 
     @cached_property
-    def idle(self) -> dict[int, pl.DataFrame]:
-        """Idle pieces by device, as `fettle.trace.idle.idle_pieces` finds them (each device once)."""
+    def kept(self) -> dict[Any, Any]:
+        """Answers of the functions under `per_trace`."""
         return {}
 
     @cached_property
@@ -208,3 +211,17 @@ class Trace:
         process, tid = self.threads[thread]
         label = self.thread_names.get(f"{process}/{tid}", "")
         return label or f"process {process} thread {tid}"
+
+
+def per_trace(analysis: Callable[Concatenate[Trace, P], R]) -> Callable[Concatenate[Trace, P], R]:
+    """Answer once for each trace and arguments, and keep the answer with the trace."""
+
+    @wraps(analysis)
+    def asked(trace: Trace, *args: P.args, **kwargs: P.kwargs) -> R:
+        key = (analysis, args, tuple(kwargs.items()))
+        if key not in trace.kept:
+            trace.kept[key] = analysis(trace, *args, **kwargs)
+        answer: R = trace.kept[key]
+        return answer
+
+    return asked

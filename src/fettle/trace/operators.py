@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from fettle.trace.ancestry import ancestors, nearest, outermost, runs
+from fettle.trace.ancestry import ancestors, called_from, nearest, outer_first, outermost, runs
 from fettle.trace.attribution import names_of_rows
 from fettle.trace.kinds import Kind, without_address
 from fettle.trace.launches import text_column
@@ -69,29 +69,22 @@ def call_tree(trace: Trace, *, max_depth: int = 6, python: bool = False) -> pl.D
     """Calls merged by path: what calls what, how often, and what it costs on host and device.
 
     Columns: rank, path (names joined by ` > `), depth, count, host_ns, device_ns (of work launched anywhere below).
-    Python functions are left out unless asked for: paths then explain modules and lines, at many more rows. All steps
-    are one path, `ProfilerStep#`.
+    Backward operators on autograd's threads are below what waited for them. Python functions are left out unless asked
+    for: paths then explain modules and lines, at many more rows. All steps are one path, `ProfilerStep#`.
     """
     wanted = (trace.kind == Kind.OPERATOR) | (trace.kind == Kind.ANNOTATION)
     if python:
         wanted |= trace.kind == Kind.PYTHON
     rows = np.flatnonzero(wanted)
     parent = _parent_among(trace, wanted)
-    device = np.zeros(trace.events.height, dtype=np.int64)
-    work, calls = trace.launches.known
-    owner = nearest(trace, wanted, np.flatnonzero(trace.is_host))[calls]
-    np.add.at(device, owner[owner >= 0], trace.dur[work][owner >= 0])
-    depth = trace.stacks.depth
-    for row in rows[np.argsort(-depth[rows], kind="stable")].tolist():
-        if parent[row] >= 0:
-            device[parent[row]] += device[row]
+    device, _, _ = _device_time(trace, wanted, parent)
     paths: dict[tuple[int, int], int] = {}
     path_of = np.full(trace.events.height, -1, dtype=np.int64)
     parents_of_path: list[int] = []
     name_of_path: list[int] = []
     depth_of_path: list[int] = []
     names, texts_of = _merged_names(trace)
-    for row in rows[np.argsort(depth[rows], kind="stable")].tolist():
+    for row in outer_first(trace, rows).tolist():
         above = int(path_of[parent[row]]) if parent[row] >= 0 else -1
         level = depth_of_path[above] + 1 if above >= 0 else 0
         if level >= max_depth or (parent[row] >= 0 and above < 0):
@@ -158,8 +151,8 @@ def _merged_names(trace: Trace) -> tuple[Ints, list[str]]:
 
 def _parent_among(trace: Trace, wanted: np.ndarray) -> Ints:
     """The nearest wanted event strictly above each event."""
-    around = nearest(trace, wanted, np.flatnonzero(trace.is_host))
-    up = trace.stacks.parent
+    up = called_from(trace)
+    around = nearest(trace, wanted, np.flatnonzero(trace.is_host), up)
     answer: Ints = np.where(up >= 0, around[np.maximum(up, 0)], -1)
     return answer
 
@@ -209,35 +202,68 @@ def kernel_sequences(trace: Trace, operator: str = "", *, min_kernels: int = 3, 
 
 
 def annotation_table(trace: Trace) -> pl.DataFrame:
-    """User annotations: time on the host and of the device work launched inside them. Steps are one, `ProfilerStep#`.
+    """User annotations: time on the host, and of the device work launched inside them, on any thread: a range around
+    `backward()` has the backward's work. Steps are one, `ProfilerStep#`.
 
-    Columns: rank, annotation, count, host_ns (inclusive), device_ns (work counted at its innermost annotation),
-    kernels.
+    Columns: rank, annotation, count, host_inclusive_ns, host_exclusive_ns (without annotations inside),
+    device_inclusive_ns, device_exclusive_ns (work counts at its innermost annotation), kernels (inclusive). Inclusive
+    times are those of `call_tree`; a range inside another of its name is not counted again.
     """
-    rows = np.flatnonzero(trace.kind == Kind.ANNOTATION)
+    flags = trace.kind == Kind.ANNOTATION
+    rows = np.flatnonzero(flags)
     name, texts = _merged_names(trace)
-    host = (
-        pl.DataFrame({"name": name[rows], "dur": trace.dur[rows]})
+    parent = _parent_among(trace, flags)
+    inclusive, exclusive, kernels = _device_time(trace, flags, parent)
+    nested = np.zeros(trace.events.height, dtype=np.int64)
+    np.add.at(nested, parent[rows][parent[rows] >= 0], trace.dur[rows][parent[rows] >= 0])
+    above = parent[rows]
+    again = np.zeros(len(rows), dtype=bool)
+    while (has := above >= 0).any():
+        again |= has & (name[rows] == name[np.maximum(above, 0)])
+        above = np.where(has, parent[np.maximum(above, 0)], -1)
+    outer = ~again
+    table = (
+        pl.DataFrame(
+            {
+                "name": name[rows],
+                "host": trace.dur[rows] * outer,
+                "alone": np.maximum(trace.dur[rows] - nested[rows], 0),
+                "device": inclusive[rows] * outer,
+                "own": exclusive[rows],
+                "kernels": kernels[rows] * outer,
+            }
+        )
         .group_by("name")
-        .agg(count=pl.len(), host_ns=pl.col("dur").sum())
+        .agg(pl.len().alias("count"), pl.all().sum())
     )
-    launched, calls = trace.launches.known
-    owner = nearest(trace, trace.kind == Kind.ANNOTATION, np.flatnonzero(trace.is_host))[calls]
-    known = owner >= 0
-    work = (
-        pl.DataFrame({"name": name[owner[known]], "dur": trace.dur[launched[known]]})
-        .group_by("name")
-        .agg(device_ns=pl.col("dur").sum(), kernels=pl.len())
-    )
-    table = host.join(work, on="name", how="left").with_columns(pl.col("device_ns", "kernels").fill_null(0))
     return table.select(
         rank=pl.lit(trace.rank, dtype=pl.Int64()),
         annotation=pl.Series([texts[n] for n in table["name"]], dtype=pl.String()),
         count="count",
-        host_ns="host_ns",
-        device_ns="device_ns",
+        host_inclusive_ns="host",
+        host_exclusive_ns="alone",
+        device_inclusive_ns="device",
+        device_exclusive_ns="own",
         kernels="kernels",
-    ).sort("device_ns", "host_ns", "annotation", descending=[True, True, False])
+    ).sort("device_inclusive_ns", "host_inclusive_ns", "annotation", descending=[True, True, False])
+
+
+def _device_time(trace: Trace, wanted: np.ndarray, parent: Ints) -> tuple[Ints, Ints, Ints]:
+    """Device time of each wanted event: of all work launched below it, and of what no other one is nearer to; and how
+    many pieces of work the former is. `parent` is the nearest wanted event strictly above each.
+    """
+    exclusive, kernels = np.zeros(trace.events.height, dtype=np.int64), np.zeros(trace.events.height, dtype=np.int64)
+    work, calls = trace.launches.known
+    owner = nearest(trace, wanted, np.flatnonzero(trace.is_host), called_from(trace))[calls]
+    known = owner >= 0
+    np.add.at(exclusive, owner[known], trace.dur[work][known])
+    np.add.at(kernels, owner[known], 1)
+    inclusive = exclusive.copy()
+    for row in outer_first(trace, np.flatnonzero(wanted))[::-1].tolist():
+        if parent[row] >= 0:
+            inclusive[parent[row]] += inclusive[row]
+            kernels[parent[row]] += kernels[row]
+    return inclusive, exclusive, kernels
 
 
 def counters_by_operator(trace: Trace) -> pl.DataFrame | None:

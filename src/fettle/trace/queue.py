@@ -5,12 +5,10 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from fettle.trace.intervals import Intervals, merge
 from fettle.trace.launches import text_column
 from fettle.trace.model import Ints, Trace
 from fettle.trace.ordering import order_by
-
-FULL_QUEUE = 1024
+from fettle.trace.slots import queues, waited_ns
 
 
 def queue_length(trace: Trace) -> pl.DataFrame:
@@ -33,22 +31,14 @@ def queue_length(trace: Trace) -> pl.DataFrame:
     )
 
 
-def full_intervals(trace: Trace) -> Intervals:
-    """When some stream's queue held `FULL_QUEUE` pieces of work or more: the next launch has to wait."""
-    if len(trace.device_rows) < FULL_QUEUE:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    series = queue_length(trace)
-    time, length = series["ts_ns"].to_numpy(), series["length"].to_numpy()
-    full = np.flatnonzero(length[:-1] >= FULL_QUEUE)  # a stream's last length is 0
-    return merge(time[full], time[full + 1])
-
-
 def queue_summary(trace: Trace) -> pl.DataFrame:
     """Queue length of each stream, weighted by time.
 
     Columns: rank, device, stream, mean, median, p95, max (pieces of work), empty_share and full_share of the time from
-    the stream's first launch to its last start, full_ns (time at 1024 or more).
+    the stream's first launch to its last start, depth (where the trace shows how long the queue can be), full_ns (time
+    that launch calls waited for a slot). A queue that all streams of a device share is told on each of them.
     """
+    full_of = {(q.device, q.stream): q for q in queues(trace)}
     series = queue_length(trace)
     parts = []
     for key, part in series.group_by("device", "stream", maintain_order=True):
@@ -65,7 +55,8 @@ def queue_summary(trace: Trace) -> pl.DataFrame:
         ) -> int:
             return int(value[order[min(int(np.searchsorted(reach, q * whole)), len(order) - 1)]]) if len(order) else 0
 
-        full = int(weight[value >= FULL_QUEUE].sum())
+        one = full_of.get((int(key[0]), int(key[1])), full_of.get((int(key[0]), -1)))
+        full = waited_ns(trace, one) if one is not None else 0
         parts.append(
             {
                 "rank": trace.rank,
@@ -77,6 +68,7 @@ def queue_summary(trace: Trace) -> pl.DataFrame:
                 "max": int(length.max()),
                 "empty_share": float(weight[value == 0].sum() / whole),
                 "full_share": full / whole,
+                "depth": None if one is None else one.depth,
                 "full_ns": full,
             }
         )
@@ -90,6 +82,7 @@ def queue_summary(trace: Trace) -> pl.DataFrame:
         "max": pl.Int64(),
         "empty_share": pl.Float64(),
         "full_share": pl.Float64(),
+        "depth": pl.Int64(),
         "full_ns": pl.Int64(),
     }
     return pl.DataFrame(parts, schema=schema)

@@ -26,6 +26,7 @@ from fettle.trace.ordering import order_by
 _NESTING = {Kind.ANNOTATION: 0, Kind.PYTHON: 1, Kind.OPERATOR: 2, Kind.RUNTIME: 3, Kind.OVERHEAD: 4}
 BLOCK = 1 << 16
 Segments = tuple[npt.NDArray[np.int32], Ints, Ints, Ints]  # thread, start, end, row
+LONG_COPY_NS = 20_000
 ENTERING_EVENTS = 64  # functions and their calls on the way into a range
 CAUSES_OF_HOST = (
     "host_untraced",
@@ -355,6 +356,17 @@ def _causes(trace: Trace, parent: Ints, host_rows: Ints) -> npt.NDArray[np.uint8
     for low in range(0, len(host_rows), BLOCK):
         rows = host_rows[low : low + BLOCK]
         cause[rows] = table[names[rows].astype(np.int64) * 256 + kinds[rows]]
+    # Whatever starts device work launches it: copies, memory sets, graphs.
+    work, calls = trace.launches.known
+    cause[calls[cause[calls] == number["runtime_call"]]] = number["launch_call"]
+    # A copy that is done when its call returns has made the host wait, whatever its name promises; one that has begun
+    # by then has, too, where the call is long.
+    copies = trace.kind[work] == Kind.MEMCPY
+    work, calls = work[copies], calls[copies]
+    stop = trace.ts[calls] + trace.dur[calls]
+    waited = trace.ts[work] + trace.dur[work] <= stop
+    waited |= (trace.ts[work] < stop) & (trace.dur[calls] > LONG_COPY_NS)
+    cause[calls[waited]] = number["blocking_call"]
     # Data loading and compilation own what runs inside them, save calls that block and the profiler's own time.
     for owner in ("compile_or_load", "data_loading"):
         marked = np.zeros(trace.events.height, dtype=bool)

@@ -26,13 +26,7 @@ def steps(trace: Trace, annotation: str | None = None) -> pl.DataFrame:
     Raises:
         UsageError: There is no such annotation.
     """
-    wanted = {}
-    for code, name in enumerate(trace.names):
-        found = _STEP.match(name)
-        if annotation is None and found and len(found.group(1)) < 18:
-            wanted[code] = int(found.group(1))
-        elif annotation is not None and name == annotation:
-            wanted[code] = -1
+    wanted = _marks(trace, annotation)
     codes = trace.column("name")
     rows = np.flatnonzero((trace.kind == Kind.ANNOTATION) & np.isin(codes, list(wanted)))
     if annotation is not None and not len(rows):
@@ -61,6 +55,21 @@ def steps(trace: Trace, annotation: str | None = None) -> pl.DataFrame:
         {"rank": [trace.rank] * len(starts), "step": numbers, "start_ns": starts, "end_ns": ends},
         schema={"rank": pl.Int64(), "step": pl.Int64(), "start_ns": pl.Int64(), "end_ns": pl.Int64()},
     ).with_columns(wall_ns=pl.col("end_ns") - pl.col("start_ns"))
+
+
+def step_thread(trace: Trace, annotation: str | None = None) -> int:
+    """The thread whose annotations mark the steps; -1 where there are none."""
+    codes = trace.column("name")
+    rows = np.flatnonzero((trace.kind == Kind.ANNOTATION) & np.isin(codes, list(_marks(trace, annotation))))
+    return int(trace.column("thread")[rows[np.argmin(trace.ts[rows])]]) if len(rows) else -1
+
+
+def _marks(trace: Trace, annotation: str | None) -> dict[int, int]:
+    """Name numbers that mark steps, with the steps' numbers (-1: they are counted)."""
+    if annotation is not None:
+        return {code: -1 for code, name in enumerate(trace.names) if name == annotation}
+    found = ((code, _STEP.match(name)) for code, name in enumerate(trace.names))
+    return {code: int(match.group(1)) for code, match in found if match and len(match.group(1)) < 18}
 
 
 def step_summary(frame: pl.DataFrame) -> dict[str, float | int | list[int]]:

@@ -99,7 +99,7 @@ def sequences(
 def annotations(
     source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False
 ) -> None:
-    """User annotations with host and device time.
+    """User annotations with the host time inside them and the device time of all that they launched, backward too.
 
     [bold]Example[/]
 
@@ -110,7 +110,7 @@ def annotations(
 
     traces = open_traces(source, fresh)
     table = joined(traces, annotation_table)
-    cost = "device_ns" if any(t.device_keys for t in traces) else "host_ns"
+    cost = "device_inclusive_ns" if any(t.device_keys for t in traces) else "host_inclusive_ns"
     write_chart(chart, lambda: charts.bar_chart(table, "annotation", cost))
     show({"annotations": table}, as_json, rows, traces=traces)
 

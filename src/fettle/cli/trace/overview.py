@@ -34,7 +34,7 @@ def health(source: Source, as_json: Json = False, fresh: Fresh = False) -> None:
     """
     from fettle.trace.health import trace_health
 
-    found = [trace_health(t) for t in read_traces(source, fresh)]
+    found = [trace_health(t, replayed=True) for t in read_traces(source, fresh)]
     if as_json:
         print(json.dumps([h.as_dict() for h in found], default=str))
         return
@@ -48,6 +48,23 @@ def health(source: Source, as_json: Json = False, fresh: Fresh = False) -> None:
             "uncertain": ", ".join(one.uncertain) or "nothing",
         }
         show({"findings": frame}, False, 100, notes)
+
+
+@app.command()
+def check(source: Source, as_json: Json = False, fresh: Fresh = False) -> None:
+    """Do the answers agree with each other? What must add up, as a table; exit code 1 where it does not.
+
+    [bold]Example[/]
+
+      fettle trace check trace.json.gz
+    """
+    from fettle.trace.check import identities
+
+    traces = open_traces(source, fresh)
+    frame = joined(traces, identities)
+    show({"identities": frame}, as_json, frame.height, traces=traces)
+    if not frame["holds"].all():
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -130,7 +147,7 @@ def idle(source: Source, as_json: Json = False, chart: Chart = None, fresh: Fres
       fettle trace idle ranks/ --chart idle.png
     """
     from fettle.trace import charts
-    from fettle.trace.idle import idle_summary
+    from fettle.trace.idle import idle_summary, missing_information
 
     traces = open_traces(source, fresh)
     frames = [idle_summary(t, d) for t in traces for d in t.device_keys]
@@ -138,4 +155,7 @@ def idle(source: Source, as_json: Json = False, chart: Chart = None, fresh: Fres
         raise UsageError("no device work in this trace: 'fettle trace host' answers for the CPU")
     frame = pl.concat(frames)
     write_chart(chart, lambda: charts.bar_chart(frame, "cause", "idle_ns"))
-    show({"idle": frame}, as_json, 100, traces=traces)
+    missing = {f"rank {t.rank} device {d}": missing_information(t, d) for t in traces for d in t.device_keys}
+    missing = {place: text for place, text in missing.items() if text}
+    notes = {"missing": missing} if as_json else {f"missing for {place}": text for place, text in missing.items()}
+    show({"idle": frame}, as_json, 100, notes, traces)

@@ -91,7 +91,7 @@ def whatif(
     from fettle.trace.whatif import what_if
 
     rows, questions = [], []
-    notes = {}
+    notes, uncertain = {}, []
     traces = open_traces(source, fresh)
     for trace in traces:
         path = critical_path(trace, step)
@@ -101,11 +101,19 @@ def whatif(
             notes[f"rank {trace.rank}"] = "no device work: only the data's part can be asked"
         for change in changes:
             answer = what_if(trace, change, kernels=kernels or "", factor=factor, path=path)
-            rows.append({"rank": trace.rank, **asdict(answer), "saving_share": answer.saving_share})
+            told = {"answer": answer.answer, "saving_share": answer.saving_share}
+            rows.append({"rank": trace.rank, "change": change, **told, **asdict(answer)})
+            if answer.cannot_tell:
+                uncertain.append(trace.rank)
             questions.append(f"rank {trace.rank}: if {answer.question}")
     asked = pl.DataFrame(rows).with_columns(question=pl.Series(questions))
     write_chart(chart, lambda: charts.what_if_chart(asked))
-    show({"what_if": pl.DataFrame(rows)}, as_json, 1000, {} if as_json else notes, traces)
+    if as_json:
+        doubtful = doubts({f"rank {trace.rank}": trace for trace in traces})
+        for rank in sorted(set(uncertain)):
+            doubtful[f"rank {rank}"] = [*doubtful.get(f"rank {rank}", []), "what-if"]
+        notes = {"uncertain": doubtful}
+    show({"what_if": pl.DataFrame(rows)}, as_json, 1000, notes)
 
 
 @app.command()

@@ -8,7 +8,7 @@ import altair as alt
 import polars as pl
 
 from fettle.trace.charts.look import colour, main_parts, milliseconds, ordered, sized
-from fettle.trace.idle import CAUSES
+from fettle.trace.waits import CAUSES
 
 
 def account_parts(account: pl.DataFrame) -> pl.DataFrame:

@@ -13,7 +13,7 @@ import polars as pl
 from fettle.errors import UsageError
 from fettle.files import write_bytes
 from fettle.page import as_spec, shell
-from fettle.trace.idle import CAUSES
+from fettle.trace.waits import CAUSES
 
 MAX_ROWS = 4000
 MAX_SERIES = 20

@@ -64,7 +64,7 @@ def operators(traces: list[Trace]) -> Section | None:
         found = pl.concat([kernel_sequences(t, name, top=6) for t in traces])
         section.table(f"Kernels in a row under {name}", found, rows=12)
     annotated = pl.concat([annotation_table(t) for t in traces])
-    section.table("Annotations", annotated if device else annotated.drop("device_ns", "kernels"), rows=12)
+    section.table("Annotations", annotated if device else annotated.drop("^device_.*$", "kernels"), rows=12)
     counted = [c for t in traces if (c := counters_by_operator(t)) is not None]
     if counted:
         sums = pl.concat(counted).group_by("rank", "operator", "counter").agg(pl.col("value").sum())

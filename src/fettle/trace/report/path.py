@@ -41,12 +41,14 @@ def critical(traces: list[Trace]) -> Section:
         if trace.device_keys or "data_loading" in path.summary()["category"]:
             changes = ("no_syncs", "perfect_overlap", "graph", "data_ready") if trace.device_keys else ("data_ready",)
             answers = [what_if(trace, change, path=path) for change in changes]
-            frame = pl.DataFrame([{**asdict(a), "saving_share": a.saving_share} for a in answers])
-            said = [f"if {a.question}  ·  {ms(a.estimate_ns)}" for a in answers]
+            frame = pl.DataFrame([{**asdict(a), "answer": a.answer, "saving_share": a.saving_share} for a in answers])
+            said = [f"if {a.question}  ·  {'cannot tell' if a.cannot_tell else ms(a.estimate_ns)}" for a in answers]
             section.chart(f"What if ...{rank}", charts.what_if_chart(frame.with_columns(question=pl.Series(said))))
             section.table(
                 f"What if{rank}",
-                frame.select("change", "wall_ns", "estimate_ns", "low_ns", "high_ns", "saving_share", "replay_error"),
+                frame.select(
+                    "change", "answer", "wall_ns", "estimate_ns", "low_ns", "high_ns", "saving_share", "replay_error"
+                ),
             )
         section.table(f"Events on the path{rank}", path_events(trace, path))
     if len(traces) > 1:

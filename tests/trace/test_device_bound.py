@@ -1,0 +1,124 @@
+"""What is said of simulated programs, whose truth is known (see `simulator.py`; `bench/trace_device_bound.py` asks
+more of them).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from fettle.trace import critical_path, identities, idle_summary, load, queue_summary, trace_health, what_if
+from fettle.trace.model import Trace
+from fettle.trace.replay import Change as Replayed
+from fettle.trace.slots import queues
+from fettle.trace.whatif import replayed_ns
+from tests.trace.build import Build, training
+from tests.trace.simulator import Change, Op, Program, composition, random_change, random_program, simulate, write
+
+WAITING = ("launch_latency", "stream_event", "between_kernels", "inside_graph", "queued_unknown", "blocking_call")
+
+
+def full_queue(depth: int, layers: int = 400, *, kernel: float = 60.0, steps: int = 4) -> Program:
+    """A loop whose host is four times as fast as its device, with a synchronise at the end."""
+    ops: list[Op] = []
+    for _ in range(steps):
+        ops.append(Op("step"))
+        for i in range(layers):
+            ops += [Op("host", 8.0), Op("launch", 5.0, kernels=(("gemm" if i % 2 else "norm", kernel + i % 7),))]
+    return Program((*ops, Op("sync_device")), depth=depth)
+
+
+def traced(program: Program, folder: Path) -> Trace:
+    return load(write(program, simulate(program), folder / "trace.json"), use_sidecar=False)
+
+
+@pytest.mark.parametrize("depth", [2, 16, 333, 1022])
+def test_the_depth_of_a_full_queue_is_found_and_the_device_is_on_the_path(tmp_path: Path, depth: int) -> None:
+    program = full_queue(depth)
+    trace = traced(program, tmp_path)
+    assert [queue.depth for queue in queues(trace)] == [pytest.approx(depth, abs=1)]
+    assert queue_summary(trace)["full_share"][0] > 0.1
+    spent = dict(critical_path(trace).summary().select("category", "share").iter_rows())
+    assert spent["compute"] == pytest.approx(composition(simulate(program))["compute"], abs=0.02)
+    for factor in (0.5, 2.0):
+        answer = what_if(trace, "kernels", kernels=".", factor=factor)
+        truth = simulate(program, Change("*", factor)).length
+        assert not answer.cannot_tell
+        assert answer.estimate_ns / 1e3 == pytest.approx(truth, rel=0.02)
+        assert answer.low_ns <= answer.estimate_ns <= answer.high_ns
+
+
+def test_a_queue_that_was_never_full_has_no_depth(tmp_path: Path) -> None:
+    trace = traced(full_queue(4096, layers=100), tmp_path)
+    assert queues(trace) == []
+    assert queue_summary(trace)["depth"].to_list() == [None]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_programs(tmp_path: Path, seed: int) -> None:
+    """The first ones of the bench."""
+    program = random_program(seed)
+    outcome = simulate(program)
+    trace = load(write(program, outcome, tmp_path / "trace.json"), use_sidecar=False)
+    change, question, asked = random_change(seed)
+    path = critical_path(trace)
+    answer = what_if(trace, change, path=path, **question)
+    assert answer.cannot_tell or answer.estimate_ns / 1e3 == pytest.approx(simulate(program, asked).length, rel=0.05)
+    unchanged = replayed_ns(trace, Replayed(), path.start_ns, path.end_ns)
+    assert unchanged == pytest.approx(path.wall_ns, rel=1e-3)
+    table = identities(trace)
+    assert table["holds"].all(), table.filter(~pl.col("holds"))
+    if seed == 5:  # two reasons within 2 us of each other: either is right
+        return
+    found = dict.fromkeys(composition(outcome), 0.0)
+    for category, share in path.summary().select("category", "share").iter_rows():
+        work = category in ("compute", "communication", "copy")
+        found[category if work else "waiting" if category in WAITING else "host"] += share
+    assert found == pytest.approx(composition(outcome), abs=0.05)
+
+
+def test_the_walk_begins_where_the_trace_ends(tmp_path: Path) -> None:
+    """The last event is a synchronise on a thread that launched nothing."""
+    build = Build()
+    for i in range(10):
+        build.kernel("gemm", 10 + i * 100, 99, call=1 + i * 3, call_dur=2, tid=1)
+    build.call("hipDeviceSynchronize", 50, 965, tid=2)
+    spent = dict(critical_path(build.load(tmp_path)).summary().select("category", "share").iter_rows())
+    assert spent["compute"] > 0.97
+    assert "host_untraced" not in spent
+
+
+def test_work_launched_before_the_window_counts(tmp_path: Path) -> None:
+    build = Build().step(0, 0, 20).step(1, 20, 1000)
+    for i in range(10):  # all launched in step 0
+        build.kernel("gemm", 10 + i * 100, 99, call=1 + i, call_dur=0.5)
+    build.call("cudaDeviceSynchronize", 25, 990)
+    trace = build.load(tmp_path)
+    answer = what_if(trace, "kernels", kernels="gemm", factor=0.5, step=1)
+    assert answer.estimate_ns == pytest.approx(1_000_000 - 490_000, rel=0.02)
+
+
+def test_a_copy_that_spans_a_gap_is_its_cause(tmp_path: Path) -> None:
+    build = Build().kernel("a", 10, 10, call=0).kernel("b", 1_020, 10, call=3)
+    build.kernel("Memcpy DtoH", 1_040, 5, call=15, call_dur=1_035, launch="hipMemcpyWithStream", cat="gpu_memcpy")
+    frame = idle_summary(build.load(tmp_path), 0)
+    spent = dict(frame.select("cause", "idle_ns").iter_rows())
+    assert spent["blocking_call"] >= 1_000_000
+    assert "queued_unknown" not in spent
+    assert "hipMemcpyWithStream" in frame.filter(pl.col("cause") == "blocking_call")["what"][0]
+
+
+def test_what_if_cannot_tell_where_nothing_explains_the_waits(tmp_path: Path) -> None:
+    build = Build().step(0, 0, 2_000)
+    for i in range(10):  # each begins 150 us after all that the trace shows
+        build.kernel("gemm", 10 + i * 200, 50, call=1 + i, call_dur=0.5)
+    trace = build.call("cudaDeviceSynchronize", 30, 1_900).load(tmp_path)
+    spent = dict(idle_summary(trace, 0).select("cause", "idle_ns").iter_rows())
+    assert spent["blocking_call"] > 1_000_000  # the host waits meanwhile, which explains nothing to a replay
+    answer = what_if(trace, "kernels", kernels="gemm", factor=0.5)
+    assert answer.cannot_tell
+    assert answer.answer.startswith("cannot tell")
+    assert "what-if" in trace_health(trace, replayed=True).uncertain
+    assert "what-if" not in trace_health(training(3).load(tmp_path), replayed=True).uncertain
