@@ -58,7 +58,7 @@ def outcome(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         interrupted=interrupted,
         unconfirmed=last.unconfirmed,
-        notes=(session.plan.note,) if session.plan.note else (),
+        notes=tuple(note for note in (*session.notes, session.plan.note) if note),
         plan=session.plan.rows(),
     )
 
