@@ -100,8 +100,11 @@ def served():
 
 @pytest.mark.parametrize(
     "arguments",
-    [["plan", "loud.py", "--world-size", "2", "--strategy", "ddp", "--json"], ["serve", "package", "loud.py:served", "--json"]],
-)  # fmt: skip
+    [
+        ["plan", "loud.py", "--world-size", "2", "--strategy", "ddp", "--json"],
+        ["serve", "package", "loud.py:served", "--json"],
+    ],
+)
 def test_what_libraries_print_does_not_reach_the_terminal(tmp_path: Path, arguments: list[str]) -> None:
     (tmp_path / "loud.py").write_text(LOUD)
     command = [sys.executable, "-c", "from fettle.cli import main; main()", *arguments]

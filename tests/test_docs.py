@@ -1,5 +1,5 @@
-"""The documentation is what works: every Python block of README, docs and docstrings runs, in order, each page in a folder of
-its own; every shell line is parsed by the real command line."""
+"""The documentation is what works: every Python block of README, docs and docstrings runs, each page in a folder of its
+own; every shell line is parsed by the real command line."""
 
 import ast
 import inspect
@@ -59,7 +59,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparing, "MOST_REPLICATES", 1)
     monkeypatch.setattr(comparing, "Rules", partial(Rules, slice_s=0.05))
     real = options.options_of
-    monkeypatch.setattr("fettle.tuning.tune.options_of", lambda *given: replace(real(*given), techniques=FEW))
+
+    def few(*given: object) -> fettle.Options:
+        return replace(real(*given), techniques=FEW)
+
+    monkeypatch.setitem(fettle.tune.__globals__, "options_of", few)
 
 
 @pytest.mark.parametrize(("where", "text"), TEXTS, ids=[where for where, _ in TEXTS])
@@ -114,7 +118,7 @@ def test_shell_lines_are_parsed_by_the_command_line(page: Path) -> None:
 def test_a_shell_line_that_is_wrong_is_seen() -> None:
     assert len([line for page in PAGES for line in _lines(page.read_text())]) > 30
     for line in ("fettle tune", "fettle tune model.py --no-such", "fettle tine model.py", "fettle serve package"):
-        with pytest.raises(Exception, match="Missing|No such"):
+        with pytest.raises(Exception, match=r"Missing|No such"):
             _parsed(_words(line))
     with pytest.raises(AssertionError):
         _parsed(_words("fettle apply recipe.toml model.py"))

@@ -185,7 +185,8 @@ class Result:
     confidence: float = 0.95
     """The level of every confidence interval in it."""
     workload: ClassVar[Any] = None
-    """What was tuned, a `Target`, `Workload` or `TrainingWorkload`, for `apply`: no part of the data, and None where the result was read from a file."""
+    """What was tuned (`Target`, `Workload` or `TrainingWorkload`), for `apply`. No part of the data: None where the
+    result was read from a file."""
 
     def __repr__(self) -> str:
         from fettle.report import verdict

@@ -270,8 +270,8 @@ def workload_from(made: object, where: str) -> Workload:
     """
     if isinstance(made, Workload):
         return made
-    if type(made).__name__ == "TrainingWorkload":
-        raise UsageError(f"the factory {where} returned a TrainingWorkload: it is for `mode='training'`")
+    if type(made).__name__ == "TrainingWorkload" or (isinstance(made, dict) and "optimizer" in made):
+        raise UsageError(f"what the factory {where} returned is for training: it has no place here")
     if isinstance(made, tuple) and len(made) == 2:
         return Workload(made[0], made[1])
     names = {item.name for item in dataclasses.fields(Workload) if item.init}
