@@ -271,7 +271,7 @@ def workload_from(made: object, where: str) -> Workload:
     if isinstance(made, Workload):
         return made
     if type(made).__name__ == "TrainingWorkload" or (isinstance(made, dict) and "optimizer" in made):
-        raise UsageError(f"what the factory {where} returned is for training: it has no place here")
+        raise UsageError(f"what the factory {where} returned is for training, and a workload for inference is needed")
     if isinstance(made, tuple) and len(made) == 2:
         return Workload(made[0], made[1])
     names = {item.name for item in dataclasses.fields(Workload) if item.init}
