@@ -131,8 +131,8 @@ def diagnose(
 
     `seconds` is what the timed collectors may take, the workload's own calls apart. With `record` a trace and an
     allocator's history of a few calls are part of the evidence; `beside`, the path of a report, keeps them next to it
-    as ``report.trace.json.gz`` and ``report.memory.pickle``. Where the factory returns a
-    `TrainingWorkload` what is diagnosed is its step; `mode` stands above that. Raises `UsageError` for a target that is none of these.
+    as ``report.trace.json.gz`` and ``report.memory.pickle``. Where the factory returns a `TrainingWorkload`, what is
+    diagnosed is its step; `mode` stands above that. Raises `UsageError` for a target that is none of these.
     """
     check_mode(mode)
     if isinstance(target, Target):

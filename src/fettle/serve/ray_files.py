@@ -78,10 +78,10 @@ def most_ongoing(settings: ServeSettings) -> int:
 def write_ray(package: Package, folder: Path, *, max_replicas: int = 4, trust: str = "", device: str = "cpu") -> Scale:
     """Write application, settings, start script and package to a new folder. Raises `UsageError`."""
     if folder.exists():
-        raise UsageError(f"{folder} exists already: give another --out")
+        raise UsageError(f"{folder} exists already: give another `output`")
     digest = package.handler_digest
     if digest is not None and digest != trust:
-        raise UsageError(f"{package.manifest.name} brings code of its own; to let it run, give --trust {digest}")
+        raise UsageError(f"{package.manifest.name} brings code of its own; to let it run, give `trust='{digest}'`")
     settings = package.settings
     found = scale(settings, host_id())
     threads = settings.threads or max(1, cores() // settings.workers)

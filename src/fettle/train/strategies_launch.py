@@ -81,7 +81,7 @@ def launch(
     one line. Afterwards no process of it is alive.
     """
     if nproc < 1:
-        raise UsageError(f"--nproc {nproc}: give at least 1")
+        raise UsageError(f"`nproc={nproc}`: give at least 1")
     with tempfile.TemporaryDirectory(prefix="fettle-ranks-") as name:
         folder = Path(name)
         request = {

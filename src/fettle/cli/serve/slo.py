@@ -272,7 +272,7 @@ def _print(found: Found, console: Console, folder: Path, written: Path | None) -
     if best is not None and best.measured:
         share = found.head_room or HEAD_ROOM
         room = (1 - share) * best.measured
-        console.print(f"with {share:.0%} head-room: up to {room:.4g} requests/s", highlight=False)
+        console.print(f"with {share:.0%} headroom: up to {room:.4g} requests/s", highlight=False)
     if found.interrupted:
         console.print("interrupted: the same command goes on from here", highlight=False)
     if written is not None:
