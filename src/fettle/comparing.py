@@ -67,7 +67,7 @@ def bench(
     """Race `recipes` and the workload as given, side by side, until each verdict is known.
 
     ```python
-    comparison = fettle.bench(model, ["precision=bf16", "precision=bf16 compile=default"], batches)
+    comparison = fettle.bench(model, ["precision=bf16", "precision=bf16 grad=inference_mode"], batches)
     for trial, verdict in zip(comparison.trials, comparison.verdicts):
         print(trial.recipe, trial.speedup, verdict)
     ```

@@ -43,11 +43,11 @@ class Workload:
     model: Callable[..., Any]
     """Usually an ``nn.Module``; any callable will do."""
 
-    inputs: Sequence[Batch]
+    inputs: Sequence[Batch] | Batch
     """Sample batches, rotated while the time is taken. The first half may calibrate a quantised recipe.
 
     A list of batches, one batch (a tensor, a tuple of positional arguments, a dict of keyword arguments), or a
-    DataLoader, of which the first batches are taken."""
+    DataLoader, of which the first eight are taken; a list of batches afterwards."""
 
     call: Callable[..., Any] | None = None
     """How the model is called: ``call(model, *args, **kwargs)``. None means ``model(*args, **kwargs)``."""
@@ -55,7 +55,7 @@ class Workload:
     metric: Callable[[Callable[..., Any]], float] | None = None
     """The user's own measure of quality, higher is better: given the callable under test, return a number."""
 
-    check_inputs: Sequence[Batch] = ()
+    check_inputs: Sequence[Batch] | Batch = ()
     """Batches that only judge: no recipe is calibrated on them and no time is taken on them."""
 
     name: str = ""

@@ -3,11 +3,11 @@
 Other rooms use `tune` with its `Options`, the `Session` that a study measures with, and what reads a caller's workload.
 """
 
-from fettle.tuning._arguments import ask_for_mode, check_limits, target_of, workload_of
+from fettle.tuning._arguments import check_limits, target_of, workload_of
 from fettle.tuning.options import Options
 from fettle.tuning.session import Event, Session, Tell
 from fettle.tuning.tune import tune
 
 __all__ = [
-    "Event", "Options", "Session", "Tell", "ask_for_mode", "check_limits", "target_of", "tune", "workload_of",
+    "Event", "Options", "Session", "Tell", "check_limits", "target_of", "tune", "workload_of",
 ]  # fmt: skip
