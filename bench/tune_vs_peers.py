@@ -22,7 +22,8 @@ from fettle.diagnose.advice import ratio as ratio_of
 from fettle.machine import this_machine
 from fettle.measure import Trial, by_round, paired, ratio_interval
 from fettle.recipe import Recipe
-from fettle.result import Limits
+from fettle.recipe_file import RecipeFile
+from fettle.result import Limits, Result, int8_layers
 from fettle.tuning import tune
 
 HERE = Path(__file__).parent
@@ -54,6 +55,11 @@ def main() -> None:
         summary([json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))])
 
 
+def _with_choices(result: Result) -> RecipeFile:
+    """The winner with the layers that it chose, as ``recipe.toml`` has it."""
+    return RecipeFile(levels=dict(result.recipe.levels), evidence={"int8_layers": list(int8_layers(result))})
+
+
 def measure(name: str, budget_s: float, rounds: int) -> dict:
     """Tune one workload, then race its winner with the peers."""
     target = str(HERE.parent / "workloads" / f"{name}.py")
@@ -72,9 +78,8 @@ def measure(name: str, budget_s: float, rounds: int) -> dict:
     limits = Limits(max_error=result.limits.max_error)
     # The slowest go out of the race at the first look; what is left decides between the winner and the best peer.
     compared = bench(
-        target, [winner, *recipes], limits=limits, max_rounds=rounds, settle=False, int8_layers=result.int8_layers,
-        tell=_tell,
-    )  # fmt: skip
+        target, [_with_choices(result), *recipes], limits=limits, max_rounds=rounds, settle=False, tell=_tell
+    )
     base, fettle_trial, *peer_trials = compared.trials
     rows = {label: row(trial, fettle_trial, base) for label, trial in zip(labels, peer_trials, strict=True)}
     able = [trial for trial in peer_trials if trial.status == "measured"]

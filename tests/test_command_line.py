@@ -1,11 +1,16 @@
 """What is the same for every command."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import fettle
+from fettle.cli import COMMANDS, _options
+from fettle.cli._old_spellings import as_options, renewed
+from fettle.errors import UsageError
 
 
 def test_the_version(run_fettle) -> None:
@@ -13,11 +18,132 @@ def test_the_version(run_fettle) -> None:
     assert (said.code, said.out) == (0, f"fettle {fettle.__version__}\n")
 
 
-def test_help_names_the_commands_and_waits_for_no_torch() -> None:
-    code = "import sys; from fettle.cli import build; print(sorted(build().registered_commands, key=str) != [])"
-    code += "; print(sorted({'torch', 'optuna', 'altair'} & set(sys.modules)))"
+def test_the_first_page_of_help_names_the_commands_and_imports_none_of_them() -> None:
+    code = """
+import sys
+sys.argv = ["fettle", "--help"]
+from fettle.cli import main
+try:
+    main()
+finally:
+    heavy = {"torch", "optuna", "altair", "polars", "numpy", "jinja2", "msgspec", "scipy"} & set(sys.modules)
+    print("imported:", sorted(heavy | {name for name in sys.modules if name.startswith("fettle.cli.t")}))
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split("\n")[:2] == ["True", "[]"]
+    assert "imported: []" in done.stdout
+    assert all(f" {name} " in done.stdout for commands in COMMANDS.values() for name in commands)
+    assert len(done.stdout.splitlines()) < 45
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("apply r.toml m.py", "check r.toml m.py", "'fettle apply' is now 'fettle check'"),
+        ("slo p --head-room 5%", "serve slo p --headroom 5%", "--head-room is now --headroom"),
+        ("slo m.py --study a/study.db --study-name n", "serve slo m.py --storage a/study.db --study n", "--storage"),
+        ("load http://a:1 -c 1", "serve load http://a:1 -c 1", "serve load"),
+        ("load u --csv=a.csv --markdown a.md", "serve load u --output=a.csv --output a.md", "--csv is now --output"),
+        ("package m.py -o x", "serve package m.py -o x", "serve package"),
+        ("export ray p --out x", "serve export ray p --output x", "--out is now --output"),
+        ("import-mar a.mar", "serve import-mar a.mar", "serve import-mar"),
+        ("memory s.pickle --report r.html", "memory s.pickle --output r.html", "--report is now --output"),
+        ("plan m.py --report=r.svg", "plan m.py --output=r.svg", "--report is now --output"),
+        ("report out --charts c", "report out --output c", "--charts is now --output"),
+        ("tune m.py --allow-batch --json", "tune m.py --allow batch-size --json", "--allow batch-size"),
+    ],
+)
+def test_old_spellings_work_and_say_how_they_are_written_now(old: str, new: str, says: str) -> None:
+    found, said = renewed(old.split())
+    assert found == new.split()
+    assert any(says in line for line in said), said
+    assert renewed(found) == (found, [])
+
+
+def test_serve_with_a_package_runs_it() -> None:
+    assert renewed(["serve", "digits-1", "--port", "0"]) == (["serve", "run", "digits-1", "--port", "0"], [])
+    assert renewed(["serve", "--store", "models"]) == (["serve", "run", "--store", "models"], [])
+    for stays in (["serve"], ["serve", "--help"], ["serve", "slo", "x"], ["tune", "serve"]):
+        assert renewed(stays) == (stays, [])
+
+
+def test_an_old_command_tells_on_standard_error(run_fettle) -> None:
+    said = run_fettle("apply", "absent.toml", "model.py")
+    assert said.err.splitlines()[0] == "fettle: 'fettle apply' is now 'fettle check'"
+    assert (said.code, said.out, len(said.err.splitlines())) == (2, "", 2)
+
+
+def test_errors_of_the_library_are_told_in_the_commands_words() -> None:
+    assert as_options("`nproc=2` is for training: write `mode='training'`") == (
+        "--nproc 2 is for training: write --mode training"
+    )
+    assert as_options("choose another `study`, or `max_metric_drop`") == "choose another --study, or --max-metric-drop"
+    assert as_options("no 'quotes' here") == "no 'quotes' here"
+
+
+LOUD = """
+import logging, os, sys, warnings
+import torch
+
+def workload(seed=0):
+    warnings.warn("a warning of a library")
+    logging.getLogger("library").error("a log of a library")
+    os.write(2, b"what C++ code prints\\n")
+    print("a print"), print("another", file=sys.stderr)
+    return {"model": torch.nn.Linear(4, 2), "optimizer": torch.optim.SGD, "data": [torch.ones(3, 4)],
+            "loss": lambda model, batch: model(batch).mean()}
+
+def served():
+    made = workload()
+    return made["model"].eval(), made["data"]
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "loud.py", "--world-size", "2", "--strategy", "ddp", "--json"],
+        ["serve", "package", "loud.py:served", "--json"],
+    ],
+)
+def test_what_libraries_print_does_not_reach_the_terminal(tmp_path: Path, arguments: list[str]) -> None:
+    (tmp_path / "loud.py").write_text(LOUD)
+    command = [sys.executable, "-c", "from fettle.cli import main; main()", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)
+
+
+def test_a_bug_still_shows_its_traceback(tmp_path: Path) -> None:
+    code = "import fettle.cli\ndef bug(*given): raise ZeroDivisionError\nfettle.cli.build = bug\nfettle.cli.main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, "ZeroDivisionError" in done.stderr) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("90s", 90.0), ("10m", 600.0), ("1h", 3600.0), ("5ms", 0.005), (".5s", 0.5), ("90", 90.0)],
+)
+def test_durations(text: str, found: float) -> None:
+    assert _options.duration_s(text, "--budget") == pytest.approx(found)
+
+
+def test_a_bare_delay_is_in_milliseconds_as_it_was() -> None:
+    assert _options.duration_s("5", "--delay", bare="ms") == _options.duration_s("5ms", "--delay")
+
+
+def test_shares_devices_and_outputs_have_one_form() -> None:
+    assert _options.share("20%", "--headroom") == _options.share("0.2", "--headroom") == 0.2
+    assert _options.devices(["cpu,cuda:0", "cuda:1"]) == ["cpu", "cuda:0", "cuda:1"]
+    assert _options.one_device("cuda:3") == "cuda:3"
+    paths = _options.outputs([Path("a.csv"), Path("folder")], ".csv", folder=True)
+    assert paths == {".csv": Path("a.csv"), "": Path("folder")}
+    for wrong in (
+        lambda: _options.share("120%", "--headroom"), lambda: _options.devices("tpu"),
+        lambda: _options.one_device("cpu,cuda"), lambda: _options.outputs([Path("a.pdf")], ".csv", ".md"),
+        lambda: _options.outputs([Path("a.csv"), Path("b.csv")], ".csv"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError):
+            wrong()
 
 
 def test_an_error_of_the_file_system_is_one_line(run_fettle) -> None:

@@ -1,33 +1,189 @@
-"""The documentation's Python blocks run, in order, each page in a folder of its own."""
+"""The documentation is what works: every Python block of README, docs and docstrings runs, each page in a folder of its
+own; every shell line is parsed by the real command line."""
 
+import ast
+import inspect
 import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+import typer
+from torch import nn
 
-from fettle.cli import _COMMANDS
+import fettle
+from fettle.cli import COMMANDS, _old_spellings, build
+from fettle.cli.serve import COMMANDS as SERVE
+from fettle.errors import UsageError
+from fettle.measure import Rules
+from fettle.result import Result
+from fettle.tuning import options
+from tests.tuning.test_tuning import FEW, QUICK
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
-COMMANDS = {name for commands in _COMMANDS.values() for name in commands}
-BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+NAMES = {name for commands in COMMANDS.values() for name in commands}
+SERVED = {f"serve {name}" for commands in SERVE.values() for name in commands}
+BLOCK = re.compile(r"^( *)```python([^\n]*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _docstrings() -> Iterator[tuple[str, str]]:
+    """Every docstring that has a block of Python, by where it is."""
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                text = ast.get_docstring(node)
+                if text and "```python" in text:
+                    yield f"{path.name}:{getattr(node, 'name', 'module')}", text
+
+
+TEXTS = [(path.name, path.read_text()) for path in PAGES] + list(_docstrings())
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A study of few recipes and rounds: what a page shows is run as it is written, and takes seconds."""
+    from fettle import comparing
+    from fettle.tuning import _last_race, session
+
+    for room, name in [(r, n) for r in (session, _last_race) for n in ("SCREENING_ROUNDS", "Rules", "REPLICATES")]:
+        if hasattr(room, name):
+            monkeypatch.setattr(room, name, getattr(room, name))  # what it puts back
+    exec(QUICK, {})
+    monkeypatch.setattr(comparing, "REPLICATES", 1)
+    monkeypatch.setattr(comparing, "MOST_REPLICATES", 1)
+    monkeypatch.setattr(comparing, "Rules", partial(Rules, slice_s=0.05))
+    real = options.options_of
+
+    def few(*given: object) -> fettle.Options:
+        return replace(real(*given), techniques=FEW)
+
+    monkeypatch.setitem(fettle.tune.__globals__, "options_of", few)
+
+
+@pytest.mark.parametrize(("where", "text"), TEXTS, ids=[where for where, _ in TEXTS])
+def test_python_blocks_run(where: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None) -> None:
     monkeypatch.chdir(tmp_path)
-    namespace: dict[str, object] = {"__name__": "docs"}
-    for head, code in BLOCK.findall(page.read_text()):
-        if "no-run" in head:
-            continue
-        exec(compile(code, str(page), "exec"), namespace)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).eval()
+    (tmp_path / "train.py").write_text((ROOT / "tests" / "train" / "tiny_loop.py").read_text())
+    namespace = {
+        "__name__": "docs",
+        "fettle": fettle,
+        "model": model,
+        "batches": [torch.ones(8, 16), torch.zeros(8, 16)],
+    }
+    for indent, _, code in BLOCK.findall(text):
+        plain = re.sub(f"^{indent}", "", code, flags=re.MULTILINE)
+        exec(compile(plain, where, "exec"), namespace)
+
+
+def test_blocks_are_found_in_pages_and_docstrings() -> None:
+    counts = {where: len(BLOCK.findall(text)) for where, text in TEXTS}
+    assert all(counts[name] for name in ("README.md", "index.md", "tune.py:tune", "__init__.py:module"))
+    assert not any("no-run" in text for _, text in TEXTS)
+
+
+def _parsed(words: list[str]) -> None:
+    """Parse a command line as `fettle` would, and run nothing. Raises what the parser raises."""
+    renewed, said = _old_spellings.renewed(words)
+    assert not said, said
+    command = typer.main.get_command(build())
+    context = command.make_context("fettle", renewed)
+    while hasattr(command, "resolve_command"):
+        name, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+        context = command.make_context(name, rest, parent=context)
+
+
+def _lines(text: str) -> list[str]:
+    return re.findall(r"^\w*\$ +((?:[A-Z_]+=\S+ )?fettle .*)$", text, re.MULTILINE)
+
+
+def _words(line: str) -> list[str]:
+    words = shlex.split(line.partition(" > ")[0].partition(" | ")[0], comments=True)
+    return words[words.index("fettle") + 1 :]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_exist(page: Path) -> None:
-    assert set(re.findall(r"^\$ fettle ([a-z-]+)", page.read_text(), re.MULTILINE)) <= COMMANDS
+def test_shell_lines_are_parsed_by_the_command_line(page: Path) -> None:
+    for line in _lines(page.read_text()):
+        _parsed(_words(line))
+
+
+def test_a_shell_line_that_is_wrong_is_seen() -> None:
+    assert len([line for page in PAGES for line in _lines(page.read_text())]) > 30
+    for line in ("fettle tune", "fettle tune model.py --no-such", "fettle tine model.py", "fettle serve package"):
+        with pytest.raises(Exception, match=r"Missing|No such"):
+            _parsed(_words(line))
+    with pytest.raises(AssertionError):
+        _parsed(_words("fettle apply recipe.toml model.py"))
+
+
+def _every_command() -> Iterator[tuple[str, typer.core.TyperCommand]]:
+    def walk(command, path: str):
+        context = command.make_context(path, [], resilient_parsing=True)
+        if not hasattr(command, "list_commands"):
+            yield path, command
+            return
+        for name in command.list_commands(context):
+            yield from walk(command.get_command(context, name), f"{path} {name}")
+
+    yield from walk(typer.main.get_command(build()), "fettle")
+
+
+def test_the_examples_of_every_command_are_parsed() -> None:
+    count = 0
+    for path, command in _every_command():
+        for line in re.findall(r"^ *((?:[A-Z_]+=\S+ )?fettle .*)$", inspect.cleandoc(command.help), re.MULTILINE):
+            _parsed(_words(line))
+            count += 1
+        assert "fettle" in command.help, f"{path} shows no example"
+    assert count > 60
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_and_options_in_the_text_exist(page: Path) -> None:
+    known = {path.removeprefix("fettle "): command for path, command in _every_command()}
+    for span in re.findall(r"`fettle ([^`]+)`", page.read_text()):
+        words = [word for word in _old_spellings.renewed(span.split())[0] if word]
+        if words[0].isupper() or words == ["serve"] or words[:2] == ["trace", "..."]:
+            continue
+        name = " ".join(words[: 3 if words[:2] == ["serve", "export"] else 2 if words[0] in ("serve", "trace") else 1])
+        assert name in known or name in NAMES, span
+        options = {option for param in known[name].params for option in param.opts} if name in known else set()
+        assert {word.partition("=")[0] for word in words if word.startswith("--")} <= options | {"--help"}, span
 
 
 def test_every_command_has_its_line() -> None:
-    listed = re.findall(r"^\| `fettle ([a-z-]+)", (ROOT / "docs" / "commands.md").read_text(), re.MULTILINE)
-    assert set(listed) == COMMANDS
+    table = (ROOT / "docs" / "commands.md").read_text()
+    listed = re.findall(r"^\| `fettle (serve [a-z-]+|[a-z-]+)", table, re.MULTILINE)
+    assert set(listed) == (NAMES - {"serve"}) | SERVED
+
+
+def test_whatever_a_public_signature_names_is_exported_and_documented() -> None:
+    api = (ROOT / "docs" / "api.md").read_text()
+    documented = {line.rpartition(".")[2] for line in re.findall(r"^::: (\S+)", api, re.MULTILINE)}
+    assert set(fettle.__all__) <= documented
+    named: set[str] = set()
+    for function in (fettle.tune, fettle.apply, fettle.bench, fettle.check, Result.apply):
+        signature = inspect.signature(function)
+        text = " ".join([str(p.annotation) for p in signature.parameters.values()] + [str(signature.return_annotation)])
+        named |= set(re.findall(r"\b[A-Z][A-Za-z]+\b", text))
+        assert "int8_layers" not in signature.parameters
+    plain = {"Any", "Callable", "Path", "Sequence", "None", "Unpack", "Iterator"}
+    aliases = {"AnyRecipe": "RecipeFile", "Tell": "Event", "Keywords": "Options"}  # of what is exported
+    assert {aliases.get(name, name) for name in named - plain} <= set(fettle.__all__)
+
+
+def test_the_keywords_of_tune_are_the_options_and_limits() -> None:
+    fields = set(fettle.Options.__dataclass_fields__) - {"limits"} | set(fettle.Limits.__dataclass_fields__)
+    assert set(options.Keywords.__annotations__) == fields
+    made = options.options_of(fettle.Options(budget_s=5), {"max_error": 0.5, "output": "there"})
+    assert (made.limits.max_error, made.budget_s, made.output) == (0.5, 5, Path("there"))
+    with pytest.raises(UsageError, match="did you mean budget_s"):
+        options.options_of(None, {"budgets": 3})  # type: ignore[typeddict-unknown-key]

@@ -18,7 +18,6 @@ from fettle.errors import UsageError, first_line
 from fettle.workload import (
     Target,
     Workload,
-    as_batches,
     find_target,
     fingerprint,
     leaves,
@@ -74,7 +73,7 @@ class TestWorkload:
         with Refused("model is a int", "cannot be called"):
             Workload(3, [batch()])  # type: ignore[arg-type]
 
-    @pytest.mark.parametrize("inputs", [torch.ones(2, 3), {"x": 1}, "text", b"bytes", None, {1, 2}, iter([1])])
+    @pytest.mark.parametrize("inputs", [None, {1, 2}, iter([1]), (batch for batch in [1])])
     def test_inputs_must_be_a_list_of_batches(self, inputs: object) -> None:
         with Refused("inputs must be a list of batches", "inputs=[batch]"):
             Workload(model(), inputs)  # type: ignore[arg-type]
@@ -83,10 +82,16 @@ class TestWorkload:
         with Refused("inputs are empty", "inputs=[batch]"):
             Workload(model(), [])
 
-    @pytest.mark.parametrize("check", [torch.ones(2, 3), {"x": 1}, "text", None])
+    @pytest.mark.parametrize("check", [None, {1, 2}, iter([1])])
     def test_check_inputs_must_be_a_list_of_batches(self, check: object) -> None:
-        with Refused("check_inputs must be a list of batches"):
+        with Refused("inputs must be a list of batches"):
             Workload(model(), [batch()], check_inputs=check)  # type: ignore[arg-type]
+
+    def test_inputs_are_read_for_what_they_are(self) -> None:
+        made = Workload(model(), {"input": batch()}, check_inputs=batch())  # type: ignore[arg-type]
+        assert [list(item) for item in made.inputs] == [["input"]]
+        assert torch.equal(made.check_inputs[0], batch())
+        assert made.inputs_taken_for == "one batch of keyword arguments: input"
 
     @pytest.mark.parametrize("name", ["call", "metric"])
     def test_functions_must_be_callable(self, name: str) -> None:
@@ -317,14 +322,6 @@ def test_workload_from() -> None:
     assert workload_from({"model": abs, "inputs": [1], "check_inputs": ()}, "here").check_inputs == []
     with Refused("the factory here returned a str"):
         workload_from("text", "here")
-
-
-def test_as_batches() -> None:
-    assert as_batches([1, 2]) == [1, 2]
-    assert as_batches((1, 2)) == [(1, 2)]
-    assert as_batches(()) == []
-    assert as_batches({"x": 1}) == [{"x": 1}]
-    assert as_batches(Pair(1)) == [Pair(1)]
 
 
 class TestLiveObjects:

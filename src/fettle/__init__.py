@@ -1,11 +1,13 @@
 """fettle: the fastest configuration of a PyTorch model that keeps its answers, with the evidence.
 
+```python
 import fettle
 
-result = fettle.tune(model, [batch], max_error=0.02)
+result = fettle.tune(model, batches, max_error=0.02)
 fast = result.apply(model)
 result.recipe.save("recipe.toml")
 print(result.code)
+```
 """
 
 from __future__ import annotations
@@ -14,29 +16,35 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fettle.applying import apply
-    from fettle.comparing import bench
+    from fettle.comparing import Comparison, bench, check
     from fettle.errors import UsageError
+    from fettle.measure import Interval, Trial
     from fettle.recipe import Recipe
+    from fettle.recipe_file import RecipeFile
+    from fettle.result import Limits, Result
     from fettle.train import TrainingWorkload
-    from fettle.tuning import tune
+    from fettle.tuning import Event, Options, tune
     from fettle.watching import step_timer, watch
-    from fettle.workload import Workload
+    from fettle.workload import Target, Workload
 
 __version__ = "0.1.0"
 __all__ = [
-    "Recipe", "TrainingWorkload", "UsageError", "Workload", "apply", "bench", "step_timer", "tune", "watch",
+    "Comparison", "Event", "Interval", "Limits", "Options", "Recipe", "RecipeFile", "Result", "Target",
+    "TrainingWorkload", "Trial", "UsageError", "Workload", "apply", "bench", "check", "step_timer", "tune", "watch",
 ]  # fmt: skip
 
 _HOMES = {
-    "apply": "fettle.applying",
-    "bench": "fettle.comparing",
-    "tune": "fettle.tuning",
-    "Recipe": "fettle.recipe",
-    "TrainingWorkload": "fettle.train",
-    "UsageError": "fettle.errors",
-    "Workload": "fettle.workload",
-    "step_timer": "fettle.watching",
-    "watch": "fettle.watching",
+    "fettle.applying": ("apply",),
+    "fettle.comparing": ("Comparison", "bench", "check"),
+    "fettle.errors": ("UsageError",),
+    "fettle.measure": ("Interval", "Trial"),
+    "fettle.recipe": ("Recipe",),
+    "fettle.recipe_file": ("RecipeFile",),
+    "fettle.result": ("Limits", "Result"),
+    "fettle.train": ("TrainingWorkload",),
+    "fettle.tuning": ("Event", "Options", "tune"),
+    "fettle.watching": ("step_timer", "watch"),
+    "fettle.workload": ("Target", "Workload"),
 }
 _ROOMS = ("diagnose", "memory", "trace")
 """Those that a program uses by their names: `fettle.memory.record()`."""
@@ -44,12 +52,12 @@ _ROOMS = ("diagnose", "memory", "trace")
 
 def __getattr__(name: str) -> Any:
     # Imported when first used: a workload file that says `import fettle` should not pay for Optuna and altair.
-    if name in _HOMES or name in _ROOMS:
+    home = f"fettle.{name}" if name in _ROOMS else next((home for home, names in _HOMES.items() if name in names), None)
+    if home is not None:
         import importlib
 
-        if name in _ROOMS:
-            return importlib.import_module(f"fettle.{name}")
-        value = getattr(importlib.import_module(_HOMES[name]), name)
+        module = importlib.import_module(home)
+        value = module if name in _ROOMS else getattr(module, name)
         globals()[name] = value
         return value
     raise AttributeError(f"module 'fettle' has no attribute {name!r}")

@@ -4,39 +4,69 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from fettle.errors import UsageError
 from fettle.machine import this_machine
 from fettle.recipe import Recipe
-from fettle.recipe_file import RecipeFile, load_recipe
-from fettle.techniques import check_names, conflict, find, load, normal, probe_facts, source
-from fettle.workload import Workload, as_batches
+from fettle.recipe_file import RecipeFile, read_recipe
+from fettle.techniques import LARGEST, Facts, conflict, find, load, normal, probe_facts, source
+from fettle.train import TrainingWorkload, load_training
+from fettle.train.workload import make
+from fettle.workload import Target, Workload
 
 
+@overload
+def apply(model: TrainingWorkload, recipe: Recipe | RecipeFile | str | Path) -> Iterator[Any]: ...
+@overload
 def apply(
-    model: Callable[..., Any],
+    model: Any, recipe: Recipe | RecipeFile | str | Path, inputs: Any = None, *, call: Callable[..., Any] | None = None
+) -> Callable[..., Any]: ...
+def apply(
+    model: Any,
     recipe: Recipe | RecipeFile | str | Path,
-    inputs: Any,
+    inputs: Any = None,
     *,
     call: Callable[..., Any] | None = None,
-) -> Callable[..., Any]:
+) -> Any:
     """Apply a recipe and return the fast callable, which takes what the call took: ``fast(*args, **kwargs)``.
 
-    The model is changed in place, as by ``model.eval()``; hand over a ``copy.deepcopy`` to keep the original.
-    `recipe` is a `Recipe` or a path to ``recipe.toml``; `inputs` are sample batches as for `fettle.tune`. Warns when
-    the recipe was measured on another machine or another version of torch: ``fettle apply recipe.toml TARGET``
-    measures it here.
-    Raises `UsageError` when the recipe cannot work on this model or machine.
+    ```python
+    fast = fettle.apply(model, "precision=bf16 grad=inference_mode", batches)
+    answer = fast(batches[0])
+    ```
+
+    `recipe` is a `Recipe`, its text, or the path of a ``recipe.toml``. `model` and `inputs` are as for `fettle.tune`; a
+    `Workload` brings its own. Of a `TrainingWorkload` the loop is returned: an iterator without end that makes one
+    optimizer step each time it is asked for the next loss.
+
+    The model is changed in place, as by ``model.eval()``; hand over a ``copy.deepcopy`` to keep the original. Warns
+    when the recipe was measured on another machine or version of torch: ``fettle check recipe.toml TARGET`` measures it
+    here. Raises `UsageError` when the recipe cannot work on this model or machine.
     """
-    levels, int8_layers = _levels(recipe)
-    check_names(levels)
-    workload = Workload(model, as_batches(inputs), call)
-    facts = replace(probe_facts(workload, allow_batch=True), int8_layers=int8_layers)
-    levels = normal(levels if facts.training else levels.without("mode"))  # in eval mode already: nothing to do
+    found = read_recipe(recipe)
+    warn_if_foreign(found)
+    workload = _workload(model, inputs, call)
+    if isinstance(workload, TrainingWorkload):
+        from fettle.train import training_facts
+
+        facts = replace(training_facts(workload, allow_batch=True), largest_batch=LARGEST)
+    else:
+        facts = probe_facts(workload, allow_batch=True)
+    optimize = _compiled(found.recipe, replace(facts, int8_layers=found.int8_layers))
+    if isinstance(workload, TrainingWorkload):
+        return optimize(workload.model, workload.optimizer, workload.loss, workload.data)
+    calibration = list(workload.calibration) or list(workload.inputs)
+    return optimize(workload.model, calibration, *([workload.call] if workload.call is not None else []))
+
+
+def _compiled(recipe: Recipe, facts: Facts) -> Callable[..., Any]:
+    """The recipe's own source, ready to be called. Raises `UsageError` where it cannot work."""
+    in_eval_mode = facts.mode == "inference" and not facts.training  # already: nothing to do
+    levels = normal(recipe.without("mode") if in_eval_mode else recipe)
     why_not = conflict(levels, facts)
     if why_not:
         raise UsageError(f"the recipe cannot work here: {why_not}")
@@ -44,19 +74,39 @@ def apply(
         for variable, value in find(name).code(level, levels, facts).environment.items():
             if os.environ.get(variable) != value:
                 warnings.warn(f"{name}={level} takes full effect only when {variable}={value} is set before Python "
-                              "starts", stacklevel=2)  # fmt: skip
-    optimize = load(source(levels, facts), str(levels))
-    calibration = list(workload.calibration) or list(workload.inputs)
-    return optimize(model, calibration) if call is None else optimize(model, calibration, call)
+                              "starts", stacklevel=3)  # fmt: skip
+    return load(source(levels, facts), str(levels))
 
 
-def _levels(recipe: Recipe | RecipeFile | str | Path) -> tuple[Recipe, tuple[int, ...]]:
-    """The recipe, and the layers that it has chosen."""
-    if isinstance(recipe, Recipe):
-        return recipe, ()
-    found = recipe if isinstance(recipe, RecipeFile) else load_recipe(recipe)
-    warn_if_foreign(found)
-    return found.recipe, found.int8_layers
+def _workload(model: Any, inputs: Any, call: Callable[..., Any] | None) -> Workload | TrainingWorkload:
+    if isinstance(model, (Workload, TrainingWorkload)):
+        if inputs is not None or call is not None:
+            raise UsageError("inputs and call belong to a live model; a workload brings its own")
+        return model
+    if inputs is None:
+        raise UsageError("give sample inputs, as in fettle.apply(model, recipe, [batch])")
+    return Workload(model, inputs, call)
+
+
+def with_inputs(
+    model: Any, workload: Target | Workload | TrainingWorkload, call: Callable[..., Any] | None = None
+) -> Workload | TrainingWorkload:
+    """A workload of `model` with everything else from `workload`; a target's factory is called for it."""
+    if isinstance(workload, Target):
+        workload = _built(workload)
+    if isinstance(workload, TrainingWorkload):
+        return replace(workload, model=model)
+    return Workload(model, workload.inputs, call or workload.call, None, workload.check_inputs)
+
+
+def _built(target: Target) -> Workload | TrainingWorkload:
+    """What a target's factory makes with torch's seed 0, which leaves the caller's own random numbers alone."""
+    import msgspec
+    import torch
+
+    with torch.random.fork_rng():
+        made, mode = make(msgspec.to_builtins(target))
+        return load_training(target, made=made) if mode == "training" else target.load(made)
 
 
 def warn_if_foreign(recipe: RecipeFile) -> str:
@@ -67,5 +117,5 @@ def warn_if_foreign(recipe: RecipeFile) -> str:
     if recipe.machine.get("id") not in (None, here.id):
         where = ", ".join(recipe.machine.get("gpus") or []) or recipe.machine.get("cpu", "another machine")
         text = f"this recipe was measured on {where} with torch {then}; here is {here.summary}"
-        warnings.warn(f"{text}: measure it again with `fettle apply recipe.toml TARGET`", stacklevel=3)
+        warnings.warn(f"{text}: measure it again with `fettle check recipe.toml TARGET`", stacklevel=3)
     return text

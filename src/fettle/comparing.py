@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ from fettle.errors import UsageError
 from fettle.machine import Machine, this_machine
 from fettle.measure import Rules, Trial, close_all, verdict
 from fettle.recipe import Recipe
+from fettle.recipe_file import RecipeFile, read_recipe
 from fettle.result import Limits
 from fettle.study import storage_url
 from fettle.techniques import conflict, normal
-from fettle.tuning import WAITING, Session, Tell
-from fettle.workload import Target, find_target
+from fettle.tuning import WAITING, Options, Session, Tell, check_limits, target_of, workload_of
+from fettle.workload import AUTO
 
 REPLICATES = 4
 """Processes for each recipe of a comparison, where starting them is cheap: with a spread of 0.7% between processes of
@@ -27,6 +28,8 @@ MOST_REPLICATES = 6
 
 _WAIT_S = 60.0
 """Longest that a comparison waits for a quiet machine, all its slices together."""
+AnyRecipe = Recipe | RecipeFile | str | Path
+"""A recipe, its text (``"precision=bf16 compile=default"``), or the path of a ``recipe.toml``."""
 
 
 @dataclass(frozen=True)
@@ -48,54 +51,113 @@ class Comparison:
 
 
 def bench(
-    target: str | Target,
-    recipes: Sequence[Recipe],
+    model: Any,
+    recipes: AnyRecipe | Sequence[AnyRecipe],
+    inputs: Any = None,
     *,
+    call: Callable[..., Any] | None = None,
+    metric: Callable[[Callable[..., Any]], float] | None = None,
+    mode: str = AUTO,
     limits: Limits | None = None,
     confidence: float = 0.95,
     budget_s: float | None = None,
     max_rounds: int = 48,
     slice_s: float = Rules.slice_s,
     settle: bool = True,
-    fingerprint: str = "",
-    int8_layers: Sequence[int] = (),
     under_load: bool = False,
     tell: Tell = lambda event: None,
 ) -> Comparison:
     """Race `recipes` and the workload as given, side by side, until each verdict is known.
 
-    With `settle` the race goes on until each verdict is known; without, until the fastest is. `fingerprint`, when
-    given, is what the workload must be. `int8_layers` are those that runtime=openvino-int8-part has chosen already; by
-    default each of its processes chooses. With `under_load` nothing waits for a quiet machine and time elapsed decides.
-    Raises `UsageError` for a recipe that cannot work here.
+    ```python
+    comparison = fettle.bench(model, ["precision=bf16", "precision=bf16 grad=inference_mode"], batches)
+    for trial, verdict in zip(comparison.trials, comparison.verdicts):
+        print(trial.recipe, trial.speedup, verdict)
+    ```
+
+    `model`, `inputs`, `call`, `metric` and `mode` are what `fettle.tune` takes: a live model with inputs, a `Workload`,
+    a `TrainingWorkload`, or ``"file.py:factory"``. A recipe is a `Recipe`, its text, or the path of a ``recipe.toml``;
+    one or several. `budget_s` is the time for the whole race, None or 0 for no limit. With `settle` the race goes on
+    until each verdict is known; without, until the fastest is. With `under_load` time elapsed beside whatever else the
+    machine does is compared. Raises `UsageError` for a recipe that cannot work here.
     """
-    found = find_target(target) if isinstance(target, str) else target
-    with tempfile.TemporaryDirectory(prefix="fettle-", ignore_cleanup_errors=True) as folder:
+    several = [recipes] if isinstance(recipes, (Recipe, RecipeFile, str, Path)) else recipes
+    rules = Rules(
+        confidence=confidence, settle_verdicts=settle, max_rounds=max_rounds, slice_s=slice_s, replicates=REPLICATES,
+        most_replicates=MOST_REPLICATES if settle else REPLICATES, under_load=under_load,
+    )  # fmt: skip
+    return _race(workload_of(model, inputs, call, metric, mode), several, rules, limits, budget_s, "", tell)
+
+
+def check(
+    model: Any,
+    recipe: AnyRecipe,
+    inputs: Any = None,
+    *,
+    call: Callable[..., Any] | None = None,
+    mode: str = AUTO,
+    force: bool = False,
+    budget_s: float | None = None,
+    tell: Tell = lambda event: None,
+) -> Comparison:
+    """Is a recipe still faster here, and are its answers still right?
+
+    It is raced as by `bench`, under the limits that it was found with.
+
+    A recipe file names the workload that it was found on: `UsageError` for another one, unless `force`.
+    """
+    found = read_recipe(recipe)
+    kept = found.evidence.get("limits")
+    limits = None if kept is None else Limits(**{name: kept.get(name) for name in _JUDGED})
+    rules = Rules(settle_verdicts=True, max_rounds=48, replicates=REPLICATES, most_replicates=MOST_REPLICATES)
+    fingerprint = "" if force else found.workload.get("fingerprint", "")
+    return _race(workload_of(model, inputs, call, None, mode), [found], rules, limits, budget_s, fingerprint, tell)
+
+
+_JUDGED = ("max_error", "min_agreement", "max_metric_drop")
+
+
+def _race(
+    workload: Any,
+    recipes: Sequence[AnyRecipe],
+    rules: Rules,
+    limits: Limits | None,
+    budget_s: float | None,
+    fingerprint: str,
+    tell: Tell,
+) -> Comparison:
+    """The race of a comparison. `fingerprint`, when given, is what the workload must be."""
+    found = [read_recipe(recipe) for recipe in recipes]
+    usual = Options()
+    kept, trained = (limits, limits) if limits is not None else (usual.limits, usual.training_limits)
+    check_limits(kept)
+    with tempfile.TemporaryDirectory(prefix="fettle-", ignore_cleanup_errors=True) as text:
+        folder = Path(text)
         session = Session(
-            found, Path(folder), limits or Limits(), "throughput", None, time.monotonic(), tell, confidence,
-            under_load=under_load,
+            target_of(workload, folder), folder, kept, "throughput", None, time.monotonic(), tell, rules.confidence,
+            training_limits=trained, under_load=rules.under_load,
         )  # fmt: skip
         try:
             session.tell("building the workload and its reference")
-            storage = storage_url(None, Path(folder))
-            session.open(found.name or "bench", storage, this_machine(), allow_batch=True, fingerprint=fingerprint)
-            session.facts = replace(session.facts, int8_layers=tuple(int8_layers))
-            for recipe in recipes:
-                why_not = conflict(normal(recipe), session.facts)
+            session.open("", storage_url(None, folder), this_machine(), allow_batch=True, fingerprint=fingerprint)
+            layers = next((item.int8_layers for item in found if item.int8_layers), ())
+            session.facts = replace(session.facts, int8_layers=layers)
+            wanted = [normal(item.recipe) for item in found]
+            for recipe in wanted:
+                why_not = conflict(recipe, session.facts)
                 if why_not:
                     raise UsageError(f"the recipe {recipe} cannot work here: {why_not}")
-            session.patience.left_s = _WAIT_S if budget_s is None else min(_WAIT_S, WAITING * budget_s)
-            rules = replace(session.rules, settle_verdicts=settle, max_rounds=max_rounds, slice_s=slice_s)
-            rules = replace(rules, replicates=REPLICATES, most_replicates=MOST_REPLICATES if settle else REPLICATES)
-            if budget_s is not None:
+            session.patience.left_s = min(_WAIT_S, WAITING * budget_s) if budget_s else _WAIT_S
+            rules = replace(rules, abreast=session.rules.abreast)
+            if budget_s:
                 rules = replace(rules, deadline=time.monotonic() + budget_s)
-            trials = session.run([Recipe(), *(normal(recipe) for recipe in recipes)], rules)
+            trials = session.run([Recipe(), *wanted], rules)
         finally:
             close_all()
     verdicts = ["same"] + [
         verdict(trial.speedup, rules.indifference) if trial.status != "failed" else "failed" for trial in trials[1:]
     ]
-    return Comparison(found.name, session.probed.fingerprint, this_machine(), trials, verdicts)
+    return Comparison(session.target.name, session.probed.fingerprint, this_machine(), trials, verdicts)
 
 
 def comparison_json(comparison: Comparison) -> dict[str, Any]:

@@ -106,6 +106,21 @@ def load_recipe(path: str | Path) -> RecipeFile:
     return found
 
 
+def read_recipe(recipe: Recipe | RecipeFile | str | Path) -> RecipeFile:
+    """A recipe however it was given: as it is, as text (``precision=bf16``), or as the path of a ``recipe.toml``.
+
+    Raises `UsageError` for a text or file that is none, and for what the catalogue does not have.
+    """
+    if isinstance(recipe, RecipeFile):
+        return recipe
+    if isinstance(recipe, str) and not recipe.endswith(".toml"):
+        recipe = Recipe.parse(recipe)
+    if not isinstance(recipe, Recipe):
+        return load_recipe(recipe)
+    check_names(recipe)
+    return RecipeFile(levels=dict(recipe.levels))
+
+
 def _without_none(value: Any) -> Any:
     """TOML has no null: leave such keys out, and write NaN-free plain data."""
     if isinstance(value, Mapping):

@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
+from fettle.errors import UsageError
 from fettle.measure import Interval, Trial
 from fettle.recipe import Recipe
 from fettle.techniques import Facts
@@ -185,6 +186,9 @@ class Result:
     """Training over several ranks: the memory plan."""
     confidence: float = 0.95
     """The level of every confidence interval in it."""
+    workload: ClassVar[Any] = None
+    """What was tuned (`Target`, `Workload` or `TrainingWorkload`), for `apply`. No part of the data: None where the
+    result was read from a file."""
 
     def __repr__(self) -> str:
         from fettle.report import verdict
@@ -206,20 +210,21 @@ class Result:
         """The winner's recipe, empty when nothing won."""
         return self.winner.recipe if self.winner else Recipe()
 
-    @property
-    def int8_layers(self) -> tuple[int, ...]:
-        """The layers that the winner has in int8, where it goes by such a choice; else empty."""
-        if self.winner is None or self.recipe.levels.get("runtime") != "openvino-int8-part":
-            return ()
-        return tuple(self.winner.int8_layers) or self.facts.int8_layers
+    def apply(self, model: Any, inputs: Any = None, *, call: Any = None) -> Any:
+        """The tuned callable of `model`, which is changed in place; see `fettle.apply`.
 
-    def apply(self, model: Any, inputs: Any, *, call: Any = None) -> Any:
-        """The tuned callable of `model`, which is changed in place; see `fettle.apply`."""
-        from fettle.applying import apply
+        Without `inputs` those of the study are taken, and its `call`. Raises `UsageError` where the result was read
+        from a file, which names no inputs.
+        """
+        from fettle.applying import apply, with_inputs
         from fettle.recipe_file import RecipeFile
 
-        chosen = RecipeFile(levels=dict(self.recipe.levels), evidence={"int8_layers": list(self.int8_layers)})
-        return apply(model, chosen, inputs, call=call)
+        chosen = RecipeFile(levels=dict(self.recipe.levels), evidence={"int8_layers": list(int8_layers(self))})
+        if inputs is not None:
+            return apply(model, chosen, inputs, call=call)
+        if self.workload is None:
+            raise UsageError("this result was read from a file: give sample inputs, result.apply(model, [batch])")
+        return apply(with_inputs(model, self.workload, call), chosen)
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write recipe.toml, optimized.py, report.html and result.json to `folder`; returns their paths."""
@@ -238,3 +243,11 @@ class Result:
         if not saved_s > 0:
             return None
         return max(0.0, extra_s / saved_s)
+
+
+def int8_layers(result: Result) -> tuple[int, ...]:
+    """The layers that the winner has in int8, where it goes by such a choice; else empty."""
+    winner = result.winner
+    if winner is None or winner.recipe.levels.get("runtime") != "openvino-int8-part":
+        return ()
+    return tuple(winner.int8_layers) or result.facts.int8_layers

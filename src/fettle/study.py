@@ -8,6 +8,7 @@ and optuna-dashboard opens it. Reading a study parses JSON and never runs code.
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import math
 import warnings
@@ -22,7 +23,7 @@ from fettle.errors import UsageError, first_line
 from fettle.measure import Trial
 from fettle.techniques import CATALOGUE, known_levels
 
-_WORKLOAD, _TRIAL, _MACHINE = "fettle:workload", "fettle", "fettle:machine"
+_WORKLOAD, _TRIAL, _MACHINE, _CODE = "fettle:workload", "fettle", "fettle:machine", "fettle:code"
 
 
 class Study:
@@ -33,11 +34,39 @@ class Study:
         self._machine_id = machine_id
 
     @classmethod
-    def open(cls, name: str, storage: str, fingerprint: str, machine_id: str) -> Study:
+    def open(
+        cls, name: str, storage: str, fingerprint: str, machine_id: str, *, structure: str = "", beside: bool = False
+    ) -> Study:
         """Open the study of that name, or begin it.
 
-        Raises `UsageError` when the storage cannot be reached or the name belongs to another workload.
+        `fingerprint` and `structure` are those of the workload. Where the name belongs to another one (the model or
+        its inputs have been edited since) the study is opened or begun `beside` it, under the name and a hash of both.
+        Raises `UsageError` when the storage cannot be reached, and for another workload's name without `beside`.
         """
+        study = cls._open(name, storage, fingerprint, machine_id)
+        if study._is_of(fingerprint, structure):
+            return study
+        if not beside:
+            raise UsageError(
+                f"the study {name!r} in {_hidden(storage)} is of another workload (its weights, inputs or code differ)"
+                ": choose another `study` or `output`"
+            )
+        mark = hashlib.sha256(f"{fingerprint} {structure}".encode()).hexdigest()[:8]
+        study = cls._open(f"{name}-{mark}", storage, fingerprint, machine_id)
+        study._is_of(fingerprint, structure)
+        return study
+
+    def _is_of(self, fingerprint: str, structure: str) -> bool:
+        """Whether the study is of this workload. Code is compared on one machine only, and where it was kept."""
+        key = f"{_CODE}:{self._machine_id}"
+        if self._study.user_attrs[_WORKLOAD] != fingerprint or self._study.user_attrs.get(key, structure) != structure:
+            return False
+        if structure and key not in self._study.user_attrs:
+            self._study.set_user_attr(key, structure)
+        return True
+
+    @classmethod
+    def _open(cls, name: str, storage: str, fingerprint: str, machine_id: str) -> Study:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         try:
             study = optuna.create_study(
@@ -47,7 +76,7 @@ class Study:
             if owner is None:
                 if study.trials:
                     raise UsageError(
-                        f"the study {name!r} in {_hidden(storage)} is not fettle's: choose another --study"
+                        f"the study {name!r} in {_hidden(storage)} is not fettle's: choose another `study`"
                     )
                 study.set_user_attr(_WORKLOAD, fingerprint)
                 with warnings.catch_warnings():
@@ -57,11 +86,6 @@ class Study:
             raise
         except Exception as error:
             raise UsageError(f"cannot open the storage {_hidden(storage)}: {first_line(error)[:200]}") from error
-        if owner not in (None, fingerprint):
-            raise UsageError(
-                f"the study {name!r} in {_hidden(storage)} is of another workload (its weights or inputs differ): "
-                "choose another --study or --output"
-            )
         return cls(study, machine_id)
 
     @property

@@ -14,13 +14,13 @@ import importlib.util
 import inspect
 import itertools
 import sys
-from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fettle.batches import read_batches
 from fettle.errors import UsageError, first_line
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ else is the one argument."""
 
 
 MODES = ("inference", "training")
+AUTO = "auto"
+"""The mode of a target whose factory has not been asked: what it returns tells."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,11 @@ class Workload:
     model: Callable[..., Any]
     """Usually an ``nn.Module``; any callable will do."""
 
-    inputs: Sequence[Batch]
-    """Sample batches, rotated while the time is taken. The first half may calibrate a quantised recipe."""
+    inputs: Sequence[Batch] | Batch
+    """Sample batches, rotated while the time is taken. The first half may calibrate a quantised recipe.
+
+    A list of batches, one batch (a tensor, a tuple of positional arguments, a dict of keyword arguments), or a
+    DataLoader, of which the first eight are taken; a list of batches afterwards."""
 
     call: Callable[..., Any] | None = None
     """How the model is called: ``call(model, *args, **kwargs)``. None means ``model(*args, **kwargs)``."""
@@ -50,7 +55,7 @@ class Workload:
     metric: Callable[[Callable[..., Any]], float] | None = None
     """The user's own measure of quality, higher is better: given the callable under test, return a number."""
 
-    check_inputs: Sequence[Batch] = ()
+    check_inputs: Sequence[Batch] | Batch = ()
     """Batches that only judge: no recipe is calibrated on them and no time is taken on them."""
 
     name: str = ""
@@ -59,27 +64,24 @@ class Workload:
     samples: int | None = None
     """Rows in one call, for throughput. None: the first dimension of the first tensor of the first batch."""
 
+    inputs_taken_for: str = field(default="", init=False, repr=False, compare=False)
+    """What `inputs` were read as, in one line: ``one batch of keyword arguments: input_ids``."""
+
     def __post_init__(self) -> None:
         if not callable(self.model):
             raise UsageError(f"the workload's model is a {type(self.model).__name__}, which cannot be called")
-        inputs = self.inputs
-        if isinstance(inputs, (str, bytes, Mapping)) or not isinstance(inputs, Sequence):
-            raise UsageError("the workload's inputs must be a list of batches, for example inputs=[batch]")
-        if len(inputs) == 0:
-            raise UsageError("the workload's inputs are empty: give at least one batch, for example inputs=[batch]")
-        if isinstance(self.check_inputs, (str, bytes, Mapping)) or not isinstance(self.check_inputs, Sequence):
-            raise UsageError("the workload's check_inputs must be a list of batches, for example check_inputs=[batch]")
         for name in ("call", "metric"):
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise UsageError(f"the workload's {name} is a {type(value).__name__}, which cannot be called")
         if self.samples is not None and (not isinstance(self.samples, Integral) or self.samples < 1):
             raise UsageError(f"the workload's samples are {self.samples!r}: give the number of rows in one call")
-        for name in ("inputs", "check_inputs"):
-            batches = getattr(self, name)
-            if any(isinstance(batch, UserDict) for batch in batches):  # what the tokenizers of transformers return
-                plain = [dict(batch) if isinstance(batch, UserDict) else batch for batch in batches]
-                object.__setattr__(self, name, plain)
+        read = read_batches(self.inputs, self.model, self.call)
+        object.__setattr__(self, "inputs", read.items)
+        object.__setattr__(self, "inputs_taken_for", read.taken_for)
+        none = isinstance(self.check_inputs, Sequence) and len(self.check_inputs) == 0
+        judged = [] if none else read_batches(self.check_inputs, self.model, self.call).items
+        object.__setattr__(self, "check_inputs", judged)
 
     @property
     def calibration(self) -> list[Batch]:
@@ -172,17 +174,19 @@ class Target:
     name: str = ""
     search_path: tuple[str, ...] = field(default=(), repr=False)
     """``sys.path`` of the process that named the target, so that a worker finds the same modules."""
-    mode: str = "inference"
-    """``inference`` for a `Workload`, ``training`` for a `fettle.TrainingWorkload`."""
+    mode: str = AUTO
+    """``inference`` for a `Workload`, ``training`` for a `fettle.TrainingWorkload`, ``auto`` for what the factory
+    returns."""
 
     @property
     def is_live(self) -> bool:
         """Whether the workload was handed over as live objects."""
         return self.reference.endswith(".pkl")
 
-    def load(self) -> Workload:
-        """Build the workload. Raises `UsageError` with one line where the user can mend it."""
-        return self._named(workload_from(self.make(), self.reference))
+    def load(self, made: object = None) -> Workload:
+        """Build the workload, or take what the factory has `made`. Raises `UsageError` with one line where the user can
+        mend it."""
+        return self._named(workload_from(self.make() if made is None else made, self.reference))
 
     def make(self, seed: int = 0) -> object:
         """What the factory returns, unchecked. A factory with an argument ``seed`` is given it."""
@@ -204,9 +208,9 @@ class Target:
 
 
 def check_mode(mode: str) -> None:
-    """Raise `UsageError` for anything but ``inference`` and ``training``."""
-    if mode not in MODES:
-        raise UsageError(f"unknown mode {mode!r}: there are {', '.join(MODES)}")
+    """Raise `UsageError` for anything but ``inference``, ``training`` and ``auto``."""
+    if mode not in (*MODES, AUTO):
+        raise UsageError(f"unknown mode {mode!r}: there are {', '.join((*MODES, AUTO))}")
 
 
 def find_target(text: str) -> Target:
@@ -266,25 +270,17 @@ def workload_from(made: object, where: str) -> Workload:
     """
     if isinstance(made, Workload):
         return made
-    if type(made).__name__ == "TrainingWorkload":
-        raise UsageError(f"the factory {where} returned a TrainingWorkload: use --mode training")
+    if type(made).__name__ == "TrainingWorkload" or (isinstance(made, dict) and "optimizer" in made):
+        raise UsageError(f"what the factory {where} returned is for training, and a workload for inference is needed")
     if isinstance(made, tuple) and len(made) == 2:
-        return Workload(made[0], as_batches(made[1]))
-    names = {item.name for item in dataclasses.fields(Workload)}
+        return Workload(made[0], made[1])
+    names = {item.name for item in dataclasses.fields(Workload) if item.init}
     if isinstance(made, dict) and {"model", "inputs"} <= made.keys() <= names:
-        batches = {key: as_batches(made[key]) for key in ("inputs", "check_inputs") if key in made}
-        return Workload(**{**made, **batches})
+        return Workload(**made)
     raise UsageError(
         f"the factory {where} returned a {type(made).__name__}: return fettle.Workload(model, [batch]), "
         f"a dict with keys among {', '.join(sorted(names))}, or (model, [batch])"
     )
-
-
-def as_batches(inputs: Any) -> list[Batch]:
-    """A list is a list of batches; ``()`` is none; anything else (tensor, tuple, dict, dataclass) is one batch."""
-    if isinstance(inputs, tuple) and not inputs:
-        return []
-    return list(inputs) if isinstance(inputs, list) else [inputs]
 
 
 def fingerprint(workload: Workload) -> str:

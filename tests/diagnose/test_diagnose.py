@@ -291,11 +291,11 @@ def test_of_a_training_loop_a_step_is_diagnosed(tmp_path: Path) -> None:
             return fettle.TrainingWorkload(net, lambda p: torch.optim.AdamW(p, foreach=False), loss, data)
         """,
     )
-    with pytest.raises(UsageError, match="use --mode training"):
-        diagnose(target)
+    with pytest.raises(UsageError, match="is for training"):
+        diagnose(target, mode="inference")
     with pytest.raises(UsageError, match="unknown mode"):
         diagnose(target, mode="serving")
-    found = diagnose(target, mode="training", seconds=0.2)
+    found = diagnose(target, seconds=0.2)
     every = {finding.rule for finding in (*found.findings, *found.opportunities)}
     assert "syncs" in every
     assert not every & {"train-mode", "grad-recorded", "batch-norm", "random", "weight-bound", "leak"}

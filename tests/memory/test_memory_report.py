@@ -99,7 +99,7 @@ def test_the_command_prints_json_tables_and_a_report(tmp_path: Path, run_fettle)
     machine = healthy_training()
     file = machine.save(tmp_path / "snapshot.pickle")
     done = run_fettle(
-        "memory", file, "--json", "--request", "3GiB", "--device-free", "0", "--report", tmp_path / "r.html"
+        "memory", file, "--json", "--request", "3GiB", "--device-free", "0", "--output", tmp_path / "r.html"
     )
     assert done.code == 0, done.err
     result = json.loads(done.out)
@@ -130,7 +130,9 @@ def test_the_command_compares_two(tmp_path: Path, run_fettle) -> None:
         ["missing.pickle"],
         ["{file}", "--request", "lots"],
         ["{file}", "--device", "9"],
-        ["{file}", "--report", "{file}/r.html"],
+        ["{file}", "--output", "{file}/r.html"],
+        ["{file}", "--device", "cpu"],
+        ["{file}", "--device", "cuda:9"],
     ],
 )
 def test_bad_use_is_one_line_and_exit_code_2(arguments: list[str], tmp_path: Path, run_fettle) -> None:

@@ -293,25 +293,41 @@ def test_only_plain_http(url):
 def test_the_commands(server, store, tmp_path, run_fettle):
     url = server.url
     done = run_fettle(
-        "load", url, "-c", "2", "--rate", "50", "-d", "1s", "--p99", "60s", "--json", "--csv", str(tmp_path / "c")
+        "serve",
+        "load",
+        url,
+        "-c",
+        "2",
+        "--rate",
+        "50",
+        "-d",
+        "1s",
+        "--p99",
+        "60s",
+        "--json",
+        "--output",
+        str(tmp_path / "c.csv"),
     )
     assert done.code == 0, done.err
     closed, opened = json.loads(done.out)
     assert (closed["mode"], opened["mode"]) == ("closed", "open")
-    assert (tmp_path / "c").read_text().startswith("Benchmark,TS failed requests,")
+    assert (tmp_path / "c.csv").read_text().startswith("Benchmark,TS failed requests,")
     (tmp_path / "earlier.json").write_text(done.out)
-    done = run_fettle("load", url, "-c", "2", "-d", "1s", "--baseline", str(tmp_path / "earlier.json"), "--json")
+    done = run_fettle(
+        "serve", "load", url, "-c", "2", "-d", "1s", "--baseline", str(tmp_path / "earlier.json"), "--json"
+    )
     changes = json.loads(done.out)["changes"]
     assert [change["measure"] for change in changes] == ["answers/s", "p50", "p99"]
     assert done.code == any(change["verdict"] == "worse" for change in changes)
-    for wrong in (["load", url], ["load", "http://127.0.0.1:9", "--rate", "1"], ["serve"], ["slo", "x", "--p99", "1"],
-                  ["serve", str(tmp_path)], ["serve", str(store / "net-1"), "--host", "0.0.0.0"],
-                  ["package", "nothing.py"], ["load", url, "-c", "1", "--csv", str(tmp_path)],
+    package = str(store / "net-1")
+    for wrong in (["load", url], ["load", "http://127.0.0.1:9", "--rate", "1"], ["run"], ["slo", "x", "--p99", "1"],
+                  [str(tmp_path)], [package, "--host", "0.0.0.0"], [package, "--delay", "soon"],
+                  ["package", "nothing.py"], ["load", url, "-c", "1", "--output", str(tmp_path)],
                   ["load", url, "-c", "1", "--baseline", str(tmp_path / "none")],
-                  ["slo", str(store / "net-1"), "--p99", "1s", "--recipe", "precision=bf16"],
-                  ["slo", str(store / "net-1"), "--p99", "1s", "--head-room", "120%"],
-                  ["slo", str(store / "net-1"), "--p99", "1s", "--price-per-hour", "much"],
-                  ["slo", str(store / "net-1"), "--p99", "1s", "--device", "tpu"]):  # fmt: skip
-        done = run_fettle(*wrong)
+                  ["slo", package, "--p99", "1s", "--recipe", "precision=bf16"],
+                  ["slo", package, "--p99", "1s", "--headroom", "120%"],
+                  ["slo", package, "--p99", "1s", "--price-per-hour", "much"],
+                  ["slo", package, "--p99", "1s", "--device", "tpu"]):  # fmt: skip
+        done = run_fettle("serve", *wrong)
         assert done.code == 2, (wrong, done.err)
         assert len(done.err.strip().splitlines()) == 1, done.err

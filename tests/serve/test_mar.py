@@ -114,7 +114,7 @@ def test_torchscript_is_a_program_and_needs_trust_too(tmp_path, how):
     file = io.BytesIO()
     torch.jit.save(made, file)
     archive = mar(tmp_path / "net.mar", {"net.pt": file.getvalue()})
-    with pytest.raises(UsageError, match="--trust"):
+    with pytest.raises(UsageError, match="`trust="):
         import_mar(archive, tmp_path / "out", inputs=[SHAPE])
     package = import_mar(archive, tmp_path / "out", trust=archive.digest, inputs=[SHAPE])
     x = torch.rand(5, 3, 8, 8)  # another number of rows than was traced
@@ -207,9 +207,9 @@ def test_refusals_say_what_to_do(eager, tmp_path):
         archive = mar(tmp_path / "other.mar", entries, **model)
         return import_mar(archive, out, trust=archive.digest, inputs=inputs)
 
-    with pytest.raises(UsageError, match="give --handler"):
+    with pytest.raises(UsageError, match="give `handler`"):
         convert({"net.pt": weights, "mine.py": ""}, handler="mine.py")
-    with pytest.raises(UsageError, match="--target"):
+    with pytest.raises(UsageError, match="`target="):
         convert({"net.pt": weights})  # a state dict without a class
     with pytest.raises(UsageError, match="defines 0 models"):
         convert({"net.pt": weights, "model.py": "x = 1"}, modelFile="model.py")
@@ -219,11 +219,11 @@ def test_refusals_say_what_to_do(eager, tmp_path):
         convert({"net.pt": weights}, modelFile="../model.py")
     with pytest.raises(UsageError, match="nothing to convert"):
         convert({}, serializedFile="")
-    with pytest.raises(UsageError, match="--input"):
+    with pytest.raises(UsageError, match="`input="):
         import_mar(eager, out, trust=eager.digest, handler="tensor")
     with pytest.raises(UsageError, match="not this model's"):
         import_mar(eager, out, workload=Workload(torch.nn.Linear(2, 2), [torch.rand(2, 2)]))
     for wrong in ("FP32", "FP33[1]", "FP32[0]", "FP32[99999,99999,99999]"):
-        with pytest.raises(UsageError, match="--input"):
+        with pytest.raises(UsageError, match="`input="):
             import_mar(eager, out, trust=eager.digest, inputs=[wrong])
     assert not out.exists()

@@ -58,7 +58,7 @@ def test_the_written_files_make_ray_fast_and_closed(store, tmp_path):
 
 def test_code_of_a_package_needs_trust_here_too(store, tmp_path):
     package = open_package(store / "echo")
-    with pytest.raises(UsageError, match="--trust"):
+    with pytest.raises(UsageError, match="`trust="):
         write_ray(package, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     write_ray(package, tmp_path / "out", trust=package.handler_digest)

@@ -62,9 +62,9 @@ def test_a_server_starts_nothing_that_cannot_run(store, tmp_path, monkeypatch):
         open_package(asking_for(store, tmp_path / "odd", **{"a\nb": ">=2"}))
 
 
-@pytest.mark.parametrize("command", [("serve",), ("slo", "--p99", "50ms")])
+@pytest.mark.parametrize("command", [("serve", "run"), ("serve", "slo", "--p99", "50ms")])
 def test_the_commands_say_it_in_one_line(store, tmp_path, monkeypatch, run_fettle, command):
     monkeypatch.chdir(tmp_path)
-    name, *options = command
-    done = run_fettle(name, asking_for(store, tmp_path / "net", torch=">=1000"), *options)
+    group, name, *options = command
+    done = run_fettle(group, name, asking_for(store, tmp_path / "net", torch=">=1000"), *options)
     assert (done.code, len(done.err.splitlines()), "torch>=1000" in done.err) == (2, 1, True)

@@ -118,7 +118,8 @@ def test_ctrl_c_keeps_what_is_done(done, package, tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_search_goes_on(store, tmp_path):
-    command = [sys.executable, "-c", "from fettle.cli import main; main()", "slo", str(store / "net-1"), "--p99", "2s",
+    command = [sys.executable, "-c", "from fettle.cli import main; main()", "serve", "slo", str(store / "net-1"),
+               "--p99", "2s",
                "--cores", "1", "--max-rows", "2", "--seconds", "0.5s", "--confirm", "1", "--no-write",
                "--output", str(tmp_path), "--device", "cpu"]  # fmt: skip
     first = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -131,12 +132,12 @@ def test_a_killed_search_goes_on(store, tmp_path):
     first.wait()
     kept = json.loads(keep.read_text())
     assert kept["tests"]
-    second = subprocess.run([*command, "--json", "--csv", str(tmp_path / "c")], capture_output=True, text=True)
+    second = subprocess.run([*command, "--json", "--output", str(tmp_path / "c.csv")], capture_output=True, text=True)
     said = json.loads(second.stdout)
     assert second.returncode == (0 if said["met"] else 1), second.stderr
     assert said["tests_kept"] >= len(kept["tests"])
     assert json.loads(keep.read_text())["calibrations"] == kept["calibrations"]
-    rows = list(csv.DictReader((tmp_path / "c").open()))
+    rows = list(csv.DictReader((tmp_path / "c.csv").open()))
     assert list(rows[0]) == list(TORCHSERVE_COLUMNS)
     assert len(rows) == said["tests"]
     page = (tmp_path / "report.html").read_text()

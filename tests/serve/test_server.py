@@ -293,9 +293,9 @@ def test_headers_are_bounded(server):
 
 def test_a_handler_runs_only_where_it_is_trusted(store):
     package = open_package(store / "echo")
-    with pytest.raises(UsageError, match="--trust"), running([package]):
+    with pytest.raises(UsageError, match="`trust="), running([package]):
         pass
-    with pytest.raises(UsageError, match="--trust"), running([package], Options(trust=("0" * 64,))):
+    with pytest.raises(UsageError, match="`trust="), running([package], Options(trust=("0" * 64,))):
         pass
 
 

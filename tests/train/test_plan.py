@@ -149,7 +149,7 @@ def test_command(tmp_path: Path) -> None:
 
     report = tmp_path / "plan.html"
     arguments = ["plan", f"{HERE}:workload", "--world-size", "4", "--strategy", "ddp", "--strategy", "zero3"]
-    done = CliRunner().invoke(build(), [*arguments, "--device-memory", "1GiB", "--json", "--report", str(report)])
+    done = CliRunner().invoke(build(), [*arguments, "--device-memory", "1GiB", "--json", "--output", str(report)])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert [row["strategy"] for row in found["predictions"]] == ["ddp", "zero3"]
@@ -159,7 +159,8 @@ def test_command(tmp_path: Path) -> None:
     table = CliRunner().invoke(build(), [*arguments, "--device-memory", "10KiB"])
     assert table.exit_code == 1
     assert "Nothing fits" in table.output
-    for wrong in (["--device", "tpu"], ["--device-memory", "much"], ["--report", "plan.txt"], ["--world-size", "0"]):
+    wrongs = [["--device", "tpu"], ["--device-memory", "much"], ["--output", "plan.txt"], ["--headroom", "2"]]
+    for wrong in (*wrongs, ["--world-size", "0"]):
         assert CliRunner().invoke(build(), [*arguments, *wrong]).exit_code != 0
 
 

@@ -128,7 +128,7 @@ def test_a_killed_study_goes_on_and_measures_nothing_twice(tmp_path):
     save(result, tmp_path)
     assert "The memory plan, one rank" in (tmp_path / "report.html").read_text()
     assert list(load_result(tmp_path / "result.json").plan) == list(result.plan)
-    with pytest.raises(UsageError, match="holds trials on 2 ranks: choose another --study"):
+    with pytest.raises(UsageError, match="holds trials on 2 ranks: choose another `study`"):
         fettle.tune(str(TINY), mode="training", nproc=4, techniques=RANKS, output=tmp_path, budget_s=20)
 
 
@@ -218,8 +218,8 @@ def test_the_plan_leaves_out_what_cannot_fit(tmp_path):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"nproc": 0}, "--nproc 0: give the number of ranks"),
-        ({"nproc": 2, "mode": "inference"}, "--nproc is for training"),
+        ({"nproc": 0}, "`nproc=0`: give the number of ranks"),
+        ({"nproc": 2, "mode": "inference"}, "`nproc=2` is for training"),
         ({"min_throughput": -1.0}, "min throughput must be above 0"),
         ({"nproc": 2, "device_memory_bytes": 0}, "device memory must be above 0"),
     ],

@@ -54,7 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("tune work.py --technique threads=-1", "no level '-1'"),
         ("tune work.py --mode sleeping", "unknown mode"),
         ("tune work.py --nproc 0", "--nproc 0"),
-        ("tune work.py --nproc 2", "for training"),
+        ("tune work.py --nproc 2", "--nproc 2 is for training"),
         ("tune work.py --nodes 0", "--nodes 0"),
         ("tune work.py --nodes 2 --listen 127.0.0.1:29400", "for training"),
         ("tune work.py --mode training --nodes 2", "--nodes and --listen go together"),
@@ -73,10 +73,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("bench work.py --confidence 95", "--confidence"),
         ("bench work.py --confidence nan", "--confidence"),
         ("bench absent.py", "no such file"),
-        ("apply absent.toml work.py", "cannot read the recipe"),
-        ("apply full work.py", "cannot read the recipe"),
-        ("apply good.toml absent.py", "no such file"),
-        ("apply work.py good.toml", "is no recipe"),
+        ("check absent.toml work.py", "cannot read the recipe"),
+        ("check full work.py", "cannot read the recipe"),
+        ("check good.toml absent.py", "no such file"),
+        ("check work.py good.toml", "is no recipe"),
         ("report absent", "cannot read the result"),
         ("report full", "cannot read the result"),
         ("report .", "no format number"),
@@ -84,6 +84,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("techniques absent.py", "no such file"),
         ("techniques --mode sleeping", "unknown mode"),
         ("tun work.py", "No such command"),
+        ("bench work.py --max-error 0", "impossible limit"),
+        ("bench work.py --mode sleeping", "unknown mode"),
+        ("check good.toml work.py --mode sleeping", "unknown mode"),
+        ("plan work.py --device tpu", "--device tpu"),
+        ("plan work.py --headroom much", "--headroom"),
     ],
 )
 def test_one_line_and_exit_code_2(folder: Path, arguments: str, words: str, run_fettle: Run) -> None:
@@ -112,7 +117,7 @@ def test_one_line_and_exit_code_2(folder: Path, arguments: str, words: str, run_
 )
 def test_a_recipe_whose_tables_hold_something_else(folder: Path, text: str, words: str, run_fettle: Run) -> None:
     (folder / "bad.toml").write_text(text)
-    said = run_fettle("apply", "bad.toml", "work.py")
+    said = run_fettle("check", "bad.toml", "work.py")
     assert said.code == 2
     assert f"is no fettle recipe: {words}" in said.err
     assert len(said.err.strip().splitlines()) == 1
@@ -145,6 +150,9 @@ def test_a_result_that_was_tampered_with(folder: Path, change: dict, run_fettle:
         ({"techniques": {"precision": "bf17"}}, "no level 'bf17'"),
         ({"confidence": 95}, "confidence"),
         ({"budget_s": -1}, "budget must be above 0"),
+        ({"max_eror": 0.1}, "did you mean max_error"),
+        ({"inputs": [1]}, "inputs, call and metric belong to a live model"),
+        ({"nproc": 0}, "`nproc=0`"),
         ({"trial_timeout_s": float("nan")}, "trial timeout"),
     ],
 )

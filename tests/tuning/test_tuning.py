@@ -322,7 +322,7 @@ def test_a_recipe_for_another_workload_is_refused(tuned, run_fettle: Run) -> Non
     limited = out.parent / "limited.toml"  # by a metric, which the other workload has not
     limited.write_text(text.replace("[evidence.limits]", "[evidence.limits]\nmax_metric_drop = 0.01"))
     for recipe in (out / "recipe.toml", limited):
-        said = run_fettle("apply", recipe, f"{work}:other")
+        said = run_fettle("check", recipe, f"{work}:other")
         assert said.code == 2
         assert "another workload" in said.err
 

@@ -1,51 +1,46 @@
 """The command line: one file a command.
 
-`main` is the entry point. A command is a plain function registered in `_COMMANDS`; it raises `UsageError` for what
-the caller can mend (one line, exit code 2) and `typer.Exit(1)` for limits that were not met.
+`main` is the entry point. A command is a plain function in a file of its own, named in a table here or in its group; it
+raises `UsageError` for what the caller can mend (one line, exit code 2) and `typer.Exit(1)` for limits not met.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 import fettle
+from fettle.cli import _old_spellings, _quiet
+from fettle.cli._lazy import SETTINGS, LazyGroup
 from fettle.errors import UsageError
 
-# The help's groups: in each, command name -> module in this folder with a function `command` (or a `typer.Typer` named
-# `app` for a group of commands).
-_COMMANDS: dict[str, dict[str, str]] = {
+COMMANDS = {
     "Make it fast": {
-        "tune": "tune",
-        "join": "join",
-        "bench": "bench",
-        "apply": "apply",
-        "report": "report",
-        "techniques": "techniques",
+        "tune": "find the fastest recipe within limits",
+        "bench": "compare named recipes in one interleaved race",
+        "check": "is a recipe still faster, and still right, here?",
+        "report": "draw the report of a study again, charts as PNG and SVG",
+        "techniques": "the catalogue, and why a level cannot be used here",
+        "join": "lend this machine's ranks to a study on another",
     },
     "Find out why it is slow or big": {
-        "diagnose": "diagnose",
-        "data": "data",
-        "trace": "trace",
-        "memory": "memory",
-        "plan": "plan",
+        "diagnose": "where the time and memory go, and what to do",
+        "data": "measure and tune an input pipeline",
+        "plan": "the peak memory of each parallel strategy, predicted",
+        "trace": "analyse profiler traces",
+        "memory": "analyse allocator snapshots",
     },
     "Serve it": {
-        "package": "package",
-        "import-mar": "import_mar",
-        "serve": "serve",
-        "slo": "slo",
-        "load": "load",
-        "export": "export",
+        "serve": "package a model, serve it, find its best setting, load it",
     },
 }
+"""The help's groups: in each, the commands (their modules are in this folder) and one line on each."""
 
 _INTERRUPTED = 128 + signal.SIGINT
 
@@ -54,15 +49,24 @@ _INTERRUPTED = 128 + signal.SIGINT
 _ParseError: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
+class _Root(LazyGroup):
+    package, commands_of = "fettle.cli", COMMANDS
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take the arguments in the spelling of earlier versions too, and say how they are written now."""
+        args, said = _old_spellings.renewed(args)
+        for line in said:
+            print(f"fettle: {line}", file=sys.stderr)
+        return super().parse_args(ctx, args)
+
+
 def build() -> typer.Typer:
-    """The whole command line as one Typer application."""
+    """The whole command line as one Typer application. A command's module is imported when it is called."""
     app = typer.Typer(
+        cls=_Root,
         name="fettle",
         help="Find the fastest configuration of a PyTorch model that keeps its answers, with the evidence.",
-        no_args_is_help=True,
-        pretty_exceptions_enable=False,
-        rich_markup_mode="rich",
-        context_settings={"help_option_names": ["-h", "--help"]},
+        **SETTINGS,
     )
 
     @app.callback(epilog="TARGET is path/to/file.py:factory; begin with: fettle tune model.py --budget 10m")
@@ -73,13 +77,6 @@ def build() -> typer.Typer:
     ) -> None:
         pass
 
-    for panel, commands in _COMMANDS.items():
-        for name, module_name in commands.items():
-            module = importlib.import_module(f"fettle.cli.{module_name}")
-            if hasattr(module, "app"):
-                app.add_typer(module.app, name=name, rich_help_panel=panel)
-            else:
-                app.command(name, rich_help_panel=panel)(module.command)
     return app
 
 
@@ -91,14 +88,14 @@ def _print_version(asked: bool) -> None:
 
 def main() -> None:
     """Run the command line: exit 0 done, 1 limits not met or comparison failed, 2 bad usage, 130 interrupted."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own log, which is nothing for a person
     try:
-        status = build()(standalone_mode=False)
+        with _quiet.libraries_quiet():
+            status = build()(standalone_mode=False)
         if status == _INTERRUPTED:  # also what the parser makes of Ctrl-C
             _fail("interrupted", _INTERRUPTED)
         sys.exit(status if isinstance(status, int) else 0)
     except UsageError as error:
-        _fail(str(error))
+        _fail(_old_spellings.as_options(str(error)))
     except (typer.Abort, KeyboardInterrupt):
         _fail("interrupted", _INTERRUPTED)
     except typer.Exit as leaving:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,15 +18,60 @@ from fettle.errors import UsageError
 from fettle.files import write_text
 
 _DURATION = re.compile(r"\s*([0-9]{1,9}(?:\.[0-9]*)?|\.[0-9]+)\s*(ms|s|m|min|h)?\s*")
-_SECONDS = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
+MODE = "inference or training, where the target's factory does not tell"
 
 
-def duration_s(text: str, option: str) -> float:
-    """``90``, ``90s``, ``10m``, ``1h``, ``100ms`` as seconds."""
+def duration_s(text: str, option: str, bare: str = "s") -> float:
+    """``90s``, ``10m``, ``1h``, ``100ms`` as seconds; a `bare` number has that unit."""
     match = _DURATION.fullmatch(text)
     if not match:
         raise UsageError(f"{option}: {text!r} is no duration, for example 90s, 10m, 1h, 100ms")
-    return float(match[1]) * _SECONDS[match[2] or ""]
+    return float(match[1]) * _SECONDS[match[2] or bare]
+
+
+def share(text: str, option: str) -> float:
+    """``20%`` or ``0.2`` as a number from 0 to below 0.95."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 0.95:
+        raise UsageError(f"{option}: {text!r} is no share, for example 20% or 0.2")
+    return value
+
+
+def devices(texts: str | Sequence[str] | None, also: Sequence[str] = ()) -> list[str]:
+    """The devices of a ``--device cpu``, ``--device cuda:0,cuda:1`` or one that is repeated; `also` are other words."""
+    given = [texts] if isinstance(texts, str) else texts or ()
+    found = [name.strip() for text in given if text for name in text.split(",")]
+    for name in found:
+        if name not in also and not _DEVICE.fullmatch(name):
+            raise UsageError(f"--device {name}: write {', '.join((*also, 'cpu', 'cuda'))} or cuda:0")
+    return found
+
+
+def one_device(text: str, also: Sequence[str] = ()) -> str:
+    """The same where there can be one only."""
+    found = devices(text, also)
+    if len(found) != 1:
+        raise UsageError(f"--device {text}: name one device")
+    return found[0]
+
+
+def outputs(paths: Sequence[Path] | None, *suffixes: str, folder: bool = False) -> dict[str, Path]:
+    """What each ``--output`` is for, by suffix; without any it is the `folder` (key ``""``), if there can be one."""
+    known = (*suffixes, *([""] if folder else []))
+    found: dict[str, Path] = {}
+    for path in paths or ():
+        suffix = path.suffix.lower() if path.suffix.lower() in suffixes or not folder else ""
+        if suffix not in known:
+            raise UsageError(f"--output {path}: name a file that ends in {' or '.join(suffixes)}")
+        if suffix in found:
+            raise UsageError(f"--output {path}: {found[suffix]} is named for the same")
+        found[suffix] = path
+    return found
 
 
 def technique_levels(options: Sequence[str]) -> dict[str, list[str]]:
@@ -44,7 +90,7 @@ def technique_levels(options: Sequence[str]) -> dict[str, list[str]]:
 @contextmanager
 def telling(first: str, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
     """A line that says what is going on, and changes in place: on standard error, where that is a terminal."""
-    console = Console(stderr=True)
+    console = Console(file=sys.stderr)  # this one, also while a factory has another
     if quiet or not console.is_terminal:
         yield lambda text: None
         return

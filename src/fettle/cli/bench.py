@@ -16,11 +16,15 @@ def command(
     recipe: Annotated[
         list[str] | None, typer.Option(help="'TECHNIQUE=LEVEL ...', 'baseline', or a recipe.toml. May be repeated")
     ] = None,
-    max_error: Annotated[float, typer.Option(help="largest relative L2 error of the outputs")] = 0.02,
+    mode: Annotated[str, typer.Option(help=_options.MODE)] = "auto",
     under_load: Annotated[bool, typer.Option(help="time elapsed beside whatever else this machine does")] = False,
+    max_error: Annotated[
+        float | None,
+        typer.Option(help="largest relative L2 error of the outputs, 0.02; in training, of the losses in spreads, 1"),
+    ] = None,
     confidence: Annotated[float, typer.Option(help="share of intervals that hold the true ratio")] = 0.95,
     rounds: Annotated[int, typer.Option(help="most rounds of the race")] = 48,
-    budget: Annotated[str, typer.Option(help="time for the whole race; 0 for no limit")] = "0",
+    budget: Annotated[str, typer.Option(help="time for the whole race, for example 2m; 0 for no limit")] = "0",
     as_json: Annotated[bool, typer.Option("--json", help="print the trials as JSON")] = False,
 ) -> None:
     """Compare named recipes side by side, each against the workload as given.
@@ -31,30 +35,23 @@ def command(
 
       fettle bench model.py --recipe "precision=bf16" --recipe "precision=bf16 compile=default"
 
-      fettle bench model.py --recipe baseline        (against itself: says "same")
+      fettle bench model.py --recipe baseline        # against itself: says "same"
     """
     from fettle.comparing import bench, comparison_json
     from fettle.errors import UsageError
-    from fettle.recipe import Recipe
-    from fettle.recipe_file import load_recipe
     from fettle.report import comparison_table, load_lines, progress
     from fettle.result import Limits
-    from fettle.techniques import check_names
 
     if not 0.5 <= confidence < 1:
         raise UsageError(f"--confidence is a share from 0.5 to below 1, not {confidence:g}")
     if rounds < 3:
         raise UsageError("--rounds must be 3 or more: an interval needs them")
-    recipes = []
-    for text in recipe or ["baseline"]:
-        found = load_recipe(text).recipe if text.endswith(".toml") else Recipe.parse(text)
-        check_names(found)
-        recipes.append(found)
     with progress(quiet=as_json) as tell:
         comparison = bench(
             target,
-            recipes,
-            limits=Limits(max_error=max_error),
+            recipe or ["baseline"],
+            mode=mode,
+            limits=None if max_error is None else Limits(max_error=max_error),
             confidence=confidence,
             max_rounds=rounds,
             budget_s=_options.duration_s(budget, "--budget") or None,

@@ -79,7 +79,7 @@ def command(
     with _progress(quiet=as_json) as tell:
         found = measure_and_search(
             target, slice_s=slice_s, timeout_s=_options.duration_s(timeout, "--timeout"), ranks=ranks or _ranks(),
-            device=device, keep=keep or default_path(target), lints=lints, tell=tell,
+            device=_options.one_device(device, ("auto",)), keep=keep or default_path(target), lints=lints, tell=tell,
         )  # fmt: skip
     if output is not None:
         write_report(found, output)

@@ -38,7 +38,7 @@ def command(
     ] = None,
     seconds: Annotated[str, typer.Option(help="time for the timed collectors")] = "6s",
     budget: Annotated[str, typer.Option(help="time for --verify")] = "3m",
-    mode: Annotated[str, typer.Option(help="inference or training (a TrainingWorkload)")] = "inference",
+    mode: Annotated[str, typer.Option(help=_options.MODE)] = "auto",
     no_compile: Annotated[bool, typer.Option("--no-compile", help="do not trace with torch.compile")] = False,
     no_record: Annotated[
         bool, typer.Option("--no-record", help="record no profiler trace and no allocator history")
@@ -57,7 +57,7 @@ def command(
 
       fettle diagnose model.py:classifier --verify --output diagnosis.html
 
-      fettle diagnose loop.py --mode training
+      fettle diagnose loop.py
 
       fettle diagnose trace.json.gz
 
@@ -67,8 +67,6 @@ def command(
     from fettle.verifying import verify as race_fixes
 
     allowed = _allowed(fail_on)
-    if verify and mode == "training":
-        raise UsageError("--verify is for inference: fettle tune --mode training tries what is named here")
     check_writable(output)
     with _options.telling("starting", quiet=as_json) as tell:
         found = diagnose(
@@ -84,6 +82,8 @@ def command(
         if verify:
             if found.evidence is None:
                 raise UsageError("--verify needs a workload: a trace or a snapshot cannot be run again")
+            if found.evidence.facts.mode == "training":
+                raise UsageError("--verify is for inference: of a training loop fettle tune tries what is named here")
             budget_s = _options.duration_s(budget, "--budget")
             checked = race_fixes(
                 target, [*found.findings, *found.opportunities], found.evidence.facts, budget_s=budget_s, tell=tell

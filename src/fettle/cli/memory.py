@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fettle.cli import _options
+from fettle.errors import UsageError
 from fettle.files import check_writable
 from fettle.memory import Analysis, Difference, Snapshot, analyse, as_json, compare, read, verdict, write_report
 from fettle.memory.analysis import plain
@@ -21,12 +22,16 @@ from fettle.units import parse_size, size_text
 def command(
     snapshot: Annotated[Path, typer.Argument(help="a snapshot of PyTorch's CUDA allocator, or one of `record()`")],
     second: Annotated[Path | None, typer.Argument(help="a later snapshot: show what changed")] = None,
-    device: Annotated[int | None, typer.Option(help="which device (default: the one with the highest peak)")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="which device, for example cuda:1; default: the one with the highest peak")
+    ] = None,
     request: Annotated[str | None, typer.Option(help="would a request of this size have fitted? (2GiB, 300MB)")] = None,
     device_free: Annotated[
         str | None, typer.Option(help="what the device had free outside the allocator, for --request")
     ] = None,
-    report: Annotated[Path | None, typer.Option(help="write the report, one HTML file, here")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="write the report to this file, one HTML page")
+    ] = None,
     top: Annotated[int, typer.Option(min=1, max=1000, help="rows in each table")] = 10,
     max_file_size: Annotated[str, typer.Option(help="refuse larger files")] = "1GiB",
     as_json_: Annotated[bool, typer.Option("--json", help="print the results as JSON")] = False,
@@ -35,7 +40,7 @@ def command(
 
     [bold]Examples[/]
 
-      fettle memory run.pickle --report memory.html
+      fettle memory run.pickle --output memory.html
 
       fettle memory before.pickle after.pickle
 
@@ -44,19 +49,20 @@ def command(
     limit = parse_size(max_file_size, "--max-file-size")
     request_bytes = parse_size(request, "--request") if request is not None else None
     free_bytes = parse_size(device_free, "--device-free") if device_free is not None else None
-    check_writable(report)
+    check_writable(output)
+    number = None if device is None else _device(device)
 
     with _options.telling("reading the snapshot", quiet=as_json_) as tell:
         first = read(snapshot, max_file_bytes=limit)
         tell("analysing")
-        analysis = analyse(first, device, request_bytes=request_bytes, device_free_bytes=free_bytes, top=top)
+        analysis = analyse(first, number, request_bytes=request_bytes, device_free_bytes=free_bytes, top=top)
         difference = None
         if second is not None:
             later = read(second, max_file_bytes=limit)
             difference = compare(first, later, analysis.device, top=top)
-        if report is not None:
+        if output is not None:
             tell("writing the report")
-            write_report(analysis, report, difference=difference)
+            write_report(analysis, output, difference=difference)
 
     if as_json_:
         data = as_json(analysis)
@@ -70,8 +76,16 @@ def command(
         _print_difference(console, difference)
     else:
         _print_analysis(console, analysis)
-    if report is not None:
-        console.print(f"report: {escape(str(report))}", highlight=False)
+    if output is not None:
+        console.print(f"report: {escape(str(output))}", highlight=False)
+
+
+def _device(text: str) -> int:
+    """The number of ``cuda:1``, or of ``1``, as it was written once."""
+    name = _options.one_device(f"cuda:{text}" if text.isdigit() else text)
+    if not name.startswith("cuda"):
+        raise UsageError(f"--device {text}: a snapshot has devices of CUDA, for example cuda:1")
+    return int(name.partition(":")[2] or 0)
 
 
 def _print_notes(console: Console, snapshot: Snapshot, analysis: Analysis) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from fettle.cli import _options, _quiet
 from fettle.units import size_text
 
 if TYPE_CHECKING:
@@ -28,8 +30,12 @@ def command(
         typer.Option(help='instead of the usual ones, for example "zero3 precision=bf16 checkpoint=block"'),
     ] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu: the kind of device that is planned for")] = "cuda",
-    headroom: Annotated[float, typer.Option(help="share of the device kept free for what is not counted")] = 0.1,
-    report: Annotated[Path | None, typer.Option(help="write stacked bars: .html, .png or .svg")] = None,
+    headroom: Annotated[
+        str, typer.Option(help="share of the device kept free for what is not counted, for example 10%")
+    ] = "10%",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="write stacked bars: .html, .png or .svg")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
 ) -> None:
     """Predict the peak memory of each parallel strategy per rank, from fake tensors, in this one process.
@@ -41,7 +47,7 @@ def command(
 
       fettle plan train.py --world-size 64 --device-memory 80GiB
 
-      fettle plan train.py --world-size 16 --strategy "zero3 checkpoint=block" --strategy ddp --report plan.html
+      fettle plan train.py --world-size 16 --strategy "zero3 checkpoint=block" --strategy ddp --output plan.html
     """
     from fettle.errors import UsageError
     from fettle.train import plan as planning
@@ -50,17 +56,20 @@ def command(
     from fettle.units import parse_size
     from fettle.workload import find_target
 
-    if device not in ("cuda", "cpu"):
-        raise UsageError(f"--device {device}: use cuda or cpu")
+    kind = _options.one_device(device).partition(":")[0]
+    free = _options.share(headroom, "--headroom")
     memory = parse_size(device_memory, "--device-memory") if device_memory is not None else None
     if memory == 0:
         raise UsageError("--device-memory 0: give the memory of one device, for example 80GiB")
     strategies = [parse_strategy(text) for text in strategy or ()]
-    if report is not None:
-        check_path(report)
+    if output is not None:
+        check_path(output)
     found = find_target(target)
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=18), TextColumn("left"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=as_json) as bar:
+    with (
+        Progress(*columns, console=Console(file=sys.stderr), transient=True, disable=as_json) as bar,
+        _quiet.users_code_quiet(),
+    ):
         task = bar.add_task("building the workload", total=None)
         workload, mode, note = planning.build_fake(found)
         made = planning.plan(
@@ -69,19 +78,19 @@ def command(
             device_memory_bytes=memory,
             strategies=strategies,
             ranks_per_node=ranks_per_node,
-            device=device,
-            headroom=headroom,
+            device=kind,
+            headroom=free,
             mode=mode,
             tell=lambda done, of, doing: bar.update(task, completed=done, total=of, description=doing[:60]),
         )
-        if report is not None:
-            write_plan(made, report)
+        if output is not None:
+            write_plan(made, output)
     if as_json:
         typer.echo(json.dumps(planning.as_json(made) | {"note": note}))
     else:
         _print(Console(), made, note)
-        if report is not None:
-            Console().print(f"report: {escape(str(report))}", highlight=False)
+        if output is not None:
+            Console().print(f"report: {escape(str(output))}", highlight=False)
     if memory is not None and not any(item.fits for item in made.predictions):
         raise typer.Exit(1)
 

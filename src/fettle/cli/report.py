@@ -9,31 +9,39 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from fettle.cli import _options
+
 
 def command(
     source: Annotated[Path, typer.Argument(help="the output folder of a tuning, or its result.json")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="file to write; default: report.html beside result.json")
+        list[Path] | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="the page (.html; default: report.html beside result.json), a folder for the charts as PNG and SVG; "
+            "for both repeat it",
+        ),
     ] = None,
-    charts: Annotated[Path | None, typer.Option(help="folder for the charts as PNG and SVG")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
     """Write report.html of a finished tuning again, print its table, and save its charts.
 
     [bold]Example[/]
 
-      fettle report fettle-out --charts pictures
+      fettle report fettle-out --output pictures
     """
     from fettle.report import load_result, print_result, to_json, write_charts, write_report
 
+    wanted = _options.outputs(output, ".html", folder=True)
     path = source / "result.json" if source.is_dir() else source
     result = load_result(path)
     if as_json:
         print(json.dumps(to_json(result)))
     else:
         print_result(result, Console())
-    page = output or path.parent / "report.html"
+    page = wanted.get(".html", path.parent / "report.html")
     write_report(result, page)
-    written = [page, *(write_charts(result, charts) if charts is not None else [])]
+    written = [page, *(write_charts(result, wanted[""]) if "" in wanted else [])]
     if not as_json:
         print("\nwrote " + ", ".join(str(item) for item in written))

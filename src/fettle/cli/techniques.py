@@ -10,12 +10,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from fettle.cli import _options
+
 
 def command(
     target: Annotated[
         str | None, typer.Argument(help="a workload to judge availability for; without it the machine alone")
     ] = None,
-    mode: Annotated[str, typer.Option(help="inference or training")] = "inference",
+    mode: Annotated[str, typer.Option(help=_options.MODE)] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="print the catalogue as JSON")] = False,
 ) -> None:
     """List the techniques with their levels, and why a level cannot be used here.
@@ -35,7 +37,7 @@ def command(
 
     check_mode(mode)
     if target is None:
-        facts = machine_facts(mode)
+        facts = machine_facts("training" if mode == "training" else "inference")
     else:
         found = replace(find_target(target), mode=mode)
         try:
@@ -44,7 +46,7 @@ def command(
                 facts = msgspec.convert(worker.ask("probe", 600)["facts"], Facts)
         except WorkerError as error:
             raise UsageError(f"the workload could not be probed: {error}") from error
-    catalogue = [technique for technique in CATALOGUE if mode in technique.modes]
+    catalogue = [technique for technique in CATALOGUE if facts.mode in technique.modes]
     if as_json:
         rows = [
             {"technique": t.name, "title": t.title, "given": t.given, "levels": msgspec.to_builtins(t.levels(facts))}

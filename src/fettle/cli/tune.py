@@ -18,7 +18,7 @@ from fettle.units import parse_size
 
 def command(
     target: Annotated[str, typer.Argument(help="path/to/file.py:factory or package.module:factory")],
-    mode: Annotated[str, typer.Option(help="inference or training (a TrainingWorkload)")] = "inference",
+    mode: Annotated[str, typer.Option(help=_options.MODE)] = "auto",
     goal: Annotated[str, typer.Option(help="throughput, latency, memory, energy or startup")] = "throughput",
     budget: Annotated[str, typer.Option(help="time to spend, for example 90s, 10m, 1h; 0 for no limit")] = "15m",
     max_error: Annotated[float, typer.Option(help="largest relative L2 error of the outputs")] = 0.02,
@@ -43,7 +43,6 @@ def command(
     technique: Annotated[
         list[str] | None, typer.Option(help="allow levels, NAME=LEVEL,LEVEL; one level pins it. May be repeated")
     ] = None,
-    allow_batch: Annotated[bool, typer.Option("--allow-batch", hidden=True)] = False,  # older spelling of the next one
     allow: Annotated[
         list[str] | None, typer.Option(help="what else fettle may change: batch-size (for goal throughput)")
     ] = None,
@@ -65,53 +64,50 @@ def command(
 
       fettle tune model.py:classifier --max-metric-drop 0.01 --budget 5m
 
-      fettle tune loop.py --mode training --budget 10m
+      fettle tune loop.py --nproc 2 --goal memory --min-throughput 100
 
-      fettle tune loop.py --mode training --nproc 2 --goal memory --min-throughput 100
+      fettle tune loop.py --nproc 4 --nodes 2 --listen 10.0.0.1:29400
 
-      fettle tune loop.py --mode training --nproc 4 --nodes 2 --listen 10.0.0.1:29400
-
-      fettle tune loop.py --mode training --allow batch-size
+      fettle tune loop.py --allow batch-size
 
       fettle tune model.py --goal latency --max-memory 2GiB --technique precision=fp32,bf16
     """
     from fettle.report import print_result, progress, save, to_json
-    from fettle.tuning import tune
+    from fettle.result import Limits
+    from fettle.tuning import Options, tune
 
     for name in allow or ():
         if name != "batch-size":
             raise UsageError(f"--allow {name}: fettle can be allowed to change batch-size")
-    budget_s = _options.duration_s(budget, "--budget")
-    latency = None if max_latency is None else _options.duration_s(max_latency, "--max-latency") * 1e3
-    memory = None if max_memory is None else parse_size(max_memory, "--max-memory")
+    limits = Limits(
+        max_error=max_error,
+        min_agreement=min_agreement,
+        max_metric_drop=max_metric_drop,
+        max_latency_ms=None if max_latency is None else _options.duration_s(max_latency, "--max-latency") * 1e3,
+        max_memory_bytes=None if max_memory is None else parse_size(max_memory, "--max-memory"),
+        min_throughput=min_throughput,
+    )
+    options = Options(
+        goal=goal,  # type: ignore[arg-type]  # checked by tune, which names the goals there are
+        limits=limits,
+        max_spread=max_spread,
+        budget_s=_options.duration_s(budget, "--budget"),
+        techniques=_options.technique_levels(technique or []),
+        allow_batch=bool(allow),
+        design=design,
+        mode=mode,
+        nproc=nproc,
+        nodes=nodes,
+        listen=listen,
+        device_memory_bytes=None if device_memory is None else parse_size(device_memory, "--device-memory"),
+        output=output,
+        storage=storage,
+        study=study,
+        trial_timeout_s=_options.duration_s(trial_timeout, "--trial-timeout"),
+        under_load=under_load,
+    )
     with progress(quiet=as_json) as tell:
-        result = tune(
-            target,
-            mode=mode,
-            max_spread=max_spread,
-            goal=goal,  # type: ignore[arg-type]  # checked by tune, which names the goals there are
-            max_error=max_error,
-            min_agreement=min_agreement,
-            max_metric_drop=max_metric_drop,
-            max_latency_ms=latency,
-            max_memory_bytes=memory,
-            min_throughput=min_throughput,
-            nproc=nproc,
-            nodes=nodes,
-            listen=listen,
-            device_memory_bytes=None if device_memory is None else parse_size(device_memory, "--device-memory"),
-            budget_s=budget_s or None,
-            techniques=_options.technique_levels(technique or []),
-            allow_batch=allow_batch or "batch-size" in (allow or ()),
-            design=design,
-            output=output,
-            storage=storage,
-            study=study,
-            trial_timeout_s=_options.duration_s(trial_timeout, "--trial-timeout"),
-            under_load=under_load,
-            tell=tell,
-            command=shlex.join(["fettle", *sys.argv[1:]]),
-        )
+        result = tune(target, options=options, tell=tell, command=shlex.join(["fettle", *sys.argv[1:]]))
     paths = save(result, output)
     if as_json:
         print(json.dumps(to_json(result)))

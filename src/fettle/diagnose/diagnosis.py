@@ -25,7 +25,7 @@ from fettle.errors import UsageError
 from fettle.files import finite
 from fettle.machine import this_machine
 from fettle.measure import WorkerError
-from fettle.workload import Target, check_mode, find_target
+from fettle.workload import AUTO, Target, check_mode, find_target
 
 Tell = Callable[[str], None]
 
@@ -125,15 +125,15 @@ def diagnose(
     compile_check: bool = True,
     record: bool = True,
     beside: Path | None = None,
-    mode: str = "inference",
+    mode: str = AUTO,
     tell: Tell = lambda text: None,
 ) -> Diagnosis:
     """Diagnose a workload (``file.py:factory``), a profiler trace, an allocator snapshot, or a folder of them.
 
     `seconds` is what the timed collectors may take, the workload's own calls apart. With `record` a trace and an
     allocator's history of a few calls are part of the evidence; `beside`, the path of a report, keeps them next to it
-    as ``report.trace.json.gz`` and ``report.memory.pickle``. With `mode` "training" the factory returns a
-    `TrainingWorkload`, and what is diagnosed is its step. Raises `UsageError` for a target that is none of these.
+    as ``report.trace.json.gz`` and ``report.memory.pickle``. Where the factory returns a `TrainingWorkload`, what is
+    diagnosed is its step; `mode` stands above that. Raises `UsageError` for a target that is none of these.
     """
     check_mode(mode)
     if isinstance(target, Target):
@@ -191,7 +191,7 @@ def _of_workload(
             except OSError as error:
                 folder = beside.parent if beside else tempfile.gettempdir()
                 raise UsageError(f"{folder}: what is recorded cannot be kept there ({error.strerror})") from error
-    if target.mode == "training":
+    if evidence.facts.mode == "training":
         notes.append("a call is one step of the training loop; torch.compile was not tried on it")
     elif compile_check:
         tell("tracing with torch.compile")

@@ -41,9 +41,9 @@ class Journal:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UsageError(f"{path}: another fettle data writes there; wait for it, or give --keep") from None
+            raise UsageError(f"{path}: another fettle data writes there; wait for it, or give `keep`") from None
         except OSError as error:
-            raise UsageError(f"{path}: the measurements cannot be kept there ({error.strerror}); give --keep") from None
+            raise UsageError(f"{path}: the measurements cannot be kept there ({error.strerror}); give `keep`") from None
         self._read(made_for)
 
     def get(self, key: str) -> dict[str, Any] | None:
@@ -69,11 +69,11 @@ class Journal:
         head = msgspec.json.encode({"format": f"{_FORMAT} {_VERSION}", **made_for})
         size = os.fstat(self._descriptor).st_size
         if size > _LARGEST:
-            raise UsageError(f"{self.path}: too large for measurements of fettle data; give --keep another file")
+            raise UsageError(f"{self.path}: too large for measurements of fettle data; give `keep` another file")
         text = os.pread(self._descriptor, size, 0)
         first, _, rest = text.partition(b"\n")
         if text and _FORMAT.encode() not in first[:64]:
-            raise UsageError(f"{self.path} holds no measurements of fettle data; give --keep another file")
+            raise UsageError(f"{self.path} holds no measurements of fettle data; give `keep` another file")
         kept = [head]
         if first == head:  # else it is of another version, program, machine or length of slices: measured anew
             for raw in rest.split(b"\n"):

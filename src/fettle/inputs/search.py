@@ -337,7 +337,7 @@ def _device(device: str) -> str:
     if device not in ("auto", "cpu", "cuda"):
         raise UsageError(f"device {device}: use auto, cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: there is no CUDA device here; without the option batches stay on the CPU")
+        raise UsageError("`device='cuda'`: there is no CUDA device here; without it batches stay on the CPU")
     return "cuda" if device == "cuda" else "cpu"
 
 

@@ -30,12 +30,13 @@ def build(state: State, request: Request) -> dict[str, Any]:
     import torch
 
     from fettle.measure import _meters
+    from fettle.structure import structure
     from fettle.workload import Target, device_of, fingerprint
 
     started = time.perf_counter()
     target = msgspec.convert(request.target, Target)
     torch.manual_seed(0)
-    made = target.load()
+    made = target.load(state.made)
     state.workload = with_check(made)
     state.derived_check = len(made.inputs) == 1 and not made.check_inputs
     state.load_s = time.perf_counter() - started
@@ -43,7 +44,14 @@ def build(state: State, request: Request) -> dict[str, Any]:
     state.device = device_of(state.workload.model, state.workload.inputs[0])
     _meters.trim()
     state.base_bytes = _meters.resident_bytes() - weight_bytes(state.workload.model)
-    return {"load_s": state.load_s, "fingerprint": state.fingerprint, "name": state.workload.name}
+    return {
+        "load_s": state.load_s,
+        "fingerprint": state.fingerprint,
+        "structure": structure(made.model, made.call, made.metric),
+        "name": state.workload.name,
+        "mode": state.mode,
+        "inputs": made.inputs_taken_for,
+    }
 
 
 def probe(state: State, request: Request) -> dict[str, Any]:

@@ -40,6 +40,8 @@ class State:
 
     workload: Any = None
     mode: str = "inference"
+    made: Any = None
+    """What the factory returned, where it had to be called to know the mode."""
     target: Any = None
     fingerprint: str = ""
     load_s: float = 0.0

@@ -34,7 +34,8 @@ from fettle.measure._state import (
 )
 from fettle.measure._trial import Accuracy
 from fettle.recipe import Recipe
-from fettle.techniques import LARGEST, Facts, load, probe_facts, source
+from fettle.structure import structure
+from fettle.techniques import LARGEST, Facts, load, source
 from fettle.train import (
     SEEDS,
     Band,
@@ -44,12 +45,13 @@ from fettle.train import (
     judge_curve,
     largest_that_fits,
     load_training,
+    training_facts,
     training_fingerprint,
 )
-from fettle.workload import Target, Workload
+from fettle.train.facts import MOST_BATCHES
+from fettle.workload import Target
 
 _TIMELINE_STEPS = 3
-_MOST_BATCHES = 32
 _HEADROOM = 0.9
 """Share of free memory that a larger batch may take."""
 
@@ -58,41 +60,26 @@ def build(state: State, request: Request) -> dict[str, Any]:
     """Build the workload, with the same seed in every worker."""
     started = time.perf_counter()
     state.target = msgspec.convert(request.target, Target)
-    workload = state.workload = load_training(state.target)
+    workload = state.workload = load_training(state.target, made=state.made)
     state.load_s = time.perf_counter() - started
     state.fingerprint = training_fingerprint(workload)
     state.device = next(workload.model.parameters()).device.type
     _meters.trim()
     state.base_bytes = _meters.resident_bytes() - weight_bytes(workload.model)
-    return {"load_s": state.load_s, "fingerprint": state.fingerprint, "name": workload.name}
+    return {
+        "load_s": state.load_s,
+        "fingerprint": state.fingerprint,
+        "structure": structure(workload.model, workload.loss, workload.metric),
+        "name": workload.name,
+        "mode": state.mode,
+        "inputs": "",
+    }
 
 
 def probe(state: State, request: Request) -> dict[str, Any]:
     """Make one step as given, and gather the facts."""
     workload = state.workload
-    batches = list(itertools.islice(iter(workload.data), _MOST_BATCHES))
-    loss = workload.loss
-    plain = Workload(workload.model, [(batch,) for batch in batches], call=lambda model, batch: loss(model, batch))
-    facts = probe_facts(plain, allow_batch=request.allow_batch)
-    try:
-        optimizer = workload.optimizer(list(workload.model.parameters()))
-    except Exception as error:
-        raise UsageError(f"the optimizer factory raised {first_line(error)}") from error
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"the optimizer factory returned a {type(optimizer).__name__}, not a torch.optim.Optimizer")
-    loader = workload.data if isinstance(workload.data, torch.utils.data.DataLoader) else None
-    facts = replace(
-        facts,
-        mode="training",
-        train_mode_differs=False,
-        custom_call=False,
-        calibration_batches=0,
-        samples=workload.rows,
-        optimizer=type(optimizer).__name__,
-        optimizer_levels=tuple(name for name in ("foreach", "fused") if name in optimizer.defaults),
-        loader_workers=-1 if loader is None else loader.num_workers,
-        max_grad_norm=None if workload.max_grad_norm is None else float(workload.max_grad_norm),
-    )
+    facts = training_facts(workload, allow_batch=request.allow_batch)
     _check_step(workload, facts)
     if request.allow_batch:
         facts = replace(facts, largest_batch=_largest_batch(load_training(state.target), facts))
@@ -323,7 +310,7 @@ def _largest_batch(workload: TrainingWorkload, facts: Facts) -> int:
 def _pass_length(workload: TrainingWorkload) -> int:
     """Steps in one sample of time: one, or a pass through the data where its batches differ in shape."""
     data: Iterable[Any] = workload.data
-    if not isinstance(data, Sized) or not isinstance(data, Sequence) or len(data) > _MOST_BATCHES:
+    if not isinstance(data, Sized) or not isinstance(data, Sequence) or len(data) > MOST_BATCHES:
         return 1
     return 1 if same_shapes(data) else len(data)
 

@@ -30,6 +30,10 @@ def main(parent: Parent) -> None:
 def action(state: State, request: Request) -> Callable[[State, Request], dict[str, Any]]:
     """What answers a request; a training loop is built, probed and prepared in its own way."""
     state.mode = request.target.get("mode", state.mode)
+    if state.mode == "auto":
+        from fettle.train.workload import make
+
+        state.made, state.mode = make(request.target)
     if state.mode == "training":
         from fettle.measure import _training
 

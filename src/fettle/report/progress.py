@@ -51,6 +51,8 @@ def _bar(console: Console) -> Iterator[Tell]:
             bar.update(task, description=said, completed=event.elapsed_s, total=event.budget_s)
             if event.trial is not None:
                 bar.console.print(trial_line(event), highlight=False)
+            if event.note:
+                bar.console.print(event.note, style="dim", highlight=False, markup=False)
 
         yield tell
 
@@ -70,6 +72,8 @@ def _cell() -> Iterator[Tell]:
     def tell(event: Event) -> None:
         if event.trial is not None:
             done.append(Text.from_markup(trial_line(event)).plain)
+        if event.note:
+            done.append(event.note)
         spent = fmt.seconds(event.elapsed_s) + (f" of {fmt.seconds(event.budget_s)}" if event.budget_s else "")
         shown.update(bundle(f"{event.doing}{_best(event)} | {spent}"), raw=True)
 

@@ -11,7 +11,7 @@ from fettle.files import write_text
 from fettle.recipe_file import RecipeFile
 from fettle.report.data import save_result
 from fettle.report.html import write_report
-from fettle.result import Result
+from fettle.result import Result, int8_layers
 
 
 def save(result: Result, folder: Path) -> list[Path]:
@@ -45,7 +45,7 @@ def _recipe_file(result: Result) -> RecipeFile:
         "startup_s": winner.startup.total_s,
         "accuracy": accuracy,
         "limits": msgspec.to_builtins(result.limits),
-        "int8_layers": list(result.int8_layers) or None,
+        "int8_layers": list(int8_layers(result)) or None,
         "created": result.created,
     }
     machine = {key: result.machine[key] for key in ("id", "cpu", "cores", "gpus", "python", "versions")}

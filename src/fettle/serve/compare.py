@@ -32,7 +32,7 @@ class _Batches(msgspec.Struct):
 
 
 class _Earlier(msgspec.Struct):
-    """What is read of a run that `fettle load --json` printed."""
+    """What is read of a run that `fettle serve load --json` printed."""
 
     mode: str
     rate: float
@@ -59,17 +59,17 @@ class Change:
 
 
 def read_baseline(path: Path) -> list[_Earlier]:
-    """The runs of an earlier ``fettle load --json``. Raises `UsageError`."""
+    """The runs of an earlier ``fettle serve load --json``. Raises `UsageError`."""
     try:
         if path.stat().st_size > _MAX_BYTES:
-            raise UsageError(f"{path} is too large for the output of fettle load --json")
+            raise UsageError(f"{path} is too large for the output of fettle serve load --json")
         data = msgspec.json.decode(path.read_bytes())
         # With --baseline the runs stand beside the comparison.
         runs = msgspec.convert(data["runs"] if isinstance(data, dict) else data, list[_Earlier])
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, RecursionError) as error:
-        raise UsageError(f"{path} is not what fettle load --json prints") from error
+        raise UsageError(f"{path} is not what fettle serve load --json prints") from error
     if not runs:
         raise UsageError(f"{path} holds no run")
     return runs

@@ -77,7 +77,7 @@ def write_package(
     Raises `UsageError` where the model cannot be exported, or the recipe cannot be applied to the exported model.
     """
     if path.exists():
-        raise UsageError(f"{path} exists already: give another --output or another --version")
+        raise UsageError(f"{path} exists already: give another `output` or another `version`")
     check_name(name, version)
     settings = settings or ServeSettings()
     if not isinstance(workload.model, torch.nn.Module):

@@ -167,7 +167,9 @@ def find_handler(package: Package, runner: ModelRunner, trust: str) -> Steps:
     if digest is None:
         handler: Any = handlers.make(package.manifest.handler or handlers.tensors.Settings())
     elif digest != trust:
-        raise UsageError(f"{package.manifest.name} brings code of its own; to let it run, start with --trust {digest}")
+        raise UsageError(
+            f"{package.manifest.name} brings code of its own; to let it run, start with `trust='{digest}'`"
+        )
     else:
         spec = importlib.util.spec_from_file_location(f"fettle_handler_{digest[:8]}", package.folder / HANDLER)
         if spec is None or spec.loader is None:

@@ -119,13 +119,13 @@ def import_mar(
     ``FP32[-1,3,224,224]``. Raises `UsageError`; then nothing is written.
     """
     if path.exists():
-        raise UsageError(f"{path} exists already: give another --output")
+        raise UsageError(f"{path} exists already: give another `output`")
     if not mar.weights and workload is None and not mar.code:
         raise UsageError(f"{mar.path} holds neither weights nor a model's class: there is nothing to convert")
     if workload is None and trust != mar.digest:
         raise UsageError(
-            f"{mar.path} builds its model by running code; look at it, then give --trust {mar.digest}, "
-            "or bring the model's class yourself with --target FILE.py:factory"
+            f"{mar.path} builds its model by running code; look at it, then give `trust='{mar.digest}'`, "
+            "or bring the model's class yourself with `target='FILE.py:factory'`"
         )
     kind = _handler(mar, handler)
     with tempfile.TemporaryDirectory(prefix="fettle-mar-") as scratch:
@@ -160,7 +160,7 @@ def _handler(mar: Mar, handler: Path | str | None) -> Path | str | None:
         return _KNOWN_HANDLERS[mar.handler]
     ready = ", ".join(READY)
     raise UsageError(
-        f"the handler {mar.handler[:80]!r} of {mar.path} was written for TorchServe: give --handler with one of "
+        f"the handler {mar.handler[:80]!r} of {mar.path} was written for TorchServe: give `handler` with one of "
         f"{ready}, or with your own handler.py of the four steps"
     )
 
@@ -181,7 +181,7 @@ def _model(folder: Path, mar: Mar, weights: Path | None, batch: tuple[torch.Tens
         return _from_torchscript(weights, batch)
     code = _member(folder, mar.code)
     if code is None:
-        raise UsageError(f"{mar.path} has no class for its weights: bring it with --target FILE.py:factory")
+        raise UsageError(f"{mar.path} has no class for its weights: bring it with `target='FILE.py:factory'`")
     module = _run(code, folder)
     made = [
         thing
@@ -189,7 +189,7 @@ def _model(folder: Path, mar: Mar, weights: Path | None, batch: tuple[torch.Tens
         if isinstance(thing, type) and issubclass(thing, torch.nn.Module) and thing.__module__ == module.__name__
     ]
     if len(made) != 1:
-        raise UsageError(f"{mar.code[:80]} defines {len(made)} models: bring the one with --target FILE.py:factory")
+        raise UsageError(f"{mar.code[:80]} defines {len(made)} models: bring the one with `target='FILE.py:factory'`")
     try:
         model = made[0]()
     except Exception as error:
@@ -291,7 +291,7 @@ def _batches(inputs: Sequence[str], kind: Path | str | None) -> list[tuple[torch
     """Two batches of random inputs; where a size is free, they differ in it."""
     texts = list(inputs) or (["FP32[-1,3,224,224]"] if kind == "image" else [])
     if not texts:
-        raise UsageError("say what the model takes, for example --input 'FP32[-1,3,224,224]'; -1 is any size")
+        raise UsageError("say what the model takes, for example `input='FP32[-1,3,224,224]'`; -1 is any size")
     torch.manual_seed(0)
     return [tuple(_random(text, free) for text in texts) for free in _FREE]
 
@@ -300,15 +300,15 @@ def _random(text: str, free: int) -> torch.Tensor:
     match = _INPUT.fullmatch(text.replace(" ", ""))
     if not match or match[1] not in TO_NUMPY:
         kinds = ", ".join(TO_NUMPY)
-        raise UsageError(f"--input {text!r} is none: a type of {kinds} and sizes, for example FP32[-1,3,224,224]")
+        raise UsageError(f"`input={text!r}` is none: a type of {kinds} and sizes, for example FP32[-1,3,224,224]")
     sizes = [int(size) for size in match[2].split(",")]
     if any(size == 0 or size < -1 for size in sizes):
-        raise UsageError(f"--input {text!r} has a size below 1")
+        raise UsageError(f"`input={text!r}` has a size below 1")
     shape = [2 if i == 0 and size == -1 else free if size == -1 else size for i, size in enumerate(sizes)]
     count = 1
     for size in shape:
         count *= size
     if count > 1 << 28:
-        raise UsageError(f"--input {text!r} is too large for a sample")
+        raise UsageError(f"`input={text!r}` is too large for a sample")
     kind = torch.from_numpy(np.zeros(0, TO_NUMPY[match[1]])).dtype
     return torch.rand(shape).to(kind) if kind.is_floating_point else torch.ones(shape, dtype=kind)

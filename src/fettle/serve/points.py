@@ -206,5 +206,5 @@ class Found:
 
     @property
     def met(self) -> bool:
-        """Whether the limit is kept, at the rate that was asked for and with the head-room."""
+        """Whether the limit is kept, at the rate that was asked for and with the headroom."""
         return self.best is not None and (1 - self.head_room) * (self.best.measured or 0.0) >= self.rate

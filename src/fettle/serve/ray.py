@@ -1,7 +1,7 @@
 """A package as a Ray Serve application: each replica holds the registry, batcher and workers of `fettle serve`.
 
 Ray brings machines, replicas and their number; what a request sees is the same code as on one machine. The files that
-use this module are written by `fettle export ray`.
+use this module are written by `fettle serve export ray`.
 """
 
 from __future__ import annotations

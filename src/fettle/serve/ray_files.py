@@ -24,7 +24,7 @@ ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
 }
 """For every process of the cluster: set before ``ray start``."""
-APP = '''"""Made by fettle export ray: the application of the package beside this file."""
+APP = '''"""Made by fettle serve export ray: the application of the package beside this file."""
 
 from fettle.serve.ray import application
 
@@ -60,7 +60,7 @@ def scale(settings: ServeSettings, machine: str) -> Scale:
     """
     curve = settings.cost_curve(machine)
     if curve is None or not settings.limit_ms:
-        why = "no curve of this machine with a limit: run fettle slo, and export again"
+        why = "no curve of this machine with a limit: run fettle serve slo, and export again"
         return Scale(max(1.0, most_ongoing(settings) / 2), why)
     costs = Costs({rows: (seconds,) for rows, seconds in zip(curve.rows, curve.seconds, strict=True)})
     rate, seen = capacity(settings.batching(), costs, settings.limit_ms / 1e3)
@@ -78,10 +78,10 @@ def most_ongoing(settings: ServeSettings) -> int:
 def write_ray(package: Package, folder: Path, *, max_replicas: int = 4, trust: str = "", device: str = "cpu") -> Scale:
     """Write application, settings, start script and package to a new folder. Raises `UsageError`."""
     if folder.exists():
-        raise UsageError(f"{folder} exists already: give another --out")
+        raise UsageError(f"{folder} exists already: give another `output`")
     digest = package.handler_digest
     if digest is not None and digest != trust:
-        raise UsageError(f"{package.manifest.name} brings code of its own; to let it run, give --trust {digest}")
+        raise UsageError(f"{package.manifest.name} brings code of its own; to let it run, give `trust='{digest}'`")
     settings = package.settings
     found = scale(settings, host_id())
     threads = settings.threads or max(1, cores() // settings.workers)
@@ -122,7 +122,7 @@ def write_ray(package: Package, folder: Path, *, max_replicas: int = 4, trust: s
         ],
     }
     lines = [
-        f"# {name} {package.manifest.version} on Ray Serve, made by fettle export ray.",
+        f"# {name} {package.manifest.version} on Ray Serve, made by fettle serve export ray.",
         "# args.package is a path on every machine of the cluster: copy this folder to the same place, or share it.",
         f"# target_ongoing_requests: {found.why}.",
         *_yaml(config),

@@ -351,7 +351,7 @@ class _Search:
             found.why += explain(found)
         if found.best is not None and not found.met:
             best = (1 - found.head_room) * found.best.capacity
-            room = f" with {found.head_room:.0%} head-room" if found.head_room else ""
+            room = f" with {found.head_room:.0%} headroom" if found.head_room else ""
             found.why.append(f"{found.rate:.4g} requests/s are asked for; the best setting keeps the limit up to "
                              f"{best:.4g}{room}")  # fmt: skip
 

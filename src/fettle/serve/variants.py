@@ -60,7 +60,7 @@ def distinct(recipes: Sequence[Recipe]) -> list[Recipe]:
 
 
 def _package(text: str, target: Target, recipe: Recipe, path: Path, max_rows: int, stopped: Callable[[], bool]) -> str:
-    """Run ``fettle package``; why it failed, or nothing."""
+    """Run ``fettle serve package``; why it failed, or nothing."""
     with tempfile.TemporaryDirectory() as scratch:  # a target that is none leaves nothing behind
         levels = Path(scratch) / "recipe.toml"
         recipe.save(levels)
@@ -101,8 +101,11 @@ def study_recipes(target: Target, storage: str, name: str, most: int) -> list[Re
             built = worker.ask("build", PACKAGE_S, target=msgspec.to_builtins(target))
         except WorkerError as error:
             raise UsageError(f"the workload could not be built: {error}") from error
-    study = Study.open(name or target.name, storage_url(storage, Path.cwd()), built["fingerprint"], this_machine().id)
+    study = Study.open(
+        name or target.name, storage_url(storage, Path.cwd()), built["fingerprint"], this_machine().id,
+        structure=built["structure"], beside=not name,
+    )  # fmt: skip
     trials = sorted((trial for trial in study.trials() if trial.ok), key=lambda trial: -trial.throughput)
     if not trials:
-        raise UsageError(f"{storage} has no trial of {name or target.name} on this machine that kept its limits")
+        raise UsageError(f"{storage} has no trial of {study.name} on this machine that kept its limits")
     return distinct([Recipe(), *(trial.recipe for trial in trials)])[: most + 1]

@@ -45,7 +45,7 @@ class _Setting(Technique):
 
 
 def _alone(facts: Facts) -> str:
-    return "" if facts.ranks > 1 else "there is one rank: give --nproc"
+    return "" if facts.ranks > 1 else "there is one rank: give `nproc`"
 
 
 def _no_mesh(facts: Facts) -> str:

@@ -4,11 +4,12 @@ The same study, race, recipe, code and report as for inference are used on them;
 """
 
 from fettle.train.batch import largest_that_fits
+from fettle.train.facts import training_facts
 from fettle.train.guard import SEEDS, Band, Curve, judge_curve
 from fettle.train.steps import Steps
 from fettle.train.workload import TrainingWorkload, load_training, rows_of, training_fingerprint
 
 __all__ = [
     "SEEDS", "Band", "Curve", "Steps", "TrainingWorkload", "judge_curve", "largest_that_fits", "load_training",
-    "rows_of", "training_fingerprint",
+    "rows_of", "training_facts", "training_fingerprint",
 ]  # fmt: skip

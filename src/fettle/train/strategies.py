@@ -130,7 +130,7 @@ def mesh_shape(strategy: Strategy, world_size: int, ranks_per_node: int) -> tupl
         return (world_size,)
     inner = ranks_per_node if world_size > ranks_per_node else max(1, world_size // 2)
     if world_size % inner:
-        raise UsageError(f"hsdp: {world_size} ranks cannot be split into nodes of {inner}; set --ranks-per-node")
+        raise UsageError(f"hsdp: {world_size} ranks cannot be split into nodes of {inner}; set `ranks_per_node`")
     return (world_size // inner, inner)
 
 

@@ -141,12 +141,24 @@ def training_workload_from(made: object, where: str) -> TrainingWorkload:
     )
 
 
-def load_training(target: Target, seed: int = 0) -> TrainingWorkload:
-    """Build the training workload of `target`, seeding torch with `seed` first. Raises `UsageError` in one line."""
+def make(target: Mapping[str, Any]) -> tuple[object, str]:
+    """What the factory of a target (as plain data) returns with torch's seed 0, and the mode that it is for."""
+    import msgspec
+    import torch
+
+    torch.manual_seed(0)
+    made = msgspec.convert(target, Target).make()
+    training = isinstance(made, TrainingWorkload) or (isinstance(made, dict) and "optimizer" in made)
+    return made, "training" if training else "inference"
+
+
+def load_training(target: Target, seed: int = 0, made: object = None) -> TrainingWorkload:
+    """Build the training workload of `target`, seeding torch with `seed` first, or take what its factory has `made`.
+    Raises `UsageError` in one line."""
     import torch
 
     torch.manual_seed(seed)
-    workload = training_workload_from(target.make(seed), target.reference)
+    workload = training_workload_from(target.make(seed) if made is None else made, target.reference)
     return workload if workload.name else dataclasses.replace(workload, name=target.name)
 
 

@@ -1,9 +1,13 @@
 """Tuning: the main job, from a workload to a verified recipe. `tune` tells it from top to bottom.
 
-Other rooms use `tune`, and the `Session` that a study measures with.
+Other rooms use `tune` with its `Options`, the `Session` that a study measures with, and what reads a caller's workload.
 """
 
+from fettle.tuning._arguments import check_limits, target_of, workload_of
+from fettle.tuning.options import Options
 from fettle.tuning.session import WAITING, Event, Session, Tell
 from fettle.tuning.tune import tune
 
-__all__ = ["WAITING", "Event", "Session", "Tell", "tune"]
+__all__ = [
+    "WAITING", "Event", "Options", "Session", "Tell", "check_limits", "target_of", "tune", "workload_of",
+]  # fmt: skip

@@ -1,4 +1,7 @@
-"""What `tune` is given, checked: one clear line for each thing that cannot be."""
+"""What `tune` is given, checked: one clear line for each thing that cannot be.
+
+Arguments are named in back-quotes, as a caller in Python writes them; the command line shows them as its own options.
+"""
 
 from __future__ import annotations
 
@@ -14,49 +17,77 @@ from fettle.recipe import Recipe
 from fettle.result import Goal, Limits
 from fettle.search import DESIGNS
 from fettle.techniques import check_names
-from fettle.workload import Target, Workload, as_batches, check_mode, find_target, target_from_objects
+from fettle.train import TrainingWorkload
+from fettle.tuning.options import Options
+from fettle.workload import AUTO, Target, Workload, check_mode, find_target, target_from_objects
 
 GOALS: tuple[Goal, ...] = ("throughput", "latency", "memory", "energy", "startup")
 
 
-def target_of(
+def workload_of(
     model: Any,
-    inputs: Any,
-    call: Callable[..., Any] | None,
-    metric: Callable[[Callable[..., Any]], float] | None,
-    folder: Path,
-    mode: str = "inference",
-) -> Target:
-    from fettle.train import TrainingWorkload
+    inputs: Any = None,
+    call: Callable[..., Any] | None = None,
+    metric: Callable[[Callable[..., Any]], float] | None = None,
+    mode: str = AUTO,
+) -> Target | Workload | TrainingWorkload:
+    """What a caller handed over: a target by its name, or live objects.
 
+    Raises `UsageError` where inputs lack or are too many, and for another mode than that of live objects.
+    """
     check_mode(mode)
-    if isinstance(model, TrainingWorkload):
-        if mode != "training":
-            raise UsageError("a TrainingWorkload is tuned with mode='training'")
-        return replace(target_from_objects(model, folder / "cache"), mode=mode)
-    if mode == "training" and not isinstance(model, (str, Target)):
+    if isinstance(model, (str, Path, Target, Workload, TrainingWorkload)):
+        if inputs is not None or call is not None or metric is not None:
+            raise UsageError(
+                "inputs, call and metric belong to a live model; a workload and the factory of a target give their own"
+            )
+        if isinstance(model, (str, Path, Target)):
+            found = model if isinstance(model, Target) else find_target(str(model))
+            return found if mode == AUTO else replace(found, mode=mode)
+    elif mode == "training":
         raise UsageError("training needs a fettle.TrainingWorkload(model, optimizer, loss, data), or 'file.py:factory'")
-    if isinstance(model, Target):
-        return replace(model, mode=mode)
-    if isinstance(model, str):
-        if inputs is not None:
-            raise UsageError("inputs belong to a live model; the factory of a target gives its own")
-        return replace(find_target(model), mode=mode)
-    if not isinstance(model, Workload):
-        if inputs is None:
-            raise UsageError("give sample inputs: fettle.tune(model, [batch])")
-        model = Workload(model, as_batches(inputs), call, metric)
-    return target_from_objects(model, folder / "cache")
+    elif inputs is None:
+        raise UsageError("give sample inputs, as in fettle.tune(model, [batch])")
+    else:
+        model = Workload(model, inputs, call, metric)
+    live: Workload | TrainingWorkload = model
+    own = "training" if isinstance(live, TrainingWorkload) else "inference"
+    if mode not in (AUTO, own):
+        raise UsageError(f"a {type(model).__name__} is not for `mode='{mode}'`: leave it out, or write '{own}'")
+    return live
 
 
-def check_limits(limits: Limits, goal: str, budget_s: float | None, design: str) -> None:
-    if goal not in GOALS:
-        raise UsageError(f"unknown goal {goal!r}: there are {', '.join(GOALS)}")
-    if design not in DESIGNS:
-        raise UsageError(f"unknown design {design!r}: there are {', '.join(DESIGNS)}")
+def target_of(workload: Target | Workload | TrainingWorkload, folder: Path) -> Target:
+    """The target from which worker processes build it; live objects are written to ``folder/cache``."""
+    if isinstance(workload, Target):
+        return workload
+    mode = "training" if isinstance(workload, TrainingWorkload) else "inference"
+    return replace(target_from_objects(workload, folder / "cache"), mode=mode)
+
+
+def check_options(options: Options) -> None:
+    """Raise `UsageError` for what cannot be, whatever the workload is."""
+    if options.goal not in GOALS:
+        raise UsageError(f"unknown goal {options.goal!r}: there are {', '.join(GOALS)}")
+    if options.design not in DESIGNS:
+        raise UsageError(f"unknown design {options.design!r}: there are {', '.join(DESIGNS)}")
+    check_limits(options.limits)
+    check_limits(options.training_limits)
+    if options.budget_s is not None and not options.budget_s >= 0:
+        raise UsageError(f"an impossible limit: budget must be above 0, or 0 for none, and is {options.budget_s:g}")
+    if not 0.5 <= options.confidence < 1:
+        raise UsageError(f"the confidence is a share from 0.5 to below 1, not {options.confidence:g}")
+    if not options.trial_timeout_s >= 1:
+        raise UsageError(
+            f"an impossible limit: the trial timeout must be 1 s or more, and is {options.trial_timeout_s:g} s"
+        )
+
+
+def check_limits(limits: Limits) -> None:
+    """Raise `UsageError` for limits that nothing could keep."""
     checks = {
         "max error": limits.max_error, "max latency": limits.max_latency_ms, "max memory": limits.max_memory_bytes,
-        "budget": budget_s, "min throughput": limits.min_throughput,
+        "min throughput": limits.min_throughput,
     }  # fmt: skip
     for name, value in checks.items():
         if value is not None and not value > 0:
@@ -67,30 +98,50 @@ def check_limits(limits: Limits, goal: str, budget_s: float | None, design: str)
         raise UsageError(f"an impossible limit: max metric drop must not be below 0, and is {limits.max_metric_drop:g}")
 
 
-def check_ranks(nproc: int, nodes: int, listen: str, device_memory_bytes: int | None, mode: str) -> None:
+def check_ranks(options: Options, target: Target) -> Target:
+    """The target, for training where several ranks are asked for: only that can use them."""
+    nproc, nodes = options.nproc, options.nodes
     if isinstance(nproc, bool) or not 1 <= nproc <= 1024:
-        raise UsageError(f"--nproc {nproc}: give the number of ranks on this machine, 1 to 1024")
-    if nproc > 1 and mode != "training":
-        raise UsageError("--nproc is for training: add --mode training")
+        raise UsageError(f"`nproc={nproc}`: give the number of ranks on this machine, 1 to 1024")
     if isinstance(nodes, bool) or not 1 <= nodes <= 1024:
-        raise UsageError(f"--nodes {nodes}: give the number of machines, 1 to 1024")
-    if nodes > 1 and mode != "training":
-        raise UsageError("--nodes is for training: add --mode training")
-    if (nodes > 1) != bool(listen):
+        raise UsageError(f"`nodes={nodes}`: give the number of machines, 1 to 1024")
+    if (nodes > 1) != bool(options.listen):
         raise UsageError(
-            "--nodes and --listen go together: --nodes 2 --listen HOST:PORT, where the others reach this one"
+            "`nodes` and `listen` go together: `nodes=2` and `listen='HOST:PORT'`, where the others reach this one"
         )
-    if device_memory_bytes is not None and device_memory_bytes <= 0:
+    if options.device_memory_bytes is not None and options.device_memory_bytes <= 0:
         raise UsageError("an impossible limit: device memory must be above 0")
+    if nproc == nodes == 1:
+        return target
+    if target.mode == AUTO:
+        target = ask_for_mode(target, options.trial_timeout_s)
+    if target.mode != "training":
+        asked = f"`nproc={nproc}`" if nproc > 1 else f"`nodes={nodes}`"
+        raise UsageError(f"{asked} is for training, and this is a workload for inference")
+    return target
 
 
-def open_nodes(nodes: int, listen: str, target: Target) -> Nodes | None:
+def ask_for_mode(target: Target, timeout_s: float = 600.0) -> Target:
+    """The target with the mode that its factory's answer shows, asked in a process of its own."""
+    import msgspec
+
+    from fettle.measure import Worker, WorkerError
+
+    try:
+        with Worker() as worker:
+            built = worker.ask("build", timeout_s, target=msgspec.to_builtins(target))
+    except WorkerError as error:
+        raise UsageError(f"the workload could not be built: {error}") from error
+    return replace(target, mode=built["mode"])
+
+
+def open_nodes(options: Options, target: Target) -> Nodes | None:
     """Listen for the other nodes; None where there are none."""
-    if nodes == 1:
+    if options.nodes == 1:
         return None
     if target.is_live:
         raise UsageError("other nodes cannot have live objects: give a factory that each can import, 'file.py:factory'")
-    return Nodes(nodes, *address_of(listen, "--listen"))
+    return Nodes(options.nodes, *address_of(options.listen, "`listen`"))
 
 
 def check_techniques(allowed: Mapping[str, str | Sequence[str]]) -> Mapping[str, Sequence[str]]:
@@ -104,13 +155,6 @@ def check_techniques(allowed: Mapping[str, str | Sequence[str]]) -> Mapping[str,
         for level in levels:
             check_names(Recipe({name: level}))
     return found
-
-
-def check_measuring(confidence: float, trial_timeout_s: float) -> None:
-    if not 0.5 <= confidence < 1:
-        raise UsageError(f"the confidence is a share from 0.5 to below 1, not {confidence:g}")
-    if not trial_timeout_s >= 1:
-        raise UsageError(f"an impossible limit: the trial timeout must be 1 s or more, and is {trial_timeout_s:g} s")
 
 
 def writable(folder: Path) -> Path:

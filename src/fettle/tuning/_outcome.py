@@ -60,7 +60,7 @@ def outcome(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         interrupted=interrupted,
         unconfirmed=last.unconfirmed,
-        notes=tuple(note for note in (session.plan.note, _threads_under_load(session, winner)) if note),
+        notes=tuple(note for note in (*session.notes, session.plan.note, _threads_under_load(session, winner)) if note),
         plan=session.plan.rows(),
         under_load=session.rules.under_load,
     )

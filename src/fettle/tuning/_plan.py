@@ -58,7 +58,7 @@ def plan_memory(
     before = study.note("ranks"), study.note("nodes") or 1
     if ranks > 1 and before[0] is not None and before != (ranks, nodes):
         held = f"{before[0]} ranks" + (f" of {before[1]} nodes" if before[1] > 1 else "")
-        raise UsageError(f"the study {study.name!r} holds trials on {held}: choose another --study")
+        raise UsageError(f"the study {study.name!r} holds trials on {held}: choose another `study`")
     if ranks == 1:
         return MemoryPlan()
     study.set_note("ranks", ranks)

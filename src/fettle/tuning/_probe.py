@@ -37,14 +37,15 @@ class Probed:
 
 
 def probe(
-    worker: Worker, study: Study, cache: Path, fingerprint: str, allow_batch: bool, timeout_s: float, look_s: float
+    worker: Worker, study: Study, path: Path, fingerprint: str, allow_batch: bool, timeout_s: float, look_s: float
 ) -> Probed:
     """Probe the workload that `worker` has built, or recall what an earlier run of the study found.
+
+    The reference answers are written to `path`.
 
     The first look, which only puts the most promising techniques first, is left out where it would take more than
     about `look_s`: it makes about twice as many calls as finding the facts does.
     """
-    path = cache / f"reference-{fingerprint}.pt"
     kept = study.note("probe")
     if isinstance(kept, dict) and kept.keys() >= _NEEDED and path.is_file():
         found = msgspec.convert(kept, dict[str, Any])

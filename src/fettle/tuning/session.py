@@ -55,6 +55,8 @@ class Event:
     best: Trial | None = None
     elapsed_s: float = 0.0
     budget_s: float | None = None
+    note: str = ""
+    """A line that stays on the screen."""
 
 
 Tell = Callable[[Event], None]
@@ -75,12 +77,14 @@ class Session:
         confidence: float = 0.95,
         trial_timeout_s: float = 900.0,
         *,
+        training_limits: Limits | None = None,
         nproc: int = 1,
         nodes: Nodes | None = None,
         device_memory_bytes: int | None = None,
         under_load: bool = False,
     ) -> None:
         self.target, self.folder, self.limits, self.goal = target, folder, limits, goal
+        self._training_limits = training_limits
         self.budget = Budget(budget_s, started)
         self.rules = Rules(confidence=confidence, prepare_timeout_s=trial_timeout_s, under_load=under_load)
         if goal == "energy":
@@ -94,6 +98,8 @@ class Session:
         """What all races so far say together."""
         self._may_wait_s = _UNLIMITED_WAIT_S if budget_s is None else WAITING * budget_s
         self.patience = Patience(0.0 if self.rules.may_go_first else 0.6 * self._may_wait_s)
+        self.notes: list[str] = []
+        """What the result should say of how the study was made."""
         self._tell = tell
         self._nodes, self._device_memory_bytes = nodes, device_memory_bytes
         self._ranks = nproc * (nodes.count if nodes is not None else 1)
@@ -111,15 +117,29 @@ class Session:
         with Worker(self._environment(), self._folder("logs") / "probe.log") as worker:
             try:
                 built = worker.ask("build", timeout_s, target=msgspec.to_builtins(self.target))
+                self.target = replace(self.target, mode=built["mode"])
+                if built["mode"] == "training" and self._training_limits is not None:
+                    self.limits = self._training_limits
+                if built["inputs"]:
+                    self.note(f"inputs: {built['inputs']}")
                 if fingerprint and built["fingerprint"] != fingerprint:
                     raise UsageError("the recipe is for another workload: its weights or inputs differ from this one's")
                 own = f"-{built['fingerprint'][:8]}" if self.target.is_live else ""
-                name = name or self.target.name + own
-                self.study = Study.open(name, storage, built["fingerprint"], machine.id)
+                usual = self.target.name + own
+                self.study = Study.open(
+                    name or usual, storage, built["fingerprint"], machine.id,
+                    structure=built["structure"], beside=not name,
+                )  # fmt: skip
+                if self.study.name not in (name, usual):
+                    self.notes.append(
+                        f"the model or its inputs are not those of the study {usual!r}: this is the study "
+                        f"{self.study.name!r} beside it"
+                    )
+                    self.note(self.notes[-1])
                 self.probed = probe(
                     worker,
                     self.study,
-                    self._folder("cache"),
+                    self._folder("cache") / f"reference-{built['fingerprint']}-{built['structure'][:8]}.pt",
                     built["fingerprint"],
                     allow_batch,
                     timeout_s,
@@ -142,7 +162,7 @@ class Session:
             self.facts = replace(self.facts, max_error=allowed)
         self.rules = replace(self.rules, abreast=_abreast(self.facts))
         if self.limits.max_metric_drop is not None and not self.probed.has_metric:
-            raise UsageError("--max-metric-drop needs a metric: give the workload one, Workload(..., metric=function)")
+            raise UsageError("`max_metric_drop` needs a metric: give the workload one, Workload(..., metric=function)")
         for trial in self.study.trials():
             self.known[trial.recipe] = self.judged(trial)
             self._recall(trial)
@@ -360,6 +380,10 @@ class Session:
         """What a trial chose is chosen: the last race, ``optimized.py`` and a resumed study go by it."""
         if trial.int8_layers and trial.ok and not self.facts.int8_layers:
             self.facts = replace(self.facts, int8_layers=tuple(trial.int8_layers))
+
+    def note(self, text: str) -> None:
+        """Pass on a line that stays."""
+        self._tell(Event(text, elapsed_s=self.budget.elapsed_s, budget_s=self.budget.seconds, note=text))
 
     def tell(self, doing: str, trial: Trial | None = None) -> None:
         """Pass on what happens."""

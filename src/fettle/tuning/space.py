@@ -29,7 +29,7 @@ def space_for(
         usable = [technique.given]
         if facts.mode not in technique.modes:
             if technique.name in allowed:
-                raise UsageError(f"--technique {technique.name} is for {' and '.join(technique.modes)} only")
+                raise UsageError(f"the technique {technique.name} is for {' and '.join(technique.modes)} only")
             continue
         for level in technique.levels(facts):
             permitted = technique.name not in allowed or level.name in allowed[technique.name]
@@ -38,7 +38,7 @@ def space_for(
             if level.why_not:
                 left_out.append(LeftOut(technique.name, level.name, level.why_not))
             elif not permitted:
-                left_out.append(LeftOut(technique.name, level.name, "not among the levels allowed by --technique"))
+                left_out.append(LeftOut(technique.name, level.name, "not among the levels that are allowed"))
             else:
                 usable.append(level.name)
                 if why := ruled_out(Recipe({technique.name: level.name})):
@@ -87,7 +87,7 @@ def _pin(
     possible = [level for level in levels if level in usable]
     if not possible:
         why = next((item.why for item in left_out if item.technique == name and item.level == levels[0]), "unknown")
-        raise UsageError(f"--technique {name}={levels[0]} cannot be had here: {why}")
+        raise UsageError(f"{name}={levels[0]} cannot be had here: {why}")
     if len(possible) == 1:
         required[name] = possible[0]
         usable[:] = list(dict.fromkeys([given, possible[0]]))

@@ -1,4 +1,4 @@
-"""fettle serve PACKAGE...: model packages behind HTTP."""
+"""fettle serve run PACKAGE...: model packages behind HTTP."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from fettle.cli import _options, _quiet
 from fettle.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,11 +23,13 @@ if TYPE_CHECKING:
 def command(
     packages: Annotated[
         list[str] | None,
-        typer.Argument(help="packages that fettle package wrote, or path/to/file.py:factory, which is packaged first"),
+        typer.Argument(
+            help="packages that fettle serve package wrote, or path/to/file.py:factory, which is packaged first"
+        ),
     ] = None,
     p99: Annotated[
         str | None,
-        typer.Option("--p99", help="first find the best setting under this latency limit, as fettle slo does"),
+        typer.Option("--p99", help="first find the best setting under this latency limit, as fettle serve slo does"),
     ] = None,
     rate: Annotated[float, typer.Option(min=0.0, help="with --p99: requests a second to be served")] = 0.0,
     recipe: Annotated[Path | None, typer.Option(help="recipe.toml to package a target with")] = None,
@@ -45,8 +48,10 @@ def command(
     workers: Annotated[int | None, typer.Option(min=1, help="worker processes of each model")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="threads of each worker")] = None,
     max_rows: Annotated[int | None, typer.Option(min=1, max=8192, help="rows of the largest batch")] = None,
-    delay: Annotated[float | None, typer.Option(min=0, help="milliseconds to wait for a batch to fill")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or several: cuda:0,cuda:1; else serve.toml's")] = "",
+    delay: Annotated[str | None, typer.Option(help="time to wait for a batch to fill, for example 5ms")] = None,
+    device: Annotated[
+        list[str] | None, typer.Option(help="cpu, cuda, or several: cuda:0,cuda:1; default: serve.toml's")
+    ] = None,
     explain: Annotated[bool, typer.Option(help="answer /explain and /explanations by Captum")] = False,
     otel: Annotated[
         bool, typer.Option(help="send an OpenTelemetry span for each inference to OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -56,7 +61,7 @@ def command(
 ) -> None:
     """Serve models: the Open Inference Protocol v2 with binary tensors, and TorchServe's URLs. Ctrl-C drains and ends.
 
-    Images, texts and prompts are answered where fettle package was given a --handler. What is served: /docs.
+    Images, texts and prompts are answered where fettle serve package was given a --handler. What is served: /docs.
 
     [bold]Examples[/]
 
@@ -68,6 +73,9 @@ def command(
 
       fettle serve --store models --management-port 8081 --state served.json
     """
+    _quiet.speak_up()
+    waits_ms = None if delay is None else _options.duration_s(delay, "--delay", bare="ms") * 1e3
+    devices = ",".join(_options.devices(device))
     spare = _spare(packages, threads, workers) if p99 is None else None  # first of all: it imports torch meanwhile
     try:
         from fettle.serve.loop import run
@@ -81,7 +89,7 @@ def command(
     if store is not None and not store.is_dir():
         raise UsageError(f"no such folder: {store}")
     override: dict[str, Any] = {
-        "workers": workers, "threads": threads, "max_rows": max_rows, "delay_ms": delay
+        "workers": workers, "threads": threads, "max_rows": max_rows, "delay_ms": waits_ms
     }  # fmt: skip
     token = token_from(token_file) if token_file is not None else ""
     secret = Path.home() / ".config" / "fettle" / "management-token"
@@ -91,7 +99,7 @@ def command(
     )  # fmt: skip
     address.check()
     options = Options(
-        store, state, tuple(trust or ()), device, explain, spare=spare,
+        store, state, tuple(trust or ()), devices, explain, spare=spare,
         override={key: value for key, value in override.items() if value is not None},
     )  # fmt: skip
     logging.basicConfig(
@@ -148,12 +156,13 @@ def _packaged(text: str, recipe: Path | None) -> Package:
     if folder.exists():
         raise UsageError(f"{folder} exists already: serve it with fettle serve {folder}, or move it away")
     tuned = load_recipe(recipe) if recipe is not None else RecipeFile()
-    return write_package(target.load(), tuned.recipe, folder, name=target.name, evidence=tuned.evidence)
+    with _quiet.users_code_quiet():
+        return write_package(target.load(), tuned.recipe, folder, name=target.name, evidence=tuned.evidence)
 
 
 def _tuned(package: Package, p99: str, rate: float) -> Package:
     """The package with the best setting under the limit. Leaves with exit code 1 where the rate cannot be had."""
-    from fettle.cli.slo import command as slo
+    from fettle.cli.serve.slo import command as slo
     from fettle.serve.package import open_package
 
     try:

@@ -1,4 +1,4 @@
-"""fettle apply RECIPE TARGET: check a recipe on this machine."""
+"""fettle check RECIPE TARGET: is a recipe still faster, and still right, here?"""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from fettle.cli import _options
+
 
 def command(
     recipe: Annotated[Path, typer.Argument(help="a recipe.toml")],
     target: Annotated[str, typer.Argument(help="path/to/file.py:factory or package.module:factory")],
+    mode: Annotated[str, typer.Option(help=_options.MODE)] = "auto",
     force: Annotated[bool, typer.Option("--force", help="also for a workload with other weights or inputs")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the trials as JSON")] = False,
 ) -> None:
@@ -23,13 +26,12 @@ def command(
 
     [bold]Example[/]
 
-      fettle apply fettle-out/recipe.toml model.py
+      fettle check fettle-out/recipe.toml model.py
     """
     from fettle.applying import warn_if_foreign
-    from fettle.comparing import bench, comparison_json
+    from fettle.comparing import check, comparison_json
     from fettle.recipe_file import load_recipe
     from fettle.report import comparison_table, load_lines, progress
-    from fettle.result import Limits
 
     found = load_recipe(recipe)
     with warnings.catch_warnings():
@@ -37,21 +39,8 @@ def command(
         foreign = warn_if_foreign(found)
     if foreign and not as_json:
         Console(stderr=True).print(f"[yellow]{foreign}; measuring it here[/]", highlight=False)
-    kept = found.evidence.get("limits", {})
-    limits = Limits(
-        max_error=kept.get("max_error"),
-        min_agreement=kept.get("min_agreement"),
-        max_metric_drop=kept.get("max_metric_drop"),
-    )
     with progress(quiet=as_json) as tell:
-        comparison = bench(
-            target,
-            [found.recipe],
-            limits=limits,
-            fingerprint="" if force else found.workload.get("fingerprint", ""),
-            int8_layers=found.int8_layers,
-            tell=tell,
-        )
+        comparison = check(target, found, mode=mode, force=force, tell=tell)
     if as_json:
         print(json.dumps(comparison_json(comparison)))
     else:

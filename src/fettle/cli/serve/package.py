@@ -1,4 +1,4 @@
-"""fettle package TARGET: a tuned model as a folder or zip that a server can load without running its code."""
+"""fettle serve package TARGET: a tuned model as a folder or zip that a server can load without running its code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from fettle.cli import _options
+from fettle.cli import _options, _quiet
 from fettle.errors import UsageError, first_line
 from fettle.recipe import Recipe
 
@@ -52,13 +52,13 @@ def command(
 
     [bold]Examples[/]
 
-      fettle package workloads/digits.py --recipe fettle-out/recipe.toml
+      fettle serve package workloads/digits.py --recipe fettle-out/recipe.toml
 
-      fettle package model.py:bert --recipe recipe.toml --name bert --version 2 -o store/bert-2.zip
+      fettle serve package model.py:bert --recipe recipe.toml --name bert --version 2 -o store/bert-2.zip
 
-      fettle package resnet.py --handler image --labels imagenet.txt
+      fettle serve package resnet.py --handler image --labels imagenet.txt
 
-      fettle package workloads/minilm.py --handler text --tokenizer minilm/tokenizer.json
+      fettle serve package workloads/minilm.py --handler text --tokenizer minilm/tokenizer.json
     """
     from fettle.recipe_file import RecipeFile, load_recipe
     from fettle.serve.export import write_package
@@ -69,7 +69,7 @@ def command(
     tuned = load_recipe(recipe) if recipe is not None else RecipeFile()
     called = name or found.name
     path = output or Path(f"{called}-{version}")
-    with _options.telling("building the workload", quiet=as_json) as tell:
+    with _options.telling("building the workload", quiet=as_json) as tell, _quiet.users_code_quiet():
         package = write_package(
             found.load(), tuned.recipe, path, name=called, version=version, settings=ServeSettings(max_rows=max_rows),
             handler=as_handler(handler), handler_settings=toml_settings(handler_settings),

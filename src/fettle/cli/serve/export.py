@@ -1,4 +1,4 @@
-"""fettle export: a model package for other people's servers."""
+"""fettle serve export: a model package for other people's servers."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from fettle.cli import _options
+
 app = typer.Typer(help="Write a model package as an application of another server.", no_args_is_help=True)
 
 
 @app.callback()
 def _root() -> None:
-    """Keeps `fettle export KIND` a group while there is one kind only."""
+    """Keeps `fettle serve export KIND` a group while there is one kind only."""
 
 
 @app.command()
 def ray(
     package: Annotated[Path, typer.Argument(help="what fettle package wrote")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="folder to write")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="folder to write")],
     max_replicas: Annotated[int, typer.Option(min=1, help="the most replicas that autoscaling may start")] = 4,
     trust: Annotated[str, typer.Option(help="SHA-256 of the package's handler.py, to let it run")] = "",
     device: Annotated[str, typer.Option(help="cpu, or cuda: one GPU for each replica")] = "cpu",
@@ -31,17 +33,18 @@ def ray(
 
     [bold]Examples[/]
 
-      fettle export ray digits-1 --out digits-ray
+      fettle serve export ray digits-1 --output digits-ray
 
       digits-ray/start.sh
     """
     from fettle.serve.package import open_package
     from fettle.serve.ray_files import write_ray
 
-    found = write_ray(open_package(package), out, max_replicas=max_replicas, trust=trust.lower(), device=device)
+    name = _options.one_device(device)
+    found = write_ray(open_package(package), output, max_replicas=max_replicas, trust=trust.lower(), device=name)
     if as_json:
-        print(json.dumps({"path": str(out), "target_ongoing_requests": found.target, "why": found.why}))
+        print(json.dumps({"path": str(output), "target_ongoing_requests": found.target, "why": found.why}))
         return
     console = Console()
     console.print(f"requests in a replica at a time: {found.target:.3g} ({found.why})", markup=False, highlight=False)
-    console.print(f"[bold]{escape(str(out))}[/] is written: {escape(str(out))}/start.sh", highlight=False)
+    console.print(f"[bold]{escape(str(output))}[/] is written: {escape(str(output))}/start.sh", highlight=False)

@@ -1,4 +1,4 @@
-"""fettle load URL: what a server does under load."""
+"""fettle serve load URL: what a server does under load."""
 
 from __future__ import annotations
 
@@ -53,11 +53,17 @@ def command(
     token_file: Annotated[Path | None, typer.Option(help="a file with the server's token")] = None,
     seed: Annotated[int, typer.Option(help="seed of the arrival times and of the values sent")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="print the runs as JSON")] = False,
-    markdown: Annotated[Path | None, typer.Option(help="write the table to this file, in Markdown")] = None,
-    csv_file: Annotated[
-        Path | None,
-        typer.Option("--csv", help="write a row for each run to this file, in TorchServe's benchmark columns"),
+    output: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="write the table as Markdown (.md), or a row for each run in TorchServe's benchmark columns (.csv); "
+            "for both repeat it",
+        ),
     ] = None,
+    markdown: Annotated[Path | None, typer.Option(hidden=True)] = None,  # earlier spellings of --output, of any suffix
+    csv_file: Annotated[Path | None, typer.Option("--csv", hidden=True)] = None,
     baseline: Annotated[
         Path | None, typer.Option(help="compare with what an earlier --json printed; exit 1 where it became worse")
     ] = None,
@@ -70,13 +76,13 @@ def command(
 
     [bold]Examples[/]
 
-      fettle load http://127.0.0.1:8080 --rate 80 --p99 100ms
+      fettle serve load http://127.0.0.1:8080 --rate 80 --p99 100ms
 
-      fettle load http://127.0.0.1:8080/v2/models/bert -c 1 -c 8 -c 32 --duration 5s
+      fettle serve load http://127.0.0.1:8080/v2/models/bert -c 1 -c 8 -c 32 --duration 5s
 
-      fettle load http://127.0.0.1:8080/predictions/bert --body request.json --rate 50
+      fettle serve load http://127.0.0.1:8080/predictions/bert --body request.json --rate 50
 
-      fettle load http://127.0.0.1:8080 --rate 80 --baseline last-week.json
+      fettle serve load http://127.0.0.1:8080 --rate 80 --baseline last-week.json
     """
     try:
         from fettle.serve.arrivals import constant, poisson, read_schedule
@@ -84,6 +90,8 @@ def command(
         from fettle.serve.run import TORCHSERVE_COLUMNS, as_torchserve_row
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed: pip install 'torch-fettle[serve]'") from error
+    wanted = _options.outputs(output, ".md", ".csv")
+    markdown, csv_file = wanted.get(".md", markdown), wanted.get(".csv", csv_file)
     check_writable(markdown, csv_file)
     seconds = _options.duration_s(duration, "--duration")
     limit_s = _options.duration_s(p99, "--p99") if p99 is not None else 0.0

@@ -1,4 +1,4 @@
-"""fettle slo TARGET: the best way to serve under a latency limit, predicted and then proven."""
+"""fettle serve slo TARGET: the best way to serve under a latency limit, predicted and then proven."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fettle.cli import _options
+from fettle.cli import _options, _quiet
 from fettle.errors import UsageError
 from fettle.files import check_writable
 
@@ -30,14 +30,17 @@ def command(
     target: Annotated[str, typer.Argument(help="a package, or path/to/file.py:factory, which is packaged first")],
     p99: Annotated[str, typer.Option("--p99", help="latency limit for 99% of the requests, for example 100ms")],
     rate: Annotated[float, typer.Option(min=0.0, help="requests a second to be served; 0: as many as possible")] = 0.0,
-    head_room: Annotated[
+    headroom: Annotated[
         str, typer.Option(help="share of the capacity to leave free at that rate, for example 20%")
-    ] = "0",
+    ] = "0%",
     recipe: Annotated[
         list[str] | None, typer.Option(help="with a target: recipe.toml, or 'precision=bf16'. May be repeated")
     ] = None,
-    study: Annotated[str | None, typer.Option(help="with a target: try the best recipes of this study.db")] = None,
-    study_name: Annotated[str, typer.Option(help="the study's name in that storage; default: the target's name")] = "",
+    storage: Annotated[
+        str | None,
+        typer.Option(help="with a target: try the best recipes of a study in this study.db or Optuna storage"),
+    ] = None,
+    study: Annotated[str, typer.Option(help="name of the study in that storage; default: the target's name")] = "",
     recipes: Annotated[
         int, typer.Option(min=1, help="how many recipes of the study to try, beside the model as given")
     ] = 3,
@@ -45,7 +48,8 @@ def command(
     max_rows: Annotated[int, typer.Option(min=1, max=256, help="rows of the largest batch to try")] = 32,
     cores: Annotated[int | None, typer.Option(min=1, help="cores for the workers; default: all")] = None,
     device: Annotated[
-        list[str] | None, typer.Option(help="cpu or cuda:N; default: the CPU and one of each kind of GPU")
+        list[str] | None,
+        typer.Option(help="cpu, cuda, or several: cpu,cuda:1; default: the CPU and one of each kind of GPU"),
     ] = None,
     seconds: Annotated[str, typer.Option(help="length of one load test")] = "8s",
     confirm: Annotated[int, typer.Option(min=1, help="how many settings to prove by load tests")] = 3,
@@ -56,11 +60,15 @@ def command(
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="folder for what is found; default slo-NAME")
+        list[Path] | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="folder for what is found (default slo-NAME), or a file for the load tests in TorchServe's benchmark "
+            "columns (.csv); for both repeat it",
+        ),
     ] = None,
-    csv_file: Annotated[
-        Path | None, typer.Option("--csv", help="write the load tests to this file, in TorchServe's benchmark columns")
-    ] = None,
+    csv_file: Annotated[Path | None, typer.Option("--csv", hidden=True)] = None,  # an earlier spelling of --output
     write: Annotated[bool, typer.Option(help="write the best setting to the package's serve.toml")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
 ) -> None:
@@ -72,13 +80,13 @@ def command(
 
     [bold]Examples[/]
 
-      fettle slo digits-1 --p99 20ms
+      fettle serve slo digits-1 --p99 20ms
 
-      fettle slo bert-1 --p99 100ms --rate 80 --head-room 20% --price-per-hour 0.40
+      fettle serve slo bert-1 --p99 100ms --rate 80 --headroom 20% --price-per-hour 0.40
 
-      fettle slo model.py --p99 100ms --study fettle-out/study.db
+      fettle serve slo model.py --p99 100ms --storage fettle-out/study.db
 
-      fettle slo model.py --p99 100ms --recipe baseline --recipe "precision=bf16"
+      fettle serve slo model.py --p99 100ms --recipe baseline --recipe "precision=bf16"
     """
     try:
         from fettle.serve.outcome import plain, torchserve_rows
@@ -96,15 +104,18 @@ def command(
     limit_s = _options.duration_s(p99, "--p99")
     if limit_s <= 0:
         raise UsageError("--p99 must be more than 0")
+    wanted = _options.outputs(output, ".csv", folder=True)
+    csv_file = wanted.get(".csv", csv_file)
     check_writable(csv_file)
-    room, prices, test_s = _share(head_room), _prices(price or []), _options.duration_s(seconds, "--seconds")
-    chosen = device or usable_devices()
-    for name in chosen:
-        if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
-            raise UsageError(f"--device {name}: cpu, cuda or cuda:N")
-    work = _Work.of(target, recipe or [], study, study_name, recipes)
-    folder = output or Path(f"slo-{work.name}")
-    with _options.telling("starting", quiet=as_json) as tell:
+    room, prices, test_s = (
+        _options.share(headroom, "--headroom"),
+        _prices(price or []),
+        _options.duration_s(seconds, "--seconds"),
+    )
+    chosen = _options.devices(device) or usable_devices()
+    work = _Work.of(target, recipe or [], storage, study, recipes)
+    folder = wanted.get("", Path(f"slo-{work.name}"))
+    with _options.telling("starting", quiet=as_json) as tell, _quiet.users_code_quiet():
 
         async def run() -> Found:
             stop = asyncio.Event()
@@ -154,7 +165,7 @@ class _Work:
     packages: tuple[Variant, ...] = ()
 
     @classmethod
-    def of(cls, text: str, recipes: list[str], study: str | None, study_name: str, most: int) -> _Work:
+    def of(cls, text: str, recipes: list[str], storage: str | None, study: str, most: int) -> _Work:
         """Read what the command line names. Raises `UsageError`."""
         from fettle.recipe import Recipe
         from fettle.recipe_file import load_recipe
@@ -162,7 +173,7 @@ class _Work:
         from fettle.serve.requires import check_here
 
         if Path(text).is_dir() or text.endswith(".zip"):
-            if recipes or study is not None:
+            if recipes or storage is not None:
                 raise UsageError(f"{text} is packaged with its recipe already: name the target to try others")
             package = open_package(Path(text))
             check_here(package.manifest.name, package.manifest.requires)
@@ -174,10 +185,10 @@ class _Work:
         levels = [load_recipe(item).recipe if item.endswith(".toml") else Recipe.parse(item) for item in recipes]
         for item in levels:
             check_names(item)
-        if study is not None:
+        if storage is not None:
             from fettle.serve.variants import study_recipes
 
-            levels += study_recipes(found, study, study_name, most)
+            levels += study_recipes(found, storage, study, most)
         return cls(found.name, None, text, found, tuple(levels or [Recipe()]))
 
     def variants(
@@ -212,16 +223,6 @@ class _Work:
             package = open_package(place)
         write_settings(package, tuned(found, package))
         return package.folder
-
-
-def _share(text: str) -> float:
-    try:
-        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 0.95:
-        raise UsageError(f"--head-room: {text!r} is no share, for example 20% or 0.2")
-    return value
 
 
 def _prices(texts: list[str]) -> dict[str, float]:
@@ -271,7 +272,7 @@ def _print(found: Found, console: Console, folder: Path, written: Path | None) -
     if best is not None and best.measured:
         share = found.head_room or HEAD_ROOM
         room = (1 - share) * best.measured
-        console.print(f"with {share:.0%} head-room: up to {room:.4g} requests/s", highlight=False)
+        console.print(f"with {share:.0%} headroom: up to {room:.4g} requests/s", highlight=False)
     if found.interrupted:
         console.print("interrupted: the same command goes on from here", highlight=False)
     if written is not None:

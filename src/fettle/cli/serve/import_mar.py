@@ -1,4 +1,4 @@
-"""fettle import-mar FILE.mar: a TorchServe archive as a model package."""
+"""fettle serve import-mar FILE.mar: a TorchServe archive as a model package."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from fettle.cli import _options
-from fettle.cli.package import add_files, as_handler, show, toml_settings
+from fettle.cli import _options, _quiet
+from fettle.cli.serve.package import add_files, as_handler, show, toml_settings
 
 
 def command(
@@ -41,16 +41,16 @@ def command(
 
     [bold]Examples[/]
 
-      fettle import-mar densenet.mar --trust 5c1a... --labels imagenet.json
+      fettle serve import-mar densenet.mar --trust 5c1a... --labels imagenet.json
 
-      fettle import-mar bert.mar --target bert.py --handler text --tokenizer bert/tokenizer.json
+      fettle serve import-mar bert.mar --target bert.py --handler text --tokenizer bert/tokenizer.json
     """
     from fettle.serve.mar import import_mar, read_mar
     from fettle.serve.package import ServeSettings
     from fettle.workload import find_target
 
     mar = read_mar(file)
-    with _options.telling("reading the archive", quiet=as_json) as tell:
+    with _options.telling("reading the archive", quiet=as_json) as tell, _quiet.users_code_quiet():
         package = import_mar(
             mar, output or Path(f"{name or mar.name}-{mar.version}"), trust=trust.lower(),
             workload=find_target(target).load() if target else None, inputs=inputs or (),

@@ -1,0 +1,78 @@
+"""What libraries print, kept off the user's terminal: there is only what fettle says.
+
+Warnings, logs and progress bars are switched off, and what C++ code writes to standard error goes to a file that
+nobody reads. fettle's own lines go to the terminal as before. A crash of the process itself is still shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import io
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+_ENVIRONMENT = {
+    "KINETO_LOG_LEVEL": "99",  # the profiler's log
+    "TQDM_DISABLE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+_undo = ExitStack()
+
+
+@contextmanager
+def libraries_quiet() -> Iterator[None]:
+    """Only fettle speaks inside of this, until `speak_up`."""
+    global _undo
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    with ExitStack() as _undo:
+        _undo.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        logging.disable(logging.CRITICAL)
+        _undo.callback(logging.disable, logging.NOTSET)
+        _undo.enter_context(_descriptor_apart())
+        yield
+
+
+def speak_up() -> None:
+    """Let logs and libraries be heard again: for a server, whose standard error is its log."""
+    _undo.close()
+
+
+@contextmanager
+def users_code_quiet() -> Iterator[None]:
+    """For a factory that runs in this process: what it prints is not what the command answers."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+@contextmanager
+def _descriptor_apart() -> Iterator[None]:
+    """Give `sys.stderr` a descriptor of its own, and descriptor 2, which C++ code writes to, a file."""
+    try:
+        ours = sys.stderr.fileno() == 2
+    except (OSError, ValueError, AttributeError):  # replaced, as by a test, or closed
+        ours = False
+    if not ours:
+        yield
+        return
+    terminal, before = os.dup(2), sys.stderr
+    with tempfile.TemporaryFile() as unread, os.fdopen(terminal, "w", buffering=1, errors="backslashreplace") as mine:
+        before.flush()
+        os.dup2(unread.fileno(), 2)
+        sys.stderr = mine
+        faulthandler.enable(mine)
+        try:
+            yield
+        finally:
+            mine.flush()
+            faulthandler.disable()
+            os.dup2(terminal, 2)
+            sys.stderr = before

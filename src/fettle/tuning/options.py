@@ -1,0 +1,123 @@
+"""What a study may be told, in one place: `fettle.tune` takes the fields as keywords, the command as its options."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypedDict, get_type_hints
+
+from fettle.errors import UsageError
+from fettle.result import Goal, Limits
+from fettle.workload import AUTO
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Goal, limits, budget, and what may be tried. The defaults are those of `fettle.tune`."""
+
+    goal: Goal = "throughput"
+    """``throughput``, ``latency``, ``memory``, ``energy`` or ``startup``."""
+
+    limits: Limits = field(default_factory=Limits)
+    """What a recipe must keep. `fettle.tune` takes its fields too: ``max_error=0.01``."""
+
+    max_spread: float = 1.0
+    """In training, in place of `Limits.max_error`: how far the losses may be from the baseline's, in units of the
+    typical distance of two seeds. With `Limits.max_metric_drop` the workload's metric decides instead."""
+
+    budget_s: float | None = 900.0
+    """Seconds to spend; None or 0 for no limit."""
+
+    techniques: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
+    """Levels that are allowed, by technique; one level pins it. Of techniques that are not named all are allowed."""
+
+    allow_batch: bool = False
+    """Whether the batch size may be changed."""
+
+    design: str = "auto"
+    """Which recipes are tried: ``auto``, ``ladder``, ``factorial`` or ``ablation``."""
+
+    mode: str = AUTO
+    """``inference`` or ``training``; ``auto`` goes by what is handed over."""
+
+    nproc: int = 1
+    """Training: ranks on this machine that parallel strategies may use."""
+
+    nodes: int = 1
+    """Training: machines with so many ranks each."""
+
+    listen: str = ""
+    """``host:port`` at which the other nodes reach this one."""
+
+    device_memory_bytes: int | None = None
+    """Training: memory of one rank's device; what the memory plan says is above is not tried. None: as it is here."""
+
+    output: Path = Path("fettle-out")
+    """Folder for the study, caches and logs."""
+
+    storage: str | None = None
+    """Optuna storage URL. None: ``study.db`` in `output`."""
+
+    study: str | None = None
+    """Name of the study. None: the workload's; where the model was edited since, a new one beside it."""
+
+    confidence: float = 0.95
+    """Level of the confidence intervals."""
+
+    trial_timeout_s: float = 900.0
+    """Longest time for one recipe to get ready."""
+
+    under_load: bool = False
+    """Find the fastest beside whatever else this machine does, by time elapsed, not the fastest on a quiet machine."""
+
+    @property
+    def training_limits(self) -> Limits:
+        """The limits where the workload is a training loop."""
+        judged_by_metric = self.limits.max_metric_drop is not None
+        return replace(self.limits, max_error=None if judged_by_metric else self.max_spread)
+
+
+class Keywords(TypedDict, total=False):
+    """The fields of `Options` and of `Limits`, as keywords of `fettle.tune`."""
+
+    goal: Goal
+    max_error: float | None
+    min_agreement: float | None
+    max_metric_drop: float | None
+    max_latency_ms: float | None
+    max_memory_bytes: int | None
+    min_throughput: float | None
+    max_spread: float
+    budget_s: float | None
+    techniques: Mapping[str, str | Sequence[str]] | None
+    allow_batch: bool
+    design: str
+    mode: str
+    nproc: int
+    nodes: int
+    listen: str
+    device_memory_bytes: int | None
+    output: str | Path
+    storage: str | None
+    study: str | None
+    confidence: float
+    trial_timeout_s: float
+
+
+def options_of(options: Options | None, keywords: Keywords) -> Options:
+    """The `options` with what the keywords change. Raises `UsageError` for a keyword that there is none of."""
+    of_limits = {item.name for item in dataclasses.fields(Limits)}
+    changes: dict[str, Any] = dict(keywords)
+    for name in changes.keys() - get_type_hints(Keywords).keys():
+        near = difflib.get_close_matches(name, get_type_hints(Keywords), 1)
+        raise UsageError(f"tune has no option {name}" + (f": did you mean {near[0]}?" if near else ""))
+    found = options or Options()
+    limits = replace(found.limits, **{name: changes.pop(name) for name in of_limits & changes.keys()})
+    if changes.get("techniques", {}) is None:
+        changes["techniques"] = {}
+    if "output" in changes:
+        changes["output"] = Path(changes["output"])
+    return replace(found, limits=limits, **changes)

@@ -1,0 +1,170 @@
+"""The functions of Python as a caller uses them: live objects, what a study had, and what was edited since."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from test_tuning import FEW, QUICK
+from torch import nn
+
+import fettle
+from fettle import comparing
+from fettle.measure import Rules
+from fettle.report import load_result, save
+from fettle.study import Study
+from fettle.tuning import _last_race, session
+
+TINY = Path(__file__).parents[1] / "train" / "tiny_loop.py"
+GIVEN = {**FEW, "precision": ["fp32"], "grad": ["grad", "inference_mode"]}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    """Few rounds and processes: how certain a verdict is, is for the tests of the race."""
+    with pytest.MonkeyPatch.context() as patch:
+        names = ("SCREENING_ROUNDS", "Rules", "REPLICATES")
+        for room, name in [(room, name) for room in (session, _last_race) for name in names if hasattr(room, name)]:
+            patch.setattr(room, name, getattr(room, name))  # what it puts back
+        exec(QUICK, {})
+        patch.setattr(comparing, "REPLICATES", 1)
+        patch.setattr(comparing, "MOST_REPLICATES", 1)
+        patch.setattr(comparing, "Rules", partial(Rules, slice_s=0.05))
+        yield
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 16)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.table(ids) * mask[..., None]
+
+
+def masked() -> tuple[Masked, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    return Masked().eval(), {"ids": torch.randint(50, (4, 8)), "mask": torch.ones(4, 8)}
+
+
+def test_a_dict_is_tuned_and_the_result_applies_with_the_studys_inputs(tmp_path: Path) -> None:
+    model, inputs = masked()
+    wanted = model(**inputs).detach()
+    notes: list[str] = []
+    result = fettle.tune(
+        model, inputs, techniques=GIVEN, budget_s=0, output=tmp_path, tell=lambda event: notes.append(event.note)
+    )
+    assert "inputs: one batch of keyword arguments: ids, mask" in notes
+    assert result.trials[0].status == "measured"
+    fast = result.apply(masked()[0])
+    assert torch.allclose(fast(**inputs).detach(), wanted, atol=1e-3)
+    save(result, tmp_path / "saved")
+    kept = load_result(tmp_path / "saved" / "result.json")
+    with pytest.raises(fettle.UsageError, match="read from a file: give sample inputs"):
+        kept.apply(masked()[0])
+    assert torch.allclose(kept.apply(masked()[0], inputs)(**inputs).detach(), wanted, atol=1e-3)
+
+
+EDITED = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.relu(self.layer(x))
+
+def workload():
+    torch.manual_seed(0)
+    return Net().eval(), [torch.ones(4, 8)]
+"""
+
+
+def test_an_edited_model_starts_a_study_beside_the_old_one_and_says_so(tmp_path: Path) -> None:
+    work, out = tmp_path / "work.py", tmp_path / "out"
+    work.write_text(EDITED)
+
+    def names(result: fettle.Result) -> list[str]:
+        return [note for note in result.notes if "beside it" in note]
+
+    run = partial(fettle.tune, str(work), techniques=FEW | {"precision": ["fp32"]}, budget_s=600, output=out)
+    assert names(run()) == []
+    work.write_text(EDITED.replace("relu", "sigmoid"))
+    again = run()
+    assert len(names(again)) == 1
+    assert "not those of the study 'work'" in again.notes[0]
+    events: list[fettle.Event] = []
+    same = run(tell=events.append)  # the edited one goes on
+    assert names(same) == names(again)
+    assert not any(event.trial for event in events)
+    with pytest.raises(fettle.UsageError, match="another workload"):
+        run(study="work")
+    work.write_text("# a comment\n" + EDITED)
+    assert names(run()) == []  # the edit was undone: the old study goes on
+
+
+def test_names_of_studies(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    assert Study.open("net", url, "weights", "here", structure="code").name == "net"
+    beside = Study.open("net", url, "weights", "here", structure="edited", beside=True).name
+    assert beside.startswith("net-")
+    assert Study.open("net", url, "weights", "here", structure="edited", beside=True).name == beside
+    assert Study.open("net", url, "others", "here", structure="code", beside=True).name not in ("net", beside)
+    assert Study.open("net", url, "weights", "here", structure="code", beside=True).name == "net"
+    assert Study.open("net", url, "weights", "there", structure="other Python").name == "net"
+    for edited in (("others", "code"), ("weights", "edited")):
+        with pytest.raises(fettle.UsageError, match="of another workload"):
+            Study.open("net", url, edited[0], "here", structure=edited[1])
+
+
+def test_bench_takes_a_live_model_and_texts(tmp_path: Path) -> None:
+    model, inputs = masked()
+    found = fettle.bench(model, "grad=inference_mode", inputs, max_rounds=4, settle=False)
+    assert [str(trial.recipe) for trial in found.trials] == ["baseline", "grad=inference_mode"]
+    assert not found.failed
+    workload = fettle.Workload(model, inputs, call=lambda model, **rest: model(**rest))
+    recipe = tmp_path / "recipe.toml"
+    fettle.Recipe({"grad": "inference_mode"}).save(recipe)
+    found = fettle.bench(workload, [recipe, fettle.Recipe({"precision": "bf16"})], max_rounds=4, settle=False)
+    assert [trial.status for trial in found.trials[1:]] == ["measured", "measured"]
+
+
+def test_a_training_loop_is_found_out_raced_checked_and_applied(tmp_path: Path) -> None:
+    texts = ["zero_grad=zeros"]
+    found = fettle.bench(str(TINY), texts, max_rounds=4, settle=False)
+    assert not found.failed, found.trials[1].reason
+    assert len(found.trials[1].accuracy.losses) > 3
+    recipe = tmp_path / "recipe.toml"
+    fettle.RecipeFile(levels={"zero_grad": "zeros"}, workload={"fingerprint": found.fingerprint}).save(recipe)
+    assert not fettle.check(str(TINY), recipe).failed
+    with pytest.raises(fettle.UsageError, match="for another workload"):
+        fettle.check(f"{TINY}:wide", recipe)
+    losses = fettle.apply(_tiny(), recipe)
+    assert float(next(losses)) > 0
+    assert torch.isfinite(next(losses))
+
+
+def _tiny() -> fettle.TrainingWorkload:
+    names: dict = {"__name__": "tiny"}
+    exec(compile(TINY.read_text(), str(TINY), "exec"), names)
+    made = names["workload"]()
+    return made if isinstance(made, fettle.TrainingWorkload) else fettle.TrainingWorkload(**made)
+
+
+def test_the_mode_stands_above_what_is_found_out(tmp_path: Path) -> None:
+    with pytest.raises(fettle.UsageError, match="is for training"):
+        fettle.tune(str(TINY), mode="inference", techniques=FEW, output=tmp_path)
+    with pytest.raises(fettle.UsageError, match="is not for `mode='inference'`"):
+        fettle.bench(_tiny(), "baseline", mode="inference")
+
+
+def test_budget_0_is_no_limit_in_python_too() -> None:
+    from fettle.tuning._arguments import check_options
+
+    check_options(fettle.Options(budget_s=0))
+    check_options(replace(fettle.Options(), budget_s=None))
