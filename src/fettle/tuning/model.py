@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,8 @@ _NOTHING_TAKEN_OUT = 4.0
 """Where all that is known is time elapsed beside a neighbour: it may be several times too long."""
 _FAR = 3.0
 """Standard deviations from which a process weighs less."""
+_TELLS = 0.01
+"""Variance between processes over that of noise, in a contrast, from which it tells of the spread."""
 _FEWEST_TO_JUDGE = 4
 """Degrees of freedom from which it can be told that a process is far from the rest."""
 
@@ -176,16 +178,16 @@ def fit(points: Sequence[Point], *, spread: float | None = None, freedom: float 
     # A recipe's error from waiting that was taken out is the same in all its processes and races.
     noise += UNHINDERED_ERROR**2 * np.outer(taken, taken) * (names[:, None] == names[None, :])
     weights = np.ones(len(points))
-    left = len(points) - np.linalg.matrix_rank(design)
     for _ in range(2):
-        scale = np.sqrt(weights)
-        weighed, own = noise / np.outer(scale, scale), same_process / np.outer(scale, scale)
-        found = _spread(design, values, weighed, own, left) if spread is None else spread**2
-        solved = _Solved(design, values, weighed + found * own)
-        if left < _FEWEST_TO_JUDGE:
+        scale = np.outer(np.sqrt(weights), np.sqrt(weights))
+        found = _variances(design, values, noise / scale, same_process / scale)
+        if spread is not None:
+            found = replace(found, process=spread**2, told=(freedom or PRIOR_WEIGHT) - PRIOR_WEIGHT)
+        solved = _Solved(design, values, found.noise * noise / scale + found.process * same_process / scale)
+        if found.left < _FEWEST_TO_JUDGE:
             break
         # Told by how far the middle ones are, or one that is far would widen the spread and hide in it.
-        usual = 1.4826 * float(np.median(np.abs(solved.residuals))) * math.sqrt(len(points) / left)
+        usual = 1.4826 * float(np.median(np.abs(solved.residuals))) * math.sqrt(len(points) / found.left)
         far = np.abs(solved.residuals) / np.maximum(usual, np.sqrt(np.diag(noise) + PRIOR_SPREAD**2))
         if (far <= _FAR).all():
             break
@@ -196,9 +198,23 @@ def fit(points: Sequence[Point], *, spread: float | None = None, freedom: float 
         solved.effects[:count],
         solved.covariance[:count, :count],
         solved.tied[:count, :count],
-        freedom if freedom is not None else left + PRIOR_WEIGHT,
-        math.sqrt(found),
+        found.told + PRIOR_WEIGHT,
+        math.sqrt(found.process),
     )
+
+
+@dataclass(frozen=True)
+class _Variances:
+    """What scatters, found from the contrasts that recipes and races leave over."""
+
+    process: float
+    """Variance between processes."""
+    told: float
+    """Contrasts that told it."""
+    noise: float
+    """By how much the noise is larger than the rounds say: a process may drift from race to race."""
+    left: int
+    """Contrasts in all."""
 
 
 class _Solved:
@@ -213,27 +229,31 @@ class _Solved:
         self.residuals = values - design @ self.effects
 
 
-def _spread(design: Numbers, values: Numbers, noise: Numbers, same_process: Numbers, left: int) -> float:
+def _variances(design: Numbers, values: Numbers, noise: Numbers, same_process: Numbers) -> _Variances:
     """Variance between processes: where the weighted squares, which fall as it grows, come to their expectation.
 
-    In the contrasts that recipes and races leave over, both parts of the variance are made diagonal at once, so the
-    squares at any spread are a sum."""
+    Both parts of the variance are made diagonal at once, so the squares at any spread are a sum. A contrast of one
+    process with itself, in two races, tells nothing of the spread and all of the noise."""
+    left = len(values) - int(np.linalg.matrix_rank(design))
     if left == 0:
-        return PRIOR_SPREAD**2
+        return _Variances(PRIOR_SPREAD**2, 0, 1.0, 0)
     rest = np.linalg.svd(design)[0][:, len(values) - left :]
     root = np.linalg.inv(np.linalg.cholesky(rest.T @ noise @ rest))
     ratios, turned = np.linalg.eigh(root @ rest.T @ same_process @ rest @ root.T)
     squares = (turned.T @ (root @ (rest.T @ values))) ** 2
+    tells = ratios * PRIOR_SPREAD**2 > _TELLS
+    drift = max(1.0, float(squares[~tells].sum() + PRIOR_WEIGHT) / ((~tells).sum() + PRIOR_WEIGHT))
+    ratios, squares = ratios[tells] / drift, squares[tells] / drift
     low, high = math.log(1e-7), math.log(1.0)
     for _ in range(20):
         middle = (low + high) / 2
         variance = math.exp(middle)
         found = float((squares / (1 + variance * ratios)).sum())
-        if found + PRIOR_WEIGHT * PRIOR_SPREAD**2 / variance > left + PRIOR_WEIGHT:
+        if found + PRIOR_WEIGHT * PRIOR_SPREAD**2 / variance > len(squares) + PRIOR_WEIGHT:
             low = middle
         else:
             high = middle
-    return math.exp((low + high) / 2)
+    return _Variances(math.exp((low + high) / 2), len(squares), drift, left)
 
 
 def _median_variance(values: Sequence[float]) -> float:
