@@ -37,6 +37,9 @@ MODULE = """
             if request.what == "child":
                 sleep = [sys.executable, "-c", "import time; time.sleep(300)"]
                 return subprocess.Popen(sleep, start_new_session=True).pid
+            if request.what == "leave":
+                print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], close_fds=False).pid)
+                os._exit(4)
             if request.what == "hang":
                 parent.stage("a long sleep")
                 time.sleep(300)
@@ -83,7 +86,7 @@ def test_it_answers_in_types_and_goes_on_after_an_error(child):
     assert child.call(Do("this"), tuple[str, int], 60) == ("this", 0)
     for what, kind, reason in [
         ("raise", "error", "ValueError: too few channels"),
-        ("memory", "memory", "RuntimeError: DefaultCPUAllocator: can't allocate memory"),
+        ("memory", "memory", "out of memory: RuntimeError: DefaultCPUAllocator: can't allocate memory"),
     ]:
         with pytest.raises(ChildError) as caught:
             child.call(Do(what), object, 60)
@@ -98,6 +101,13 @@ def test_its_last_words_are_in_the_error(child):
         child.call(Do("exit"), object, 60)
     assert caught.value.kind == "crash"
     assert child.returncode == 3
+
+
+def test_its_end_is_heard_while_what_it_has_started_lives_on(child):
+    with pytest.raises(ChildError, match=r"^ended with exit code 4: \d+$") as caught:
+        child.call(Do("leave"), object, 60)
+    grandchild = int(str(caught.value).split()[-1])
+    assert by_then(lambda: ended(grandchild))
 
 
 def test_a_deadline_ends_it_and_says_where_it_was(child):

@@ -10,9 +10,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from fettle.errors import first_line, place
 from fettle.measure._state import Request, State
 from fettle.procs.child import Failure
-from fettle.procs.parent import Parent, be_a_worker
+from fettle.procs.parent import Parent, be_a_worker, failure_of
 
 
 def main(parent: Parent) -> None:
@@ -45,16 +46,13 @@ def action(state: State, request: Request) -> Callable[[State, Request], dict[st
 
 def explain(error: BaseException) -> Failure:
     """An error as the parent will tell it: one line, and the traceback for the log."""
-    import torch
-
-    from fettle.errors import UsageError, first_line, place
-
-    if isinstance(error, UsageError):
-        return Failure(str(error), "usage")
+    failure = failure_of(error)
+    if failure.kind == "usage":
+        return failure
     trace = traceback.format_exc()
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
-        return Failure(f"out of memory: {first_line(error)[:200]}", "memory", trace)
-    text = first_line(error) + place(error)
+    if failure.kind == "memory":
+        return Failure(failure.reason, "memory", trace)
+    text = failure.reason + place(error)
     cause = error.__cause__
     if cause is not None and "Error" in type(cause).__name__ and str(cause) and str(cause).splitlines()[0] not in text:
         text = f"{text} (from {first_line(cause)})"

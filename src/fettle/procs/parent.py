@@ -86,5 +86,6 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, UsageError):
         return Failure(str(error), "usage")
     text = first_line(error)[:400]
-    memory = isinstance(error, MemoryError) or "out of memory" in text.lower() or "can't allocate memory" in text
-    return Failure(text, "memory" if memory else "error")
+    if isinstance(error, MemoryError) or "out of memory" in text.lower() or "can't allocate memory" in str(error):
+        return Failure(f"out of memory: {text}", "memory")
+    return Failure(text)

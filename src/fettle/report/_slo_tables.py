@@ -65,7 +65,7 @@ def tests(data: Data) -> Table:
             notes += [] if run["stable"] else ["the backlog only grew"]
             if run["failed"] or run["shed"]:
                 notes.append(f"{run['failed']} failed, {run['shed']} refused")
-            interval = run["p99_interval_ms"]
+            interval = run.get("p99_interval_ms")
             between = [f"{interval[0]:.3g} to {interval[1]:.3g}"] if interval else []
             stages = [fmt.milliseconds(test[name]["p99"]) for name in ("queue_ms", "join_ms", "model_ms")]
             kept = Cell("kept", tag="winner") if test["held"] else Cell("missed", tag="over")
