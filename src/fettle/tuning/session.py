@@ -269,7 +269,7 @@ class Session:
         entries = [recipe for recipe in recipes if recipe.levels]
         entries = entries[: self._how_many_fit(entries, self._left_s(deadline))]
         if entries or not self.known:
-            rules = replace(self.rules, deadline=deadline, grace_s=self.budget.grace_s, max_rounds=SCREENING_ROUNDS)
+            rules = replace(self.rules, deadline=deadline, grace_s=0.0, max_rounds=SCREENING_ROUNDS)
             leader = self.best()
             again = [leader.recipe] if leader is not None and leader.recipe.levels else []
             self.keep(self.run(list(dict.fromkeys([Recipe(), *again, *entries])), rules, self.held))
