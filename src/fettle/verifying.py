@@ -55,6 +55,8 @@ def _verified(finding: Finding, trial: Trial, beside: str, without: Trial | None
     for needed in (trial, without):
         if needed is not None and (needed.status == "failed" or needed.speedup is None):
             return Verified(finding, recipe, None, needed.reason, beside)
+    load = "" if trial.is_quiet else str(trial.load)
     if without is None:
-        return Verified(finding, recipe, trial.speedup)
-    return Verified(finding, recipe, ratio(without.speedup, trial.speedup), "", beside, without.speedup or ALONE)
+        return Verified(finding, recipe, trial.speedup, load=load)
+    brought = ratio(without.speedup, trial.speedup)
+    return Verified(finding, recipe, brought, "", beside, without.speedup or ALONE, load)

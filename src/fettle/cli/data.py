@@ -70,22 +70,27 @@ def command(
     from fettle.inputs import measure_and_search
     from fettle.inputs.journal import default_path
     from fettle.inputs.report import as_data, check_path, write_report
+    from fettle.measure import Surroundings
 
     if output is not None:
         check_path(output)
     slice_s = _options.duration_s(slice_, "--slice")
     if not 0.01 <= slice_s <= 600:
         raise UsageError(f"--slice {slice_}: between 10ms and 10m")
+    around = Surroundings()
     with _progress(quiet=as_json) as tell:
         found = measure_and_search(
             target, slice_s=slice_s, timeout_s=_options.duration_s(timeout, "--timeout"), ranks=ranks or _ranks(),
             device=_options.one_device(device, ("auto",)), keep=keep or default_path(target), lints=lints, tell=tell,
         )  # fmt: skip
+    busy = around.sentence()
     if output is not None:
         write_report(found, output)
     if as_json:
-        typer.echo(json.dumps(as_data(found)))
+        typer.echo(json.dumps({**as_data(found), "busy": busy}))
     else:
+        if busy:
+            Console().print(f"[yellow]{escape(busy)}[/]\n", highlight=False)
         _print(found, Console())
         if output is not None:
             Console().print(f"\nreport: {escape(str(output))}", highlight=False)

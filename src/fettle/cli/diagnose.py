@@ -136,6 +136,7 @@ def _verified_json(item: Verified) -> dict[str, object]:
         "speedup_at_most": item.finding.speedup,
         "bound_kept": item.bound_kept,
         "problem": item.problem,
+        "load": item.load,
     }
 
 
@@ -195,4 +196,5 @@ def _checked(item: Verified) -> str:
     }
     word = words[item.bound_kept]
     over = f" over {escape(item.beside)}" if item.beside else ""
-    return f"measured {item.speedup} with {escape(item.recipe)}{over}: {word}"
+    busy = f"on a busy machine ({item.load}), waiting for a core taken out, " if item.load else ""
+    return f"{busy}measured {item.speedup} with {escape(item.recipe)}{over}: {word}"

@@ -24,6 +24,8 @@ class Verified:
     """The recipe that the fix was added to; empty for the workload as given."""
     before: Interval = ALONE
     """Speed-up of `beside` itself over the workload as given."""
+    load: str = ""
+    """What others took of the machine meanwhile; empty on a quiet one. Waiting for a core is taken out of `speedup`."""
 
     @property
     def saved(self) -> float | None:

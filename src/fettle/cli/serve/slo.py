@@ -95,6 +95,7 @@ def command(
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed: pip install 'torch-fettle[serve]'") from error
     from fettle.files import write_text
+    from fettle.measure import Surroundings
     from fettle.report import write_slo_report
     from fettle.serve.calibrate import Stopped
     from fettle.serve.host import cores as usable_cores
@@ -115,6 +116,7 @@ def command(
     chosen = _options.devices(device) or usable_devices()
     work = _Work.of(target, recipe or [], storage, study, recipes)
     folder = wanted.get("", Path(f"slo-{work.name}"))
+    around = Surroundings()
     with _options.telling("starting", quiet=as_json) as tell, _quiet.users_code_quiet():
 
         async def run() -> Found:
@@ -139,6 +141,7 @@ def command(
         if write and found.best is not None and not found.interrupted:
             written = work.write(found, folder)
     data = plain(found, name=work.name, target=target, machine=_machine(), written=str(written) if written else "")
+    data["busy"] = busy = around.sentence()
     write_text(folder / "result.json", json.dumps(data) + "\n")
     write_slo_report(data, folder / "report.html")
     if csv_file is not None:
@@ -146,6 +149,8 @@ def command(
     if as_json:
         print(json.dumps(data))
     else:
+        if busy:
+            Console().print(f"[yellow]{busy}[/]\n", highlight=False)
         _print(found, Console(), folder, written)
     if found.interrupted:
         raise typer.Exit(130)
