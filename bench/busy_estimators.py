@@ -1,0 +1,127 @@
+"""What tells, beside a neighbour, how long a call takes without one? Estimators of one slice against the quiet time.
+
+For each model and neighbour of `busy.py`, in slices as a race takes them:
+
+- elapsed: the median call, as it was
+- lowest tenth: the tenth percentile of the calls
+- cpu time: CPU time of all threads over their number
+- less waiting: elapsed time less what threads waited for a core (`without_waits`)
+- held apart: the same with each computing thread on a core of its own
+- going first: elapsed, with the highest priority; `less waiting` of it is what a race goes by
+
+    python bench/busy_estimators.py             # three minutes; nothing else may run meanwhile
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from busy import HERE, NEIGHBOURS, neighbour
+
+from fettle.machine import this_machine
+from fettle.measure._priority import going_first, may_go_first
+from fettle.measure._waits import Waits, busiest, one_core_each, without_waits
+
+MODELS = ("t5", "resnet", "mlp")
+SLICE_S = 0.12
+
+
+def slices(run, threads, waits, seconds: float, *, apart: bool = False, first: bool = False) -> list[dict[str, float]]:
+    """What each estimator says in each slice, in ms."""
+    found = []
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with (
+            one_core_each(threads if apart else ()),
+            going_first(os.getpid()) if first else contextlib.nullcontext(),
+        ):
+            run()
+            calls, chunks, cpu_ns, began = [], [], time.process_time_ns(), time.perf_counter()
+            while not calls or time.perf_counter() - began < SLICE_S:
+                before, start = waits.total_ns(), time.perf_counter_ns()
+                run()
+                ns = time.perf_counter_ns() - start
+                calls.append(ns)
+                chunks.append((1, ns, (waits.total_ns() or 0) - (before or 0)))
+            cpu_ns = time.process_time_ns() - cpu_ns
+        found.append({
+            "elapsed": statistics.median(calls) / 1e6,
+            "lowest tenth": sorted(calls)[len(calls) // 10] / 1e6,
+            "cpu time": cpu_ns / len(calls) / len(threads) / 1e6,
+            "less waiting": without_waits(chunks) / 1e6,
+        })  # fmt: skip
+        time.sleep(0.05)
+    return found
+
+
+def measure(model: str, kinds: list[str], seconds: float) -> dict[str, dict[str, float | None]]:
+    """Median over the slices of each estimator over the quiet median, by neighbour."""
+    sys.path.insert(0, str(HERE))
+    import busy_workloads
+
+    module, batches = getattr(busy_workloads, model)()
+    batch = batches[0]
+
+    def run() -> None:
+        module(**batch) if isinstance(batch, dict) else module(batch)
+
+    waits = Waits()
+    with torch.inference_mode():
+        run()
+        waits.refresh()
+        before = waits.by_thread()
+        run()
+        threads = busiest(before, waits.by_thread())
+        quiet = statistics.median(one["elapsed"] for one in slices(run, threads, waits, 2 * seconds))
+        rows = {}
+        for kind in kinds:
+            with neighbour(kind):
+                free = slices(run, threads, waits, seconds)
+                apart = slices(run, threads, waits, seconds, apart=True)
+                first = slices(run, threads, waits, seconds, first=True) if may_go_first() else []
+            columns = {name: [one[name] for one in free] for name in free[0]}
+            columns["held apart"] = [one["less waiting"] for one in apart]
+            columns["going first"] = [one["elapsed"] for one in first]
+            columns["going first, less waiting"] = [one["less waiting"] for one in first]
+            rows[kind] = {name: _over(values, quiet) for name, values in columns.items()}
+            print(model, kind, rows[kind], flush=True)
+    return rows
+
+
+def _over(values: list[float], quiet: float) -> float | None:
+    told = [value for value in values if value == value]
+    return round(statistics.median(told) / quiet, 3) if 2 * len(told) > len(values) else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, help="in this process; without, each in one of its own")
+    parser.add_argument("--seconds", type=float, default=5.0, help="for each estimator's slices")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "busy_estimators.json")
+    options = parser.parse_args()
+    kinds = [kind for kind, code in NEIGHBOURS.items() if code and "bursts" not in kind]
+    if options.model is not None:
+        options.output.write_text(json.dumps(measure(options.model, kinds, options.seconds)))
+        return
+    found = {}
+    for model in MODELS:
+        part = options.output.with_suffix(f".{model}")
+        # A session of its own, as a worker has: priorities count within one.
+        command = [sys.executable, __file__, "--model", model, "--seconds", str(options.seconds), "--output", str(part)]
+        subprocess.run(command, check=True, start_new_session=True)
+        found[model] = json.loads(part.read_text())
+        part.unlink()
+    options.output.write_text(json.dumps({"machine": this_machine().summary, "over_quiet": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
