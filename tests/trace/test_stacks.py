@@ -40,7 +40,7 @@ def test_a_range_opened_in_a_function_holds_what_runs_after_it(tmp_path: Path) -
     assert parent["## part ##"] == 0  # train, not the function that opened it
     assert trace.name_of([parent["aten::mm"]]) == ["## part ##"]
     table = annotation_table(trace).row(0, named=True)
-    assert (table["host_ns"], table["device_ns"], table["kernels"]) == (485_000, 40_000, 1)
+    assert (table["host_inclusive_ns"], table["device_inclusive_ns"], table["kernels"]) == (485_000, 40_000, 1)
 
 
 @settings(max_examples=100, deadline=None)

@@ -241,11 +241,9 @@ def _guessed_events(
     late, source = late[found], by_end[at[found]]
     near, wait = start[late] - end[source], start[late] - known[late]
     # Where waits for events are in the trace, work that nobody asked to wait is late for reasons of its own.
-    by_guess = (
-        (held[late] != Held.LAUNCH)
-        | (wait > LATENCY_NS)
-        | (~(asked | told).any() & ((wait > late_ns) | ((near <= 1_000) & (2 * wait > late_ns))))
-    )
+    mine = by[late] == by[source]
+    unasked = ~(asked | told).any() & ((wait > late_ns) | ((near <= 1_000) & (2 * wait > late_ns)))
+    by_guess = (mine & ((held[late] != Held.LAUNCH) | unasked)) | (wait > LATENCY_NS)
     take = asked[late] | ((near <= np.minimum(BETWEEN_KERNELS_NS, wait - near)) & by_guess)
     take &= source != late
     event = event.copy()
