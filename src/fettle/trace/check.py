@@ -25,7 +25,7 @@ AGREEMENT = 0.10
 def identities(trace: Trace) -> pl.DataFrame:
     """What must hold between the answers about a trace.
 
-    Columns: rank, identity, left_ns, right_ns, relation (`=` or `<=`), allowed_ns, holds.
+    Columns: rank, holds, identity, left_ns, relation (`=` or `<=`), right_ns, allowed_ns (the difference).
     """
     path = critical_path(trace)
     rows = [*_account(trace, path), *_work(trace)]
@@ -51,7 +51,8 @@ def identities(trace: Trace) -> pl.DataFrame:
     frame = pl.DataFrame([(trace.rank, *row) for row in rows], schema=schema, orient="row")
     over = pl.col("left_ns") - pl.col("right_ns")
     over = pl.when(pl.col("relation") == "=").then(over.abs()).otherwise(over)
-    return frame.with_columns(holds=over <= pl.col("allowed_ns"))
+    columns = ("identity", "left_ns", "relation", "right_ns", "allowed_ns")
+    return frame.select("rank", (over <= pl.col("allowed_ns")).alias("holds"), *columns)
 
 
 Row = tuple[str, int, int, str, int]

@@ -217,7 +217,7 @@ def per_trace(analysis: Callable[Concatenate[Trace, P], R]) -> Callable[Concaten
     """Answer once for each trace and arguments, and keep the answer with the trace."""
 
     @wraps(analysis)
-    def asked(trace: Trace, *args: P.args, **kwargs: P.kwargs) -> R:
+    def asked(trace: Trace, /, *args: P.args, **kwargs: P.kwargs) -> R:
         key = (analysis, args, tuple(kwargs.items()))
         if key not in trace.kept:
             trace.kept[key] = analysis(trace, *args, **kwargs)

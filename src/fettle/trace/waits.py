@@ -58,14 +58,13 @@ class Held(IntEnum):
 class Waits:
     """Of each piece of device work, by its position in `trace.device_rows`; positions of others likewise, -1 for none.
 
-    `called` and `arrived` are the launch call's begin and end, not after the work's begin (-1: no known launch).
+    `called` is the launch call's begin, not after the work's (-1: no known launch, nor one before which it must be).
     Nothing known held the work any more from `since` on; `cause` (a number in the order of `CAUSES`) is that of the
     time from then to its begin.
     """
 
     launch: Ints
     called: Ints
-    arrived: Ints
     previous: Ints
     event: Ints
     held: npt.NDArray[np.uint8]
@@ -91,7 +90,7 @@ def device_waits(trace: Trace) -> Waits:
     if not len(rows):
         nothing = np.zeros(0, dtype=np.int64)
         none = np.zeros(0, dtype=np.uint8)
-        return Waits(launch, nothing, nothing, nothing, nothing, none, nothing, none)
+        return Waits(launch, nothing, nothing, nothing, none, nothing, none)
     called = np.where(linked, np.minimum(trace.ts[at], start), -1)
     arrived = np.where(linked, np.minimum(trace.end[at], start), -1)
     key, order = _by_stream(trace, rows)
@@ -120,7 +119,7 @@ def device_waits(trace: Trace) -> Waits:
     held[on_event] = Held.EVENT
     since = np.where(on_event, ends, since)
     cause = _causes(trace, rows, since, held, previous, launch, asked | told)
-    return Waits(launch, called, arrived, previous, event, held, since, cause)
+    return Waits(launch, called, previous, event, held, since, cause)
 
 
 def _usual(passed: Ints, some: Bools) -> int:

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -29,7 +29,11 @@ def hta(source: Source, as_json: Json = False, rows: Rows = 30, fresh: Fresh = F
         name: joined(traces, getattr(h, name))
         for name in ("temporal_breakdown", "kernel_types", "idle_breakdown", "queue_summary", "kernel_statistics")
     }
-    show(frames, as_json, rows, {f"overlap of rank {t.rank} (%)": h.communication_overlap(t) for t in traces}, traces)
+    notes: dict[str, Any] = {f"overlap of rank {t.rank} (%)": h.communication_overlap(t) for t in traces}
+    breakdown = frames["temporal_breakdown"]
+    if (breakdown["non_compute_us"] < 0).any() or (breakdown["compute_us"] < 0).any():
+        notes["negative times"] = "rounding both ends of events inward makes short ones negative, as it does there"
+    show(frames, as_json, rows, notes, traces)
 
 
 @app.command()

@@ -91,7 +91,8 @@ def whatif(
     from fettle.trace.whatif import what_if
 
     rows, questions = [], []
-    notes, uncertain = {}, []
+    notes: dict[str, Any] = {}
+    uncertain: list[int] = []
     traces = open_traces(source, fresh)
     for trace in traces:
         path = critical_path(trace, step)

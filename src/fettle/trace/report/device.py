@@ -100,7 +100,8 @@ def queues(traces: list[Trace]) -> Section | None:
         return None
     section = Section(
         "Queues and copies over time",
-        "A device whose queue is often empty waits for the host. A queue of 1,024 is full: the next launch waits.",
+        "A device whose queue is often empty waits for the host. "
+        "Depth: how long a queue can be, where launches waited for a slot in it.",
     )
     for trace in traces[:SHOWN_RANKS]:
         rank = f", rank {trace.rank}" if len(traces) > 1 else ""
