@@ -26,8 +26,9 @@ the same code, four against four show a difference of 3% in nine comparisons of 
 MOST_REPLICATES = 6
 """The same where one process is slow for life, so that the slowest and the fastest of each recipe can be left out."""
 
-_WAIT_S = 60.0
+_WAIT_S = 30.0
 """Longest that a comparison waits for a quiet machine, all its slices together."""
+
 AnyRecipe = Recipe | RecipeFile | str | Path
 """A recipe, its text (``"precision=bf16 compile=default"``), or the path of a ``recipe.toml``."""
 
