@@ -37,9 +37,8 @@ def renewed(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """The arguments in today's spelling, and a line for each that has changed."""
     args, said = list(arguments), []
     if args and args[0] in _COMMANDS:
-        new = _COMMANDS[args[0]]
-        said.append(f"'fettle {args[0]}' is now 'fettle {' '.join(new)}'")
-        args[:1] = new
+        said.append(f"'fettle {args[0]}' is now 'fettle {' '.join(_COMMANDS[args[0]])}'")
+        args[:1] = _COMMANDS[args[0]]
     known = {name for commands in _SERVE.values() for name in commands}
     if args[:1] == ["serve"] and len(args) > 1 and args[1] not in known | {"-h", "--help"}:
         args.insert(1, "run")  # `fettle serve PACKAGE` is not old: it is short
