@@ -31,8 +31,8 @@ def test_a_replica_gets_as_many_requests_as_littles_law_says():
     assert 1 <= scale(tight, host_id()).target < found.target
     assert "alone takes longer" in scale(msgspec.structs.replace(settings, limit_ms=5.0), host_id()).why
     for without in (ServeSettings(max_rows=8), msgspec.structs.replace(settings, limit_ms=0.0)):
-        assert "fettle slo" in scale(without, host_id()).why
-    assert "fettle slo" in scale(settings, "another machine").why  # its curve is not believed here
+        assert "fettle serve slo" in scale(without, host_id()).why
+    assert "fettle serve slo" in scale(settings, "another machine").why  # its curve is not believed here
 
 
 def test_the_written_files_make_ray_fast_and_closed(store, tmp_path):

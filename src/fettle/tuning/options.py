@@ -105,6 +105,7 @@ class Keywords(TypedDict, total=False):
     study: str | None
     confidence: float
     trial_timeout_s: float
+    under_load: bool
 
 
 def options_of(options: Options | None, keywords: Keywords) -> Options:
