@@ -34,10 +34,11 @@ PRIOR_SPREAD = 0.03
 """Standard deviation of the log time between processes of the same code: the typical one of the machines that were
 measured (docs/measuring.md)."""
 PRIOR_WEIGHT = 3.0
-UNHINDERED_ERROR = 0.12
-"""Error of a time from which waiting was taken out, as a share of the log of what was taken out. It belongs to the
-recipe: another process of it has the same."""
+BUSY_ERROR, UNHINDERED_ERROR = 0.03, 0.12
+"""Error of a time that was measured on a busy machine: in any case, and as a share of the log of the waiting that was
+taken out. It belongs to the recipe: another process of it has the same (docs/measuring.md)."""
 _SMALLEST_NOISE = 0.002
+_SOMETHING = 1e-6
 _NOTHING_TAKEN_OUT = 4.0
 """Where all that is known is time elapsed beside a neighbour: it may be several times too long."""
 _FAR = 3.0
@@ -176,7 +177,8 @@ def fit(points: Sequence[Point], *, spread: float | None = None, freedom: float 
     same_process = np.array([[a.process == b.process for b in points] for a in points], float)
     noise = np.diag([point.variance for point in points])
     # A recipe's error from waiting that was taken out is the same in all its processes and races.
-    noise += UNHINDERED_ERROR**2 * np.outer(taken, taken) * (names[:, None] == names[None, :])
+    off = np.where(taken > 0, BUSY_ERROR, 0.0) + UNHINDERED_ERROR * taken
+    noise += np.outer(off, off) * (names[:, None] == names[None, :])
     weights = np.ones(len(points))
     for _ in range(2):
         scale = np.outer(np.sqrt(weights), np.sqrt(weights))
@@ -270,7 +272,7 @@ def _taken_out(slices: Sequence[Slice]) -> float:
     if sum(one.quiet for one in slices) >= min(ENOUGH, len({one.round for one in slices})):
         return 0.0
     logs = [math.log(one.ms / one.best_ms) for one in slices if not one.quiet and one.best_ms]
-    return statistics.median(logs) if logs else _NOTHING_TAKEN_OUT
+    return max(_SOMETHING, statistics.median(logs)) if logs else _NOTHING_TAKEN_OUT
 
 
 def _student(freedom: float, confidence: float) -> float:
