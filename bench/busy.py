@@ -144,7 +144,7 @@ def quiet_race(model: str, recipes: list[str]) -> dict[str, list[float]]:
     """Speed-ups over the model as given on the quiet machine, of all in one race."""
     named = [Recipe.parse(text) for text in recipes]
     found = bench(f"{HERE / 'busy_workloads.py'}:{model}", named, limits=Limits(max_error=None), max_rounds=20,
-                  settle=False, budget_s=120)  # fmt: skip
+                  settle=False, budget_s=60)  # fmt: skip
     return {
         text: [trial.speedup.estimate, trial.speedup.low, trial.speedup.high]
         for text, trial in zip(recipes, found.trials[1:], strict=True)
@@ -159,11 +159,11 @@ def step(seen: dict, model: str, budget_s: int, name: str, number: int) -> None:
     if name == "none" and others().others > 0.1:
         print("disturbed: made again later", flush=True)
         return
-    best = seen["studies"].get(f"{model} {budget_s} none 0", found).get("recipe", "")
+    quiet = seen["studies"].get(f"{model} {budget_s} none 0", {})
     if found is not None and "failed" not in found:
-        recipes = list(dict.fromkeys(text for text in (found["recipe"], best) if text))
-        raced = quiet_race(model, recipes) if recipes else {}
-        found["quiet_race"] = raced
+        recipes = list(dict.fromkeys(text for text in (found["recipe"], quiet.get("recipe")) if text))
+        same = quiet.get("recipe") == found["recipe"]  # raced already, after the quiet study
+        found["quiet_race"] = quiet["quiet_race"] if same else quiet_race(model, recipes) if recipes else {}
     seen["studies"][key] = found
     print(key, {**found, "load": None, "elapsed_speedup": None}, flush=True)
 

@@ -7,7 +7,7 @@ calls of the one, then a block of the other, a Welch t-test at the same level be
 
 A race starts eight processes, twelve where these differ, and takes about a minute on two cores, so a run stops after
 `--minutes` and the next one goes on from the JSON that it left: about fourteen runs of 9 minutes make 100 A/A races and
-20 planted ones.
+20 planted ones. With `--neighbour` all of it happens beside one of the neighbours of `busy.py`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import msgspec
+from busy import NEIGHBOURS, neighbour
 from scipy import stats
 
 from fettle.comparing import MOST_REPLICATES, REPLICATES
 from fettle.machine import this_machine
-from fettle.measure import Entry, Interval, Judge, Progress, Rules, Trial, Worker, race, verdict
+from fettle.measure import Entry, Interval, Judge, Patience, Progress, Rules, Trial, Worker, race, verdict
 from fettle.recipe import Recipe
 from fettle.workload import find_target
 
@@ -71,7 +72,7 @@ def one_race(target: dict, source: str, seed: int) -> tuple[Trial, float, float]
             calls.clear()
 
     with counting_calls() as calls:
-        trials = race(target, "", entries, Judge(), RULES, tell=tell, seed=seed)
+        trials = race(target, "", entries, Judge(), RULES, tell=tell, seed=seed, patience=Patience(30.0))
     per_round = [b - a for a, b in pairwise(ends)]
     return trials[1], sum(per_round), sum(model_s[1:])
 
@@ -115,6 +116,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=20, help="A/A comparisons one block after the other")
     parser.add_argument("--minutes", type=float, default=9.0, help="begin nothing new after so long")
     parser.add_argument("--output", type=Path, default=Path("bench/results/measurement.json"))
+    parser.add_argument("--neighbour", choices=list(NEIGHBOURS), default="none", help="what else the machine does")
     options = parser.parse_args()
     here = this_machine().summary
     empty = {"machine": here, "same": [], "slow": [], "blocks_same": [], "racing_s": 0.0, "model_s": 0.0}
@@ -123,7 +125,7 @@ def main() -> None:
         parser.error(f"{options.output} was measured on {seen['machine']}: choose another --output")
     wanted = {"same": options.races, "slow": options.planted, "blocks_same": options.blocks}
     end = time.monotonic() + 60 * options.minutes
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, neighbour(options.neighbour):
         path = Path(folder) / "stack.py"
         path.write_text(WORKLOAD)
         target = msgspec.to_builtins(find_target(str(path)))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from fettle.measure._decide import decided, is_dear
 from fettle.measure._entrants import Entrant, Runner
+from fettle.measure._gpu_load import with_gpu
 from fettle.measure._load import Load
 from fettle.measure._priority import going_first
 from fettle.measure._process import WorkerError
@@ -36,6 +37,8 @@ class Rounds:
     tell: Callable[[Progress], None]
     patience: Patience = field(default_factory=Patience)
     watch: Watch = field(default_factory=Watch)
+    own: set[int] = field(default_factory=set)
+    """Processes of the race."""
     loads: dict[str, list[Load]] = field(default_factory=dict)
     """By process."""
     _busy_until: float = 0.0
@@ -46,6 +49,7 @@ class Rounds:
         already, which are neither counted nor looked at again."""
         rules = self.rules
         self.watch.restart()
+        self.own |= {runner.worker.pid for entrant in entrants for runner in entrant.runners}
         for count in range(1, rules.max_rounds + 1):
             turns = [(entrant, runner) for entrant in entrants if entrant.live for runner in entrant.runners]
             self.order.shuffle(turns)
@@ -94,6 +98,8 @@ class Rounds:
             runner.worker.pause()
         self.watch.mark(answer["cpu_s"])
         load = self.watch.load(math.nan if answer["waits"] is None else answer["waits"])
+        if runner.answer.get("gpu"):
+            load = with_gpu(load, runner.answer["gpu"], self.own)
         if not load.is_quiet:
             self._busy_until = time.monotonic() + _BUSY_S
         elif not first:

@@ -118,10 +118,18 @@ def prepared(
         "accuracy": msgspec.to_builtins(accuracy),
         "peak_bytes": peak,
         "device": state.device,
+        "gpu": _gpu_uuid() if state.device == "cuda" else "",
         "call_ns": state.call_ns,
         "samples": samples,
         "notes": list(dict.fromkeys(notes)),
     }  # fmt: skip
+
+
+def _gpu_uuid() -> str:
+    """As NVML names the current device."""
+    import torch
+
+    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 
 def one_sample(state: State) -> int:

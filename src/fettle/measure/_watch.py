@@ -1,5 +1,5 @@
 """What the machine did beyond our processes: CPU time of others and of the hypervisor (`/proc/stat`), waiting
-(`/proc/pressure/cpu`), throttling by a cgroup's quota (`cpu.stat`), the clock, and what other processes have of a GPU.
+(`/proc/pressure/cpu`), throttling by a cgroup's quota (`cpu.stat`), the clock.
 
 The counters tick in hundredths of a second, so they are read over half a second at least. A source that is missing, or
 that runs backwards, is NaN and decides nothing. Formats: the kernel's *proc* and *Control Group* documentation.
@@ -12,8 +12,8 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -141,28 +141,6 @@ class Patience:
         self.left_s, self.waited_s = self.left_s - spent_s, self.waited_s + spent_s
         self.given_up = not quiet
         return quiet
-
-
-def other_processes_on_gpu(load: Load, index: int, own: Iterable[int]) -> Load:
-    """`load` with what NVML says of a GPU: the share of it that other processes have, and its clock."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        mine = set(own)
-        samples = pynvml.nvmlDeviceGetProcessUtilization(handle, 0)
-        others = sum(sample.smUtil for sample in samples if sample.pid not in mine) / 100
-        now = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
-        most = pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM)
-        reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
-    except Exception:  # NVML raises its own types, and a GPU may not tell all of it
-        return load
-    slowed = reasons & ~(
-        pynvml.nvmlClocksThrottleReasonGpuIdle | pynvml.nvmlClocksThrottleReasonApplicationsClocksSetting
-    )
-    return replace(load, others=max(others, load.others if load.others > 0 else 0.0),
-                   clock=now / most if slowed and most else load.clock)  # fmt: skip
 
 
 def _difference(after: float | None, before: float | None) -> float:

@@ -19,7 +19,8 @@ from fettle.tuning._last_race import LastRace, climb
 from fettle.tuning._limits import distance
 from fettle.tuning.session import Session
 
-_SIMPLER = math.log(1.02)
+_SIMPLER = math.log(1.03)
+"""A recipe that cannot be told from the best and is simpler wins up to this loss."""
 
 
 def outcome(

@@ -1,0 +1,79 @@
+"""What NVML says of a GPU, from a made-up NVML."""
+
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from fettle.measure._gpu_load import with_gpu
+from fettle.measure._load import Load
+
+
+def nvml(monkeypatch, *, running=(1,), utilisation=(), reasons=0, now=1500, missing=""):
+    """A module that answers like pynvml; `missing` names a call that it does not have."""
+
+    class NVMLError(Exception): ...
+
+    def not_found(*args):
+        raise NVMLError("Not Found")
+
+    answers = {
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetHandleByUUID": lambda uuid: uuid if uuid == "GPU-1" else not_found(),
+        "nvmlDeviceGetComputeRunningProcesses": lambda device: [SimpleNamespace(pid=pid) for pid in running],
+        "nvmlDeviceGetProcessUtilization": lambda device, since: (
+            [SimpleNamespace(pid=pid, smUtil=share) for pid, share in utilisation] or not_found()
+        ),
+        "nvmlDeviceGetCurrentClocksThrottleReasons": lambda device: reasons,
+        "nvmlDeviceGetClockInfo": lambda device, which: now,
+        "nvmlDeviceGetMaxClockInfo": lambda device, which: 2000,
+        "nvmlClocksThrottleReasonGpuIdle": 1,
+        "nvmlClocksThrottleReasonApplicationsClocksSetting": 2,
+        "NVML_CLOCK_SM": 1,
+    }
+    if missing:
+        answers[missing] = not_found
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(**answers))
+
+
+def test_what_other_processes_have_is_counted_once_each(monkeypatch):
+    nvml(monkeypatch, utilisation=[(1, 90), (7, 30), (7, 40), (8, 10)])
+    load = with_gpu(Load(others=0.01), "GPU-1", {1})
+    assert load.others == pytest.approx(0.5)
+    assert not load.is_quiet
+
+
+def test_a_gpu_of_our_own_is_quiet(monkeypatch):
+    nvml(monkeypatch, utilisation=[(1, 99)])
+    assert with_gpu(Load(), "GPU-1", {1}).is_quiet
+    nvml(monkeypatch)
+    assert with_gpu(Load(), "GPU-1", {1}).others == 0
+
+
+def test_other_process_numbers_than_ours_say_nothing_of_the_others(monkeypatch):
+    nvml(monkeypatch, running=(4711,), utilisation=[(4711, 99)])
+    assert math.isnan(with_gpu(Load(), "GPU-1", {1}).others)
+
+
+def test_a_clock_below_its_best_counts_only_where_something_throttles(monkeypatch):
+    nvml(monkeypatch, reasons=3)
+    assert with_gpu(Load(), "GPU-1", {1}).is_quiet
+    nvml(monkeypatch, reasons=8)
+    assert with_gpu(Load(), "GPU-1", {1}).clock == 0.75
+
+
+@pytest.mark.parametrize(
+    "missing", ["nvmlInit", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetComputeRunningProcesses",
+                "nvmlDeviceGetProcessUtilization", "nvmlDeviceGetClockInfo",
+                "nvmlDeviceGetCurrentClocksThrottleReasons"],
+)  # fmt: skip
+def test_a_call_that_is_not_there_decides_nothing(monkeypatch, missing):
+    nvml(monkeypatch, missing=missing)
+    assert with_gpu(Load(), "GPU-1", {1}).is_quiet
+
+
+def test_without_nvml_nothing_changes(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    load = Load(waits=0.5)
+    assert with_gpu(load, "GPU-1", {1}) is load

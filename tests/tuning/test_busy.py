@@ -1,0 +1,176 @@
+"""Studies beside a neighbour, in a made-up world: what is said, who meets in the last race, what is announced."""
+
+import math
+
+import pytest
+from simulated import World, made_up_space, session_in, study
+
+from fettle.measure import Slice, Trial
+from fettle.recipe import Recipe
+from fettle.report._load import elapsed, load_lines, under
+from fettle.search import auto
+from fettle.tuning._outcome import _threads_under_load, pick_winner
+
+FAST = {"openvino-bf16": 2.2, "onnxruntime": 6.0}
+
+
+def time_ms(recipe):
+    """A runtime six times as fast as given; bfloat16 on its way there."""
+    if "runtime" in recipe.levels:
+        return FAST[recipe.levels["runtime"]]
+    return 14.0 * (0.5 if "precision" in recipe.levels else 1.0) * (0.8 if "channels_last" in recipe.levels else 1.0)
+
+
+def beside(recipe):
+    """Two threads wait for each other beside a neighbour, one that has a core does not."""
+    return 1.3 if "threads" in recipe.levels or "runtime" in recipe.levels else 6.0
+
+
+def bursts(now):
+    return 0.5 if now % 35 < 20 else 0.0
+
+
+def run(tmp_path, monkeypatch, neighbour, budget_s=240.0, seed=0):
+    told = []
+    world = World(time_ms, seed=seed, neighbour=neighbour, beside=beside)
+    world.install(monkeypatch)
+    space, facts = made_up_space()
+    session = session_in(world, tmp_path, budget_s, facts, tell=lambda event: told.append(event.doing))
+    last = study(world, session, space, auto)
+    winner, verdict = pick_winner(session, last.trials)
+    return session, last, winner, verdict, told
+
+
+@pytest.mark.parametrize("neighbour", [lambda now: 0.0, bursts, lambda now: 0.5], ids=["none", "bursts", "always"])
+def test_the_winner_is_the_same_beside_any_neighbour(tmp_path, monkeypatch, neighbour):
+    for seed in range(3):
+        session, _, winner, verdict, _ = run(tmp_path, monkeypatch, neighbour, seed=seed)
+        assert winner.recipe.levels["runtime"] == "openvino-bf16"
+        assert verdict == "faster"
+        assert winner.speedup.low <= 14.0 / 2.2 <= winner.speedup.high
+        assert session.patience.waited_s <= 0.26 * 240
+
+
+def test_a_machine_that_is_never_quiet_is_named_in_the_first_sentence(tmp_path, monkeypatch):
+    _, _, winner, _, _ = run(tmp_path, monkeypatch, lambda now: 0.5)
+    assert not winner.is_quiet
+    assert under(winner).startswith("On a busy machine (its threads waited")
+    assert "not what was measured on one" in elapsed(winner)
+    assert winner.elapsed_speedup.estimate > 2 * winner.speedup.estimate
+    assert load_lines([winner])[0].startswith("On a busy machine")
+    assert under(winner, asked=True).startswith("Measured under load, as asked")
+
+
+def test_on_a_quiet_machine_nothing_is_said_of_load(tmp_path, monkeypatch):
+    _, _, winner, _, told = run(tmp_path, monkeypatch, lambda now: 0.0)
+    assert winner.is_quiet
+    assert under(winner) == elapsed(winner) == ""
+    assert load_lines([winner]) == []
+    assert not any("busy" in line for line in told)
+
+
+def test_a_baseline_that_swings_is_told_of_before_minutes_are_spent(tmp_path, monkeypatch):
+    world = World(time_ms, neighbour=lambda now: 0.5 if now < 4.45 else 0.0, beside=beside)
+    world.install(monkeypatch)
+    told = []
+    session = session_in(world, tmp_path, 240.0, made_up_space()[1], tell=lambda event: told.append(event.doing))
+    session.patience.left_s = 0.0
+    session.measure([Recipe()])
+    session.look_at_baseline()
+    assert told[-1].startswith("the model as given took 1")
+    assert "its threads waited" in told[-1]
+
+
+def trial(text, ms, *, elapsed_ms=None, race=1, quiet=True):
+    recipe = Recipe.parse(text)
+    slices = [Slice(f"{race} {text}", turn, elapsed_ms or ms * (1 + 0.001 * (turn % 3)), ms * (1 + 0.001 * (turn % 3)),
+                    quiet, 0.0 if quiet else 0.8) for turn in range(1, 9)]  # fmt: skip
+    return Trial(recipe, "measured", time_ms=ms, slices=slices, heat=race, is_quiet=quiet)
+
+
+def session_with(tmp_path, monkeypatch, *races):
+    world = World(time_ms)
+    world.install(monkeypatch)
+    session = session_in(world, tmp_path, 240.0, made_up_space()[1])
+    for number, trials in enumerate(races, 1):
+        session._heat = number
+        session.keep(trials)
+    return session
+
+
+def test_finalists_are_all_that_may_be_the_best_and_one_of_another_kind(tmp_path, monkeypatch):
+    near = [f"precision=bf16 grad={level}" for level in ("no_grad", "inference_mode")]
+    session = session_with(
+        tmp_path, monkeypatch,
+        [trial("baseline", 10.0), *(trial(text, 4.0 + 0.01 * index) for index, text in enumerate(near)),
+         trial("precision=bf16", 4.03), trial("precision=autocast-bf16", 4.05), trial("matmul=medium", 4.06),
+         trial("runtime=onnxruntime", 4.08), trial("channels_last=on", 9.0)],
+    )  # fmt: skip
+    chosen = [str(one.recipe) for one in session.finalists()]
+    assert len(chosen) == 4
+    assert "runtime=onnxruntime" in chosen
+    assert "channels_last=on" not in chosen
+
+
+def test_a_leader_that_others_may_beat_is_never_alone_in_the_last_race(tmp_path, monkeypatch):
+    for seed in range(4):
+        _, last, winner, _, _ = run(tmp_path, monkeypatch, bursts, seed=seed)
+        assert len(last.trials) >= 2
+        assert winner.heat == last.trials[0].heat
+
+
+def test_of_two_that_cannot_be_told_apart_the_simpler_wins(tmp_path, monkeypatch):
+    """A longer recipe led by luck; in the last race its own simplification is as fast."""
+    long, short = "channels_last=on precision=bf16 grad=no_grad", "channels_last=on precision=bf16"
+    session = session_with(tmp_path, monkeypatch, [trial("baseline", 90.0), trial(long, 40.8)])
+    last = session.confirmed(
+        [trial(text, ms, race=2) for text, ms in (("baseline", 90.0), (long, 42.4), (short, 42.6))]
+    )
+    session.known[last[2].recipe] = last[2]
+    winner, verdict = pick_winner(session, last)
+    assert str(winner.recipe) == short
+    assert verdict == "faster"
+    assert math.isclose(winner.speedup.estimate, 90.0 / 42.6, rel_tol=0.01)
+
+
+def test_a_gain_that_every_race_saw_is_not_cannot_tell(tmp_path, monkeypatch):
+    """The last race was disturbed so much that it tells nothing by itself."""
+    fast = "precision=bf16"
+    session = session_with(
+        tmp_path, monkeypatch,
+        *([trial("baseline", 9.0 + 0.1 * n, race=n), trial(fast, 3.0 + 0.05 * n, race=n)] for n in range(1, 4)),
+    )  # fmt: skip
+    vague = [trial("baseline", 9.0, race=4), trial(fast, 3.0, race=4)]
+    wild = [Slice(one.slices[0].process, turn, ms, ms) for one, base in zip(vague, (9.0, 3.0), strict=True)
+            for turn, ms in enumerate([base, 9 * base, base / 9], 1)]  # fmt: skip
+    last = session.confirmed([
+        Trial(one.recipe, "measured", time_ms=1.0, heat=4, slices=wild[3 * place : 3 * place + 3])
+        for place, one in enumerate(vague)
+    ])  # fmt: skip
+    _, verdict = pick_winner(session, last)
+    assert verdict == "faster"
+
+
+def test_threads_that_help_only_beside_a_neighbour_are_advice_and_no_recipe(tmp_path, monkeypatch):
+    session = session_with(tmp_path, monkeypatch, [trial("baseline", 8.0), trial("threads=1", 12.0)])
+    recipe = Recipe({"threads": "1"})
+    from dataclasses import replace
+
+    from fettle.measure import Interval
+
+    session.known[recipe] = replace(session.known[recipe], elapsed_speedup=Interval(6.0, 5.0, 7.0))
+    said = _threads_under_load(session, None)
+    assert "17% of the time" in said
+    assert "150% without them" in said
+    assert "--under-load" in said
+
+
+def test_a_study_that_is_resumed_knows_the_races_that_repeated_what_was_known(tmp_path, monkeypatch):
+    session = session_with(
+        tmp_path, monkeypatch,
+        [trial("baseline", 9.0), trial("precision=bf16", 3.0)],
+        [trial("baseline", 9.1, race=2), trial("precision=bf16", 3.0, race=2), trial("matmul=medium", 5.0, race=2)],
+    )  # fmt: skip
+    again = session.study.note("again in race 2")
+    assert [Trial.from_json(item).recipe for item in again] == [Recipe(), Recipe({"precision": "bf16"})]
+    assert session.fit.speedup(Recipe({"matmul": "medium"})).estimate == pytest.approx(9.05 / 5, rel=0.05)
