@@ -11,7 +11,7 @@ from typing import Any
 
 from fettle.errors import UsageError
 from fettle.machine import Machine, this_machine
-from fettle.measure import Rules, Trial, close_all, verdict
+from fettle.measure import Rules, Trial, close_all, may_go_first, verdict
 from fettle.recipe import Recipe
 from fettle.recipe_file import RecipeFile, read_recipe
 from fettle.result import Limits
@@ -66,6 +66,7 @@ def bench(
     slice_s: float = Rules.slice_s,
     settle: bool = True,
     under_load: bool = False,
+    polite: bool = False,
     tell: Tell = lambda event: None,
 ) -> Comparison:
     """Race `recipes` and the workload as given, side by side, until each verdict is known.
@@ -80,12 +81,14 @@ def bench(
     a `TrainingWorkload`, or ``"file.py:factory"``. A recipe is a `Recipe`, its text, or the path of a ``recipe.toml``;
     one or several. `budget_s` is the time for the whole race, None or 0 for no limit. With `settle` the race goes on
     until each verdict is known; without, until the fastest is. With `under_load` time elapsed beside whatever else the
-    machine does is compared. Raises `UsageError` for a recipe that cannot work here.
+    machine does is compared; with `polite` no slice goes before other processes' work. Raises `UsageError` for a recipe
+    that cannot work here.
     """
     several = [recipes] if isinstance(recipes, (Recipe, RecipeFile, str, Path)) else recipes
     rules = Rules(
         confidence=confidence, settle_verdicts=settle, max_rounds=max_rounds, slice_s=slice_s, replicates=REPLICATES,
         most_replicates=MOST_REPLICATES if settle else REPLICATES, under_load=under_load,
+        may_go_first=may_go_first() and not polite,
     )  # fmt: skip
     return _race(workload_of(model, inputs, call, metric, mode), several, rules, limits, budget_s, "", tell)
 
@@ -136,7 +139,7 @@ def _race(
         folder = Path(text)
         session = Session(
             target_of(workload, folder), folder, kept, "throughput", None, time.monotonic(), tell, rules.confidence,
-            training_limits=trained, under_load=rules.under_load,
+            training_limits=trained, under_load=rules.under_load, polite=not rules.may_go_first,
         )  # fmt: skip
         try:
             session.tell("building the workload and its reference")

@@ -92,6 +92,12 @@ def test_waiting_for_a_core_is_no_quiet_slice():
     assert "waited 50%" in str(Load(waits=0.5))
 
 
+def test_threads_that_wait_for_each_other_are_no_neighbour():
+    """A runtime with more threads than cores: others had nothing that these could have waited for."""
+    assert Load(waits=0.3, others=0.01).is_quiet
+    assert not Load(waits=0.3, others=0.08).is_quiet
+
+
 def test_the_mean_of_loads_leaves_out_what_is_not_known():
     mean = mean_load([Load(waits=0.2), Load(waits=0.4, others=0.5), Load()])
     assert mean.waits == pytest.approx(0.3)

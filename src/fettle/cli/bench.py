@@ -18,6 +18,7 @@ def command(
     ] = None,
     mode: Annotated[str, typer.Option(help=_options.MODE)] = "auto",
     under_load: Annotated[bool, typer.Option(help="time elapsed beside whatever else this machine does")] = False,
+    polite: Annotated[bool, typer.Option(help="never go before other processes' work")] = False,
     max_error: Annotated[
         float | None,
         typer.Option(help="largest relative L2 error of the outputs, 0.02; in training, of the losses in spreads, 1"),
@@ -56,6 +57,7 @@ def command(
             max_rounds=rounds,
             budget_s=_options.duration_s(budget, "--budget") or None,
             under_load=under_load,
+            polite=polite,
             tell=tell,
         )
     if as_json:

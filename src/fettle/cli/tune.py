@@ -52,6 +52,7 @@ def command(
     study: Annotated[str | None, typer.Option(help="name of the study; default the workload's name")] = None,
     trial_timeout: Annotated[str, typer.Option(help="longest time for one recipe to get ready")] = "15m",
     under_load: Annotated[bool, typer.Option(help="the fastest beside whatever else this machine does")] = False,
+    polite: Annotated[bool, typer.Option(help="never go before other processes' work")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
     """Find the fastest recipe within limits, and write recipe.toml, optimized.py, report.html and study.db.
@@ -105,6 +106,7 @@ def command(
         study=study,
         trial_timeout_s=_options.duration_s(trial_timeout, "--trial-timeout"),
         under_load=under_load,
+        polite=polite,
     )
     with progress(quiet=as_json) as tell:
         result = tune(target, options=options, tell=tell, command=shlex.join(["fettle", *sys.argv[1:]]))

@@ -6,6 +6,7 @@ Other rooms use `race`, which measures recipes side by side, and the plain data 
 from fettle.measure._accuracy import judge
 from fettle.measure._entrants import Held
 from fettle.measure._load import Load
+from fettle.measure._priority import READY, may_go_first, prefer
 from fettle.measure._process import Worker, WorkerError, close_all
 from fettle.measure._rules import Entry, Judge, Progress, Rules
 from fettle.measure._statistics import ENOUGH, log_interval, paired, ratio_interval, verdict
@@ -14,7 +15,7 @@ from fettle.measure._watch import Patience, Surroundings
 from fettle.measure.race import race
 
 __all__ = [
-    "ENOUGH", "Accuracy", "Entry", "Held", "Interval", "Judge", "Load", "Patience", "Progress", "Rules",
+    "ENOUGH", "READY", "Accuracy", "Entry", "Held", "Interval", "Judge", "Load", "Patience", "Progress", "Rules",
     "Slice", "Startup", "Surroundings", "Trial", "Worker", "WorkerError", "by_round", "close_all",
-    "judge", "log_interval", "paired", "race", "ratio_interval", "verdict",
+    "judge", "log_interval", "may_go_first", "paired", "prefer", "race", "ratio_interval", "verdict",
 ]  # fmt: skip

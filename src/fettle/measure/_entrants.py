@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import psutil
 
+from fettle.measure._priority import READY, prefer
 from fettle.measure._process import Worker, WorkerError
 from fettle.measure._rules import Entry, Judge, Progress, Rules
 from fettle.measure._trial import Accuracy, Slice, Trial, by_round, nan_for_none
@@ -223,9 +224,10 @@ class Start:
         try:
             for entry, name in group:
                 log = self.log_folder / f"{self.heat:03d}-{name}.log" if self.log_folder else None
-                workers.append(
-                    Worker({**self.environment, **entry.environment}, log, ranks=entry.ranks, nodes=self.nodes)
-                )
+                worker = Worker({**self.environment, **entry.environment}, log, ranks=entry.ranks, nodes=self.nodes)
+                workers.append(worker)
+                if self.rules.may_go_first and not self.rules.under_load:
+                    prefer(worker.pid, READY)
             failures = [_failure(partial(worker.begin, "build", target=self.target)) for worker in workers]
             failures = [failure or _failure(partial(self._finish, worker))
                         for worker, failure in zip(workers, failures, strict=True)]  # fmt: skip

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 QUIET_WAITS = 0.03
 """Waiting for a core, in seconds a second, up to which a slice is quiet: on a machine with no neighbour 19 of 20 slices
 are below it, beside a process on one of two cores none is (docs/measuring.md)."""
+WAITS_FOR_OTHERS = 0.05
+"""Share of the cores that others must have had for waiting to be their doing: threads of one process that are more than
+the cores, as some runtimes have, wait for each other."""
 QUIET_OTHERS = 0.12
 """Share of the machine's cores that others may have in a quiet slice: a core of eight; less cannot be told from the
 ticks of the counters in half a second on two cores."""
@@ -40,7 +43,7 @@ class Load:
         """Whether what others took is negligible. What is not known speaks for quiet."""
         return not (
             self.slept
-            or self.waits > QUIET_WAITS
+            or (self.waits > QUIET_WAITS and not self.others <= WAITS_FOR_OTHERS)
             or self.others > QUIET_OTHERS
             or self.steal > QUIET_OTHERS
             or self.throttled > QUIET_WAITS

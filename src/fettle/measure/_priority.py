@@ -1,4 +1,5 @@
 """Before all others for the length of a slice, where the system lets us: what a neighbour would take is then small.
+Before most others while a recipe is made ready, whose first calls may take nine times as long beside a neighbour.
 
 A process group is given the highest priority that is not a real-time one, and so is its session where the kernel groups
 tasks by session (sched(7), "The autogroup feature"): without that, priority counts only within a session. Nobody is
@@ -13,7 +14,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-_HIGHEST = -20
+USUAL, READY, HIGHEST = 0, -5, -20
+"""Niceness: as it is given, while a worker is made ready and waits, while a slice is timed."""
 
 
 @lru_cache(maxsize=1)
@@ -31,14 +33,15 @@ def may_go_first() -> bool:
 @contextlib.contextmanager
 def going_first(group: int) -> Iterator[None]:
     """The processes of this group, which leads its session, before all others."""
-    _prefer(group, _HIGHEST)
+    prefer(group, HIGHEST)
     try:
         yield
     finally:
-        _prefer(group, 0)
+        prefer(group, READY)
 
 
-def _prefer(group: int, niceness: int) -> None:
+def prefer(group: int, niceness: int) -> None:
+    """Give the processes of this group, and their session, a niceness; nothing where that is not allowed."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PGRP, group, niceness)
     with contextlib.suppress(OSError):

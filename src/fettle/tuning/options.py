@@ -73,6 +73,9 @@ class Options:
     under_load: bool = False
     """Find the fastest beside whatever else this machine does, by time elapsed, not the fastest on a quiet machine."""
 
+    polite: bool = False
+    """Never go before other processes' work, also where the system allows it."""
+
     @property
     def training_limits(self) -> Limits:
         """The limits where the workload is a training loop."""
@@ -106,6 +109,7 @@ class Keywords(TypedDict, total=False):
     confidence: float
     trial_timeout_s: float
     under_load: bool
+    polite: bool
 
 
 def options_of(options: Options | None, keywords: Keywords) -> Options:

@@ -12,7 +12,20 @@ import msgspec
 
 from fettle.errors import UsageError
 from fettle.machine import Machine
-from fettle.measure import Entry, Held, Judge, Patience, Progress, Rules, Trial, Worker, WorkerError, race
+from fettle.measure import (
+    READY,
+    Entry,
+    Held,
+    Judge,
+    Patience,
+    Progress,
+    Rules,
+    Trial,
+    Worker,
+    WorkerError,
+    prefer,
+    race,
+)
 from fettle.procs.nodes import Nodes
 from fettle.recipe import Recipe
 from fettle.result import Goal, Limits
@@ -82,11 +95,14 @@ class Session:
         nodes: Nodes | None = None,
         device_memory_bytes: int | None = None,
         under_load: bool = False,
+        polite: bool = False,
     ) -> None:
         self.target, self.folder, self.limits, self.goal = target, folder, limits, goal
         self._training_limits = training_limits
         self.budget = Budget(budget_s, started)
         self.rules = Rules(confidence=confidence, prepare_timeout_s=trial_timeout_s, under_load=under_load)
+        if polite:
+            self.rules = replace(self.rules, may_go_first=False)
         if goal == "energy":
             self.rules = replace(self.rules, slice_s=_ENERGY_SLICE_S)
         self.known: dict[Recipe, Trial] = {}
@@ -115,6 +131,8 @@ class Session:
         timeout_s = self.rules.prepare_timeout_s
         count = self._nodes.count if self._nodes is not None else 1
         with Worker(self._environment(), self._folder("logs") / "probe.log") as worker:
+            if self.rules.may_go_first and not self.rules.under_load:
+                prefer(worker.pid, READY)
             try:
                 built = worker.ask("build", timeout_s, target=msgspec.to_builtins(self.target))
                 self.target = replace(self.target, mode=built["mode"])
