@@ -57,6 +57,7 @@ def tokenizer():
 
 
 def batch(rows=2, length=8):
+    torch.manual_seed(0)  # by chance the later tokens of every row may add up to nothing
     ids = torch.randint(0, WORDS, (rows, length))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
