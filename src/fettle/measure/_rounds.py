@@ -91,7 +91,7 @@ class Rounds:
         return time.monotonic() < self._busy_until and not self.rules.under_load
 
     def _slice(self, runner: Runner, number: int, first: bool) -> Load:
-        apart = self._is_busy() and not first
+        began, apart = time.monotonic(), self._is_busy() and not first
         timeout_s = self.rules.call_timeout_s + 20 * runner.answer["call_ns"] / 1e9 + self.rules.slice_s
         with going_first(runner.worker.pid) if first else contextlib.nullcontext():
             answer = runner.worker.ask("slice", timeout_s, seconds=self.rules.slice_s, apart=apart)
@@ -101,7 +101,8 @@ class Rounds:
         if runner.answer.get("gpu"):
             load = with_gpu(load, runner.answer["gpu"], self.own)
         if not load.is_quiet:
-            self._busy_until = time.monotonic() + _BUSY_S
+            now = time.monotonic()
+            self._busy_until = now + max(_BUSY_S, 4 * (now - began))  # long calls: not each one twice
         elif not first:
             self.patience.given_up = False
         self.loads.setdefault(runner.process, []).append(load)
