@@ -31,8 +31,8 @@ from fettle.recipe import Recipe
 Numbers = NDArray[np.floating[Any]]
 
 PRIOR_SPREAD = 0.03
-"""Standard deviation of the log time between processes of the same code: the typical one of the machines that were
-measured (docs/measuring.md)."""
+"""Standard deviation of the log time between processes of the same code, where a study has not shown it: with this one
+intervals held the truth as often as they say in simulated studies (``bench/busy_simulation.py``)."""
 PRIOR_WEIGHT = 3.0
 BUSY_ERROR, UNHINDERED_ERROR = 0.03, 0.12
 """Error of a time that was measured on a busy machine: in any case, and as a share of the log of the waiting that was
