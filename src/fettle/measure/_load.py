@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 QUIET_WAITS = 0.03
-"""Waiting for a core, in seconds a second, up to which a slice is quiet whatever others had: so much longer it may take.
-Chosen, not fitted; beside a process on one of two cores threads waited for more than half of the time."""
+"""Waiting for a core, in seconds a second, up to which a slice is quiet: a call may take so much longer. Chosen, not
+fitted; beside a process on one of two cores two threads waited for more than half of the time."""
 WAITS_FOR_OTHERS = 0.05
 """Share of the cores that others must have had for waiting to be their doing: threads of one process that are more than
 the cores, as some runtimes have, wait for each other."""
