@@ -116,7 +116,7 @@ class Rounds:
                 round=number,
                 ms=round(statistics.median(answer["samples_ns"]) / 1e6, 6),
                 unhindered_ms=None if unhindered is None else round(unhindered / 1e6, 6),
-                quiet=load.is_quiet and not apart,
+                quiet=load.is_quiet and not (first or apart),
                 waits=_rounded(load.waits),
                 others=_rounded(load.others),
             )

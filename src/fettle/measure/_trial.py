@@ -83,7 +83,7 @@ class Slice:
     unhindered_ms: float | None = None
     """What a call would have taken had no thread of it waited for a core; None where that cannot be told."""
     quiet: bool = True
-    """Others took nothing to speak of."""
+    """Others took nothing to speak of, and it was not run before their work or with its threads held apart."""
     waits: float | None = None
     """Seconds a second that its threads waited for a core."""
     others: float | None = None

@@ -82,13 +82,14 @@ def _cpu(facts: Facts) -> list[dict[str, str]]:
         ]
     # Residual sums are what a transformer has; the level says so itself where a model's are in bfloat16 already.
     sums = [{"runtime": "openvino-bf16-sums"}] if facts.uses_sdpa or facts.manual_attention else []
+    # One of each kind first: where time is short, what is left out is like something that was tried.
     return [
         {"runtime": "openvino-bf16"},
-        *sums,
-        {"runtime": "openvino-bf16", "streams": "per-core"},
-        compiled,
-        {"runtime": "openvino-int8"},
         *part,
+        compiled,
+        *sums,
+        {"runtime": "openvino-int8"},
+        {"runtime": "openvino-bf16", "streams": "per-core"},
         *int8,
         bf16,
         {**layout, **attention, "precision": "autocast-bf16", **_FROZEN},

@@ -109,30 +109,35 @@ class Finale:
     """Processes of each."""
     extras: int
     """How many cheap rungs of the ladder there is time for beside them."""
+    spare_s: float = math.inf
+    """Seconds that are left over."""
 
 
 def plan_finale(
     left_s: float, baseline: Trial, best: Sequence[Trial], extras: int, most: int = REPLICATES
 ) -> Finale | None:
-    """The largest last race that fits into `left_s`: first the leader and the baseline, then the other finalists, then
-    more processes of all these, up to `most` each, then up to `extras` cheap rungs in one process each.
+    """The largest last race that fits into `left_s`: first the leader and the baseline, then a second finalist, then
+    more processes of these, up to `most` each, then further finalists in as many, then up to `extras` cheap rungs in
+    one process each. None when not even the first fits.
 
-    None when not even the first fits.
+    What lies within the error of the best is worth little more than it: how much it is worth, one process each of many
+    would leave open.
     """
-    field = [baseline, best[0]]
-    if race_s(field, FEWEST_ROUNDS) > left_s:
+    if race_s([baseline, best[0]], FEWEST_ROUNDS) > left_s:
         return None
-    left_s -= race_s(field)
-    for trial in best[1:]:
-        if race_s([trial]) > left_s:
+
+    def cost_s(finalists: int, copies: int) -> float:
+        field = [baseline, *best[:finalists]]
+        return race_s(field) + replicates_s(field, copies - 1)
+
+    two = min(2, len(best))
+    sizes = [(1, 1), *((two, copies) for copies in range(1, most + 1)), *((n, most) for n in range(3, len(best) + 1))]
+    finalists, copies = sizes[0]
+    for size in sizes[1:]:
+        if cost_s(*size) > left_s:
             break
-        field.append(trial)
-        left_s -= race_s([trial])
-    copies = 0
-    for wanted in range(1, most):
-        if replicates_s(field, wanted) <= left_s:
-            copies = wanted
-    left_s -= replicates_s(field, copies)
+        finalists, copies = size
+    left_s -= cost_s(finalists, copies)
     each = race_s([baseline])
     fit = extras if math.isinf(left_s) else min(extras, max(0, int(left_s // each)))
-    return Finale(len(field) - 1, 1 + copies, fit)
+    return Finale(finalists, copies, fit, max(0.0, left_s - fit * each))

@@ -9,7 +9,7 @@ from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.search import Space
 from fettle.techniques import CATALOGUE
-from fettle.tuning._budget import MOST_REPLICATES, REPLICATES, REPLICATES_S, plan_finale, race_s
+from fettle.tuning._budget import MOST_REPLICATES, REPLICATES_S, plan_finale, race_s
 from fettle.tuning.session import SCREENING_ROUNDS, Session, read_trials
 
 
@@ -38,19 +38,19 @@ def last_race(session: Session, space: Space) -> LastRace:
     cheap = [recipe for recipe in rungs if space.cost(recipe) == 1 and recipe not in session.known]
     best = session.finalists()
     budget = session.budget
-    most = min(2, REPLICATES) if _is_beyond_doubt(session, leader) else REPLICATES
-    plan = plan_finale(budget.left_s + 0.5 * budget.grace_s, baseline, best, len(cheap), most)
+    plan = plan_finale(budget.left_s + 0.5 * budget.grace_s, baseline, best, len(cheap))
     if plan is None:
         return _too_small(session, race_s([baseline, leader]))
     again, cheap = [trial.recipe for trial in best[: plan.finalists]], cheap[: plan.extras]
     session.tell(f"last race: the best {len(again)} in fresh processes")
-    session.held.close()
-    session.be_patient()
+    session.held.keep({Recipe()})  # nobody picked its process for having been fast
+    session.be_patient(plan.spare_s)
     share_s = REPLICATES_S if budget.seconds is None else min(REPLICATES_S, max(0.0, budget.left_s))
     rules = replace(session.rules, max_rounds=SCREENING_ROUNDS, deadline=budget.end, grace_s=budget.grace_s,
                     precision=0.05, replicates=plan.replicates, most_replicates=MOST_REPLICATES,
                     replicate_s=share_s)  # fmt: skip
-    trials = session.run([Recipe(), *again, *cheap], rules, once=cheap)
+    trials = session.run([Recipe(), *again, *cheap], rules, session.held, once=cheap)
+    session.held.close()
     if leader.recipe not in {trial.recipe for trial in trials}:
         return _too_small(session, race_s([baseline, leader]))
     session.study.set_note("last race", [trial.to_json() for trial in trials])
@@ -75,13 +75,6 @@ def climb(recipe: Recipe) -> list[Recipe]:
             levels[technique.name] = recipe.levels[technique.name]
             steps.append(Recipe(levels))
     return steps
-
-
-def _is_beyond_doubt(session: Session, leader: Trial) -> bool:
-    """Whether no luck of a process could make up the leader's gain: it is at least three times as fast as given, where
-    processes of the same code were up to 1.9 times apart. Then two each show how much they differ, at a third less of
-    the cost."""
-    return session.goal in ("throughput", "latency") and leader.speedup is not None and leader.speedup.low > 3
 
 
 def _show_dear(session: Session, rungs: list[Recipe]) -> None:

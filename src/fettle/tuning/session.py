@@ -35,7 +35,7 @@ from fettle.tuning import _limits
 from fettle.tuning._budget import FEWEST_ROUNDS, Budget, start_s, turn_s
 from fettle.tuning._plan import plan_memory
 from fettle.tuning._probe import probe
-from fettle.tuning.model import Fit, Races
+from fettle.tuning.model import PRIOR_SPREAD, Fit, Races
 from fettle.tuning.space import level_cost
 from fettle.workload import Target
 
@@ -46,7 +46,10 @@ WAITING = 0.25
 is for the last race, else two fifths."""
 _UNLIMITED_WAIT_S = 120.0
 SCREENING_ROUNDS = 20
-"""Most rounds of a race. Processes differ by more than so many rounds leave open: the last race has more of those."""
+"""Most rounds of a race."""
+_SCREENING_INDIFFERENCE = PRIOR_SPREAD
+"""Rounds tell two processes of the same code apart as well as two recipes: closer than this they are for more processes
+to tell, which the last race has."""
 _DEARER_S = {1: 0.0, 2: 6.0, 3: 30.0}
 """What a recipe of each cost needs beyond the workload as given until it is ready, as long as none was measured."""
 _SWINGS = 1.5
@@ -231,15 +234,15 @@ class Session:
         return min(able, key=self.rank, default=None)
 
     def finalists(self) -> list[Trial]:
-        """The best and those that may be better for all that the races say, or came within 5% of it, the best first:
-        four at most, and one of another kind (another runtime, other threads) where none of these is."""
+        """The best, then one of another kind (another runtime, other threads), then more that may be better for all
+        that the races say or came within 5% of the best: four at most."""
         able = [trial for trial in self.known.values() if trial.recipe.levels and math.isfinite(self.score(trial))]
         ranked = sorted(able, key=self.rank)
         near = [trial for trial in ranked if not self.beats(ranked[0], trial, math.log(1.05))]
-        chosen = near[:FINALISTS]
-        other = next((trial for trial in near[FINALISTS:] if _kind(trial) != _kind(ranked[0])), None)
-        alike = all(_kind(trial) == _kind(ranked[0]) for trial in chosen)
-        return [*chosen[:-1], other] if other is not None and alike else chosen
+        other = next((trial for trial in near if _kind(trial) != _kind(ranked[0])), None)
+        if other is not None:
+            near = [near[0], other, *(trial for trial in near[1:] if trial is not other)]
+        return near[:FINALISTS]
 
     def beats(self, one: Trial, other: Trial, least: float = 0.0) -> bool:
         """Whether one is better than the other by more than the noise of both and by more than `least` (a log)."""
@@ -287,7 +290,8 @@ class Session:
         entries = [recipe for recipe in recipes if recipe.levels]
         entries = entries[: self._how_many_fit(entries, self._left_s(deadline))]
         if entries or not self.known:
-            rules = replace(self.rules, deadline=deadline, grace_s=0.0, max_rounds=SCREENING_ROUNDS)
+            rules = replace(self.rules, deadline=deadline, grace_s=0.0, max_rounds=SCREENING_ROUNDS,
+                            indifference=max(self.rules.indifference, _SCREENING_INDIFFERENCE))  # fmt: skip
             leader = self.best()
             again = [leader.recipe] if leader is not None and leader.recipe.levels else []
             self.keep(self.run(list(dict.fromkeys([Recipe(), *again, *entries])), rules, self.held))
@@ -362,9 +366,11 @@ class Session:
         why = str(baseline.load) if not baseline.load.is_quiet else "nobody else was seen: its own threads or the clock"
         self.tell(f"the model as given took {min(times):.3g} to {max(times):.3g} ms a call: {why}")
 
-    def be_patient(self) -> None:
-        """The last race may wait for a quiet machine for what is left of the share."""
-        self.patience.left_s = max(0.0, self._may_wait_s - self.patience.waited_s)
+    def be_patient(self, spare_s: float) -> None:
+        """The last race may wait for a quiet machine for what is left of the share; where slices may go before others'
+        work no longer than `spare_s`, as further processes tell more than waiting does."""
+        left_s = max(0.0, self._may_wait_s - self.patience.waited_s)
+        self.patience.left_s = min(left_s, spare_s) if self.rules.may_go_first else left_s
 
     def remember(self, trial: Trial) -> None:
         """Keep the trial of a recipe that was not known."""
