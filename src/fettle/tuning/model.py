@@ -34,9 +34,10 @@ PRIOR_SPREAD = 0.03
 """Standard deviation of the log time between processes of the same code, where a study has not shown it: with this one
 intervals held the truth as often as they say in simulated studies (``bench/busy_simulation.py``)."""
 PRIOR_WEIGHT = 3.0
-BUSY_ERROR, UNHINDERED_ERROR = 0.03, 0.12
+BUSY_ERROR, UNHINDERED_ERROR = 0.05, 0.12
 """Error of a time that was measured on a busy machine: in any case, and as a share of the log of the waiting that was
-taken out. It belongs to the recipe: another process of it has the same (docs/measuring.md)."""
+taken out. It belongs to the recipe: another process of it has the same. The nine cases of docs/measuring.md in which
+slices went first were off by 0.034 in the mean and scattered by 0.06."""
 _SMALLEST_NOISE = 0.002
 _SOMETHING = 1e-6
 _NOTHING_TAKEN_OUT = 4.0
