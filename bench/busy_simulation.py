@@ -127,19 +127,19 @@ def run(truth: Study, folder: Path) -> tuple[float, bool, bool, bool]:
     said to be of a quiet machine, and whether a gain of 1.5x was not told."""
     session = Session(Target("made/up.py:workload"), folder, Limits(None), "throughput", None, 0.0, lambda event: None)
     session.study = _Notes()  # type: ignore[assignment]
-    session.misses = lambda trial: ""  # type: ignore[method-assign]
+    session.standings.misses = lambda trial: ""  # type: ignore[method-assign]
     waiting = [recipe for recipe in truth.log_ms if recipe.levels]
     truth.random.shuffle(waiting)
     number = 0
     while waiting:
         number += 1
-        leader = session.best()
+        leader = session.standings.best()
         heat = [GIVEN, *([leader.recipe] if leader is not None and leader.recipe.levels else []), *waiting[:5]]
         del waiting[:5]
         keep(session, truth.race(number, heat))
     truth.patience_s += 18.0
-    final = [GIVEN, *(trial.recipe for trial in session.finalists())]
-    last = session.confirmed(truth.race(number + 1, final, processes=2, most_rounds=8))
+    final = [GIVEN, *(trial.recipe for trial in session.standings.finalists())]
+    last = session.standings.confirmed(truth.race(number + 1, final, processes=2, most_rounds=8))
     winner, verdict = pick_winner(session, last)
     best = min(truth.log_ms.values())
     if winner is None or not winner.recipe.levels or winner.speedup is None:
@@ -153,10 +153,9 @@ def run(truth: Study, folder: Path) -> tuple[float, bool, bool, bool]:
 
 def keep(session: Session, trials: Sequence[Trial]) -> None:
     """What a session does with a race, without writing it down."""
-    session.races.add(trials)
     for trial in trials:
-        session.known.setdefault(trial.recipe, replace(trial))
-    session._update()
+        session.standings.known.setdefault(trial.recipe, replace(trial))
+    session.standings.add(trials)
 
 
 def summary(

@@ -176,7 +176,7 @@ def session_in(world: World, folder: Path, budget_s: float | None, facts: Facts,
     session.patience.left_s = 0.6 * session._may_wait_s
     reference = Reference(dtype="float64", why="", noise=0.0, metric=math.nan)
     session.study = _Study()  # type: ignore[assignment]
-    session.probed = Probed(facts, "made up", reference, folder / "reference.pt", False, {}, ())
+    session.probed_as(Probed(facts, "made up", reference, folder / "reference.pt", False, {}, ()))
     session.plan = MemoryPlan()
     session.facts = facts
     return session

@@ -37,11 +37,11 @@ def test_a_study_ends_inside_its_budget(budget_s, call_ms, slowness, tmp_path, m
     space, facts = made_up_space()
     session = session_in(world, tmp_path, budget_s, facts)
     last = study(world, session, space, auto)
-    baseline = session.known[Recipe()]
+    baseline = session.standings.known[Recipe()]
     least = world.process_s + ready_s(slowness)(Recipe()) + 8 * call_ms / 1e3 + 2
     assert baseline.ok
     assert world.now <= max(1.1 * budget_s + 4 * 3 * call_ms / 1e3, least)
-    leader = session.best()
+    leader = session.standings.best()
     confirmed = any(trial.recipe == leader.recipe for trial in last.trials)
     assert confirmed or last.unconfirmed or not leader.recipe.levels
     if budget_s >= 90 and call_ms < 100:
@@ -62,7 +62,7 @@ def test_calls_that_take_long_leave_time_for_what_promises_most(tmp_path, monkey
     space, facts = made_up_space()
     session = session_in(world, tmp_path, 700, facts)
     last = study(world, session, space, auto)
-    assert session.best().recipe.levels["runtime"] == "openvino-bf16"
+    assert session.standings.best().recipe.levels["runtime"] == "openvino-bf16"
     assert not last.unconfirmed
 
 
@@ -74,7 +74,7 @@ def test_without_a_budget_the_last_race_is_whole(tmp_path, monkeypatch):
     last = study(world, session, space, auto)
     assert not last.unconfirmed
     again = {trial.recipe: trial for trial in last.trials}
-    assert again[session.best().recipe].processes >= 2
+    assert again[session.standings.best().recipe].processes >= 2
     assert again[Recipe()].processes >= 2
 
 
@@ -153,10 +153,11 @@ def test_a_small_study_is_cheap_and_right(tmp_path, monkeypatch):
         space, facts = made_up_space()
         session = session_in(world, tmp_path, None, facts)
         last = study(world, session, space, auto)
-        again = [trial for trial in last.trials if trial.recipe in {item.recipe for item in session.finalists()}]
-        winner = min(again, key=session.rank)
+        finalists = {item.recipe for item in session.standings.finalists()}
+        again = [trial for trial in last.trials if trial.recipe in finalists]
+        winner = min(again, key=session.standings.rank)
         assert _digits_ms(winner.recipe) <= 1.03 * 2.2
-        assert len(session.known) <= 18
+        assert len(session.standings.known) <= 18
         assert len(world.started) <= 26
         assert world.slices <= 320
 

@@ -106,7 +106,7 @@ def test_finalists_are_all_that_may_be_the_best_and_one_of_another_kind(tmp_path
          trial("precision=bf16", 4.03), trial("precision=autocast-bf16", 4.05), trial("matmul=medium", 4.06),
          trial("runtime=onnxruntime", 4.08), trial("channels_last=on", 9.0)],
     )  # fmt: skip
-    chosen = [str(one.recipe) for one in session.finalists()]
+    chosen = [str(one.recipe) for one in session.standings.finalists()]
     assert len(chosen) == 4
     assert "runtime=onnxruntime" in chosen
     assert "channels_last=on" not in chosen
@@ -123,10 +123,10 @@ def test_of_two_that_cannot_be_told_apart_the_simpler_wins(tmp_path, monkeypatch
     """A longer recipe led by luck; in the last race its own simplification is as fast."""
     long, short = "channels_last=on precision=bf16 grad=no_grad", "channels_last=on precision=bf16"
     session = session_with(tmp_path, monkeypatch, [trial("baseline", 90.0), trial(long, 40.8)])
-    last = session.confirmed(
+    last = session.standings.confirmed(
         [trial(text, ms, race=2) for text, ms in (("baseline", 90.0), (long, 42.4), (short, 42.6))]
     )
-    session.known[last[2].recipe] = last[2]
+    session.standings.known[last[2].recipe] = last[2]
     winner, verdict = pick_winner(session, last)
     assert str(winner.recipe) == short
     assert verdict == "faster"
@@ -143,7 +143,7 @@ def test_a_gain_that_every_race_saw_is_not_cannot_tell(tmp_path, monkeypatch):
     vague = [trial("baseline", 9.0, race=4), trial(fast, 3.0, race=4)]
     wild = [Slice(one.slices[0].process, turn, ms, ms) for one, base in zip(vague, (9.0, 3.0), strict=True)
             for turn, ms in enumerate([base, 9 * base, base / 9], 1)]  # fmt: skip
-    last = session.confirmed([
+    last = session.standings.confirmed([
         Trial(one.recipe, "measured", time_ms=1.0, heat=4, slices=wild[3 * place : 3 * place + 3])
         for place, one in enumerate(vague)
     ])  # fmt: skip
@@ -158,7 +158,7 @@ def test_threads_that_help_only_beside_a_neighbour_are_advice_and_no_recipe(tmp_
 
     from fettle.measure import Interval
 
-    session.known[recipe] = replace(session.known[recipe], elapsed_speedup=Interval(6.0, 5.0, 7.0))
+    session.standings.known[recipe] = replace(session.standings.known[recipe], elapsed_speedup=Interval(6.0, 5.0, 7.0))
     said = _threads_under_load(session, None)
     assert "17% of the time" in said
     assert "150% without them" in said
@@ -173,4 +173,4 @@ def test_a_study_that_is_resumed_knows_the_races_that_repeated_what_was_known(tm
     )  # fmt: skip
     again = session.study.note("again in race 2")
     assert [Trial.from_json(item).recipe for item in again] == [Recipe(), Recipe({"precision": "bf16"})]
-    assert session.fit.speedup(Recipe({"matmul": "medium"})).estimate == pytest.approx(9.05 / 5, rel=0.05)
+    assert session.standings.fit.speedup(Recipe({"matmul": "medium"})).estimate == pytest.approx(9.05 / 5, rel=0.05)

@@ -28,15 +28,15 @@ def last_race(session: Session, space: Space) -> LastRace:
     What was best in many races is likely to have been lucky in its own. It is all inside the budget: what does not fit
     is left out, the confirmation of the leader last of all.
     """
-    leader, baseline = session.best(), session.known.get(Recipe())
+    leader, baseline = session.standings.best(), session.standings.known.get(Recipe())
     if leader is None or baseline is None or not leader.recipe.levels:
         return LastRace()
     kept = _kept(session)
     if any(trial.recipe == leader.recipe for trial in kept):
-        return LastRace(session.confirmed(kept))
+        return LastRace(session.standings.confirmed(kept))
     rungs = [recipe for recipe in climb(leader.recipe) if recipe != leader.recipe and not space.conflict(recipe)]
-    cheap = [recipe for recipe in rungs if space.cost(recipe) == 1 and recipe not in session.known]
-    best = session.finalists()
+    cheap = [recipe for recipe in rungs if space.cost(recipe) == 1 and recipe not in session.standings.known]
+    best = session.standings.finalists()
     budget = session.budget
     plan = plan_finale(budget.left_s + 0.5 * budget.grace_s, baseline, best, len(cheap))
     if plan is None:
@@ -57,14 +57,14 @@ def last_race(session: Session, space: Space) -> LastRace:
     for trial in trials:
         if trial.recipe in cheap:
             session.remember(trial)
-    trials = session.confirmed(trials)
-    _show_dear(session, [recipe for recipe in rungs if recipe not in session.known and recipe not in cheap])
+    trials = session.standings.confirmed(trials)
+    _show_dear(session, [recipe for recipe in rungs if recipe not in session.standings.known and recipe not in cheap])
     return LastRace(trials)
 
 
 def _kept(session: Session) -> list[Trial]:
     """The last race of an earlier run of the study; nothing where there was none, or what is there cannot be read."""
-    return [session.judged(trial) for trial in read_trials(session.study.note("last race"))]
+    return [session.standings.judged(trial) for trial in read_trials(session.study.note("last race"))]
 
 
 def climb(recipe: Recipe) -> list[Recipe]:
@@ -85,7 +85,7 @@ def _show_dear(session: Session, rungs: list[Recipe]) -> None:
 
 def _cost_s(session: Session) -> float:
     """What a recipe that takes long to start has typically cost."""
-    dear = sorted(trial.seconds for trial in session.known.values() if trial.startup.total_s > 5) or [30.0]
+    dear = sorted(trial.seconds for trial in session.standings.known.values() if trial.startup.total_s > 5) or [30.0]
     return dear[len(dear) // 2]
 
 

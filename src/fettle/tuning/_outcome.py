@@ -37,15 +37,15 @@ def outcome(
     winner, said = pick_winner(session, last.trials)
     again = _beside(winner, last.trials)
     session.study.set_note("seconds", session.seconds)
-    trials = list(session.known.values())
+    trials = list(session.standings.known.values())
     return Result(
         name=session.target.name,
         target=session.target.reference,
         fingerprint=session.probed.fingerprint,
         facts=session.facts,
         machine=msgspec.to_builtins(machine),
-        goal=session.goal,
-        limits=session.limits,
+        goal=session.standings.goal,
+        limits=session.standings.limits,
         reference=session.probed.reference,
         trials=trials,
         winner=winner,
@@ -69,7 +69,7 @@ def outcome(
 
 def pick_winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, Verdict]:
     """Who won the last race, and what that race says of it against the workload as given."""
-    winner = leader = session.best()
+    winner = leader = session.standings.best()
     said: Verdict = "cannot tell"
     if leader is not None and not leader.recipe.levels:
         said = "same"
@@ -87,9 +87,9 @@ def pick_winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, 
                     return winner, said  # earlier races had told: that is neither "no difference" nor a promise
         elif again:
             winner = None  # they held once and not again: nothing to hand out with a good conscience
-    if winner is not None and said != "faster" and session.goal in ("throughput", "latency") and last:
+    if winner is not None and said != "faster" and session.standings.goal in ("throughput", "latency") and last:
         # Nothing was gained that can be shown: change nothing, or no more than the answers need.
-        plain = [session.known.get(recipe) for recipe in (Recipe(), Recipe({"mode": "eval"}))]
+        plain = [session.standings.known.get(recipe) for recipe in (Recipe(), Recipe({"mode": "eval"}))]
         winner = next((trial for trial in plain if trial and math.isfinite(session.score(trial))), winner)
         said = "same" if leader is None or winner.recipe != leader.recipe else said
     return winner, said
@@ -98,12 +98,12 @@ def pick_winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, 
 def _fastest(session: Session, able: Sequence[Trial]) -> Trial:
     """The fastest of those that ran in the last race, by all races together; of those that cannot be told from it and
     lose no more than `_SIMPLER` the one that changes least."""
-    known = {trial.recipe: session.known.get(trial.recipe, trial) for trial in able}
-    best = min(known.values(), key=session.rank)
+    known = {trial.recipe: session.standings.known.get(trial.recipe, trial) for trial in able}
+    best = min(known.values(), key=session.standings.rank)
     tied = [
         trial for trial in known.values()
         if trial is best
-        or (not session.beats(best, trial) and session.score(trial) - session.score(best) <= _SIMPLER)
+        or (not session.standings.beats(best, trial) and session.score(trial) - session.score(best) <= _SIMPLER)
     ]  # fmt: skip
     simplest = min(tied, key=lambda trial: (len(trial.recipe.levels), session.score(trial)))
     return next(trial for trial in able if trial.recipe == simplest.recipe)
@@ -112,12 +112,12 @@ def _fastest(session: Session, able: Sequence[Trial]) -> Trial:
 def _together(session: Session, winner: Trial) -> Interval | None:
     """What all races together say of the winner. It was picked from many, so the error rate is shared between them
     (Bonferroni)."""
-    if session.fit is None or session.goal not in ("throughput", "latency"):
+    if session.standings.fit is None or session.standings.goal not in ("throughput", "latency"):
         return None
     picked_from = max(
-        1, sum(trial.speedup is not None and bool(trial.recipe.levels) for trial in session.known.values())
+        1, sum(trial.speedup is not None and bool(trial.recipe.levels) for trial in session.standings.known.values())
     )
-    return session.fit.speedup(winner.recipe, confidence=1 - (1 - session.rules.confidence) / picked_from)
+    return session.standings.fit.speedup(winner.recipe, confidence=1 - (1 - session.rules.confidence) / picked_from)
 
 
 def _beside(winner: Trial | None, last: Sequence[Trial]) -> Trial | None:
@@ -129,19 +129,19 @@ def _beside(winner: Trial | None, last: Sequence[Trial]) -> Trial | None:
 
 def _nearest(session: Session) -> list[Trial]:
     """The trials that miss the limits by least, at most three."""
-    ran = [trial for trial in session.known.values() if trial.status != "failed" and trial.recipe.levels]
-    limits = session.limits.above(session.probed.reference.noise)
+    ran = [trial for trial in session.standings.known.values() if trial.status != "failed" and trial.recipe.levels]
+    limits = session.standings.limits.above(session.probed.reference.noise)
     return sorted(ran, key=lambda trial: (distance(trial, limits), trial.time_ms))[:3]
 
 
 def _ladder(session: Session, winner: Trial, again: Trial | None) -> tuple[Rung, ...]:
     """The rungs from the baseline to the winner that were measured."""
-    baseline = again or session.known.get(Recipe())
+    baseline = again or session.standings.known.get(Recipe())
     if baseline is None:
         return ()
     rungs, last = [Rung("as given", baseline)], Recipe()
     for recipe in climb(winner.recipe):
-        trial = winner if recipe == winner.recipe else session.known.get(recipe)
+        trial = winner if recipe == winner.recipe else session.standings.known.get(recipe)
         if trial is None or trial.status == "failed":
             continue
         added = {name: level for name, level in recipe.levels.items() if last.levels.get(name) != level}
@@ -152,7 +152,7 @@ def _ladder(session: Session, winner: Trial, again: Trial | None) -> tuple[Rung,
 
 def _threads_under_load(session: Session, winner: Trial | None) -> str:
     """Where fewer threads are faster only beside a neighbour, the advice for a machine that always has one."""
-    for trial in session.known.values():
+    for trial in session.standings.known.values():
         beside = trial.elapsed_speedup
         if set(trial.recipe.levels) - {"mode"} == {"threads"} and beside is not None and beside.low > 1.2:
             alone = trial.speedup.estimate if trial.speedup is not None else math.nan

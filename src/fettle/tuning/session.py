@@ -31,16 +31,14 @@ from fettle.recipe import Recipe
 from fettle.result import Goal, Limits
 from fettle.study import Study
 from fettle.techniques import Facts, find, normal, source
-from fettle.tuning import _limits
 from fettle.tuning._budget import FEWEST_ROUNDS, Budget, start_s, turn_s
 from fettle.tuning._plan import plan_memory
-from fettle.tuning._probe import probe
-from fettle.tuning.model import PRIOR_SPREAD, Fit, Races
+from fettle.tuning._probe import Probed, probe
+from fettle.tuning.model import PRIOR_SPREAD, Races
 from fettle.tuning.space import level_cost
+from fettle.tuning.standings import Standings
 from fettle.workload import Target
 
-FINALISTS = 4
-"""Most recipes that meet in the last race, as far as there is time."""
 WAITING = 0.25
 """Share of the budget that the races may wait for a quiet machine. Where slices may go before others' work, all of it
 is for the last race, else two fifths."""
@@ -100,7 +98,7 @@ class Session:
         under_load: bool = False,
         polite: bool = False,
     ) -> None:
-        self.target, self.folder, self.limits, self.goal = target, folder, limits, goal
+        self.target, self.folder = target, folder
         self._training_limits = training_limits
         self.budget = Budget(budget_s, started)
         self.rules = Rules(confidence=confidence, prepare_timeout_s=trial_timeout_s, under_load=under_load)
@@ -108,13 +106,9 @@ class Session:
             self.rules = replace(self.rules, may_go_first=False)
         if goal == "energy":
             self.rules = replace(self.rules, slice_s=_ENERGY_SLICE_S)
-        self.known: dict[Recipe, Trial] = {}
-        """Every recipe that was measured, by this run of the study or an earlier one."""
+        self.standings = Standings(goal, limits, Races(under_load), confidence)
         self.held = Held()
         """The processes of the workload as given and of the leader, which run in every race but the last."""
-        self.races = Races(under_load)
-        self.fit: Fit | None = None
-        """What all races so far say together."""
         self._may_wait_s = _UNLIMITED_WAIT_S if budget_s is None else WAITING * budget_s
         self.patience = Patience(0.0 if self.rules.may_go_first else 0.6 * self._may_wait_s)
         self.notes: list[str] = []
@@ -140,7 +134,7 @@ class Session:
                 built = worker.ask("build", timeout_s, target=msgspec.to_builtins(self.target))
                 self.target = replace(self.target, mode=built["mode"])
                 if built["mode"] == "training" and self._training_limits is not None:
-                    self.limits = self._training_limits
+                    self.standings.limits = self._training_limits
                 if built["inputs"]:
                     self.note(f"inputs: {built['inputs']}")
                 if fingerprint and built["fingerprint"] != fingerprint:
@@ -157,7 +151,7 @@ class Session:
                         f"{self.study.name!r} beside it"
                     )
                     self.note(self.notes[-1])
-                self.probed = probe(
+                probed = probe(
                     worker,
                     self.study,
                     self._folder("cache") / f"reference-{built['fingerprint']}-{built['structure'][:8]}.pt",
@@ -171,28 +165,40 @@ class Session:
                     self.study,
                     self._ranks,
                     count,
-                    self.probed.facts.device,
+                    probed.facts.device,
                     self._device_memory_bytes,
                     self.tell,
                 )
             except WorkerError as error:
                 raise UsageError(f"the workload could not be probed: {error}") from error
-        allowed = self.limits.above(self.probed.reference.noise).max_error
-        self.facts = replace(self.probed.facts, ranks=self._ranks, nodes=count)
+        self.probed_as(probed)
+        if self.standings.limits.max_metric_drop is not None and not probed.has_metric:
+            raise UsageError("`max_metric_drop` needs a metric: give the workload one, Workload(..., metric=function)")
+        self._resume()
+
+    def probed_as(self, probed: Probed) -> None:
+        """Take what the first worker found for what this session measures by."""
+        limits = self.standings.limits
+        count = self._nodes.count if self._nodes is not None else 1
+        allowed = limits.above(probed.reference.noise).max_error
+        self.probed, self.facts = probed, replace(probed.facts, ranks=self._ranks, nodes=count)
         if allowed is not None:
             self.facts = replace(self.facts, max_error=allowed)
         self.rules = replace(self.rules, abreast=_abreast(self.facts))
-        if self.limits.max_metric_drop is not None and not self.probed.has_metric:
-            raise UsageError("`max_metric_drop` needs a metric: give the workload one, Workload(..., metric=function)")
+        self.standings.judge = Judge(
+            str(probed.reference_path), allowed, limits.min_agreement, limits.max_metric_drop, probed.reference.metric
+        )
+
+    def _resume(self) -> None:
+        """Recall what earlier runs of the study measured."""
+        standings = self.standings
         for trial in self.study.trials():
-            self.known[trial.recipe] = self.judged(trial)
+            standings.known[trial.recipe] = standings.judged(trial)
             self._recall(trial)
             self._heat = max(self._heat, trial.heat)
-        self.races.add(self.known.values())
-        for heat in range(1, self._heat + 1):  # what was known by then ran in these races again
-            self.races.add(read_trials(self.study.note(f"again in race {heat}")))
-        self.races.add(read_trials(self.study.note("last race")))
-        self._update()
+        again = [f"again in race {heat}" for heat in range(1, self._heat + 1)]  # what was known by then ran in these
+        kept = [trial for note in (*again, "last race") for trial in read_trials(self.study.note(note))]
+        standings.add([*standings.known.values(), *kept])
         self._earlier_s = float(self.study.note("seconds") or 0.0)
 
     # -- what a design asks ------------------------------------------------------------------------------------------
@@ -200,14 +206,18 @@ class Session:
     def measure(self, recipes: Sequence[Recipe]) -> list[Trial]:
         """Race those of `recipes` that are not known yet beside the baseline; answer for all that are known then."""
         wanted = list(dict.fromkeys(normal(recipe) for recipe in recipes))
-        missing = [recipe for recipe in wanted if recipe not in self.known]
-        if missing and not (self.known and self.spent()):
+        missing = [recipe for recipe in wanted if recipe not in self.standings.known]
+        if missing and not (self.standings.known and self.spent()):
             self.race_unknown(missing)
-        return [self.known[recipe] for recipe in wanted if recipe in self.known]
+        return [self.standings.known[recipe] for recipe in wanted if recipe in self.standings.known]
 
     def score(self, trial: Trial) -> float:
         """The goal as a number, smaller is better; infinite where the trial may not win."""
-        return math.inf if self.misses(trial) else _limits.score(trial, self.goal)
+        return self.standings.score(trial)
+
+    def noise(self, one: Trial, other: Trial) -> float:
+        """Half the confidence interval of the difference of two scores."""
+        return self.standings.noise(one, other)
 
     def spent(self) -> bool:
         """Whether the budget is used up, but for the last race."""
@@ -218,7 +228,7 @@ class Session:
     def cost(self, recipe: Recipe) -> int:
         """How dear a recipe is to start, as `Space.cost`. Where a process of the workload as given takes longer to be
         ready than the dearest level adds to that, all cost about alike: then none comes first for being cheap."""
-        baseline = self.known.get(Recipe())
+        baseline = self.standings.known.get(Recipe())
         if baseline is not None and start_s(baseline) > max(_DEARER_S.values()):
             return 2
         return level_cost(recipe)
@@ -228,85 +238,33 @@ class Session:
         """What the study has taken, earlier runs of it included."""
         return self._earlier_s + self.budget.elapsed_s
 
-    def best(self) -> Trial | None:
-        """The trial with the best score, the simpler recipe where two are equal within noise; None if none may win."""
-        able = [trial for trial in self.known.values() if math.isfinite(self.score(trial))]
-        return min(able, key=self.rank, default=None)
-
-    def finalists(self) -> list[Trial]:
-        """The best, then one of another kind (another runtime, other threads), then more that may be better for all
-        that the races say or came within 5% of the best: four at most."""
-        able = [trial for trial in self.known.values() if trial.recipe.levels and math.isfinite(self.score(trial))]
-        ranked = sorted(able, key=self.rank)
-        near = [trial for trial in ranked if not self.beats(ranked[0], trial, math.log(1.05))]
-        other = next((trial for trial in near if _kind(trial) != _kind(ranked[0])), None)
-        if other is not None:
-            near = [near[0], other, *(trial for trial in near[1:] if trial is not other)]
-        return near[:FINALISTS]
-
-    def beats(self, one: Trial, other: Trial, least: float = 0.0) -> bool:
-        """Whether one is better than the other by more than the noise of both and by more than `least` (a log)."""
-        ours, theirs = self.score(one), self.score(other)
-        if math.isinf(ours) or math.isinf(theirs):
-            return ours < theirs
-        return theirs - ours > max(least, self.noise(one, other))
-
-    def noise(self, one: Trial, other: Trial) -> float:
-        """Half the confidence interval of the difference of two scores, as far as they are times; 0 for other goals."""
-        if self.fit is None or self.goal not in ("throughput", "latency"):
-            return 0.0
-        apart = self.fit.log_ratio(one.recipe, other.recipe, self.rules.confidence)
-        return (apart.high - apart.low) / 2 if apart is not None else 0.0
-
-    def rank(self, trial: Trial) -> tuple[float, int]:
-        """The score, and at equal score how many levels differ from the workload as given: least first."""
-        return self.score(trial), len(trial.recipe.levels)
-
-    def misses(self, trial: Trial) -> str:
-        """Which limit a trial breaks that its status does not tell of, as a phrase; empty when it keeps them.
-
-        The workload as given is measured whatever its answers: only here may they cost it the win.
-        """
-        broken = _limits.misses(trial, self.limits)
-        baseline = self.known.get(Recipe())
-        if broken or trial.recipe.levels or baseline is None or baseline.status == "failed":
-            return broken
-        return self._judge().reason(baseline.accuracy)
-
-    def judged(self, trial: Trial) -> Trial:
-        """A trial of an earlier run under today's limits on accuracy."""
-        if trial.status == "failed" or not trial.recipe.levels:
-            return trial
-        reason = self._judge().reason(trial.accuracy)
-        return replace(trial, status="rejected" if reason else "measured", reason=reason)
-
     # -- measuring ---------------------------------------------------------------------------------------------------
 
     def race_unknown(self, recipes: Sequence[Recipe], deadline: float | None = None) -> None:
         """Race recipes that are not known in one heat, beside the baseline, and keep their trials. Those that do not
         fit before the `deadline` (default: when the last race must begin) are left out."""
         if deadline is None:  # the workload as given comes first, and is measured
-            deadline = self._deadline() if self.known else math.inf
+            deadline = self._deadline() if self.standings.known else math.inf
         entries = [recipe for recipe in recipes if recipe.levels]
         entries = entries[: self._how_many_fit(entries, self._left_s(deadline))]
-        if entries or not self.known:
+        if entries or not self.standings.known:
             rules = replace(self.rules, deadline=deadline, grace_s=0.0, max_rounds=SCREENING_ROUNDS,
                             indifference=max(self.rules.indifference, _SCREENING_INDIFFERENCE))  # fmt: skip
-            leader = self.best()
+            leader = self.standings.best()
             again = [leader.recipe] if leader is not None and leader.recipe.levels else []
             self.keep(self.run(list(dict.fromkeys([Recipe(), *again, *entries])), rules, self.held))
-            leader = self.best()
+            leader = self.standings.best()
             self.held.keep({Recipe()} | ({leader.recipe} if leader is not None else set()))
 
     def _how_many_fit(self, recipes: Sequence[Recipe], left_s: float) -> int:
         """How many of these can be raced in the time that is left: as many as can be started, run in the fewest rounds,
         and started once more in the last race should one of them lead. What was not measured is taken to be no slower
         than the workload as given."""
-        baseline = self.known.get(Recipe())
+        baseline = self.standings.known.get(Recipe())
         if baseline is None or math.isinf(left_s):
             return len(recipes)
         left_s -= FEWEST_ROUNDS * turn_s(baseline)
-        reserved_s = max(map(start_s, self.finalists()), default=start_s(baseline))
+        reserved_s = max(map(start_s, self.standings.finalists()), default=start_s(baseline))
         for number, recipe in enumerate(recipes):
             each_s = self._start_s(recipe, baseline)
             left_s -= each_s + FEWEST_ROUNDS * turn_s(baseline)
@@ -318,7 +276,7 @@ class Session:
         """What starting a recipe has typically cost where it was as dear; where none was, a guess on the low side."""
         cost = level_cost(recipe)
         alike = sorted(
-            trial.start_s for known, trial in self.known.items()
+            trial.start_s for known, trial in self.standings.known.items()
             if known.levels and level_cost(known) == cost and math.isfinite(trial.start_s)
         )  # fmt: skip
         return alike[len(alike) // 2] if alike else start_s(baseline) + _DEARER_S[cost]
@@ -333,7 +291,7 @@ class Session:
             msgspec.to_builtins(self.target),
             self.probed.fingerprint,
             [replace(self._entry(recipe), once=recipe in once) for recipe in recipes],
-            self._judge(),
+            self.standings.judge,
             rules,
             log_folder=self._folder("logs"),
             environment=self._environment(),
@@ -346,20 +304,19 @@ class Session:
 
     def keep(self, trials: Sequence[Trial]) -> None:
         """Keep a race's trials: in the study those whose recipes were not known, and what the others add to the fit."""
-        new = [trial for trial in trials if trial.recipe not in self.known]
-        again = [trial.to_json() for trial in trials if trial.recipe in self.known and trial.slices]
+        new = [trial for trial in trials if trial.recipe not in self.standings.known]
+        again = [trial.to_json() for trial in trials if trial.recipe in self.standings.known and trial.slices]
         if again:
             self.study.set_note(f"again in race {self._heat}", again)
-        self.races.add(trials)
         for trial in new:
             self.remember(trial)
-        self._update()
+        self.standings.add(trials)
         for trial in new:
-            self.tell(f"measured {trial.recipe}", self.known[trial.recipe])
+            self.tell(f"measured {trial.recipe}", self.standings.known[trial.recipe])
 
     def look_at_baseline(self) -> None:
         """Say so at once where the time of the workload as given swings, before minutes are spent."""
-        baseline = self.known.get(Recipe())
+        baseline = self.standings.known.get(Recipe())
         times = [one.ms for one in baseline.slices] if baseline is not None else []
         if baseline is None or not times or max(times) < _SWINGS * min(times):
             return
@@ -375,30 +332,9 @@ class Session:
     def remember(self, trial: Trial) -> None:
         """Keep the trial of a recipe that was not known."""
         self.study.add(trial, self.facts.mode)
-        self.known[trial.recipe] = trial
+        self.standings.known[trial.recipe] = trial
         self._recall(trial)
         self.study.set_note("seconds", self.seconds)
-
-    def _update(self) -> None:
-        """Let every trial say what all races together say of its speed."""
-        self.fit = self.races.fit()
-        if self.fit is None:
-            return
-        for recipe, trial in self.known.items():
-            speedup = self.fit.speedup(recipe, confidence=self.rules.confidence) if recipe.levels else None
-            if speedup is not None:
-                self.known[recipe] = replace(trial, speedup=speedup)
-
-    def confirmed(self, trials: Sequence[Trial]) -> list[Trial]:
-        """The last race's trials with what this race says of them, processes spread as in the whole study; all races
-        then say together which is best (`known`)."""
-        self.races.add(trials)
-        self._update()
-        alone = self.races.of_race(trials[0].heat, self.fit) if self.fit is not None else None
-        if alone is None:
-            return list(trials)
-        return [replace(trial, speedup=alone.speedup(trial.recipe, confidence=self.rules.confidence) or trial.speedup)
-                if trial.recipe.levels else trial for trial in trials]  # fmt: skip
 
     def _recall(self, trial: Trial) -> None:
         """What a trial chose is chosen: the last race, ``optimized.py`` and a resumed study go by it."""
@@ -411,7 +347,7 @@ class Session:
 
     def tell(self, doing: str, trial: Trial | None = None) -> None:
         """Pass on what happens."""
-        best = self.best() if self.known else None
+        best = self.standings.best() if self.standings.known else None
         self._tell(Event(doing, trial, best, self.budget.elapsed_s, self.budget.seconds))
 
     def _pass_on(self, progress: Progress) -> None:
@@ -426,8 +362,8 @@ class Session:
 
     def _deadline(self) -> float:
         """When to begin the last race."""
-        baseline = self.known.get(Recipe())
-        return self.budget.deadline([baseline, *(self.finalists() or [baseline])] if baseline else [])
+        baseline = self.standings.known.get(Recipe())
+        return self.budget.deadline([baseline, *(self.standings.finalists() or [baseline])] if baseline else [])
 
     def _left_s(self, deadline: float) -> float:
         return deadline - self.budget.started - self.budget.elapsed_s
@@ -443,15 +379,6 @@ class Session:
         factor = int(batch[1:]) if batch.startswith("x") else 1
         ranks = self._ranks if recipe.levels.get("parallel", "single") != "single" else 1
         return Entry(recipe, source(recipe, self.facts), environment, factor, calibrated, ranks)
-
-    def _judge(self) -> Judge:
-        return Judge(
-            str(self.probed.reference_path),
-            self.limits.above(self.probed.reference.noise).max_error,
-            self.limits.min_agreement,
-            self.limits.max_metric_drop,
-            self.probed.reference.metric,
-        )
 
     def _environment(self) -> dict[str, str]:
         return {
@@ -472,11 +399,6 @@ def read_trials(notes: Any) -> list[Trial]:
         return [Trial.from_json(item) for item in notes or ()]
     except (TypeError, KeyError, AttributeError, ValueError, msgspec.ValidationError):
         return []
-
-
-def _kind(trial: Trial) -> tuple[str, str]:
-    levels = trial.recipe.levels
-    return levels.get("runtime", "torch").partition("-")[0], levels.get("threads", "")
 
 
 def _abreast(facts: Facts) -> int:
