@@ -20,7 +20,7 @@ from fettle.cli import COMMANDS, _old_spellings, build
 from fettle.cli.serve import COMMANDS as SERVE
 from fettle.errors import UsageError
 from fettle.measure import Rules
-from fettle.result import Result
+from fettle.report import Result
 from fettle.tuning import options
 from tests.tuning.test_tuning import FEW, QUICK
 

@@ -249,12 +249,12 @@ def test_times_that_stand_side_by_side_are_of_one_race() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "no JSON"),
-        ("[]", "no fettle result"),
+        ("", "not JSON"),
+        ("[]", "not a fettle result"),
         ('{"format": 99}', "format 99"),
         ('{"format": 1, "surprise": 1}', "unknown field 'surprise'"),
-        ('{"format": 1, "name": 3}', "no fettle result"),
-        ("[" * 100_000, "no JSON"),
+        ('{"format": 1, "name": 3}', "not a fettle result"),
+        ("[" * 100_000, "not JSON"),
     ],
 )
 def test_a_foreign_file_is_one_line(tmp_path: Path, text: str, words: str) -> None:

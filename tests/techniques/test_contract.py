@@ -16,13 +16,12 @@ from fettle.techniques import (
     CATALOGUE,
     Facts,
     bundles,
+    canonical,
     check_names,
     conflict,
     find,
     load,
-    normal,
     probe_facts,
-    render,
     source,
 )
 from fettle.workload import Workload, leaves, spread
@@ -117,7 +116,7 @@ def here() -> list[object]:
     cases = []
     for technique in CATALOGUE:
         for level in technique.levels(FACTS) if "inference" in technique.modes else ():
-            if not level.why_not and level.name != technique.given:
+            if not level.why_not and level.name != technique.default:
                 slow = level.name in DEAR.get(technique.name, ())
                 case = (technique.name, level.name)
                 cases.append(pytest.param(*case, marks=[pytest.mark.slow] if slow else [], id="=".join(case)))
@@ -130,7 +129,7 @@ def test_describes_itself(technique):
         levels = technique.levels(facts)
         names = [level.name for level in levels]
         assert len(set(names)) == len(names)
-        assert not next(level for level in levels if level.name == technique.given).why_not
+        assert not next(level for level in levels if level.name == technique.default).why_not
         for level in levels:
             assert level.summary
             assert Recipe.parse(f"{technique.name}={level.name}").levels == {technique.name: level.name}
@@ -139,14 +138,14 @@ def test_describes_itself(technique):
                 assert not phrase.endswith(".")
                 assert "\n" not in phrase
             assert technique.level_cost(level.name) in (1, 2, 3)
-            if level.name != technique.given and not level.why_not:
-                render(completed(technique.name, level.name), facts, CATALOGUE)
+            if level.name != technique.default and not level.why_not:
+                source(completed(technique.name, level.name), facts)
 
 
-def test_given_levels_render_nothing():
-    given = Recipe({technique.name: technique.given for technique in CATALOGUE})
-    assert normal(given) == Recipe()
-    assert source(given, FACTS, heading="x") == source(Recipe(), FACTS, heading="x")
+def test_default_levels_render_nothing():
+    defaults = Recipe({technique.name: technique.default for technique in CATALOGUE})
+    assert canonical(defaults) == Recipe()
+    assert source(defaults, FACTS, heading="x") == source(Recipe(), FACTS, heading="x")
 
 
 @pytest.mark.parametrize(("name", "level"), here())

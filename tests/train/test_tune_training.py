@@ -95,8 +95,8 @@ def test_modes_are_not_mixed_up(tmp_path):
         fettle.tune(str(TINY), mode="training", techniques={"mode": ["eval"]}, output=tmp_path)
 
 
-RANKS = {**FEW, "parallel": ["single", "ddp"], "wrap": ["block"], "ddp_graph": ["dynamic"], "ddp_compress": ["none"],
-         "ddp_buckets": ["view"]}  # fmt: skip
+RANKS = {**FEW, "parallel": ["single", "ddp"], "auto_wrap": ["block"], "static_graph": ["off"],
+         "ddp_compress": ["none"], "ddp_buckets": ["view"]}  # fmt: skip
 
 
 @pytest.mark.slow

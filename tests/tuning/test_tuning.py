@@ -22,8 +22,7 @@ import fettle
 from fettle import comparing
 from fettle.recipe import Recipe
 from fettle.recipe_file import load_recipe
-from fettle.report import save
-from fettle.result import Result
+from fettle.report import Result, save
 from fettle.techniques import load, source
 from fettle.tuning import _last_race, session
 from tests.conftest import Run
@@ -210,25 +209,26 @@ def test_layers_are_chosen_once_and_carried(work: Path, tmp_path: Path) -> None:
     pytest.importorskip("openvino")
     part = {**FEW, "precision": ["fp32"], "runtime": ["torch", "openvino-int8-part"]}
     result = fettle.tune(str(work), techniques=part, budget_s=BUDGET_S, output=tmp_path / "out", max_error=0.05)
-    (trial,) = [trial for trial in result.trials if trial.int8_layers][:1]
+    (trial,) = [trial for trial in result.trials if trial.learned][:1]
+    layers = trial.learned["int8_layers"]
     assert trial.recipe.levels["runtime"] == "openvino-int8-part"
     assert trial.accuracy.error <= 0.05
-    assert any(note.startswith(f"int8: {len(trial.int8_layers)} of 3 layers, with an error of") for note in trial.notes)
-    assert result.facts.int8_layers == tuple(trial.int8_layers)
+    assert any(note.startswith(f"int8: {len(layers)} of 3 layers, with an error of") for note in trial.notes)
+    assert result.facts.learned["int8_layers"] == layers
     assert result.facts.max_error >= 0.05
     code = source(trial.recipe, result.facts)
-    assert f"part = {{'layers': {list(trial.int8_layers)}," in code
+    assert f"part = {{'layers': {layers}," in code
     # as if it had won: what is handed out holds the choice, and comes to the same answers
     won = replace(result, winner=trial, code=code)
     save(won, tmp_path / "won")
-    assert load_recipe(tmp_path / "won/recipe.toml").int8_layers == tuple(trial.int8_layers)
+    assert load_recipe(tmp_path / "won/recipe.toml").learned == {"int8_layers": layers}
     namespace: dict = {}
     exec(WORK, namespace)
     (model, batches), (other, _) = namespace["workload"](), namespace["workload"]()
     fast = fettle.apply(model, tmp_path / "won/recipe.toml", batches)
     torch.testing.assert_close(fast(batches[0]), load(code, "optimized")(other, batches[:2])(batches[0]))
     again = fettle.tune(str(work), techniques=part, budget_s=BUDGET_S, output=tmp_path / "out", max_error=0.05)
-    assert again.facts.int8_layers == tuple(trial.int8_layers)
+    assert again.facts.learned["int8_layers"] == layers
 
 
 def test_live_objects_work_and_what_cannot_be_pickled_is_one_line(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         ("[levels]\nprecision = 'bf17'", "no level 'bf17'"),
         ("[levels]\nwarp = 'on'", "unknown technique"),
         ("[other]\nx = 1", "no [levels] table"),
-        ("not toml at all [", "is no recipe"),
+        ("not toml at all [", "is not a recipe"),
         ("format = 99\n[levels]\n", "format 99"),
         ("[levels]\n[surprise]\ny = 1", "surprise"),
     ],

@@ -12,7 +12,7 @@ from fettle.page import theme
 from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, Drawn
 from fettle.report import _format as fmt
 from fettle.report._facts import error_name, levers, name_of, pareto, ranked, speed, status_of, unit_name
-from fettle.result import Result
+from fettle.result import Outcome
 
 SHAPES = {
     "winner": "diamond",
@@ -28,7 +28,7 @@ Rows = list[dict[str, Any]]
 Channel = TypeVar("Channel", alt.X, alt.Y)
 
 
-def points(result: Result) -> Rows:
+def points(result: Outcome) -> Rows:
     """One row for each trial with a speed-up (the baseline's is 1), numbered as in the table of all trials."""
     trials = ranked(result)
     lever = levers(trials)
@@ -61,7 +61,7 @@ def points(result: Result) -> Rows:
     return rows
 
 
-def against_error(result: Result) -> Drawn | None:
+def against_error(result: Outcome) -> Drawn | None:
     """Every trial by speed-up and relative error, with the limit and the baseline's own error as lines."""
     rows = _with_error(points(result))
     if not rows:
@@ -78,7 +78,7 @@ def against_error(result: Result) -> Drawn | None:
     return _cloud(result, rows, y, rules)
 
 
-def against_memory(result: Result) -> Drawn | None:
+def against_memory(result: Outcome) -> Drawn | None:
     """Every trial by speed-up and peak memory, with the limit as a line."""
     rows = [{**row, "y": row["memory"]} for row in points(result) if row["memory"] is not None]
     if not rows:
@@ -89,7 +89,7 @@ def against_memory(result: Result) -> Drawn | None:
     return _cloud(result, rows, y, rules)
 
 
-def front(result: Result) -> Drawn | None:
+def front(result: Outcome) -> Drawn | None:
     """The Pareto front: speed and error as place, memory as size; what is beaten in all three stays in the back."""
     rows = [row for row in _with_error(points(result)) if row["status"] != "rejected"]
     if not any(row["front"] for row in rows):
@@ -121,7 +121,7 @@ def _with_error(rows: Rows) -> Rows:
     return [{**row, "y": max(row["error"], floor)} for row in rows if row["error"] is not None]
 
 
-def _cloud(result: Result, rows: Rows, y: alt.Y, rules: list[alt.Chart]) -> Drawn:
+def _cloud(result: Outcome, rows: Rows, y: alt.Y, rules: list[alt.Chart]) -> Drawn:
     picked = alt.selection_point(fields=["lever"], bind="legend")
     names = sorted({row["lever"] for row in rows}, key=lambda name: (name in ("as given", OTHER), name))
     colours = [QUIET if name in ("as given", OTHER) else LEVERS[i % len(LEVERS)] for i, name in enumerate(names)]
@@ -168,7 +168,7 @@ def _cloud(result: Result, rows: Rows, y: alt.Y, rules: list[alt.Chart]) -> Draw
     return alt.layer(one, *rules, dots, label).properties(width="container", height=_HEIGHT)
 
 
-def _latency_ratio(result: Result) -> float | None:
+def _latency_ratio(result: Outcome) -> float | None:
     """Where on the speed-up axis the latency limit lies."""
     limit, baseline = result.limits.max_latency_ms, result.baseline
     if not limit or limit <= 0 or baseline is None or not math.isfinite(baseline.time_ms):
@@ -186,7 +186,7 @@ def _horizontal(value: float, text: str, colour: str) -> list[alt.Chart]:
 
 def _x(rows: Rows, *more: float | None) -> alt.X:
     values = [row["speedup"] for row in rows] + [1.0] + [value for value in more if value]
-    return _log(values, alt.X("speedup:Q"), "speed-up over what was given (log)", "format(datum.value, '~g') + 'x'")
+    return _log(values, alt.X("speedup:Q"), "speed-up over the model as given (log)", "format(datum.value, '~g') + 'x'")
 
 
 def _log(values: list[float], channel: Channel, title: str, label: str) -> Channel:
@@ -211,7 +211,7 @@ def _sizes(rows: Rows) -> list[float]:
     return steps[-3:] or [round(max(known))]
 
 
-def _tooltip(result: Result) -> list[alt.Tooltip]:
+def _tooltip(result: Outcome) -> list[alt.Tooltip]:
     titles = {
         "number": "#",
         "recipe": "recipe",

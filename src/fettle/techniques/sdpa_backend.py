@@ -3,10 +3,8 @@
 It need not be the fastest: on a CPU the backward pass of flash attention in bfloat16 takes longer than in float32.
 """
 
-from typing import ClassVar
-
 from fettle.recipe import Recipe
-from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.techniques._base import BOTH, Code, Facts, Level, Technique, register
 
 _BACKENDS = {
     "flash": "FLASH_ATTENTION",
@@ -16,11 +14,13 @@ _BACKENDS = {
 }
 
 
+@register
 class SdpaBackend(Technique):
     name = "sdpa_backend"
-    modes: ClassVar[frozenset[str]] = frozenset({"inference", "training"})
+    order = 410
+    modes = BOTH
     title = "SDPA kernel"
-    given = "auto"
+    default = "auto"
 
     def levels(self, facts: Facts) -> list[Level]:
         uses = facts.uses_sdpa or facts.manual_attention or "sdpa" in facts.hf_attention
@@ -35,7 +35,7 @@ class SdpaBackend(Technique):
         ]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        if level == self.given:
+        if level == self.default:
             return ""
         attention = recipe.levels.get("attention", "as-is")
         if attention in ("hf-eager", "hf-flash_attention_2"):

@@ -30,7 +30,16 @@ from fettle.procs.nodes import Nodes
 from fettle.recipe import Recipe
 from fettle.result import Goal, Limits
 from fettle.study import Study
-from fettle.techniques import Facts, find, normal, source
+from fettle.techniques import (
+    Facts,
+    batch_factor,
+    canonical,
+    environment,
+    is_calibrated,
+    kind_of,
+    source,
+    uses_ranks,
+)
 from fettle.tuning import _limits
 from fettle.tuning._budget import FEWEST_ROUNDS, Budget, start_s, turn_s
 from fettle.tuning._plan import plan_memory
@@ -196,7 +205,7 @@ class Session:
 
     def measure(self, recipes: Sequence[Recipe]) -> list[Trial]:
         """Race those of `recipes` that are not known yet beside the baseline; answer for all that are known then."""
-        wanted = list(dict.fromkeys(normal(recipe) for recipe in recipes))
+        wanted = list(dict.fromkeys(canonical(recipe) for recipe in recipes))
         missing = [recipe for recipe in wanted if recipe not in self.known]
         if missing and not (self.known and self.spent()):
             self.race_unknown(missing)
@@ -237,8 +246,8 @@ class Session:
         ranked = sorted(able, key=self.rank)
         near = [trial for trial in ranked if not self.beats(ranked[0], trial, math.log(1.05))]
         chosen = near[:FINALISTS]
-        other = next((trial for trial in near[FINALISTS:] if _kind(trial) != _kind(ranked[0])), None)
-        alike = all(_kind(trial) == _kind(ranked[0]) for trial in chosen)
+        other = next((trial for trial in near[FINALISTS:] if kind_of(trial.recipe) != kind_of(ranked[0].recipe)), None)
+        alike = all(kind_of(trial.recipe) == kind_of(ranked[0].recipe) for trial in chosen)
         return [*chosen[:-1], other] if other is not None and alike else chosen
 
     def beats(self, one: Trial, other: Trial, least: float = 0.0) -> bool:
@@ -396,8 +405,8 @@ class Session:
 
     def _recall(self, trial: Trial) -> None:
         """What a trial chose is chosen: the last race, ``optimized.py`` and a resumed study go by it."""
-        if trial.int8_layers and trial.ok and not self.facts.int8_layers:
-            self.facts = replace(self.facts, int8_layers=tuple(trial.int8_layers))
+        if trial.ok:
+            self.facts = replace(self.facts, learned={**trial.learned, **self.facts.learned})
 
     def note(self, text: str) -> None:
         """Pass on a line that stays."""
@@ -427,16 +436,9 @@ class Session:
         return deadline - self.budget.started - self.budget.elapsed_s
 
     def _entry(self, recipe: Recipe) -> Entry:
-        environment: dict[str, str] = {}
-        calibrated = False
-        for name, level in recipe.levels.items():
-            technique = find(name)
-            environment |= technique.code(level, recipe, self.facts).environment
-            calibrated |= level in technique.calibrated
-        batch = recipe.levels.get("batch", "")
-        factor = int(batch[1:]) if batch.startswith("x") else 1
-        ranks = self._ranks if recipe.levels.get("parallel", "single") != "single" else 1
-        return Entry(recipe, source(recipe, self.facts), environment, factor, calibrated, ranks)
+        ranks, variables = self._ranks if uses_ranks(recipe) else 1, environment(recipe, self.facts)
+        lines, factor = source(recipe, self.facts), batch_factor(recipe)
+        return Entry(recipe, lines, variables, factor, is_calibrated(recipe), ranks)
 
     def _judge(self) -> Judge:
         return Judge(
@@ -466,11 +468,6 @@ def read_trials(notes: Any) -> list[Trial]:
         return [Trial.from_json(item) for item in notes or ()]
     except (TypeError, KeyError, AttributeError, ValueError, msgspec.ValidationError):
         return []
-
-
-def _kind(trial: Trial) -> tuple[str, str]:
-    levels = trial.recipe.levels
-    return levels.get("runtime", "torch").partition("-")[0], levels.get("threads", "")
 
 
 def _abreast(facts: Facts) -> int:
