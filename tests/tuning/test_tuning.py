@@ -24,8 +24,7 @@ from fettle.recipe import Recipe
 from fettle.recipe_file import load_recipe
 from fettle.report import Result, save
 from fettle.techniques import load, source
-from fettle.tuning import _last_race, session
-from tests.conftest import Run
+from tests.conftest import Run, quick_studies
 
 WORK = """
 import torch
@@ -56,24 +55,9 @@ FEW = {
 }
 
 
-QUICK = """
-from functools import partial
-from fettle.measure import Rules
-from fettle.tuning import _last_race, session
-session.SCREENING_ROUNDS = _last_race.SCREENING_ROUNDS = 4
-session.Rules = partial(Rules, slice_s=0.05, max_rounds=6)
-_last_race.REPLICATES = 1
-"""
-
-
 @pytest.fixture(scope="module", autouse=True)
 def quick() -> Iterator[None]:
-    """Few rounds and processes: how certain a verdict is, is for the tests of the race."""
-    with pytest.MonkeyPatch.context() as patch:
-        names = ("SCREENING_ROUNDS", "Rules", "REPLICATES")
-        for module, name in [(room, name) for room in (session, _last_race) for name in names if hasattr(room, name)]:
-            patch.setattr(module, name, getattr(module, name))  # what it puts back
-        exec(QUICK, {})
+    with quick_studies():
         yield
 
 
@@ -179,7 +163,9 @@ def test_tighter_limits_judge_the_kept_trials_anew(tuned) -> None:
 def test_killed_at_any_moment_the_same_command_goes_on(work: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     options = [f"--technique={name}={','.join(levels)}" for name, levels in FEW.items()]
-    program = f"{QUICK}from fettle.cli import main; main()"
+    program = (
+        "from fettle.cli import main\nfrom tests.conftest import quick_studies\nwith quick_studies():\n    main()\n"
+    )
     command = [sys.executable, "-c", program, "tune", str(work), "-o", str(out), *options, "--budget", f"{BUDGET_S}s"]
     first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     assert first.stderr is not None

@@ -50,7 +50,7 @@ def payback(result: Outcome) -> str:
     if winner is None or not winner.recipe.levels or baseline is None:
         return ""
     if not (math.isfinite(winner.startup.total_s) and math.isfinite(baseline.startup.total_s)):
-        return "The start-up time was not measured, so nothing can be text about when it is paid back."
+        return "The start-up time was not measured, so nothing can be said about when it is paid back."
     extra = winner.startup.total_s - baseline.startup.total_s
     calls = result.payback_calls
     cache = f", with a {winner.startup.cache} compile cache" if winner.startup.cache else ""

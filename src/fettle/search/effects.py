@@ -148,7 +148,7 @@ def _all_seen(held: list[dict[str, str]], levels: dict[str, list[str]], pair: tu
 
 
 def _log_time(trial: Trial) -> float:
-    """Log of the time per sample; from the paired speed-up where there is one, which the machine's pace affects less."""
+    """Log of the time per sample; from the paired speed-up if any, which the machine's pace affects less."""
     if trial.speedup is not None and 0 < trial.speedup.estimate < math.inf:
         return -math.log(trial.speedup.estimate)
     return math.log(trial.time_ms / trial.samples) if trial.time_ms > 0 else math.nan

@@ -14,7 +14,7 @@ from fettle.techniques.precision import autocast
 
 
 def keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """The selective policy: keep what is expensive to compute (products, convolutions, attention), recompute the rest."""
+    """The selective policy: keep expensive results (products, convolutions, attention), recompute the rest."""
     from torch.utils.checkpoint import CheckpointPolicy
 
     expensive = ("mm", "addmm", "bmm", "baddbmm", "convolution", "attention")

@@ -70,7 +70,7 @@ def forward_by_products(x: Any, weight: Any, bias: Any, stride: Any, padding: An
 
 
 def input_gradient_by_products(grad: Any, weight: Any, padding: Any) -> Any:
-    """The gradient of the input of a convolution of stride 1: a convolution of the output's with the kernel turned round."""
+    """The gradient of a stride-1 convolution's input: a convolution of the output's with the kernel turned round."""
     _, channels, tall, wide = weight.shape
 
     def rows(row: int) -> Any:

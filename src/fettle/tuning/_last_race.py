@@ -9,8 +9,8 @@ from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.search import Space
 from fettle.techniques import CATALOGUE
-from fettle.tuning._budget import MOST_REPLICATES, REPLICATES, REPLICATES_S, plan_finale, race_s
-from fettle.tuning.session import SCREENING_ROUNDS, Session, read_trials
+from fettle.tuning._budget import MOST_REPLICATES, REPLICATES_S, plan_finale, race_s
+from fettle.tuning.session import Session, read_trials
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ def last_race(session: Session, space: Space) -> LastRace:
     cheap = [recipe for recipe in rungs if space.cost(recipe) == 1 and recipe not in session.known]
     best = session.finalists()
     budget = session.budget
-    most = min(2, REPLICATES) if _is_beyond_doubt(session, leader) else REPLICATES
+    most = session.effort.replicates
+    most = min(2, most) if _is_beyond_doubt(session, leader) else most
     plan = plan_finale(budget.left_s + 0.5 * budget.grace_s, baseline, best, len(cheap), most)
     if plan is None:
         return _too_small(session, race_s([baseline, leader]))
@@ -47,7 +48,7 @@ def last_race(session: Session, space: Space) -> LastRace:
     session.held.close()
     session.be_patient()
     share_s = REPLICATES_S if budget.seconds is None else min(REPLICATES_S, max(0.0, budget.left_s))
-    rules = replace(session.rules, max_rounds=SCREENING_ROUNDS, deadline=budget.end, grace_s=budget.grace_s,
+    rules = replace(session.rules, deadline=budget.end, grace_s=budget.grace_s,
                     precision=0.05, replicates=plan.replicates, most_replicates=MOST_REPLICATES,
                     replicate_s=share_s)  # fmt: skip
     trials = session.run([Recipe(), *again, *cheap], rules, once=cheap)

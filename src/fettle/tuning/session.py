@@ -45,6 +45,7 @@ from fettle.tuning._budget import FEWEST_ROUNDS, Budget, start_s, turn_s
 from fettle.tuning._plan import plan_memory
 from fettle.tuning._probe import probe
 from fettle.tuning.model import Fit, Races
+from fettle.tuning.options import Effort
 from fettle.tuning.space import level_cost
 from fettle.workload import Target
 
@@ -54,8 +55,6 @@ WAITING = 0.25
 """Share of the budget that the races may wait for a quiet machine. Where slices may go before others' work, all of it
 is for the last race, else two fifths."""
 _UNLIMITED_WAIT_S = 120.0
-SCREENING_ROUNDS = 20
-"""Most rounds of a race. Processes differ by more than so many rounds leave open: the last race has more of those."""
 _DEARER_S = {1: 0.0, 2: 6.0, 3: 30.0}
 """What a recipe of each cost needs beyond the workload as given until it is ready, as long as none was measured."""
 _SWINGS = 1.5
@@ -105,11 +104,15 @@ class Session:
         device_memory_bytes: int | None = None,
         under_load: bool = False,
         polite: bool = False,
+        effort: Effort | None = None,
     ) -> None:
         self.target, self.folder, self.limits, self.goal = target, folder, limits, goal
         self._training_limits = training_limits
         self.budget = Budget(budget_s, started)
-        self.rules = Rules(confidence=confidence, prepare_timeout_s=trial_timeout_s, under_load=under_load)
+        self.effort = effort = effort or Effort()
+        self.rules = Rules(
+            effort.slice_s, effort.rounds, confidence, prepare_timeout_s=trial_timeout_s, under_load=under_load
+        )
         if polite:
             self.rules = replace(self.rules, may_go_first=False)
         if goal == "energy":
@@ -296,7 +299,7 @@ class Session:
         entries = [recipe for recipe in recipes if recipe.levels]
         entries = entries[: self._how_many_fit(entries, self._left_s(deadline))]
         if entries or not self.known:
-            rules = replace(self.rules, deadline=deadline, grace_s=0.0, max_rounds=SCREENING_ROUNDS)
+            rules = replace(self.rules, deadline=deadline, grace_s=0.0)
             leader = self.best()
             again = [leader.recipe] if leader is not None and leader.recipe.levels else []
             self.keep(self.run(list(dict.fromkeys([Recipe(), *again, *entries])), rules, self.held))

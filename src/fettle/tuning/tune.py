@@ -87,7 +87,7 @@ def tune(
         target, folder, options.limits, options.goal, options.budget_s or None, started, tell, options.confidence,
         options.trial_timeout_s, training_limits=options.training_limits, nproc=options.nproc, nodes=others,
         device_memory_bytes=options.device_memory_bytes, under_load=options.under_load,
-        polite=options.polite,
+        polite=options.polite, effort=options.effort,
     )  # fmt: skip
     try:
         if others is not None:
