@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from fettle.errors import UsageError
+from fettle.measure import Trial
 from fettle.recipe import Recipe
+from fettle.recipe_file import read_recipe
 from fettle.techniques import (
     CATALOGUE,
     Facts,
@@ -24,6 +26,7 @@ from fettle.techniques import (
     probe_facts,
     source,
 )
+from fettle.tuning._arguments import check_techniques
 from fettle.workload import Workload, leaves, spread
 
 WORKLOAD = '''
@@ -256,6 +259,23 @@ def test_every_level_is_known_on_every_machine() -> None:
     for technique in CATALOGUE:
         assert {level.name for level in technique.levels(machine_facts())} <= set(known[technique.name])
         assert {level.name for level in technique.levels(FACTS)} <= set(known[technique.name])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("parallel=zero3 policy=bf16 wrap=size", "parallel=zero3 mixed_precision=bf16 auto_wrap=size"),
+        ("parallel=ddp ddp_graph=static", "parallel=ddp static_graph=on"),
+        ("parallel=ddp ddp_graph=dynamic", "parallel=ddp static_graph=off"),
+    ],
+)
+def test_what_earlier_versions_called_it_is_read(old, new, tmp_path):
+    old, new = Recipe.parse(old), Recipe.parse(new)
+    assert read_recipe(str(old)).recipe == read_recipe(old).recipe == new
+    old.save(tmp_path / "recipe.toml")
+    assert read_recipe(tmp_path / "recipe.toml").recipe == new
+    assert Trial.from_json(Trial(old, "measured").to_json()).recipe == new
+    assert check_techniques({"policy": "bf16"}) == {"mixed_precision": ["bf16"]}
 
 
 def test_a_level_that_is_none_is_one_line_of_what_there_is():
