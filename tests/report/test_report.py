@@ -251,7 +251,7 @@ def test_what_an_earlier_version_wrote_is_read() -> None:
     layers = {"int8_layers": [1, 3]}  # was a field of its own
     for holder, chosen in ((data["facts"], layers), *((trial, {"int8_layers": []}) for trial in data["trials"])):
         del holder["learned"]
-        holder |= chosen
+        holder.update(chosen)
     data["winner"]["recipe"] = {"runtime": "openvino-int8-part", "policy": "bf16"}
     result = from_json(data)
     assert result.facts.learned == result.learned == layers
