@@ -249,7 +249,7 @@ def test_times_that_stand_side_by_side_are_of_one_race() -> None:
 def test_what_an_earlier_version_wrote_is_read() -> None:
     data = json.loads(json.dumps(to_json(resnet())))
     layers = {"int8_layers": [1, 3]}  # was a field of its own
-    for holder, chosen in ((data["facts"], layers), *((trial, {"int8_layers": []}) for trial in data["trials"])):
+    for holder, chosen in ((data["facts"], layers), *((each, {"int8_layers": []}) for each in data["trials"])):
         del holder["learned"]
         holder.update(chosen)
     data["winner"]["recipe"] = {"runtime": "openvino-int8-part", "policy": "bf16"}
