@@ -12,10 +12,10 @@ from fettle.page import theme
 from fettle.page.theme import ACCENT, QUIET, Drawn
 from fettle.report import _format as fmt
 from fettle.report._facts import NO_LEVER, speed
+from fettle.report._marks import Rows, sized
 from fettle.result import Outcome, Rung
 
 _STEP = 48
-Rows = list[dict[str, Any]]
 
 
 def rungs(result: Outcome) -> Sequence[Rung]:
@@ -43,13 +43,13 @@ def throughput(result: Outcome) -> Drawn | None:
             for side in ("low", "high")
         ]
         layers += [line, *caps]
-    return _stack(layers, len(rows))
+    return sized(_STEP * len(rows), *layers)
 
 
 def memory(result: Outcome) -> Drawn | None:
     """Peak memory of every rung."""
     rows = memory_rows(result)
-    return _stack(_bars(rows, "peak memory, MiB"), len(rows)) if rows else None
+    return sized(_STEP * len(rows), *_bars(rows, "peak memory, MiB")) if rows else None
 
 
 def throughput_rows(result: Outcome) -> Rows:
@@ -135,7 +135,3 @@ def _bars(rows: Rows, title: str) -> list[alt.Chart]:
     label = base.mark_text(align="left", dy=-9, limit=alt.ExprRef("width - 120")).encode(x=alt.value(0), text="label:N")
     figure = base.mark_text(align="right", dy=-9, fontWeight=600).encode(x=alt.value("width"), text="text:N")
     return [bar, label, figure]
-
-
-def _stack(layers: list[alt.Chart], count: int) -> Drawn:
-    return alt.layer(*layers).properties(width="container", height=_STEP * count)

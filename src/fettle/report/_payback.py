@@ -11,6 +11,7 @@ from fettle.page import theme
 from fettle.page.theme import ACCENT, LEVERS, QUIET, Drawn
 from fettle.report import _format as fmt
 from fettle.report._facts import is_winner, pareto, ranked, speed, unit_name
+from fettle.report._marks import sized
 from fettle.result import Outcome
 
 _POINTS = 60
@@ -61,7 +62,7 @@ def payback(result: Outcome) -> Drawn | None:
                 y=alt.value(8), text="text:N"
             )
         )
-    return alt.layer(*layers).properties(width="container", height=300)
+    return sized(300, *layers)
 
 
 def _series(result: Outcome) -> dict[str, Trial]:

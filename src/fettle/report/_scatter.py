@@ -12,6 +12,7 @@ from fettle.page import theme
 from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, Drawn
 from fettle.report import _format as fmt
 from fettle.report._facts import error_name, levers, name_of, pareto, ranked, speed, status_of, unit_name
+from fettle.report._marks import Rows, level, sized
 from fettle.result import Outcome
 
 SHAPES = {
@@ -24,7 +25,6 @@ SHAPES = {
 OTHER = "other"
 _HEIGHT = 340
 _NICE = [base * 10.0**power for power in range(-12, 7) for base in (1, 2, 5)]
-Rows = list[dict[str, Any]]
 Channel = TypeVar("Channel", alt.X, alt.Y)
 
 
@@ -71,10 +71,10 @@ def against_error(result: Outcome) -> Drawn | None:
     y = _log(levels, alt.Y("y:Q"), f"{error_name(result)} (log)", "format(datum.value, '~g')")
     rules: list[alt.Chart] = []
     if limit:
-        rules += _horizontal(limit, f"limit {fmt.error(limit)}", WARN)
+        rules += level(limit, f"limit {fmt.error(limit)}")
     own = next((row["y"] for row in rows if row["status"] == "baseline" and row["error"]), None)
     if own:
-        rules += _horizontal(own, "as given", QUIET)
+        rules += level(own, "as given", QUIET)
     return _cloud(result, rows, y, rules)
 
 
@@ -85,7 +85,7 @@ def against_memory(result: Outcome) -> Drawn | None:
         return None
     limit = result.limits.max_memory_bytes
     y = alt.Y("y:Q", title="peak memory, MiB", scale=alt.Scale(zero=True, nice=True), axis=alt.Axis(tickCount=6))
-    rules = _horizontal(limit / 2**20, f"limit {fmt.size(limit)}", WARN) if limit is not None else []
+    rules = level(limit / 2**20, f"limit {fmt.size(limit)}") if limit is not None else []
     return _cloud(result, rows, y, rules)
 
 
@@ -111,7 +111,7 @@ def front(result: Outcome) -> Drawn | None:
     numbers = (
         base.transform_filter("datum.front").mark_text(fontWeight=700, fontSize=12, dy=-18).encode(text="number:N")
     )
-    return alt.layer(dots, numbers).properties(width="container", height=_HEIGHT)
+    return sized(_HEIGHT, dots, numbers)
 
 
 def _with_error(rows: Rows) -> Rows:
@@ -165,7 +165,7 @@ def _cloud(result: Outcome, rows: Rows, y: alt.Y, rules: list[alt.Chart]) -> Dra
             .mark_text(color=WARN, align="left", dx=5, fontSize=11)
             .encode(x="x:Q", y=alt.value(8), text="text:N"),
         ]
-    return alt.layer(one, *rules, dots, label).properties(width="container", height=_HEIGHT)
+    return sized(_HEIGHT, one, *rules, dots, label)
 
 
 def _latency_ratio(result: Outcome) -> float | None:
@@ -174,14 +174,6 @@ def _latency_ratio(result: Outcome) -> float | None:
     if not limit or limit <= 0 or baseline is None or not math.isfinite(baseline.time_ms):
         return None
     return baseline.time_ms / limit
-
-
-def _horizontal(value: float, text: str, colour: str) -> list[alt.Chart]:
-    base = alt.Chart(theme.data([{"y": value, "text": text}])).encode(y="y:Q")
-    return [
-        base.mark_rule(color=colour, strokeDash=[6, 3]),
-        base.mark_text(color=colour, align="left", dy=-7, fontSize=11).encode(x=alt.value(4), text="text:N"),
-    ]
 
 
 def _x(rows: Rows, *more: float | None) -> alt.X:

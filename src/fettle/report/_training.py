@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import altair as alt
 
 from fettle.measure import Trial
 from fettle.page import theme
-from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, Drawn
+from fettle.page.theme import ACCENT, QUIET, WARN, Drawn
 from fettle.report import _format as fmt
+from fettle.report._marks import Rows, by_part, sized
 from fettle.result import Outcome
 from fettle.techniques import uses_ranks
 
 PHASES = ("data", "forward", "backward", "optimizer", "communication", "idle")
 MEMORY = ("parameters", "gradients", "optimizer state", "activations", "transients")
-Rows = list[dict[str, Any]]
 
 
 def losses(result: Outcome) -> Drawn | None:
@@ -52,7 +51,7 @@ def losses(result: Outcome) -> Drawn | None:
             tooltip=["run:N", "step:Q", alt.Tooltip("loss:Q", format=".4f")],
         )
     )
-    return alt.layer(area, line).properties(width="container", height=260)
+    return sized(260, area, line)
 
 
 def losses_words(result: Outcome) -> str:
@@ -85,16 +84,11 @@ def timeline(result: Outcome) -> Drawn | None:
             x=x,
             x2="end:Q",
             y=alt.Y("run:N", sort=labels, title=None),
-            color=alt.Color(
-                "phase:N",
-                scale=alt.Scale(domain=list(PHASES), range=[*LEVERS[: len(PHASES) - 1], QUIET]),
-                title=None,
-                legend=alt.Legend(columns=3),
-            ),
+            color=by_part("phase", PHASES, columns=3),
             tooltip=["run:N", "phase:N", alt.Tooltip("ms:Q", format=".2f")],
         )
     )
-    return alt.layer(bars).properties(width="container", height=(52 if len(labels) < 3 else 36) * len(labels))
+    return sized((52 if len(labels) < 3 else 36) * len(labels), bars)
 
 
 def timeline_rows(result: Outcome) -> Rows:
@@ -137,12 +131,7 @@ def plan(result: Outcome) -> Drawn | None:
         .encode(
             x=alt.X("MiB:Q", title="predicted peak of one rank, MiB", axis=alt.Axis(grid=True)),
             y=alt.Y("strategy:N", sort=named, title=None, axis=alt.Axis(labelLimit=190)),
-            color=alt.Color(
-                "part:N",
-                scale=alt.Scale(domain=list(MEMORY), range=[*LEVERS[: len(MEMORY) - 1], QUIET]),
-                title=None,
-                legend=alt.Legend(columns=2),
-            ),
+            color=by_part("part", MEMORY, columns=2),
             order="order:Q",
             tooltip=["strategy:N", "part:N", "size:N"],
         )
@@ -150,9 +139,9 @@ def plan(result: Outcome) -> Drawn | None:
     limits = {row.limit_bytes for row in result.plan if row.limit_bytes}
     longest = max(sum(row.parts.values()) for row in result.plan)
     if not limits or min(limits) > 1.5 * longest:  # a line far beyond the bars would only squeeze them
-        return alt.layer(bars).properties(width="container", height=24 * len(named))
+        return sized(24 * len(named), bars)
     line = alt.Chart(theme.data([{"MiB": min(limits) / 2**20}])).mark_rule(strokeDash=[5, 3], size=2, color=WARN)
-    return alt.layer(bars, line.encode(x="MiB:Q")).properties(width="container", height=24 * len(named))
+    return sized(24 * len(named), bars, line.encode(x="MiB:Q"))
 
 
 def plan_rows(result: Outcome) -> Rows:

@@ -265,3 +265,10 @@ def openvino_int8_part(model: Any, samples: Any, part: Any) -> Any:
         len(part["layers"]), len(layers), error, more, extra={"learned": {"int8_layers": part["layers"]}},
     )  # fmt: skip
     return quantised
+
+
+CHOOSING = (
+    int8_groups, int8_order, int8_fitting, int8_largest, openvino_answers, openvino_error, openvino_layers,
+    openvino_products, openvino_columns, openvino_ranges, openvino_scales, openvino_int8_layers, openvino_int8_part,
+)  # fmt: skip
+"""All that `openvino_int8_part` needs in a file of its own."""

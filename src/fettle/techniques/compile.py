@@ -42,12 +42,6 @@ def compile_blocks(model: torch.nn.Module, **options: Any) -> int:
 
 FROZEN = {"compile": "default", "freeze": "on"}
 
-_MODES = {
-    "default": "torch.compile, its defaults",
-    "max-autotune": "tries several kernels for each product and convolution",
-    "reduce-overhead": "CUDA graphs, so that a launch costs less",
-}
-
 
 @register
 class Compile(Technique):
@@ -62,9 +56,9 @@ class Compile(Technique):
         no_graphs = "" if facts.device == "cuda" else "it means CUDA graphs, and the work is not on a CUDA device"
         return [
             Level("off", "eager, as given"),
-            Level("default", _MODES["default"]),
-            Level("reduce-overhead", _MODES["reduce-overhead"], no_graphs),
-            Level("max-autotune", _MODES["max-autotune"]),
+            Level("default", "torch.compile, its defaults"),
+            Level("reduce-overhead", "CUDA graphs, so that a launch costs less", no_graphs),
+            Level("max-autotune", "tries several kernels for each product and convolution"),
         ]
 
     def level_cost(self, level: str) -> int:
@@ -155,9 +149,6 @@ class _Within(Technique):
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         return "needs compile" if level != self.default and recipe.levels.get("compile", "off") == "off" else ""
-
-    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
-        return Code()
 
 
 @register

@@ -136,7 +136,7 @@ _HOOKS = {
 
 
 class _Setting(Technique):
-    """A setting of the strategies in `kinds`, for the memory plan the one named `setting`. The default comes first."""
+    """A setting of the strategies in `kinds`, for the memory plan called `setting`; `Parallel.code` has its lines."""
 
     modes = TRAINING
     rung = 4
@@ -156,9 +156,6 @@ class _Setting(Technique):
 
     def strategy(self, level: str) -> Mapping[str, str] | None:
         return {self.setting: level} if self.setting else super().strategy(level)
-
-    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
-        return Code()  # part of what `Parallel.code` writes
 
 
 class _Sharded(_Setting):

@@ -9,37 +9,8 @@ import torch
 from fettle.recipe import Recipe
 from fettle.techniques._base import Bundle, Code, Facts, Learned, Level, Technique, register
 from fettle.techniques._exported import Exported, flatten, spread
-from fettle.techniques._openvino import (
-    OpenvinoRequest,
-    openvino_angles,
-    openvino_bf16_sums,
-    openvino_compiled,
-    openvino_engine,
-    openvino_model,
-    openvino_streams_engine,
-    openvino_tail,
-)
-from fettle.techniques._openvino_core import openvino_core
-from fettle.techniques._openvino_int8 import (
-    int8_fitting,
-    int8_groups,
-    int8_largest,
-    int8_order,
-    openvino_answers,
-    openvino_columns,
-    openvino_error,
-    openvino_int8_layers,
-    openvino_int8_part,
-    openvino_layers,
-    openvino_products,
-    openvino_ranges,
-    openvino_scales,
-)
-
-_CHOOSING = (
-    int8_groups, int8_order, int8_fitting, int8_largest, openvino_answers, openvino_error, openvino_layers,
-    openvino_products, openvino_columns, openvino_ranges, openvino_scales, openvino_int8_layers, openvino_int8_part,
-)  # fmt: skip
+from fettle.techniques._openvino import MODEL, openvino_engine, openvino_streams_engine
+from fettle.techniques._openvino_int8 import CHOOSING
 
 
 def aoti_engine(flat: torch.nn.Module, tensors: Any, options: Any) -> Any:
@@ -213,10 +184,8 @@ class Runtime(Technique):
             engine: Any = openvino_streams_engine if recipe.levels.get("streams") == "per-core" else openvino_engine
             chosen = level == "openvino-int8-part"
             given = f'flat, tensors, "{hint}", samples, "{level}"{", part" if chosen else ""}'
-            parts: tuple[Any, ...] = (openvino_core, openvino_tail, openvino_bf16_sums, openvino_angles)
-            parts += (openvino_model, openvino_compiled, OpenvinoRequest)
             return Code(
-                helpers=(*shared, *parts, *(_CHOOSING if chosen else ()), engine),
+                helpers=(*shared, *MODEL, *(CHOOSING if chosen else ()), engine),
                 prepare=(
                     *([f"part = {int8_part(facts)}"] if chosen else []),
                     f"model = Exported(model, lambda flat, tensors, samples: {engine.__name__}({given}){batches})",
@@ -229,6 +198,8 @@ class Runtime(Technique):
 
 @register
 class Streams(Technique):
+    """Which engine the runtime is: its lines are `Runtime.code`'s."""
+
     name = "streams"
     order = 660
     title = "streams"
@@ -258,9 +229,6 @@ class Streams(Technique):
 
     def bundles(self, facts: Facts) -> list[Bundle]:
         return [Bundle(30, {"runtime": "openvino-bf16", "streams": "per-core", **AS_GIVEN})] if facts.has_bf16 else []
-
-    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
-        return Code()  # decides which engine the runtime is, see `Runtime.code`
 
 
 def _missing(facts: Facts, package: str) -> str:
