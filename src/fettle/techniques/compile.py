@@ -76,7 +76,7 @@ class Compile(Technique):
         if not facts.has_bf16:
             return [Bundle(20, FROZEN)]
         return [
-            Bundle(40, {"precision": "bf16", **FROZEN}),
+            Bundle(30, {"precision": "bf16", **FROZEN}),
             Bundle(90, {"precision": "autocast-bf16", **FROZEN}),
             Bundle(100, {"precision": "bf16", "compile": "max-autotune", "freeze": "on"}),
             Bundle(110, FROZEN),

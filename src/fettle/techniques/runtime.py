@@ -162,7 +162,7 @@ class Runtime(Technique):
             return [Bundle(70, {"runtime": "tensorrt"})]
         places = {"openvino": 10, "openvino-int8": 40, "openvino-int8-part": 50, "onnxruntime": 70}
         if facts.has_bf16:
-            places = {"openvino-bf16": 10, "openvino-bf16-sums": 20, "openvino-int8": 50, "openvino-int8-part": 60}
+            places = {"openvino-bf16": 10, "openvino-int8-part": 20, "openvino-bf16-sums": 40, "openvino-int8": 50}
         # Residual sums are what a transformer has; the level says so itself where a model's are in bfloat16 already.
         if not (facts.uses_sdpa or facts.manual_attention):
             places.pop("openvino-bf16-sums", None)
@@ -228,7 +228,7 @@ class Streams(Technique):
         return ""
 
     def bundles(self, facts: Facts) -> list[Bundle]:
-        return [Bundle(30, {"runtime": "openvino-bf16", "streams": "per-core", **AS_GIVEN})] if facts.has_bf16 else []
+        return [Bundle(60, {"runtime": "openvino-bf16", "streams": "per-core", **AS_GIVEN})] if facts.has_bf16 else []
 
 
 def _missing(facts: Facts, package: str) -> str:

@@ -249,8 +249,8 @@ class Session:
         ranked = sorted(able, key=self.rank)
         near = [trial for trial in ranked if not self.beats(ranked[0], trial, math.log(1.05))]
         chosen = near[:FINALISTS]
-        other = next((trial for trial in near[FINALISTS:] if kind_of(trial.recipe) != kind_of(ranked[0].recipe)), None)
-        alike = all(kind_of(trial.recipe) == kind_of(ranked[0].recipe) for trial in chosen)
+        other = next((trial for trial in near[FINALISTS:] if _kind(trial) != _kind(ranked[0])), None)
+        alike = all(_kind(trial) == _kind(ranked[0]) for trial in chosen)
         return [*chosen[:-1], other] if other is not None and alike else chosen
 
     def beats(self, one: Trial, other: Trial, least: float = 0.0) -> bool:
@@ -471,6 +471,10 @@ def read_trials(notes: Any) -> list[Trial]:
         return [Trial.from_json(item) for item in notes or ()]
     except (TypeError, KeyError, AttributeError, ValueError, msgspec.ValidationError):
         return []
+
+
+def _kind(trial: Trial) -> tuple[str, ...]:
+    return kind_of(trial.recipe)
 
 
 def _abreast(facts: Facts) -> int:
