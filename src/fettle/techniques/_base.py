@@ -93,8 +93,8 @@ class Bundle:
     """A combination that is known to work well, so that a search need not find it one step at a time."""
 
     place: int
-    """Among the bundles of all techniques, 10 to 120: what promises most for its cost first, but one of each kind before
-    a second, so that where time is short what is left out is like something that was tried."""
+    """Among the bundles of all techniques, 10 to 120: what promises most for its cost first, but one of each kind
+    before a second, so that where time is short what is left out is like something that was tried."""
     levels: Mapping[str, str]
     """Its levels beside the `usual` ones; the default level of a technique keeps the usual one out."""
 
