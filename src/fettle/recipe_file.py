@@ -72,7 +72,7 @@ class _Evidence(msgspec.Struct):
     limits: _Limits = _Limits()
 
 
-_TABLES = {"workload": _Workload, "machine": _Machine, "evidence": _Evidence}
+_TABLES: dict[str, type[msgspec.Struct]] = {"workload": _Workload, "machine": _Machine, "evidence": _Evidence}
 """What fettle reads of these tables, and so must have this type. The rest of them is for people."""
 
 

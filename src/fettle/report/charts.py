@@ -11,6 +11,7 @@ from fettle.page import Figure, as_spec, clean
 from fettle.report import _format as fmt
 from fettle.report import _ladder, _payback, _scatter, _training
 from fettle.report._facts import error_name, pareto, ranked
+from fettle.report._marks import Rows
 from fettle.report._verdict import payback as payback_text
 from fettle.result import Outcome
 
@@ -73,7 +74,7 @@ def write_charts(result: Outcome, folder: str | Path) -> list[Path]:
     return written
 
 
-def _bars_alt(rows: _ladder.Rows) -> str:
+def _bars_alt(rows: Rows) -> str:
     return "Bars: " + "; ".join(f"{row['label']} {row['text']}" for row in rows) + "."
 
 

@@ -216,7 +216,7 @@ T = TypeVar("T", bound=Technique)
 
 def register(kind: type[T]) -> type[T]:
     """Put a technique into the catalogue: a decorator of its class. Raises ValueError where name or order is taken."""
-    technique = kind()
+    technique: Technique = kind()
     for other in CATALOGUE:
         if technique.name == other.name or technique.order == other.order:
             raise ValueError(f"{kind.__name__} has the name or the order of {type(other).__name__}: {other.name}")
