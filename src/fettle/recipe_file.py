@@ -62,7 +62,7 @@ class _Machine(msgspec.Struct):
     versions: dict[str, str] = {}
 
 
-class _Limits(msgspec.Struct):
+class _Limits(msgspec.Struct, frozen=True):
     max_error: float | None = None
     min_agreement: float | None = None
     max_metric_drop: float | None = None
