@@ -44,7 +44,7 @@ def space_for(
                 if why := ruled_out(Recipe({technique.name: level.name})):
                     left_out.append(LeftOut(technique.name, level.name, f"{why}, unless another technique saves it"))
         if technique.name in allowed:
-            _pin(technique, allowed[technique.name], facts, usable, left_out, required)
+            _pin(technique, allowed[technique.name], facts, usable, required)
         choices[technique.name] = tuple(usable)
     useful = [
         bundle for bundle in bundles(facts) if all(level in choices[name] for name, level in bundle.levels.items())
@@ -76,17 +76,15 @@ def level_cost(recipe: Recipe) -> int:
 
 
 def _pin(
-    technique: Technique, levels: Sequence[str], facts: Facts, usable: list[str], left_out: list[LeftOut],
-    required: dict[str, str],
-) -> None:  # fmt: skip
+    technique: Technique, levels: Sequence[str], facts: Facts, usable: list[str], required: dict[str, str]
+) -> None:
     """Take the user's choice for one technique: it is an error when none of the levels can be had; a lone one is
-    required. Of several, those that cannot be had are among `left_out` already."""
+    required."""
     name, default = technique.name, technique.default
     usable += [level for level in levels if level not in usable and not technique.why_not(level, facts)]
     possible = [level for level in levels if level in usable]
     if not possible:
-        why = next((item.why for item in left_out if item.technique == name and item.level == levels[0]), "unknown")
-        raise UsageError(f"{name}={levels[0]} cannot be had here: {why}")
+        raise UsageError(f"{name}={levels[0]} cannot be had here: {technique.why_not(levels[0], facts)}")
     if len(possible) == 1:
         required[name] = possible[0]
         usable[:] = list(dict.fromkeys([default, possible[0]]))
