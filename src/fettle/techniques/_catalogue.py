@@ -20,9 +20,9 @@ def find(name: str) -> Technique:
 
 
 def _levels(recipe: Recipe) -> Iterator[tuple[Technique, str]]:
-    """The techniques that a recipe changes with their levels."""
-    for name, level in recipe.levels.items():
-        technique = find(name)
+    """The techniques that a recipe changes with their levels. One that comes from a file may name others: not these."""
+    for technique in CATALOGUE:
+        level = recipe.levels.get(technique.name, technique.default)
         if level != technique.default:
             yield technique, level
 
@@ -30,10 +30,8 @@ def _levels(recipe: Recipe) -> Iterator[tuple[Technique, str]]:
 def canonical(recipe: Recipe, facts: Facts | None = None) -> Recipe:
     """The same recipe without default levels, so that equal recipes compare equal; with `facts` also without those that
     the workload has already."""
-    return Recipe({
-        technique.name: level for technique, level in _levels(recipe)
-        if facts is None or not technique.is_met(level, facts)
-    })  # fmt: skip
+    levels = {name: level for name, level in recipe.levels.items() if level != find(name).default}
+    return Recipe({n: level for n, level in levels.items() if facts is None or not find(n).is_met(level, facts)})
 
 
 def idle(recipe: Recipe) -> list[str]:

@@ -408,7 +408,7 @@ class Session:
 
     def _recall(self, trial: Trial) -> None:
         """What a trial chose is chosen: the last race, ``optimized.py`` and a resumed study go by it."""
-        if trial.ok:
+        if trial.learned and trial.ok:
             self.facts = replace(self.facts, learned={**trial.learned, **self.facts.learned})
 
     def note(self, text: str) -> None:
