@@ -19,7 +19,7 @@ def find(name: str) -> Technique:
     raise KeyError(name)
 
 
-def _levels(recipe: Recipe) -> Iterator[tuple[Technique, str]]:
+def changed(recipe: Recipe) -> Iterator[tuple[Technique, str]]:
     """The techniques that a recipe changes with their levels. One that comes from a file may name others: not these."""
     for technique in CATALOGUE:
         level = recipe.levels.get(technique.name, technique.default)
@@ -36,7 +36,7 @@ def canonical(recipe: Recipe, facts: Facts | None = None) -> Recipe:
 
 def idle(recipe: Recipe) -> list[str]:
     """Techniques whose levels work and change nothing beside the recipe's others."""
-    return [technique.name for technique, _ in _levels(recipe) if technique.is_idle(recipe)]
+    return [technique.name for technique, _ in changed(recipe) if technique.is_idle(recipe)]
 
 
 def known_levels() -> dict[str, list[str]]:
@@ -84,7 +84,7 @@ def preconditions(facts: Facts) -> Recipe:
 
 def kind_of(recipe: Recipe) -> tuple[str, ...]:
     """What kind of execution a recipe is, see `Technique.kind`."""
-    return tuple(kind for technique, level in _levels(recipe) if (kind := technique.kind(level)))
+    return tuple(kind for technique, level in changed(recipe) if (kind := technique.kind(level)))
 
 
 # -- what a trial of a recipe takes ----------------------------------------------------------------------------------
@@ -93,24 +93,24 @@ def kind_of(recipe: Recipe) -> tuple[str, ...]:
 def environment(recipe: Recipe, facts: Facts) -> dict[str, str]:
     """The variables that a process of this recipe must start with."""
     variables: dict[str, str] = {}
-    for technique, level in _levels(recipe):
+    for technique, level in changed(recipe):
         variables |= technique.code(level, recipe, facts).environment
     return variables
 
 
 def is_calibrated(recipe: Recipe) -> bool:
     """Whether it looks at the values of sample batches: these must not judge it."""
-    return any(level in technique.calibrated for technique, level in _levels(recipe))
+    return any(level in technique.calibrated for technique, level in changed(recipe))
 
 
 def batch_factor(recipe: Recipe) -> int:
     """How many batches as given are one batch of this recipe."""
-    return max((technique.batch_factor(level) for technique, level in _levels(recipe)), default=1)
+    return max((technique.batch_factor(level) for technique, level in changed(recipe)), default=1)
 
 
 def uses_ranks(recipe: Recipe) -> bool:
     """Whether it runs on all ranks that a study may use, and not on one."""
-    return any(technique.uses_ranks(level) for technique, level in _levels(recipe))
+    return any(technique.uses_ranks(level) for technique, level in changed(recipe))
 
 
 def learned_types() -> dict[str, Any]:
@@ -120,6 +120,6 @@ def learned_types() -> dict[str, Any]:
 
 def handed_on(recipe: Recipe, learned: Mapping[str, Any]) -> dict[str, Any]:
     """That part of what was `learned` which the levels of this recipe go by."""
-    keys = [technique.learns.key for technique, level in _levels(recipe)
+    keys = [technique.learns.key for technique, level in changed(recipe)
             if technique.learns and level in technique.learns.levels]  # fmt: skip
     return {key: learned[key] for key in keys if learned.get(key)}

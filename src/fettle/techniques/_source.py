@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from fettle.recipe import Recipe
-from fettle.techniques._base import CATALOGUE, Code, Facts, Technique
-from fettle.techniques._catalogue import canonical
+from fettle.techniques._base import Code, Facts, Technique
+from fettle.techniques._catalogue import changed
 
 _BEFORE_START = ("LD_PRELOAD", "MALLOC_CONF")
 """Variables that a process which is running already takes no notice of."""
@@ -75,9 +75,7 @@ if __name__ == "__main__":
 
 def codes(recipe: Recipe, facts: Facts) -> list[tuple[Technique, str, Code]]:
     """The techniques that a recipe changes with their lines, in catalogue order."""
-    levels = canonical(recipe).levels
-    changed = [(technique, levels[technique.name]) for technique in CATALOGUE if technique.name in levels]
-    return [(technique, level, technique.code(level, recipe, facts)) for technique, level in changed]
+    return [(technique, level, technique.code(level, recipe, facts)) for technique, level in changed(recipe)]
 
 
 def render(
