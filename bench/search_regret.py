@@ -22,9 +22,9 @@ from tune_vs_peers import _tell, ratio
 from fettle.comparing import bench
 from fettle.machine import this_machine
 from fettle.recipe import Recipe
-from fettle.result import Result
+from fettle.report import Result
 from fettle.search import DESIGNS, combinations_of, factorial
-from fettle.techniques import CATALOGUE, normal
+from fettle.techniques import CATALOGUE, canonical
 from fettle.tuning import tune
 from fettle.tuning.space import space_for
 
@@ -93,7 +93,7 @@ def measure(name: str, folder: Path, budget_s: float) -> dict | None:
     if name in OWN:
         path = folder / f"{name}.py"
         path.write_text(OWN[name])
-    given = {technique.name: [technique.given] for technique in CATALOGUE if "inference" in technique.modes}
+    given = {technique.name: [technique.default] for technique in CATALOGUE if "inference" in technique.modes}
     levels = {**given, **LEVELS[name]}
     del levels["mode"]  # a precondition where it matters
 
@@ -125,7 +125,7 @@ def measure(name: str, folder: Path, budget_s: float) -> dict | None:
 def unmeasured(found: Result, levels: dict[str, list[str]]) -> int:
     """How many of the valid combinations the study has not measured."""
     space, _ = space_for(found.facts, levels)
-    wanted = {normal(recipe) for recipe in combinations_of(space, ALL)} | {Recipe()}
+    wanted = {canonical(recipe) for recipe in combinations_of(space, ALL)} | {Recipe()}
     return len(wanted - {trial.recipe for trial in found.trials})
 
 

@@ -17,8 +17,7 @@ import tempfile
 from pathlib import Path
 
 from fettle.machine import this_machine
-from fettle.report import save
-from fettle.result import Result
+from fettle.report import Result, save
 from fettle.tuning import tune
 
 HERE = Path(__file__).parent

@@ -23,7 +23,8 @@ from fettle.machine import this_machine
 from fettle.measure import Trial, by_round, paired, ratio_interval
 from fettle.recipe import Recipe
 from fettle.recipe_file import RecipeFile
-from fettle.result import Limits, Result, int8_layers
+from fettle.report import Result
+from fettle.result import Limits
 from fettle.tuning import tune
 
 HERE = Path(__file__).parent
@@ -57,7 +58,7 @@ def main() -> None:
 
 def _with_choices(result: Result) -> RecipeFile:
     """The winner with the layers that it chose, as ``recipe.toml`` has it."""
-    return RecipeFile(levels=dict(result.recipe.levels), evidence={"int8_layers": list(int8_layers(result))})
+    return RecipeFile(levels=dict(result.recipe.levels), evidence=result.learned)
 
 
 def measure(name: str, budget_s: float, rounds: int) -> dict:
@@ -165,11 +166,11 @@ def summary(results: list[dict]) -> None:
 
 def _possible(recipe: Recipe, facts: object) -> Recipe | None:
     """The peer's recipe where it can work here: eval mode is left out where the model is in it already."""
-    from fettle.techniques import conflict, normal
+    from fettle.techniques import canonical, conflict
 
     if not facts.training:
         recipe = recipe.without("mode")
-    recipe = normal(recipe)
+    recipe = canonical(recipe)
     return None if conflict(recipe, facts) else recipe
 
 

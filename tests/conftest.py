@@ -1,9 +1,10 @@
 """What one test sets for the whole process, the next must not find. Tests run two at a time, see the Makefile."""
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 # Threads that wait by spinning would take the core from the other half of the tests.
@@ -20,9 +21,10 @@ import pytest
 import torch
 import torch._dynamo
 
+import fettle
 from fettle import comparing
 from fettle.cli import main
-from fettle.tuning import session
+from fettle.tuning import Effort, session
 
 # Two tests run at a time, so the machine is never quiet: none waits for it (that is for tests/measure/test_rounds.py).
 session.WAITING = session._UNLIMITED_WAIT_S = comparing._WAIT_S = 0.0
@@ -75,6 +77,20 @@ def pytest_collection_modifyitems(items):
     items.sort(
         key=lambda item: next((n for n, name in enumerate(_LONG) if item.nodeid.startswith(f"tests/{name}")), 99)
     )
+
+
+QUICK = Effort(slice_s=0.05, rounds=4, replicates=1)
+"""Few rounds and processes: how certain a verdict is, is for the tests of the race."""
+
+
+@contextlib.contextmanager
+def quick_studies(**changes: Any) -> Iterator[None]:
+    """Studies of little effort, with other changes of their options."""
+    with pytest.MonkeyPatch.context() as patch:
+        real = fettle.tune.__globals__["options_of"]
+        changed = lambda *given: replace(real(*given), effort=QUICK, **changes)  # noqa: E731
+        patch.setitem(fettle.tune.__globals__, "options_of", changed)
+        yield
 
 
 @dataclass

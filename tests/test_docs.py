@@ -6,7 +6,6 @@ import inspect
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,9 +19,10 @@ from fettle.cli import COMMANDS, _old_spellings, build
 from fettle.cli.serve import COMMANDS as SERVE
 from fettle.errors import UsageError
 from fettle.measure import Rules
-from fettle.result import Result
+from fettle.report import Result
 from fettle.tuning import options
-from tests.tuning.test_tuning import FEW, QUICK
+from tests.conftest import quick_studies
+from tests.tuning.test_tuning import FEW
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
@@ -46,24 +46,15 @@ TEXTS = [(path.name, path.read_text()) for path in PAGES] + list(_docstrings())
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A study of few recipes and rounds: what a page shows is run as it is written, and takes seconds."""
     from fettle import comparing
-    from fettle.tuning import _last_race, session
 
-    for room, name in [(r, n) for r in (session, _last_race) for n in ("SCREENING_ROUNDS", "Rules", "REPLICATES")]:
-        if hasattr(room, name):
-            monkeypatch.setattr(room, name, getattr(room, name))  # what it puts back
-    exec(QUICK, {})
     monkeypatch.setattr(comparing, "REPLICATES", 1)
     monkeypatch.setattr(comparing, "MOST_REPLICATES", 1)
     monkeypatch.setattr(comparing, "Rules", partial(Rules, slice_s=0.05))
-    real = options.options_of
-
-    def few(*given: object) -> fettle.Options:
-        return replace(real(*given), techniques=FEW)
-
-    monkeypatch.setitem(fettle.tune.__globals__, "options_of", few)
+    with quick_studies(techniques=FEW):
+        yield
 
 
 @pytest.mark.parametrize(("where", "text"), TEXTS, ids=[where for where, _ in TEXTS])

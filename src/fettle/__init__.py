@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from fettle.measure import Interval, Trial
     from fettle.recipe import Recipe
     from fettle.recipe_file import RecipeFile
-    from fettle.result import Limits, Result
+    from fettle.report import Result
+    from fettle.result import Limits
     from fettle.train import TrainingWorkload
     from fettle.tuning import Event, Options, tune
     from fettle.watching import step_timer, watch
@@ -40,7 +41,8 @@ _HOMES = {
     "fettle.measure": ("Interval", "Trial"),
     "fettle.recipe": ("Recipe",),
     "fettle.recipe_file": ("RecipeFile",),
-    "fettle.result": ("Limits", "Result"),
+    "fettle.report": ("Result",),
+    "fettle.result": ("Limits",),
     "fettle.train": ("TrainingWorkload",),
     "fettle.tuning": ("Event", "Options", "tune"),
     "fettle.watching": ("step_timer", "watch"),

@@ -13,7 +13,7 @@ from fettle.errors import UsageError
 from fettle.machine import this_machine
 from fettle.recipe import Recipe
 from fettle.recipe_file import RecipeFile, read_recipe
-from fettle.techniques import LARGEST, Facts, conflict, find, load, normal, probe_facts, source
+from fettle.techniques import LARGEST, Facts, canonical, conflict, find, load, probe_facts, source
 from fettle.train import TrainingWorkload, load_training
 from fettle.train.workload import make
 from fettle.workload import Target, Workload
@@ -56,7 +56,7 @@ def apply(
         facts = replace(training_facts(workload, allow_batch=True), largest_batch=LARGEST)
     else:
         facts = probe_facts(workload, allow_batch=True)
-    optimize = _compiled(found.recipe, replace(facts, int8_layers=found.int8_layers))
+    optimize = _compiled(found.recipe, replace(facts, learned=found.learned))
     if isinstance(workload, TrainingWorkload):
         return optimize(workload.model, workload.optimizer, workload.loss, workload.data)
     calibration = list(workload.calibration) or list(workload.inputs)
@@ -65,8 +65,7 @@ def apply(
 
 def _compiled(recipe: Recipe, facts: Facts) -> Callable[..., Any]:
     """The recipe's own source, ready to be called. Raises `UsageError` where it cannot work."""
-    in_eval_mode = facts.mode == "inference" and not facts.training  # already: nothing to do
-    levels = normal(recipe.without("mode") if in_eval_mode else recipe)
+    levels = canonical(recipe, facts)
     why_not = conflict(levels, facts)
     if why_not:
         raise UsageError(f"the recipe cannot work here: {why_not}")

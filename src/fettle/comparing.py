@@ -16,7 +16,7 @@ from fettle.recipe import Recipe
 from fettle.recipe_file import RecipeFile, read_recipe
 from fettle.result import Limits
 from fettle.study import storage_url
-from fettle.techniques import conflict, normal
+from fettle.techniques import canonical, conflict
 from fettle.tuning import WAITING, Options, Session, Tell, check_limits, target_of, workload_of
 from fettle.workload import AUTO
 
@@ -144,9 +144,9 @@ def _race(
         try:
             session.tell("building the workload and its reference")
             session.open("", storage_url(None, folder), this_machine(), allow_batch=True, fingerprint=fingerprint)
-            layers = next((item.int8_layers for item in found if item.int8_layers), ())
-            session.facts = replace(session.facts, int8_layers=layers)
-            wanted = [normal(item.recipe) for item in found]
+            learned = next((item.learned for item in found if item.learned), {})
+            session.facts = replace(session.facts, learned=learned)
+            wanted = [canonical(item.recipe) for item in found]
             for recipe in wanted:
                 why_not = conflict(recipe, session.facts)
                 if why_not:

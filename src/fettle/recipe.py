@@ -37,7 +37,7 @@ class Recipe:
         for part in re.split(r"[,\s]+", text.strip()):
             name, equals, level = part.partition("=")
             if not equals or not _NAME.fullmatch(name) or not _NAME.fullmatch(level):
-                raise UsageError(f"{part!r} is no TECHNIQUE=LEVEL, for example precision=bf16")
+                raise UsageError(f"{part!r} is not TECHNIQUE=LEVEL, for example precision=bf16")
             if name in levels:
                 raise UsageError(f"{name} is given twice in {text!r}")
             levels[name] = level

@@ -8,32 +8,31 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, TypeVar
 
+import msgspec
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fettle.errors import UsageError
 from fettle.files import write_text
 from fettle.recipe import FORMAT, Recipe
-from fettle.techniques import check_names
+from fettle.techniques import check_names, handed_on, learned_types, respelled
 
 _MAX_BYTES = 1 << 20
+T = TypeVar("T")
 
 
-class RecipeFile(BaseModel):
+class RecipeFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What ``recipe.toml`` holds: the levels, and the evidence for them."""
 
-    model_config = ConfigDict(extra="forbid")
-
     format: int = FORMAT
-    levels: dict[str, str] = Field(default_factory=dict)
-    workload: dict[str, Any] = Field(default_factory=dict)
+    levels: dict[str, str] = {}  # msgspec copies mutable defaults
+    workload: dict[str, Any] = {}
     """name, fingerprint, target."""
-    machine: dict[str, Any] = Field(default_factory=dict)
+    machine: dict[str, Any] = {}
     """The machine's fingerprint and facts (`fettle.machine`)."""
-    evidence: dict[str, Any] = Field(default_factory=dict)
-    """speedup, its interval, times in ms, peak bytes, accuracy measures, the limits that held."""
+    evidence: dict[str, Any] = {}
+    """speedup, its interval, times in ms, peak bytes, accuracy measures, the limits that held; what levels learned."""
 
     @property
     def recipe(self) -> Recipe:
@@ -41,40 +40,39 @@ class RecipeFile(BaseModel):
         return Recipe(self.levels)
 
     @property
-    def int8_layers(self) -> tuple[int, ...]:
-        """Layers that the recipe has in int8 where it chose some, by their place in the graph; else empty."""
-        return tuple(self.evidence.get("int8_layers", ()))
+    def learned(self) -> dict[str, Any]:
+        """What its levels found out when it was tuned and go by, see `fettle.techniques.Learned`."""
+        return handed_on(self.recipe, self.evidence)
 
     def save(self, path: str | Path) -> None:
         """Write the file whole or not at all."""
-        write_text(Path(path), tomli_w.dumps(_without_none(self.model_dump())))
+        write_text(Path(path), tomli_w.dumps(_without_none(msgspec.to_builtins(self))))
 
 
-class _Workload(BaseModel):
+class _Workload(msgspec.Struct):
     name: str = ""
     fingerprint: str = ""
     target: str = ""
 
 
-class _Machine(BaseModel):
+class _Machine(msgspec.Struct):
     id: str | None = None
     cpu: str = ""
     gpus: list[str] = []
     versions: dict[str, str] = {}
 
 
-class _Limits(BaseModel):
+class _Limits(msgspec.Struct, frozen=True):
     max_error: float | None = None
     min_agreement: float | None = None
     max_metric_drop: float | None = None
 
 
-class _Evidence(BaseModel):
+class _Evidence(msgspec.Struct):
     limits: _Limits = _Limits()
-    int8_layers: list[Annotated[int, Field(ge=0, lt=1 << 20)]] = Field(default=[], max_length=1 << 16)
 
 
-_SHAPES: dict[str, type[BaseModel]] = {"workload": _Workload, "machine": _Machine, "evidence": _Evidence}
+_TABLES: dict[str, type[msgspec.Struct]] = {"workload": _Workload, "machine": _Machine, "evidence": _Evidence}
 """What fettle reads of these tables, and so must have this type. The rest of them is for people."""
 
 
@@ -88,20 +86,43 @@ def load_recipe(path: str | Path) -> RecipeFile:
     except OSError as error:
         raise UsageError(f"cannot read the recipe {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is no recipe: {error}") from error
+        raise UsageError(f"{path} is not a recipe: {error}") from error
     if "levels" not in data:
-        raise UsageError(f"{path} is no fettle recipe: it has no [levels] table")
-    where = ""
+        raise UsageError(f"{path} is not a fettle recipe: it has no [levels] table")
     try:
-        found = RecipeFile.model_validate(data)
-        for where, shape in _SHAPES.items():
-            shape.model_validate(getattr(found, where))
-    except ValidationError as error:
-        problem = error.errors()[0]
-        place = ".".join(map(str, ([where] if where else []) + list(problem["loc"])))
-        raise UsageError(f"{path} is no fettle recipe: {place}: {problem['msg']}") from error
+        found = _read(data)
+    except UsageError as error:
+        raise UsageError(f"{path} is not a fettle recipe: {error}") from error
     if found.format != FORMAT:
         raise UsageError(f"{path} has recipe format {found.format}; this fettle reads format {FORMAT}")
+    return _checked(found)
+
+
+def _read(data: Mapping[str, Any]) -> RecipeFile:
+    for name, level in data["levels"].items() if isinstance(data["levels"], dict) else ():
+        _typed(level, str, f"levels.{name}")
+    found = _typed(data, RecipeFile)
+    for name, kind in _TABLES.items():
+        _typed(getattr(found, name), kind, name)
+    for name, kind in learned_types().items():
+        if name in found.evidence:
+            _typed(found.evidence[name], kind, f"evidence.{name}")
+    return found
+
+
+def _typed(value: Any, kind: type[T], where: str = "") -> T:
+    """The value as `kind`. Raises `UsageError` with the place of what is something else."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        problem, _, place = str(error).partition(" - at `$")
+        place = f"{where}{place.rstrip('`').replace('[', '.').replace(']', '')}".strip(".")
+        raise UsageError(f"{place}: {problem}" if place else problem) from error
+
+
+def _checked(found: RecipeFile) -> RecipeFile:
+    """The file in today's spelling. Raises `UsageError` for what the catalogue does not have."""
+    found.levels = dict(respelled(found.levels))
     check_names(found.recipe)
     return found
 
@@ -117,8 +138,7 @@ def read_recipe(recipe: Recipe | RecipeFile | str | Path) -> RecipeFile:
         recipe = Recipe.parse(recipe)
     if not isinstance(recipe, Recipe):
         return load_recipe(recipe)
-    check_names(recipe)
-    return RecipeFile(levels=dict(recipe.levels))
+    return _checked(RecipeFile(levels=dict(recipe.levels)))
 
 
 def _without_none(value: Any) -> Any:

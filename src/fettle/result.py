@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from fettle.errors import UsageError
 from fettle.measure import Interval, Trial
 from fettle.recipe import Recipe
-from fettle.techniques import Facts
+from fettle.techniques import Facts, handed_on
 
 Goal = Literal["throughput", "latency", "memory", "energy", "startup"]
 Verdict = Literal["faster", "same", "slower", "cannot tell"]
@@ -141,7 +140,7 @@ class Rung:
 
 
 @dataclass(frozen=True)
-class Result:
+class Outcome:
     """A finished (or interrupted) study of one workload."""
 
     name: str
@@ -190,16 +189,6 @@ class Result:
     """What was tuned (`Target`, `Workload` or `TrainingWorkload`), for `apply`. No part of the data: None where the
     result was read from a file."""
 
-    def __repr__(self) -> str:
-        from fettle.report import verdict
-
-        return f"{self.name}: {verdict(self)}"
-
-    def _repr_html_(self) -> str:  # what a notebook shows of a cell's last value
-        from fettle.report import cell
-
-        return cell(self)
-
     @property
     def baseline(self) -> Trial | None:
         """The workload as given: beside the winner, where that was measured, else as it was first measured."""
@@ -210,6 +199,11 @@ class Result:
         """The winner's recipe, empty when nothing won."""
         return self.winner.recipe if self.winner else Recipe()
 
+    @property
+    def learned(self) -> dict[str, Any]:
+        """What the winner's levels found out and go by, see `fettle.techniques.Learned`."""
+        return handed_on(self.recipe, {**self.facts.learned, **(self.winner.learned if self.winner else {})})
+
     def apply(self, model: Any, inputs: Any = None, *, call: Any = None) -> Any:
         """The tuned callable of `model`, which is changed in place; see `fettle.apply`.
 
@@ -219,18 +213,12 @@ class Result:
         from fettle.applying import apply, with_inputs
         from fettle.recipe_file import RecipeFile
 
-        chosen = RecipeFile(levels=dict(self.recipe.levels), evidence={"int8_layers": list(int8_layers(self))})
+        chosen = RecipeFile(levels=dict(self.recipe.levels), evidence=self.learned)
         if inputs is not None:
             return apply(model, chosen, inputs, call=call)
         if self.workload is None:
             raise UsageError("this result was read from a file: give sample inputs, result.apply(model, [batch])")
         return apply(with_inputs(model, self.workload, call), chosen)
-
-    def save(self, folder: str | Path) -> list[Path]:
-        """Write recipe.toml, optimized.py, report.html and result.json to `folder`; returns their paths."""
-        from fettle.report import save
-
-        return save(self, Path(folder))
 
     @property
     def payback_calls(self) -> float | None:
@@ -243,11 +231,3 @@ class Result:
         if not saved_s > 0:
             return None
         return max(0.0, extra_s / saved_s)
-
-
-def int8_layers(result: Result) -> tuple[int, ...]:
-    """The layers that the winner has in int8, where it goes by such a choice; else empty."""
-    winner = result.winner
-    if winner is None or winner.recipe.levels.get("runtime") != "openvino-int8-part":
-        return ()
-    return tuple(winner.int8_layers) or result.facts.int8_layers

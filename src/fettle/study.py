@@ -112,7 +112,7 @@ class Study:
         distributions: dict[str, optuna.distributions.BaseDistribution] = {}
         known = known_levels()  # the same on every machine: a storage is shared, and Optuna's choices are fixed
         for technique in [technique for technique in CATALOGUE if mode in technique.modes]:
-            params[technique.name] = trial.recipe.levels.get(technique.name, technique.given)
+            params[technique.name] = trial.recipe.levels.get(technique.name, technique.default)
             distributions[technique.name] = optuna.distributions.CategoricalDistribution(known[technique.name])
         failed = trial.status == "failed" or math.isnan(trial.time_ms)
         error = trial.accuracy.error

@@ -10,7 +10,7 @@ from fettle.diagnose.advice import ratio
 from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.result import ALONE, Limits
-from fettle.techniques import Facts, conflict, normal
+from fettle.techniques import Facts, canonical, conflict, preconditions
 from fettle.workload import Target
 
 
@@ -26,11 +26,11 @@ def verify(
 
     Where train mode changes the answers, no fix but eval mode can be right: the others are put beside that.
     """
-    first = Recipe({"mode": "eval"} if facts.train_mode_differs else {})
+    first = preconditions(facts)
     answers: list[Verified] = []
     able: dict[Recipe, Finding] = {}
     for finding in found:
-        recipe = normal(Recipe({**first.levels, **finding.levels}))
+        recipe = canonical(Recipe({**first.levels, **finding.levels}))
         if not finding.levels or finding.bound <= 0 or recipe in able:
             continue
         why_not = conflict(recipe, facts)

@@ -9,7 +9,8 @@ import numpy as np
 
 from fettle.measure import Accuracy, Interval, Slice, Startup, Trial
 from fettle.recipe import Recipe
-from fettle.result import LeftOut, Limits, Reference, Result, Rung
+from fettle.report import Result
+from fettle.result import LeftOut, Limits, Reference, Rung
 from fettle.techniques import Facts
 
 MIB = 2**20

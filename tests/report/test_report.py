@@ -246,15 +246,31 @@ def test_times_that_stand_side_by_side_are_of_one_race() -> None:
     assert from_json(json.loads(json.dumps(to_json(result)))).baseline.time_ms == again.time_ms
 
 
+def test_what_an_earlier_version_wrote_is_read() -> None:
+    data = json.loads(json.dumps(to_json(resnet())))
+    layers = {"int8_layers": [1, 3]}  # was a field of its own
+    for holder, chosen in ((data["facts"], layers), *((each, {"int8_layers": []}) for each in data["trials"])):
+        del holder["learned"]
+        holder.update(chosen)
+    data["winner"]["recipe"] = {"runtime": "openvino-int8-part", "policy": "bf16"}
+    result = from_json(data)
+    assert result.facts.learned == result.learned == layers
+    assert not any(trial.learned.get("int8_layers") for trial in result.trials)
+    assert result.recipe.levels == {"runtime": "openvino-int8-part", "mixed_precision": "bf16"}
+    data["facts"]["int8_layers"] = ["__import__('os')"]  # goes into code
+    with pytest.raises(UsageError, match="not a fettle result"):
+        from_json(data)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "no JSON"),
-        ("[]", "no fettle result"),
+        ("", "not JSON"),
+        ("[]", "not a fettle result"),
         ('{"format": 99}', "format 99"),
         ('{"format": 1, "surprise": 1}', "unknown field 'surprise'"),
-        ('{"format": 1, "name": 3}', "no fettle result"),
-        ("[" * 100_000, "no JSON"),
+        ('{"format": 1, "name": 3}', "not a fettle result"),
+        ("[" * 100_000, "not JSON"),
     ],
 )
 def test_a_foreign_file_is_one_line(tmp_path: Path, text: str, words: str) -> None:

@@ -11,20 +11,22 @@ import pytest
 import torch
 
 from fettle.errors import UsageError
+from fettle.measure import Trial
 from fettle.recipe import Recipe
+from fettle.recipe_file import read_recipe
 from fettle.techniques import (
     CATALOGUE,
     Facts,
     bundles,
+    canonical,
     check_names,
     conflict,
     find,
     load,
-    normal,
     probe_facts,
-    render,
     source,
 )
+from fettle.tuning._arguments import check_techniques
 from fettle.workload import Workload, leaves, spread
 
 WORKLOAD = '''
@@ -117,7 +119,7 @@ def here() -> list[object]:
     cases = []
     for technique in CATALOGUE:
         for level in technique.levels(FACTS) if "inference" in technique.modes else ():
-            if not level.why_not and level.name != technique.given:
+            if not level.why_not and level.name != technique.default:
                 slow = level.name in DEAR.get(technique.name, ())
                 case = (technique.name, level.name)
                 cases.append(pytest.param(*case, marks=[pytest.mark.slow] if slow else [], id="=".join(case)))
@@ -130,7 +132,7 @@ def test_describes_itself(technique):
         levels = technique.levels(facts)
         names = [level.name for level in levels]
         assert len(set(names)) == len(names)
-        assert not next(level for level in levels if level.name == technique.given).why_not
+        assert not next(level for level in levels if level.name == technique.default).why_not
         for level in levels:
             assert level.summary
             assert Recipe.parse(f"{technique.name}={level.name}").levels == {technique.name: level.name}
@@ -139,14 +141,14 @@ def test_describes_itself(technique):
                 assert not phrase.endswith(".")
                 assert "\n" not in phrase
             assert technique.level_cost(level.name) in (1, 2, 3)
-            if level.name != technique.given and not level.why_not:
-                render(completed(technique.name, level.name), facts, CATALOGUE)
+            if level.name != technique.default and not level.why_not:
+                source(completed(technique.name, level.name), facts)
 
 
-def test_given_levels_render_nothing():
-    given = Recipe({technique.name: technique.given for technique in CATALOGUE})
-    assert normal(given) == Recipe()
-    assert source(given, FACTS, heading="x") == source(Recipe(), FACTS, heading="x")
+def test_default_levels_render_nothing():
+    defaults = Recipe({technique.name: technique.default for technique in CATALOGUE})
+    assert canonical(defaults) == Recipe()
+    assert source(defaults, FACTS, heading="x") == source(Recipe(), FACTS, heading="x")
 
 
 @pytest.mark.parametrize(("name", "level"), here())
@@ -257,6 +259,23 @@ def test_every_level_is_known_on_every_machine() -> None:
     for technique in CATALOGUE:
         assert {level.name for level in technique.levels(machine_facts())} <= set(known[technique.name])
         assert {level.name for level in technique.levels(FACTS)} <= set(known[technique.name])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("parallel=zero3 policy=bf16 wrap=size", "parallel=zero3 mixed_precision=bf16 auto_wrap=size"),
+        ("parallel=ddp ddp_graph=static", "parallel=ddp static_graph=on"),
+        ("parallel=ddp ddp_graph=dynamic", "parallel=ddp static_graph=off"),
+    ],
+)
+def test_what_earlier_versions_called_it_is_read(old, new, tmp_path):
+    old, new = Recipe.parse(old), Recipe.parse(new)
+    assert read_recipe(str(old)).recipe == read_recipe(old).recipe == new
+    old.save(tmp_path / "recipe.toml")
+    assert read_recipe(tmp_path / "recipe.toml").recipe == new
+    assert Trial.from_json(Trial(old, "measured").to_json()).recipe == new
+    assert check_techniques({"policy": "bf16"}) == {"mixed_precision": ["bf16"]}
 
 
 def test_a_level_that_is_none_is_one_line_of_what_there_is():

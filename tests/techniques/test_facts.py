@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from fettle.recipe import Recipe
-from fettle.techniques import conflict, load, source
-from fettle.techniques._facts import probe_facts
+from fettle.techniques import conflict, load, probe_facts, source
 from fettle.workload import Workload
 
 

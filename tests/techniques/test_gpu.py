@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fettle.recipe import Recipe
-from fettle.techniques import CATALOGUE, bundles, conflict, load, normal, probe_facts, source
+from fettle.techniques import CATALOGUE, bundles, canonical, conflict, load, probe_facts, source
 from fettle.workload import Workload
 
 pytestmark = [
@@ -47,7 +47,7 @@ def recipes() -> list[Recipe]:
             levels = {"grad": "inference_mode", **technique.needs, technique.name: level.name}
             if not level.why_not:
                 found.append(Recipe(levels))
-    return [r for r in dict.fromkeys(normal(r) for r in found) if not conflict(r, facts)]
+    return [r for r in dict.fromkeys(canonical(r) for r in found) if not conflict(r, facts)]
 
 
 @pytest.mark.parametrize("recipe", recipes(), ids=str)

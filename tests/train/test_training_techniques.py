@@ -36,7 +36,7 @@ def cases():
             continue
         for level in technique.levels(FACTS):
             slow = technique.name in SLOW or "budget" in level.name or level.name == "compiled"
-            if level.name == technique.given or level.why_not or slow:
+            if level.name == technique.default or level.why_not or slow:
                 continue
             yield pytest.param(technique.name, level.name, id=f"{technique.name}={level.name}")
 

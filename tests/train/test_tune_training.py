@@ -16,7 +16,7 @@ import fettle
 from fettle.errors import UsageError
 from fettle.procs.rendezvous import free_ports
 from fettle.report import load_result, save
-from fettle.tuning import _last_race, session
+from tests.conftest import quick_studies
 
 TINY = Path(__file__).parent / "tiny_loop.py"
 FEW = {
@@ -29,12 +29,9 @@ BUDGET_S = 1800
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """Few rounds and processes: how certain a verdict is, is for the tests of the race."""
-    monkeypatch.setattr(session, "SCREENING_ROUNDS", 4)
-    monkeypatch.setattr(_last_race, "SCREENING_ROUNDS", 4)
-    monkeypatch.setattr(session, "Rules", functools.partial(session.Rules, slice_s=0.05, max_rounds=6))
-    monkeypatch.setattr(_last_race, "REPLICATES", 1)
+def quick():
+    with quick_studies():
+        yield
 
 
 def tuned(tmp_path, factory="workload", **options):
@@ -95,8 +92,8 @@ def test_modes_are_not_mixed_up(tmp_path):
         fettle.tune(str(TINY), mode="training", techniques={"mode": ["eval"]}, output=tmp_path)
 
 
-RANKS = {**FEW, "parallel": ["single", "ddp"], "wrap": ["block"], "ddp_graph": ["dynamic"], "ddp_compress": ["none"],
-         "ddp_buckets": ["view"]}  # fmt: skip
+RANKS = {**FEW, "parallel": ["single", "ddp"], "auto_wrap": ["block"], "static_graph": ["off"],
+         "ddp_compress": ["none"], "ddp_buckets": ["view"]}  # fmt: skip
 
 
 @pytest.mark.slow

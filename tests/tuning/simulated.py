@@ -162,7 +162,7 @@ def made_up_space() -> tuple[Space, Facts]:
         physical_cores=2, calibration_batches=2, num_input_shapes=1, cpu_flags=("avx512f", "avx512_bf16", "amx_bf16"),
         packages={"openvino": "2026.4", "onnxruntime": "1.31", "onnx": "1.2", "onnxscript": "1"},
     )  # fmt: skip
-    given = {technique.name: [technique.given] for technique in CATALOGUE if "inference" in technique.modes}
+    given = {technique.name: [technique.default] for technique in CATALOGUE if "inference" in technique.modes}
     levels = {**given, **LEVELS}
     del levels["mode"]
     return space_for(facts, levels)[0], facts

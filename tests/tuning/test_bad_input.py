@@ -65,7 +65,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("tune work.py --output text.txt", "cannot write to the output folder"),
         ("tune work.py --output text.txt/under", "cannot write to the output folder"),
         ("tune work.py --no-such-option", "No such option"),
-        ("bench work.py --recipe precision", "is no TECHNIQUE=LEVEL"),
+        ("bench work.py --recipe precision", "is not TECHNIQUE=LEVEL"),
         ("bench work.py --recipe precision=bf17", "no level 'bf17'"),
         ("bench work.py --recipe warp=on", "unknown technique"),
         ("bench work.py --recipe absent.toml", "cannot read the recipe"),
@@ -76,11 +76,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("check absent.toml work.py", "cannot read the recipe"),
         ("check full work.py", "cannot read the recipe"),
         ("check good.toml absent.py", "no such file"),
-        ("check work.py good.toml", "is no recipe"),
+        ("check work.py good.toml", "is not a recipe"),
         ("report absent", "cannot read the result"),
         ("report full", "cannot read the result"),
         ("report .", "no format number"),
-        ("report text.txt", "is no JSON"),
+        ("report text.txt", "is not JSON"),
         ("techniques absent.py", "no such file"),
         ("techniques --mode sleeping", "unknown mode"),
         ("tun work.py", "No such command"),
@@ -119,7 +119,7 @@ def test_a_recipe_whose_tables_hold_something_else(folder: Path, text: str, word
     (folder / "bad.toml").write_text(text)
     said = run_fettle("check", "bad.toml", "work.py")
     assert said.code == 2
-    assert f"is no fettle recipe: {words}" in said.err
+    assert f"is not a fettle recipe: {words}" in said.err
     assert len(said.err.strip().splitlines()) == 1
 
 

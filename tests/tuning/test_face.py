@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_tuning import FEW, QUICK
+from test_tuning import FEW
 from torch import nn
 
 import fettle
@@ -15,7 +15,7 @@ from fettle import comparing
 from fettle.measure import Rules
 from fettle.report import load_result, save
 from fettle.study import Study
-from fettle.tuning import _last_race, session
+from tests.conftest import quick_studies
 
 TINY = Path(__file__).parents[1] / "train" / "tiny_loop.py"
 GIVEN = {**FEW, "precision": ["fp32"], "grad": ["grad", "inference_mode"]}
@@ -24,11 +24,7 @@ GIVEN = {**FEW, "precision": ["fp32"], "grad": ["grad", "inference_mode"]}
 @pytest.fixture(scope="module", autouse=True)
 def quick() -> Iterator[None]:
     """Few rounds and processes: how certain a verdict is, is for the tests of the race."""
-    with pytest.MonkeyPatch.context() as patch:
-        names = ("SCREENING_ROUNDS", "Rules", "REPLICATES")
-        for room, name in [(room, name) for room in (session, _last_race) for name in names if hasattr(room, name)]:
-            patch.setattr(room, name, getattr(room, name))  # what it puts back
-        exec(QUICK, {})
+    with pytest.MonkeyPatch.context() as patch, quick_studies():
         patch.setattr(comparing, "REPLICATES", 1)
         patch.setattr(comparing, "MOST_REPLICATES", 1)
         patch.setattr(comparing, "Rules", partial(Rules, slice_s=0.05))

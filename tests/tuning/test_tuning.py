@@ -22,11 +22,9 @@ import fettle
 from fettle import comparing
 from fettle.recipe import Recipe
 from fettle.recipe_file import load_recipe
-from fettle.report import save
-from fettle.result import Result
+from fettle.report import Result, save
 from fettle.techniques import load, source
-from fettle.tuning import _last_race, session
-from tests.conftest import Run
+from tests.conftest import Run, quick_studies
 
 WORK = """
 import torch
@@ -57,24 +55,9 @@ FEW = {
 }
 
 
-QUICK = """
-from functools import partial
-from fettle.measure import Rules
-from fettle.tuning import _last_race, session
-session.SCREENING_ROUNDS = _last_race.SCREENING_ROUNDS = 4
-session.Rules = partial(Rules, slice_s=0.05, max_rounds=6)
-_last_race.REPLICATES = 1
-"""
-
-
 @pytest.fixture(scope="module", autouse=True)
 def quick() -> Iterator[None]:
-    """Few rounds and processes: how certain a verdict is, is for the tests of the race."""
-    with pytest.MonkeyPatch.context() as patch:
-        names = ("SCREENING_ROUNDS", "Rules", "REPLICATES")
-        for module, name in [(room, name) for room in (session, _last_race) for name in names if hasattr(room, name)]:
-            patch.setattr(module, name, getattr(module, name))  # what it puts back
-        exec(QUICK, {})
+    with quick_studies():
         yield
 
 
@@ -180,7 +163,9 @@ def test_tighter_limits_judge_the_kept_trials_anew(tuned) -> None:
 def test_killed_at_any_moment_the_same_command_goes_on(work: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     options = [f"--technique={name}={','.join(levels)}" for name, levels in FEW.items()]
-    program = f"{QUICK}from fettle.cli import main; main()"
+    program = (
+        "from fettle.cli import main\nfrom tests.conftest import quick_studies\nwith quick_studies():\n    main()\n"
+    )
     command = [sys.executable, "-c", program, "tune", str(work), "-o", str(out), *options, "--budget", f"{BUDGET_S}s"]
     first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     assert first.stderr is not None
@@ -210,25 +195,26 @@ def test_layers_are_chosen_once_and_carried(work: Path, tmp_path: Path) -> None:
     pytest.importorskip("openvino")
     part = {**FEW, "precision": ["fp32"], "runtime": ["torch", "openvino-int8-part"]}
     result = fettle.tune(str(work), techniques=part, budget_s=BUDGET_S, output=tmp_path / "out", max_error=0.05)
-    (trial,) = [trial for trial in result.trials if trial.int8_layers][:1]
+    (trial,) = [trial for trial in result.trials if trial.learned][:1]
+    layers = trial.learned["int8_layers"]
     assert trial.recipe.levels["runtime"] == "openvino-int8-part"
     assert trial.accuracy.error <= 0.05
-    assert any(note.startswith(f"int8: {len(trial.int8_layers)} of 3 layers, with an error of") for note in trial.notes)
-    assert result.facts.int8_layers == tuple(trial.int8_layers)
+    assert any(note.startswith(f"int8: {len(layers)} of 3 layers, with an error of") for note in trial.notes)
+    assert result.facts.learned["int8_layers"] == layers
     assert result.facts.max_error >= 0.05
     code = source(trial.recipe, result.facts)
-    assert f"part = {{'layers': {list(trial.int8_layers)}," in code
+    assert f"part = {{'layers': {layers}," in code
     # as if it had won: what is handed out holds the choice, and comes to the same answers
     won = replace(result, winner=trial, code=code)
     save(won, tmp_path / "won")
-    assert load_recipe(tmp_path / "won/recipe.toml").int8_layers == tuple(trial.int8_layers)
+    assert load_recipe(tmp_path / "won/recipe.toml").learned == {"int8_layers": layers}
     namespace: dict = {}
     exec(WORK, namespace)
     (model, batches), (other, _) = namespace["workload"](), namespace["workload"]()
     fast = fettle.apply(model, tmp_path / "won/recipe.toml", batches)
     torch.testing.assert_close(fast(batches[0]), load(code, "optimized")(other, batches[:2])(batches[0]))
     again = fettle.tune(str(work), techniques=part, budget_s=BUDGET_S, output=tmp_path / "out", max_error=0.05)
-    assert again.facts.int8_layers == tuple(trial.int8_layers)
+    assert again.facts.learned["int8_layers"] == layers
 
 
 def test_live_objects_work_and_what_cannot_be_pickled_is_one_line(tmp_path: Path) -> None:
@@ -301,7 +287,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         ("[levels]\nprecision = 'bf17'", "no level 'bf17'"),
         ("[levels]\nwarp = 'on'", "unknown technique"),
         ("[other]\nx = 1", "no [levels] table"),
-        ("not toml at all [", "is no recipe"),
+        ("not toml at all [", "is not a recipe"),
         ("format = 99\n[levels]\n", "format 99"),
         ("[levels]\n[surprise]\ny = 1", "surprise"),
     ],

@@ -49,7 +49,7 @@ def command(
     catalogue = [technique for technique in CATALOGUE if facts.mode in technique.modes]
     if as_json:
         rows = [
-            {"technique": t.name, "title": t.title, "given": t.given, "levels": msgspec.to_builtins(t.levels(facts))}
+            {"technique": t.name, "title": t.title, "given": t.default, "levels": msgspec.to_builtins(t.levels(facts))}
             for t in catalogue
         ]
         print(json.dumps({"facts": msgspec.to_builtins(facts), "techniques": rows}))
@@ -57,7 +57,7 @@ def command(
     table = Table("technique", "level", "what it does", "here", box=None, header_style="bold", pad_edge=False)
     for technique in catalogue:
         for index, level in enumerate(technique.levels(facts)):
-            state = "as given" if level.name == technique.given else level.why_not or "yes"
+            state = "as given" if level.name == technique.default else level.why_not or "yes"
             style = "dim" if level.why_not else None
             table.add_row(technique.name if index == 0 else "", level.name, level.summary, state, style=style)
     Console().print(table)

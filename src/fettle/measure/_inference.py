@@ -127,7 +127,7 @@ def prepare(state: State, request: Request) -> dict[str, Any]:
         peak = settled(state, has_peak, notes)
         notes += compiler_notes()
     told = prepared(state, optimize_s, first_call_s, accuracy, peak, rows * request.factor, notes)
-    return {**told, "int8_layers": kept.int8_layers}
+    return {**told, "learned": kept.learned}
 
 
 def rotation(batches: Sequence[Any]) -> list[list[Any]]:

@@ -6,17 +6,18 @@ import contextlib
 import logging
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 
 class Notes(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
-        self.int8_layers: list[int] = []
+        self.learned: dict[str, Any] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
-        self.int8_layers = getattr(record, "int8_layers", self.int8_layers)
+        self.learned |= getattr(record, "learned", {})
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ from fettle.measure._state import (
 from fettle.measure._trial import Accuracy
 from fettle.recipe import Recipe
 from fettle.structure import structure
-from fettle.techniques import LARGEST, Facts, load, source
+from fettle.techniques import LARGEST, Facts, enlarged, load, source
 from fettle.train import (
     SEEDS,
     Band,
@@ -156,7 +156,7 @@ def prepare(state: State, request: Request) -> dict[str, Any]:
         notes += _collectives(steps)
         notes += compiler_notes()
     told = prepared(state, optimize_s, first_call_s, accuracy, peak, workload.rows * request.factor, notes)
-    return {**told, "phases_ms": phases}
+    return {**told, "phases_ms": phases, "learned": kept.learned}
 
 
 def plan(state: State, request: Request) -> dict[str, Any]:
@@ -281,8 +281,7 @@ def _largest_batch(workload: TrainingWorkload, facts: Facts) -> int:
             (one, low), (two, high) = sorted(seen.items())[-2:]
             if high + (high - low) / (two - one) * (factor - two) > limit:
                 return False
-        batch = Recipe({"batch": f"x{factor}"} if factor > 1 else {})
-        train = load(source(batch, facts), f"batch x{factor}")
+        train = load(source(enlarged(factor), facts), f"batch x{factor}")
         retries = torch.cuda.memory_stats().get("num_alloc_retries", 0) if on_gpu else 0
         _meters.trim()
         before = _meters.resident_bytes()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import msgspec
@@ -144,8 +144,8 @@ class Trial:
     """Training: time of a watched step by part: data, forward, backward, optimizer, communication, idle."""
     notes: Sequence[str] = ()
     """What the recipe really did: layers matched, graph breaks, recompiles, graphs skipped."""
-    int8_layers: Sequence[int] = ()
-    """Layers that runtime=openvino-int8-part chose in this trial, by their place in the graph."""
+    learned: Mapping[str, Any] = field(default_factory=dict)
+    """What its levels found out and hand on, see `fettle.techniques.Learned`."""
     seconds: float = 0.0
     """What the trial cost in all."""
     start_s: float = math.nan
@@ -178,7 +178,10 @@ class Trial:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Trial:
         """The inverse of `to_json`. Raises `msgspec.ValidationError` for anything else."""
+        from fettle.techniques import learned_types, respelled
+
         plain = {**data, "recipe": {"levels": data["recipe"]}}
+        plain.setdefault("learned", {key: data[key] for key in learned_types() if data.get(key)})  # as once written
         for key in ("time_ms", "p90_ms", "start_s"):
             plain[key] = math.nan if plain.get(key) is None else plain[key]
         for key in ("startup", "accuracy", "load"):
@@ -191,7 +194,8 @@ class Trial:
                     "low": 0.0 if ends["low"] is None else ends["low"],
                     "high": math.inf if ends["high"] is None else ends["high"],
                 }
-        return msgspec.convert(plain, cls)
+        trial = msgspec.convert(plain, cls)
+        return replace(trial, recipe=Recipe(respelled(trial.recipe.levels)))
 
 
 def nan_for_none(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -199,7 +199,7 @@ def _trial(entrant: Entrant, anchor: Entrant, start: Start, rounds: Rounds) -> T
         start_s=first.started_s,
         phases_ms=answer.get("phases_ms", {}),
         notes=tuple(answer["notes"]),
-        int8_layers=tuple(answer.get("int8_layers", ())),
+        learned=answer.get("learned", {}),
         seconds=time.monotonic() - first.began,
         heat=start.heat,
     )

@@ -1,20 +1,22 @@
 """What a person sees: progress, tables, a notebook's cell, page and charts; and takes away: recipe, code, JSON.
 
-Everything here reads a `fettle.result.Result`, or the plain data of a search for a service level, and changes nothing.
+Everything here reads a `fettle.result.Outcome`, or the plain data of a search for a service level, and changes nothing.
 """
 
 from fettle.report._load import load_lines
 from fettle.report._verdict import verdict
 from fettle.report.charts import write_charts
-from fettle.report.data import load_result, save_result, to_json
+from fettle.report.data import save_result, to_json
 from fettle.report.html import page, write_report
 from fettle.report.notebook import cell
 from fettle.report.progress import progress
+from fettle.report.result import Result, load_result
 from fettle.report.slo import slo_page, write_slo_report
 from fettle.report.tables import comparison_table, print_result, result_table
 from fettle.report.takeaway import save
 
 __all__ = [
-    "cell", "comparison_table", "load_lines", "load_result", "page", "print_result", "progress", "result_table", "save",
-    "save_result", "slo_page", "to_json", "verdict", "write_charts", "write_report", "write_slo_report",
+    "Result", "cell", "comparison_table", "load_lines", "load_result", "page", "print_result", "progress",
+    "result_table", "save", "save_result", "slo_page", "to_json", "verdict", "write_charts", "write_report",
+    "write_slo_report",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ import numpy as np
 from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.report import _format as fmt
-from fettle.result import Limits, Result
+from fettle.result import Limits, Outcome
 
 NO_LEVER = "as given"
 
@@ -35,7 +35,7 @@ def name_of(recipe: Recipe) -> str:
     return str(recipe) if recipe.levels else NO_LEVER
 
 
-def is_winner(result: Result, trial: Trial) -> bool:
+def is_winner(result: Outcome, trial: Trial) -> bool:
     """Whether this trial's recipe is the one that won."""
     return result.winner is not None and trial.recipe == result.winner.recipe
 
@@ -50,7 +50,7 @@ def speed(trial: Trial) -> float:
     return trial.speedup.estimate if trial.speedup else math.nan
 
 
-def ranked(result: Result) -> list[Trial]:
+def ranked(result: Outcome) -> list[Trial]:
     """Trials that ran, those that may win first, the fastest first; the baseline keeps its place among them."""
     shown = [_as_measured_last(result, trial) for trial in result.trials if ran(trial)]
     allowed = {"measured": 0, "rejected": 1, "failed": 2}
@@ -62,12 +62,12 @@ def ranked(result: Result) -> list[Trial]:
     return sorted(shown, key=order)
 
 
-def failed(result: Result) -> list[Trial]:
+def failed(result: Outcome) -> list[Trial]:
     """Trials without a time, in the order they were tried."""
     return [trial for trial in result.trials if not ran(trial)]
 
 
-def _as_measured_last(result: Result, trial: Trial) -> Trial:
+def _as_measured_last(result: Outcome, trial: Trial) -> Trial:
     """The winner's figures come from its last, fresh race, and the baseline's beside them: the same recipe must not
     show two speeds."""
     if result.baseline is not None and not trial.recipe.levels:
@@ -77,17 +77,17 @@ def _as_measured_last(result: Result, trial: Trial) -> Trial:
     return trial
 
 
-def error_name(result: Result) -> str:
+def error_name(result: Outcome) -> str:
     """What a trial's error is: of its answers, or of its losses in units of what other seeds make."""
     return "loss deviation" if result.facts.mode == "training" else "relative error"
 
 
-def unit_name(result: Result) -> str:
+def unit_name(result: Outcome) -> str:
     """What one measured call of the workload is."""
     return "step" if result.facts.mode == "training" else "call"
 
 
-def checks(result: Result, trial: Trial) -> list[Check]:
+def checks(result: Outcome, trial: Trial) -> list[Check]:
     """Every limit that was set, and whether `trial` keeps it. Finite outputs are a limit that is always set."""
     limits: Limits = result.limits.above(result.reference.noise)
     accuracy = trial.accuracy
@@ -117,12 +117,12 @@ def checks(result: Result, trial: Trial) -> list[Check]:
     return found
 
 
-def misses(result: Result, trial: Trial) -> list[Check]:
+def misses(result: Outcome, trial: Trial) -> list[Check]:
     """The limits that a trial does not keep."""
     return [check for check in checks(result, trial) if not check.held]
 
 
-def status_of(result: Result, trial: Trial) -> str:
+def status_of(result: Outcome, trial: Trial) -> str:
     """One word: winner, baseline, ok, over limit, rejected or failed."""
     if is_winner(result, trial):
         return "winner"
@@ -158,7 +158,7 @@ def levers(trials: Sequence[Trial]) -> dict[Recipe, str]:
     """By recipe, the technique that carries most of its speed.
 
     The effects come from a least-squares fit of the log speed-ups on the levels present, drawn slightly towards
-    zero so that a level seen once does not take the credit for everything beside it.
+    zero so that a level tried once does not take the credit for everything beside it.
     """
     fitted = [trial for trial in trials if trial.recipe.levels and math.isfinite(speed(trial)) and speed(trial) > 0]
     levels = sorted({item for trial in fitted for item in trial.recipe.levels.items()})

@@ -12,13 +12,13 @@ from fettle.page import theme
 from fettle.page.theme import ACCENT, QUIET, Drawn
 from fettle.report import _format as fmt
 from fettle.report._facts import NO_LEVER, speed
-from fettle.result import Result, Rung
+from fettle.report._marks import Rows, sized
+from fettle.result import Outcome, Rung
 
 _STEP = 48
-Rows = list[dict[str, Any]]
 
 
-def rungs(result: Result) -> Sequence[Rung]:
+def rungs(result: Outcome) -> Sequence[Rung]:
     """The ladder; where none was measured, the two ends of it."""
     if result.ladder:
         return result.ladder
@@ -28,7 +28,7 @@ def rungs(result: Result) -> Sequence[Rung]:
     return ends
 
 
-def throughput(result: Result) -> Drawn | None:
+def throughput(result: Outcome) -> Drawn | None:
     """Samples per second of every rung, the speed-up beside it and its interval as an error bar."""
     rows = throughput_rows(result)
     if not rows:
@@ -43,27 +43,27 @@ def throughput(result: Result) -> Drawn | None:
             for side in ("low", "high")
         ]
         layers += [line, *caps]
-    return _stack(layers, len(rows))
+    return sized(_STEP * len(rows), *layers)
 
 
-def memory(result: Result) -> Drawn | None:
+def memory(result: Outcome) -> Drawn | None:
     """Peak memory of every rung."""
     rows = memory_rows(result)
-    return _stack(_bars(rows, "peak memory, MiB"), len(rows)) if rows else None
+    return sized(_STEP * len(rows), *_bars(rows, "peak memory, MiB")) if rows else None
 
 
-def throughput_rows(result: Result) -> Rows:
+def throughput_rows(result: Outcome) -> Rows:
     """One row for each rung with a time. Rungs are of several races, so a step's rate is the baseline's rate times what
     it gained over the baseline of its own race; the winner and the baseline are from one."""
     rows: Rows = []
-    given = result.baseline.throughput if result.baseline else math.nan
+    baseline_rate = result.baseline.throughput if result.baseline else math.nan
     for rung in rungs(result):
         trial = rung.trial
         if not math.isfinite(trial.throughput):
             continue
         relative = trial.recipe.levels and trial.speedup and speed(trial) > 0
         elsewhere = relative and result.winner is not None and trial.recipe != result.winner.recipe
-        rate = given * speed(trial) if elsewhere and math.isfinite(given) else trial.throughput
+        rate = baseline_rate * speed(trial) if elsewhere and math.isfinite(baseline_rate) else trial.throughput
         row = _row(rung, result, rate)
         row["text"] = fmt.rate(rate)
         row["low"] = row["high"] = None
@@ -76,7 +76,7 @@ def throughput_rows(result: Result) -> Rows:
     return _numbered(rows)
 
 
-def memory_rows(result: Result) -> Rows:
+def memory_rows(result: Outcome) -> Rows:
     """One row for each rung whose memory is known."""
     rows: Rows = []
     first = next((rung.trial.peak_bytes for rung in rungs(result) if rung.trial.peak_bytes), None)
@@ -91,14 +91,14 @@ def memory_rows(result: Result) -> Rows:
     return _numbered(rows)
 
 
-def _row(rung: Rung, result: Result, value: float) -> dict[str, Any]:
-    given = not rung.trial.recipe.levels
+def _row(rung: Rung, result: Outcome, value: float) -> dict[str, Any]:
+    is_baseline = not rung.trial.recipe.levels
     last = result.winner is not None and rung.trial.recipe == result.winner.recipe
     return {
         "label": rung.label,
         "recipe": str(rung.trial.recipe),
         "value": value,
-        "kind": "given" if given else ("winner" if last else "step"),
+        "kind": "baseline" if is_baseline else ("winner" if last else "step"),
     }
 
 
@@ -121,8 +121,8 @@ def _bars(rows: Rows, title: str) -> list[alt.Chart]:
     top = max(tallest, *(min(row.get("high") or 0, 1.5 * tallest) for row in rows))
     base = alt.Chart(theme.data(rows)).encode(y=_y())
     x = alt.X("value:Q", axis=None, scale=alt.Scale(domain=[0, top or 1], nice=False))
-    kinds = alt.Scale(domain=["given", "step", "winner"], range=[QUIET, ACCENT, ACCENT])
-    strength = alt.Scale(domain=["given", "step", "winner"], range=[0.75, 0.6, 1])
+    kinds = alt.Scale(domain=["baseline", "step", "winner"], range=[QUIET, ACCENT, ACCENT])
+    strength = alt.Scale(domain=["baseline", "step", "winner"], range=[0.75, 0.6, 1])
     bar = base.mark_bar(height=13, yOffset=9, cornerRadiusEnd=2).encode(
         x=x,
         color=alt.Color("kind:N", scale=kinds, legend=None),
@@ -135,7 +135,3 @@ def _bars(rows: Rows, title: str) -> list[alt.Chart]:
     label = base.mark_text(align="left", dy=-9, limit=alt.ExprRef("width - 120")).encode(x=alt.value(0), text="label:N")
     figure = base.mark_text(align="right", dy=-9, fontWeight=600).encode(x=alt.value("width"), text="text:N")
     return [bar, label, figure]
-
-
-def _stack(layers: list[alt.Chart], count: int) -> Drawn:
-    return alt.layer(*layers).properties(width="container", height=_STEP * count)

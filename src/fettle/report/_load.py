@@ -31,7 +31,7 @@ def elapsed(trial: Trial) -> str:
 
 
 def load_lines(trials: Sequence[Trial], asked: bool = False) -> list[str]:
-    """What is to be said of a comparison on a busy machine: one line for each recipe that met one."""
+    """How busy the machine was during a comparison: one line for each recipe that was not measured on a quiet one."""
     return [
         f"{under(trial, asked)}{name_of(trial.recipe)} {fmt.interval(trial.speedup)}. {'' if asked else elapsed(trial)}"
         for trial in trials

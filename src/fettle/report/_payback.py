@@ -11,13 +11,14 @@ from fettle.page import theme
 from fettle.page.theme import ACCENT, LEVERS, QUIET, Drawn
 from fettle.report import _format as fmt
 from fettle.report._facts import is_winner, pareto, ranked, speed, unit_name
-from fettle.result import Result
+from fettle.report._marks import sized
+from fettle.result import Outcome
 
 _POINTS = 60
 GIVEN, WINNER = "as given", "winner"
 
 
-def payback(result: Result) -> Drawn | None:
+def payback(result: Outcome) -> Drawn | None:
     """Lines for the model as given, the winner, and up to two others that start sooner than the winner."""
     series = _series(result)
     baseline = result.baseline
@@ -61,10 +62,10 @@ def payback(result: Result) -> Drawn | None:
                 y=alt.value(8), text="text:N"
             )
         )
-    return alt.layer(*layers).properties(width="container", height=300)
+    return sized(300, *layers)
 
 
-def _series(result: Result) -> dict[str, Trial]:
+def _series(result: Outcome) -> dict[str, Trial]:
     baseline, winner = result.baseline, result.winner
     chosen = {GIVEN: baseline, WINNER: winner if winner and winner.recipe.levels else None}
     usable = {name: trial for name, trial in chosen.items() if trial is not None and _usable(trial)}

@@ -12,7 +12,8 @@ from fettle.page import theme
 from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, Drawn
 from fettle.report import _format as fmt
 from fettle.report._facts import error_name, levers, name_of, pareto, ranked, speed, status_of, unit_name
-from fettle.result import Result
+from fettle.report._marks import Rows, level, sized
+from fettle.result import Outcome
 
 SHAPES = {
     "winner": "diamond",
@@ -24,11 +25,10 @@ SHAPES = {
 OTHER = "other"
 _HEIGHT = 340
 _NICE = [base * 10.0**power for power in range(-12, 7) for base in (1, 2, 5)]
-Rows = list[dict[str, Any]]
 Channel = TypeVar("Channel", alt.X, alt.Y)
 
 
-def points(result: Result) -> Rows:
+def points(result: Outcome) -> Rows:
     """One row for each trial with a speed-up (the baseline's is 1), numbered as in the table of all trials."""
     trials = ranked(result)
     lever = levers(trials)
@@ -61,7 +61,7 @@ def points(result: Result) -> Rows:
     return rows
 
 
-def against_error(result: Result) -> Drawn | None:
+def against_error(result: Outcome) -> Drawn | None:
     """Every trial by speed-up and relative error, with the limit and the baseline's own error as lines."""
     rows = _with_error(points(result))
     if not rows:
@@ -71,25 +71,25 @@ def against_error(result: Result) -> Drawn | None:
     y = _log(levels, alt.Y("y:Q"), f"{error_name(result)} (log)", "format(datum.value, '~g')")
     rules: list[alt.Chart] = []
     if limit:
-        rules += _horizontal(limit, f"limit {fmt.error(limit)}", WARN)
+        rules += level(limit, f"limit {fmt.error(limit)}")
     own = next((row["y"] for row in rows if row["status"] == "baseline" and row["error"]), None)
     if own:
-        rules += _horizontal(own, "as given", QUIET)
+        rules += level(own, "as given", QUIET)
     return _cloud(result, rows, y, rules)
 
 
-def against_memory(result: Result) -> Drawn | None:
+def against_memory(result: Outcome) -> Drawn | None:
     """Every trial by speed-up and peak memory, with the limit as a line."""
     rows = [{**row, "y": row["memory"]} for row in points(result) if row["memory"] is not None]
     if not rows:
         return None
     limit = result.limits.max_memory_bytes
     y = alt.Y("y:Q", title="peak memory, MiB", scale=alt.Scale(zero=True, nice=True), axis=alt.Axis(tickCount=6))
-    rules = _horizontal(limit / 2**20, f"limit {fmt.size(limit)}", WARN) if limit is not None else []
+    rules = level(limit / 2**20, f"limit {fmt.size(limit)}") if limit is not None else []
     return _cloud(result, rows, y, rules)
 
 
-def front(result: Result) -> Drawn | None:
+def front(result: Outcome) -> Drawn | None:
     """The Pareto front: speed and error as place, memory as size; what is beaten in all three stays in the back."""
     rows = [row for row in _with_error(points(result)) if row["status"] != "rejected"]
     if not any(row["front"] for row in rows):
@@ -111,7 +111,7 @@ def front(result: Result) -> Drawn | None:
     numbers = (
         base.transform_filter("datum.front").mark_text(fontWeight=700, fontSize=12, dy=-18).encode(text="number:N")
     )
-    return alt.layer(dots, numbers).properties(width="container", height=_HEIGHT)
+    return sized(_HEIGHT, dots, numbers)
 
 
 def _with_error(rows: Rows) -> Rows:
@@ -121,7 +121,7 @@ def _with_error(rows: Rows) -> Rows:
     return [{**row, "y": max(row["error"], floor)} for row in rows if row["error"] is not None]
 
 
-def _cloud(result: Result, rows: Rows, y: alt.Y, rules: list[alt.Chart]) -> Drawn:
+def _cloud(result: Outcome, rows: Rows, y: alt.Y, rules: list[alt.Chart]) -> Drawn:
     picked = alt.selection_point(fields=["lever"], bind="legend")
     names = sorted({row["lever"] for row in rows}, key=lambda name: (name in ("as given", OTHER), name))
     colours = [QUIET if name in ("as given", OTHER) else LEVERS[i % len(LEVERS)] for i, name in enumerate(names)]
@@ -165,10 +165,10 @@ def _cloud(result: Result, rows: Rows, y: alt.Y, rules: list[alt.Chart]) -> Draw
             .mark_text(color=WARN, align="left", dx=5, fontSize=11)
             .encode(x="x:Q", y=alt.value(8), text="text:N"),
         ]
-    return alt.layer(one, *rules, dots, label).properties(width="container", height=_HEIGHT)
+    return sized(_HEIGHT, one, *rules, dots, label)
 
 
-def _latency_ratio(result: Result) -> float | None:
+def _latency_ratio(result: Outcome) -> float | None:
     """Where on the speed-up axis the latency limit lies."""
     limit, baseline = result.limits.max_latency_ms, result.baseline
     if not limit or limit <= 0 or baseline is None or not math.isfinite(baseline.time_ms):
@@ -176,17 +176,9 @@ def _latency_ratio(result: Result) -> float | None:
     return baseline.time_ms / limit
 
 
-def _horizontal(value: float, text: str, colour: str) -> list[alt.Chart]:
-    base = alt.Chart(theme.data([{"y": value, "text": text}])).encode(y="y:Q")
-    return [
-        base.mark_rule(color=colour, strokeDash=[6, 3]),
-        base.mark_text(color=colour, align="left", dy=-7, fontSize=11).encode(x=alt.value(4), text="text:N"),
-    ]
-
-
 def _x(rows: Rows, *more: float | None) -> alt.X:
     values = [row["speedup"] for row in rows] + [1.0] + [value for value in more if value]
-    return _log(values, alt.X("speedup:Q"), "speed-up over what was given (log)", "format(datum.value, '~g') + 'x'")
+    return _log(values, alt.X("speedup:Q"), "speed-up over the model as given (log)", "format(datum.value, '~g') + 'x'")
 
 
 def _log(values: list[float], channel: Channel, title: str, label: str) -> Channel:
@@ -211,7 +203,7 @@ def _sizes(rows: Rows) -> list[float]:
     return steps[-3:] or [round(max(known))]
 
 
-def _tooltip(result: Result) -> list[alt.Tooltip]:
+def _tooltip(result: Outcome) -> list[alt.Tooltip]:
     titles = {
         "number": "#",
         "recipe": "recipe",

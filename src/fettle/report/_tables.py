@@ -5,10 +5,10 @@ from __future__ import annotations
 from fettle.page import Cell, Row, Table
 from fettle.report import _facts, _verdict
 from fettle.report import _format as fmt
-from fettle.result import Result
+from fettle.result import Outcome
 
 
-def limits(result: Result) -> Table:
+def limits(result: Outcome) -> Table:
     """What was allowed, and what the winner came to."""
     words = {True: "kept", None: "not measured", False: "missed"}
     checks = _facts.checks(result, result.winner) if result.winner else []
@@ -16,7 +16,7 @@ def limits(result: Result) -> Table:
     return Table(("limit", "allowed", "found", ""), rows, numbers=("allowed", "found"))
 
 
-def misses(result: Result) -> list[Cell]:
+def misses(result: Outcome) -> list[Cell]:
     """The trials that came nearest to the limits, where none kept them."""
     return [
         Cell(
@@ -28,7 +28,7 @@ def misses(result: Result) -> list[Cell]:
     ]
 
 
-def plan(result: Result) -> Table:
+def plan(result: Outcome) -> Table:
     """Parallel strategies as they were planned."""
     rows: list[Row] = []
     for row in result.plan:
@@ -43,7 +43,7 @@ def plan(result: Result) -> Table:
     return Table(columns, rows, numbers=("peak", "sent a step"), stack=True)
 
 
-def trials(result: Result) -> Table:
+def trials(result: Outcome) -> Table:
     """Every trial that ran, in its order of rank."""
     answers = result.facts.mode != "training"
     rows: list[dict[str, Cell | str]] = []
@@ -70,7 +70,7 @@ def trials(result: Result) -> Table:
     return Table(columns, [list(row.values()) for row in rows], columns[1:-1], kinds=kinds, stack=True)
 
 
-def advice(result: Result) -> Table:
+def advice(result: Outcome) -> Table:
     """What a first look advised, and what that brought."""
     rows: list[Row] = []
     for item in result.advice:
@@ -83,12 +83,12 @@ def advice(result: Result) -> Table:
     return Table(columns, rows, numbers=("at most", "brought"), stack=True)
 
 
-def failures(result: Result) -> list[Cell]:
+def failures(result: Outcome) -> list[Cell]:
     """What did not run, and why."""
     return [Cell(_facts.name_of(trial.recipe), code=True, rest=f": {trial.reason}") for trial in _facts.failed(result)]
 
 
-def left_out(result: Result) -> Table:
+def left_out(result: Outcome) -> Table:
     """Levels that were not tried, and why."""
     rows: list[Row] = [[Cell(f"{item.technique}={item.level}", code=True), item.why] for item in result.left_out]
     return Table(("level", "why"), rows)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import altair as alt
 
 from fettle.measure import Trial
 from fettle.page import theme
-from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, Drawn
+from fettle.page.theme import ACCENT, QUIET, WARN, Drawn
 from fettle.report import _format as fmt
-from fettle.result import Result
+from fettle.report._marks import Rows, by_part, sized
+from fettle.result import Outcome
+from fettle.techniques import uses_ranks
 
 PHASES = ("data", "forward", "backward", "optimizer", "communication", "idle")
 MEMORY = ("parameters", "gradients", "optimizer state", "activations", "transients")
-Rows = list[dict[str, Any]]
 
 
-def losses(result: Result) -> Drawn | None:
+def losses(result: Outcome) -> Drawn | None:
     """The baseline's losses and the winner's, over the band between the lowest and the highest of all seeds."""
     curves = [list(curve) for curve in result.reference.curves if curve]
     if len(curves) < 2:
@@ -51,26 +51,26 @@ def losses(result: Result) -> Drawn | None:
             tooltip=["run:N", "step:Q", alt.Tooltip("loss:Q", format=".4f")],
         )
     )
-    return alt.layer(area, line).properties(width="container", height=260)
+    return sized(260, area, line)
 
 
-def losses_words(result: Result) -> str:
+def losses_words(result: Outcome) -> str:
     """The same for those who cannot see it."""
     curves = result.reference.curves
     if len(curves) < 2:
         return ""
-    said = (
+    text = (
         f"Losses of the baseline over {len(curves[0])} steps, from {curves[0][0]:.4g} to {curves[0][-1]:.4g}; "
         f"{len(curves) - 1} other seeds end between {min(c[-1] for c in curves[1:]):.4g} and "
         f"{max(c[-1] for c in curves[1:]):.4g}"
     )
     winner = result.winner
     if winner is not None and winner.recipe.levels and winner.accuracy.losses:
-        said += f"; tuned it ends at {winner.accuracy.losses[-1]:.4g}"
-    return said + "."
+        text += f"; tuned it ends at {winner.accuracy.losses[-1]:.4g}"
+    return text + "."
 
 
-def timeline(result: Result) -> Drawn | None:
+def timeline(result: Outcome) -> Drawn | None:
     """One bar for each of baseline, winner and plain parallel strategy: the parts of a mean step, side by side."""
     rows = timeline_rows(result)
     if not rows:
@@ -84,27 +84,23 @@ def timeline(result: Result) -> Drawn | None:
             x=x,
             x2="end:Q",
             y=alt.Y("run:N", sort=labels, title=None),
-            color=alt.Color(
-                "phase:N",
-                scale=alt.Scale(domain=list(PHASES), range=[*LEVERS[: len(PHASES) - 1], QUIET]),
-                title=None,
-                legend=alt.Legend(columns=3),
-            ),
+            color=by_part("phase", PHASES, columns=3),
             tooltip=["run:N", "phase:N", alt.Tooltip("ms:Q", format=".2f")],
         )
     )
-    return alt.layer(bars).properties(width="container", height=(52 if len(labels) < 3 else 36) * len(labels))
+    return sized((52 if len(labels) < 3 else 36) * len(labels), bars)
 
 
-def timeline_rows(result: Result) -> Rows:
+def timeline_rows(result: Outcome) -> Rows:
     """Start and end of each phase in milliseconds."""
     named: list[tuple[str, Trial]] = [("as given", result.baseline)] if result.baseline else []
     if result.winner is not None and result.winner.recipe.levels:
         named.append(("tuned", result.winner))
     shown = {str(trial.recipe) for _, trial in named}
     for trial in result.trials:  # each parallel strategy by itself, for what it spends on communication
-        if list(trial.recipe.levels) == ["parallel"] and trial.phases_ms and str(trial.recipe) not in shown:
-            named.append((trial.recipe.levels["parallel"], trial))
+        levels = list(trial.recipe.levels.values())
+        if len(levels) == 1 and uses_ranks(trial.recipe) and trial.phases_ms and str(trial.recipe) not in shown:
+            named.append((levels[0], trial))
     rows: Rows = []
     for run, trial in named:
         start = 0.0
@@ -116,14 +112,14 @@ def timeline_rows(result: Result) -> Rows:
     return rows
 
 
-def timeline_words(result: Result) -> str:
+def timeline_words(result: Outcome) -> str:
     """The same for those who cannot see it."""
     return "Parts of a step, which add up to its wall time: " + "; ".join(
         f"{row['run']} {row['phase']} {fmt.milliseconds(row['ms'])}" for row in timeline_rows(result)
     )
 
 
-def plan(result: Result) -> Drawn | None:
+def plan(result: Outcome) -> Drawn | None:
     """Stacked bars of the peak that the plan predicts for a rank of each strategy; the line is what a device holds."""
     rows = plan_rows(result)
     if not rows:
@@ -135,12 +131,7 @@ def plan(result: Result) -> Drawn | None:
         .encode(
             x=alt.X("MiB:Q", title="predicted peak of one rank, MiB", axis=alt.Axis(grid=True)),
             y=alt.Y("strategy:N", sort=named, title=None, axis=alt.Axis(labelLimit=190)),
-            color=alt.Color(
-                "part:N",
-                scale=alt.Scale(domain=list(MEMORY), range=[*LEVERS[: len(MEMORY) - 1], QUIET]),
-                title=None,
-                legend=alt.Legend(columns=2),
-            ),
+            color=by_part("part", MEMORY, columns=2),
             order="order:Q",
             tooltip=["strategy:N", "part:N", "size:N"],
         )
@@ -148,12 +139,12 @@ def plan(result: Result) -> Drawn | None:
     limits = {row.limit_bytes for row in result.plan if row.limit_bytes}
     longest = max(sum(row.parts.values()) for row in result.plan)
     if not limits or min(limits) > 1.5 * longest:  # a line far beyond the bars would only squeeze them
-        return alt.layer(bars).properties(width="container", height=24 * len(named))
+        return sized(24 * len(named), bars)
     line = alt.Chart(theme.data([{"MiB": min(limits) / 2**20}])).mark_rule(strokeDash=[5, 3], size=2, color=WARN)
-    return alt.layer(bars, line.encode(x="MiB:Q")).properties(width="container", height=24 * len(named))
+    return sized(24 * len(named), bars, line.encode(x="MiB:Q"))
 
 
-def plan_rows(result: Result) -> Rows:
+def plan_rows(result: Outcome) -> Rows:
     """One row for each strategy and part of its peak."""
     return [
         {"strategy": row.strategy, "part": part, "order": order, "MiB": row.parts.get(part, 0) / 2**20,
@@ -162,7 +153,7 @@ def plan_rows(result: Result) -> Rows:
     ]  # fmt: skip
 
 
-def plan_words(result: Result) -> str:
+def plan_words(result: Outcome) -> str:
     """The same for those who cannot see it."""
-    told = "; ".join(f"{row.strategy} {fmt.size(row.peak_bytes)}" for row in result.plan if not row.failed)
-    return f"Predicted peak of one rank: {told}."
+    peaks = "; ".join(f"{row.strategy} {fmt.size(row.peak_bytes)}" for row in result.plan if not row.failed)
+    return f"Predicted peak of one rank: {peaks}."

@@ -8,25 +8,25 @@ from fettle.measure import Interval, Trial
 from fettle.report import _format as fmt
 from fettle.report._facts import misses, name_of, ran, speed, unit_name
 from fettle.report._load import elapsed, under
-from fettle.result import Result
+from fettle.result import Outcome
 
 
-def verdict(result: Result) -> str:
+def verdict(result: Outcome) -> str:
     """What came out, in one sentence (two when the study was cut short)."""
-    said = _sentence(result)
+    text = _sentence(result)
     winner = result.winner
     if winner is not None and winner.recipe.levels:
-        said = f"{under(winner, result.under_load)}{said}"
+        text = f"{under(winner, result.under_load)}{text}"
         if not result.under_load and (also := elapsed(winner)):
-            said = f"{said} {also}"
+            text = f"{text} {also}"
     if result.unconfirmed:
-        return f"{said} {result.unconfirmed}"
+        return f"{text} {result.unconfirmed}"
     if result.interrupted:
-        return f"Interrupted before the end, so this is what was known by then. {said}"
-    return said
+        return f"Interrupted before the end, so this is what was known by then. {text}"
+    return text
 
 
-def headline(result: Result) -> str:
+def headline(result: Outcome) -> str:
     """The verdict in two or three words, for a title."""
     winner = result.winner
     if winner is None:
@@ -44,7 +44,7 @@ def headline(result: Result) -> str:
     ]
 
 
-def payback(result: Result) -> str:
+def payback(result: Outcome) -> str:
     """After how many calls the winner's start-up cost is paid back, as a sentence; empty without a changed winner."""
     winner, baseline = result.winner, result.baseline
     if winner is None or not winner.recipe.levels or baseline is None:
@@ -65,7 +65,7 @@ def payback(result: Result) -> str:
     )
 
 
-def interval_meaning(result: Result) -> str:
+def interval_meaning(result: Outcome) -> str:
     """What the intervals mean, in a sentence."""
     level = fmt.share(result.confidence).replace(".0%", "%")
     return (
@@ -76,7 +76,7 @@ def interval_meaning(result: Result) -> str:
     )
 
 
-def yardstick(result: Result) -> str:
+def yardstick(result: Outcome) -> str:
     """How far the model as given is from the reference, as a sentence."""
     baseline, reference = result.baseline, result.reference
     if result.facts.mode == "training":
@@ -86,18 +86,18 @@ def yardstick(result: Result) -> str:
             f"as a share of the typical distance of two of {len(reference.curves)} seeds."
         )
     why = f" ({reference.why})" if reference.why else ""
-    said = f"Answers are judged against the same model run in {reference.dtype}{why}"
+    text = f"Answers are judged against the same model run in {reference.dtype}{why}"
     if baseline is not None and math.isfinite(baseline.accuracy.error):
-        said += f"; the model as given is itself {fmt.error(baseline.accuracy.error)} away from it"
+        text += f"; the model as given is itself {fmt.error(baseline.accuracy.error)} away from it"
     if reference.noise > 1e-6:
-        said += (
+        text += (
             f", and its own answers differ by {fmt.error(reference.noise)} from seed to seed, which is allowed on top "
             "of the limit"
         )
-    return said + "."
+    return text + "."
 
 
-def miss_text(result: Result, trial: Trial) -> str:
+def miss_text(result: Outcome, trial: Trial) -> str:
     """Which limits a trial misses, as a phrase: ``relative error 0.034 (limit ≤ 0.02)``."""
     parts = [
         f"{check.name} not measured" if check.held is None else f"{check.name} {check.value} (limit {check.limit})"
@@ -109,7 +109,7 @@ def miss_text(result: Result, trial: Trial) -> str:
 _GOAL_NOUN = {"memory": "memory", "energy": "energy", "startup": "start-up time"}
 
 
-def _sentence(result: Result) -> str:
+def _sentence(result: Outcome) -> str:
     winner = result.winner
     if winner is None:
         return _no_winner(result)
@@ -137,7 +137,7 @@ def _sentence(result: Result) -> str:
     )
 
 
-def _no_winner(result: Result) -> str:
+def _no_winner(result: Outcome) -> str:
     baseline = result.baseline
     if not result.trials:
         return "No winner: nothing was measured."
@@ -157,11 +157,11 @@ def _no_winner(result: Result) -> str:
     return "No winner: no recipe that was tried keeps the limits."
 
 
-def _others(result: Result) -> int:
+def _others(result: Outcome) -> int:
     return sum(1 for trial in result.trials if trial.recipe.levels)
 
 
-def _unchanged(result: Result) -> str:
+def _unchanged(result: Outcome) -> str:
     others = _others(result)
     if not others:
         return "Nothing to compare: only the model as given was measured; give a longer budget, or allow more levels."
@@ -174,7 +174,7 @@ def _unchanged(result: Result) -> str:
     return f"Leave it as it is: {tried} tried {what} and keeps the limits."
 
 
-def _other_goal(result: Result, winner: Trial, how: str, answers: str) -> str:
+def _other_goal(result: Outcome, winner: Trial, how: str, answers: str) -> str:
     noun = _GOAL_NOUN[result.goal]
     before, after = _goal_values(result)
     show = {"memory": fmt.size, "energy": fmt.joules, "startup": fmt.seconds}[result.goal]
@@ -187,7 +187,7 @@ def _other_goal(result: Result, winner: Trial, how: str, answers: str) -> str:
     return f"No gain: {noun} is {show(after)} with {how} and {show(before)} as given; {pace}, {answers}."
 
 
-def _goal_values(result: Result) -> tuple[float | None, float | None]:
+def _goal_values(result: Outcome) -> tuple[float | None, float | None]:
     """The goal's figure of the baseline and of the winner, where both are known."""
 
     def value(trial: Trial | None) -> float | None:
@@ -215,7 +215,7 @@ def _figures(speedup: Interval | None, confidence: float) -> str:
     return f" ({level} interval {speedup.low:.2f} to {speedup.high:.2f})"
 
 
-def _per_call(result: Result, winner: Trial) -> tuple[str, str]:
+def _per_call(result: Outcome, winner: Trial) -> tuple[str, str]:
     baseline = result.baseline
     one = unit_name(result)
     if baseline is None:
@@ -225,7 +225,7 @@ def _per_call(result: Result, winner: Trial) -> tuple[str, str]:
     return f"{fmt.milliseconds(winner.time_ms)} a {one}", fmt.milliseconds(baseline.time_ms)
 
 
-def _answers(result: Result, winner: Trial) -> str:
+def _answers(result: Outcome, winner: Trial) -> str:
     """How well the answers were kept, never claimed without a number."""
     accuracy = winner.accuracy
     missed = miss_text(result, winner)
@@ -235,7 +235,7 @@ def _answers(result: Result, winner: Trial) -> str:
         return "with answers that were not compared"
     if result.facts.mode == "training":
         return f"with losses {fmt.share(accuracy.error)} as far from the baseline's as two seeds' are from each other"
-    said = f"with answers within {fmt.error(accuracy.error)} (relative error)"
+    text = f"with answers within {fmt.error(accuracy.error)} (relative error)"
     if math.isfinite(accuracy.metric) and math.isfinite(result.reference.metric):
-        said += f" and a metric of {fmt.number(accuracy.metric)} against {fmt.number(result.reference.metric)}"
-    return said
+        text += f" and a metric of {fmt.number(accuracy.metric)} against {fmt.number(result.reference.metric)}"
+    return text

@@ -11,11 +11,12 @@ from fettle.page import Figure, as_spec, clean
 from fettle.report import _format as fmt
 from fettle.report import _ladder, _payback, _scatter, _training
 from fettle.report._facts import error_name, pareto, ranked
+from fettle.report._marks import Rows
 from fettle.report._verdict import payback as payback_text
-from fettle.result import Result
+from fettle.result import Outcome
 
 
-def figures(result: Result) -> list[Figure]:
+def figures(result: Outcome) -> list[Figure]:
     """The charts that this result has data for, in the order of the report."""
     result = clean(result)
     drawn = [
@@ -42,7 +43,7 @@ def figures(result: Result) -> list[Figure]:
     return made
 
 
-def ladder(result: Result) -> Figure | None:
+def ladder(result: Outcome) -> Figure | None:
     """Throughput and memory bars side by side, as one picture."""
     result = clean(result)
     both = [chart for chart in (_ladder.throughput(result), _ladder.memory(result)) if chart is not None]
@@ -59,7 +60,7 @@ def ladder(result: Result) -> Figure | None:
     )  # fmt: skip
 
 
-def write_charts(result: Result, folder: str | Path) -> list[Path]:
+def write_charts(result: Outcome, folder: str | Path) -> list[Path]:
     """Write every chart to `folder` as PNG and as SVG, and return the paths of the PNGs."""
     folder = Path(folder)
     side_by_side = ladder(result)
@@ -73,11 +74,11 @@ def write_charts(result: Result, folder: str | Path) -> list[Path]:
     return written
 
 
-def _bars_alt(rows: _ladder.Rows) -> str:
+def _bars_alt(rows: Rows) -> str:
     return "Bars: " + "; ".join(f"{row['label']} {row['text']}" for row in rows) + "."
 
 
-def _cloud_alt(result: Result, against: str) -> str:
+def _cloud_alt(result: Outcome, against: str) -> str:
     rows = _scatter.points(result)
     if not rows:
         return ""
@@ -89,7 +90,7 @@ def _cloud_alt(result: Result, against: str) -> str:
     )
 
 
-def _front_alt(result: Result) -> str:
+def _front_alt(result: Outcome) -> str:
     front = pareto(ranked(result))
     listed = "; ".join(
         f"{fmt.times(trial.speedup.estimate if trial.speedup else None)} with error {fmt.error(trial.accuracy.error)} "

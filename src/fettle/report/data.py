@@ -22,40 +22,41 @@ from fettle.errors import UsageError, first_line
 from fettle.files import write_text
 from fettle.measure import Trial
 from fettle.recipe import Recipe
-from fettle.result import Result
+from fettle.result import Outcome
+from fettle.techniques import learned_types, respelled
 
 FORMAT = 1
 _MAX_BYTES = 64 << 20
 _MAX_TRIALS = 20_000
 
 
-def to_json(result: Result) -> dict[str, Any]:
+def to_json(result: Outcome) -> dict[str, Any]:
     """The result as data that any JSON writer takes: a recipe is a mapping, a number that is not finite is None."""
     data: dict[str, Any] = _plain(result)
     return {"format": FORMAT, **data}
 
 
-def from_json(data: Any) -> Result:
+def from_json(data: Any) -> Outcome:
     """The inverse of `to_json`. Raises `UsageError` for anything else."""
     if not isinstance(data, dict) or "format" not in data:
-        raise UsageError("it has no format number, so it is no fettle result")
+        raise UsageError("it has no format number, so it is not a fettle result")
     if data["format"] != FORMAT:
         raise UsageError(f"it has result format {str(data['format'])[:40]}; this fettle reads format {FORMAT}")
     body = {key: value for key, value in data.items() if key != "format"}
     try:
-        result = msgspec.convert(_typed(body, Result), Result)
+        result = msgspec.convert(_typed(body, Outcome), Outcome)
+        _check(result)
     except (msgspec.ValidationError, UsageError) as error:
-        raise UsageError(f"it is no fettle result: {' '.join(str(error).split())[:200]}") from error
-    _check(result)
+        raise UsageError(f"it is not a fettle result: {' '.join(str(error).split())[:200]}") from error
     return result
 
 
-def save_result(result: Result, path: str | Path) -> None:
+def save_result(result: Outcome, path: str | Path) -> None:
     """Write ``result.json`` whole or not at all."""
     write_text(Path(path), json.dumps(to_json(result), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def load_result(path: str | Path) -> Result:
+def read_outcome(path: str | Path) -> Outcome:
     """Read a ``result.json``. Raises `UsageError` in one line for anything that is not one."""
     path = Path(path)
     try:
@@ -70,7 +71,7 @@ def load_result(path: str | Path) -> Result:
     except UsageError as error:
         raise UsageError(f"cannot use {path}: {error}") from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is no JSON: {first_line(error)}") from error
+        raise UsageError(f"{path} is not JSON: {first_line(error)}") from error
 
 
 def _plain(value: Any) -> Any:
@@ -96,7 +97,8 @@ def _typed(value: Any, kind: Any) -> Any:
     if kind is float:
         return math.nan if value is None else value
     if kind is Recipe:
-        return {"levels": value}
+        is_one = isinstance(value, dict) and all(isinstance(level, str) for level in value.values())
+        return {"levels": respelled(value) if is_one else value}
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         inner = [argument for argument in arguments if argument is not type(None)]
@@ -105,6 +107,9 @@ def _typed(value: Any, kind: Any) -> Any:
         return [_typed(item, arguments[0]) for item in value]
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         hints = _hints(typing.cast(type, kind))
+        once = {key: value[key] for key in learned_types() if "learned" in hints and key in value}
+        if once:  # earlier versions wrote what was learned beside the other fields
+            value = {"learned": once, **{key: item for key, item in value.items() if key not in once}}
         unknown = [key for key in value if key not in hints]
         if unknown:  # a field that this version does not know may carry meaning: say so, do not drop it
             raise UsageError(f"unknown field {str(unknown[0])[:60]!r}")
@@ -118,12 +123,15 @@ def _hints(kind: Any) -> dict[str, Any]:
     return {item.name: hints[item.name] for item in dataclasses.fields(kind)}
 
 
-def _check(result: Result) -> None:
+def _check(result: Outcome) -> None:
     """What types cannot say, and what the arithmetic of a report relies on."""
     trials: list[Trial] = [*result.trials, *result.nearest, *(rung.trial for rung in result.ladder)]
     trials += [trial for trial in (result.winner, result.baseline_again) if trial is not None]
     if len(trials) > _MAX_TRIALS:
         raise UsageError(f"it has {len(trials)} trials, more than any study")
+    for learned in (result.facts.learned, *(trial.learned for trial in trials)):
+        for key, kind in learned_types().items():
+            msgspec.convert(learned.get(key, ()), kind)
     for trial in trials:
         if trial.samples < 1:
             raise UsageError(f"a trial has {trial.samples} samples in a call")

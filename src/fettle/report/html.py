@@ -8,15 +8,15 @@ from fettle.files import write_text
 from fettle.page import clean, shell
 from fettle.report import _facts, _format, _tables, _verdict
 from fettle.report.charts import figures
-from fettle.result import Result
+from fettle.result import Outcome
 
 
-def write_report(result: Result, path: str | Path) -> None:
+def write_report(result: Outcome, path: str | Path) -> None:
     """Write the page of `result` to `path`, whole or not at all. Raises `UsageError` when it cannot be written."""
     write_text(Path(path), page(result))
 
 
-def page(result: Result) -> str:
+def page(result: Outcome) -> str:
     """The page as text: every chart once as data for a screen and once as SVG for paper, the library once for all."""
     result = clean(result)
     title = f"{_verdict.headline(result)}: {result.name}"

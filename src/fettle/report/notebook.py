@@ -8,12 +8,12 @@ from fettle.page import clean
 from fettle.report import _facts, _verdict
 from fettle.report import _format as fmt
 from fettle.report.charts import ladder
-from fettle.result import Result
+from fettle.result import Outcome
 
 ROWS = 8
 
 
-def cell(result: Result) -> str:
+def cell(result: Outcome) -> str:
     """HTML without scripts or styles of its own, so that it looks like the notebook it is in."""
     result = clean(result)
     picture = ladder(result)

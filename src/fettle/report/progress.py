@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def progress(*, quiet: bool = False, lines: bool = True) -> Iterator[Tell]:
-    """Show it where somebody looks: a bar on a terminal, a changing output in a notebook.
+    """Show it where a user is watching: a bar on a terminal, a changing output in a notebook.
 
     Where neither is, a line on standard error for each start and each trial, or nothing without `lines`.
     """
@@ -30,11 +30,11 @@ def progress(*, quiet: bool = False, lines: bool = True) -> Iterator[Tell]:
     if quiet:
         yield lambda event: None
     elif console.is_jupyter:
-        with _cell() as tell:
-            yield tell
+        with _cell() as on_progress:
+            yield on_progress
     elif console.is_terminal:
-        with _bar(console) as tell:
-            yield tell
+        with _bar(console) as on_progress:
+            yield on_progress
     else:
         yield _lines() if lines else lambda event: None
 
@@ -46,15 +46,15 @@ def _bar(console: Console) -> Iterator[Tell]:
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=None)
 
-        def tell(event: Event) -> None:
-            said = f"{escape(event.doing[:60])}[dim]{_best(event)}[/]"
-            bar.update(task, description=said, completed=event.elapsed_s, total=event.budget_s)
+        def on_progress(event: Event) -> None:
+            text = f"{escape(event.doing[:60])}[dim]{_best(event)}[/]"
+            bar.update(task, description=text, completed=event.elapsed_s, total=event.budget_s)
             if event.trial is not None:
                 bar.console.print(trial_line(event), highlight=False)
             if event.note:
                 bar.console.print(event.note, style="dim", highlight=False, markup=False)
 
-        yield tell
+        yield on_progress
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def _cell() -> Iterator[Tell]:
     shown = display(bundle("starting"), raw=True, display_id=True)  # type: ignore[no-untyped-call, unused-ignore]
     began = time.monotonic()
 
-    def tell(event: Event) -> None:
+    def on_progress(event: Event) -> None:
         if event.trial is not None:
             done.append(Text.from_markup(trial_line(event)).plain)
         if event.note:
@@ -77,7 +77,7 @@ def _cell() -> Iterator[Tell]:
         spent = fmt.seconds(event.elapsed_s) + (f" of {fmt.seconds(event.budget_s)}" if event.budget_s else "")
         shown.update(bundle(f"{event.doing}{_best(event)} | {spent}"), raw=True)
 
-    yield tell
+    yield on_progress
     shown.update(bundle(f"done in {fmt.seconds(time.monotonic() - began)}"), raw=True)
 
 
@@ -85,16 +85,16 @@ def _lines() -> Tell:
     """For a log file: nothing for the rounds of a race."""
     began = time.monotonic()
 
-    def tell(event: Event) -> None:
+    def on_progress(event: Event) -> None:
         if event.trial is not None:
-            said = Text.from_markup(trial_line(event)).plain
+            text = Text.from_markup(trial_line(event)).plain
         elif event.doing.startswith("round"):
             return
         else:
-            said = event.doing
-        print(f"[{time.monotonic() - began:6.1f} s] {said}", file=sys.stderr)
+            text = event.doing
+        print(f"[{time.monotonic() - began:6.1f} s] {text}", file=sys.stderr)
 
-    return tell
+    return on_progress
 
 
 def _best(event: Event) -> str:

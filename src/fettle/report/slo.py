@@ -17,9 +17,9 @@ from fettle.page import Figure, as_spec, clean, shell, theme
 from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, Drawn
 from fettle.report import _format as fmt
 from fettle.report import _slo_tables
+from fettle.report._marks import Rows, level, sized
 
 Data = Mapping[str, Any]
-Rows = list[dict[str, Any]]
 _HEIGHT = 300
 
 
@@ -142,7 +142,7 @@ def capacity(data: Data) -> Drawn | None:
                 tooltip=[alt.Tooltip("setting:N"), alt.Tooltip("capacity:Q", title="measured", format=".4~g")],
             )
         )  # fmt: skip
-    return alt.layer(*layers).properties(width="container", height=_HEIGHT)
+    return sized(_HEIGHT, *layers)
 
 
 def _capacity_words(data: Data) -> str:
@@ -180,18 +180,8 @@ def cost(data: Data) -> Drawn | None:
                  alt.Tooltip("row_ms:Q", title="ms a row", format=".4~g"), alt.Tooltip("calls:Q")],
     )  # fmt: skip
     band = base.transform_filter("datum.main").mark_area(opacity=0.18).encode(y="low_ms:Q", y2="high_ms:Q")
-    return alt.layer(
-        band, base.mark_line(strokeWidth=2), base.mark_point(filled=True, size=42), *_rule(data["limit_ms"])
-    ).properties(width="container", height=_HEIGHT)  # fmt: skip
-
-
-def _rule(limit_ms: float) -> list[alt.Chart]:
-    data = theme.data([{"y": limit_ms, "text": f"limit {_ms(limit_ms)}"}])
-    base = alt.Chart(data).encode(y="y:Q")
-    return [
-        base.mark_rule(color=WARN, strokeDash=[6, 3]),
-        base.mark_text(color=WARN, align="left", dy=-7, fontSize=11).encode(x=alt.value(4), text="text:N"),
-    ]
+    limit = level(data["limit_ms"], f"limit {_ms(data['limit_ms'])}")
+    return sized(_HEIGHT, band, base.mark_line(strokeWidth=2), base.mark_point(filled=True, size=42), *limit)
 
 
 def _cost_words(data: Data) -> str:
@@ -231,7 +221,7 @@ def prediction(data: Data) -> Drawn | None:
         tooltip=[alt.Tooltip("setting:N"), alt.Tooltip("rate:Q", title="requests/s", format=".4~g"),
                  alt.Tooltip("predicted:Q", format=".4~g"), alt.Tooltip("measured:Q", format=".4~g")],
     )  # fmt: skip
-    return alt.layer(dots, line, _rule_at(data["limit_ms"], scale)).properties(width="container", height=_HEIGHT)
+    return sized(_HEIGHT, dots, line, _rule_at(data["limit_ms"], scale))
 
 
 def _rule_at(limit_ms: float, scale: alt.Scale) -> alt.Chart:
@@ -285,7 +275,7 @@ def front(data: Data) -> Drawn | None:
                  alt.Tooltip("memory:Q", title="memory, MiB", format=".0f"), alt.Tooltip("error:N")],
     )  # fmt: skip
     label = base.transform_filter("datum.best").mark_text(dy=-14, fontWeight=600).encode(text=alt.value("chosen"))
-    return alt.layer(dots, label).properties(width="container", height=_HEIGHT)
+    return sized(_HEIGHT, dots, label)
 
 
 def _front_words(data: Data) -> str:

@@ -12,12 +12,12 @@ from fettle.measure import Trial
 from fettle.page import clean
 from fettle.report import _facts, _verdict
 from fettle.report import _format as fmt
-from fettle.result import Result
+from fettle.result import Outcome
 
 _STYLES = {"winner": "bold green", "rejected": "yellow", "over limit": "yellow", "baseline": "bold"}
 
 
-def print_result(result: Result, console: Console) -> None:
+def print_result(result: Outcome, console: Console) -> None:
     """The verdict, the trials from fast to slow, what failed, and what was left out."""
     result = clean(result)
     console.print()
@@ -40,7 +40,7 @@ def print_result(result: Result, console: Console) -> None:
         console.print(f"  nearest: {escape(_facts.name_of(trial.recipe))}: {escape(why)}", highlight=False)
 
 
-def result_table(result: Result, wide: bool = True) -> Table:
+def result_table(result: Outcome, wide: bool = True) -> Table:
     """All trials that ran; memory and start-up too where there is room."""
     table = _table("status", wide)
     for trial in _facts.ranked(result):
@@ -54,9 +54,9 @@ def comparison_table(trials: Sequence[Trial], verdicts: Sequence[str]) -> Table:
     table = _table("verdict", wide=False)
     for trial, word in zip(trials, verdicts, strict=True):
         trial = clean(trial)
-        said = word if trial.status == "measured" else f"{trial.status}: {trial.reason}"
+        text = word if trial.status == "measured" else f"{trial.status}: {trial.reason}"
         name = escape(_facts.name_of(trial.recipe))
-        table.add_row(*_cells(trial, wide=False), escape(said), name, style=_STYLES.get(trial.status))
+        table.add_row(*_cells(trial, wide=False), escape(text), name, style=_STYLES.get(trial.status))
     return table
 
 

@@ -11,10 +11,10 @@ from fettle.files import write_text
 from fettle.recipe_file import RecipeFile
 from fettle.report.data import save_result
 from fettle.report.html import write_report
-from fettle.result import Result, int8_layers
+from fettle.result import Outcome
 
 
-def save(result: Result, folder: Path) -> list[Path]:
+def save(result: Outcome, folder: Path) -> list[Path]:
     """Write what the user takes away: recipe.toml, optimized.py, result.json, report.html. Returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -27,7 +27,7 @@ def save(result: Result, folder: Path) -> list[Path]:
     return [*paths, folder / "report.html", folder / "result.json"]
 
 
-def _recipe_file(result: Result) -> RecipeFile:
+def _recipe_file(result: Outcome) -> RecipeFile:
     """The winner's recipe with its evidence."""
     winner = result.winner
     assert winner is not None
@@ -45,7 +45,7 @@ def _recipe_file(result: Result) -> RecipeFile:
         "startup_s": winner.startup.total_s,
         "accuracy": accuracy,
         "limits": msgspec.to_builtins(result.limits),
-        "int8_layers": list(int8_layers(result)) or None,
+        **result.learned,
         "created": result.created,
     }
     machine = {key: result.machine[key] for key in ("id", "cpu", "cores", "gpus", "python", "versions")}

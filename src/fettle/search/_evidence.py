@@ -1,4 +1,4 @@
-"""What a design has seen so far, and what may be concluded from it."""
+"""What a design has measured so far, and what may be concluded from it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterator, Sequence
 
 from fettle.measure import Trial
 from fettle.recipe import Recipe
-from fettle.search._moves import given, moved, with_required
+from fettle.search._moves import moved, with_required
 from fettle.search._space import Session, Space
 
 OVERWHELMING = math.log(3)
-"""So much slower than the leader by all that was seen that a recipe is not tried. Interactions were seen to change a
+"""So much slower than the leader by all evidence that a recipe is not tried. Interactions were found to change a
 gain by up to 2.4 times (bfloat16 with channels_last on ResNet-50, see the docs on searching)."""
 _FAILED = 1e9
 """Subtracted from what is expected of a level that failed: tried last, but tried."""
 _TIE = math.log(1.1)
-"""Trials further apart than this are no tie, however noisy they are: the estimates are the best that there is."""
+"""Trials further apart than this are not tied, however noisy they are: the estimates are the best that there is."""
 
 
 class Evidence:
@@ -100,7 +100,7 @@ class Evidence:
         return self._moved[key]
 
     def outcomes(self, technique: str, level: str) -> Iterator[tuple[Trial, Trial]]:
-        """All pairs of trials before and after this move that were seen, in whatever order they were measured."""
+        """All pairs of trials before and after this move, in whatever order they were measured."""
         for before in self.trials.values():
             if before.recipe != with_required(self.space, before.recipe):
                 continue  # the baseline without the preconditions: the move would be blamed for those
@@ -110,11 +110,11 @@ class Evidence:
 
     def gain(self, technique: str, level: str, near: Recipe) -> float | None:
         """What setting this level brought where the technique was as given, in the unit of the score, in the context
-        most like `near`; None if that was never seen."""
+        most like `near`; None if that was never measured."""
         found = [
             (_distance(after.recipe, before.recipe), _distance(before.recipe, near), self.score(before), after)
             for before, after in self.outcomes(technique, level)
-            if before.recipe.levels.get(technique, given(self.space, technique)) == given(self.space, technique)
+            if before.recipe.levels.get(technique, self.space.default(technique)) == self.space.default(technique)
         ]
         if not found:
             return None
@@ -123,7 +123,7 @@ class Evidence:
 
     def expected(self, recipe: Recipe, leader: Recipe) -> tuple[float, bool]:
         """What going from the leader to the recipe should bring if gains simply add up, and whether every level that
-        it adds was seen somewhere."""
+        it adds was measured somewhere."""
         total, known = 0.0, True
         for sign, new, old in ((1, recipe, leader), (-1, leader, recipe)):
             for name in set(new.levels.items()) - set(old.levels.items()):
@@ -138,7 +138,7 @@ class Evidence:
     def known_wrong(self, recipe: Recipe) -> bool:
         """Whether the recipe holds everything that made another one inaccurate: errors add up, they rarely heal.
 
-        A cause that is accurate in some larger recipe (a bundle that somebody vouched for) is acquitted.
+        A cause that is accurate in some larger recipe (a bundle, say) is acquitted.
         """
         required = set(self.space.required.levels.items())
         levels = set(recipe.levels.items()) - required

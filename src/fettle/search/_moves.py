@@ -8,15 +8,10 @@ from fettle.recipe import Recipe
 from fettle.search._space import Space
 
 
-def given(space: Space, technique: str) -> str:
-    """The level that stands for the workload as it was given."""
-    return space.choices[technique][0]
-
-
 def with_required(space: Space, recipe: Recipe) -> Recipe:
-    """The recipe with the preconditions in it; they override. Levels that say 'as given' are left out."""
+    """The recipe with the preconditions in it; they override. Default levels are left out."""
     levels = {**recipe.levels, **space.required.levels}
-    return Recipe({name: level for name, level in levels.items() if level != space.choices.get(name, ("",))[0]})
+    return Recipe({name: level for name, level in levels.items() if level != space.default(name)})
 
 
 def valid(space: Space, recipe: Recipe) -> bool:
@@ -33,7 +28,7 @@ def moved(space: Space, recipe: Recipe, technique: str, level: str) -> Recipe | 
     recipe = with_required(space, recipe)
     if technique in space.required.levels:
         return None
-    if level == given(space, technique):
+    if level == space.default(technique):
         smaller = recipe.without(technique, *_dependents(space, technique))
         return smaller if valid(space, smaller) else None
     # First keep the level of a needed technique that is there; if that cannot work, take the level that is asked for.

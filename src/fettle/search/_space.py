@@ -15,7 +15,7 @@ class Space:
     """What a design may try. Levels in `choices` exclude what the rules or the user left out."""
 
     choices: Mapping[str, tuple[str, ...]]
-    """Levels by technique in the order to try them, the given level first; techniques in catalogue order."""
+    """Levels by technique in the order to try them, the default level first; techniques in catalogue order."""
     conflict: Callable[[Recipe], str]
     """Why a recipe cannot work, or an empty string."""
     needs: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -23,9 +23,13 @@ class Space:
     required: Recipe = field(default_factory=Recipe)
     """Levels in every recipe but the baseline: preconditions (eval mode) and what the user pinned."""
     cost: Callable[[Recipe], int] = lambda recipe: 1
-    """How dear a trial is to start: 1 seconds, 2 tens of seconds, 3 minutes."""
+    """What a trial costs to start: 1 seconds, 2 tens of seconds, 3 minutes."""
     bundles: Sequence[Recipe] = ()
     """Combinations known to work well together on such a machine, to be tried early."""
+
+    def default(self, technique: str) -> str:
+        """The level that stands for the workload as it was given; empty for a technique that is not in the space."""
+        return self.choices.get(technique, ("",))[0]
 
 
 class Session(Protocol):

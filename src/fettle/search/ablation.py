@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.search._evidence import Evidence
-from fettle.search._moves import given, valid, with_required
+from fettle.search._moves import valid, with_required
 from fettle.search._space import Session, Space
 from fettle.search.auto import auto
 from fettle.search.ladder import Step
@@ -18,31 +18,31 @@ def ablation(space: Space, session: Session, *, first: Sequence[str] = (), start
     if start is None:
         found = auto(space, session, first=first)
         start = found.recipe if found else Recipe()
-    seen = Evidence(space, session)
-    _remove_each(space, seen, start)
-    return seen.leader()
+    evidence = Evidence(space, session)
+    _remove_each(space, evidence, start)
+    return evidence.leader()
 
 
 def removals(space: Space, session: Session, recipe: Recipe) -> list[Step]:
     """The recipe, then each variant with one technique as given (and without what needs it). `kept` says that
     the recipe is worse without it, so that it is worth its place."""
-    seen = Evidence(space, session)
-    whole, without = _remove_each(space, seen, recipe)
-    if whole not in seen.trials:
+    evidence = Evidence(space, session)
+    whole, without = _remove_each(space, evidence, recipe)
+    if whole not in evidence.trials:
         return []
-    steps = [Step(str(whole), seen.trials[whole], True)]
+    steps = [Step(str(whole), evidence.trials[whole], True)]
     for name, smaller in without.items():
-        if smaller in seen.trials:
-            worth = seen.beats(seen.trials[whole], seen.trials[smaller])
-            steps.append(Step(f"without {name}", seen.trials[smaller], worth))
+        if smaller in evidence.trials:
+            worth = evidence.beats(evidence.trials[whole], evidence.trials[smaller])
+            steps.append(Step(f"without {name}", evidence.trials[smaller], worth))
     return steps
 
 
-def _remove_each(space: Space, seen: Evidence, recipe: Recipe) -> tuple[Recipe, dict[str, Recipe]]:
+def _remove_each(space: Space, evidence: Evidence, recipe: Recipe) -> tuple[Recipe, dict[str, Recipe]]:
     """Race the recipe, its variants with one technique less, and the baseline."""
     whole = with_required(space, recipe)
     names = [name for name in space.choices if name in whole.levels]
-    asked = {name: seen.moved(whole, name, given(space, name)) for name in names}
+    asked = {name: evidence.moved(whole, name, space.default(name)) for name in names}
     without = {name: smaller for name, smaller in asked.items() if smaller is not None}
-    seen.measure([Recipe(), *([whole] if valid(space, whole) else []), *without.values()])
+    evidence.measure([Recipe(), *([whole] if valid(space, whole) else []), *without.values()])
     return whole, without

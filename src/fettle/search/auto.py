@@ -10,11 +10,11 @@ from fettle.search._evidence import Evidence
 from fettle.search._moves import valid, with_required
 from fettle.search._space import Session, Space
 
-_HEAT = {1: 6, 2: 3, 3: 2}
-"""Recipes raced together, by what the dearest costs to start: dear ones are decided on with fresh news."""
+_TOGETHER = {1: 6, 2: 3, 3: 2}
+"""Recipes raced together, by what the most expensive costs to start: the fewer, the more is known for the next."""
 
 Move = tuple[str, str]
-"""A technique and the level that it is set to; the given level drops it."""
+"""A technique and the level that it is set to; the default level drops it."""
 
 
 def auto(space: Space, session: Session, *, first: Sequence[str] = (), start: Recipe | None = None) -> Trial | None:
@@ -22,26 +22,28 @@ def auto(space: Space, session: Session, *, first: Sequence[str] = (), start: Re
 
     `first` names techniques to try before others (a diagnosis says so), `start` is one more recipe to begin with.
     """
-    seen = Evidence(space, session)
+    evidence = Evidence(space, session)
     led: set[Recipe] = set()
     going_on = True
-    given, root = Recipe(), _root(space)  # both measured once, with the first heat
-    for heat in _heats(space, _bundles(space, start)):
-        going_on = going_on and seen.measure([given, *heat, *root])  # where time is short, a bundle comes first
-    best = seen.leader()
+    baseline, root = Recipe(), _root(space)  # both measured once, in the first batch
+    for batch in _batches(space, _bundles(space, start)):
+        going_on = going_on and evidence.measure([baseline, *batch, *root])  # where time is short, a bundle comes first
+    best = evidence.leader()
     alone = [
-        recipe for recipe in _cheap_alone(space, seen, first) if best is None or not seen.is_hopeless(recipe, best)
+        recipe
+        for recipe in _cheap_alone(space, evidence, first)
+        if best is None or not evidence.is_hopeless(recipe, best)
     ]
-    for heat in _heats(space, alone):
-        going_on = going_on and seen.measure([given, *heat, *root])
-    going_on = going_on and seen.measure([given, *root])
-    while going_on and (leader := seen.leader()):
+    for batch in _batches(space, alone):
+        going_on = going_on and evidence.measure([baseline, *batch, *root])
+    going_on = going_on and evidence.measure([baseline, *root])
+    while going_on and (leader := evidence.leader()):
         led.add(leader.recipe)
-        heat = _next_heat(space, seen, leader, led, first)
-        if not heat:
+        batch = _next_batch(space, evidence, leader, led, first)
+        if not batch:
             break
-        going_on = seen.measure(heat)
-    return seen.leader()
+        going_on = evidence.measure(batch)
+    return evidence.leader()
 
 
 def _root(space: Space) -> list[Recipe]:
@@ -51,31 +53,38 @@ def _root(space: Space) -> list[Recipe]:
 
 
 def _bundles(space: Space, start: Recipe | None) -> list[Recipe]:
-    """Combinations that somebody vouches for."""
+    """Combinations that are known to work well."""
     bundles = [with_required(space, bundle) for bundle in (*([start] if start else []), *space.bundles)]
     return [bundle for bundle in bundles if valid(space, bundle)]
 
 
-def _cheap_alone(space: Space, seen: Evidence, first: Sequence[str]) -> list[Recipe]:
-    """Every level that costs seconds to start, alone. A dear one is first tried where it counts: on the leader."""
-    alone = [seen.moved(with_required(space, Recipe()), *move) for move in _moves(space, first)]
+def _cheap_alone(space: Space, evidence: Evidence, first: Sequence[str]) -> list[Recipe]:
+    """Every level that costs seconds to start, alone. An expensive one is first tried on the leader."""
+    alone = [evidence.moved(with_required(space, Recipe()), *move) for move in _moves(space, first)]
     return [recipe for recipe in alone if recipe is not None and space.cost(recipe) == 1]
 
 
-def _next_heat(space: Space, seen: Evidence, leader: Trial, led: set[Recipe], first: Sequence[str]) -> list[Recipe]:
+def _next_batch(
+    space: Space, evidence: Evidence, leader: Trial, led: set[Recipe], first: Sequence[str]
+) -> list[Recipe]:
     """The untried neighbours of the leader that promise most; empty when none is left that could be better.
 
-    1. techniques the caller asked for first that have not been seen; 2. moves that helped elsewhere, one at a time,
-    since each may change what the next one brings; 3. moves never seen; 4. the rest: drop-outs, second chances.
+    1. techniques the caller asked for first that were not tried yet; 2. moves that helped elsewhere, one at a time,
+    since each may change what the next one brings; 3. moves never tried; 4. the rest: drop-outs, second chances.
     """
     ranked: list[tuple[int, float, int, int, Recipe]] = []
     for place, move in enumerate(_moves(space, first, drops=True)):
-        recipe = seen.moved(leader.recipe, *move)
-        if recipe is None or recipe in seen.trials or seen.known_wrong(recipe) or seen.is_hopeless(recipe, leader):
+        recipe = evidence.moved(leader.recipe, *move)
+        if (
+            recipe is None
+            or recipe in evidence.trials
+            or evidence.known_wrong(recipe)
+            or evidence.is_hopeless(recipe, leader)
+        ):
             continue
-        if space.cost(recipe) > 1 and _retired(seen, move, led):
+        if space.cost(recipe) > 1 and _retired(evidence, move, led):
             continue
-        expected, known = seen.expected(recipe, leader.recipe)
+        expected, known = evidence.expected(recipe, leader.recipe)
         rank = (2 if expected > 0 else 4) if known else 1 if move[0] in first else 3
         ranked.append((rank, -expected, space.cost(recipe), place, recipe))
     ranked.sort(key=lambda item: item[:4])
@@ -83,16 +92,16 @@ def _next_heat(space: Space, seen: Evidence, leader: Trial, led: set[Recipe], fi
         return []
     best = ranked[0][0]
     recipes = [recipe for rank, *_, recipe in ranked if rank == best]
-    return recipes[:1] if best == 2 else next(_heats(space, recipes))
+    return recipes[:1] if best == 2 else next(_batches(space, recipes))
 
 
-def _retired(seen: Evidence, move: Move, led: set[Recipe]) -> bool:
+def _retired(evidence: Evidence, move: Move, led: set[Recipe]) -> bool:
     """Whether the move failed to help in two places, one of them a leader: then it is not tried a third time.
 
     A failed trial counts once like any other, since what fails alone may run beside others (a quantised model that
     only runs compiled). Trials that start in seconds are never retired: each leader is tried with them.
     """
-    useless = [before.recipe for before, after in seen.outcomes(*move) if not seen.beats(after, before)]
+    useless = [before.recipe for before, after in evidence.outcomes(*move) if not evidence.beats(after, before)]
     return len(useless) >= 2 and any(recipe in led for recipe in useless)
 
 
@@ -104,10 +113,10 @@ def _moves(space: Space, first: Sequence[str], drops: bool = False) -> Iterator[
             yield name, level
 
 
-def _heats(space: Space, recipes: Sequence[Recipe]) -> Iterator[list[Recipe]]:
+def _batches(space: Space, recipes: Sequence[Recipe]) -> Iterator[list[Recipe]]:
     """The recipes in groups to be raced together, cheap ones first, each with its like."""
     unique = list(dict.fromkeys(recipes))
     for cost in sorted({space.cost(recipe) for recipe in unique}):
         alike = [recipe for recipe in unique if space.cost(recipe) == cost]
-        size = _HEAT.get(cost, 2)
+        size = _TOGETHER.get(cost, 2)
         yield from (alike[begin : begin + size] for begin in range(0, len(alike), size))

@@ -41,21 +41,22 @@ class Effect:
 def effects(
     trials: Sequence[Trial],
     *,
-    given: dict[str, str] | None = None,
+    defaults: dict[str, str] | None = None,
     interactions: bool = True,
     confidence: float = 0.95,
     zone: float = 0.01,
 ) -> list[Effect]:
     """Main effects, then two-way interactions, of the trials that ran; inaccurate ones count, they have a time.
 
-    A pair of techniques enters as an interaction only when all its combinations of levels were seen, otherwise it
+    A pair of techniques enters as an interaction only when all its combinations of levels were measured, otherwise it
     reads ``cannot tell``. `zone` is what does not matter: an effect is the ``same`` when its whole interval is inside.
     """
     ran = [trial for trial in trials if trial.status != "failed" and math.isfinite(_log_time(trial))]
     names = sorted({name for trial in ran for name in trial.recipe.levels})
-    held = [{name: trial.recipe.levels.get(name, (given or {}).get(name, "")) for name in names} for trial in ran]
+    held = [{name: trial.recipe.levels.get(name, (defaults or {}).get(name, "")) for name in names} for trial in ran]
     levels = {
-        name: sorted({row[name] for row in held}, key=lambda x: (x != (given or {}).get(name, ""), x)) for name in names
+        name: sorted({row[name] for row in held}, key=lambda x: (x != (defaults or {}).get(name, ""), x))
+        for name in names
     }
     varied = [name for name in names if len(levels[name]) > 1]
     if not varied:
@@ -133,7 +134,7 @@ def _effect(
 
 
 def _reading(gain: float, reach: float, zone: float) -> Reading:
-    """An effect matters when it is beyond the zone and is no chance; it is the same when it cannot be beyond it."""
+    """An effect matters when it is beyond the zone and not chance; it is the same when it cannot be beyond it."""
     if abs(gain) + reach <= zone:
         return "same"
     if abs(gain) > zone and abs(gain) > reach:
@@ -147,7 +148,7 @@ def _all_seen(held: list[dict[str, str]], levels: dict[str, list[str]], pair: tu
 
 
 def _log_time(trial: Trial) -> float:
-    """Log of the time per sample; from the paired speed-up where there is one, which the machine's moods touch less."""
+    """Log of the time per sample; from the paired speed-up if any, which the machine's pace affects less."""
     if trial.speedup is not None and 0 < trial.speedup.estimate < math.inf:
         return -math.log(trial.speedup.estimate)
     return math.log(trial.time_ms / trial.samples) if trial.time_ms > 0 else math.nan

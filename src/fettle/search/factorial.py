@@ -17,7 +17,7 @@ from fettle.search._space import Session, Space
 
 MOST = 64
 """Trials of a factorial unless the caller says otherwise."""
-_HEAT = 6
+_TOGETHER = 6
 _LISTED = 20_000
 """Combinations that are written out in full; of a larger space a random part stands for the whole."""
 
@@ -26,13 +26,13 @@ def factorial(
     space: Space, session: Session, *, first: Sequence[str] = (), start: Recipe | None = None, most: int = MOST
 ) -> Trial | None:
     """Measure every valid combination, or a balanced fraction when there are more than `most`; the best of them."""
-    seen = Evidence(space, session)
+    evidence = Evidence(space, session)
     recipes = [recipe for recipe in combinations_of(space, most) if recipe.levels]
     wanted = [Recipe(), *([with_required(space, start)] if start else []), *recipes]
-    for begin in range(0, len(wanted), _HEAT):
-        if not seen.measure(wanted[begin : begin + _HEAT]):
+    for begin in range(0, len(wanted), _TOGETHER):
+        if not evidence.measure(wanted[begin : begin + _TOGETHER]):
             break
-    return seen.leader()
+    return evidence.leader()
 
 
 def combinations_of(space: Space, most: int = MOST, seed: int = 0) -> list[Recipe]:

@@ -25,10 +25,10 @@ class Step:
 
 def ladder(space: Space, session: Session, *, first: Sequence[str] = (), start: Recipe | None = None) -> Trial | None:
     """Climb the ladder and return the best of all trials; `steps` has what each rung brought."""
-    seen = Evidence(space, session)
-    for _ in _climb(space, seen, first, start):
+    evidence = Evidence(space, session)
+    for _ in _climb(space, evidence, first, start):
         pass
-    return seen.leader()
+    return evidence.leader()
 
 
 def steps(space: Space, session: Session, *, first: Sequence[str] = (), start: Recipe | None = None) -> list[Step]:
@@ -36,28 +36,28 @@ def steps(space: Space, session: Session, *, first: Sequence[str] = (), start: R
     return list(_climb(space, Evidence(space, session), first, start))
 
 
-def _climb(space: Space, seen: Evidence, first: Sequence[str], start: Recipe | None) -> Iterator[Step]:
+def _climb(space: Space, evidence: Evidence, first: Sequence[str], start: Recipe | None) -> Iterator[Step]:
     """A rung is a technique; its levels are raced together and the best that helps is kept."""
     bottom = with_required(space, start or Recipe())
-    if not seen.measure([Recipe(), bottom] if valid(space, bottom) else [Recipe()]):
+    if not evidence.measure([Recipe(), bottom] if valid(space, bottom) else [Recipe()]):
         return
-    yield Step("as given", seen.trials[Recipe()], True)
-    if bottom not in seen.trials:
+    yield Step("as given", evidence.trials[Recipe()], True)
+    if bottom not in evidence.trials:
         return
-    standing = seen.trials[bottom]
+    standing = evidence.trials[bottom]
     if bottom != Recipe():
         yield Step(str(bottom), standing, True)
     for name in sorted(space.choices, key=lambda name: name not in first):
-        asked = {f"{name}={level}": seen.moved(standing.recipe, name, level) for level in space.choices[name][1:]}
+        asked = {f"{name}={level}": evidence.moved(standing.recipe, name, level) for level in space.choices[name][1:]}
         rung = {
             label: recipe
             for label, recipe in asked.items()
             if recipe is not None and standing.recipe.levels.items() < recipe.levels.items()  # up only, no exchange
         }
-        going_on = seen.measure(list(rung.values()))
-        tried = {label: seen.trials[recipe] for label, recipe in rung.items() if recipe in seen.trials}
-        best = min(tried, key=lambda label: seen.score(tried[label]), default="")
-        helped = bool(tried) and seen.beats(tried[best], standing)
+        going_on = evidence.measure(list(rung.values()))
+        tried = {label: evidence.trials[recipe] for label, recipe in rung.items() if recipe in evidence.trials}
+        best = min(tried, key=lambda label: evidence.score(tried[label]), default="")
+        helped = bool(tried) and evidence.beats(tried[best], standing)
         for label, trial in tried.items():
             yield Step(label, trial, helped and label == best)
         standing = tried[best] if helped else standing

@@ -40,7 +40,7 @@ from fettle.serve.package import (
 from fettle.serve.program import export_program, save_program
 from fettle.serve.requires import needed
 from fettle.serve.tensors import TensorSpec
-from fettle.techniques import Facts, cpu_flags, find, quantize_exported
+from fettle.techniques import Facts, cpu_flags, find, handed_on, quantize_exported
 from fettle.workload import Workload
 
 NOT_SERVED = ("mode", "batch", "allocator", "threads", "streams")
@@ -125,7 +125,8 @@ def _check_levels(recipe: Recipe) -> None:
         if name == "quantize" and level not in ("none", _STATIC):
             raise UsageError(
                 f"{name}={level} cannot be packaged: it replaces the model's own layers, and an exported model has "
-                f"none. Tune without it: fettle tune TARGET --technique {name}={_STATIC}, or {name}={find(name).given}"
+                "none. Tune without it: "
+                f"fettle tune TARGET --technique {name}={_STATIC}, or {name}={find(name).default}"
             )
         if level in find(name).calibrated and (why := find(name).conflict(level, recipe, Facts())):
             raise UsageError(f"the recipe cannot work here: {name}={level}: {why}")
@@ -161,7 +162,7 @@ def _store(
 
         allowed = evidence.get("limits", {}).get("max_error")
         facts = Facts(
-            cpu_flags=cpu_flags(), int8_layers=tuple(evidence.get("int8_layers", ())),
+            cpu_flags=cpu_flags(), learned=handed_on(recipe, evidence),
             **({} if allowed is None else {"max_error": allowed}),
         )  # fmt: skip
         save_model(program, levels["runtime"], flat.calibration, folder, facts)

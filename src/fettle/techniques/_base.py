@@ -1,4 +1,4 @@
-"""What a technique is, and the facts it may look at.
+"""What a technique is, and the catalogue that all of them are in.
 
 A technique *is* the plain PyTorch lines it stands for: applying a recipe runs the very source that the user is
 handed as ``optimized.py`` (see `fettle.techniques._source`), so the two cannot differ.
@@ -6,85 +6,21 @@ handed as ``optimized.py`` (see `fettle.techniques._source`), so the two cannot 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from bisect import insort
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from fettle.recipe import Recipe
+from fettle.techniques._facts import Facts
 
+__all__ = [
+    "BOTH", "CATALOGUE", "INFERENCE", "TRAINING", "Bundle", "Code", "Facts", "Learned", "Level", "Technique",
+    "register",
+]  # fmt: skip
 
-@dataclass(frozen=True)
-class Facts:
-    """What a probe saw of the workload and the machine: all that decides which levels can be used here.
-
-    Plain data, so that it travels between processes and into reports.
-    """
-
-    mode: str = "inference"
-    """``inference`` or ``training``: which techniques apply, and what ``optimized.py`` is."""
-    device: str = "cpu"
-    """Device type of the model's parameters: ``cpu``, ``cuda``, ..."""
-    is_module: bool = True
-    training: bool = False
-    train_mode_differs: bool = False
-    """In train mode the outputs differ from eval mode: then eval is a precondition, not a choice."""
-    changes_buffers: bool = False
-    """A forward pass in eval mode changes the module's buffers: running averages, counters, caches."""
-    custom_call: bool = False
-    """The workload is called through its own `call`, not ``model(...)``."""
-    calibration_batches: int = 0
-    dtype: str = "float32"
-    """The commonest floating dtype among the parameters, without ``torch.``."""
-    num_parameters: int = 0
-    parameter_bytes: int = 0
-    num_linear: int = 0
-    num_conv: int = 0
-    num_conv_transpose: int = 0
-    num_4d_inputs: int = 0
-    """Floating 4-D tensors in the first batch: what channels_last converts."""
-    num_input_shapes: int = 1
-    """Distinct shapes among the batches."""
-    samples: int = 1
-    """Rows in one call."""
-    block_classes: tuple[str, ...] = ()
-    """Qualified class names of submodules repeated at least three times in one ModuleList or Sequential."""
-    hf_attention: tuple[str, ...] = ()
-    """Attention implementations that a transformers model can be switched to here; the first is the one in use."""
-    manual_attention: int = 0
-    """Modules whose attention is written out by hand and can be rewritten to SDPA."""
-    uses_sdpa: bool = False
-    """`scaled_dot_product_attention` was called in a forward pass."""
-    physical_cores: int = 1
-    threads: int = 0
-    """What torch uses as it is given; 0 if not known."""
-    cpu_flags: tuple[str, ...] = ()
-    """Those of ``avx2, avx512f, avx512_bf16, avx512_vnni, avx512_fp16, amx_bf16, amx_int8, neon, sve`` present."""
-    cuda_capability: tuple[int, int] = (0, 0)
-    packages: Mapping[str, str] = field(default_factory=dict)
-    """Version by distribution name for those installed among torchao, onnxruntime, onnx, onnxscript, openvino,
-    tensorrt, torch_tensorrt, triton, diffusers, transformers, nncf."""
-    libraries: Mapping[str, str] = field(default_factory=dict)
-    """Path by name for allocators found: jemalloc, tcmalloc; and glibc's version, where it is the C library."""
-    allow_batch: bool = False
-    """The user lets fettle change the batch size."""
-    max_error: float = 0.02
-    """The user's limit on the relative error: a level that chooses by the error stays a margin below it."""
-    int8_layers: tuple[int, ...] = ()
-    """Layers that runtime=openvino-int8-part has chosen already, by their place in the graph; empty: to be chosen."""
-    optimizer: str = ""
-    """Training: class of the optimizer."""
-    optimizer_levels: tuple[str, ...] = ()
-    """Training: those of ``foreach``, ``fused`` that the optimizer has."""
-    loader_workers: int = -1
-    """Training: worker processes of the DataLoader; -1 where the data is none."""
-    max_grad_norm: float | None = None
-    """Training: what gradients are clipped to."""
-    ranks: int = 1
-    """Training: how many processes a parallel strategy may use,"""
-    nodes: int = 1
-    """and on how many machines."""
-    largest_batch: int = 0
-    """Training: the batch fits this many times over; 0 where that was not looked for."""
+INFERENCE, TRAINING = frozenset({"inference"}), frozenset({"training"})
+BOTH = INFERENCE | TRAINING
 
 
 @dataclass(frozen=True)
@@ -138,33 +74,83 @@ class Code:
     """A name in place of `parameters`: those whose gradients are clipped."""
 
 
+@dataclass(frozen=True)
+class Learned:
+    """What some levels find out when they are first applied: kept with the trial, the recipe and the package, and
+    handed to the level as `Facts.learned` when it is applied again.
+
+    The lines of the level log it: ``logging.getLogger("optimized").info(..., extra={"learned": {key: value}})``.
+    """
+
+    key: str
+    levels: frozenset[str]
+    type: Any
+    """What msgspec must find it to be in a recipe file, which comes from outside."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A combination that is known to work well, so that a search need not find it one step at a time."""
+
+    place: int
+    """Among the bundles of all techniques, 10 to 120: what promises most for its cost first, but one of each kind
+    before a second, so that where time is short what is left out is like something that was tried."""
+    levels: Mapping[str, str]
+    """Its levels beside the `usual` ones; the default level of a technique keeps the usual one out."""
+
+
 class Technique:
     """One thing that can be changed. A subclass is one file in this folder; see CONTRIBUTING for the contract."""
 
     name: ClassVar[str]
     title: ClassVar[str]
     """For people: what the report calls it."""
-    given: ClassVar[str]
+    default: ClassVar[str]
     """The level that stands for the workload as it was given; a recipe that holds it is the same without it."""
+    order: ClassVar[int]
+    """Where its lines stand among those of other techniques, smaller first. 100: the process; 200: the data; 300: the
+    libraries and how the model is called; 400: its attention, traced in the type and layout that the sample batches
+    have; 500: its weights, type before layout and both before 8 bits; 600: what replaces the forward pass, last of all
+    what records it; 700: the optimizer; 800: ranks, around whatever the model has become; 900: the step."""
+    modes: ClassVar[frozenset[str]] = INFERENCE
+    """Where it applies: ``inference``, ``training``."""
     needs: ClassVar[Mapping[str, str]] = {}
     """Levels of other techniques that this one cannot do without: the search adds them to a move."""
+    packages: ClassVar[tuple[str, ...]] = ()
+    """Distributions that its levels look for in `Facts.packages`."""
     cost: ClassVar[int] = 1
     """What a trial costs to start: 1 seconds, 2 tens of seconds (a compile or export), 3 minutes (autotuning)."""
-
-    calibrated: ClassVar[frozenset[str]] = frozenset()
-    """Levels that look at the values of `batches`: such batches must not judge them."""
-    modes: ClassVar[frozenset[str]] = frozenset({"inference"})
-    """Where it applies: ``inference``, ``training``."""
     rung: ClassVar[int] = 5
     """Where a ladder of techniques has it: the field's usual order, smaller first, catalogue order among equals."""
+    calibrated: ClassVar[frozenset[str]] = frozenset()
+    """Levels that look at the values of `batches`: such batches must not judge them."""
+    learns: ClassVar[Learned | None] = None
+    changes_memory: ClassVar[bool] = True
+    """Whether it changes the device memory that a training step takes by something worth counting."""
+    shrinks_states: ClassVar[frozenset[str]] = frozenset()
+    """Levels under which parameters, gradients and optimizer state may take less memory than as given: no memory plan
+    rules them out."""
+    helps_when_shared: ClassVar[bool] = False
+    """Its levels may be faster beside a busy neighbour and slower without one: the report says so where they were."""
+    old_name: ClassVar[str] = ""
+    """How earlier versions spelled it: still read."""
+    old_levels: ClassVar[Mapping[str, str]] = {}
+    """Today's level by the one that earlier versions had under `old_name`, where they differ."""
+
+    # -- what it offers ----------------------------------------------------------------------------------------------
 
     def levels(self, facts: Facts) -> list[Level]:
-        """All levels, in the order to try them, the `given` one among them; each says why it cannot be used here."""
+        """All levels, in the order to try them, the default among them; each says why it cannot be used here."""
         raise NotImplementedError
 
-    def level_cost(self, level: str) -> int:
-        """Like `cost`, for one level."""
-        return self.cost
+    def every_level(self) -> Sequence[str]:
+        """The levels that it has on any machine: what a recipe may name."""
+        return [level.name for level in self.levels(Facts())]
+
+    def why_not(self, level: str, facts: Facts) -> str:
+        """Why `level` cannot be used here whatever stands beside it, as a phrase; empty when it can."""
+        known = {item.name: item.why_not for item in self.levels(facts)}
+        return known.get(level, f"there is no such level: {', '.join(known)}")
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         """Why `level` cannot work beside the rest of `recipe`, as a phrase; empty when it can."""
@@ -174,6 +160,65 @@ class Technique:
         """Whether its level works and changes nothing beside the rest of `recipe`: a search need not try it there."""
         return False
 
+    def is_met(self, level: str, facts: Facts) -> bool:
+        """Whether the workload has `level` already as it was given, so that nothing is left to do."""
+        return False
+
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
-        """The lines of `level`, which is not the `given` one. May depend on the other levels of `recipe`."""
-        raise NotImplementedError
+        """The lines of `level`, which is not the default. May depend on the other levels of `recipe`. None where they
+        are part of another technique's lines, which look for `level`."""
+        return Code()
+
+    # -- what a search tries -----------------------------------------------------------------------------------------
+
+    def level_cost(self, level: str) -> int:
+        """Like `cost`, for one level."""
+        return self.cost
+
+    def precondition(self, facts: Facts) -> str:
+        """The level without which no recipe gives right answers here; the default where there is none."""
+        return self.default
+
+    def usual(self, facts: Facts) -> str:
+        """The level that belongs to every bundle here; the default where there is none."""
+        return self.default
+
+    def bundles(self, facts: Facts) -> Sequence[Bundle]:
+        """The combinations that this technique is at the heart of. Those that cannot work here are left out later."""
+        return ()
+
+    def kind(self, level: str) -> str:
+        """What kind of execution `level` is, where the best of a study should meet one of another kind in the last
+        race; empty where that makes no difference."""
+        return ""
+
+    # -- what a trial of it takes ------------------------------------------------------------------------------------
+
+    def batch_factor(self, level: str) -> int:
+        """How many batches as given are one batch under `level`."""
+        return 1
+
+    def uses_ranks(self, level: str) -> bool:
+        """Whether `level` runs on all ranks that a study may use, and not on one."""
+        return False
+
+    def strategy(self, level: str) -> Mapping[str, str] | None:
+        """How a memory plan knows `level`: settings of a parallel strategy, none where it changes no memory; None where
+        the plan cannot tell what it takes."""
+        return None if self.changes_memory else {}
+
+
+CATALOGUE: list[Technique] = []
+"""All techniques in the order in which they are applied."""
+
+T = TypeVar("T", bound=Technique)
+
+
+def register(kind: type[T]) -> type[T]:
+    """Put a technique into the catalogue: a decorator of its class. Raises ValueError where name or order is taken."""
+    technique: Technique = kind()
+    for other in CATALOGUE:
+        if technique.name == other.name or technique.order == other.order:
+            raise ValueError(f"{kind.__name__} has the name or the order of {type(other).__name__}: {other.name}")
+    insort(CATALOGUE, technique, key=lambda item: item.order)
+    return kind

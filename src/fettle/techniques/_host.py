@@ -6,6 +6,7 @@ import importlib.metadata
 import platform
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -13,11 +14,7 @@ import torch
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_bf16", "amx_int8", "neon", "sve")
 _CAPABILITIES = {"avx512f": "avx512_f"}
 """Names in /proc/cpuinfo that torch spells otherwise."""
-_PACKAGES = (
-    "torchao", "onnxruntime", "onnx", "onnxscript", "openvino", "tensorrt", "torch_tensorrt", "triton", "diffusers",
-    "transformers", "nncf",
-)  # fmt: skip
-_OTHER_DISTRIBUTIONS = {"onnxruntime": "onnxruntime-gpu", "triton": "pytorch-triton"}
+_OTHER_DISTRIBUTIONS = {"onnxruntime": "onnxruntime-gpu"}
 _ALLOCATORS = {
     "jemalloc": ("libjemalloc.so.2", "libjemalloc.so"),
     "tcmalloc": ("libtcmalloc.so.4", "libtcmalloc_minimal.so.4", "libtcmalloc.so", "libtcmalloc_minimal.so"),
@@ -36,10 +33,10 @@ def cpu_flags() -> tuple[str, ...]:
     return tuple(flag for flag in _FLAGS if flag in present)
 
 
-def installed_packages() -> dict[str, str]:
-    """Versions of the optional packages, without importing any."""
+def installed(names: Iterable[str]) -> dict[str, str]:
+    """Versions of those packages that are installed, without importing any."""
     found = {}
-    for name in _PACKAGES:
+    for name in sorted(names):
         for distribution in (name, _OTHER_DISTRIBUTIONS.get(name, name)):
             try:
                 found[name] = importlib.metadata.version(distribution)

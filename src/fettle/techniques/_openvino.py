@@ -213,3 +213,10 @@ def openvino_streams_engine(
         return [torch.cat(pieces) for pieces in zip(*results, strict=True)]
 
     return run
+
+
+MODEL = (
+    openvino_core, openvino_tail, openvino_bf16_sums, openvino_angles, openvino_model, openvino_compiled,
+    OpenvinoRequest,
+)  # fmt: skip
+"""All that both engines need in a file of their own."""

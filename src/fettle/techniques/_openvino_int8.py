@@ -262,6 +262,13 @@ def openvino_int8_part(model: Any, samples: Any, part: Any) -> Any:
     more = f"; one more group would take it to {beyond[2]:.3g}, above {limit:.3g}" if beyond else ""
     logger.info(
         "int8: %d of %d layers, with an error of %.3g on the calibration batches%s",
-        len(part["layers"]), len(layers), error, more, extra={"int8_layers": part["layers"]},
+        len(part["layers"]), len(layers), error, more, extra={"learned": {"int8_layers": part["layers"]}},
     )  # fmt: skip
     return quantised
+
+
+CHOOSING = (
+    int8_groups, int8_order, int8_fitting, int8_largest, openvino_answers, openvino_error, openvino_layers,
+    openvino_products, openvino_columns, openvino_ranges, openvino_scales, openvino_int8_layers, openvino_int8_part,
+)  # fmt: skip
+"""All that `openvino_int8_part` needs in a file of its own."""

@@ -36,7 +36,7 @@ def own_rows(data: Any, rank: int, world: int) -> Any:
 def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The outermost modules with parameters whose class is found twice or more in lists of modules.
 
-    Layers that come with torch are no blocks, except its transformer layers: wrapping each Linear would pay one
+    Layers that come with torch do not count, except its transformer layers: wrapping each Linear would pay one
     collective for every matrix.
     """
     from collections import Counter

@@ -16,9 +16,9 @@ import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from fettle.errors import UsageError
 from fettle.recipe import Recipe
 from fettle.techniques._base import Code, Facts, Technique
+from fettle.techniques._catalogue import changed
 
 _BEFORE_START = ("LD_PRELOAD", "MALLOC_CONF")
 """Variables that a process which is running already takes no notice of."""
@@ -73,20 +73,14 @@ if __name__ == "__main__":
 '''
 
 
-def codes(recipe: Recipe, facts: Facts, catalogue: Iterable[Technique]) -> list[tuple[Technique, str, Code]]:
+def codes(recipe: Recipe, facts: Facts) -> list[tuple[Technique, str, Code]]:
     """The techniques that a recipe changes with their lines, in catalogue order."""
-    found = []
-    for technique in catalogue:
-        level = recipe.levels.get(technique.name, technique.given)
-        if level != technique.given:
-            found.append((technique, level, technique.code(level, recipe, facts)))
-    return found
+    return [(technique, level, technique.code(level, recipe, facts)) for technique, level in changed(recipe)]
 
 
 def render(
     recipe: Recipe,
     facts: Facts,
-    catalogue: Iterable[Technique],
     *,
     heading: str = "",
     target: tuple[str, str] | None = None,
@@ -98,7 +92,7 @@ def render(
     it. `calibration` is how many of
     the workload's first batches are handed to ``optimize``.
     """
-    parts = codes(recipe, facts, catalogue)
+    parts = codes(recipe, facts)
     lines = preamble(heading or f"Optimised for inference: {recipe}.", [code for _, _, code in parts])
     lines += ["", *_optimize(parts, facts)]
     if target is not None:
@@ -225,15 +219,3 @@ def module_lines(location: str) -> tuple[str, str]:
 
 def _uses_name(source: str, name: str) -> bool:
     return any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(ast.parse(source)))
-
-
-def check_levels(recipe: Recipe, catalogue: Iterable[Technique], known: dict[str, list[str]]) -> None:
-    """Raise `UsageError` for a technique or level that the catalogue does not have."""
-    names = [technique.name for technique in catalogue]
-    for name, level in recipe.levels.items():
-        if name not in names:
-            raise UsageError(f"unknown technique {name!r}: there are {', '.join(names)}")
-        if level not in known[name]:
-            levels = known[name]
-            few = levels if len(levels) <= 20 else [*levels[:3], "...", levels[-1]]  # threads go up to 256
-            raise UsageError(f"{name} has no level {level!r}: there are {', '.join(few)}")

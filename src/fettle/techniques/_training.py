@@ -6,11 +6,11 @@ asked for the next loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from fettle.recipe import Recipe
 from fettle.techniques._base import Code, Facts, Technique
+from fettle.techniques._catalogue import batch_factor, uses_ranks
 from fettle.techniques._source import codes, module_lines, preamble, text_of
 
 _MAIN = '''
@@ -64,7 +64,6 @@ def endless(data: Any) -> Any:
 def render_training(
     recipe: Recipe,
     facts: Facts,
-    catalogue: Iterable[Technique],
     *,
     heading: str = "",
     target: tuple[str, str] | None = None,
@@ -74,8 +73,8 @@ def render_training(
 
     With `target` the file runs as it stands; without it says how to use it.
     """
-    parts = codes(recipe, facts, catalogue)
-    over_ranks = recipe.levels.get("parallel", "single") != "single"
+    parts = codes(recipe, facts)
+    over_ranks = uses_ranks(recipe)
     title = heading or f"A training loop: {recipe}."
     if over_ranks:
         several = f" --nnodes {facts.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
@@ -86,7 +85,6 @@ def render_training(
     lines += ["", *_train(parts, facts)]
     if target is not None:
         path, load_lines = module_lines(target[0])
-        factor = recipe.levels.get("batch", "")
         device = '    torch.cuda.set_device(int(__import__("os").environ["LOCAL_RANK"]))\n'
         one = '    say = print if __import__("os").environ["RANK"] == "0" else lambda text: None\n'
         lines += [
@@ -96,7 +94,7 @@ def render_training(
                 factory=target[1],
                 device=device if over_ranks and facts.device == "cuda" else "",
                 say=one if over_ranks else "    say = print\n",
-                samples=facts.samples * (int(factor[1:]) if factor.startswith("x") else 1),
+                samples=facts.samples * batch_factor(recipe),
             )
         ]
     elif heading:

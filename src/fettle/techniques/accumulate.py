@@ -1,11 +1,11 @@
 """Gradient accumulation: a step's batch in equal parts, one after the other. Less memory, the same gradient."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from fettle.recipe import Recipe
-from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.techniques._base import TRAINING, Code, Facts, Level, Technique, register
 
 
 def split(batch: Any, count: int) -> list[Any]:
@@ -23,12 +23,14 @@ def split(batch: Any, count: int) -> list[Any]:
     return [pytree.tree_unflatten(list(part), structure) for part in zip(*columns, strict=True)]
 
 
+@register
 class Accumulate(Technique):
     name = "accumulate"
-    modes: ClassVar[frozenset[str]] = frozenset({"training"})
+    order = 900
+    modes = TRAINING
     rung = 8
     title = "gradient accumulation"
-    given = "off"
+    default = "off"
 
     def levels(self, facts: Facts) -> list[Level]:
         return [Level("off", "the whole batch at once")] + [

@@ -2,13 +2,11 @@
 
 The C library gives each large piece pages of its own and hands them back to the system when it is freed. A program that
 allocates the same pieces again and again, as each training step does, then pays for every page anew when it is first
-written: where pages are dear (virtual machines, sandboxes), for a copy many times what the copying costs.
+written: where pages are expensive (virtual machines, sandboxes), many times what copying the data costs.
 """
 
-from typing import ClassVar
-
 from fettle.recipe import Recipe
-from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.techniques._base import BOTH, Code, Facts, Level, Technique, register
 
 # Freed memory is kept for the next call instead of going back to the system, as the CPU tuning guide has it.
 _JEMALLOC = "oversize_threshold:1,background_thread:true,metadata_thp:auto,dirty_decay_ms:-1,muzzy_decay_ms:-1"
@@ -24,11 +22,21 @@ def keep_freed_memory(worker: int = 0) -> None:
         raise RuntimeError("the C library does not take these settings of its allocator")
 
 
+def kept(facts: Facts) -> dict[str, str]:
+    """The level that keeps what one step frees for the next, where the work is on the CPU."""
+    if facts.device != "cpu":
+        return {}
+    return {"allocator": "tcmalloc" if "tcmalloc" in facts.libraries else "keep"}
+
+
+@register
 class Allocator(Technique):
     name = "allocator"
-    modes: ClassVar[frozenset[str]] = frozenset({"inference", "training"})
+    order = 110
+    modes = BOTH
     title = "CPU allocator"
-    given = "default"
+    default = "default"
+    changes_memory = False
 
     def levels(self, facts: Facts) -> list[Level]:
         gpu = "" if facts.device == "cpu" else "the work is on a GPU"

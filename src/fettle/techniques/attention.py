@@ -2,7 +2,7 @@
 
 from fettle.recipe import Recipe
 from fettle.techniques._attention_rewrite import REWRITE
-from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.techniques._base import Code, Facts, Level, Technique, register
 from fettle.techniques._exported import spread
 
 _HF = ("sdpa", "flash_attention_2", "eager")
@@ -19,10 +19,12 @@ def set_attention(model: object, name: str) -> None:
             set_attention(child, name)
 
 
+@register
 class Attention(Technique):
     name = "attention"
+    order = 400
     title = "attention"
-    given = "as-is"
+    default = "as-is"
 
     def levels(self, facts: Facts) -> list[Level]:
         manual = "" if facts.manual_attention else "no attention written out by hand was found that can be rewritten"
@@ -40,6 +42,9 @@ class Attention(Technique):
                 why_not = ""
             found.append(Level(f"hf-{name}", f"transformers' {name} implementation", why_not))
         return found
+
+    def usual(self, facts: Facts) -> str:
+        return "sdpa" if facts.manual_attention else self.default
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         half = recipe.levels.get("precision", "fp32") != "fp32" or facts.dtype in ("bfloat16", "float16")

@@ -1,11 +1,11 @@
 """More rows in one call. What is measured gets bigger batches; the model is not touched."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from fettle.recipe import Recipe
-from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.techniques._base import BOTH, Code, Facts, Level, Technique, register
 
 
 def joined(data: Any, count: int) -> Any:
@@ -30,11 +30,18 @@ FACTORS = (2, 4, 8, 16, 32)
 LARGEST = 64
 
 
+def enlarged(factor: int) -> Recipe:
+    """The recipe whose batch is `factor` batches as given."""
+    return Recipe({"batch": f"x{factor}"} if factor > 1 else {})
+
+
+@register
 class BatchSize(Technique):
     name = "batch"
-    modes: ClassVar[frozenset[str]] = frozenset({"inference", "training"})
+    order = 210
+    modes = BOTH
     title = "batch size"
-    given = "as-given"
+    default = "as-given"
 
     def levels(self, facts: Facts) -> list[Level]:
         why_not = "" if facts.allow_batch else "the batch size may not change here"
@@ -44,6 +51,12 @@ class BatchSize(Technique):
             Level(f"x{factor}", f"{factor} batches joined into one call", why_not or (small if factor > most else ""))
             for factor in sorted({*FACTORS, facts.largest_batch} - {0, 1})
         ]
+
+    def every_level(self) -> list[str]:
+        return [self.default, *(f"x{factor}" for factor in range(2, LARGEST + 1))]
+
+    def batch_factor(self, level: str) -> int:
+        return int(level.removeprefix("x"))
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         if facts.mode == "training":

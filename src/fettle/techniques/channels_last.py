@@ -1,11 +1,11 @@
 """Convolutions with the channels innermost in memory."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from fettle.recipe import Recipe
-from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.techniques._base import BOTH, Code, Facts, Level, Technique, register
 from fettle.workload import map_tensors
 
 
@@ -19,12 +19,14 @@ def channels_last(tree: Any) -> Any:
     return map_tensors(change, tree)
 
 
+@register
 class ChannelsLast(Technique):
     name = "channels_last"
-    modes: ClassVar[frozenset[str]] = frozenset({"inference", "training"})
+    order = 510
+    modes = BOTH
     rung = 3
     title = "channels last"
-    given = "off"
+    default = "off"
 
     def levels(self, facts: Facts) -> list[Level]:
         why_not = ""
@@ -33,6 +35,9 @@ class ChannelsLast(Technique):
         elif facts.num_conv == 0:
             why_not = "the model has no 2-D convolution"
         return [Level("off", "as given"), Level("on", "torch.channels_last for weights and 4-D inputs", why_not)]
+
+    def usual(self, facts: Facts) -> str:
+        return "on" if facts.num_conv else self.default
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         if level == "on" and recipe.levels.get("runtime", "torch") not in ("torch", "aoti"):

@@ -3,22 +3,23 @@
 Sources: `torch.utils.checkpoint` (non-reentrant), its selective policies, and Inductor's activation memory budget.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from fettle.recipe import Recipe
-from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.techniques._base import TRAINING, Bundle, Code, Facts, Level, Technique, register
 from fettle.techniques.compile import blocks_of
+from fettle.techniques.precision import autocast
 
 
 def keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """The selective policy: keep what is dear to compute (products, convolutions, attention), recompute the rest."""
+    """The selective policy: keep expensive results (products, convolutions, attention), recompute the rest."""
     from torch.utils.checkpoint import CheckpointPolicy
 
-    dear = ("mm", "addmm", "bmm", "baddbmm", "convolution", "attention")
+    expensive = ("mm", "addmm", "bmm", "baddbmm", "convolution", "attention")
     name = str(operator).removeprefix("aten.").partition(".")[0]
-    kept = name in dear or "attention" in name
+    kept = name in expensive or "attention" in name
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -39,12 +40,14 @@ def checkpoint_blocks(model: torch.nn.Module, policy: Any = None) -> int:
     return len(blocks)
 
 
+@register
 class Checkpointing(Technique):
     name = "checkpoint"
-    modes: ClassVar[frozenset[str]] = frozenset({"training"})
+    order = 600
+    modes = TRAINING
     rung = 8
     title = "activation checkpointing"
-    given = "none"
+    default = "none"
 
     def levels(self, facts: Facts) -> list[Level]:
         blocks = "" if facts.block_classes else "the model has no block repeated at least three times"
@@ -52,13 +55,19 @@ class Checkpointing(Technique):
             Level("none", "every activation is kept, as given"),
             Level("blocks", "each repeated block keeps its input only", blocks),
             Level("selective", "each repeated block keeps products, and recomputes what is cheap", blocks),
-            Level("budget-0.5", "the compiler keeps half of the activations' bytes, the dearest to recompute"),
+            Level("budget-0.5", "the compiler keeps half of the activations' bytes, the most expensive to recompute"),
         ]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         if level.startswith("budget") and recipe.levels.get("compile", "off") == "off":
             return "the compiler decides what is kept: needs compile"
         return ""
+
+    def strategy(self, level: str) -> dict[str, str] | None:
+        return {"checkpoint": "block"} if level == "blocks" else None
+
+    def bundles(self, facts: Facts) -> list[Bundle]:
+        return [Bundle(120, {**autocast(facts), "compile": "default", "checkpoint": "budget-0.5"})]
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         if level.startswith("budget"):

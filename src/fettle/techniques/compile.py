@@ -10,7 +10,9 @@ from typing import Any, ClassVar
 import torch
 
 from fettle.recipe import Recipe
-from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.techniques._base import BOTH, Bundle, Code, Facts, Level, Technique, register
+from fettle.techniques.allocator import kept
+from fettle.techniques.precision import autocast, computes_in_bf16
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -38,35 +40,51 @@ def compile_blocks(model: torch.nn.Module, **options: Any) -> int:
     return len(blocks)
 
 
-_MODES = {
-    "default": "torch.compile, its defaults",
-    "max-autotune": "tries several kernels for each product and convolution",
-    "reduce-overhead": "CUDA graphs, so that a launch costs less",
-}
+FROZEN = {"compile": "default", "freeze": "on"}
 
 
+@register
 class Compile(Technique):
     name = "compile"
-    modes: ClassVar[frozenset[str]] = frozenset({"inference", "training"})
+    order = 610
+    modes = BOTH
     title = "torch.compile"
-    given = "off"
+    default = "off"
     cost = 2
 
     def levels(self, facts: Facts) -> list[Level]:
         no_graphs = "" if facts.device == "cuda" else "it means CUDA graphs, and the work is not on a CUDA device"
         return [
             Level("off", "eager, as given"),
-            Level("default", _MODES["default"]),
-            Level("reduce-overhead", _MODES["reduce-overhead"], no_graphs),
-            Level("max-autotune", _MODES["max-autotune"]),
+            Level("default", "torch.compile, its defaults"),
+            Level("reduce-overhead", "CUDA graphs, so that a launch costs less", no_graphs),
+            Level("max-autotune", "tries several kernels for each product and convolution"),
         ]
 
     def level_cost(self, level: str) -> int:
         return 3 if level == "max-autotune" else 2
 
+    def bundles(self, facts: Facts) -> list[Bundle]:
+        if facts.mode == "training":
+            masters = {"precision": "bf16-master", "compile": "default", **kept(facts)}
+            compiled = Bundle(70, {**autocast(facts), "compile": "default"})
+            return [Bundle(60, masters), compiled] if computes_in_bf16(facts) else [compiled]
+        if facts.device == "cuda":
+            alone = ("max-autotune", "reduce-overhead", "default")
+            found = [Bundle(place, {"compile": level}) for place, level in zip((10, 20, 30), alone, strict=True)]
+            return [*found, Bundle(50, {"compile": "max-autotune", "freeze": "on"})]
+        if not facts.has_bf16:
+            return [Bundle(20, FROZEN)]
+        return [
+            Bundle(30, {"precision": "bf16", **FROZEN}),
+            Bundle(90, {"precision": "autocast-bf16", **FROZEN}),
+            Bundle(100, {"precision": "bf16", "compile": "max-autotune", "freeze": "on"}),
+            Bundle(110, FROZEN),
+        ]
+
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         runtime = recipe.levels.get("runtime", "torch")
-        if level != self.given and runtime != "torch":
+        if level != self.default and runtime != "torch":
             return f"runtime={runtime} replaces the compiled model"
         return ""
 
@@ -94,10 +112,12 @@ def mode_options(level: str) -> dict[str, object]:
     return dict(torch._inductor.list_mode_options(level))
 
 
+@register
 class Freeze(Technique):
     name = "freeze"
+    order = 620
     title = "frozen weights"
-    given = "off"
+    default = "off"
     needs: ClassVar[Mapping[str, str]] = {"compile": "default", "grad": "inference_mode"}
     cost = 2
 
@@ -123,21 +143,20 @@ class Freeze(Technique):
 class _Within(Technique):
     """A setting of the compile call: its lines are `Compile.code`'s."""
 
-    modes: ClassVar[frozenset[str]] = frozenset({"inference", "training"})
+    modes = BOTH
     needs: ClassVar[Mapping[str, str]] = {"compile": "default"}
     cost = 2
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        return "needs compile" if level != self.given and recipe.levels.get("compile", "off") == "off" else ""
-
-    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
-        return Code()
+        return "needs compile" if level != self.default and recipe.levels.get("compile", "off") == "off" else ""
 
 
+@register
 class Shapes(_Within):
     name = "shapes"
+    order = 630
     title = "compiled shapes"
-    given = "auto"
+    default = "auto"
 
     def levels(self, facts: Facts) -> list[Level]:
         one = "the batches all have one shape" if facts.num_input_shapes == 1 and not facts.custom_call else ""
@@ -148,10 +167,12 @@ class Shapes(_Within):
         ]
 
 
+@register
 class Region(_Within):
     name = "region"
+    order = 640
     title = "compiled region"
-    given = "whole"
+    default = "whole"
 
     def levels(self, facts: Facts) -> list[Level]:
         why_not = "" if facts.block_classes else "the model has no block repeated at least three times"
@@ -159,3 +180,8 @@ class Region(_Within):
             Level("whole", "the whole model"),
             Level("blocks", "each repeated block by itself: compiles sooner, survives graph breaks outside", why_not),
         ]
+
+    def bundles(self, facts: Facts) -> list[Bundle]:
+        if facts.mode == "inference" or not facts.block_classes:
+            return []
+        return [Bundle(100, {**autocast(facts), "compile": "default", "region": "blocks"})]

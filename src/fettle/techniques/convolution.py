@@ -10,12 +10,12 @@ does among its kernels; so two runs may round differently. Where nothing is time
 ``torch.use_deterministic_algorithms``, weight gradients are products and the rest is not.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from fettle.recipe import Recipe
-from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.techniques._base import TRAINING, Code, Facts, Level, Technique, register
 
 
 def taps_inside(tap: int, stride: int, padding: int, size: int, outputs: int) -> tuple[int, int, slice]:
@@ -70,7 +70,7 @@ def forward_by_products(x: Any, weight: Any, bias: Any, stride: Any, padding: An
 
 
 def input_gradient_by_products(grad: Any, weight: Any, padding: Any) -> Any:
-    """The gradient of what a convolution of stride 1 is given: one of the output's with the kernel turned round."""
+    """The gradient of a stride-1 convolution's input: a convolution of the output's with the kernel turned round."""
     _, channels, tall, wide = weight.shape
 
     def rows(row: int) -> Any:
@@ -178,12 +178,19 @@ def convolutions_by_products(model: torch.nn.Module) -> int:
     return len(found)
 
 
+def products(facts: Facts) -> dict[str, str]:
+    """The level where the weights' gradients in bfloat16 are what a CPU is slow at."""
+    return {"convolution": "products"} if facts.device == "cpu" and facts.has_bf16 and facts.num_conv else {}
+
+
+@register
 class Convolution(Technique):
     name = "convolution"
-    modes: ClassVar[frozenset[str]] = frozenset({"training"})
+    order = 540
+    modes = TRAINING
     rung = 6
     title = "convolutions"
-    given = "kernel"
+    default = "kernel"
 
     def levels(self, facts: Facts) -> list[Level]:
         why_not = "" if facts.num_conv else "the model has no 2-D convolution"
@@ -194,11 +201,8 @@ class Convolution(Technique):
         ]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        if level == self.given:
-            return ""
-        if recipe.levels.get("precision") == "autocast-fp16":
-            return "its backward pass is in bfloat16 or float32"
-        return ""
+        half = recipe.levels.get("precision") == "autocast-fp16"
+        return "its backward pass is in bfloat16 or float32" if level != self.default and half else ""
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         passes = (forward_by_products, input_gradient_by_products, weight_gradient_by_products)

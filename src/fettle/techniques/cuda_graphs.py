@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 
 from fettle.recipe import Recipe
-from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.techniques._base import Bundle, Code, Facts, Level, Technique, register
 from fettle.techniques._exported import flatten
 
 
@@ -51,10 +51,12 @@ class Graphed:
         return (graph, inputs, *flatten(output))
 
 
+@register
 class CudaGraphs(Technique):
     name = "cuda_graphs"
+    order = 670
     title = "CUDA graphs"
-    given = "off"
+    default = "off"
     needs: ClassVar[Mapping[str, str]] = {"grad": "inference_mode"}
 
     def levels(self, facts: Facts) -> list[Level]:
@@ -66,7 +68,7 @@ class CudaGraphs(Technique):
         return [Level("off", "as given"), Level("on", "the forward pass is recorded and replayed", why_not)]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        if level == self.given:
+        if level == self.default:
             return ""
         compiled, runtime = recipe.levels.get("compile", "off"), recipe.levels.get("runtime", "torch")
         if compiled in ("reduce-overhead", "max-autotune"):
@@ -76,6 +78,9 @@ class CudaGraphs(Technique):
         if recipe.levels.get("grad", "grad") == "grad":
             return "a graph cannot be recorded with autograd: needs grad=inference_mode or no_grad"
         return ""
+
+    def bundles(self, facts: Facts) -> list[Bundle]:
+        return [Bundle(40, {"cuda_graphs": "on"})]
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         return Code(helpers=(flatten, Graphed), prepare=("model = Graphed(model)",))

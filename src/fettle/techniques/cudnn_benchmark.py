@@ -1,16 +1,16 @@
 """cuDNN measures its convolution algorithms at the first call of each shape and keeps the fastest."""
 
-from typing import ClassVar
-
 from fettle.recipe import Recipe
-from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.techniques._base import BOTH, Code, Facts, Level, Technique, register
 
 
+@register
 class CudnnBenchmark(Technique):
     name = "cudnn_benchmark"
-    modes: ClassVar[frozenset[str]] = frozenset({"inference", "training"})
+    order = 310
+    modes = BOTH
     title = "cuDNN benchmark"
-    given = "off"
+    default = "off"
 
     def levels(self, facts: Facts) -> list[Level]:
         why_not = "" if facts.num_conv + facts.num_conv_transpose else "the model has no 2-D convolution"
@@ -20,6 +20,9 @@ class CudnnBenchmark(Technique):
             Level("off", "heuristics choose"),
             Level("on", "convolution algorithms are measured, once a shape", why_not),
         ]
+
+    def usual(self, facts: Facts) -> str:
+        return "on" if facts.device == "cuda" and facts.num_conv else self.default
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         if level == "on" and recipe.levels.get("runtime", "torch") not in ("torch", "aoti"):

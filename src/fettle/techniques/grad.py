@@ -1,14 +1,16 @@
 """Whether autograd records the forward pass."""
 
 from fettle.recipe import Recipe
-from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.techniques._base import Code, Facts, Level, Technique, register
 
 
+@register
 class Grad(Technique):
     name = "grad"
+    order = 330
     rung = 1
     title = "no autograd"
-    given = "grad"
+    default = "grad"
 
     def levels(self, facts: Facts) -> list[Level]:
         return [
@@ -16,6 +18,9 @@ class Grad(Technique):
             Level("inference_mode", "torch.inference_mode(): no graph, no version counters"),
             Level("no_grad", "torch.no_grad(): no graph; outputs may be used in autograd later"),
         ]
+
+    def usual(self, facts: Facts) -> str:
+        return "inference_mode"
 
     def is_idle(self, recipe: Recipe) -> bool:
         # These two record nothing. What TensorRT leaves to torch is still recorded.

@@ -1,11 +1,11 @@
 """Worker processes of a DataLoader. `fettle data` looks at an input pipeline in depth."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from fettle.recipe import Recipe
-from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.techniques._base import TRAINING, Code, Facts, Level, Technique, register
 
 
 def with_workers(loader: torch.utils.data.DataLoader, count: int) -> torch.utils.data.DataLoader:  # type: ignore[type-arg]
@@ -21,12 +21,15 @@ def with_workers(loader: torch.utils.data.DataLoader, count: int) -> torch.utils
     )  # fmt: skip
 
 
+@register
 class Loading(Technique):
     name = "loading"
-    modes: ClassVar[frozenset[str]] = frozenset({"training"})
+    order = 200
+    modes = TRAINING
     rung = 7
     title = "data loading"
-    given = "as-given"
+    default = "as-given"
+    changes_memory = False
 
     def levels(self, facts: Facts) -> list[Level]:
         why_not = "" if facts.loader_workers >= 0 else "the data is not a DataLoader"

@@ -1,17 +1,19 @@
 """Precision of float32 products inside the libraries. On a CPU, medium means bfloat16 inside oneDNN, which converts on
 its way through: no cast is an operation of its own, and weights and activations stay float32."""
 
-from typing import ClassVar
-
 from fettle.recipe import Recipe
-from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.techniques._base import BOTH, Bundle, Code, Facts, Level, Technique, register
+from fettle.techniques.precision import computes_in_bf16
 
 
+@register
 class Matmul(Technique):
     name = "matmul"
-    modes: ClassVar[frozenset[str]] = frozenset({"inference", "training"})
+    order = 300
+    modes = BOTH
     title = "precision inside float32 products"
-    given = "highest"
+    default = "highest"
+    changes_memory = False
 
     def levels(self, facts: Facts) -> list[Level]:
         why_not = ""
@@ -30,11 +32,16 @@ class Matmul(Technique):
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         precision = recipe.levels.get("precision", "")
-        if level != self.given and precision in ("bf16", "fp16"):
+        if level != self.default and precision in ("bf16", "fp16"):
             return f"precision={precision} leaves no float32 product"
-        if level != self.given and recipe.levels.get("runtime", "torch") not in ("torch", "aoti"):
+        if level != self.default and recipe.levels.get("runtime", "torch") not in ("torch", "aoti"):
             return "another runtime does not read torch's settings"
         return ""
+
+    def bundles(self, facts: Facts) -> list[Bundle]:
+        if facts.mode == "inference" or not computes_in_bf16(facts):
+            return []
+        return [Bundle(80, {"matmul": "medium", "compile": "default"}), Bundle(90, {"matmul": "medium"})]
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         setting = f'torch.set_float32_matmul_precision("{level}")'

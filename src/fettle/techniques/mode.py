@@ -1,14 +1,16 @@
 """Train or eval mode. Where train mode gives other answers, eval is a precondition of every recipe but the baseline."""
 
 from fettle.recipe import Recipe
-from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.techniques._base import Code, Facts, Level, Technique, register
 
 
+@register
 class Mode(Technique):
     name = "mode"
+    order = 320
     rung = 0
     title = "eval mode"
-    given = "as-given"
+    default = "as-given"
 
     def levels(self, facts: Facts) -> list[Level]:
         why_not = ""
@@ -18,8 +20,17 @@ class Mode(Technique):
             why_not = "the model is in eval mode already"
         return [Level("as-given", "the mode the model came in"), Level("eval", "model.eval()", why_not)]
 
+    def precondition(self, facts: Facts) -> str:
+        return "eval" if facts.train_mode_differs else self.default
+
+    def usual(self, facts: Facts) -> str:
+        return "eval" if facts.training else self.default
+
+    def is_met(self, level: str, facts: Facts) -> bool:
+        return facts.mode == "inference" and not facts.training
+
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        if level == self.given and facts.train_mode_differs and recipe.levels:
+        if level == self.default and facts.train_mode_differs and recipe.levels:
             return "train mode changes the outputs (dropout, batch norm): eval is a precondition, add mode=eval"
         return ""
 

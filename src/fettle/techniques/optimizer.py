@@ -3,12 +3,14 @@
 An update is bound by memory. Compiled, it goes over it less often, and rounds float32 masters to weights as it does.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from fettle.recipe import Recipe
-from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.techniques._base import TRAINING, Bundle, Code, Facts, Level, Technique, register
+from fettle.techniques.allocator import kept
+from fettle.techniques.convolution import products
 
 
 def implement(optimizer: torch.optim.Optimizer, *, foreach: bool, fused: bool) -> None:
@@ -51,12 +53,15 @@ def compile_update(optimizer: Any, weights: Any = (), masters: Any = ()) -> None
     optimizer.step = types.MethodType(torch.optim.Optimizer.profile_hook_step(step), optimizer)
 
 
+@register
 class OptimizerKind(Technique):
     name = "optimizer"
-    modes: ClassVar[frozenset[str]] = frozenset({"training"})
+    order = 700
+    modes = TRAINING
     rung = 6
     title = "optimizer implementation"
-    given = "as-given"
+    default = "as-given"
+    changes_memory = False
 
     def levels(self, facts: Facts) -> list[Level]:
         def lacks(name: str) -> str:
@@ -81,6 +86,14 @@ class OptimizerKind(Technique):
         if recipe.levels.get("precision") == "autocast-fp16":
             return "a GradScaler leaves steps out, which a compiled update cannot"
         return ""
+
+    def usual(self, facts: Facts) -> str:
+        return "fused" if "fused" in facts.optimizer_levels else self.default
+
+    def bundles(self, facts: Facts) -> list[Bundle]:
+        masters = {"precision": "bf16-master", "optimizer": "compiled"}
+        by_products = products(facts)
+        return [Bundle(40, {**masters, **by_products, **kept(facts)})] if by_products else []
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         if level == "compiled":

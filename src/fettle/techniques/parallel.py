@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from fettle.recipe import Recipe
-from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.techniques._base import TRAINING, Bundle, Code, Facts, Level, Technique, register
 from fettle.techniques._ranks import (
     join_ranks,
     mesh_of,
@@ -18,30 +18,10 @@ from fettle.techniques._ranks import (
     shard,
     split_state,
 )
+from fettle.techniques.precision import autocast
 
 REPLICATED, SHARDED = ("ddp", "zero1"), ("zero2", "zero3", "hsdp")
-
-
-class _Setting(Technique):
-    """A setting that the strategies in `kinds` have, with what each of its levels means; the given one comes first."""
-
-    modes: ClassVar[frozenset[str]] = frozenset({"training"})
-    rung = 4
-    cost = 2
-    kinds: ClassVar[tuple[str, ...]]
-    means: ClassVar[Mapping[str, str]]
-
-    def levels(self, facts: Facts) -> list[Level]:
-        alone = _alone(facts)
-        return [Level(name, text, "" if name == self.given else alone) for name, text in self.means.items()]
-
-    def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        if level != self.given and recipe.levels.get("parallel", "single") not in self.kinds:
-            return f"needs parallel={' or '.join(self.kinds)}"
-        return ""
-
-    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
-        return Code()  # part of what `Parallel.code` writes
+_AS_GIVEN = {"channels_last": "off", "optimizer": "as-given", "cudnn_benchmark": "off"}
 
 
 def _alone(facts: Facts) -> str:
@@ -51,15 +31,17 @@ def _alone(facts: Facts) -> str:
 def _no_mesh(facts: Facts) -> str:
     if facts.nodes > 1:
         return "" if facts.ranks > facts.nodes else "a node has one rank: there is nobody to share with inside it"
-    return "" if facts.ranks % 2 == 0 else f"{facts.ranks} ranks are no mesh of two dimensions"
+    return "" if facts.ranks % 2 == 0 else f"{facts.ranks} ranks cannot form a mesh of two dimensions"
 
 
+@register
 class Parallel(Technique):
     name = "parallel"
-    modes: ClassVar[frozenset[str]] = frozenset({"training"})
+    order = 800
+    modes = TRAINING
     rung = 4
     title = "parallel strategy"
-    given = "single"
+    default = "single"
     cost = 2
 
     def levels(self, facts: Facts) -> list[Level]:
@@ -84,12 +66,28 @@ class Parallel(Technique):
             return f"precision={precision} changes the optimizer's step, which is split over ranks here"
         return ""
 
+    def uses_ranks(self, level: str) -> bool:
+        return level != self.default
+
+    def strategy(self, level: str) -> dict[str, str]:
+        return {"kind": level}
+
+    def bundles(self, facts: Facts) -> list[Bundle]:
+        """Each strategy as it is, then the usual first choice with what makes a step fast."""
+        kinds = enumerate((*REPLICATED, *SHARDED))
+        replicated = {**autocast(facts), "parallel": "ddp"}
+        return [
+            *(Bundle(10 + number, {"parallel": kind, **_AS_GIVEN}) for number, kind in kinds),
+            Bundle(60, replicated),
+            Bundle(70, {**replicated, "compile": "default"}),
+        ]
+
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         lines = [f'rank, world = join_ranks("{facts.device}")', "data = own_rows(data, rank, world)"]
         if level in SHARDED:
             return _sharded(level, recipe, facts, lines)
         view = recipe.levels.get("ddp_buckets", "view") == "view"
-        static = recipe.levels.get("ddp_graph", "dynamic") == "static"
+        static = recipe.levels.get("static_graph") == "on"
         lines.append(
             "model = torch.nn.parallel.DistributedDataParallel("
             f"model, gradient_as_bucket_view={view}, static_graph={static})"
@@ -104,11 +102,10 @@ class Parallel(Technique):
 
 
 def _sharded(level: str, recipe: Recipe, facts: Facts, lines: list[str]) -> Code:
-    wrap = recipe.levels.get("wrap", "block")
-    sizes = "modules_by_size(model)"
-    units = {"block": f"repeated_blocks(model) or {sizes}", "size": sizes, "root": "[]"}[wrap]
+    by_size = recipe.levels.get("auto_wrap") == "size"
+    units = "modules_by_size(model)" if by_size else "repeated_blocks(model) or modules_by_size(model)"
     options = [f"reshard_after_forward={level != 'zero2'}"]
-    if recipe.levels.get("policy") == "bf16":
+    if recipe.levels.get("mixed_precision") == "bf16":
         lines.append("from torch.distributed.fsdp import MixedPrecisionPolicy")
         options.append("mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)")
     if recipe.levels.get("offload") == "cpu":
@@ -120,7 +117,7 @@ def _sharded(level: str, recipe: Recipe, facts: Facts, lines: list[str]) -> Code
         f"shard(model, {units}, mesh, {', '.join(options)})",
         "parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]",
     ]
-    finders = {"block": (repeated_blocks, modules_by_size), "size": (modules_by_size,), "root": ()}[wrap]
+    finders = (modules_by_size,) if by_size else (repeated_blocks, modules_by_size)
     return Code(helpers=(join_ranks, own_rows, *finders, mesh_of, shard), prepare=tuple(lines))
 
 
@@ -138,26 +135,55 @@ _HOOKS = {
 }
 
 
+class _Setting(Technique):
+    """A setting of the strategies in `kinds`, for the memory plan called `setting`; `Parallel.code` has its lines."""
+
+    modes = TRAINING
+    rung = 4
+    cost = 2
+    kinds: ClassVar[tuple[str, ...]]
+    means: ClassVar[Mapping[str, str]]
+    setting: ClassVar[str] = ""
+
+    def levels(self, facts: Facts) -> list[Level]:
+        alone = _alone(facts)
+        return [Level(name, text, "" if name == self.default else alone) for name, text in self.means.items()]
+
+    def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
+        if level != self.default and recipe.levels.get("parallel", "single") not in self.kinds:
+            return f"needs parallel={' or '.join(self.kinds)}"
+        return ""
+
+    def strategy(self, level: str) -> Mapping[str, str] | None:
+        return {self.setting: level} if self.setting else super().strategy(level)
+
+
 class _Sharded(_Setting):
     kinds = SHARDED
     needs: ClassVar[Mapping[str, str]] = {"parallel": "zero3"}
 
 
-class Wrap(_Sharded):
-    name = "wrap"
+@register
+class AutoWrap(_Sharded):
+    name = "auto_wrap"
+    old_name = "wrap"
+    setting = "wrap"
+    order = 810
     title = "FSDP units"
-    given = "block"
+    default = "block"
     means: ClassVar[Mapping[str, str]] = {
         "block": "each repeated block is a unit",
         "size": "modules above a twentieth of the parameters are units",
-        "root": "one unit, the whole model: a mistake, gathered at once",
     }
 
 
-class Policy(_Sharded):
-    name = "policy"
+@register
+class MixedPrecision(_Sharded):
+    name = "mixed_precision"
+    old_name = "policy"
+    order = 820
     title = "FSDP mixed precision"
-    given = "fp32"
+    default = "fp32"
     means: ClassVar[Mapping[str, str]] = {
         "fp32": "as given",
         "bf16": "parameters gathered and used in bfloat16, gradients reduced in float32",
@@ -168,11 +194,17 @@ class Policy(_Sharded):
             return "the policy converts already what precision would"
         return super().conflict(level, recipe, facts)
 
+    def bundles(self, facts: Facts) -> list[Bundle]:
+        return [Bundle(80, {"parallel": "zero3", "mixed_precision": "bf16"})]
 
+
+@register
 class Offload(_Sharded):
     name = "offload"
+    setting = "offload"
+    order = 830
     title = "FSDP offloading"
-    given = "none"
+    default = "none"
     means: ClassVar[Mapping[str, str]] = {
         "none": "as given",
         "cpu": "shards, gradients and optimizer state in host memory",
@@ -184,30 +216,41 @@ class _Replicated(_Setting):
     needs: ClassVar[Mapping[str, str]] = {"parallel": "ddp"}
 
 
+@register
 class Buckets(_Replicated):
     name = "ddp_buckets"
+    setting = "buckets"
+    order = 840
     title = "DDP buckets"
-    given = "view"
+    default = "view"
     means: ClassVar[Mapping[str, str]] = {
         "view": "gradients live inside the buckets",
         "copy": "gradients are copied into buckets",
     }
 
 
-class Graph(_Replicated):
-    name = "ddp_graph"
-    title = "DDP graph"
-    given = "dynamic"
+@register
+class StaticGraph(_Replicated):
+    name = "static_graph"
+    old_name = "ddp_graph"
+    old_levels: ClassVar[Mapping[str, str]] = {"dynamic": "off", "static": "on"}
+    changes_memory = False
+    order = 850
+    title = "DDP static graph"
+    default = "off"
     means: ClassVar[Mapping[str, str]] = {
-        "dynamic": "the parameters in use are found out in each step",
-        "static": "the same parameters are used in each step",
+        "off": "the parameters in use are found out in each step",
+        "on": "the same parameters are used in each step",
     }
 
 
+@register
 class Compress(_Replicated):
     name = "ddp_compress"
+    setting = "compress"
+    order = 860
     title = "DDP gradient compression"
-    given = "none"
+    default = "none"
     means: ClassVar[Mapping[str, str]] = {
         "none": "gradients are sent as they are",
         "fp16": "gradients are sent in float16",

@@ -1,11 +1,13 @@
 """Arithmetic in 16 bits: autocast keeps float32 weights, the plain levels convert them."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from fettle.recipe import Recipe
-from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.techniques._base import BOTH, Bundle, Code, Facts, Level, Technique, register
+from fettle.techniques.allocator import kept
+from fettle.techniques.convolution import products
 from fettle.workload import map_tensors
 
 _DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
@@ -44,12 +46,25 @@ def to_16_bits(model: torch.nn.Module, dtype: torch.dtype) -> None:
             module.float()
 
 
+def computes_in_bf16(facts: Facts) -> bool:
+    """Whether bfloat16 is arithmetic here, and not emulated."""
+    return facts.device != "cpu" or facts.has_bf16
+
+
+def autocast(facts: Facts) -> dict[str, str]:
+    """The level that is fastest for its care in training, where it is fast at all."""
+    return {"precision": "autocast-bf16"} if computes_in_bf16(facts) else {}
+
+
+@register
 class Precision(Technique):
     name = "precision"
-    modes: ClassVar[frozenset[str]] = frozenset({"inference", "training"})
+    order = 500
+    modes = BOTH
     rung = 2
     title = "16-bit precision"
-    given = "fp32"
+    shrinks_states = frozenset({"bf16-master"})
+    default = "fp32"
 
     def levels(self, facts: Facts) -> list[Level]:
         whole = "" if facts.is_module else "the model is a plain callable, its weights are out of reach"
@@ -65,6 +80,28 @@ class Precision(Technique):
             Level("autocast-fp16", "float32 weights, float16 where autocast thinks it safe", given or fp16),
             Level("bf16-master", "weights in bfloat16, the optimizer on float32 masters of them", given or masters),
         ]
+
+    def usual(self, facts: Facts) -> str:
+        if facts.mode == "training" or facts.device != "cuda" or facts.dtype != "float32":
+            return self.default
+        return "bf16" if facts.cuda_capability >= (8, 0) else "fp16"
+
+    def bundles(self, facts: Facts) -> list[Bundle]:
+        if facts.mode == "training":
+            return self._training(facts)
+        if facts.device == "cuda":
+            return [Bundle(80, {})]
+        return [Bundle(80, {"precision": "bf16"})] if facts.has_bf16 else [Bundle(60, {})]
+
+    def _training(self, facts: Facts) -> list[Bundle]:
+        found = [Bundle(10, autocast(facts)), Bundle(110, {})]
+        if computes_in_bf16(facts):
+            masters = {"precision": "bf16-master", **products(facts)}
+            found.append(Bundle(50, {"precision": "bf16-master"}))
+            if facts.device == "cpu":
+                math = {"sdpa_backend": "math"} if facts.uses_sdpa else {}
+                found += [Bundle(20, {**masters, **kept(facts)}), Bundle(30, {**masters, **math})]
+        return found
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         dtype = _DTYPES[level.removeprefix("autocast-").removesuffix("-master")]

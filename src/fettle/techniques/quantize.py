@@ -6,8 +6,10 @@ from typing import Any, ClassVar
 import torch
 
 from fettle.recipe import Recipe
-from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.techniques._base import Bundle, Code, Facts, Level, Technique, register
 from fettle.techniques._exported import spread
+from fettle.techniques.compile import FROZEN
+from fettle.techniques.runtime import AS_GIVEN
 
 
 def quiet_torchao() -> None:
@@ -25,7 +27,7 @@ def quantize_linear(model: torch.nn.Module, config: str, label: str) -> None:
     from torchao import quantization
 
     cls = getattr(quantization, config)
-    # By default a config also flips compiler flags of the whole process; those are no part of quantising.
+    # By default a config also flips compiler flags of the whole process; those are not part of quantising.
     fields = getattr(cls, "__dataclass_fields__", {})
     made = cls(**({"set_inductor_config": False} if "set_inductor_config" in fields else {}))
     linear = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
@@ -83,12 +85,15 @@ _CONFIGS = {
 }
 
 
+@register
 class Quantize(Technique):
     name = "quantize"
+    order = 530
     title = "quantisation"
-    given = "none"
+    default = "none"
     needs: ClassVar[Mapping[str, str]] = {"compile": "default", "grad": "inference_mode"}
     cost = 2
+    packages = ("torchao",)
     calibrated = frozenset({"int8-static"})
 
     def levels(self, facts: Facts) -> list[Level]:
@@ -107,7 +112,7 @@ class Quantize(Technique):
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         compiled = recipe.levels.get("compile", "off") != "off" or recipe.levels.get("runtime") == "aoti"
         precision = recipe.levels.get("precision", "fp32")
-        if level != self.given and not compiled:
+        if level != self.default and not compiled:
             return "eager int8 is slower than float32: needs compile"
         if level == "int8-static":
             if recipe.levels.get("freeze", "off") == "off":
@@ -117,6 +122,19 @@ class Quantize(Technique):
             if recipe.levels.get("region", "whole") == "blocks":
                 return "the exported model is one graph, without blocks"
         return ""
+
+    def bundles(self, facts: Facts) -> list[Bundle]:
+        if facts.device == "cuda":
+            return [Bundle(60, {"compile": "max-autotune", "quantize": "float8-dynamic"})]
+        dynamic = {**FROZEN, "quantize": "int8-dynamic"}
+        # On a CPU that emulates bfloat16 this comes sooner than what computes in it, and once more in float32.
+        found = [] if facts.has_bf16 else [Bundle(80, {**dynamic, **AS_GIVEN})]
+        place = 70 if facts.has_bf16 else 30
+        if facts.num_conv > facts.num_linear:
+            found.append(Bundle(place, {**FROZEN, "quantize": "int8-static", "attention": "as-is"}))
+        elif facts.num_linear > 8:
+            found.append(Bundle(place, {**dynamic, "precision": "bf16"}))
+        return found
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         if level == "int8-static":

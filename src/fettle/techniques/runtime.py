@@ -1,44 +1,16 @@
 """What executes the model: torch, torch's ahead-of-time compiler, or another runtime that the model is exported to."""
 
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+import msgspec
 import torch
 
 from fettle.recipe import Recipe
-from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.techniques._base import Bundle, Code, Facts, Learned, Level, Technique, register
 from fettle.techniques._exported import Exported, flatten, spread
-from fettle.techniques._openvino import (
-    OpenvinoRequest,
-    openvino_angles,
-    openvino_bf16_sums,
-    openvino_compiled,
-    openvino_engine,
-    openvino_model,
-    openvino_streams_engine,
-    openvino_tail,
-)
-from fettle.techniques._openvino_core import openvino_core
-from fettle.techniques._openvino_int8 import (
-    int8_fitting,
-    int8_groups,
-    int8_largest,
-    int8_order,
-    openvino_answers,
-    openvino_columns,
-    openvino_error,
-    openvino_int8_layers,
-    openvino_int8_part,
-    openvino_layers,
-    openvino_products,
-    openvino_ranges,
-    openvino_scales,
-)
-
-_CHOOSING = (
-    int8_groups, int8_order, int8_fitting, int8_largest, openvino_answers, openvino_error, openvino_layers,
-    openvino_products, openvino_columns, openvino_ranges, openvino_scales, openvino_int8_layers, openvino_int8_part,
-)  # fmt: skip
+from fettle.techniques._openvino import MODEL, openvino_engine, openvino_streams_engine
+from fettle.techniques._openvino_int8 import CHOOSING
 
 
 def aoti_engine(flat: torch.nn.Module, tensors: Any, options: Any) -> Any:
@@ -109,22 +81,30 @@ def openvino_precision(level: str, cpu_flags: Collection[str]) -> str:
 def int8_part(facts: Facts) -> dict[str, Any]:
     """What ``openvino-int8-part`` goes by: the layers chosen earlier, or below which error they are to be chosen."""
     return {
-        "layers": list(facts.int8_layers),
+        "layers": list(facts.learned.get("int8_layers", ())),
         "limit": round(_SHARE * facts.max_error, 6),
         "hint": openvino_precision("openvino-int8-part", facts.cpu_flags),
     }
 
 
+AS_GIVEN = {"attention": "as-is", "channels_last": "off"}
+"""Another runtime has its own attention and its own layout: the usual levels of both are kept out of its bundles."""
+_LAYERS = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]], msgspec.Meta(max_length=1 << 16)]
+"""Layers by their place in the graph."""
 _SHARE = 0.9
 """Of the limit on the error: batches that layers were chosen on flatter the choice, and others judge it."""
 
 
+@register
 class Runtime(Technique):
     name = "runtime"
+    order = 650
     title = "runtime"
-    given = "torch"
+    default = "torch"
     cost = 2
     calibrated = frozenset({"openvino-int8", "openvino-int8-part"})
+    learns = Learned("int8_layers", frozenset({"openvino-int8-part"}), _LAYERS)
+    packages = ("onnxruntime", "onnx", "onnxscript", "openvino", "nncf", "torch_tensorrt")
 
     def levels(self, facts: Facts) -> list[Level]:
         cannot = ""
@@ -137,7 +117,7 @@ class Runtime(Technique):
         cpu = "" if facts.device == "cpu" else f"the work is on {facts.device}, and this level runs on the CPU"
         cuda = "" if facts.device == "cuda" else "TensorRT needs a CUDA device"
         openvino = cannot or cpu or _missing(facts, "openvino")
-        bf16 = "" if {"amx_bf16", "avx512_bf16"} & set(facts.cpu_flags) else "this CPU has no bfloat16 instructions"
+        bf16 = "" if facts.has_bf16 else "this CPU has no bfloat16 instructions"
         data = "" if facts.calibration_batches else "no batches to calibrate on: give at least two"
         onnx = _missing(facts, "onnxruntime") or _missing(facts, "onnx") or _missing(facts, "onnxscript")
         return [
@@ -170,9 +150,27 @@ class Runtime(Technique):
             return f"a model with quantize={quantize} cannot be exported to it"
         if level == "tensorrt" and precision.startswith("autocast"):
             return "TensorRT does not see autocast"
-        if level != self.given and levels.get("sparsity", "none") != "none":
+        if level != self.default and levels.get("sparsity", "none") != "none":
             return "sparse weights cannot be exported"
         return ""
+
+    def kind(self, level: str) -> str:
+        return level.partition("-")[0]
+
+    def bundles(self, facts: Facts) -> list[Bundle]:
+        if facts.device == "cuda":
+            return [Bundle(70, {"runtime": "tensorrt"})]
+        places = {"openvino": 10, "openvino-int8": 40, "openvino-int8-part": 50, "onnxruntime": 70}
+        if facts.has_bf16:
+            places = {"openvino-bf16": 10, "openvino-int8-part": 20, "openvino-bf16-sums": 40, "openvino-int8": 50}
+        # Residual sums are what a transformer has; the level says so itself where a model's are in bfloat16 already.
+        if not (facts.uses_sdpa or facts.manual_attention):
+            places.pop("openvino-bf16-sums", None)
+        if facts.num_linear + facts.num_conv <= 8:  # a minute of choosing pays where products are what takes the time
+            places.pop("openvino-int8-part")
+        found = [Bundle(place, {"runtime": level, **AS_GIVEN}) for level, place in places.items()]
+        frozen = Bundle(120, {"precision": "bf16", "runtime": "aoti", "freeze": "on"})
+        return [*found, frozen] if facts.has_bf16 else found
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         shared: tuple[Any, ...] = (spread, flatten, Exported)
@@ -186,10 +184,8 @@ class Runtime(Technique):
             engine: Any = openvino_streams_engine if recipe.levels.get("streams") == "per-core" else openvino_engine
             chosen = level == "openvino-int8-part"
             given = f'flat, tensors, "{hint}", samples, "{level}"{", part" if chosen else ""}'
-            parts: tuple[Any, ...] = (openvino_core, openvino_tail, openvino_bf16_sums, openvino_angles)
-            parts += (openvino_model, openvino_compiled, OpenvinoRequest)
             return Code(
-                helpers=(*shared, *parts, *(_CHOOSING if chosen else ()), engine),
+                helpers=(*shared, *MODEL, *(CHOOSING if chosen else ()), engine),
                 prepare=(
                     *([f"part = {int8_part(facts)}"] if chosen else []),
                     f"model = Exported(model, lambda flat, tensors, samples: {engine.__name__}({given}){batches})",
@@ -200,10 +196,14 @@ class Runtime(Technique):
         return Code(helpers=(*shared, engine), prepare=(f"model = Exported(model, {build})",))
 
 
+@register
 class Streams(Technique):
+    """Which engine the runtime is: its lines are `Runtime.code`'s."""
+
     name = "streams"
+    order = 660
     title = "streams"
-    given = "one"
+    default = "one"
     needs: ClassVar[Mapping[str, str]] = {"runtime": "openvino"}  # which every CPU can, with bfloat16 or without
     cost = 2
 
@@ -227,8 +227,8 @@ class Streams(Technique):
             return "one thread runs one stream"
         return ""
 
-    def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
-        return Code()  # decides which engine the runtime is, see `Runtime.code`
+    def bundles(self, facts: Facts) -> list[Bundle]:
+        return [Bundle(60, {"runtime": "openvino-bf16", "streams": "per-core", **AS_GIVEN})] if facts.has_bf16 else []
 
 
 def _missing(facts: Facts, package: str) -> str:

@@ -3,39 +3,36 @@
 It need not be the fastest: on a CPU the backward pass of flash attention in bfloat16 takes longer than in float32.
 """
 
-from typing import ClassVar
-
 from fettle.recipe import Recipe
-from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.techniques._base import BOTH, Code, Facts, Level, Technique, register
 
 _BACKENDS = {
-    "flash": "FLASH_ATTENTION",
-    "cudnn": "CUDNN_ATTENTION",
-    "efficient": "EFFICIENT_ATTENTION",
-    "math": "MATH",
+    "flash": ("FLASH_ATTENTION", "flash attention"),
+    "cudnn": ("CUDNN_ATTENTION", "cuDNN attention"),
+    "efficient": ("EFFICIENT_ATTENTION", "memory-efficient attention"),
+    "math": ("MATH", "plain products and a softmax"),
 }
 
 
+@register
 class SdpaBackend(Technique):
     name = "sdpa_backend"
-    modes: ClassVar[frozenset[str]] = frozenset({"inference", "training"})
+    order = 410
+    modes = BOTH
     title = "SDPA kernel"
-    given = "auto"
+    default = "auto"
 
     def levels(self, facts: Facts) -> list[Level]:
         uses = facts.uses_sdpa or facts.manual_attention or "sdpa" in facts.hf_attention
         unused = "" if uses else "the model does not use scaled_dot_product_attention"
         gpu = "" if facts.device == "cuda" else "on a CPU there are flash and math only"
-        return [
-            Level("auto", "torch chooses"),
-            Level("flash", "flash attention", unused),
-            Level("cudnn", "cuDNN attention", unused or gpu),
-            Level("efficient", "memory-efficient attention", unused or gpu),
-            Level("math", "plain products and a softmax", unused),
+        return [Level("auto", "torch chooses")] + [
+            Level(name, summary, unused or ("" if name in ("flash", "math") else gpu))
+            for name, (_, summary) in _BACKENDS.items()
         ]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        if level == self.given:
+        if level == self.default:
             return ""
         attention = recipe.levels.get("attention", "as-is")
         if attention in ("hf-eager", "hf-flash_attention_2"):
@@ -49,5 +46,5 @@ class SdpaBackend(Technique):
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         return Code(
             setup=("from torch.nn.attention import SDPBackend, sdpa_kernel",),
-            contexts=(f"sdpa_kernel(SDPBackend.{_BACKENDS[level]})",),
+            contexts=(f"sdpa_kernel(SDPBackend.{_BACKENDS[level][0]})",),
         )

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from fettle.recipe import Recipe
-from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.techniques._base import Code, Facts, Level, Technique, register
 
 
 def sparsify(model: torch.nn.Module) -> None:
@@ -30,10 +30,12 @@ def sparsify(model: torch.nn.Module) -> None:
     logging.getLogger("optimized").info("2:4 sparsity: %d of %d linear layers", done, len(layers))
 
 
+@register
 class Sparsity(Technique):
     name = "sparsity"
+    order = 520
     title = "2:4 sparsity"
-    given = "none"
+    default = "none"
     needs: ClassVar[Mapping[str, str]] = {"precision": "bf16", "grad": "inference_mode"}
 
     def levels(self, facts: Facts) -> list[Level]:
@@ -45,7 +47,7 @@ class Sparsity(Technique):
         return [Level("none", "as given"), Level("2:4", "half of the weights of linear layers dropped", why_not)]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        if level == self.given:
+        if level == self.default:
             return ""
         half = recipe.levels.get("precision", "fp32") in ("bf16", "fp16") or facts.dtype in ("bfloat16", "float16")
         if not half:

@@ -1,17 +1,22 @@
 """How many CPU threads one operator uses."""
 
-from typing import ClassVar
-
 from fettle.recipe import Recipe
-from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.techniques._base import BOTH, Code, Facts, Level, Technique, register
 
 
+@register
 class Threads(Technique):
     name = "threads"
-    modes: ClassVar[frozenset[str]] = frozenset({"inference", "training"})
+    order = 100
+    modes = BOTH
     rung = 9
     title = "CPU threads"
-    given = "as-given"
+    default = "as-given"
+    changes_memory = False
+    helps_when_shared = True
+
+    def every_level(self) -> list[str]:
+        return [self.default, *(str(count) for count in range(1, 257))]
 
     def levels(self, facts: Facts) -> list[Level]:
         counts = sorted({1, facts.physical_cores // 2, facts.physical_cores} - {0})
@@ -20,11 +25,17 @@ class Threads(Technique):
             Level(str(count), f"torch.set_num_threads({count})", why_not or _is_given(count, facts)) for count in counts
         ]
 
+    def why_not(self, level: str, facts: Facts) -> str:
+        return "" if level.isdigit() else super().why_not(level, facts)  # any number, where it is asked for
+
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         runtime = recipe.levels.get("runtime", "torch")
-        if level != self.given and runtime not in ("torch", "aoti"):
+        if level != self.default and runtime not in ("torch", "aoti"):
             return f"runtime={runtime} has a thread pool of its own"
         return ""
+
+    def kind(self, level: str) -> str:
+        return f"{level} threads"
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         # OMP_NUM_THREADS too: Inductor and MKL size their pools by it when the process starts.

@@ -1,17 +1,18 @@
 """What becomes of gradients after a step: forgotten, or filled with zeros."""
 
-from typing import ClassVar
-
 from fettle.recipe import Recipe
-from fettle.techniques._base import Code, Facts, Level, Technique
+from fettle.techniques._base import TRAINING, Code, Facts, Level, Technique, register
 
 
+@register
 class ZeroGrad(Technique):
     name = "zero_grad"
-    modes: ClassVar[frozenset[str]] = frozenset({"training"})
+    order = 910
+    modes = TRAINING
     rung = 9
     title = "zero_grad"
-    given = "none"
+    default = "none"
+    changes_memory = False
 
     def levels(self, facts: Facts) -> list[Level]:
         masters = "" if facts.mode == "training" else "it is for training"

@@ -12,15 +12,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from fettle.techniques import repeated_blocks
+from fettle.techniques import find, repeated_blocks
 from fettle.train.plan import Plan, build_fake, plan
 from fettle.train.strategies import KINDS, Strategy, parse_strategy
 from fettle.units import size_text
 from fettle.workload import Target
-
-_EXACT = ("parallel", "wrap", "offload", "ddp_buckets", "ddp_compress", "ddp_graph", "optimizer", "threads", "loading",
-          "zero_grad", "allocator", "matmul")  # fmt: skip
-"""Techniques that the plan knows, or that take no device memory worth counting: with others a recipe may need less."""
 
 
 def plan_for_study(target: Target, ranks: int, device_memory_bytes: int | None, nodes: int = 1) -> tuple[Plan, str]:
@@ -50,30 +46,23 @@ def rules_out(made: Mapping[str, Any] | None, levels: Mapping[str, str]) -> str:
     """
     if not made or made["device_memory_bytes"] is None:
         return ""
-    wanted = str(_strategy(levels))
+    told = {name: find(name).strategy(level) for name, level in levels.items()}
+    wanted = str(Strategy(**{name: value for settings in told.values() for name, value in (settings or {}).items()}))
     found = next((item for item in made["predictions"] if item["strategy"] == wanted and not item["failed"]), None)
     if found is None:
         return ""
     most = made["device_memory_bytes"] * (1 - made["headroom"])
-    known = all(name in _EXACT or (name == "checkpoint" and level == "blocks") for name, level in levels.items())
+    known = None not in told.values()
     needs = found["peak_bytes"] if known else sum(found["states"].values()) - found["host_bytes"]
-    if levels.get("precision") == "bf16-master" or needs <= most:
+    if needs <= most or any(level in find(name).shrinks_states for name, level in levels.items()):
         return ""
     what = "a rank's peak" if known else "a rank's parameters, gradients and optimizer state"
     return f"the plan says {what} of {size_text(needs)}, above {size_text(round(most))}"
 
 
-def _strategy(levels: Mapping[str, str]) -> Strategy:
-    kind = levels.get("parallel", "single")
-    settings = {"wrap": levels.get("wrap", "block"), "offload": levels.get("offload", "none")}
-    checkpoint = "block" if levels.get("checkpoint") == "blocks" else "none"
-    return Strategy(kind, checkpoint=checkpoint, buckets=levels.get("ddp_buckets", "view"),
-                    compress=levels.get("ddp_compress", "none"), **settings)  # fmt: skip
-
-
 def _asked(model: torch.nn.Module) -> list[Strategy]:
     texts = [kind for kind in KINDS if kind != "single"]
-    texts += ["zero3 wrap=root", "zero3 offload=cpu"]
+    texts += ["zero3 offload=cpu"]
     if repeated_blocks(model):
         texts += [f"{kind} checkpoint=block" for kind in ("ddp", "zero3")]
     return [parse_strategy(text) for text in texts]

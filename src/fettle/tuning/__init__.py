@@ -4,10 +4,10 @@ Other rooms use `tune` with its `Options`, the `Session` that a study measures w
 """
 
 from fettle.tuning._arguments import check_limits, target_of, workload_of
-from fettle.tuning.options import Options
+from fettle.tuning.options import Effort, Options
 from fettle.tuning.session import WAITING, Event, Session, Tell
 from fettle.tuning.tune import tune
 
 __all__ = [
-    "WAITING", "Event", "Options", "Session", "Tell", "check_limits", "target_of", "tune", "workload_of",
+    "WAITING", "Effort", "Event", "Options", "Session", "Tell", "check_limits", "target_of", "tune", "workload_of",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from fettle.procs.nodes import Nodes, address_of
 from fettle.recipe import Recipe
 from fettle.result import Goal, Limits
 from fettle.search import DESIGNS
-from fettle.techniques import check_names
+from fettle.techniques import check_names, respelled
 from fettle.train import TrainingWorkload
 from fettle.tuning.options import Options
 from fettle.workload import AUTO, Target, Workload, check_mode, find_target, target_from_objects
@@ -148,12 +148,15 @@ def check_techniques(allowed: Mapping[str, str | Sequence[str]]) -> Mapping[str,
     """The user's choice of levels, one or several each; raises `UsageError` for what the catalogue does not have."""
     if not isinstance(allowed, Mapping):
         raise UsageError('techniques is a mapping of names to levels, for example techniques={"precision": ["bf16"]}')
-    found = {name: [levels] if isinstance(levels, str) else list(levels) for name, levels in allowed.items()}
-    for name, levels in found.items():
+    found: dict[str, list[str]] = {}
+    for name, levels in allowed.items():
         if not levels:
             raise UsageError(f"no level of {name} is allowed: name one at least, or leave {name} out")
-        for level in levels:
-            check_names(Recipe({name: level}))
+        for level in [levels] if isinstance(levels, str) else levels:
+            recipe = Recipe(respelled({name: level}))
+            check_names(recipe)
+            for today, spelled in recipe.levels.items():
+                found.setdefault(today, []).append(spelled)
     return found
 
 

@@ -10,7 +10,7 @@ from fettle.recipe import Recipe
 from fettle.search import Space
 from fettle.techniques import CATALOGUE
 from fettle.tuning._budget import MOST_REPLICATES, REPLICATES_S, plan_finale, race_s
-from fettle.tuning.session import SCREENING_ROUNDS, Session, read_trials
+from fettle.tuning.session import Session, read_trials
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,9 @@ def last_race(session: Session, space: Space) -> LastRace:
     cheap = [recipe for recipe in rungs if space.cost(recipe) == 1 and recipe not in session.standings.known]
     best = session.standings.finalists()
     budget = session.budget
-    plan = plan_finale(budget.left_s + 0.5 * budget.grace_s, baseline, best, len(cheap))
+    plan = plan_finale(
+        budget.left_s + 0.5 * budget.grace_s, baseline, best, len(cheap), session.effort.replicates
+    )
     if plan is None:
         return _too_small(session, race_s([baseline, leader]))
     again, cheap = [trial.recipe for trial in best[: plan.finalists]], cheap[: plan.extras]
@@ -46,7 +48,7 @@ def last_race(session: Session, space: Space) -> LastRace:
     session.held.keep({Recipe()})  # nobody picked its process for having been fast
     session.be_patient(plan.spare_s)
     share_s = REPLICATES_S if budget.seconds is None else min(REPLICATES_S, max(0.0, budget.left_s))
-    rules = replace(session.rules, max_rounds=SCREENING_ROUNDS, deadline=budget.end, grace_s=budget.grace_s,
+    rules = replace(session.rules, deadline=budget.end, grace_s=budget.grace_s,
                     precision=0.05, replicates=plan.replicates, most_replicates=MOST_REPLICATES,
                     replicate_s=share_s)  # fmt: skip
     trials = session.run([Recipe(), *again, *cheap], rules, session.held, once=cheap)

@@ -6,18 +6,21 @@ import datetime
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
 from fettle.machine import Machine, this_machine
 from fettle.measure import Interval, Trial, verdict
 from fettle.recipe import Recipe
-from fettle.result import LeftOut, Result, Rung, Verdict
-from fettle.techniques import source
+from fettle.result import LeftOut, Rung, Verdict
+from fettle.techniques import find, preconditions, source
 from fettle.tuning._last_race import LastRace, climb
 from fettle.tuning._limits import distance
 from fettle.tuning.session import Session
+
+if TYPE_CHECKING:
+    from fettle.report import Result
 
 _SIMPLER = math.log(1.03)
 """A recipe that cannot be told from the best and is simpler wins up to this loss."""
@@ -33,6 +36,7 @@ def outcome(
 ) -> Result:
     """Everything that was found, the winner judged by the `last` race alone."""
     from fettle.diagnose import brought
+    from fettle.report import Result
 
     winner, said = pick_winner(session, last.trials)
     again = _beside(winner, last.trials)
@@ -89,7 +93,7 @@ def pick_winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, 
             winner = None  # they held once and not again: nothing to hand out with a good conscience
     if winner is not None and said != "faster" and session.standings.goal in ("throughput", "latency") and last:
         # Nothing was gained that can be shown: change nothing, or no more than the answers need.
-        plain = [session.standings.known.get(recipe) for recipe in (Recipe(), Recipe({"mode": "eval"}))]
+        plain = [session.standings.known.get(recipe) for recipe in (Recipe(), preconditions(session.facts))]
         winner = next((trial for trial in plain if trial and math.isfinite(session.score(trial))), winner)
         said = "same" if leader is None or winner.recipe != leader.recipe else said
     return winner, said
@@ -154,13 +158,15 @@ def _threads_under_load(session: Session, winner: Trial | None) -> str:
     """Where fewer threads are faster only beside a neighbour, the advice for a machine that always has one."""
     for trial in session.standings.known.values():
         beside = trial.elapsed_speedup
-        if set(trial.recipe.levels) - {"mode"} == {"threads"} and beside is not None and beside.low > 1.2:
+        changed = set(trial.recipe.levels) - set(preconditions(session.facts).levels)
+        helps = len(changed) == 1 and all(find(name).helps_when_shared for name in changed)
+        if helps and beside is not None and beside.low > 1.2:
             alone = trial.speedup.estimate if trial.speedup is not None else math.nan
-            if not alone > 1.05 and (winner is None or "threads" not in winner.recipe.levels):
+            if not alone > 1.05 and (winner is None or not changed & winner.recipe.levels.keys()):
                 return (
                     f"Beside the neighbours of this study {trial.recipe} took {1 / beside.estimate:.0%} of the time, "
-                    f"but {1 / alone:.0%} without them, so no threads are set. --under-load tunes for a machine that "
-                    "is always shared."
+                    f"but {1 / alone:.0%} without them, so no {', '.join(changed)} are set. --under-load tunes for a "
+                    "machine that is always shared."
                 )
     return ""
 
@@ -168,8 +174,7 @@ def _threads_under_load(session: Session, winner: Trial | None) -> str:
 def _code(session: Session, winner: Trial) -> str:
     """``optimized.py`` of the winner."""
     target, facts = session.target, session.facts
-    if winner.int8_layers:  # of two that chose in one race, each has its own
-        facts = replace(facts, int8_layers=tuple(winner.int8_layers))
+    facts = replace(facts, learned={**facts.learned, **winner.learned})  # of two in one race each has its own
     location, _, factory = target.reference.rpartition(":")
     heading = f"{target.name}, optimised for {facts.mode}: {winner.recipe}."
     if winner.speedup is not None:

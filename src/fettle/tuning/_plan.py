@@ -11,6 +11,7 @@ from fettle.measure import Worker, WorkerError
 from fettle.recipe import Recipe
 from fettle.result import PlanRow
 from fettle.study import Study
+from fettle.techniques import uses_ranks
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class MemoryPlan:
 
     def rules_out(self, recipe: Recipe) -> str:
         """Why the plan says that a recipe cannot fit; empty where it may, or nobody knows."""
-        if recipe.levels.get("parallel", "single") == "single":
+        if not uses_ranks(recipe):
             return ""
         from fettle.train.study_plan import rules_out
 

@@ -10,8 +10,22 @@ from pathlib import Path
 from typing import Any, TypedDict, get_type_hints
 
 from fettle.errors import UsageError
+from fettle.measure import Rules
 from fettle.result import Goal, Limits
+from fettle.tuning._budget import REPLICATES
 from fettle.workload import AUTO
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured of each recipe: less is for a quick look and for tests, and makes verdicts less certain."""
+
+    slice_s: float = Rules.slice_s
+    """Length of one slice."""
+    rounds: int = 20
+    """Most rounds of a race. Processes differ by more than these leave open: the last race has more of them."""
+    replicates: int = REPLICATES
+    """Processes of each finalist in the last race, as far as time allows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +90,9 @@ class Options:
     polite: bool = False
     """Never go before other processes' work, also where the system allows it."""
 
+    effort: Effort = Effort()
+    """How much is measured of each recipe."""
+
     @property
     def training_limits(self) -> Limits:
         """The limits where the workload is a training loop."""
@@ -110,6 +127,7 @@ class Keywords(TypedDict, total=False):
     trial_timeout_s: float
     under_load: bool
     polite: bool
+    effort: Effort
 
 
 def options_of(options: Options | None, keywords: Keywords) -> Options:

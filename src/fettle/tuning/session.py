@@ -30,11 +30,12 @@ from fettle.procs.nodes import Nodes
 from fettle.recipe import Recipe
 from fettle.result import Goal, Limits
 from fettle.study import Study
-from fettle.techniques import Facts, find, normal, source
+from fettle.techniques import Facts, batch_factor, canonical, environment, is_calibrated, source, uses_ranks
 from fettle.tuning._budget import FEWEST_ROUNDS, Budget, start_s, turn_s
 from fettle.tuning._plan import plan_memory
 from fettle.tuning._probe import Probed, probe
 from fettle.tuning.model import PRIOR_SPREAD, Races
+from fettle.tuning.options import Effort
 from fettle.tuning.space import level_cost
 from fettle.tuning.standings import Standings
 from fettle.workload import Target
@@ -43,8 +44,6 @@ WAITING = 0.25
 """Share of the budget that the races may wait for a quiet machine. Where slices may go before others' work, all of it
 is for the last race, else two fifths."""
 _UNLIMITED_WAIT_S = 120.0
-SCREENING_ROUNDS = 20
-"""Most rounds of a race."""
 _SCREENING_INDIFFERENCE = PRIOR_SPREAD
 """Rounds tell two processes of the same code apart as well as two recipes: closer than this they are for more processes
 to tell, which the last race has."""
@@ -97,11 +96,15 @@ class Session:
         device_memory_bytes: int | None = None,
         under_load: bool = False,
         polite: bool = False,
+        effort: Effort | None = None,
     ) -> None:
         self.target, self.folder = target, folder
         self._training_limits = training_limits
         self.budget = Budget(budget_s, started)
-        self.rules = Rules(confidence=confidence, prepare_timeout_s=trial_timeout_s, under_load=under_load)
+        self.effort = effort = effort or Effort()
+        self.rules = Rules(
+            effort.slice_s, effort.rounds, confidence, prepare_timeout_s=trial_timeout_s, under_load=under_load
+        )
         if polite:
             self.rules = replace(self.rules, may_go_first=False)
         if goal == "energy":
@@ -205,7 +208,7 @@ class Session:
 
     def measure(self, recipes: Sequence[Recipe]) -> list[Trial]:
         """Race those of `recipes` that are not known yet beside the baseline; answer for all that are known then."""
-        wanted = list(dict.fromkeys(normal(recipe) for recipe in recipes))
+        wanted = list(dict.fromkeys(canonical(recipe) for recipe in recipes))
         missing = [recipe for recipe in wanted if recipe not in self.standings.known]
         if missing and not (self.standings.known and self.spent()):
             self.race_unknown(missing)
@@ -248,7 +251,7 @@ class Session:
         entries = [recipe for recipe in recipes if recipe.levels]
         entries = entries[: self._how_many_fit(entries, self._left_s(deadline))]
         if entries or not self.standings.known:
-            rules = replace(self.rules, deadline=deadline, grace_s=0.0, max_rounds=SCREENING_ROUNDS,
+            rules = replace(self.rules, deadline=deadline, grace_s=0.0,
                             indifference=max(self.rules.indifference, _SCREENING_INDIFFERENCE))  # fmt: skip
             leader = self.standings.best()
             again = [leader.recipe] if leader is not None and leader.recipe.levels else []
@@ -338,8 +341,8 @@ class Session:
 
     def _recall(self, trial: Trial) -> None:
         """What a trial chose is chosen: the last race, ``optimized.py`` and a resumed study go by it."""
-        if trial.int8_layers and trial.ok and not self.facts.int8_layers:
-            self.facts = replace(self.facts, int8_layers=tuple(trial.int8_layers))
+        if trial.learned and trial.ok:
+            self.facts = replace(self.facts, learned={**trial.learned, **self.facts.learned})
 
     def note(self, text: str) -> None:
         """Pass on a line that stays."""
@@ -369,16 +372,9 @@ class Session:
         return deadline - self.budget.started - self.budget.elapsed_s
 
     def _entry(self, recipe: Recipe) -> Entry:
-        environment: dict[str, str] = {}
-        calibrated = False
-        for name, level in recipe.levels.items():
-            technique = find(name)
-            environment |= technique.code(level, recipe, self.facts).environment
-            calibrated |= level in technique.calibrated
-        batch = recipe.levels.get("batch", "")
-        factor = int(batch[1:]) if batch.startswith("x") else 1
-        ranks = self._ranks if recipe.levels.get("parallel", "single") != "single" else 1
-        return Entry(recipe, source(recipe, self.facts), environment, factor, calibrated, ranks)
+        ranks, variables = self._ranks if uses_ranks(recipe) else 1, environment(recipe, self.facts)
+        lines, factor = source(recipe, self.facts), batch_factor(recipe)
+        return Entry(recipe, lines, variables, factor, is_calibrated(recipe), ranks)
 
     def _environment(self) -> dict[str, str]:
         return {

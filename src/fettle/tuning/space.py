@@ -8,7 +8,7 @@ from fettle.errors import UsageError
 from fettle.recipe import Recipe
 from fettle.result import LeftOut
 from fettle.search import Space
-from fettle.techniques import CATALOGUE, Facts, bundles, conflict, find, idle, normal
+from fettle.techniques import CATALOGUE, Facts, Technique, bundles, canonical, conflict, find, idle, preconditions
 
 
 def space_for(
@@ -24,16 +24,16 @@ def space_for(
     """
     choices: dict[str, tuple[str, ...]] = {}
     left_out: list[LeftOut] = []
-    required: dict[str, str] = {"mode": "eval"} if facts.train_mode_differs else {}
+    required = dict(preconditions(facts).levels)
     for technique in CATALOGUE:
-        usable = [technique.given]
+        usable = [technique.default]
         if facts.mode not in technique.modes:
             if technique.name in allowed:
                 raise UsageError(f"the technique {technique.name} is for {' and '.join(technique.modes)} only")
             continue
         for level in technique.levels(facts):
             permitted = technique.name not in allowed or level.name in allowed[technique.name]
-            if level.name == technique.given:
+            if level.name == technique.default:
                 continue
             if level.why_not:
                 left_out.append(LeftOut(technique.name, level.name, level.why_not))
@@ -44,17 +44,15 @@ def space_for(
                 if why := ruled_out(Recipe({technique.name: level.name})):
                     left_out.append(LeftOut(technique.name, level.name, f"{why}, unless another technique saves it"))
         if technique.name in allowed:
-            _pin(technique.name, technique.given, allowed[technique.name], usable, left_out, required)
+            _pin(technique, allowed[technique.name], facts, usable, required)
         choices[technique.name] = tuple(usable)
     useful = [
-        recipe
-        for recipe in (normal(bundle) for bundle in bundles(facts))
-        if all(level in choices[name] for name, level in recipe.levels.items())
+        bundle for bundle in bundles(facts) if all(level in choices[name] for name, level in bundle.levels.items())
     ]
 
     def why_not(recipe: Recipe) -> str:
         for name, level in required.items():
-            if recipe.levels and recipe.levels.get(name, find(name).given) != level:
+            if recipe.levels and recipe.levels.get(name, find(name).default) != level:
                 return f"{name}={level} is required"
         for name in idle(recipe):
             if name not in required:
@@ -65,31 +63,30 @@ def space_for(
         choices=choices,
         conflict=why_not,
         needs={technique.name: technique.needs for technique in CATALOGUE if technique.needs},
-        required=normal(Recipe(required)),
+        required=canonical(Recipe(required)),
         cost=cost or level_cost,
-        bundles=[normal(Recipe({**recipe.levels, **required})) for recipe in useful],
+        bundles=[canonical(Recipe({**recipe.levels, **required})) for recipe in useful],
     )
     return space, left_out
 
 
 def level_cost(recipe: Recipe) -> int:
-    """How dear a recipe is to start: 1 seconds, 2 tens of seconds, 3 minutes."""
+    """What a recipe costs to start: 1 seconds, 2 tens of seconds, 3 minutes."""
     return max((find(name).level_cost(level) for name, level in recipe.levels.items()), default=1)
 
 
 def _pin(
-    name: str, given: str, levels: Sequence[str], usable: list[str], left_out: list[LeftOut], required: dict[str, str]
+    technique: Technique, levels: Sequence[str], facts: Facts, usable: list[str], required: dict[str, str]
 ) -> None:
     """Take the user's choice for one technique: it is an error when none of the levels can be had; a lone one is
-    required. Of several, those that cannot be had are among `left_out` already."""
-    if name == "threads":
-        usable += [level for level in levels if level.isdigit() and level not in usable]
+    required."""
+    name, default = technique.name, technique.default
+    usable += [level for level in levels if level not in usable and not technique.why_not(level, facts)]
     possible = [level for level in levels if level in usable]
     if not possible:
-        why = next((item.why for item in left_out if item.technique == name and item.level == levels[0]), "unknown")
-        raise UsageError(f"{name}={levels[0]} cannot be had here: {why}")
+        raise UsageError(f"{name}={levels[0]} cannot be had here: {technique.why_not(levels[0], facts)}")
     if len(possible) == 1:
         required[name] = possible[0]
-        usable[:] = list(dict.fromkeys([given, possible[0]]))
-    elif given not in possible:
+        usable[:] = list(dict.fromkeys([default, possible[0]]))
+    elif default not in possible:
         required.setdefault(name, possible[0])

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from fettle.measure import Judge, Trial
 from fettle.recipe import Recipe
 from fettle.result import Goal, Limits
+from fettle.techniques import kind_of
 from fettle.tuning import _limits
 from fettle.tuning.model import Fit, Races
 
@@ -61,7 +62,7 @@ class Standings:
         able = [trial for trial in self.known.values() if trial.recipe.levels and math.isfinite(self.score(trial))]
         ranked = sorted(able, key=self.rank)
         near = [trial for trial in ranked if not self.beats(ranked[0], trial, math.log(1.05))]
-        other = next((trial for trial in near if _kind(trial) != _kind(ranked[0])), None)
+        other = next((trial for trial in near if kind_of(trial.recipe) != kind_of(ranked[0].recipe)), None)
         if other is not None:
             near = [near[0], other, *(trial for trial in near[1:] if trial is not other)]
         return near[:FINALISTS]
@@ -105,8 +106,3 @@ class Standings:
             return trial
         reason = self.judge.reason(trial.accuracy)
         return replace(trial, status="rejected" if reason else "measured", reason=reason)
-
-
-def _kind(trial: Trial) -> tuple[str, str]:
-    levels = trial.recipe.levels
-    return levels.get("runtime", "torch").partition("-")[0], levels.get("threads", "")

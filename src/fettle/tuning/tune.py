@@ -9,12 +9,11 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from fettle.machine import this_machine
 from fettle.measure import close_all
 from fettle.recipe import Recipe
-from fettle.result import Result
 from fettle.search import DESIGNS, auto
 from fettle.study import storage_url
 from fettle.tuning._arguments import (
@@ -31,6 +30,9 @@ from fettle.tuning._outcome import outcome
 from fettle.tuning.options import Keywords, Options, options_of
 from fettle.tuning.session import Session, Tell
 from fettle.tuning.space import space_for
+
+if TYPE_CHECKING:
+    from fettle.report import Result
 
 
 def tune(
@@ -85,7 +87,7 @@ def tune(
         target, folder, options.limits, options.goal, options.budget_s or None, started, tell, options.confidence,
         options.trial_timeout_s, training_limits=options.training_limits, nproc=options.nproc, nodes=others,
         device_memory_bytes=options.device_memory_bytes, under_load=options.under_load,
-        polite=options.polite,
+        polite=options.polite, effort=options.effort,
     )  # fmt: skip
     try:
         if others is not None:

@@ -24,7 +24,7 @@ from fettle.diagnose.evidence import Batches, Fresh, Kept, Kernel, Loading, Padd
 from fettle.measure import Interval, Trial
 from fettle.recipe import Recipe
 from fettle.result import Advice
-from fettle.techniques import Facts, conflict, normal
+from fettle.techniques import Facts, canonical, conflict
 from fettle.verifying import verify
 
 PEAKS = {"matmul_float32": 1e11, "matmul_bfloat16": 1e12, "copy": 1e10}
@@ -168,7 +168,7 @@ def test_the_levels_that_a_rule_names_can_be_had_together(rule: str) -> None:
     evidence = replace(PLANTED[rule], facts=replace(here, **able))  # type: ignore[arg-type]
     found = RULES[rule](evidence)
     assert found is not None
-    assert conflict(normal(Recipe(found.levels)), evidence.facts) == ""
+    assert conflict(canonical(Recipe(found.levels)), evidence.facts) == ""
 
 
 def test_a_compile_cache_that_does_not_last_is_an_opportunity() -> None:

@@ -1,0 +1,245 @@
+"""The probe: everything that `Facts` says about a workload and the machine it runs on.
+
+Runs in a worker process and costs one or two forward passes. Nothing about the workload may make it fail or be left
+changed by it: what cannot be found out stays at its default.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fettle.procs.cores import usable_cores
+from fettle.techniques._attention_rewrite import count_manual_attention
+from fettle.techniques._base import CATALOGUE
+from fettle.techniques._facts import Facts
+from fettle.techniques._host import cpu_flags, find_libraries, installed
+from fettle.techniques.compile import blocks_of
+from fettle.workload import Workload, leaves
+
+_DROPOUT = (torch.nn.modules.dropout._DropoutNd,)
+_BATCH_NORM = (torch.nn.modules.batchnorm._BatchNorm,)
+
+
+def probe_facts(workload: Workload, *, allow_batch: bool = False) -> Facts:
+    """Look at a workload and at this machine. `allow_batch` is the user's word that the batch size may change."""
+    model = workload.model
+    module = model if isinstance(model, torch.nn.Module) else torch.nn.Module()
+    tensors = [leaf for _, leaf in _tensors(workload.inputs[0])]
+    parameters = list(module.parameters())
+    device = _commonest([tensor.device.type for tensor in [*parameters, *module.buffers(), *tensors]], "cpu")
+    dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in parameters if tensor.is_floating_point()]
+    uses_sdpa, manual_attention, train_mode_differs, changes_buffers = _forward_facts(workload, module)
+    return Facts(
+        device=device,
+        is_module=isinstance(model, torch.nn.Module),
+        training=any(child.training for child in module.modules()) and isinstance(model, torch.nn.Module),
+        train_mode_differs=train_mode_differs,
+        changes_buffers=changes_buffers,
+        custom_call=workload.call is not None,
+        calibration_batches=len(workload.calibration),
+        dtype=_commonest(dtypes, "float32"),
+        num_parameters=sum(parameter.numel() for parameter in parameters),
+        parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        num_linear=_count(module, torch.nn.Linear),
+        num_conv=_count(module, torch.nn.Conv2d) + _exported_convolutions(module),
+        num_conv_transpose=_count(module, torch.nn.ConvTranspose2d),
+        num_4d_inputs=sum(tensor.dim() == 4 and tensor.is_floating_point() for tensor in tensors),
+        num_input_shapes=len({_shapes(batch) for batch in [*workload.inputs, *workload.check_inputs]}),
+        samples=workload.samples or next((len(tensor) for tensor in tensors if tensor.dim() > 0), 1),
+        block_classes=_block_classes(module),
+        hf_attention=_hf_attention(module, device),
+        manual_attention=manual_attention,
+        uses_sdpa=uses_sdpa,
+        physical_cores=usable_cores(),
+        threads=torch.get_num_threads(),
+        cpu_flags=cpu_flags(),
+        cuda_capability=torch.cuda.get_device_capability() if device == "cuda" else (0, 0),
+        packages=_packages(),
+        libraries=find_libraries(),
+        allow_batch=allow_batch,
+    )
+
+
+def machine_facts(mode: str = "inference") -> Facts:
+    """What can be said of this machine without a workload: a catalogue for a plain float32 module on its device."""
+    cuda = torch.cuda.is_available()
+    return Facts(
+        mode=mode,
+        device="cuda" if cuda else "cpu",
+        optimizer_levels=("foreach", "fused"),
+        loader_workers=0,
+        samples=8,
+        training=True,
+        calibration_batches=1,
+        num_linear=1,
+        num_conv=1,
+        num_4d_inputs=1,
+        num_input_shapes=2,
+        uses_sdpa=True,
+        manual_attention=1,
+        block_classes=("Block",),
+        hf_attention=("eager", "sdpa"),
+        physical_cores=usable_cores(),
+        threads=torch.get_num_threads(),
+        cpu_flags=cpu_flags(),
+        cuda_capability=torch.cuda.get_device_capability() if cuda else (0, 0),
+        packages=_packages(),
+        libraries=find_libraries(),
+        allow_batch=True,
+    )
+
+
+class _SeesSdpa(torch.overrides.TorchFunctionMode):
+    """Notes whether scaled_dot_product_attention is called while it is active."""
+
+    seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            self.seen = True
+        return func(*args, **(kwargs or {}))
+
+
+def _forward_facts(workload: Workload, module: torch.nn.Module) -> tuple[bool, int, bool, bool]:
+    """Whether SDPA is called, how many modules write attention out, whether train mode changes the answers, and
+    whether eval mode changes buffers."""
+    training = [child for child in module.modules() if child.training and child is not module] or (
+        [module] if module.training and isinstance(workload.model, torch.nn.Module) else []
+    )
+    differs = any(_random_or_batch_dependent(child) for child in training)
+    watch, manual, changes = _SeesSdpa(), 0, False
+    try:
+        with unchanged(workload, module) as model, torch.no_grad():
+
+            def outputs() -> Any:
+                torch.manual_seed(0)
+                batch = copy.deepcopy(workload.inputs[0])  # a model may write into what it is given
+                return workload.run(model, batch)
+
+            before = _copies(module)
+            with watch:
+                given = outputs()
+            if training and (before or not differs):  # layers of the user's own may look at `self.training` too
+                noise = _distance(given, outputs())
+                module.eval()
+                before = _copies(module)
+                differs = _distance(given, outputs()) > 4 * noise + 1e-6 or differs
+            after = dict(module.named_buffers())
+            changes = any(not torch.equal(value, after[name]) for name, value in before.items() if name in after)
+            if not _is_transformers(module):  # those have implementations to choose from
+                model_in_eval = module.eval()  # with dropout on, nothing could be rewritten
+                manual = count_manual_attention(model_in_eval, outputs)
+    except Exception:  # the baseline trial will say what is wrong with it
+        pass
+    return watch.seen, manual, differs, changes
+
+
+def _copies(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+
+
+def _random_or_batch_dependent(layer: torch.nn.Module) -> bool:
+    if isinstance(layer, _DROPOUT):
+        return layer.p > 0
+    return isinstance(layer, _BATCH_NORM)
+
+
+@contextlib.contextmanager
+def unchanged(workload: Workload, module: torch.nn.Module) -> Iterator[Any]:
+    """The model, free to be run and switched: buffers, modes and the random state are put back at the end."""
+    modes = [(child, child.training) for child in module.modules()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            yield workload.model
+        finally:
+            for child, training in modes:
+                child.training = training
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    if not torch.equal(buffer, value):
+                        buffer.copy_(value)
+
+
+def _distance(one: Any, other: Any) -> float:
+    """Largest relative L2 distance of the floating leaves of two outputs; infinite where they do not match."""
+    worst = 0.0
+    pairs = list(zip(_tensors(one), _tensors(other), strict=False))
+    for (_, a), (_, b) in pairs:
+        if a.shape != b.shape:
+            return float("inf")
+        if a.is_floating_point() and a.numel():
+            scale = float(a.double().norm()) or 1.0
+            worst = max(worst, float((a.double() - b.double()).norm()) / scale)
+    return worst
+
+
+def _tensors(tree: Any) -> list[tuple[str, torch.Tensor]]:
+    return [(path, leaf) for path, leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _shapes(batch: Any) -> tuple[Any, ...]:
+    return tuple((path, tuple(tensor.shape)) for path, tensor in _tensors(batch))
+
+
+def _count(module: torch.nn.Module, kind: type[torch.nn.Module]) -> int:
+    return sum(isinstance(child, kind) for child in module.modules())
+
+
+def _commonest(names: list[str], default: str) -> str:
+    return Counter(names).most_common(1)[0][0] if names else default
+
+
+def _block_classes(module: torch.nn.Module) -> tuple[str, ...]:
+    kinds = dict.fromkeys(type(block) for block in blocks_of(module))
+    return tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
+
+
+def _packages() -> dict[str, str]:
+    return installed({name for technique in CATALOGUE for name in technique.packages})
+
+
+def _hf_attention(module: torch.nn.Module, device: str) -> tuple[str, ...]:
+    """Attention implementations of the outermost transformers models, the one in use first."""
+    models: list[Any] = [child for child in module.modules() if _is_transformers(child)]
+    if not models:
+        return ()
+    model = models[0]
+    in_use = getattr(model.config, "_attn_implementation", None) or "eager"
+    if not _quietly(lambda: bool(model._can_set_attn_implementation()), False):
+        return (in_use,)
+    wanted = ["sdpa", "eager", *(["flash_attention_2"] if device == "cuda" else [])]
+
+    def works(name: str) -> bool:
+        model.get_correct_attn_implementation(name)
+        return True
+
+    return (in_use, *(name for name in wanted if name != in_use and _quietly(lambda: works(name), False)))  # noqa: B023
+
+
+def _is_transformers(module: torch.nn.Module) -> bool:
+    return any(
+        base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers.")
+        for base in type(module).__mro__
+    )
+
+
+def _quietly(ask: Callable[[], Any], default: Any) -> Any:
+    try:
+        return ask()
+    except Exception:
+        return default
+
+
+def _exported_convolutions(module: Any) -> int:
+    """2-D convolutions in an exported program, which has no modules for them any more."""
+    graph = getattr(module, "graph", None)
+    nodes = graph.nodes if isinstance(graph, torch.fx.Graph) else ()
+    return sum(node.target is torch.ops.aten.conv2d.default for node in nodes)
