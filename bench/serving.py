@@ -296,7 +296,7 @@ def package(model: str, folder: Path) -> None:
 
     from fettle.recipe import Recipe
     from fettle.serve.export import write_package
-    from fettle.serve.package import ServeSettings
+    from fettle.serve.settings import ServeSettings
     from fettle.workload import Workload
 
     work = Workload(build(model), [torch.randn(ROWS, 64)])

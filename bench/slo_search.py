@@ -3,12 +3,11 @@
     python bench/slo_search.py minilm resnet50 yolos --json bench/results/slo_search.json    # 3 to 5 minutes a model
     python bench/slo_search.py minilm --grid --json bench/results/slo_search.json            # every setting by load
 
-For each model the search runs as `fettle slo` does. Shown: the predicted capacity under the limit over the measured
-one (bar: within 10%), greedy against curve-aware batching of the same crew by load tests in the same run, and with
---grid the found setting's capacity over the best of an exhaustive grid (bar: 97%) and the search's share of the grid's
-test time (bar: 20%). The machine's speed drifts while a grid is measured, so the found setting and the grid's best are
-measured again in turn, and the geometric mean of their ratios counts: a capacity is known in steps of 5%. Predictions
-rest on calibrated costs and on overheads that were measured.
+For each model the search runs as `fettle serve slo` does. Shown: the predicted capacity under the limit over the
+measured one (bar: within 10%), and with --grid the found setting's capacity over the best of an exhaustive grid (bar:
+97%) and the search's share of the grid's test time (bar: 20%). The machine's speed drifts while a grid is measured, so
+the found setting and the grid's best are measured again in turn, and the geometric mean of their ratios counts: a
+capacity is known in steps of 5%. Predictions rest on calibrated costs and on overheads that were measured.
 
 Results are merged into the JSON file, and a grid goes on where it was: it stops after --minutes, and the same command
 continues it. The server has the first core, the client the second: a machine has two at least.
@@ -34,11 +33,12 @@ from fettle.machine import this_machine
 from fettle.recipe import Recipe
 from fettle.serve.export import write_package
 from fettle.serve.loop import run
-from fettle.serve.package import Package, ServeSettings
+from fettle.serve.package import Package
 from fettle.serve.points import Found, Measured, Point, Setting
 from fettle.serve.proof import prove
 from fettle.serve.ranking import rank
 from fettle.serve.search import search
+from fettle.serve.settings import ServeSettings
 from fettle.workload import Workload, find_target
 
 WORKLOADS = Path(__file__).parents[1] / "workloads"
@@ -79,7 +79,7 @@ EVERY = os.sched_getaffinity(0)
 
 
 async def one(package: Package, row: dict[str, Any], limit_s: float, seconds: float, save: Any) -> None:
-    """The search, and then the pair of policies. What a grid has found before stays in the row."""
+    """The search. What a grid has found before stays in the row."""
     began = time.perf_counter()
     first: list[str] = []
 
@@ -109,12 +109,6 @@ async def one(package: Package, row: dict[str, Any], limit_s: float, seconds: fl
         "failures": [f"{failure.what}: {failure.why}" for failure in found.failures],
     }  # fmt: skip
     save()
-    branch, known = found.branches[best.setting.branch], {point.setting: point.measured for point in found.points}
-    for policy in ("greedy", "curve"):
-        point = Point(replace(best.setting, policy=policy), best.measured)
-        if not known.get(point.setting):  # the search has not tested it
-            await measured(package, point, branch, limit_s, seconds, best.measured)
-        row[policy] = known.get(point.setting) or point.measured
 
 
 async def grid(package: Package, row: dict[str, Any], limit_s: float, seconds: float, until: float, save: Any) -> None:

@@ -10,9 +10,9 @@ import torch
 
 from fettle.recipe import Recipe
 from fettle.serve.export import write_package
-from fettle.serve.package import ServeSettings
 from fettle.serve.registry import Options
 from fettle.serve.server import Address, Server
+from fettle.serve.settings import ServeSettings
 from fettle.workload import Workload
 
 SMALL = ServeSettings(max_rows=8, threads=1)

@@ -11,7 +11,7 @@ from fettle.serve.export import write_package
 from fettle.serve.generating import generating, lengths
 from fettle.serve.handler import find_handler
 from fettle.serve.model_runner import ModelRunner
-from fettle.serve.package import ServeSettings
+from fettle.serve.settings import ServeSettings
 from fettle.workload import Workload
 
 from .conftest import running

@@ -17,7 +17,8 @@ import torch
 
 from fettle.recipe import Recipe
 from fettle.serve.export import write_package
-from fettle.serve.package import ServeSettings, open_package
+from fettle.serve.package import open_package
+from fettle.serve.settings import ServeSettings
 from fettle.workload import Workload
 
 from .conftest import running

@@ -15,7 +15,8 @@ from fettle.serve.export import write_package
 from fettle.serve.handler import find_handler
 from fettle.serve.handlers.generate import read_prompt
 from fettle.serve.model_runner import ModelRunner
-from fettle.serve.package import ServeSettings, open_package
+from fettle.serve.package import open_package
+from fettle.serve.settings import ServeSettings
 from fettle.workload import Workload
 
 from .conftest import running, until

@@ -16,7 +16,8 @@ from fettle.serve.handler import find_handler
 from fettle.serve.handlers import parts, settle
 from fettle.serve.handlers.image import Decoding, decode
 from fettle.serve.model_runner import ModelRunner
-from fettle.serve.package import ServeSettings, open_package
+from fettle.serve.package import open_package
+from fettle.serve.settings import ServeSettings
 from fettle.serve.tensors import TensorSpec
 from fettle.workload import Workload
 

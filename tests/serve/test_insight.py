@@ -12,8 +12,9 @@ from fettle.serve.explain import Explainer
 from fettle.serve.export import write_package
 from fettle.serve.handler import HandlerMetrics, find_handler
 from fettle.serve.model_runner import ModelRunner
-from fettle.serve.package import ServeSettings, open_package
+from fettle.serve.package import open_package
 from fettle.serve.registry import Options
+from fettle.serve.settings import ServeSettings
 from fettle.serve.spans import Spans
 from fettle.workload import Workload
 

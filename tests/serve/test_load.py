@@ -15,8 +15,8 @@ from fettle.serve.arrivals import poisson, read_schedule
 from fettle.serve.client import http_shot, model_shot
 from fettle.serve.load import _inconsistent, _Load, closed_loop, open_loop
 from fettle.serve.package import open_package
-from fettle.serve.policy import BatchSettings
 from fettle.serve.run import TORCHSERVE_COLUMNS, UNANSWERED, Run, as_data, as_torchserve_row, warm_up
+from fettle.serve.settings import ServeSettings
 from fettle.serve.simulate import Costs, capacity, simulate
 
 from .conftest import running
@@ -28,7 +28,7 @@ from .conftest import running
 def test_constant_service_is_md1(load):
     """Mean time in an M/D/1 queue: D + rho D / 2(1 - rho) (Pollaczek-Khinchine)."""
     seen = simulate(
-        poisson(load / 0.01, 3000), BatchSettings(max_rows=1, max_queue_rows=10**6), Costs({1: (0.01,)}, 0, 0)
+        poisson(load / 0.01, 3000), ServeSettings(max_rows=1, max_queue_rows=10**6), Costs({1: (0.01,)}, 0, 0)
     )
     assert seen.latency_s.mean() == pytest.approx(0.01 + load * 0.01 / (2 * (1 - load)), rel=0.05)
     assert seen.utilisation == pytest.approx(load, rel=0.03)
@@ -37,16 +37,14 @@ def test_constant_service_is_md1(load):
 def test_exponential_service_is_mm1():
     """Mean time in an M/M/1 queue: 1 / (mu - lambda)."""
     samples = tuple(np.random.default_rng(1).exponential(0.01, 20_000))
-    seen = simulate(poisson(50, 6000), BatchSettings(max_rows=1, max_queue_rows=10**6), Costs({1: samples}, 0, 0))
+    seen = simulate(poisson(50, 6000), ServeSettings(max_rows=1, max_queue_rows=10**6), Costs({1: samples}, 0, 0))
     assert seen.latency_s.mean() == pytest.approx(1 / (100 - 50), rel=0.1)
 
 
 def test_what_is_added_is_added():
-    seen = simulate([0.0, 10.0], BatchSettings(max_rows=4), Costs({1: (0.01,)}, request_s=0.002, batch_s=0.003))
+    seen = simulate([0.0, 10.0], ServeSettings(max_rows=4), Costs({1: (0.01,)}, request_s=0.002, batch_s=0.003))
     assert seen.latency_s.tolist() == pytest.approx([0.015, 0.015])
-    waited = simulate(
-        [0.0, 10.0], BatchSettings(max_rows=4, max_delay_s=0.05, policy="greedy"), Costs({1: (0.01,)}, 0, 0)
-    )
+    waited = simulate([0.0, 10.0], ServeSettings(max_rows=4, delay_ms=50), Costs({1: (0.01,)}, 0, 0))
     assert waited.latency_s.tolist() == pytest.approx([0.06, 0.06])
 
 
@@ -54,39 +52,19 @@ def test_what_is_added_is_added():
     gaps=st.lists(st.floats(0, 0.05), min_size=1, max_size=200),
     cost=st.lists(st.floats(0.001, 0.05), min_size=4, max_size=4),
     workers=st.integers(1, 3),
-    policy=st.sampled_from(["greedy", "curve"]),
-    delay=st.sampled_from([0.0, 0.01]),
+    delay_ms=st.sampled_from([0.0, 10.0]),
 )
 @settings(max_examples=60, deadline=None)
-def test_every_request_is_answered_once(gaps, cost, workers, policy, delay):
-    setting = BatchSettings(max_rows=4, workers=workers, policy=policy, max_delay_s=delay, max_queue_rows=10**6)
+def test_every_request_is_answered_once(gaps, cost, workers, delay_ms):
+    setting = ServeSettings(max_rows=4, workers=workers, delay_ms=delay_ms, max_queue_rows=10**6)
     costs = Costs({n + 1: (seconds,) for n, seconds in enumerate(cost)}, 0, 0)
     seen = simulate(np.cumsum(gaps), setting, costs)
     assert len(seen.latency_s) == len(gaps) == sum(rows * count for rows, count in seen.batch_rows.items())
     assert seen.latency_s.min() >= min(cost) - 1e-9
 
 
-STEPS = (18.8, 20.2, 20.8, 40.0, 40.9, 41.1, 56.2, 57.0, 57.4, 70, 76, 77, 91, 88, 91, 59.8)
-"""Milliseconds by rows: a curve with steps, as one CPU model had it."""
-
-
-def test_a_policy_that_knows_the_steps_serves_more():
-    costs = Costs({rows: (ms / 1e3,) for rows, ms in enumerate(STEPS, 1)}, 0.001, 0)
-    greedy, _ = capacity(BatchSettings(max_rows=8, policy="greedy"), costs, 0.1)
-    curve, seen = capacity(BatchSettings(max_rows=8, policy="curve"), costs, 0.1)
-    assert curve > 1.15 * greedy
-    assert seen.percentile(99) <= 0.1
-
-
-def test_on_a_smooth_curve_both_are_one():
-    costs = Costs({rows: (0.01 + 0.002 * rows,) for rows in range(1, 9)}, 0, 0)
-    greedy, _ = capacity(BatchSettings(max_rows=8, policy="greedy"), costs, 0.1)
-    curve, _ = capacity(BatchSettings(max_rows=8, policy="curve"), costs, 0.1)
-    assert curve >= 0.97 * greedy
-
-
 def test_a_model_slower_than_the_limit_has_no_capacity():
-    assert capacity(BatchSettings(max_rows=2), Costs({1: (0.2,), 2: (0.3,)}), 0.1) == (0.0, None)
+    assert capacity(ServeSettings(max_rows=2), Costs({1: (0.2,), 2: (0.3,)}), 0.1) == (0.0, None)
 
 
 # -- load -------------------------------------------------------------------------------------------------------------

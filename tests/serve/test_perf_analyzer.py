@@ -18,7 +18,8 @@ from fettle.recipe import Recipe
 from fettle.serve.client import model_shot
 from fettle.serve.export import write_package
 from fettle.serve.load import closed_loop
-from fettle.serve.package import ServeSettings, open_package
+from fettle.serve.package import open_package
+from fettle.serve.settings import ServeSettings
 from fettle.workload import Workload
 
 from .conftest import running

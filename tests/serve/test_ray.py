@@ -11,14 +11,15 @@ import torch
 
 from fettle.errors import UsageError
 from fettle.serve.host import host_id
-from fettle.serve.package import CurveTable, ServeSettings, open_package
+from fettle.serve.package import open_package
 from fettle.serve.ray_files import most_ongoing, scale, write_ray
+from fettle.serve.settings import CostCurve, ServeSettings
 
 from .conftest import running
 from .test_generate import events, expected, packaged
 from .test_server import ask
 
-CURVE = CurveTable((1, 2, 4, 8), (0.010, 0.012, 0.016, 0.024), host_id())
+CURVE = CostCurve((1, 2, 4, 8), (0.010, 0.012, 0.016, 0.024), host_id())
 
 
 def test_a_replica_gets_as_many_requests_as_littles_law_says():

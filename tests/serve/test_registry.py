@@ -1,17 +1,15 @@
 """What the registry says of its versions, with pools that only pretend."""
 
 import asyncio
-import threading
 from types import SimpleNamespace
 
 import pytest
 
-from fettle.serve import pool as pools
 from fettle.serve import registry as room
 from fettle.serve.metrics import Metrics
-from fettle.serve.package import ServeSettings
 from fettle.serve.refusal import Rejected
 from fettle.serve.registry import Options, Registry
+from fettle.serve.settings import ServeSettings
 
 
 class Pool:
@@ -110,18 +108,3 @@ def test_when_the_default_goes_the_highest_version_is_the_default(registry):
         assert registry.models["net"].default == "10"
 
     asyncio.run(test())
-
-
-def test_what_the_batcher_decides_is_found_while_others_are_served(registry, monkeypatch):
-    """For large batches it takes seconds."""
-    elsewhere = []
-    monkeypatch.setattr(pools, "plan", lambda settings, curve: elsewhere.append(threading.current_thread()))
-
-    async def test():
-        version = await loaded(registry, "1")
-        version.pool.change = lambda settings, machine: None
-        await registry.change("net", {"batch": {"max_rows": 4}})
-
-    asyncio.run(test())
-    assert len(elsewhere) == 2
-    assert threading.main_thread() not in elsewhere

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from fettle.serve import returns as returns_module
 from fettle.serve import wire
 from fettle.serve.metrics import Metrics, ModelMetrics
-from fettle.serve.package import ServeSettings
-from fettle.serve.policy import BatchQueue, BatchSettings, CostCurve
+from fettle.serve.policy import BatchQueue
 from fettle.serve.pool import Pool
 from fettle.serve.returns import MOST_S, QUIET, SHARE, Returns
+from fettle.serve.settings import ServeSettings
 from fettle.serve.tensors import TensorSpec
 
 
@@ -155,17 +155,14 @@ class Item:
         self.arrival_s, self.rows, self.key, self.deadline_s, self.queued = 0.0, rows, "", 1e9, False
 
 
-def test_a_full_batch_or_a_curve_that_gains_nothing_does_not_wait():
-    queue = BatchQueue(BatchSettings(max_rows=4))
+def test_a_full_batch_does_not_wait():
+    queue = BatchQueue(ServeSettings(max_rows=4))
     assert not queue.gains_by_waiting  # nobody waits
     for _ in range(3):
         queue.push(Item())
     assert queue.gains_by_waiting
     queue.push(Item())
     assert not queue.gains_by_waiting
-    flat = BatchQueue(BatchSettings(max_rows=4), CostCurve((1, 2, 3, 4), (0.01, 0.02, 0.03, 0.04)))
-    flat.push(Item())
-    assert not flat.gains_by_waiting  # each row costs the same, however many go together
 
 
 def test_an_alarm_that_is_moved_rings_once_at_its_last_moment():

@@ -24,9 +24,10 @@ import torch
 
 from fettle.errors import UsageError
 from fettle.serve.http import Limits
-from fettle.serve.package import ServeSettings, open_package
+from fettle.serve.package import open_package
 from fettle.serve.registry import Options
 from fettle.serve.server import Address, token_from
+from fettle.serve.settings import ServeSettings
 
 from .conftest import net, running, until
 

@@ -14,8 +14,9 @@ from fettle.recipe import Recipe
 from fettle.serve.export import write_package
 from fettle.serve.model_runner import ModelRunner, load_model
 from fettle.serve.openvino import GRAPH, OpenvinoModel
-from fettle.serve.package import ServeSettings, open_package, seal
+from fettle.serve.package import open_package, seal
 from fettle.serve.program import load_program, straight
+from fettle.serve.settings import ServeSettings
 from fettle.workload import Workload
 
 STATIC = Recipe.parse("quantize=int8-static compile=default freeze=on grad=inference_mode")
@@ -78,7 +79,7 @@ def test_sizes_that_are_compiled_for_themselves_are_the_only_ones(static):
         assert package.settings.buckets == ()
         return
     assert package.settings.buckets == (1, 2, 4, 8)
-    assert set(package.settings.batching().buckets) == {1, 2, 4, 8}
+    assert set(package.settings.buckets) == {1, 2, 4, 8}
 
 
 def test_there_must_be_batches_to_calibrate_on(tmp_path):

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from fettle.serve import pool, wire
-from fettle.serve.package import ServeSettings
-from fettle.serve.policy import Batch, BatchQueue, BatchSettings, CostCurve
+from fettle.serve.policy import Batch, BatchQueue
 from fettle.serve.request import Request
+from fettle.serve.settings import ServeSettings
 from fettle.serve.worker import AHEAD_S, Worker
 
 SETTINGS = ServeSettings(max_rows=2, threads=1)
@@ -23,7 +23,7 @@ class Pool(SimpleNamespace):
         super().__init__(
             settings=SETTINGS, name="net", devices=("cpu",), closing=False, told=[], number=0, problem="",
             metrics=SimpleNamespace(restart=lambda why: None, shed=lambda why: None),
-            queue=BatchQueue(BatchSettings(max_rows=2)), **changed,
+            queue=BatchQueue(ServeSettings(max_rows=2)), **changed,
         )  # fmt: skip
 
     without_gone, _give_up = pool.Pool.without_gone, pool.Pool._give_up
@@ -218,12 +218,10 @@ def test_a_worker_that_leaves_does_what_it_has():
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 5, 9])
-@pytest.mark.parametrize("policy", ["greedy", "curve"])
-def test_what_goes_ahead_is_what_would_have_gone(rows, policy):
+def test_what_goes_ahead_is_what_would_have_gone(rows):
     @in_loop
     def test():
-        settings = BatchSettings(max_rows=4, policy=policy)
-        ahead, asked = (BatchQueue(settings, CostCurve((1, 2, 3, 4), (1.0, 1.1, 1.2, 3.0))) for _ in range(2))
+        ahead, asked = (BatchQueue(ServeSettings(max_rows=4)) for _ in range(2))
         for queue in (ahead, asked):
             for _ in range(rows):
                 queue.push(request())
@@ -237,7 +235,7 @@ def test_what_goes_ahead_is_what_would_have_gone(rows, policy):
 
 @in_loop
 def test_a_batch_that_others_could_still_join_is_not_sent_ahead():
-    queue = BatchQueue(BatchSettings(max_rows=4))
+    queue = BatchQueue(ServeSettings(max_rows=4))
     for _ in range(3):
         queue.push(request())
     assert queue.take_full() is None

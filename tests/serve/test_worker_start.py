@@ -6,8 +6,9 @@ from pathlib import Path
 import psutil
 
 import fettle.serve
-from fettle.serve.package import ServeSettings, open_package
+from fettle.serve.package import open_package
 from fettle.serve.registry import Options
+from fettle.serve.settings import ServeSettings
 from fettle.serve.worker_start import Spare, likely_threads, threads_each
 
 from .conftest import running

@@ -6,8 +6,6 @@ measured below it stands, and the reason is kept.
 
 from __future__ import annotations
 
-import contextlib
-import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -29,13 +27,10 @@ PAUSE_S = 0.02
 after a pause was seen to take a twelfth to a sixth longer."""
 LEAST_RESTED = 4
 """Fewer calls after a pause say nothing of how such calls scatter."""
-PAD_ERROR = 0.02
-"""Rows of a filled-up call may differ by this relative L2 error from the same rows alone: kernels round differently by
-batch size. A model whose rows influence each other differs by far more."""
 
 
-class Calibration(msgspec.Struct, forbid_unknown_fields=True):
-    """What calls cost on one machine, for so many workers that compute at once."""
+class Calibration(msgspec.Struct):
+    """What calls cost on one machine, for so many workers that compute at once. Earlier versions kept more."""
 
     samples: dict[int, tuple[float, ...]] = {}
     """Seconds of a call, by rows. Empty where not even one row could be computed."""
@@ -43,15 +38,8 @@ class Calibration(msgspec.Struct, forbid_unknown_fields=True):
     """Why, by the rows at which the workers failed; 0: while loading."""
     memory_bytes: dict[int, int] = {}
     """Of all workers after calls of so many rows: resident, or on the device where it is not the CPU."""
-    pad_error: float = 0.0
-    """Relative L2 error of rows in a call that was filled up with copies of the last, against the same rows alone."""
     rested: dict[int, tuple[float, ...]] = {}
     """Seconds of a call after a pause, by rows. `samples` are of calls right after another."""
-
-    @property
-    def may_pad(self) -> bool:
-        """Whether adding rows to a call leaves the others' answers as they are."""
-        return self.pad_error <= PAD_ERROR
 
     def memory_at(self, rows: int) -> int:
         """Bytes of all workers where calls have up to so many rows; 0 where nothing is known."""
@@ -115,10 +103,6 @@ def calibrate(
             if not todo and not (limit_s and _median(made.samples[1]) > limit_s):
                 todo = _steps(made.samples, buckets)
         made.samples = dict(sorted(made.samples.items()))
-        if made.samples:
-            with contextlib.suppress(ChildError):  # then nothing is said of padding, and nothing padded
-                made.pad_error = 1e9
-                made.pad_error = crew.pad_error(max(made.samples))
         return made
     finally:
         crew.close()
@@ -172,13 +156,6 @@ class _Time(Request, tag="timing"):
     least: int
 
 
-class _Pad(Request, tag="padding"):
-    """Fill calls up from so many rows."""
-
-    rows: int
-    size: int
-
-
 class _Timed(msgspec.Struct):
     samples: list[float]
     """Seconds of a call."""
@@ -209,10 +186,6 @@ class _Crew:
         samples, rested = chain(*(one.samples for one in said)), chain(*(one.rested for one in said))
         return tuple(samples), tuple(rested), sum(one.memory for one in said)
 
-    def pad_error(self, size: int) -> float:
-        """How much rows change when their call is filled up."""
-        return self._children[0].call(_Pad(size // 2, size), float, START_S) if size > 1 else 0.0
-
     def close(self) -> None:
         """End them."""
         for child in self._children:
@@ -235,12 +208,10 @@ class _Worker:
     runner: Any
     device: str
 
-    def answer(self, request: _Load | _Time | _Pad) -> object:
+    def answer(self, request: _Load | _Time) -> object:
         """What was asked for."""
         if isinstance(request, _Time):
             return self._timed(request)
-        if isinstance(request, _Pad):
-            return self._pad_error(request)
         self._load(request)
         return None
 
@@ -276,27 +247,7 @@ class _Worker:
             memory = torch.cuda.max_memory_reserved(self.device)
         return _Timed(samples, rested, memory)
 
-    def _pad_error(self, asked: _Pad) -> float:
-        """Rows that all differ (each is the sample's, rolled by its number), computed alone and in a larger call."""
-        import numpy as np
-
-        part = [
-            np.stack([np.roll(row, number, axis=-1) if row.ndim else row for number, row in enumerate(array)])
-            if spec.batched
-            else array
-            for array, spec in zip(self.runner.sample(asked.rows), self.runner.inputs, strict=True)
-        ]
-        worst = 0.0
-        for alone, filled in zip(self.runner.run([part], 0), self.runner.run([part], asked.size), strict=True):
-            if alone.dtype.kind == "f":
-                apart = np.linalg.norm(filled.astype(float) - alone.astype(float))
-                error = float(apart / max(float(np.linalg.norm(alone.astype(float))), 1e-12))
-            else:
-                error = float(alone.shape != filled.shape or (alone != filled).mean())
-            worst = max(worst, error) if math.isfinite(error) else 1e9
-        return worst
-
 
 if __name__ == "__main__":
     be_a_worker()
-    Parent().serve(_Load | _Time | _Pad, _Worker().answer)
+    Parent().serve(_Load | _Time, _Worker().answer)

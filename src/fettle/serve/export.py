@@ -24,21 +24,10 @@ from fettle.serve.generating import generating, lengths
 from fettle.serve.handler import Context
 from fettle.serve.host import host_id
 from fettle.serve.model_runner import Tuned, tuned
-from fettle.serve.package import (
-    FORMAT,
-    HANDLER,
-    SAMPLES,
-    SETTINGS,
-    Manifest,
-    Package,
-    ServeSettings,
-    as_toml_data,
-    check_name,
-    open_package,
-    seal,
-)  # fmt: skip
+from fettle.serve.package import FORMAT, HANDLER, SAMPLES, SETTINGS, Manifest, Package, check_name, open_package, seal
 from fettle.serve.program import export_program, save_program
 from fettle.serve.requires import needed
+from fettle.serve.settings import ServeSettings, as_toml_data
 from fettle.serve.tensors import TensorSpec
 from fettle.techniques import Facts, cpu_flags, find, quantize_exported
 from fettle.workload import Workload

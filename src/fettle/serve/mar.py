@@ -30,7 +30,8 @@ from fettle.serve.archive import unzip
 from fettle.serve.export import write_package
 from fettle.serve.handlers import READY
 from fettle.serve.handlers.parts import LABELS, labels_file
-from fettle.serve.package import Package, ServeSettings, check_name
+from fettle.serve.package import Package, check_name
+from fettle.serve.settings import ServeSettings
 from fettle.serve.tensors import TO_NUMPY
 from fettle.workload import Workload
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from fettle.files import finite
 from fettle.serve.journal import Tested
-from fettle.serve.points import Found, Measured, Point, Setting
+from fettle.serve.points import Found, Measured, Point
 from fettle.serve.run import TORCHSERVE_COLUMNS
 
 LINEAR = 0.05
@@ -42,12 +42,12 @@ def _respects(point: Point) -> tuple[float, ...]:
 
 
 def explain(found: Found) -> list[str]:
-    """Why the best is the best: what more rows, the policy, waiting, padding, workers and recipes bring or cost."""
+    """Why the best is the best: what more rows, waiting, workers and recipes bring or cost."""
     points = found.points
     best = found.best or (points[0] if points else None)
     if best is None or not best.predicted:
         return _why_nothing(found)
-    said = [*_of_ties(best, points), *_of_serving(best, found), *_of_rows(best, found), *_of_knobs(best, points),
+    said = [*_of_ties(best, points), *_of_serving(best, found), *_of_rows(best, found), *_of_delay(best, points),
             *_of_crews(best, points)]  # fmt: skip
     if found.best is None and any(point.tests for point in points):
         nearest = min((test for point in points for test in point.tests), key=_p99)
@@ -136,28 +136,14 @@ def _of_rows(best: Point, found: Found) -> list[str]:
     return said
 
 
-def _of_knobs(best: Point, points: Sequence[Point]) -> list[str]:
-    setting = best.setting
-    others: list[tuple[str, Setting]] = [
-        ("batches by the cost curve", replace(setting, policy="curve")),
-        ("greedy batches", replace(setting, policy="greedy")),
-    ]
-    if setting.delay_s:
-        others.append(("no delay", replace(setting, delay_s=0.0)))
-    if setting.pad:
-        others.append(("no padding", replace(setting, pad=False)))
-    by_setting = {point.setting: point for point in points}
-    said = []
-    for name, wanted in others:
-        other = by_setting.get(wanted)
-        if other is not None and other is not best and other.predicted:
-            said.append(f"{name} instead: {other.predicted / best.predicted - 1:+.0%} in simulation")
-    if setting.max_rows > 1 and not setting.delay_s:
-        waiting = [p for p in points if p.setting.delay_s and replace(p.setting, delay_s=0.0) == setting]
-        if waiting and waiting[0].predicted:
-            said.append(f"waiting {waiting[0].setting.delay_s * 1e3:.3g} ms for fuller batches: "
-                        f"{waiting[0].predicted / best.predicted - 1:+.0%} in simulation")  # fmt: skip
-    return said
+def _of_delay(best: Point, points: Sequence[Point]) -> list[str]:
+    """What waiting for fuller batches brings or costs, beside the same setting with or without it."""
+    mine = best.setting
+    other = next((p for p in points if p is not best and replace(p.setting, delay_s=mine.delay_s) == mine), None)
+    if other is None or not other.predicted:
+        return []
+    what = "no delay instead" if mine.delay_s else f"waiting {other.setting.delay_s * 1e3:.3g} ms for fuller batches"
+    return [f"{what}: {other.predicted / best.predicted - 1:+.0%} in simulation"]
 
 
 def _of_crews(best: Point, points: Sequence[Point]) -> list[str]:
@@ -222,8 +208,7 @@ def _plain_branch(measured: Measured) -> dict[str, Any]:
         for rows, samples in calibration.samples.items()
     ]  # fmt: skip
     return {
-        **asdict(measured.branch), "branch": str(measured.branch), "curve": curve, "may_pad": calibration.may_pad,
-        "pad_error": calibration.pad_error, "scale": measured.scale,
+        **asdict(measured.branch), "branch": str(measured.branch), "curve": curve, "scale": measured.scale,
         "failures": [{"rows": rows, "why": why} for rows, why in calibration.failures.items()],
         "request_ms": measured.costs.request_s * 1e3, "batch_ms": measured.costs.batch_s * 1e3,
         "held_ms": measured.costs.held_s * 1e3,

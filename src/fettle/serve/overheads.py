@@ -14,8 +14,8 @@ import msgspec
 
 from fettle.serve.client import Shot
 from fettle.serve.load import closed_loop
-from fettle.serve.policy import CostCurve
 from fettle.serve.server_process import ServerFailure, ServerProcess
+from fettle.serve.settings import CostCurve
 
 RUN_S = 1.5
 """Of each of the two runs, at least; at least 30 calls of the model."""

@@ -5,7 +5,7 @@
     weights.safetensors  its weights; or, of a recipe with runtime=openvino,
     openvino.xml, openvino.bin   the model as OpenVINO's own files
     samples.safetensors  one batch, for calibrating the recipe and for warming up
-    serve.toml           how to serve it: batch rows, delay, workers, threads, and the measured cost curve
+    serve.toml           how to serve it: batch rows, delay, workers, threads, and the measured cost curve (`settings`)
     labels.txt, tokenizer.json   optional: what the ready handler that the manifest names reads
     handler.py           optional: the user's own code, run only where the operator trusts its digest
 
@@ -15,8 +15,6 @@ Opening a package parses and checks it; nothing in it is run or unpickled. Apply
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import os
 import re
 import shutil
@@ -32,18 +30,14 @@ import tomli_w
 from fettle.errors import UsageError, first_line
 from fettle.serve.archive import unzip
 from fettle.serve.handlers import Settings as HandlerSettings
-from fettle.serve.policy import BatchSettings, CostCurve
 from fettle.serve.requires import specifiers
+from fettle.serve.settings import ServeSettings, as_toml_data, settings_from
 from fettle.serve.tensors import TensorSpec
 
 MANIFEST, SAMPLES, SETTINGS, HANDLER = "manifest.json", "samples.safetensors", "serve.toml", "handler.py"
 FORMAT = 1
 MAX_FILES = 256
-MAX_THREADS = 1024
 _MAX_TEXT = 1 << 20
-
-
-_DEVICE = re.compile(r"[a-z]{2,16}(:\d{1,3})?")
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,57 +78,6 @@ class Package:
     def handler_digest(self) -> str | None:
         """SHA-256 of the handler's code, None where there is none."""
         return self.manifest.files.get(HANDLER)
-
-
-class CurveTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A measured cost curve as ``serve.toml`` holds it."""
-
-    rows: tuple[int, ...]
-    seconds: tuple[float, ...]
-    machine: str = ""
-    """`fettle.machine.Machine.id` where it was measured: elsewhere it is not believed."""
-
-
-class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What ``serve.toml`` says: the knobs of one model's batcher and workers."""
-
-    max_rows: int = 8
-    delay_ms: float = 0.0
-    policy: str = "curve"
-    pad: bool = False
-    buckets: tuple[int, ...] = ()
-    max_queue_rows: int = 1024
-    workers: int = 1
-    threads: int = 0
-    """Of each worker; 0: the machine's cores divided among the workers."""
-    devices: tuple[str, ...] = ("cpu",)
-    """Where the workers are, one after the other: ``["cuda:0", "cuda:1"]`` with two workers is one on each."""
-    timeout_ms: float = 30_000.0
-    """The longest that a request may take where it does not say itself, and the longest that a batch may take."""
-    max_worker_bytes: int = 0
-    """A worker that has grown beyond this is replaced between two batches; 0: never."""
-    limit_ms: float = 0.0
-    """The latency limit that these settings were chosen for: slower answers are counted. 0: none."""
-    curve: CurveTable | None = None
-
-    def batching(self) -> BatchSettings:
-        """For the batcher. Raises ValueError for settings that cannot be."""
-        if self.policy not in ("greedy", "curve"):
-            raise ValueError(f"no such policy: {self.policy!r}")
-        if not self.devices or not all(_DEVICE.fullmatch(device) for device in self.devices):
-            raise ValueError('devices are named as torch does: "cpu", "cuda", "cuda:1"')
-        if not (0 <= self.threads <= MAX_THREADS and 0 < self.timeout_ms < 1e9 and 0 <= self.limit_ms < math.inf):
-            raise ValueError(f"threads is 0 to {MAX_THREADS}, timeout_ms a time, limit_ms 0 or more")
-        return BatchSettings(
-            max_rows=self.max_rows, max_delay_s=self.delay_ms / 1e3, policy=self.policy, pad=self.pad,  # type: ignore[arg-type]
-            buckets=self.buckets, max_queue_rows=self.max_queue_rows, workers=self.workers,
-        )  # fmt: skip
-
-    def cost_curve(self, machine: str) -> CostCurve | None:
-        """The measured curve, if it is of this machine."""
-        if self.curve is None or (self.curve.machine and self.curve.machine != machine):
-            return None
-        return CostCurve(self.curve.rows, self.curve.seconds)
 
 
 def seal(folder: Path, manifest: Manifest) -> None:
@@ -182,9 +125,7 @@ def read_settings(folder: Path, manifest: Manifest) -> ServeSettings:
         if path.name == SETTINGS:
             if path.stat().st_size > _MAX_TEXT:
                 raise UsageError(f"{path} is too large")
-            settings = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), ServeSettings)
-        settings.batching()
-        settings.cost_curve("")
+            settings = settings_from(tomllib.loads(path.read_text(encoding="utf-8")), str(path))
     except (OSError, ValueError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{path} cannot be used: {first_line(error)}") from error
     if settings.max_rows > manifest.max_rows:
@@ -218,17 +159,9 @@ def unpack(archive: Path, folder: Path) -> Path:
 
 def check_name(name: str, version: str) -> None:
     """Raise `UsageError` unless these can stand in a URL, a file name and a label."""
-    import re
-
     for what, text in (("name", name), ("version", version)):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", text):
             raise UsageError(f"{text[:80]!r} is no {what} of a model: letters, digits, dot, dash and underline")
-
-
-def as_toml_data(settings: ServeSettings) -> dict[str, Any]:
-    """Settings as what ``serve.toml`` can hold."""
-    data = {key: value for key, value in msgspec.to_builtins(settings).items() if value is not None}
-    return json.loads(json.dumps(data))  # type: ignore[no-any-return]
 
 
 def _digest(path: Path) -> str:

@@ -9,7 +9,7 @@ from fettle.serve.calibrate import Calibration
 from fettle.serve.journal import Tested
 from fettle.serve.overheads import Overheads
 from fettle.serve.package import Package
-from fettle.serve.policy import BatchSettings, PolicyName
+from fettle.serve.settings import ServeSettings
 from fettle.serve.simulate import Costs
 
 
@@ -37,9 +37,7 @@ class Setting:
     workers: int
     threads: int
     max_rows: int
-    delay_s: float
-    policy: PolicyName
-    pad: bool = False
+    delay_s: float = 0.0
     device: str = "cpu"
     variant: str = ""
     buckets: tuple[int, ...] = ()
@@ -50,21 +48,13 @@ class Setting:
         """The part that costs are measured for."""
         return Branch(self.workers, self.threads, self.device, self.variant)
 
-    def batching(self) -> BatchSettings:
-        """For the queue."""
-        return BatchSettings(
-            max_rows=self.max_rows,
-            max_delay_s=self.delay_s,
-            policy=self.policy,
-            pad=self.pad,
-            buckets=self.buckets,
-            workers=self.workers,
-        )
+    def batching(self) -> ServeSettings:
+        """For the simulation."""
+        return ServeSettings(self.max_rows, self.delay_s * 1e3, self.buckets, workers=self.workers)
 
     def __str__(self) -> str:
         delay = f", {self.delay_s * 1e3:.3g} ms delay" if self.delay_s else ""
-        pad = ", padding" if self.pad else ""
-        return f"{self.branch}, {self.policy} up to {self.max_rows} rows{delay}{pad}"
+        return f"{self.branch}, up to {self.max_rows} rows{delay}"
 
 
 @dataclass(frozen=True)
@@ -170,9 +160,8 @@ class Measured:
 
     @property
     def single_s(self) -> float:
-        """What one row alone takes: where rows may be added, as much as the cheapest call."""
-        curve = self.costs.curve()
-        return min(curve.at(rows) for rows in (curve.rows if self.calibration.may_pad else (1,)))
+        """What one row alone takes."""
+        return self.costs.curve().at(1)
 
 
 @dataclass

@@ -19,11 +19,12 @@ from fettle.serve import wire
 from fettle.serve.alarm import Alarm
 from fettle.serve.answers import answers
 from fettle.serve.metrics import ModelMetrics
-from fettle.serve.package import Package, ServeSettings
-from fettle.serve.policy import Batch, BatchQueue, plan
+from fettle.serve.package import Package
+from fettle.serve.policy import Batch, BatchQueue
 from fettle.serve.refusal import Rejected
 from fettle.serve.request import Answer, Request
 from fettle.serve.returns import Returns
+from fettle.serve.settings import ServeSettings
 from fettle.serve.worker import Worker
 from fettle.serve.worker_start import Spare, Spawned, spawn, threads_each
 
@@ -39,7 +40,8 @@ class Pool:
         self.package, self.settings, self.metrics = package, settings, metrics
         self.specs, self.output_specs = package.manifest.inputs, package.manifest.outputs
         self.attribution_specs = [msgspec.structs.replace(spec, datatype="FP32") for spec in self.specs]
-        self.queue: BatchQueue[Request] = BatchQueue(settings.batching(), settings.cost_curve(machine))
+        self.queue: BatchQueue[Request] = BatchQueue(settings)
+        self._row_s = settings.row_s(machine)
         self.trust, self.devices, self.log_path, self.explains = trust, devices, log_path, explain
         threads = threads_each(settings.threads, settings.workers)
         self.workers = [
@@ -86,7 +88,6 @@ class Pool:
         now, end after the batch that they have. Raises `Rejected` (503) where a new one cannot be started; then
         nothing has changed.
         """
-        await planned(settings, machine)
         threads = threads_each(settings.threads, settings.workers)
         there = {worker.index: worker for worker in self.workers if not worker.leaving}
         kept, self._joining = [], []
@@ -145,7 +146,7 @@ class Pool:
     @property
     def sizes(self) -> list[int]:
         """The batch sizes that calls can have: those that are warmed."""
-        return sorted(set(self.queue.plan.size) - {0})
+        return sorted({self.settings.call_rows(rows) for rows in range(1, self.settings.max_rows + 1)})
 
     async def close(self, drain_s: float) -> None:
         """Take nothing new, let what was taken finish for at most `drain_s`, and end the workers."""
@@ -162,9 +163,9 @@ class Pool:
             worker.close()
 
     def change(self, settings: ServeSettings, machine: str) -> None:
-        """Other batching settings, while running: those that were `planned`."""
-        self.settings = settings
-        self.queue.change(settings.batching(), settings.cost_curve(machine))
+        """Other batching settings, while running."""
+        self.settings, self._row_s = settings, settings.row_s(machine)
+        self.queue.change(settings)
         self.plan_pump()
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -226,7 +227,7 @@ class Pool:
     def _refuse(self) -> NoReturn:
         self.metrics.shed("queue_full")
         ahead = sum(worker.following.rows for worker in self.workers if worker.following is not None)
-        raise Rejected(429, "too many requests wait", max(0.05, self.queue.wait_s(ahead)), "queue_full")
+        raise Rejected(429, "too many requests wait", max(0.05, (ahead + self.queue.rows) * self._row_s), "queue_full")
 
     def stop(self, answer: asyncio.Future[Answer]) -> None:
         """Nobody wants this prompt's answer any more: the worker turns to the others."""
@@ -301,7 +302,7 @@ class Pool:
                 self.metrics.shed("disconnected")
                 self._give_up(item, Rejected(499, "the client went away", kind="disconnected"))
         rows = sum(item.rows for item in kept)
-        return Batch(kept, rows, self.queue.plan.size[rows]) if kept else None
+        return Batch(kept, rows, self.settings.call_rows(rows)) if kept else None
 
     def _give_up(self, request: Request, why: Rejected) -> None:
         if not request.answer.done():
@@ -387,8 +388,3 @@ class Pool:
     def _wait_again(self, request: Request) -> None:
         if not self.queue.push(request):
             self._give_up(request, Rejected(429, "too many requests wait", 1.0, "queue_full"))
-
-
-async def planned(settings: ServeSettings, machine: str) -> None:
-    """Find beforehand what the batcher decides with these settings: seconds for large batches, so not in our loop."""
-    await asyncio.to_thread(plan, settings.batching(), settings.cost_curve(machine))

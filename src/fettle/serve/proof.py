@@ -15,10 +15,11 @@ from fettle.serve.client import Shot, tensor_shot
 from fettle.serve.host import host_id
 from fettle.serve.journal import Journal, Tested, package_key
 from fettle.serve.load import open_loop
-from fettle.serve.package import SAMPLES, CurveTable, Package, ServeSettings
+from fettle.serve.package import SAMPLES, Package
 from fettle.serve.points import Found, Point, Setting
 from fettle.serve.run import Run, as_data
 from fettle.serve.server_process import Inside, ServerFailure, ServerProcess
+from fettle.serve.settings import CostCurve, ServeSettings
 from fettle.serve.simulate import Costs, simulate
 
 LATE = "the load generator was late itself in tests that failed: what was measured is a lower bound"
@@ -152,9 +153,8 @@ def serve_settings(given: ServeSettings, setting: Setting, costs: Costs, limit_s
     """A package's settings with those of the search and the curve they rest on."""
     curve = costs.curve()
     return msgspec.structs.replace(
-        given, max_rows=setting.max_rows, delay_ms=setting.delay_s * 1e3, policy=setting.policy, pad=setting.pad,
-        workers=setting.workers, threads=setting.threads, limit_ms=limit_s * 1e3,
-        curve=CurveTable(curve.rows, curve.seconds, machine),
+        given, max_rows=setting.max_rows, delay_ms=setting.delay_s * 1e3, workers=setting.workers,
+        threads=setting.threads, limit_ms=limit_s * 1e3, curve=CostCurve(curve.rows, curve.seconds, machine),
     )  # fmt: skip
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from fettle.serve.overheads import Overheads
 from fettle.serve.points import Branch, Measured, Point, Setting
-from fettle.serve.policy import PolicyName, plan
 from fettle.serve.simulate import capacity
 
 DELAYS = (0.0, 0.25)
@@ -17,8 +15,7 @@ DELAYS = (0.0, 0.25)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 ALIKE = 0.02
 """Predictions within this share are as good as equal: the simpler setting goes first then, with fewer workers,
-no delay, no padding, and smaller batches, of which a slow moment of the machine makes fewer requests late."""
-_POLICIES: tuple[PolicyName, ...] = ("greedy", "curve")
+no delay, and smaller batches, of which a slow moment of the machine makes fewer requests late."""
 Known = dict[tuple[Branch, float, float, Overheads | None], list[Point]]
 """Points by what they follow from: a branch, the limit, and what its costs were corrected by and lie within."""
 
@@ -59,10 +56,10 @@ def rank(
         tell(f"{len(points)} settings simulated")
     best = max((point.predicted for point in points), default=0.0)
 
-    def place(point: Point) -> tuple[float, int, float, bool, int, float]:
+    def place(point: Point) -> tuple[float, int, float, int, float]:
         behind = math.floor(math.log(best / point.predicted) / ALIKE) if point.predicted else math.inf
         setting = point.setting
-        return behind, setting.workers, setting.delay_s, setting.pad, setting.max_rows, -point.predicted
+        return behind, setting.workers, setting.delay_s, setting.max_rows, -point.predicted
 
     return sorted(points, key=place)
 
@@ -71,17 +68,10 @@ def _simulated(measured: Measured, limit_s: float) -> list[Point]:
     branch, costs = measured.branch, measured.costs
     curve = costs.curve()
     points = []
-    for rows, policy in itertools.product([size for size in ROWS if size <= curve.rows[-1]], _POLICIES):
-        plans = set()
-        for delay, pad in itertools.product(DELAYS if rows > 1 else (0.0,), (False, True)):
-            if pad and not measured.calibration.may_pad:
-                continue
-            setting = Setting(branch.workers, branch.threads, rows, delay * curve.at(1), policy, pad,
-                              branch.device, branch.variant, measured.buckets)  # fmt: skip
-            tables = plan(setting.batching(), curve)
-            if (delay, tables) in plans:
-                continue  # with this curve padding changes nothing
-            plans.add((delay, tables))
+    for rows in (size for size in ROWS if size <= curve.rows[-1]):
+        for delay in DELAYS if rows > 1 else DELAYS[:1]:
+            setting = Setting(branch.workers, branch.threads, rows, delay * curve.at(1), branch.device, branch.variant,
+                              measured.buckets)  # fmt: skip
             best, seen = capacity(setting.batching(), costs, limit_s)
             points.append(Point(setting, best, seen.percentile(50) if seen else math.nan))
     return points

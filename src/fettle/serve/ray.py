@@ -52,7 +52,7 @@ class Replica:
     async def reconfigure(self, batch: Mapping[str, Any]) -> None:
         """Take other batching settings while running: what ``user_config`` holds."""
         if batch:
-            await self.registry.change(self.name, {"batch": dict(batch)})
+            self.registry.change(self.name, {"batch": dict(batch)})
 
     async def check_health(self) -> None:
         """Raise where a worker is not ready for long: Ray then replaces the replica."""

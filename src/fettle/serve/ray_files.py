@@ -15,7 +15,8 @@ from typing import Any
 
 from fettle.errors import UsageError
 from fettle.serve.host import cores, host_id
-from fettle.serve.package import Package, ServeSettings
+from fettle.serve.package import Package
+from fettle.serve.settings import ServeSettings
 from fettle.serve.simulate import Costs, capacity
 
 ENVIRONMENT = {
@@ -63,7 +64,7 @@ def scale(settings: ServeSettings, machine: str) -> Scale:
         why = "no curve of this machine with a limit: run fettle serve slo, and export again"
         return Scale(max(1.0, most_ongoing(settings) / 2), why)
     costs = Costs({rows: (seconds,) for rows, seconds in zip(curve.rows, curve.seconds, strict=True)})
-    rate, seen = capacity(settings.batching(), costs, settings.limit_ms / 1e3)
+    rate, seen = capacity(settings, costs, settings.limit_ms / 1e3)
     if seen is None:
         return Scale(1.0, f"one request alone takes longer than {settings.limit_ms:g} ms")
     wait = float(seen.latency_s.mean())
@@ -91,7 +92,7 @@ def write_ray(package: Package, folder: Path, *, max_replicas: int = 4, trust: s
     args |= {"device": device} if device != "cpu" else {}
     actor: dict[str, Any] = {"num_cpus": threads * settings.workers}
     actor |= {"num_gpus": 1} if device != "cpu" else {}
-    knobs = ("max_rows", "delay_ms", "policy", "pad", "timeout_ms", "limit_ms")
+    knobs = ("max_rows", "delay_ms", "timeout_ms", "limit_ms")
     config = {
         "proxy_location": "EveryNode",
         "http_options": {"host": "127.0.0.1", "port": 8000},

@@ -18,11 +18,12 @@ from fettle.errors import UsageError
 from fettle.files import write_text
 from fettle.serve.host import cores
 from fettle.serve.metrics import Metrics, ModelMetrics
-from fettle.serve.package import Package, ServeSettings
+from fettle.serve.package import Package
 from fettle.serve.placement import cores_for, usable_cores
-from fettle.serve.pool import Pool, planned
+from fettle.serve.pool import Pool
 from fettle.serve.refusal import Rejected
 from fettle.serve.requires import check_here
+from fettle.serve.settings import ServeSettings, settings_from
 from fettle.serve.store import find_package, in_order
 from fettle.serve.worker_start import Spare
 
@@ -118,7 +119,6 @@ class Registry:
             raise Rejected(400, str(error), kind="requires") from None
         async with self._lock:
             settings = self._settings(package, changed)
-            await planned(settings, self.machine)
             metrics = ModelMetrics(self.metrics, name, number)
             digest = package.handler_digest or ""
             model = self.models.get(name) or Model()
@@ -200,13 +200,8 @@ class Registry:
             raise Rejected(403, "this server loads nothing while it runs: start it with --store FOLDER")
         return find_package(self.options.store, name, number)
 
-    async def change(self, name: str, wanted: Mapping[str, Any]) -> None:
+    def change(self, name: str, wanted: Mapping[str, Any]) -> None:
         """Set a model's default, weights, shadow, or batching. Raises `Rejected` (400); then nothing has changed."""
-        for version in self._model(name).versions.copy().values() if "batch" in wanted else ():
-            await planned(_with_batching(version.pool.settings, wanted["batch"]), self.machine)
-        self._change(name, wanted)
-
-    def _change(self, name: str, wanted: Mapping[str, Any]) -> None:
         model = self._model(name)
         unknown = set(wanted) - {"default", "weights", "shadow", "batch"}
         if unknown:
@@ -354,8 +349,8 @@ class Registry:
 
 
 def _with_batching(settings: ServeSettings, wanted: Any) -> ServeSettings:
-    allowed = {"max_rows", "delay_ms", "policy", "pad", "max_queue_rows", "timeout_ms", "limit_ms"}
-    if not isinstance(wanted, Mapping) or set(wanted) - allowed:
+    allowed = {"max_rows", "delay_ms", "max_queue_rows", "timeout_ms", "limit_ms"}
+    if not isinstance(wanted, Mapping) or set(wanted) - {*allowed, "policy", "pad"}:
         raise Rejected(400, f"batch may hold {', '.join(sorted(allowed))}")
     changed = _with(settings, wanted)
     # Only batch sizes that were warmed: a larger one would compile while clients wait.
@@ -367,11 +362,9 @@ def _with_batching(settings: ServeSettings, wanted: Any) -> ServeSettings:
 def _with(settings: ServeSettings, wanted: Mapping[str, Any]) -> ServeSettings:
     """Settings with others in their place. Raises `Rejected` (400) for what cannot be."""
     try:
-        changed = msgspec.convert({**msgspec.to_builtins(settings), **wanted}, ServeSettings)
-        changed.batching()
+        return settings_from({**msgspec.to_builtins(settings), **wanted}, "a change while serving")
     except ValueError as error:
         raise Rejected(400, str(error)[:200]) from None
-    return changed
 
 
 def _changed(settings: ServeSettings, given: ServeSettings) -> dict[str, Any]:

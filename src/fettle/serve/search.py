@@ -23,7 +23,6 @@ from fettle.serve.outcome import explain, front, how_much_slower
 from fettle.serve.overheads import Overheads, measure_overheads
 from fettle.serve.package import Package
 from fettle.serve.points import Branch, Failure, Found, Measured, Point, Setting, Variant
-from fettle.serve.policy import plan
 from fettle.serve.proof import prove, sample_shots, serve_settings, test_s
 from fettle.serve.ranking import Known, between, crews, rank
 from fettle.serve.server_process import ServerFailure, ServerProcess
@@ -67,7 +66,6 @@ async def search(
             await work.around()
             await work.refine_workers()
             await work.confirm(confirm)
-            await work.against_greedy()
     except Stopped:
         found.interrupted = True
     work.finish(prices or {})
@@ -203,8 +201,8 @@ class _Search:
         if key not in self.journal.overheads:
             self.tell(f"what serving adds, with {branch}")
             curve = self.found.branches[branch].costs.curve()
-            greedy = replace(setting, policy="greedy", delay_s=0.0, pad=False)
-            settings = serve_settings(package.settings, greedy, self.found.branches[branch].costs, 0.0, host_id())
+            at_once = replace(setting, delay_s=0.0)
+            settings = serve_settings(package.settings, at_once, self.found.branches[branch].costs, 0.0, host_id())
             try:
                 served = await ServerProcess.start(package, settings, branch.device)
                 try:
@@ -266,46 +264,15 @@ class _Search:
             self._rank()
 
     def _next(self, count: int) -> list[Point]:
-        """The best points that were not tested, each of which takes other batches than those before it.
-
-        Settings that differ in delay and padding only, or by a policy that decides alike, are as good as one.
-        """
+        """The best points that were not tested; those that differ in their delay only are as good as one."""
         chosen: list[Point] = []
-        seen = {self._takes(setting) for setting in self._tested}
+        seen = {replace(setting, delay_s=0.0) for setting in self._tested}
         for point in self.found.points:
-            alike = self._takes(point.setting)
+            alike = replace(point.setting, delay_s=0.0)
             if point.predicted > 0 and alike not in seen and len(chosen) < count:
                 chosen.append(point)
                 seen.add(alike)
         return chosen
-
-    def _takes(self, setting: Setting) -> tuple[Branch, tuple[int, ...]]:
-        """What a setting decides: how many rows of those that wait."""
-        curve = self.found.branches[setting.branch].costs.curve()
-        return setting.branch, plan(replace(setting, delay_s=0.0, pad=False).batching(), curve).take
-
-    async def against_greedy(self) -> None:
-        """The same setting with the greedy policy, side by side: what is handed back is never worse than greedy."""
-        best = self.found.best
-        if best is None or best.setting.policy != "curve":
-            return
-        twin = next(
-            (p for p in self.found.points if p.setting == replace(best.setting, policy="greedy")), None
-        ) or Point(replace(best.setting, policy="greedy"), best.predicted)
-        curve = self.found.branches[best.setting.branch].costs.curve()
-        if plan(twin.setting.batching(), curve) == plan(best.setting.batching(), curve):
-            return  # with this curve both decide alike
-        if not twin.predicted:
-            self.found.why.append("greedy batches instead keep the limit at no rate in simulation: not tested")
-            return
-        if twin not in self.found.points:
-            self.found.points.append(twin)
-        if twin.measured is None:
-            await self._prove(twin)
-        greedy = twin.measured or twin.lowest
-        if best.measured and greedy > 0:
-            gain = f"{best.measured / greedy - 1:+.0%}" + ("" if twin.measured else " at least")
-            self.found.why.append(f"measured side by side, batches by the cost curve instead of greedy: {gain}")
 
     def _expected(self, point: Point) -> float | None:
         """The capacity that load tests of the same branch let expect; None where there were none."""

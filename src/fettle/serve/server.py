@@ -134,7 +134,7 @@ class Server:
             wanted = {"default": model.default, "weights": model.weights, "shadow": model.shadow}
             wanted = {key: value for key, value in wanted.items() if value}
             with contextlib.suppress(Rejected):
-                await self.registry.change(name, wanted)
+                self.registry.change(name, wanted)
 
     async def close(self) -> None:
         """Stop listening, answer what was accepted, end the workers."""

@@ -19,7 +19,8 @@ from fettle.errors import UsageError
 from fettle.procs.child import Child, ChildError, Reply, Request, replied
 from fettle.procs.parent import Parent, die_with_parent, failure_of
 from fettle.serve.loop import run
-from fettle.serve.package import Package, ServeSettings, open_package
+from fettle.serve.package import Package, open_package
+from fettle.serve.settings import ServeSettings
 
 T = TypeVar("T")
 START_S = 600.0

@@ -1,8 +1,7 @@
 """A server in simulated time: the batcher's own decisions, measured service times, and arrivals; latencies come out.
 
-What the real batcher decides by, `policy.plan`, decides here too. The loop below is `BatchQueue` for requests of one
-row that may all share a call: it looks at batches instead of requests, which is what makes a search of hundreds of
-settings a matter of seconds. A test shows that both do the same.
+The loop below is `BatchQueue` for requests of one row that may all share a call: it looks at batches instead of
+requests, which is what makes a search of hundreds of settings a matter of seconds. A test shows that both do the same.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fettle.serve.policy import BatchSettings, CostCurve, Plan, plan
+from fettle.serve.settings import CostCurve, ServeSettings
 
 IDLE = 0.02
 """Of the rate that calls of one row allow: a server with so little to do is almost idle."""
@@ -43,7 +42,7 @@ class Costs:
         return CostCurve(tuple(rows), tuple(float(np.median(self.samples[n])) for n in rows))
 
     def curve(self) -> CostCurve:
-        """Medians, for the policy."""
+        """Medians."""
         return self._curve
 
 
@@ -70,7 +69,7 @@ class Predicted:
 
 
 def simulate(
-    arrivals: Sequence[float] | np.ndarray[Any, Any], settings: BatchSettings, costs: Costs, seed: int = 0, *,
+    arrivals: Sequence[float] | np.ndarray[Any, Any], settings: ServeSettings, costs: Costs, seed: int = 0, *,
     give_up: tuple[float, float] | None = None,
 ) -> Predicted:  # fmt: skip
     """Serve `arrivals` (seconds, ascending; a row each) with these settings.
@@ -79,9 +78,8 @@ def simulate(
     one's, scaled by the curve. `give_up` (seconds, share) ends early, as not stable, once more than that share of all
     requests has waited longer: who only asks whether a percentile is kept need not see the rest.
     """
-    tables = plan(settings, costs.curve())
-    take, last = tables.take, len(tables.take) - 1
-    delay_s, bound, held_s = settings.max_delay_s, settings.max_queue_rows, costs.held_s
+    most, call_rows = settings.max_rows, settings.call_rows
+    delay_s, bound, held_s = settings.delay_ms / 1e3, settings.max_queue_rows, costs.held_s
     draw = _service(costs, np.random.default_rng(seed))
     # A request is in the queue when it has been read, and answered when it has been written.
     before = costs.request_s / 2
@@ -96,14 +94,14 @@ def simulate(
         now = max(free[0], queued[first])
         arrived = bisect_right(queued, now, first)
         if delay_s > 0:
-            now, arrived = _waited(queued, first, arrived, now, delay_s, tables)
+            now, arrived = _waited(queued, first, arrived, now, delay_s, most)
         waiting = arrived - first
         if waiting > bound:  # nobody took anything meanwhile: what came last was refused
             refused += waiting - bound
             del queued[first + bound : arrived]
             count, waiting, arrived = len(queued), bound, first + bound
-        rows = take[waiting] if waiting <= last else take[last]
-        took = draw(tables.size[rows], rested=now > free[0]) + costs.batch_s
+        rows = min(waiting, most)
+        took = draw(call_rows(rows), rested=now > free[0]) + costs.batch_s
         end = now + took
         if held_s:
             end = _held(queued, arrived, end, held_s)
@@ -119,24 +117,23 @@ def simulate(
         first += rows
     found = np.repeat(done, rows_of) - np.array(queued) + costs.request_s
     sizes, how_often = np.unique(np.array(rows_of, dtype=int), return_counts=True)
-    by_curve = sum(costs.curve().at(tables.size[rows]) * int(n) for rows, n in zip(sizes, how_often, strict=True))
+    batch_rows = dict(zip(sizes.tolist(), how_often.tolist(), strict=True))
+    by_curve = sum(costs.curve().at(call_rows(rows)) * count for rows, count in batch_rows.items())
     span = max(max(done, default=0.0) - (queued[0] - before if queued else 0.0), 1e-9)
     half = len(found) // 2
     # The second half waits much longer than the first: the queue has no steady state.
     growing = half > 50 and found[half:].mean() > 2.0 * found[:half].mean() + 10 * costs.curve().at(1)
     return Predicted(
-        found, dict(zip(sizes.tolist(), how_often.tolist(), strict=True)), refused,
+        found, batch_rows, refused,
         working / span / settings.workers, float((working - costs.batch_s * len(done)) / by_curve) if done else 1.0,
         bool(not growing and refused == 0),
     )  # fmt: skip
 
 
-def _waited(
-    queued: list[float], first: int, arrived: int, now: float, delay_s: float, tables: Plan
-) -> tuple[float, int]:
+def _waited(queued: list[float], first: int, arrived: int, now: float, delay_s: float, most: int) -> tuple[float, int]:
     """When the batch that begins with `first` goes, a worker being free from `now` on, and what has come by then."""
-    until, waits = queued[first] + delay_s, tables.waits
-    while now < until and arrived - first < len(waits) and waits[arrived - first]:
+    until = queued[first] + delay_s
+    while now < until and arrived - first < most:
         now = min(until, queued[arrived]) if arrived < len(queued) else until
         arrived = bisect_right(queued, now, arrived)
     return now, arrived
@@ -175,7 +172,7 @@ def _service(costs: Costs, random: np.random.Generator) -> _Draw:
 
 
 def capacity(
-    settings: BatchSettings, costs: Costs, limit_s: float, *, percent: float = 99.0, requests: int = 4000,
+    settings: ServeSettings, costs: Costs, limit_s: float, *, percent: float = 99.0, requests: int = 4000,
     seed: int = 0, utilisation: float = 0.9,
 ) -> tuple[float, Predicted | None]:  # fmt: skip
     """The greatest Poisson rate (a second) up to which the percentile stays within the limit, to 1%.
@@ -189,8 +186,8 @@ def capacity(
     """
     from fettle.serve.arrivals import poisson
 
-    curve, size = costs.curve(), plan(settings, costs.curve()).size
-    rates = [n / (curve.at(size[n]) + costs.batch_s) * settings.workers for n in range(1, settings.max_rows + 1)]
+    curve, sizes = costs.curve(), range(1, settings.max_rows + 1)
+    rates = [n / (curve.at(settings.call_rows(n)) + costs.batch_s) * settings.workers for n in sizes]
     # A full queue of large batches is cheap a row: utilisation is judged by rows against the best rate.
     top = utilisation * max(rates)
     unit = poisson(1.0, requests * 1.2, seed)[:requests]

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 from fettle.serve import wire
 from fettle.serve.alarm import Alarm
 from fettle.serve.metrics import ModelMetrics
-from fettle.serve.package import ServeSettings
 from fettle.serve.placement import device_for
 from fettle.serve.policy import Batch
 from fettle.serve.refusal import Rejected
 from fettle.serve.request import Request
+from fettle.serve.settings import ServeSettings
 from fettle.serve.worker_link import WorkerLink
 from fettle.serve.worker_start import Spawned
 

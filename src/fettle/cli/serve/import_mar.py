@@ -46,7 +46,7 @@ def command(
       fettle serve import-mar bert.mar --target bert.py --handler text --tokenizer bert/tokenizer.json
     """
     from fettle.serve.mar import import_mar, read_mar
-    from fettle.serve.package import ServeSettings
+    from fettle.serve.settings import ServeSettings
     from fettle.workload import find_target
 
     mar = read_mar(file)

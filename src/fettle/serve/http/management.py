@@ -24,7 +24,7 @@ async def manage(call: Call) -> Reply | None:
             await registry.unload(name)
             return said({})
         case "PUT", ["admin", "models", name]:
-            await registry.change(name, call.json())
+            registry.change(name, call.json())
             return said(_described(name, registry))
         case "GET", ["admin", "models", name]:
             registry.choose(name)
@@ -40,7 +40,6 @@ def _described(name: str, registry: Registry) -> dict[str, Any]:
             number: {
                 "state": version.state, "workers": version.pool.settings.workers,
                 "max_rows": version.pool.settings.max_rows, "delay_ms": version.pool.settings.delay_ms,
-                "policy": version.pool.settings.policy, "take": version.pool.queue.plan.take[:65],
                 "recipe": version.package.manifest.recipe, "accuracy": version.package.manifest.accuracy,
             }
             for number, version in model.versions.items()

@@ -78,7 +78,7 @@ async def manage(call: Call) -> Reply | None:
             await registry.unload(name, number)
             return said({"status": f'Model "{name}" unregistered'})
         case "PUT", ["models", name, number, "set-default"]:
-            await registry.change(name, {"default": number})
+            registry.change(name, {"default": number})
             return said({"status": f'Default version successfully updated for model "{name}" to "{number}"'})
         case "PUT", ["models", name]:
             return await _scale(call, name, None)
