@@ -23,17 +23,22 @@ class Tally:
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
+        self.sum = 0.0
 
     def observe(self, value: float) -> None:
         """Count a value in the first bucket that holds it."""
         self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+        self.sum += value
+
+    @property
+    def count(self) -> int:
+        """How many values."""
+        return sum(self._counts)
 
     def seen(self) -> tuple[list[tuple[str, float]], float]:
         """Upper bound and number of values up to it, for each bucket; and the sum."""
         names = [*map(floatToGoString, self._bounds), "+Inf"]
-        return list(zip(names, accumulate(self._counts), strict=True)), self._sum
+        return list(zip(names, accumulate(self._counts), strict=True)), self.sum
 
 
 class Tallies(Collector):
@@ -132,54 +137,42 @@ class Metrics:
 
 
 class ModelMetrics:
-    """The metrics of one model version, with the totals that the statistics extension of the protocol asks for."""
+    """The metrics of one model version."""
 
     def __init__(self, metrics: Metrics, model: str, version: str) -> None:
         self.all, self.labels = metrics, (model, version)
-        self._request, self._queue = metrics.request_s.labels(*self.labels), metrics.queue_s.labels(*self.labels)
-        self._join, self._model = metrics.join_s.labels(*self.labels), metrics.model_s.labels(*self.labels)
-        self._pre, self._post = metrics.pre_s.labels(*self.labels), metrics.post_s.labels(*self.labels)
-        self._rows, self._padding = metrics.batch_rows.labels(*self.labels), metrics.padding.labels(*self.labels)
+        self.requests, self.queue = metrics.request_s.labels(*self.labels), metrics.queue_s.labels(*self.labels)
+        self.join, self.model = metrics.join_s.labels(*self.labels), metrics.model_s.labels(*self.labels)
+        self.pre, self.post = metrics.pre_s.labels(*self.labels), metrics.post_s.labels(*self.labels)
+        self.rows, self._padding = metrics.batch_rows.labels(*self.labels), metrics.padding.labels(*self.labels)
         self._violations = metrics.violations.labels(*self.labels)
         self._codes = metrics.responses.labels(*self.labels)
         self._names: set[str] = set()
-        self.succeeded = self.failed = self.executions = self.rows = 0
-        self.success_ns = self.fail_ns = self.queue_ns = self.join_ns = self.model_ns = self.post_ns = 0
-        self.by_size: dict[int, list[int]] = {}
-        """Batch rows -> calls, nanoseconds of joining, nanoseconds of the model."""
+        self.failed = 0
+        self.by_size: dict[int, tuple[int, float, float]] = {}
+        """Batch rows -> calls, seconds of joining, seconds of the model."""
 
     def request(self, seconds: float, queue_s: float, limit_s: float) -> None:
         """A request was answered."""
-        self._request.observe(seconds)
-        self._queue.observe(queue_s)
-        self.succeeded += 1
-        self.success_ns += int(seconds * 1e9)
-        self.queue_ns += int(queue_s * 1e9)
+        self.requests.observe(seconds)
+        self.queue.observe(queue_s)
         if 0 < limit_s < seconds:
             self._violations.inc()
 
     def batch(self, rows: int, size: int, join_s: float, model_s: float) -> None:
         """A call was made."""
-        self._join.observe(join_s)
-        self._model.observe(model_s)
-        self._rows.observe(rows)
+        self.join.observe(join_s)
+        self.model.observe(model_s)
+        self.rows.observe(rows)
         if size > rows:
             self._padding.inc(size - rows)
-        self.executions += 1
-        self.rows += rows
-        self.join_ns += int(join_s * 1e9)
-        self.model_ns += int(model_s * 1e9)
-        row = self.by_size.setdefault(rows, [0, 0, 0])
-        row[0] += 1
-        row[1] += int(join_s * 1e9)
-        row[2] += int(model_s * 1e9)
+        calls, joining, computing = self.by_size.get(rows, (0, 0.0, 0.0))
+        self.by_size[rows] = (calls + 1, joining + join_s, computing + model_s)
 
     def steps(self, pre_s: float, post_s: float) -> None:
         """A call went through a handler."""
-        self._pre.observe(pre_s)
-        self._post.observe(post_s)
-        self.join_ns += int(pre_s * 1e9)
-        self.post_ns += int(post_s * 1e9)
+        self.pre.observe(pre_s)
+        self.post.observe(post_s)
 
     def response(self, code: int) -> None:
         """An answer went out with this HTTP status."""

@@ -134,22 +134,23 @@ def _ready(name: str, version: Version) -> Reply:
 
 def _statistics(name: str, number: str, version: Version) -> dict[str, Any]:
     seen = version.metrics
+    calls, requests = seen.model.count, seen.requests.count
 
-    def row(count: int, ns: int) -> dict[str, int]:
-        return {"count": count, "ns": ns}
+    def row(count: int, seconds: float) -> dict[str, int]:
+        return {"count": count, "ns": int(seconds * 1e9)}
 
     batches = [
-        {"batch_size": rows, "compute_input": row(calls, join), "compute_infer": row(calls, model),
+        {"batch_size": rows, "compute_input": row(calls, join_s), "compute_infer": row(calls, model_s),
          "compute_output": row(calls, 0)}
-        for rows, (calls, join, model) in sorted(seen.by_size.items())
+        for rows, (calls, join_s, model_s) in sorted(seen.by_size.items())
     ]  # fmt: skip
     return {
-        "name": name, "version": number, "last_inference": version.last_ms, "inference_count": seen.rows,
-        "execution_count": seen.executions,
+        "name": name, "version": number, "last_inference": version.last_ms, "inference_count": int(seen.rows.sum),
+        "execution_count": calls,
         "inference_stats": {
-            "success": row(seen.succeeded, seen.success_ns), "fail": row(seen.failed, seen.fail_ns),
-            "queue": row(seen.succeeded, seen.queue_ns), "compute_input": row(seen.executions, seen.join_ns),
-            "compute_infer": row(seen.executions, seen.model_ns), "compute_output": row(seen.executions, seen.post_ns),
+            "success": row(requests, seen.requests.sum), "fail": row(seen.failed, 0),
+            "queue": row(requests, seen.queue.sum), "compute_input": row(calls, seen.join.sum + seen.pre.sum),
+            "compute_infer": row(calls, seen.model.sum), "compute_output": row(calls, seen.post.sum),
         },
         "batch_stats": batches,
     }  # fmt: skip
