@@ -43,12 +43,12 @@ from typing import Any
 import numpy as np
 import psutil
 
+from fettle.compat.ray_files import ENVIRONMENT
 from fettle.files import finite
-from fettle.serve.arrivals import poisson
-from fettle.serve.client import http_shot
-from fettle.serve.load import closed_loop, open_loop
-from fettle.serve.loop import run
-from fettle.serve.ray_files import ENVIRONMENT
+from fettle.load.arrivals import poisson
+from fettle.load.client import http_shot
+from fettle.load.loops import closed_loop, open_loop
+from fettle.loop import run
 
 PEERS = Path(__file__).parent / "serving_peers"
 sys.path.insert(0, str(PEERS))
@@ -294,9 +294,9 @@ def main() -> None:
 def package(model: str, folder: Path) -> None:
     import torch
 
+    from fettle.package.export import write_package
+    from fettle.package.settings import ServeSettings
     from fettle.recipe import Recipe
-    from fettle.serve.export import write_package
-    from fettle.serve.settings import ServeSettings
     from fettle.workload import Workload
 
     work = Workload(build(model), [torch.randn(ROWS, 64)])

@@ -26,7 +26,7 @@ from typing import Any
 
 import psutil
 
-from fettle.serve.loop import run
+from fettle.loop import run
 
 sys.path.insert(0, str(Path(__file__).parent))
 from serving import NEEDS, package, shot, start, wait_until_it_answers

@@ -29,16 +29,16 @@ from typing import Any
 import torch
 
 from fettle.files import write_text
+from fettle.loop import run
 from fettle.machine import this_machine
+from fettle.package.export import write_package
+from fettle.package.manifest import Package
+from fettle.package.settings import ServeSettings
 from fettle.recipe import Recipe
-from fettle.serve.export import write_package
-from fettle.serve.loop import run
-from fettle.serve.package import Package
-from fettle.serve.points import Found, Measured, Point, Setting
-from fettle.serve.proof import prove
-from fettle.serve.ranking import rank
-from fettle.serve.search import search
-from fettle.serve.settings import ServeSettings
+from fettle.slo.points import Found, Measured, Point, Setting
+from fettle.slo.proof import prove
+from fettle.slo.ranking import rank
+from fettle.slo.search import search
 from fettle.workload import Workload, find_target
 
 WORKLOADS = Path(__file__).parents[1] / "workloads"

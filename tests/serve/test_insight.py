@@ -7,20 +7,19 @@ import pytest
 import torch
 
 from fettle.errors import UsageError
+from fettle.package.export import write_package
+from fettle.package.handler import HandlerMetrics, find_handler
+from fettle.package.manifest import open_package
+from fettle.package.model_runner import ModelRunner
+from fettle.package.settings import ServeSettings
 from fettle.recipe import Recipe
-from fettle.serve.explain import Explainer
-from fettle.serve.export import write_package
-from fettle.serve.handler import HandlerMetrics, find_handler
-from fettle.serve.model_runner import ModelRunner
-from fettle.serve.package import open_package
-from fettle.serve.registry import Options
-from fettle.serve.settings import ServeSettings
-from fettle.serve.spans import Spans
+from fettle.serve.engine.explain import Explainer
+from fettle.serve.engine.registry import Options
+from fettle.serve.engine.spans import Spans
 from fettle.workload import Workload
-
-from .conftest import net, running
-from .test_handlers import Sums, text_batches, tokenizer
-from .test_server import ask, values
+from tests.package.test_handlers import Sums, text_batches, tokenizer
+from tests.serve.test_server import ask, values
+from tests.serving import net, running
 
 SETTINGS = ServeSettings(max_rows=4, threads=1)
 COUNTING = """

@@ -8,12 +8,11 @@ import msgspec
 import pytest
 
 from fettle.errors import UsageError
-from fettle.serve.package import open_package, seal
-from fettle.serve.registry import Options
-from fettle.serve.requires import check_here, needed
-
-from .conftest import running
-from .test_server import TOKEN, manage
+from fettle.package.manifest import open_package, seal
+from fettle.package.requires import check_here, needed
+from fettle.serve.engine.registry import Options
+from tests.serve.test_server import TOKEN, manage
+from tests.serving import running
 
 
 def asking_for(store, folder, **requires):
@@ -48,7 +47,7 @@ def test_versions_are_compared_as_versions():
 
 
 def test_a_server_starts_nothing_that_cannot_run(store, tmp_path, monkeypatch):
-    monkeypatch.setattr("fettle.serve.pool.spawn", lambda *given: pytest.fail("a process was started"))
+    monkeypatch.setattr("fettle.serve.engine.pool.spawn", lambda *given: pytest.fail("a process was started"))
     newer = asking_for(store, tmp_path / "newer", torch=">=1000")
     with pytest.raises(UsageError, match=r"net needs torch>=1000, and .* is installed"), running([open_package(newer)]):
         pass

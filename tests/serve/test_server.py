@@ -23,13 +23,12 @@ import pytest
 import torch
 
 from fettle.errors import UsageError
+from fettle.package.manifest import open_package
+from fettle.package.settings import ServeSettings
+from fettle.serve.engine.registry import Options
 from fettle.serve.http import Limits
-from fettle.serve.package import open_package
-from fettle.serve.registry import Options
 from fettle.serve.server import Address, token_from
-from fettle.serve.settings import ServeSettings
-
-from .conftest import net, running, until
+from tests.serving import net, running, until
 
 TOKEN = "t" * 43
 

@@ -1,6 +1,6 @@
 """The report of a search for a service level: one HTML file that needs no network.
 
-It reads the plain data of the search (`fettle.serve.outcome.plain`), which is also what ``result.json`` holds.
+It reads the plain data of the search (`fettle.slo.outcome.plain`), which is also what ``result.json`` holds.
 """
 
 from __future__ import annotations

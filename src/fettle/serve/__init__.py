@@ -1,1 +1,1 @@
-"""Serving: a model package behind HTTP, the load that tests it, and the search for its best setting."""
+"""Serving: model packages behind HTTP. `http` speaks with clients, `engine` holds models and workers."""

@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from fettle.errors import UsageError
-from fettle.serve.host import host_id
+from fettle.package.host import host_id
+from fettle.package.manifest import Package, open_package
+from fettle.package.requires import check_here
+from fettle.serve.engine.metrics import Metrics
+from fettle.serve.engine.refusal import Rejected
+from fettle.serve.engine.registry import DRAIN_S, Options, Registry, Remembered
+from fettle.serve.engine.spans import Spans
 from fettle.serve.http import App, Limits
 from fettle.serve.http.connection import Connection
-from fettle.serve.metrics import Metrics
-from fettle.serve.package import Package, open_package
-from fettle.serve.refusal import Rejected
-from fettle.serve.registry import DRAIN_S, Options, Registry, Remembered
-from fettle.serve.requires import check_here
-from fettle.serve.spans import Spans
 
 log = logging.getLogger("fettle.serve")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")

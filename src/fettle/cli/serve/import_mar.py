@@ -45,8 +45,8 @@ def command(
 
       fettle serve import-mar bert.mar --target bert.py --handler text --tokenizer bert/tokenizer.json
     """
-    from fettle.serve.mar import import_mar, read_mar
-    from fettle.serve.settings import ServeSettings
+    from fettle.compat.mar import import_mar, read_mar
+    from fettle.package.settings import ServeSettings
     from fettle.workload import find_target
 
     mar = read_mar(file)

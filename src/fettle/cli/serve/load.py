@@ -19,8 +19,8 @@ from fettle.errors import UsageError
 from fettle.files import check_writable, finite, write_text
 
 if TYPE_CHECKING:
-    from fettle.serve.compare import Change
-    from fettle.serve.run import Run
+    from fettle.load.compare import Change
+    from fettle.load.run import Run
 
 
 def command(
@@ -85,9 +85,9 @@ def command(
       fettle serve load http://127.0.0.1:8080 --rate 80 --baseline last-week.json
     """
     try:
-        from fettle.serve.arrivals import constant, poisson, read_schedule
-        from fettle.serve.client import http_shot, model_shot
-        from fettle.serve.run import TORCHSERVE_COLUMNS, as_torchserve_row
+        from fettle.load.arrivals import constant, poisson, read_schedule
+        from fettle.load.client import http_shot, model_shot
+        from fettle.load.run import TORCHSERVE_COLUMNS, as_torchserve_row
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed: pip install 'torch-fettle[serve]'") from error
     wanted = _options.outputs(output, ".md", ".csv")
@@ -107,9 +107,9 @@ def command(
     plans += [("open", (constant(r, seconds) if even else poisson(r, seconds, seed))) for r in rate or ()]
     if schedule is not None:
         plans.append(("open", read_schedule(schedule)))
-    from fettle.serve.compare import compare, read_baseline
-    from fettle.serve.loop import run
-    from fettle.serve.run import as_data
+    from fettle.load.compare import compare, read_baseline
+    from fettle.load.run import as_data
+    from fettle.loop import run
 
     earlier = read_baseline(baseline) if baseline is not None else []
     with _options.telling("starting", quiet=as_json) as show:
@@ -138,7 +138,7 @@ def command(
 
 
 async def _all(shots: Any, plans: list[tuple[str, Any]], seconds: float, limit_s: float, show: Any) -> list[Run]:
-    from fettle.serve.load import closed_loop, open_loop
+    from fettle.load.loops import closed_loop, open_loop
 
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from prometheus_client import generate_latest
 
 from fettle import __version__
+from fettle.serve.engine.registry import Registry
 from fettle.serve.http.call import Call
 from fettle.serve.http.openapi import openapi, page
 from fettle.serve.http.reply import Reply, said
-from fettle.serve.registry import Registry
 
 _NO_SCRIPTS = (b"content-security-policy", b"default-src 'none'; style-src 'unsafe-inline'")
 

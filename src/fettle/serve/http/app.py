@@ -8,14 +8,14 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 
+from fettle.serve.engine.refusal import NoSuchPath, Refusal
+from fettle.serve.engine.registry import Registry
+from fettle.serve.engine.spans import Spans
 from fettle.serve.http import about, generation, management, oip, torchserve
 from fettle.serve.http.call import Call, Limits, path_parts
 from fettle.serve.http.guard import Guard
 from fettle.serve.http.openapi import openapi
 from fettle.serve.http.reply import Reply, refused, said
-from fettle.serve.refusal import NoSuchPath, Refusal
-from fettle.serve.registry import Registry
-from fettle.serve.spans import Spans
 
 log = logging.getLogger("fettle.serve.access")
 Route = Callable[[Call], Awaitable[Reply | None]]

@@ -11,9 +11,9 @@ from urllib.parse import parse_qsl, unquote
 
 from httptools import HttpParserInvalidURLError, parse_url
 
-from fettle.serve import protocol
-from fettle.serve.refusal import Malformed, NoSuchPath
-from fettle.serve.registry import Registry, Version
+from fettle.serve.engine.refusal import Malformed, NoSuchPath
+from fettle.serve.engine.registry import Registry, Version
+from fettle.serve.http import protocol
 
 MAX_PARTS, MAX_PART = 8, 200
 """Of a path."""

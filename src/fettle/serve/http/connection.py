@@ -18,11 +18,11 @@ from typing import Any
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
-from fettle.serve.alarm import Alarm
+from fettle.serve.engine.alarm import Alarm
+from fettle.serve.engine.refusal import Malformed, Rejected
 from fettle.serve.http.app import App
 from fettle.serve.http.call import Call
 from fettle.serve.http.reply import Reply, said
-from fettle.serve.refusal import Malformed, Rejected
 
 log = logging.getLogger("fettle.serve")
 MAX_HEAD = 64 << 10

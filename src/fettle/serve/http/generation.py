@@ -8,13 +8,13 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 from fettle.errors import UsageError
-from fettle.serve.handlers import generate as prompts
+from fettle.package.handlers import generate as prompts
+from fettle.serve.engine.pool import Pool
+from fettle.serve.engine.refusal import Rejected
+from fettle.serve.engine.request import Answer
 from fettle.serve.http.call import Call
 from fettle.serve.http.openapi import generates
 from fettle.serve.http.reply import GONE, Reply, said
-from fettle.serve.pool import Pool
-from fettle.serve.refusal import Rejected
-from fettle.serve.request import Answer
 
 
 async def generate(call: Call) -> Reply | None:

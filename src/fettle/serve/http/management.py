@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from fettle.serve.engine.refusal import Rejected
+from fettle.serve.engine.registry import Registry
 from fettle.serve.http.call import Call
 from fettle.serve.http.reply import Reply, said
-from fettle.serve.refusal import Rejected
-from fettle.serve.registry import Registry
 
 
 async def manage(call: Call) -> Reply | None:

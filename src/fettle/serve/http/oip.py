@@ -7,12 +7,12 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from fettle import __version__
-from fettle.serve import protocol
+from fettle.package.tensors import TensorSpec
+from fettle.serve.engine.refusal import Malformed, Refusal, Rejected
+from fettle.serve.engine.registry import Version
+from fettle.serve.http import protocol
 from fettle.serve.http.call import Call
 from fettle.serve.http.reply import Reply, said
-from fettle.serve.refusal import Malformed, Refusal, Rejected
-from fettle.serve.registry import Version
-from fettle.serve.tensors import TensorSpec
 
 EXTENSIONS = ["generate", "binary_tensor_data", "model_repository", "model_configuration", "statistics"]
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from fettle.serve.handlers import generate
+from fettle.package.handlers import generate
 
 if TYPE_CHECKING:
-    from fettle.serve.registry import Registry, Version
+    from fettle.serve.engine.registry import Registry, Version
 
 _OBJECT = {"type": "object"}
 _JSON = "application/json"

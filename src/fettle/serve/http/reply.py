@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fettle.serve.refusal import Headers, NoSuchPath, Refusal
-from fettle.serve.request import Answer
+from fettle.serve.engine.refusal import Headers, NoSuchPath, Refusal
+from fettle.serve.engine.request import Answer
 
 JSON = b"application/json"
 """Without a charset: kserve's client compares it with ``==``."""

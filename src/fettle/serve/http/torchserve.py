@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from fettle.serve.engine.refusal import NoSuchPath, Rejected
+from fettle.serve.engine.registry import Registry, Version
 from fettle.serve.http.call import Call
 from fettle.serve.http.form import read_field
 from fettle.serve.http.reply import Reply, said
-from fettle.serve.refusal import NoSuchPath, Rejected
-from fettle.serve.registry import Registry, Version
 
 log = logging.getLogger("fettle.serve")
 
