@@ -231,7 +231,7 @@ SCORES = TensorSpec("y", "FP32", (-1, 10))
         ("image", [SPEC], [TensorSpec("y", "FP32", (-1, 3, 8, 8))], {}, "needs an output"),
         ("image", [SPEC], [SCORES], {"topp": 3}, "no setting 'topp'"),
         ("image", [SPEC], [SCORES], {"top": "many"}, "top"),
-        ("image", [SPEC], [SCORES], {"decoding": {"size": [0, 8]}}, "pixels"),
+        ("image", [SPEC], [SCORES], {"decoding": {"size": [0, 8]}}, r"decoding\.size\[0\]"),
         ("detection", [SPEC], [SCORES], {}, "needs outputs"),
         ("text", [IDS], [SCORES], {}, "--tokenizer"),
         ("video", [SPEC], [SCORES], {}, "no ready handler"),

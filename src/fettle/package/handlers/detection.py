@@ -7,10 +7,11 @@ of the image (Carion et al. 2020, "End-to-End Object Detection with Transformers
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from fettle.errors import UsageError
 from fettle.package.handlers.image import (
@@ -39,15 +40,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     """The output [rows, queries, classes]."""
     boxes: str
     """The output [rows, queries, 4]."""
-    scores: str = "softmax"
+    scores: Literal["softmax", "sigmoid"] = "softmax"
     """``softmax``: the last class is "no object", as in DETR. ``sigmoid``: every class is an object's, as in Deformable
     DETR and RT-DETR."""
-    threshold: float = 0.5
-    max_boxes: int = 100
-
-    def __post_init__(self) -> None:
-        if self.scores not in ("softmax", "sigmoid") or not 0 <= self.threshold <= 1 or self.max_boxes < 1:
-            raise ValueError("scores is softmax or sigmoid, threshold between 0 and 1, and max_boxes at least 1")
+    threshold: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    max_boxes: Annotated[int, Meta(ge=1)] = 100
 
 
 def suggest(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], files: set[str]) -> Settings:

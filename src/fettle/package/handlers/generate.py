@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from fettle.errors import UsageError
 from fettle.package.handlers.parts import LAST, LOGITS, PAST, SEEN, Array, output_index, softmax
@@ -29,37 +30,31 @@ _ENDS = ("</s>", "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "[SEP]", "<eos>")
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="generate"):
     """Of the generate handler."""
 
-    max_tokens: int = 1024
+    max_tokens: Annotated[int, Meta(le=1 << 20)] = 1024
     """Of prompt and answer together."""
-    max_new_tokens: int = 256
+    max_new_tokens: Annotated[int, Meta(ge=1)] = 256
     """Of an answer; a request may ask for fewer."""
     stop_tokens: tuple[int, ...] = ()
     """An answer ends before one of these. Empty: the tokenizer's usual end."""
-    max_characters: int = 200_000
+    max_characters: Annotated[int, Meta(ge=1)] = 200_000
 
     def __post_init__(self) -> None:
-        if not 1 <= self.max_new_tokens <= self.max_tokens <= 1 << 20 or self.max_characters < 1:
-            raise ValueError("max_new_tokens is at least 1 and at most max_tokens, which is at most 2^20")
+        if self.max_new_tokens > self.max_tokens:
+            raise ValueError("max_new_tokens is at most max_tokens")
 
 
 class Parameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a request may ask for."""
 
-    max_tokens: int | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
     """New tokens at most."""
-    temperature: float = 0.0
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
     """0: always the likeliest token. Else tokens are drawn from softmax(logits / temperature)."""
-    top_k: int = 0
+    top_k: Annotated[int, Meta(ge=0)] = 0
     """Draw from so many likeliest tokens; 0: from all."""
-    seed: int | None = None
+    seed: Annotated[int, Meta(ge=0)] | None = None
     stream: bool | None = None
     """Clients of Triton say it again; the path decides."""
-
-    def __post_init__(self) -> None:
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError("max_tokens is at least 1")
-        if not 0 <= self.temperature <= 100 or self.top_k < 0 or (self.seed is not None and self.seed < 0):
-            raise ValueError("temperature is 0 to 100, top_k and seed are 0 or more")
 
 
 class Prompt(msgspec.Struct, frozen=True):

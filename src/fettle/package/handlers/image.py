@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from fettle.errors import UsageError
 from fettle.package.handlers.parts import (
     Array,
     Item,
+    Scores,
+    Top,
     call_together,
     output_index,
     probabilities,
@@ -26,35 +29,31 @@ from fettle.package.handlers.parts import (
 from fettle.package.tensors import TensorSpec
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 MAX_SIDE = 8192
+"""Pixels of a side of what the model takes."""
+Side = Annotated[int, Meta(ge=1, le=MAX_SIDE)]
+Format = Literal["JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF"]
 
 
 class Decoding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """From the bytes of an image to the model's tensor."""
 
-    size: tuple[int, int]
+    size: tuple[Side, Side]
     """Height and width that the model takes."""
-    resize: int = 0
+    resize: Annotated[int, Meta(ge=0, le=MAX_SIDE)] = 0
     """The shorter side before the middle is cut out. 0: the whole image is stretched to `size`."""
     mean: tuple[float, ...] = IMAGENET_MEAN
     """Taken off each channel, of values between 0 and 1."""
     std: tuple[float, ...] = IMAGENET_STD
     """Each channel is divided by it."""
-    formats: tuple[str, ...] = ("JPEG", "PNG", "WEBP")
+    formats: Annotated[tuple[Format, ...], Meta(min_length=1)] = ("JPEG", "PNG", "WEBP")
     """What may be sent, as Pillow calls it. Every further format is a further decoder that strangers can feed."""
-    max_pixels: int = 50_000_000
+    max_pixels: Annotated[int, Meta(ge=1, le=1 << 30)] = 50_000_000
     """The largest image, width times height."""
 
     def __post_init__(self) -> None:
-        if not all(0 < side <= MAX_SIDE for side in self.size) or not 0 <= self.resize <= MAX_SIDE:
-            raise ValueError(f"a side of an image has 1 to {MAX_SIDE} pixels")
         if len(self.mean) not in (1, 3) or len(self.mean) != len(self.std) or not all(s > 0 for s in self.std):
             raise ValueError("mean and std have a number for each channel, 1 or 3, and std is above 0")
-        if not self.formats or set(self.formats) - set(FORMATS):
-            raise ValueError(f"formats are of {', '.join(FORMATS)}")
-        if not 0 < self.max_pixels <= 1 << 30:
-            raise ValueError("max_pixels is a number up to 2^30")
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="image"):
@@ -63,14 +62,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     decoding: Decoding
     output: str
     """The output that holds a score for each class."""
-    scores: str = "softmax"
-    """``softmax``, ``sigmoid``, or ``none`` where the model gives probabilities already."""
-    top: int = 5
-    """Classes to name."""
-
-    def __post_init__(self) -> None:
-        if self.scores not in ("softmax", "sigmoid", "none") or not 1 <= self.top <= 100_000:
-            raise ValueError("scores is softmax, sigmoid or none, and top at least 1")
+    scores: Scores = "softmax"
+    top: Top = 5
 
 
 def suggest(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], files: set[str]) -> Settings:

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from fettle.errors import UsageError, first_line
 from fettle.package.tensors import TensorSpec
 
 Array = np.ndarray[Any, Any]
+Scores = Literal["softmax", "sigmoid", "none"]
+"""How a model's scores become probabilities; ``none``: they are already."""
+Top = Annotated[int, Meta(ge=1, le=100_000)]
+"""Classes to name."""
 LABELS = "labels.txt"
 MAX_LABELS_BYTES = 16 << 20
 LAST = "last"
@@ -118,8 +123,8 @@ def sigmoid(scores: Array) -> Array:
     return found
 
 
-def probabilities(scores: Array, how: str) -> Array:
-    """Scores as ``softmax``, ``sigmoid`` or ``none`` says."""
+def probabilities(scores: Array, how: Scores) -> Array:
+    """Scores as probabilities."""
     return softmax(scores) if how == "softmax" else sigmoid(scores) if how == "sigmoid" else scores.astype(np.float64)
 
 

@@ -9,15 +9,18 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from fettle.errors import UsageError, first_line
 from fettle.package.handlers.parts import (
     Array,
     Item,
+    Scores,
+    Top,
     call_together,
     check_rows,
     output_index,
@@ -38,26 +41,20 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
 
     output: str
     """The output that is answered."""
-    answer: str
+    answer: Literal["classes", "vector", "tensor"]
     """``classes`` of an output [rows, classes]; ``vector``, which is the output [rows, size], or the mean over the
     tokens of [rows, tokens, size]; or ``tensor``, the output as it is."""
-    max_tokens: int
+    max_tokens: Annotated[int, Meta(ge=1, le=1 << 20)]
     """Longer texts are cut."""
     fixed: bool = False
     """Fill every text up to `max_tokens`, for models that take one length only."""
     normalize: bool = True
     """Vectors get the length 1."""
-    scores: str = "softmax"
-    """Of classes: ``softmax``, ``sigmoid`` or ``none``."""
-    top: int = 5
-    max_characters: int = 200_000
+    scores: Scores = "softmax"
+    """Of classes."""
+    top: Top = 5
+    max_characters: Annotated[int, Meta(ge=1)] = 200_000
     """Longer bodies are refused before the tokenizer sees them."""
-
-    def __post_init__(self) -> None:
-        if self.answer not in ("classes", "vector", "tensor") or self.scores not in ("softmax", "sigmoid", "none"):
-            raise ValueError("answer is classes, vector or tensor; scores is softmax, sigmoid or none")
-        if not 1 <= self.max_tokens <= 1 << 20 or not 1 <= self.top <= 100_000 or self.max_characters < 1:
-            raise ValueError("max_tokens, top and max_characters are at least 1")
 
 
 def suggest(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], files: set[str]) -> Settings:
@@ -71,8 +68,10 @@ def suggest(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], files: 
     if not two and not three:
         raise UsageError("the text handler needs an output [rows, classes] or [rows, tokens, size]")
     # Of hidden states and a pooled vector, the mean of the former is what sentence models are trained for.
-    answer, output = ("vector", three[0]) if three else ("classes", two[0])
-    return Settings(output.name, answer, 512 if length == -1 else length, fixed=length != -1)
+    tokens, fixed = (512, False) if length == -1 else (length, True)
+    if three:
+        return Settings(three[0].name, "vector", tokens, fixed=fixed)
+    return Settings(two[0].name, "classes", tokens, fixed=fixed)
 
 
 def check_inputs(inputs: Sequence[TensorSpec]) -> None:

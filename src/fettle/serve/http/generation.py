@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, Callable
+
+import msgspec
 
 from fettle.errors import UsageError
 from fettle.package.handlers import generate as prompts
 from fettle.serve.engine.pool import Pool
 from fettle.serve.engine.refusal import Rejected
+from fettle.serve.engine.registry import Version
 from fettle.serve.engine.request import Answer
 from fettle.serve.http.call import Call
-from fettle.serve.http.openapi import generates
-from fettle.serve.http.reply import GONE, Reply, said
+from fettle.serve.http.reply import GONE, Error, Reply, said
+
+
+class Text(msgspec.Struct, omit_defaults=True):
+    """Text that was generated: all of it, or the next piece."""
+
+    model_name: str
+    model_version: str
+    text_output: str
+    id: str = ""
+
+
+def generates(version: Version) -> bool:
+    """Whether it answers prompts."""
+    return isinstance(version.package.manifest.handler, prompts.Settings)
 
 
 async def generate(call: Call) -> Reply | None:
@@ -44,23 +58,23 @@ async def _generate(call: Call, name: str, number: str | None, *, stream: bool) 
     if first is None:
         await answer
     manifest = version.package.manifest
-    head = {"model_name": manifest.name, "model_version": manifest.version}
-    if prompt.id:
-        head = {"id": prompt.id, **head}
-    events = _events(version.pool, answer, first, pieces, head, gone)
+
+    def text(said: str) -> Text:
+        return Text(manifest.name, manifest.version, said, prompt.id)
+
+    events = _events(version.pool, answer, first, pieces, text, gone)
     if stream:
         return Reply(200, kind=b"text/event-stream", headers=((b"cache-control", b"no-cache"),), events=events)
     async for _ in events:
         pass
     if answer.cancelled():
         raise Rejected(GONE, "the client went away")
-    found = json.loads((await answer).body)
-    return said({**head, "text_output": found["text_output"]})
+    return said(text(msgspec.json.decode((await answer).body)["text_output"]))
 
 
 async def _events(
     pool: Pool, answer: asyncio.Future[Answer], first: bytes | None, pieces: asyncio.Queue[bytes | None],
-    head: Mapping[str, Any], gone: Callable[[], bool] | None,
+    text: Callable[[str], Text], gone: Callable[[], bool] | None,
 ) -> AsyncGenerator[bytes, None]:  # fmt: skip
     """Server-sent events of a text that is being generated. Where the client goes away, the generating stops."""
     piece = first
@@ -68,10 +82,10 @@ async def _events(
         while piece is not None:
             if gone is not None and gone():
                 return
-            yield b"data: " + json.dumps({**head, "text_output": piece.decode()}).encode() + b"\n\n"
+            yield b"data: " + msgspec.json.encode(text(piece.decode())) + b"\n\n"
             piece = await pieces.get()
         if answer.done() and not answer.cancelled() and answer.exception() is not None:
-            yield b"data: " + json.dumps({"error": "the model failed"}).encode() + b"\n\n"
+            yield b"data: " + msgspec.json.encode(Error("the model failed")) + b"\n\n"
     finally:
         if not answer.done():
             pool.stop(answer)

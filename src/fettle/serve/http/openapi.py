@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from fettle.package.handlers import generate
+from fettle.serve.http.generation import Text, generates
+from fettle.serve.http.protocol import Outputs
+from fettle.serve.http.reply import Error, TorchServeError
 
 if TYPE_CHECKING:
     from fettle.serve.engine.registry import Registry, Version
@@ -18,46 +23,9 @@ _ERROR = {
     "content": {_JSON: {"schema": {"anyOf": [{"$ref": "#/components/schemas/Error"},
                                              {"$ref": "#/components/schemas/TorchServeError"}]}}},
 }  # fmt: skip
-SCHEMAS: dict[str, Any] = {
-    "Error": {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}},
-    "TorchServeError": {
-        "type": "object", "required": ["code", "type", "message"],
-        "properties": {"code": {"type": "integer"}, "type": {"type": "string"}, "message": {"type": "string"}},
-    },
-    "Tensor": {
-        "type": "object", "required": ["name", "shape", "datatype"],
-        "properties": {
-            "name": {"type": "string"}, "shape": {"type": "array", "items": {"type": "integer"}},
-            "datatype": {"type": "string"}, "data": {"type": "array"}, "parameters": _OBJECT,
-        },
-    },
-    "Answer": {
-        "type": "object", "required": ["model_name", "model_version", "outputs"],
-        "properties": {
-            "model_name": {"type": "string"}, "model_version": {"type": "string"}, "id": {"type": "string"},
-            "outputs": {"type": "array", "items": {"$ref": "#/components/schemas/Tensor"}},
-        },
-    },
-    "Prompt": {
-        "type": "object", "required": ["text_input"],
-        "properties": {
-            "text_input": {"type": "string"}, "id": {"type": "string"},
-            "parameters": {
-                "type": "object", "additionalProperties": False,
-                "properties": {
-                    "max_tokens": {"type": "integer", "minimum": 1},
-                    "temperature": {"type": "number", "minimum": 0, "maximum": 100},
-                    "top_k": {"type": "integer", "minimum": 0}, "seed": {"type": "integer", "minimum": 0},
-                    "stream": {"type": "boolean"},
-                },
-            },
-        },
-    },
-    "Text": {
-        "type": "object", "required": ["model_name", "model_version", "text_output"],
-        "properties": {"text_output": {"type": "string"}},
-    },
-}  # fmt: skip
+_SCHEMAS: dict[str, Any] = msgspec.json.schema_components(
+    (Error, TorchServeError, Outputs, generate.Prompt, Text), ref_template="#/components/schemas/{name}"
+)[1]
 
 
 def openapi(registry: Registry, version: str) -> dict[str, Any]:
@@ -79,7 +47,7 @@ def openapi(registry: Registry, version: str) -> dict[str, Any]:
         paths[f"/v2/models/{name}/config"] = {"get": _operation(f"How {name} batches")}
         paths[f"/v2/models/{name}/stats"] = {"get": _operation(f"Statistics of {name}")}
         tensors = _tensors(versions[0]) if versions else _OBJECT
-        answer = {"$ref": "#/components/schemas/Answer"}
+        answer = {"$ref": "#/components/schemas/Outputs"}
         paths[f"/v2/models/{name}/infer"] = {"post": _operation(f"Call {name} with tensors", tensors, answer)}
         if any(made.pool.explains for made in versions):
             text = f"What moved {name}'s answer"
@@ -93,7 +61,7 @@ def openapi(registry: Registry, version: str) -> dict[str, Any]:
             }
         paths[f"/predictions/{name}"] = {"post": _operation(f"Call {name}'s handler with a body", {}, {}, "*/*")}
     info = {"title": "fettle", "version": version}
-    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": SCHEMAS}}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": _SCHEMAS}}
 
 
 def page(document: Mapping[str, Any]) -> bytes:
@@ -114,11 +82,6 @@ def page(document: Mapping[str, Any]) -> bytes:
         f"<h1>fettle serves</h1><table>{''.join(rows)}</table>"
         "<p>Tensors by the Open Inference Protocol v2; machine-readable: <code>/openapi.json</code>."
     ).encode()
-
-
-def generates(version: Version) -> bool:
-    """Whether it answers prompts."""
-    return isinstance(version.package.manifest.handler, generate.Settings)
 
 
 def _operation(

@@ -43,6 +43,25 @@ class _Request(msgspec.Struct):
     outputs: list[_Output] | None = None
 
 
+class Tensor(msgspec.Struct, omit_defaults=True):
+    """An output of an answer; without `data` it follows the JSON in binary."""
+
+    name: str
+    shape: tuple[int, ...]
+    datatype: str
+    data: list[Any] | msgspec.UnsetType = msgspec.UNSET
+    parameters: dict[str, Any] = {}
+
+
+class Outputs(msgspec.Struct, omit_defaults=True):
+    """The JSON of an answer."""
+
+    model_name: str
+    model_version: str
+    outputs: list[Tensor]
+    id: str = ""
+
+
 _requests = msgspec.json.Decoder(_Request)
 _floats = msgspec.json.Decoder(list[float])
 _ints = msgspec.json.Decoder(list[int])
@@ -222,18 +241,14 @@ def write_answer(
     """
     said, raw = [], []
     for spec, array, binary in outputs:
-        tensor: dict[str, Any] = {"name": spec.name, "shape": list(array.shape), "datatype": spec.datatype}
+        tensor = Tensor(spec.name, array.shape, spec.datatype)
         if binary:
-            data = np.ascontiguousarray(array).tobytes()
-            tensor["parameters"] = {"binary_data_size": len(data)}
-            raw.append(data)
+            raw.append(np.ascontiguousarray(array).tobytes())
+            tensor.parameters = {"binary_data_size": len(raw[-1])}
         else:
-            tensor["data"] = array.ravel().tolist()
+            tensor.data = array.ravel().tolist()
         said.append(tensor)
-    head = {"model_name": model, "model_version": version, "outputs": said}
-    if request_id:
-        head["id"] = request_id
-    text = msgspec.json.encode(head)
+    text = msgspec.json.encode(Outputs(model, version, said, request_id))
     return [text, *raw], len(text) if raw else None
 
 

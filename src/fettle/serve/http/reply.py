@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from fettle.serve.engine.refusal import Headers, NoSuchPath, Refusal
 from fettle.serve.engine.request import Answer
@@ -19,6 +20,20 @@ _TORCHSERVE_TYPES = {
     400: "BadRequestException", 404: "ModelNotFoundException", 413: "RequestEntityTooLargeException",
     500: "InternalServerException", 503: "ServiceUnavailableException",
 }  # fmt: skip
+
+
+class Error(msgspec.Struct):
+    """What a client hears that is refused, or whose call failed."""
+
+    error: str
+
+
+class TorchServeError(msgspec.Struct):
+    """The same for clients of TorchServe's URLs."""
+
+    code: int
+    type: str
+    message: str
 
 
 @dataclass(slots=True)
@@ -42,18 +57,18 @@ class Reply:
 
 def said(value: Any, status: int = 200) -> Reply:
     """A value as JSON."""
-    return Reply(status, (json.dumps(value).encode(),))
+    return Reply(status, (msgspec.json.encode(value),))
 
 
 def refused(refusal: Refusal, parts: Sequence[str]) -> Reply:
     """What a client of the protocol that this path belongs to understands as an error."""
     status = 503 if refusal.status == GONE else refusal.status
     if not parts or parts[0] not in _TORCHSERVE:
-        reply = said({"error": refusal.reason}, status)
+        reply = said(Error(refusal.reason), status)
     else:
         kind = _TORCHSERVE_TYPES.get(status, "ServiceException")
         if isinstance(refusal, NoSuchPath):
             kind = "ResourceNotFoundException"
-        reply = said({"code": status, "type": kind, "message": refusal.reason}, status)
+        reply = said(TorchServeError(status, kind, refusal.reason), status)
     reply.headers = refusal.headers
     return reply
