@@ -14,7 +14,8 @@ from fettle.errors import UsageError
 from fettle.load.arrivals import poisson, read_schedule
 from fettle.load.client import http_shot, model_shot
 from fettle.load.loops import _inconsistent, _Load, closed_loop, open_loop
-from fettle.load.run import TORCHSERVE_COLUMNS, UNANSWERED, Run, as_data, as_torchserve_row, warm_up
+from fettle.load.run import UNANSWERED, Run, as_data, warm_up
+from fettle.load.torchserve import COLUMNS, torchserve_row
 from fettle.package.manifest import open_package
 from fettle.package.settings import ServeSettings
 from fettle.slo.simulate import Costs, capacity, simulate
@@ -88,7 +89,7 @@ def test_an_open_loop_sends_what_is_due(server):
     assert run.within == 1
     data = as_data(run)
     assert data["latency_ms"]["p50"] <= data["latency_ms"]["p99"] <= data["latency_ms"]["p100"]
-    assert list(as_torchserve_row(run, "u")) == list(TORCHSERVE_COLUMNS)
+    assert list(torchserve_row(data, "u")) == list(COLUMNS)
 
 
 @pytest.mark.parametrize("clients", [1, 8, 32, 128])

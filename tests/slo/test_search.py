@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fettle.errors import UsageError
-from fettle.load.run import TORCHSERVE_COLUMNS
+from fettle.load.torchserve import COLUMNS
 from fettle.package.manifest import open_package, read_settings
 from fettle.package.settings import CostCurve
 from fettle.recipe import Recipe
@@ -139,7 +139,7 @@ def test_a_killed_search_goes_on(store, tmp_path):
     assert said["tests_kept"] >= len(kept["tests"])
     assert json.loads(keep.read_text())["calibrations"] == kept["calibrations"]
     rows = list(csv.DictReader((tmp_path / "c.csv").open()))
-    assert list(rows[0]) == list(TORCHSERVE_COLUMNS)
+    assert list(rows[0]) == list(COLUMNS)
     assert len(rows) == said["tests"]
     page = (tmp_path / "report.html").read_text()
     assert "http://" not in page.split("<script>")[0]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,7 +125,7 @@ def write_ray(package: Package, folder: Path, *, max_replicas: int = 4, trust: s
         f"# {name} {package.manifest.version} on Ray Serve, made by fettle serve export ray.",
         "# args.package is a path on every machine of the cluster: copy this folder to the same place, or share it.",
         f"# target_ongoing_requests: {found.why}.",
-        *_yaml(config),
+        json.dumps(config, indent=2),  # which is YAML
     ]
     folder.mkdir(parents=True)
     shutil.copytree(package.folder, folder / "package")
@@ -136,19 +135,3 @@ def write_ray(package: Package, folder: Path, *, max_replicas: int = 4, trust: s
     (folder / "start.sh").write_text(START)
     (folder / "start.sh").chmod(0o755)
     return found
-
-
-def _yaml(value: Any, indent: str = "") -> list[str]:
-    """Lists, dicts and scalars as YAML's lines. A scalar is JSON, which YAML reads."""
-    lines: list[str] = []
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            if isinstance(item, (Mapping, list)) and item:
-                lines += [f"{indent}{key}:", *_yaml(item, indent + "  ")]
-            else:
-                lines.append(f"{indent}{key}: {json.dumps(item)}")
-    elif isinstance(value, Sequence):
-        for item in value:
-            first, *rest = _yaml(item, indent + "  ")
-            lines += [f"{indent}- {first.strip()}", *rest]
-    return lines

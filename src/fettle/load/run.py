@@ -166,28 +166,3 @@ def as_data(run: Run) -> dict[str, Any]:
 
 def _ms(ends: tuple[float, float] | None) -> list[float] | None:
     return [end * 1e3 for end in ends] if ends else None
-
-
-TORCHSERVE_COLUMNS = (
-    "Benchmark", "TS failed requests", "TS throughput", "TS latency P50", "TS latency P90", "TS latency P99",
-    "TS latency mean", "TS error rate", "Batch size", "Batch delay", "Workers", "Model", "Concurrency", "Input",
-    "Requests", "Model_p50", "Model_p90", "Model_p99", "Queue time p50", "Queue time p90", "Queue time p99",
-    "predict_mean", "handler_time_mean", "waiting_time_mean", "worker_thread_mean", "cpu_percentage_mean",
-    "memory_percentage_mean", "gpu_percentage_mean", "gpu_memory_percentage_mean", "gpu_memory_used_mean",
-)  # fmt: skip
-"""Of its ``ab_report.csv``, in its order. What a client cannot know stays empty."""
-
-
-def as_torchserve_row(run: Run, url: str) -> dict[str, Any]:
-    """The run in the columns of TorchServe's benchmark."""
-    total = sum(run.statuses.values())
-    bad = total - run.answered
-    row = dict.fromkeys(TORCHSERVE_COLUMNS, "")
-    row |= {
-        "Benchmark": "fettle", "TS failed requests": str(bad), "TS throughput": f"{run.throughput:.2f}",
-        "TS latency P50": f"{run.percentile(50) * 1e3:.2f}", "TS latency P90": f"{run.percentile(90) * 1e3:.2f}",
-        "TS latency P99": f"{run.percentile(99) * 1e3:.2f}", "TS latency mean": f"{run.mean_s * 1e3:.2f}",
-        "TS error rate": f"{bad / total * 100 if total else 0:.2f}", "Model": url, "Requests": str(total),
-        "Concurrency": str(run.concurrency or ""),
-    }  # fmt: skip
-    return row

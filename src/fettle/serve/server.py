@@ -72,7 +72,7 @@ class Server:
         self._sockets: list[socket.socket] = []
         self.ports: list[int] = []
 
-    async def start(self, packages: Sequence[Package], restored: bool = True) -> None:
+    async def start(self, packages: Sequence[Package]) -> None:
         """Bind the ports, load every package, then answer. Raises `UsageError` where one of them cannot be loaded."""
         address = self.address
         for package in packages:
@@ -93,7 +93,7 @@ class Server:
             ports.append(address.management_port)
         try:
             self._sockets = [_bind(address.host, port) for port in ports]
-            await self._load_all(packages, restored)
+            await self._load_all(packages)
         except BaseException:
             await self.close()
             raise
@@ -106,8 +106,8 @@ class Server:
                 )
             )
 
-    async def _load_all(self, packages: Sequence[Package], restored: bool) -> None:
-        state = self.registry.remembered() if restored else {}
+    async def _load_all(self, packages: Sequence[Package]) -> None:
+        state = self.registry.remembered()
         self.registry.starting = True  # a start that is cut short forgets nothing
         for package in packages:
             await self._load(package)

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+import msgspec
+
 from fettle.files import finite
-from fettle.load.run import TORCHSERVE_COLUMNS
+from fettle.load.torchserve import torchserve_row
 from fettle.slo.journal import Tested
 from fettle.slo.points import Found, Measured, Point
 
@@ -186,10 +188,7 @@ def plain(found: Found, **more: Any) -> dict[str, Any]:
 def _plain_point(point: Point) -> dict[str, Any]:
     tests = [
         {"rate": test.rate, "held": test.held, "predicted_p99_ms": test.predicted_p99_ms, "slower": test.slower,
-         "queue_ms": _stage(test.inside.queue_ms), "join_ms": _stage(test.inside.join_ms),
-         "model_ms": _stage(test.inside.model_ms), "batch_rows": test.inside.rows,
-         "cpu_percent": test.inside.cpu_percent, "memory_percent": test.inside.memory_percent,
-         "run": finite(test.run)}
+         **msgspec.to_builtins(test.inside), "batch_rows": test.inside.rows, "run": finite(test.run)}
         for test in point.tests
     ]  # fmt: skip
     return {
@@ -217,11 +216,6 @@ def _plain_branch(measured: Measured) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _stage(split: Any) -> dict[str, float]:
-    """A stage's milliseconds as plain data."""
-    return {"mean": split.mean, "p50": split.p50, "p90": split.p90, "p99": split.p99}
-
-
 def _percent(samples: Sequence[float], share: float) -> float:
     ordered = sorted(samples)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] * 1e3
@@ -233,35 +227,20 @@ def _percent(samples: Sequence[float], share: float) -> float:
 def torchserve_rows(found: Found, name: str) -> list[dict[str, str]]:
     """Every load test in the columns of TorchServe's ``ab_report.csv``, best setting first.
 
-    Its columns of the handler are the calls of the model here; the queue's are from arrival to dispatch. What does not
-    exist here stays empty. Its own latencies come from a closed loop; these count from when a request was due.
+    Its columns of the handler are the calls of the model here; the queue's are from arrival to dispatch. Its own
+    latencies come from a closed loop; these count from when a request was due.
     """
     return [_torchserve_row(point, test, name) for point in found.points for test in point.tests]
 
 
 def _torchserve_row(point: Point, test: Tested, name: str) -> dict[str, str]:
-    run, inside, setting = test.run, test.inside, point.setting
-    total = sum(run["statuses"].values())
-    bad = total - run["answered"]
-    known: dict[str, Any] = {
-        "Benchmark": "fettle", "TS failed requests": bad, "TS throughput": run["throughput"],
-        "TS latency P50": run["latency_ms"]["p50"], "TS latency P90": run["latency_ms"]["p90"],
-        "TS latency P99": run["latency_ms"]["p99"], "TS latency mean": run["mean_ms"],
-        "TS error rate": bad / total * 100 if total else 0.0, "Batch size": setting.max_rows,
-        "Batch delay": setting.delay_s * 1e3, "Workers": setting.workers,
-        "Model": f"{name}, {setting.variant}" if setting.variant else name,
-        "Input": f"{test.rate:.5g} requests/s, Poisson", "Requests": total,
-        "Model_p50": inside.model_ms.p50, "Model_p90": inside.model_ms.p90, "Model_p99": inside.model_ms.p99,
-        "Queue time p50": inside.queue_ms.p50, "Queue time p90": inside.queue_ms.p90,
-        "Queue time p99": inside.queue_ms.p99, "predict_mean": inside.model_ms.mean,
-        "handler_time_mean": inside.model_ms.mean, "waiting_time_mean": inside.queue_ms.mean,
-        "cpu_percentage_mean": inside.cpu_percent,
-        "memory_percentage_mean": inside.memory_percent,
-    }  # fmt: skip
-    return {column: _cell(known.get(column)) for column in TORCHSERVE_COLUMNS}
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
+    inside, setting = test.inside, point.setting
+    model = {f"Model_{p}": getattr(inside.model_ms, p) for p in ("p50", "p90", "p99")}
+    queue = {f"Queue time {p}": getattr(inside.queue_ms, p) for p in ("p50", "p90", "p99")}
+    return torchserve_row(
+        test.run, f"{name}, {setting.variant}" if setting.variant else name, **model, **queue,
+        **{"Batch size": setting.max_rows, "Batch delay": setting.delay_s * 1e3, "Workers": setting.workers,
+           "Input": f"{test.rate:.5g} requests/s, Poisson", "predict_mean": inside.model_ms.mean,
+           "handler_time_mean": inside.model_ms.mean, "waiting_time_mean": inside.queue_ms.mean,
+           "cpu_percentage_mean": inside.cpu_percent, "memory_percentage_mean": inside.memory_percent},
+    )  # fmt: skip

@@ -87,7 +87,7 @@ def command(
     try:
         from fettle.load.arrivals import constant, poisson, read_schedule
         from fettle.load.client import http_shot, model_shot
-        from fettle.load.run import TORCHSERVE_COLUMNS, as_torchserve_row
+        from fettle.load.torchserve import COLUMNS, torchserve_row
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed: pip install 'torch-fettle[serve]'") from error
     wanted = _options.outputs(output, ".md", ".csv")
@@ -127,7 +127,7 @@ def command(
     if markdown is not None:
         write_text(markdown, _markdown(runs))
     if csv_file is not None:
-        _options.write_csv(csv_file, TORCHSERVE_COLUMNS, (as_torchserve_row(run, url) for run in runs))
+        _options.write_csv(csv_file, COLUMNS, (torchserve_row(as_data(run), url) for run in runs))
     if interrupted:
         raise typer.Exit(130)
     # What was refused or failed was not answered within the limit either.

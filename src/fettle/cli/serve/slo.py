@@ -89,7 +89,7 @@ def command(
       fettle serve slo model.py --p99 100ms --recipe baseline --recipe "precision=bf16"
     """
     try:
-        from fettle.load.run import TORCHSERVE_COLUMNS
+        from fettle.load.torchserve import COLUMNS
         from fettle.slo.outcome import plain, torchserve_rows
         from fettle.slo.search import search
     except ImportError as error:
@@ -145,7 +145,7 @@ def command(
     write_text(folder / "result.json", json.dumps(data) + "\n")
     write_slo_report(data, folder / "report.html")
     if csv_file is not None:
-        _options.write_csv(csv_file, TORCHSERVE_COLUMNS, torchserve_rows(found, work.name))
+        _options.write_csv(csv_file, COLUMNS, torchserve_rows(found, work.name))
     if as_json:
         print(json.dumps(data))
     else:

@@ -34,15 +34,14 @@ class Pool:
 
     def __init__(
         self, package: Package, settings: ServeSettings, metrics: ModelMetrics, *, machine: str = "",
-        cores: Sequence[Sequence[int]] = (), devices: Sequence[str] = ("cpu",), trust: str = "",
-        log_path: str | None = None, explain: bool = False, spare: Spare | None = None,
+        cores: Sequence[Sequence[int]] = (), trust: str = "", explain: bool = False, spare: Spare | None = None,
     ) -> None:  # fmt: skip
         self.package, self.settings, self.metrics = package, settings, metrics
         self.specs, self.output_specs = package.manifest.inputs, package.manifest.outputs
         self.attribution_specs = [msgspec.structs.replace(spec, datatype="FP32") for spec in self.specs]
         self.queue: BatchQueue[Request] = BatchQueue(settings)
         self._row_s = settings.row_s(machine)
-        self.trust, self.devices, self.log_path, self.explains = trust, devices, log_path, explain
+        self.trust, self.explains = trust, explain
         threads = threads_each(settings.threads, settings.workers)
         self.workers = [
             Worker(self, index, threads, cores[index] if cores else ()) for index in range(settings.workers)
@@ -76,7 +75,7 @@ class Pool:
         self.problem = ""
         try:
             await asyncio.gather(*(worker.start() for worker in workers))
-        except OSError as error:  # no process to be had: memory, descriptors, a log that cannot be written
+        except OSError as error:  # no process to be had: memory, descriptors
             self.problem = f"a worker cannot be started: {error.strerror}"
         if self.closing or not all(worker.ready for worker in workers):
             raise Rejected(503, self.problem or "a worker ended while loading", kind="load")
@@ -113,8 +112,8 @@ class Pool:
 
     def start_process(self, threads: int) -> Spawned:
         """A process for a worker: the spare one where it fits. OSError where none can be had."""
-        spare = self.spare.take(threads) if self.spare is not None and self.log_path is None else None
-        return spare or spawn(threads, self.log_path)
+        spare = self.spare.take(threads) if self.spare is not None else None
+        return spare or spawn(threads)
 
     def load_message(self, worker: Worker) -> wire.Load:
         """What a worker has to load."""

@@ -84,7 +84,6 @@ class Options:
     """Stands above every package's ``devices``; several with commas between them."""
     explain: bool = False
     """Whether workers can explain: they load the model a second time."""
-    log_path: str | None = None
     spare: Spare | None = None
     """A process that was started already, for the first worker that fits."""
     override: Mapping[str, Any] = field(default_factory=dict)
@@ -124,9 +123,9 @@ class Registry:
             model = self.models.get(name) or Model()
             pool = Pool(
                 package, settings, metrics, machine=self.machine,
-                cores=self._cores(settings, model.versions.get(number)), devices=settings.devices,
+                cores=self._cores(settings, model.versions.get(number)),
                 trust=digest if digest in self.options.trust else "",
-                log_path=self.options.log_path, explain=self.options.explain, spare=self.options.spare,
+                explain=self.options.explain, spare=self.options.spare,
             )  # fmt: skip
             made = Version(package, pool, metrics)
             self._unserved[name, number] = made

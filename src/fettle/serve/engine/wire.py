@@ -51,6 +51,8 @@ class Run(_OfCall):
 
     size: int
     shapes: list[list[Shape]]
+    explain: int | None = None
+    """Answer with what moved this element of the first output of the only request (-1: the largest)."""
 
 
 class Call(_OfCall):
@@ -60,13 +62,6 @@ class Call(_OfCall):
     kinds: list[str]
     explain: bool = False
     """Answer with what moved the answer, instead of the answer."""
-
-
-class Explain(_OfCall):
-    """To the worker: what moved the answer of one request, whose inputs' shapes describe the body."""
-
-    shapes: list[Shape]
-    target: int = -1
 
 
 class Generate(_OfCall):
@@ -95,9 +90,6 @@ class Ping(_OfCall):
 class Ready(_Message):
     """From the worker: loaded and warm."""
 
-    pid: int
-    seconds: dict[int, float]
-    """Of a warm call, by batch size."""
     load_s: float
 
 
@@ -130,7 +122,7 @@ class Pong(_OfCall):
 
 
 Message = TypeVar("Message")
-ToWorker = Load | Run | Call | Explain | Generate | Cancel | Ping
+ToWorker = Load | Run | Call | Generate | Cancel | Ping
 FromWorker = Ready | Piece | Done | Failed | Pong
 _encoder = msgspec.msgpack.Encoder()
 to_worker = msgspec.msgpack.Decoder(ToWorker)

@@ -7,18 +7,18 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from fettle.package.settings import ServeSettings
 from fettle.serve.engine import wire
 from fettle.serve.engine.alarm import Alarm
 from fettle.serve.engine.batching import Batch
-from fettle.serve.engine.metrics import ModelMetrics
 from fettle.serve.engine.placement import device_for
 from fettle.serve.engine.refusal import Rejected
 from fettle.serve.engine.request import Request
 from fettle.serve.engine.worker_link import WorkerLink
-from fettle.serve.engine.worker_start import Spawned
+
+if TYPE_CHECKING:
+    from fettle.serve.engine.pool import Pool
 
 log = logging.getLogger("fettle.serve")
 PING_S = 5.0
@@ -31,35 +31,10 @@ AHEAD_S = 0.1
 """Calls that take longer gain nothing from a batch that waits in the worker, where it can no longer be given up."""
 
 
-class Owner(Protocol):
-    """What a worker needs of the pool that it works for."""
-
-    name: str
-    devices: Sequence[str]
-    settings: ServeSettings
-    metrics: ModelMetrics
-    closing: bool
-    problem: str
-    """Why loading failed."""
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop: ...
-    def start_process(self, threads: int) -> Spawned: ...
-    def load_message(self, worker: Worker) -> wire.Load: ...
-    def next_id(self) -> int: ...
-    def plan_pump(self) -> None: ...
-    def without(self, worker: Worker) -> None: ...
-    def without_gone(self, batch: Batch[Request]) -> Batch[Request] | None: ...
-    def heard(self, request: Request, piece: memoryview, rows: int, sent: float, *, last: bool) -> None: ...
-    def finished(self, batch: Batch[Request], sent: float, done: wire.Done, body: memoryview) -> None: ...
-    def failed(self, batch: Batch[Request], why: Rejected) -> None: ...
-    def returned(self, batch: Batch[Request]) -> None: ...
-
-
 class Worker:
     """A worker that is there again after it was lost. It works on one batch at a time, and may have the next one."""
 
-    def __init__(self, pool: Owner, index: int, threads: int, cores: Sequence[int] = ()) -> None:
+    def __init__(self, pool: Pool, index: int, threads: int, cores: Sequence[int] = ()) -> None:
         self.pool, self.index, self.threads, self.cores = pool, index, threads, list(cores)
         self.ready = False
         self.leaving = False
@@ -86,7 +61,7 @@ class Worker:
     @property
     def device(self) -> str:
         """Where its model is."""
-        return device_for(self.index, self.pool.devices)
+        return device_for(self.index, self.pool.settings.devices)
 
     @property
     def pid(self) -> int:
@@ -172,11 +147,9 @@ class Worker:
         if first.body is not None:
             bodies = [item.body or b"" for item in items]
             return wire.Call(call, [len(body) for body in bodies], [item.kind for item in items], first.explain), bodies
-        if first.explain:
-            bodies = [wire.flat(array) for array in first.arrays]
-            return wire.Explain(call, [array.shape for array in first.arrays], first.target), bodies
         bodies = [wire.flat(array) for item in items for array in item.arrays]
-        return wire.Run(call, batch.size, [[array.shape for array in item.arrays] for item in items]), bodies
+        shapes = [[array.shape for array in item.arrays] for item in items]
+        return wire.Run(call, batch.size, shapes, first.target if first.explain else None), bodies
 
     def _send(self, header: Any, bodies: Sequence[Any]) -> int:
         self._write(header, bodies)

@@ -15,15 +15,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fettle.errors import UsageError, first_line
 from fettle.procs.parent import die_with_parent
 from fettle.serve.engine import wire
 from fettle.serve.engine.worker_start import SHARED_BYTES
-
-if TYPE_CHECKING:
-    from fettle.serve.engine.explain import Explainer
 
 log = logging.getLogger("fettle.serve.worker")
 shared: list[memoryview] = []
@@ -52,13 +49,13 @@ def main() -> None:
         try:
             began = time.perf_counter()
             worker = _Worker(load)
-            took = worker.warm(load.sizes)
+            worker.runner.warm(load.sizes)
         except Exception as error:
             log.exception("loading failed")
             send(link, _failed(-1, error))
             return
         gc.freeze()  # what loading made stays: no collection needs to look at it again
-        send(link, wire.Ready(os.getpid(), took, time.perf_counter() - began))
+        send(link, wire.Ready(time.perf_counter() - began))
         while True:
             worker.answer(link, *receive(link))
 
@@ -87,15 +84,11 @@ class _Worker:
         self.one = len(inputs) == 1 and inputs[0].batched
         self.runner = ModelRunner(package, load.device)
         self.handler = find_handler(package, self.runner, load.trust)
-        self.explainer: Explainer | None = None
-        if load.explain:
+        if load.explain:  # the server lets no explanation through without it
             from fettle.serve.engine.explain import Explainer
 
-            self.explainer = Explainer(package, load.device)
+            self._explainer = Explainer(package, load.device)
         self._rss, self._rss_at = 0, -1.0
-
-    def warm(self, sizes: list[int]) -> dict[int, float]:
-        return self.runner.warm(sizes)
 
     def rss(self) -> int:
         """Resident bytes, read at most twice a second: reading them costs as much as a small model's call."""
@@ -111,8 +104,6 @@ class _Worker:
         try:
             if isinstance(header, wire.Run):
                 done, parts = self.run(header, body)
-            elif isinstance(header, wire.Explain):
-                done, parts = self.explain(header, body)
             elif isinstance(header, wire.Generate):
                 done, parts = self.generate(link, header, body)
             elif isinstance(header, wire.Cancel):
@@ -137,16 +128,6 @@ class _Worker:
             found.append(np.frombuffer(body, kind, count, place).reshape(shape))
             place += count * kind.itemsize
         return found, place
-
-    def explain(self, header: wire.Explain, body: memoryview) -> tuple[wire.Done, list[Any]]:
-        """Tensors in, attributions of the same shapes out."""
-        if self.explainer is None:
-            raise UsageError("explanations are off")
-        began = time.perf_counter()
-        found = self.explainer.attribute(self.arrays(header.shapes, body, 0)[0], header.target)
-        took = time.perf_counter() - began
-        shapes = [array.shape for array in found]
-        return wire.Done(header.id, shapes, 0.0, took, self.rss()), [wire.flat(array) for array in found]
 
     def generate(self, link: socket.socket, header: wire.Generate, body: memoryview) -> tuple[wire.Done, list[Any]]:
         """Prompts in; pieces out as they come, and each whole answer as soon as it is there."""
@@ -179,7 +160,10 @@ class _Worker:
                 arrays, place = self.arrays(shapes, body, place)
                 parts.append(arrays)
         ready = time.perf_counter()
-        answers = self.runner.run(parts, header.size)
+        if header.explain is None:
+            answers = self.runner.run(parts, header.size)
+        else:
+            answers = self._explainer.attribute(parts[0], header.explain)
         done = time.perf_counter()
         shapes = [answer.shape for answer in answers]
         return (
@@ -190,12 +174,10 @@ class _Worker:
     def call(self, header: wire.Call, body: memoryview) -> tuple[wire.Done, list[Any]]:
         """Bodies in, bodies out, through the handler's steps."""
         bodies = _cut(body, header.lengths)
-        if not header.explain:
-            answers = self.handler.handle(bodies, header.kinds)
-        elif self.explainer is None:
-            raise UsageError("explanations are off")
+        if header.explain:
+            answers = self.handler.explain(bodies, header.kinds, self._explainer)
         else:
-            answers = self.handler.explain(bodies, header.kinds, self.explainer)
+            answers = self.handler.handle(bodies, header.kinds)
         lengths: list[wire.Shape] = [(len(data),) for data, _ in answers]
         took = self.handler.took
         done = wire.Done(

@@ -32,17 +32,15 @@ class Spawned:
     memory: mmap.mmap | None
 
 
-def spawn(threads: int, log_path: str | None = None) -> Spawned:
-    """Start one. What it prints goes to the end of `log_path`, else where ours goes. OSError where none can be had."""
+def spawn(threads: int) -> Spawned:
+    """Start one. What it prints goes where ours goes. OSError where none can be had."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     shared = _shared_memory()
     given = [theirs.fileno(), *([shared[0]] if shared is not None else [])]
     try:
         command = ["-m", "fettle.serve.engine.worker_main", *map(str, given)]
-        process = Process(
-            command, pass_fds=given, environment=_environment(threads), log=log_path, shows=log_path is None
-        )
+        process = Process(command, pass_fds=given, environment=_environment(threads), shows=True)
     except OSError:
         ours.close()
         raise
