@@ -46,7 +46,7 @@ import psutil
 from fettle.compat.ray_files import ENVIRONMENT
 from fettle.files import finite
 from fettle.load.arrivals import poisson
-from fettle.load.client import http_shot
+from fettle.load.client import http_request
 from fettle.load.loops import closed_loop, open_loop
 from fettle.loop import run
 
@@ -83,7 +83,9 @@ def shot(server: str, port: int) -> Any:
     if server == "fettle":
         path = "/v2/models/net/infer"
         body = {"inputs": [{"name": "input", "shape": [1, 64], "datatype": "FP32", "data": row}]}
-    return http_shot(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    return http_request(
+        f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
 
 
 def wait_until_it_answers(server: str, port: int, process: Any, seconds: float = 90) -> float:

@@ -35,7 +35,7 @@ from fettle.package.export import write_package
 from fettle.package.manifest import Package
 from fettle.package.settings import ServeSettings
 from fettle.recipe import Recipe
-from fettle.slo.points import Found, Measured, Point, Setting
+from fettle.slo.points import Measured, Point, SearchResult, Setting
 from fettle.slo.proof import prove
 from fettle.slo.ranking import rank
 from fettle.slo.search import search
@@ -88,7 +88,7 @@ async def one(package: Package, row: dict[str, Any], limit_s: float, seconds: fl
         if text.startswith("load tests of") and not first:  # what was predicted before any load test
             first.extend(text.partition(" · ")[0].removeprefix("load tests of ").rsplit(", predicted ", 1))
 
-    found = await search(package, limit_s, most_rows=8, cores=1, seconds=seconds, tell=tell)
+    found = await search(package, limit_s, most_rows=8, cores=1, seconds=seconds, on_progress=tell)
     took = time.perf_counter() - began
     best = found.best
     for key in [key for key in row if not key.startswith("grid")]:
@@ -158,7 +158,7 @@ def place(setting: Setting) -> str:
     return str(replace(setting, delay_s=0.0)) + (", delay" if setting.delay_s else "")
 
 
-def before(first: list[str], found: Found) -> dict[str, Any]:
+def before(first: list[str], found: SearchResult) -> dict[str, Any]:
     """The first setting that was tested: predicted before any load test, and what the tests then gave.
 
     Rates up to `measured` kept the limit, `failed` did not: the capacity lies between. Calls of the model took `slower`
@@ -187,7 +187,7 @@ async def measured(
     package: Package, point: Point, branch: Measured, limit_s: float, seconds: float, expected: float | None = None
 ) -> Point:
     """The point with its capacity by load tests, fewer where one is expected."""
-    await prove(package, point, branch.costs, Found(limit_s, 0.0), seconds, expected=expected)
+    await prove(package, point, branch.costs, SearchResult(limit_s, 0.0), seconds, expected=expected)
     return point
 
 

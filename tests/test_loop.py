@@ -7,14 +7,14 @@ from contextlib import closing
 
 import pytest
 
-from fettle.loop import Moments, run
+from fettle.loop import PreciseTimer, run
 
 
 @pytest.mark.parametrize("timers", [True, False])
 def test_it_never_wakes_early(timers):
     async def wait():
         woken = []
-        with closing(Moments()) as clock:
+        with closing(PreciseTimer()) as clock:
             if not timers:
                 clock.close()  # what a system without such timers has
             began = time.perf_counter()
@@ -37,7 +37,7 @@ def test_others_run_meanwhile():
                 await asyncio.sleep(0.001)
 
         busy = asyncio.create_task(others())
-        with closing(Moments()) as clock:
+        with closing(PreciseTimer()) as clock:
             await clock.wait(time.perf_counter() + 0.05)
         busy.cancel()
         return turns
@@ -48,7 +48,7 @@ def test_others_run_meanwhile():
 @pytest.mark.skipif(sys.platform != "linux", reason="timers that are files are Linux'")
 def test_waiting_costs_no_core():
     async def spend():
-        with closing(Moments(0.0)) as clock:
+        with closing(PreciseTimer(0.0)) as clock:
             assert clock._fd >= 0
             began = time.perf_counter()
             spent = time.process_time()
@@ -69,5 +69,5 @@ def test_timers_are_given_back():
 
     before = opened()
     for _ in range(50):
-        Moments().close()
+        PreciseTimer().close()
     assert opened() == before

@@ -34,7 +34,7 @@ class _Time(ctypes.Structure):
     _fields_ = (("again_s", ctypes.c_long), ("again_ns", ctypes.c_long), ("s", ctypes.c_long), ("ns", ctypes.c_long))
 
 
-class Moments:
+class PreciseTimer:
     """Waits for moments of `time.perf_counter` without keeping a core busy. Close it.
 
     An event loop's timers are whole milliseconds. Linux has timers that are read like a file, which wake an idle core

@@ -189,7 +189,7 @@ def test_a_manifest_that_is_none_is_one_line(tmp_path, text):
 def test_what_is_no_archive_is_one_line(tmp_path):
     for data in (b"", b"nonsense"):
         (tmp_path / "x.mar").write_bytes(data)
-        with pytest.raises(UsageError, match="no model archive"):
+        with pytest.raises(UsageError, match="not a model archive"):
             read_mar(tmp_path / "x.mar")
     with pytest.raises(UsageError, match="no such file"):
         read_mar(tmp_path / "none.mar")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fettle.errors import UsageError
 from fettle.load.arrivals import poisson, read_schedule
-from fettle.load.client import http_shot, model_shot
+from fettle.load.client import http_request, model_request
 from fettle.load.loops import _inconsistent, _Load, closed_loop, open_loop
 from fettle.load.run import UNANSWERED, Run, as_data, warm_up
 from fettle.load.torchserve import COLUMNS, torchserve_row
@@ -78,7 +78,7 @@ def server(store):
 
 def test_an_open_loop_sends_what_is_due(server):
     due = poisson(200, 2, seed=3)
-    run = asyncio.run(open_loop([model_shot(server.url)], due, limit_s=60.0))
+    run = asyncio.run(open_loop([model_request(server.url)], due, limit_s=60.0))
     assert 0.5 * len(due) <= sum(run.statuses.values()) <= len(due)  # those of the warm-up are left out
     assert set(run.statuses) == {200}
     assert run.stable
@@ -124,7 +124,7 @@ def test_what_fails_when_a_closed_loop_ends_is_counted():
 
 
 def test_a_closed_loop_keeps_its_clients_busy(server):
-    run = asyncio.run(closed_loop([model_shot(server.url)], 4, 1.5))
+    run = asyncio.run(closed_loop([model_request(server.url)], 4, 1.5))
     assert run.answered > 20
     assert 3 < run.mean_inflight <= 4.01
     assert run.failed == run.shed == 0
@@ -143,8 +143,8 @@ def test_what_fails_or_is_refused_misses_the_limit():
     async def run():
         handle.count = 0
         server = await asyncio.start_server(handle, "127.0.0.1", 0)
-        shot = http_shot(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", b"", {})
-        found = await open_loop([shot], np.arange(100) / 200, limit_s=60.0)
+        request = http_request(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", b"", {})
+        found = await open_loop([request], np.arange(100) / 200, limit_s=60.0)
         server.close()
         return found
 
@@ -165,15 +165,15 @@ def slow_server(seconds):
     async def start():
         handle.lock = asyncio.Lock()
         made = await asyncio.start_server(handle, "127.0.0.1", 0)
-        return made, http_shot(f"http://127.0.0.1:{made.sockets[0].getsockname()[1]}/", b"", {})
+        return made, http_request(f"http://127.0.0.1:{made.sockets[0].getsockname()[1]}/", b"", {})
 
     return start
 
 
 def test_waiting_counts_from_the_moment_a_request_was_due():
     async def run():
-        server, shot = await slow_server(0.1)()
-        found = await open_loop([shot], np.array([0.0, 0.001, 0.002, 0.003]))
+        server, request = await slow_server(0.1)()
+        found = await open_loop([request], np.array([0.0, 0.001, 0.002, 0.003]))
         server.close()
         return found
 
@@ -183,8 +183,8 @@ def test_waiting_counts_from_the_moment_a_request_was_due():
 
 def test_a_backlog_that_only_grows_ends_the_run():
     async def run():
-        server, shot = await slow_server(0.05)()
-        found = await open_loop([shot], poisson(100, 30), limit_s=0.1)
+        server, request = await slow_server(0.05)()
+        found = await open_loop([request], poisson(100, 30), limit_s=0.1)
         server.close()
         return found
 
@@ -200,8 +200,8 @@ def test_connections_that_break_are_failures():
             writer.transport.abort()
 
         server = await asyncio.start_server(handle, "127.0.0.1", 0)
-        shot = http_shot(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", b"", {})
-        found = await open_loop([shot], np.arange(20) / 100)
+        request = http_request(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", b"", {})
+        found = await open_loop([request], np.arange(20) / 100)
         server.close()
         return found
 
@@ -217,8 +217,8 @@ def test_answers_that_never_come_are_told_from_connections_that_break():
             await reader.readuntil(b"\r\n\r\n")
 
         server = await asyncio.start_server(handle, "127.0.0.1", 0)
-        shot = http_shot(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", b"", {})
-        found = await open_loop([shot], np.arange(20) / 100, patience_s=0.1)
+        request = http_request(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", b"", {})
+        found = await open_loop([request], np.arange(20) / 100, patience_s=0.1)
         server.close()
         return found
 
@@ -263,9 +263,9 @@ def test_schedules_from_files(tmp_path):
 @pytest.mark.parametrize("url", ["ftp://a/b", "file:///etc/passwd", "nothing", "https://a"])
 def test_only_plain_http(url):
     with pytest.raises(UsageError):
-        model_shot(url)
+        model_request(url)
     with pytest.raises(UsageError):
-        http_shot(url, b"", {})
+        http_request(url, b"", {})
 
 
 def test_the_commands(server, store, tmp_path, run_fettle):

@@ -14,7 +14,7 @@ import subprocess
 import pytest
 import torch
 
-from fettle.load.client import model_shot
+from fettle.load.client import model_request
 from fettle.load.loops import closed_loop
 from fettle.package.export import write_package
 from fettle.package.manifest import open_package
@@ -53,10 +53,10 @@ def test_it_agrees_with_our_load_generator(tmp_path):
     settings = ServeSettings(max_rows=1, threads=1)  # the same calls for both, however their requests meet
     write_package(Workload(model, [torch.rand(4, 64)]), Recipe(), tmp_path / "net", name="net", settings=settings)
     with running([open_package(tmp_path / "net")]) as server:
-        shot = model_shot(server.url)
+        request = model_request(server.url)
         seen = []
         for _ in range(ROUNDS):
-            run = asyncio.run(closed_loop([shot], CLIENTS, SECONDS))
+            run = asyncio.run(closed_loop([request], CLIENTS, SECONDS))
             seen.append((run.throughput, run.percentile(50) * 1e3, *analyzed(server, tmp_path)))
         rate, median, their_rate, their_median = map(statistics.median, zip(*seen, strict=True))
         print(f"requests a second {rate:.1f} and {their_rate:.1f}, median ms {median:.2f} and {their_median:.2f}")

@@ -144,7 +144,7 @@ def test_a_small_file_that_announces_a_huge_image_is_refused_by_its_header(image
 
 @pytest.mark.parametrize("body", [b"", b"no image", picture("red")[:60], b"GIF89a" + b"\0" * 20, b"\x89PNG\r\n\x1a\n"])
 def test_what_is_no_image_is_one_line(images, body):
-    with pytest.raises(UsageError, match="no image") as error:
+    with pytest.raises(UsageError, match="not an image") as error:
         answers(images, body)
     assert "\n" not in str(error.value)
 
@@ -215,7 +215,7 @@ def test_ready_handlers_are_served_without_trust_and_settings_are_data(images):
         assert (status, answer[0]["label"]) == (200, "blue")
         status, answer, _ = ask(server.url + "/predictions/m", b"nonsense")
         assert (status, answer["type"]) == (400, "BadRequestException")
-        assert answer["message"].startswith("the body is no image")  # no name of ours before it
+        assert answer["message"].startswith("the body is not an image")  # no name of ours before it
 
 
 SPEC = TensorSpec("x", "FP32", (-1, 3, 8, 8))

@@ -14,7 +14,7 @@ from fettle.package.export import write_package
 from fettle.package.manifest import open_package, seal
 from fettle.package.model_runner import ModelRunner, load_model
 from fettle.package.openvino import GRAPH, OpenvinoModel
-from fettle.package.program import load_program, straight
+from fettle.package.program import as_function, load_program
 from fettle.package.settings import ServeSettings
 from fettle.recipe import Recipe
 from fettle.workload import Workload
@@ -224,7 +224,7 @@ def test_a_part_that_stays_float32_is_named(tmp_path):
         write_package(what, Recipe.parse(recipe), tmp_path / name, name="m")
 
 
-@pytest.mark.parametrize("loaded", [load_program, lambda folder: straight(load_program(folder))])
+@pytest.mark.parametrize("loaded", [load_program, lambda folder: as_function(load_program(folder))])
 def test_a_program_looks_at_new_shapes_only_and_at_all_of_them(store, loaded):
     module, calls = loaded(store / "net-1"), []
     wrong, right = torch.zeros(2, 5), torch.zeros(2, 4)
@@ -257,7 +257,7 @@ def test_a_straight_program_answers_as_the_program_does(tmp_path):
     ):  # fmt: skip
         write_package(Workload(model.eval(), [tuple(inputs)]), Recipe(), tmp_path / name, name="m")
         program, call = (load_program(tmp_path / name) for _ in range(2))
-        fast = straight(call)
+        fast = as_function(call)
         assert (fast is call) == (name == "branches")  # its graph holds two others
         for _ in range(4):
             torch.testing.assert_close(fast(*inputs), program(*inputs))

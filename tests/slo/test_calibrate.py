@@ -57,7 +57,7 @@ def test_a_worker_that_is_killed_costs_its_size(store):
                 if "fettle.slo.calibrate" in child.cmdline():
                     child.kill()
 
-    made = calibrate(open_package(store / "net-1"), most=8, seconds=0.01, tell=kill)
+    made = calibrate(open_package(store / "net-1"), most=8, seconds=0.01, on_progress=kill)
     assert {1, 2, 3} <= made.samples.keys()
     assert "signal 9" in made.failures[4]
 

@@ -30,11 +30,11 @@ from fettle.slo.journal import Journal
 from fettle.slo.journal import Tested as OneTest
 from fettle.slo.outcome import explain, front, plain, torchserve_rows
 from fettle.slo.overheads import Overheads
-from fettle.slo.points import Branch, Found, Measured, Point, Setting, Variant
+from fettle.slo.points import Branch, Measured, Point, SearchResult, Setting, Variant
 from fettle.slo.proof import serve_settings
-from fettle.slo.ranking import between, crews, rank
+from fettle.slo.ranking import between, rank, worker_splits
 from fettle.slo.search import search
-from fettle.slo.server_process import Inside, ServerFailure, ServerProcess, Split
+from fettle.slo.server_process import ServerFailure, ServerProcess, ServerStats, StageTimes
 from fettle.slo.simulate import Costs, capacity
 from fettle.slo.variants import distinct, package_all, study_recipes
 from fettle.workload import find_target
@@ -109,7 +109,7 @@ def test_ctrl_c_keeps_what_is_done(done, package, tmp_path):
 
     keep = tmp_path / "measured.json"
     keep.write_bytes(done[1].read_bytes())  # other load tests, of the same calibration
-    found = asyncio.run(search(package, LIMIT, keep=keep, tell=tell, stop=stop, **{**QUICK, "seconds": 0.7}))
+    found = asyncio.run(search(package, LIMIT, keep=keep, on_progress=tell, stop=stop, **{**QUICK, "seconds": 0.7}))
     assert found.interrupted
     assert found.points  # simulated by then
     assert Journal(keep).calibrations
@@ -246,7 +246,7 @@ def test_load_tests_end_where_they_know_enough(package, monkeypatch, truth, expe
 
     async def one(served, package, point, costs, rate, *rest):
         tested.append(rate)
-        return OneTest(rate, rate <= truth, {"void": False}, Inside())
+        return OneTest(rate, rate <= truth, {"void": False}, ServerStats())
 
     monkeypatch.setattr(proof, "ServerProcess", Up)
     monkeypatch.setattr(proof, "_test", one)
@@ -282,10 +282,10 @@ def test_numbers_of_workers_between_the_best_and_its_neighbours(package, made_up
     made_up.costs = made_up.truth = {1: 0.01, 2: 0.012, 4: 0.016}
     found = asyncio.run(search(package, 0.1, most_rows=4, cores=8))
     assert {branch.workers for branch in found.branches} == {1, 2, 4, 6, 8}  # more are better here: 6 is beside 8
-    assert crews(8) == [(1, 8), (2, 4), (4, 2), (8, 1), (1, 7)]
-    assert crews(6)[-2:] == [(6, 1), (1, 5)]
-    assert crews(1) == [(1, 1)]
-    assert crews(2, "cuda:0") == [(1, 1), (2, 1)]
+    assert worker_splits(8) == [(1, 8), (2, 4), (4, 2), (8, 1), (1, 7)]
+    assert worker_splits(6)[-2:] == [(6, 1), (1, 5)]
+    assert worker_splits(1) == [(1, 1)]
+    assert worker_splits(2, "cuda:0") == [(1, 1), (2, 1)]
     assert between(4, [1, 2, 4, 8]) == [3, 6]
     assert between(1, [1, 2]) == []
 
@@ -318,7 +318,7 @@ def test_a_recipe_far_behind_is_left_out_and_a_price_is_a_cost(package, made_up,
 def found_with(costs, limit_s=0.1):
     branch = Branch(1, 1)
     measured = Measured(branch, Calibration({rows: (seconds,) for rows, seconds in costs.items()}))
-    found = Found(limit_s, 0.0, branches={branch: measured})
+    found = SearchResult(limit_s, 0.0, branches={branch: measured})
     found.points = rank([measured], limit_s)
     return found
 
@@ -339,7 +339,7 @@ def test_of_settings_that_keep_one_rate_the_one_with_less_p99_there_is_best():
     found = found_with({1: 0.004, 2: 0.007})
     for point, p99 in zip(found.points, (95.0, 88.0), strict=False):
         for rate, held in ((100.0, True), (104.5, False)):
-            point.tests.append(OneTest(rate, held, {"latency_ms": {"p99": p99 if held else 120.0}}, Inside()))
+            point.tests.append(OneTest(rate, held, {"latency_ms": {"p99": p99 if held else 120.0}}, ServerStats()))
         point.measured = 100.0
     assert found.best is found.points[1]
     assert sorted(found.points, key=lambda point: point.order)[:2] == [found.points[1], found.points[0]]
@@ -354,10 +354,10 @@ def test_it_says_that_the_machine_was_slower_than_when_calibrated():
     found = found_with({1: 0.004, 2: 0.006})
     costs = found.branches[Branch(1, 1)].costs
     # A call of one row and three of two, 22 ms by the curve and a tenth more by simulation, took 29.04 ms.
-    inside = Inside(calls=4, sizes={1: 1, 2: 3}, model_ms=Split(mean=7.26))
+    inside = ServerStats(calls=4, sizes={1: 1, 2: 3}, model_ms=StageTimes(mean=7.26))
     slower = proof._slower(inside, costs, 1.1)
     assert slower == pytest.approx(1.2)
-    assert proof._slower(Inside(), costs, 1.0) is None
+    assert proof._slower(ServerStats(), costs, 1.0) is None
     found.points[0].tests.append(OneTest(100.0, True, {"latency_ms": {"p99": 20.0}}, inside, slower=slower))
     assert any("took 1.20x as long in load tests as when calibrated" in text for text in explain(found))
     found.points[0].tests[0].slower = 1.04
@@ -469,18 +469,18 @@ def test_overheads_are_what_the_two_loops_leave_beside_the_model(monkeypatch):
     """
     from fettle.load.run import Run
     from fettle.slo import overheads
-    from fettle.slo.server_process import Inside, Split
+    from fettle.slo.server_process import ServerStats, StageTimes
 
     class World:
         looks = iter((
-            Inside(100, {1: 100}, {1: 100}, model_ms=Split(2.1, 2.0, 2.2, 2.4)),
-            Inside(100, {4: 100}, {4: 100}, model_ms=Split(3.9, 3.8, 4.2, 4.4)),
+            ServerStats(100, {1: 100}, {1: 100}, model_ms=StageTimes(2.1, 2.0, 2.2, 2.4)),
+            ServerStats(100, {4: 100}, {4: 100}, model_ms=StageTimes(3.9, 3.8, 4.2, 4.4)),
         ))  # fmt: skip
 
         async def look(self):
             return next(self.looks)
 
-    async def closed_loop(shots, clients, seconds):
+    async def closed_loop(requests, clients, seconds):
         latency = np.full(400, 0.005 if clients == 1 else 0.02)
         return Run("closed", 0.0, 400 / (2 * 4 / 0.0045), latency, clients, {200: 400})
 

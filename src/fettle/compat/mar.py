@@ -86,10 +86,10 @@ def read_mar(path: Path) -> Mar:
             raise ValueError("its manifest is too large")
         manifest = msgspec.json.decode(text, type=_Manifest)
     except KeyError as error:
-        raise UsageError(f"{path} is no model archive: it has no {MANIFEST}") from error
+        raise UsageError(f"{path} is not a model archive: it has no {MANIFEST}") from error
     # zipfile says NotImplementedError of a compression that it does not know, RuntimeError of a password.
     except (OSError, ValueError, zipfile.BadZipFile, RuntimeError) as error:
-        raise UsageError(f"{path} is no model archive: {first_line(error)}") from error
+        raise UsageError(f"{path} is not a model archive: {first_line(error)}") from error
     model = manifest.model
     if not manifest.runtime.lower().startswith("python"):
         raise UsageError(f"{path} is for the runtime {manifest.runtime[:40]!r}: only Python's can be converted")
@@ -111,7 +111,7 @@ def import_mar(
     files: Mapping[str, bytes] | None = None,
     settings: ServeSettings | None = None,
     name: str = "",
-    tell: Callable[[str], None] = lambda text: None,
+    on_progress: Callable[[str], None] = lambda text: None,
 ) -> Package:
     """Convert an archive to a package at `path`.
 
@@ -131,13 +131,13 @@ def import_mar(
     kind = _handler(mar, handler)
     with tempfile.TemporaryDirectory(prefix="fettle-mar-") as scratch:
         folder = Path(scratch)
-        tell("unpacking the archive")
+        on_progress("unpacking the archive")
         unzip(mar.path, folder, what="model archive", max_files=MAX_FILES, folders=True)
         given = dict(files or {})
         names = folder / "index_to_name.json"
         if kind in ("image", "detection") and LABELS not in given and names.is_file():
             given[LABELS] = labels_file(names)
-        tell("reading the weights")
+        on_progress("reading the weights")
         weights = _member(folder, mar.weights)
         if workload is not None:
             if weights is not None:
@@ -147,7 +147,7 @@ def import_mar(
             workload = Workload(_model(folder, mar, weights, batches[0]), batches)
         return write_package(
             workload, Recipe(), path, name=name or mar.name, version=mar.version, settings=settings,
-            handler=kind, handler_settings=handler_settings, files=given, tell=tell,
+            handler=kind, handler_settings=handler_settings, files=given, on_progress=on_progress,
         )  # fmt: skip
 
 
@@ -204,7 +204,7 @@ def _run(code: Path, folder: Path) -> Any:
     """Import the archive's code, which may import its neighbours."""
     spec = importlib.util.spec_from_file_location("fettle_mar_model", code)
     if spec is None or spec.loader is None:
-        raise UsageError(f"{code.name[:80]} is no Python file")
+        raise UsageError(f"{code.name[:80]} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(folder))
     sys.modules[spec.name] = module  # data classes look their own module up
@@ -301,7 +301,9 @@ def _random(text: str, free: int) -> torch.Tensor:
     match = _INPUT.fullmatch(text.replace(" ", ""))
     if not match or match[1] not in TO_NUMPY:
         kinds = ", ".join(TO_NUMPY)
-        raise UsageError(f"`input={text!r}` is none: a type of {kinds} and sizes, for example FP32[-1,3,224,224]")
+        raise UsageError(
+            f"`input={text!r}` is not an input: a type of {kinds} and sizes, for example FP32[-1,3,224,224]"
+        )
     sizes = [int(size) for size in match[2].split(",")]
     if any(size == 0 or size < -1 for size in sizes):
         raise UsageError(f"`input={text!r}` has a size below 1")

@@ -18,7 +18,7 @@ from fettle.package.tensors import TO_NUMPY
 
 
 @dataclass(frozen=True)
-class Shot:
+class Request:
     """One request, ready to be sent: where to, and its bytes."""
 
     host: str
@@ -27,20 +27,20 @@ class Shot:
     path: str
 
 
-def http_shot(url: str, body: bytes, headers: dict[str, str]) -> Shot:
-    """A POST as bytes. Raises `UsageError` for a URL that is no plain http one."""
+def http_request(url: str, body: bytes, headers: dict[str, str]) -> Request:
+    """A POST as bytes. Raises `UsageError` for a URL that is not plain http."""
     parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname:
-        raise UsageError(f"{url!r} is no http:// address")
+        raise UsageError(f"{url!r} is not an http:// address")
     port, path = parts.port or 80, parts.path or "/"
     if any(c in value for value in (*headers, *headers.values(), path) for c in "\r\n"):
         raise UsageError("a header may not hold a line break")
     lines = [f"POST {path} HTTP/1.1", f"Host: {parts.hostname}:{port}", f"Content-Length: {len(body)}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
-    return Shot(parts.hostname, port, "\r\n".join([*lines, "", ""]).encode() + body, path)
+    return Request(parts.hostname, port, "\r\n".join([*lines, "", ""]).encode() + body, path)
 
 
-def model_shot(url: str, rows: int = 1, free: int = 16, seed: int = 0, token: str = "") -> Shot:
+def model_request(url: str, rows: int = 1, free: int = 16, seed: int = 0, token: str = "") -> Request:
     """A request for a model that speaks the Open Inference Protocol, with random binary tensors of its own metadata.
 
     `url` is the server's, where it serves one model, or a model's: ``http://host:port/v2/models/NAME``. Sizes that are
@@ -68,10 +68,10 @@ def model_shot(url: str, rows: int = 1, free: int = 16, seed: int = 0, token: st
         else:
             array = random.integers(0, 2, shape).astype(kind)  # good for masks, types and tokens alike
         given.append((spec["name"], spec["datatype"], array))
-    return tensor_shot(f"{base}/infer", given, headers)
+    return tensor_request(f"{base}/infer", given, headers)
 
 
-def tensor_shot(url: str, tensors: Sequence[tuple[str, str, Any]], headers: dict[str, str]) -> Shot:
+def tensor_request(url: str, tensors: Sequence[tuple[str, str, Any]], headers: dict[str, str]) -> Request:
     """A request with these binary tensors: name, datatype, array."""
     inputs, raw = [], []
     for name, datatype, array in tensors:
@@ -82,12 +82,12 @@ def tensor_shot(url: str, tensors: Sequence[tuple[str, str, Any]], headers: dict
         )  # fmt: skip
     head = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
     more = {"Inference-Header-Content-Length": str(len(head)), "Content-Type": "application/octet-stream"}
-    return http_shot(url, head + b"".join(raw), headers | more)
+    return http_request(url, head + b"".join(raw), headers | more)
 
 
 def _get(url: str, headers: dict[str, str]) -> dict[str, Any]:
     if not url.startswith("http://"):
-        raise UsageError(f"{url!r} is no http:// address")
+        raise UsageError(f"{url!r} is not an http:// address")
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
             said = json.loads(answer.read(1 << 20))
@@ -119,12 +119,12 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]
 
-    def send(self, shot: Shot, tag: Any) -> None:
+    def send(self, request: Request, tag: Any) -> None:
         """Write a request."""
         assert self._transport is not None
         self.busy, self.tag, self._status = True, tag, 0
         self._parser = self._httptools.HttpResponseParser(self)
-        self._transport.write(shot.data)
+        self._transport.write(request.data)
 
     def data_received(self, data: bytes) -> None:
         try:

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from fettle.errors import UsageError
-from fettle.load.client import Connection, Shot
+from fettle.load.client import Connection, Request
 from fettle.load.run import KINDS, LITTLE, LOST, UNANSWERED, UNREACHED, Run, warm_up
-from fettle.loop import Moments
+from fettle.loop import PreciseTimer
 
 _Array = np.ndarray[Any, Any]
 WINDOW_S = 1.0
@@ -29,18 +29,18 @@ MAX_CONNECTIONS = 2048
 
 
 async def open_loop(
-    shots: Sequence[Shot], due: np.ndarray[Any, Any], *, limit_s: float = 0.0, patience_s: float = 10.0,
-    tell: Callable[[float, int], None] = lambda seconds, waiting: None, stop: asyncio.Event | None = None,
+    requests: Sequence[Request], due: np.ndarray[Any, Any], *, limit_s: float = 0.0, patience_s: float = 10.0,
+    on_progress: Callable[[float, int], None] = lambda seconds, waiting: None, stop: asyncio.Event | None = None,
 ) -> Run:  # fmt: skip
-    """Send requests when they are due, whatever the server does. `shots` are used in turn.
+    """Send requests when they are due, whatever the server does. `requests` are used in turn.
 
     Ends early where the backlog only grows. After the last request it waits up to `patience_s` for answers.
     """
-    load = _Load(shots, limit_s)
+    load = _Load(requests, limit_s)
     rate = len(due) / max(float(due[-1]), 1e-9)
     # As many as are on their way where an answer takes 20 ms: a connection costs both sides more than a request does.
     await load.connect(max(8, min(256, int(0.02 * rate))))
-    with _quiet_collector(), contextlib.closing(Moments(0.1 / rate)) as clock:
+    with _quiet_collector(), contextlib.closing(PreciseTimer(0.1 / rate)) as clock:
         start = time.perf_counter() + 0.05
         load.start = start
         next_window, grown, last, stable = start + WINDOW_S, 0, 0, True
@@ -52,7 +52,7 @@ async def open_loop(
             if time.perf_counter() > next_window:
                 grown = grown + 1 if load.waiting > last + 0.05 * rate * WINDOW_S else 0
                 last, next_window = load.waiting, next_window + WINDOW_S
-                tell(time.perf_counter() - start, load.waiting)
+                on_progress(time.perf_counter() - start, load.waiting)
                 if grown >= 3 and load.waiting > 0.15 * rate * WINDOW_S * grown:
                     stable = False
                     break
@@ -73,11 +73,11 @@ async def open_loop(
 
 
 async def closed_loop(
-    shots: Sequence[Shot], concurrency: int, seconds: float, *, limit_s: float = 0.0,
-    tell: Callable[[float, int], None] = lambda seconds, waiting: None, stop: asyncio.Event | None = None,
+    requests: Sequence[Request], concurrency: int, seconds: float, *, limit_s: float = 0.0,
+    on_progress: Callable[[float, int], None] = lambda seconds, waiting: None, stop: asyncio.Event | None = None,
 ) -> Run:  # fmt: skip
     """So many clients, each asking again as soon as it has its answer, for so long."""
-    load = _Load(shots, limit_s)
+    load = _Load(requests, limit_s)
     load.again = True
     await load.connect(concurrency)
     with _quiet_collector():
@@ -86,7 +86,7 @@ async def closed_loop(
             await load.send(index, time.perf_counter() - load.start)
         while time.perf_counter() - load.start < seconds and not (stop is not None and stop.is_set()):
             await asyncio.sleep(min(0.25, max(0.001, seconds - (time.perf_counter() - load.start))))
-            tell(time.perf_counter() - load.start, load.waiting)
+            on_progress(time.perf_counter() - load.start, load.waiting)
         load.again, load.until = False, time.perf_counter() - load.start
         await load.drain(10.0)
     run = load.result("closed")
@@ -106,8 +106,8 @@ def _inconsistent(run: Run) -> str:
 class _Load:
     """Connections and what came back on them."""
 
-    def __init__(self, shots: Sequence[Shot], limit_s: float) -> None:
-        self.shots, self.limit_s = shots, limit_s
+    def __init__(self, requests: Sequence[Request], limit_s: float) -> None:
+        self.requests, self.limit_s = requests, limit_s
         self.start = 0.0
         self.waiting = 0
         self.again = False
@@ -132,11 +132,13 @@ class _Load:
             self._free.append(await self._open())
 
     async def _open(self) -> Connection:
-        shot = self.shots[0]
+        request = self.requests[0]
         try:
-            _, connection = await self._loop.create_connection(lambda: Connection(self._done), shot.host, shot.port)
+            _, connection = await self._loop.create_connection(
+                lambda: Connection(self._done), request.host, request.port
+            )
         except OSError as error:
-            raise UsageError(f"nothing answers at {shot.host}:{shot.port}: {error.strerror or error}") from error
+            raise UsageError(f"nothing answers at {request.host}:{request.port}: {error.strerror or error}") from error
         self._all.add(connection)
         return connection
 
@@ -147,7 +149,7 @@ class _Load:
         while self._free:
             connection = self._free.pop()
             if connection.alive:
-                connection.send(self.shots[index % len(self.shots)], (due, time.perf_counter() - self.start))
+                connection.send(self.requests[index % len(self.requests)], (due, time.perf_counter() - self.start))
                 return
             self._all.discard(connection)
         if len(self._all) < MAX_CONNECTIONS:
@@ -157,7 +159,7 @@ class _Load:
                 self._move(-1)
                 self.rows.append((due, due, time.perf_counter() - self.start, UNREACHED))
                 return
-            connection.send(self.shots[index % len(self.shots)], (due, time.perf_counter() - self.start))
+            connection.send(self.requests[index % len(self.requests)], (due, time.perf_counter() - self.start))
         else:
             self._queue.append((index, due))
 
@@ -181,10 +183,10 @@ class _Load:
         if self.again:
             self._move(1)
             self._empty.clear()
-            connection.send(self.shots[self._count % len(self.shots)], (now, now))
+            connection.send(self.requests[self._count % len(self.requests)], (now, now))
         elif self._queue:
             index, due = self._queue.popleft()
-            connection.send(self.shots[index % len(self.shots)], (due, now))
+            connection.send(self.requests[index % len(self.requests)], (due, now))
         else:
             self._free.append(connection)
 

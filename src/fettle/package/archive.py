@@ -31,7 +31,7 @@ def unzip(archive: Path, folder: Path, *, what: str, max_files: int, folders: bo
                 place.parent.mkdir(parents=True, exist_ok=True)
                 _copy_bounded(file, entry, place)
     except _Unsound as error:
-        raise UsageError(f"{archive} is no sound {what}: {error}") from error
+        raise UsageError(f"{archive} is not a sound {what}: {error}") from error
     # zipfile says NotImplementedError of a compression that it does not know, RuntimeError of a password.
     except (OSError, zipfile.BadZipFile, RuntimeError, EOFError, ValueError) as error:
         raise UsageError(f"{archive} cannot be unpacked: {first_line(error)}") from error
@@ -54,7 +54,7 @@ def _check(entries: list[zipfile.ZipInfo], folder: Path, max_files: int, folders
         if not folders and (entry.is_dir() or len(parts) != 1 or name.startswith(".") or not plain):
             raise _Unsound(f"it may hold plain files only, not {shown}")
         if not plain or not parts or name.startswith("/") or len(name) > 500:
-            raise _Unsound(f"{shown} is no path inside it")
+            raise _Unsound(f"{shown} is not a path inside it")
         if not (folder / name).resolve().is_relative_to(folder.resolve()):
             raise _Unsound(f"{shown} leaves the folder")
         if stat.S_ISLNK(entry.external_attr >> 16):

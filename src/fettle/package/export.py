@@ -64,7 +64,7 @@ def write_package(
     files: Mapping[str, bytes] | None = None,
     requires: Sequence[str] = (),
     evidence: Mapping[str, Any] | None = None,
-    tell: Callable[[str], None] = lambda text: None,
+    on_progress: Callable[[str], None] = lambda text: None,
 ) -> Package:
     """Export a workload's model with its recipe to `path`, a folder or a ``.zip``; open and check what was written.
 
@@ -86,16 +86,16 @@ def write_package(
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:
-        tell("exporting the model")
+        on_progress("exporting the model")
         choices = [workload]
         if handler == "generate":
             choices = generating(workload)
             handler_settings = {**lengths(workload.model), **(handler_settings or {})}
         flat, program, most = _exported(choices, recipe, settings.max_rows)
-        tell("storing it with its recipe")
+        on_progress("storing it with its recipe")
         kept = _store(program, flat, served, most, scratch, evidence or {})
         _save_samples(flat, scratch)
-        tell("comparing its answers with the model's")
+        on_progress("comparing its answers with the model's")
         kept, outputs, accuracy = _judge(flat, scratch, kept, evidence or {})
         if kept.recipe.get("shapes") == "static":
             settings = msgspec.structs.replace(settings, buckets=_powers(most))

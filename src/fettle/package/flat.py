@@ -22,7 +22,7 @@ MOST_JUDGED = 2
 
 
 class Flat(torch.nn.Module):
-    """The workload's model in eval mode, from tensors to a tuple of tensors, with their names and moving sizes."""
+    """The workload's model in eval mode, from tensors to a tuple of tensors, with their names and dynamic sizes."""
 
     def __init__(self, workload: Workload, recipe: Recipe) -> None:
         super().__init__()
@@ -38,16 +38,16 @@ class Flat(torch.nn.Module):
         self.rows, self.batches = rows, batches
         self.samples = batches[0]
         self.names = _input_names(self.inner, first, paths)
-        self.shapes = [_moving(index, batches, rows) for index in range(len(paths))]
+        self.shapes = [_dynamic(index, batches, rows) for index in range(len(paths))]
         self.paths: list[str] = []
         self.inputs = tuple(
             TensorSpec(
                 name,
                 datatype(tensor),
-                tuple(-1 if dim in moving else size for dim, size in enumerate(tensor.shape)),
-                batched=moving.get(0) == "rows",
+                tuple(-1 if dim in dynamic else size for dim, size in enumerate(tensor.shape)),
+                batched=dynamic.get(0) == "rows",
             )
-            for name, tensor, moving in zip(self.names, self.samples, self.shapes, strict=True)
+            for name, tensor, dynamic in zip(self.names, self.samples, self.shapes, strict=True)
         )
         self.calibration = _alike(workload.calibration, paths)
         """Batches that a recipe may be calibrated on, and"""
@@ -149,20 +149,20 @@ def _input_names(model: torch.nn.Module, batch: Any, paths: Sequence[str]) -> li
     return names if len(set(names)) == len(names) else [f"input_{index}" for index in range(len(paths))]
 
 
-def _moving(index: int, batches: Sequence[Sequence[torch.Tensor]], rows: int) -> dict[int, str]:
+def _dynamic(index: int, batches: Sequence[Sequence[torch.Tensor]], rows: int) -> dict[int, str]:
     """Which dimensions of an input change: the rows, and those that differ between the sample batches.
 
     Dimensions that take the same sizes in the same order are one dimension: a sequence and its mask.
     """
     sizes = [batch[index].shape for batch in batches]
-    moving = {}
+    dynamic = {}
     for dim in range(len(sizes[0])):
         seen = [size[dim] for size in sizes]
         if dim == 0 and seen[0] == rows:
-            moving[0] = "rows"
+            dynamic[0] = "rows"
         elif len(set(seen)) > 1:
-            moving[dim] = "n" + hashlib.sha256(str(seen).encode()).hexdigest()[:6]
-    return moving
+            dynamic[dim] = "n" + hashlib.sha256(str(seen).encode()).hexdigest()[:6]
+    return dynamic
 
 
 def datatype(tensor: torch.Tensor) -> str:

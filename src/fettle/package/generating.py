@@ -37,7 +37,7 @@ class NextToken(torch.nn.Module):
 def generating(workload: Workload) -> list[Workload]:
     """Workloads of the next token's scores, the best first: with keys and values kept where that can be, and without.
 
-    Raises `UsageError` where the model is no causal language model.
+    Raises `UsageError` where the model is not a causal language model.
     """
     batch = workload.inputs[0]
     model = workload.model

@@ -131,18 +131,18 @@ class Steps:
         return [_as_body(next((a for a in arrays if a.any()), arrays[0]).tolist()) for arrays in found]
 
     def generate(
-        self, bodies: Sequence[bytes], tell: Callable[[int, bytes, bool], None], gone: Callable[[], set[int]]
+        self, bodies: Sequence[bytes], on_piece: Callable[[int, bytes, bool], None], gone: Callable[[], set[int]]
     ) -> None:
-        """Answer prompts. `tell` hears the pieces, and at its end each answer as JSON. Raises `UsageError`."""
+        """Answer prompts. `on_piece` hears the pieces, and at its end each answer as JSON. Raises `UsageError`."""
         found = getattr(self.handler, "generate", None)
         if found is None:
             raise UsageError("this model generates no text")
 
         def hear(index: int, said: str | dict[str, Any]) -> None:
             if isinstance(said, str):
-                tell(index, said.encode(), False)
+                on_piece(index, said.encode(), False)
             else:
-                tell(index, msgspec.json.encode(said), True)
+                on_piece(index, msgspec.json.encode(said), True)
 
         found(bodies, hear, gone)
 

@@ -95,7 +95,7 @@ def open_package(path: Path, unpack_to: Path | None = None) -> Package:
     if path.is_file():
         path = unpack(path, unpack_to or path.with_suffix(""))
     if not (path / MANIFEST).is_file():
-        raise UsageError(f"{path} is no package: it has no {MANIFEST}")
+        raise UsageError(f"{path} is not a package: it has no {MANIFEST}")
     if (path / MANIFEST).stat().st_size > _MAX_TEXT:
         raise UsageError(f"{path / MANIFEST} is too large")
     try:
@@ -161,7 +161,7 @@ def check_name(name: str, version: str) -> None:
     """Raise `UsageError` unless these can stand in a URL, a file name and a label."""
     for what, text in (("name", name), ("version", version)):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", text):
-            raise UsageError(f"{text[:80]!r} is no {what} of a model: letters, digits, dot, dash and underline")
+            raise UsageError(f"{text[:80]!r} is not a {what} of a model: letters, digits, dot, dash and underline")
 
 
 def _digest(path: Path) -> str:

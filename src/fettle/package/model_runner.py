@@ -13,7 +13,7 @@ import torch
 
 from fettle.errors import UsageError
 from fettle.package.manifest import SAMPLES, Package
-from fettle.package.program import load_program, straight
+from fettle.package.program import as_function, load_program
 from fettle.recipe import Recipe
 
 Array = np.ndarray[Any, Any]
@@ -123,7 +123,7 @@ def tuned(folder: Path, kept: Tuned, samples: Sequence[torch.Tensor], device: st
     module = load_program(folder, device)
     rest = kept.rest
     if not rest.without("grad").levels:  # the runner calls it in inference mode anyway
-        return straight(module)
+        return as_function(module)
     batches = [tuple(samples)]
     if rest.levels.get("shapes") == "static":
         # Each number of rows is compiled for itself, and after a few torch would give up and run uncompiled.

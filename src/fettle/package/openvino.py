@@ -110,7 +110,7 @@ def _parse(text: bytes, weight_bytes: int) -> None:
         if depth > MAX_DEPTH:
             raise ValueError("it is too deep")
         if depth == 1 and name != "net":
-            raise ValueError("it is no graph of OpenVINO")
+            raise ValueError("it is not a graph of OpenVINO")
         if name == "layer":
             layer, version = given.get("type", ""), given.get("version", "")
             if not _OPERATOR.fullmatch(layer) or not _SET.fullmatch(version) or layer in _REMEMBERS:

@@ -41,20 +41,20 @@ _EXPRESSION_WORDS = re.compile(
 
 
 def export_program(
-    model: torch.nn.Module, tensors: Sequence[torch.Tensor], moving: Sequence[Mapping[int, str]], max_rows: int
+    model: torch.nn.Module, tensors: Sequence[torch.Tensor], dynamic: Sequence[Mapping[int, str]], max_rows: int
 ) -> torch.export.ExportedProgram:
     """The program of a module that takes tensors and returns a tuple of tensors.
 
-    `moving` names, for each tensor, the dimensions that may have any size; equal names are one size. ``rows`` is the
+    `dynamic` names, for each tensor, the dimensions that may have any size; equal names are one size. ``rows`` is the
     batch's, from 1 to `max_rows`. Raises `UsageError` with the exporter's reason.
     """
-    names = {name for dims in moving for name in dims.values()} - {"rows"}
+    names = {name for dims in dynamic for name in dims.values()} - {"rows"}
     sizes = {name: torch.export.Dim(name, min=1) for name in names}
     sizes["rows"] = torch.export.Dim("rows", min=1, max=max(2, max_rows))
-    shapes = tuple({dim: sizes[name] for dim, name in dims.items()} or None for dims in moving)
+    shapes = tuple({dim: sizes[name] for dim, name in dims.items()} or None for dims in dynamic)
     examples = [
         _two_rows(tensor) if dims.get(0) == "rows" else tensor.detach().clone()
-        for tensor, dims in zip(tensors, moving, strict=True)
+        for tensor, dims in zip(tensors, dynamic, strict=True)
     ]
     try:
         with torch.inference_mode(False), torch.no_grad():
@@ -200,7 +200,7 @@ def _remember(seen: set[tuple[torch.Size, ...]], shapes: tuple[torch.Size, ...])
     seen.add(shapes)
 
 
-def straight(module: torch.nn.Module) -> Callable[..., Any]:
+def as_function(module: torch.nn.Module) -> Callable[..., Any]:
     """A loaded program as a function, without what torch puts around its operators: most of a tiny model's call.
 
     Its tensors come and go as they are, its weights are at hand, and it looks at its inputs only where their shapes are
@@ -235,7 +235,7 @@ def straight(module: torch.nn.Module) -> Callable[..., Any]:
 def _plain(graph: Any) -> Any:
     """The graph without what only helps debugging, and without its guards, which torch would run as Python."""
     if not isinstance(graph, dict) or "graph_module" not in graph:
-        raise ValueError(f"{GRAPH} is no exported program")
+        raise ValueError(f"{GRAPH} is not an exported program")
     graph["guards_code"] = []
     for table in tables(graph):
         if "metadata" in table:

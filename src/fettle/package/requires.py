@@ -38,7 +38,7 @@ def needed(runtime: str, handler: str, own: Sequence[str] = ()) -> dict[str, str
 
 
 def specifiers(requires: Mapping[str, str]) -> dict[str, SpecifierSet]:
-    """By library. Raises `UsageError` for what is none: no addresses, no options, nothing but versions."""
+    """By library. Raises `UsageError` for anything else: no addresses, no options, nothing but versions."""
     found = {}
     for name, versions in requires.items():
         try:
@@ -47,7 +47,7 @@ def specifiers(requires: Mapping[str, str]) -> dict[str, SpecifierSet]:
             found[name] = SpecifierSet(f">={versions}" if versions[:1].isdigit() else versions)
         except InvalidSpecifier:
             text = name + versions
-            raise UsageError(f"{text[:80]!r} is no requirement: write scipy, or 'scipy>=1.10'") from None
+            raise UsageError(f"{text[:80]!r} is not a requirement: write scipy, or 'scipy>=1.10'") from None
     return found
 
 

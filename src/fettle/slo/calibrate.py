@@ -62,7 +62,7 @@ def sizes_up_to(most: int) -> list[int]:
 
 def calibrate(
     package: Package, *, most: int, workers: int = 1, threads: int = 1, device: str = "cpu", limit_s: float = 0.0,
-    seconds: float = 1.0, tell: Callable[[str], None] = lambda text: None,
+    seconds: float = 1.0, on_progress: Callable[[str], None] = lambda text: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Calibration:  # fmt: skip
     """Samples of seconds a call, by rows, with so many workers computing at once.
@@ -75,7 +75,7 @@ def calibrate(
     made = Calibration({}, {}, {}, rested={})
     if stopped():
         raise Stopped
-    crew = _Crew(package, workers, threads, device)
+    crew = _Workers(package, workers, threads, device)
     try:
         if not _started(crew, made):
             return made
@@ -85,7 +85,7 @@ def calibrate(
             if stopped():
                 raise Stopped
             size = todo.pop(0)
-            tell(f"cost of {size} row{'s' if size > 1 else ''}, {workers} x {threads} threads, {device}")
+            on_progress(f"cost of {size} row{'s' if size > 1 else ''}, {workers} x {threads} threads, {device}")
             try:
                 made.samples[size], rested, made.memory_bytes[size] = crew.time(size, seconds)
                 if len(rested) >= LEAST_RESTED:
@@ -108,7 +108,7 @@ def calibrate(
         crew.close()
 
 
-def _started(crew: _Crew, made: Calibration) -> bool:
+def _started(crew: _Workers, made: Calibration) -> bool:
     try:
         crew.start()
     except ChildError as failure:
@@ -164,7 +164,7 @@ class _Timed(msgspec.Struct):
     memory: int
 
 
-class _Crew:
+class _Workers:
     """Processes that compute at the same time, as they would when serving."""
 
     def __init__(self, package: Package, workers: int, threads: int, device: str) -> None:

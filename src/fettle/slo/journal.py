@@ -17,7 +17,7 @@ from fettle.package.host import host_id
 from fettle.package.manifest import MANIFEST, SETTINGS, Package
 from fettle.slo.calibrate import Calibration
 from fettle.slo.overheads import Overheads
-from fettle.slo.server_process import Inside
+from fettle.slo.server_process import ServerStats
 
 _MAX_BYTES = 256 << 20
 
@@ -31,7 +31,7 @@ class Tested(msgspec.Struct, forbid_unknown_fields=True):
     """Whether the limit was kept: nothing failed, nothing was refused, and the p99 was within it."""
     run: dict[str, Any]
     """`fettle.load.run.as_data`."""
-    inside: Inside
+    inside: ServerStats
     predicted_p99_ms: float | None = None
     """By simulation, before the test; None where the queue would only grow."""
     slower: float | None = None

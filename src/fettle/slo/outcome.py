@@ -14,7 +14,7 @@ import msgspec
 from fettle.files import finite
 from fettle.load.torchserve import torchserve_row
 from fettle.slo.journal import Tested
-from fettle.slo.points import Found, Measured, Point
+from fettle.slo.points import Measured, Point, SearchResult
 
 LINEAR = 0.05
 """Of a change of the cost a row: below it larger batches bring nothing."""
@@ -43,14 +43,14 @@ def _respects(point: Point) -> tuple[float, ...]:
     return tuple(round(math.log(max(value, 1e-9)) / 0.02) for value in values)
 
 
-def explain(found: Found) -> list[str]:
+def explain(found: SearchResult) -> list[str]:
     """Why the best is the best: what more rows, waiting, workers and recipes bring or cost."""
     points = found.points
     best = found.best or (points[0] if points else None)
     if best is None or not best.predicted:
         return _why_nothing(found)
     said = [*_of_ties(best, points), *_of_serving(best, found), *_of_rows(best, found), *_of_delay(best, points),
-            *_of_crews(best, points)]  # fmt: skip
+            *_of_workers(best, points)]  # fmt: skip
     if found.best is None and any(point.tests for point in points):
         nearest = min((test for point in points for test in point.tests), key=_p99)
         p99 = _p99(nearest)
@@ -59,7 +59,7 @@ def explain(found: Found) -> list[str]:
     return said
 
 
-def _why_nothing(found: Found) -> list[str]:
+def _why_nothing(found: SearchResult) -> list[str]:
     """Which factor binds where no setting keeps the limit even in simulation."""
     if not found.branches:
         return []
@@ -80,7 +80,7 @@ def _of_ties(best: Point, points: Sequence[Point]) -> list[str]:
             for point in tied]  # fmt: skip
 
 
-def _of_serving(best: Point, found: Found) -> list[str]:
+def _of_serving(best: Point, found: SearchResult) -> list[str]:
     """What of a row's cost is not the model's, and what a pause costs. Nothing where it was not measured."""
     measured, rows = found.branches[best.setting.branch], best.setting.max_rows
     costs, said = measured.costs, []
@@ -106,7 +106,7 @@ def how_much_slower(points: Sequence[Point]) -> str:
     return f"the model's calls took {statistics.median(times):.2f}x as long in load tests as when calibrated"
 
 
-def _of_rows(best: Point, found: Found) -> list[str]:
+def _of_rows(best: Point, found: SearchResult) -> list[str]:
     """A sentence for each doubling of the rows, up to the first that the curve or the limit rules out."""
     setting, said = best.setting, []
     costs = found.branches[setting.branch].costs
@@ -148,7 +148,7 @@ def _of_delay(best: Point, points: Sequence[Point]) -> list[str]:
     return [f"{what}: {other.predicted / best.predicted - 1:+.0%} in simulation"]
 
 
-def _of_crews(best: Point, points: Sequence[Point]) -> list[str]:
+def _of_workers(best: Point, points: Sequence[Point]) -> list[str]:
     """The best setting of every other branch, in one sentence each."""
     tops: dict[Any, Point] = {}
     for point in points:
@@ -171,11 +171,11 @@ def _p99(test: Tested) -> float:
 # -- plain data -------------------------------------------------------------------------------------------------------
 
 
-def plain(found: Found, **more: Any) -> dict[str, Any]:
+def plain(found: SearchResult, **more: Any) -> dict[str, Any]:
     """Everything that the report shows, without NaN or infinity, with `more` facts about the search."""
     best = found.best
     return {
-        "limit_ms": found.limit_s * 1e3, "rate": found.rate, "head_room": found.head_room, "met": found.met,
+        "limit_ms": found.limit_s * 1e3, "rate": found.rate, "head_room": found.headroom, "met": found.met,
         "why": found.why, "tests": found.tests, "tests_kept": found.tests_kept, "interrupted": found.interrupted,
         "seconds": found.seconds, "reference_rate": found.reference_rate,
         "best": found.points.index(best) if best is not None else None,
@@ -224,7 +224,7 @@ def _percent(samples: Sequence[float], share: float) -> float:
 # -- TorchServe's table -----------------------------------------------------------------------------------------------
 
 
-def torchserve_rows(found: Found, name: str) -> list[dict[str, str]]:
+def torchserve_rows(found: SearchResult, name: str) -> list[dict[str, str]]:
     """Every load test in the columns of TorchServe's ``ab_report.csv``, best setting first.
 
     Its columns of the handler are the calls of the model here; the queue's are from arrival to dispatch. Its own

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from fettle.load.client import Shot
+from fettle.load.client import Request
 from fettle.load.loops import closed_loop
 from fettle.package.settings import CostCurve
 from fettle.slo.server_process import ServerFailure, ServerProcess
@@ -37,16 +37,16 @@ class Overheads(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 async def measure_overheads(
-    served: ServerProcess, shots: Sequence[Shot], curve: CostCurve, *, workers: int, max_rows: int
+    served: ServerProcess, requests: Sequence[Request], curve: CostCurve, *, workers: int, max_rows: int
 ) -> Overheads:
     """Two closed loops. Raises `ServerFailure` where requests fail.
 
     Where the server is quicker than the calibration said, as far as that was noise, a constant is 0: never less.
     """
-    alone = await closed_loop(shots, 1, max(RUN_S, 30 * curve.at(1)))
+    alone = await closed_loop(requests, 1, max(RUN_S, 30 * curve.at(1)))
     single = await served.look()
     clients = min(256, 2 * max_rows * workers + workers)
-    busy = await closed_loop(shots, clients, max(RUN_S, 30 * curve.at(max_rows) / workers))
+    busy = await closed_loop(requests, clients, max(RUN_S, 30 * curve.at(max_rows) / workers))
     seen = await served.look()
     for run in (alone, busy):
         if not run.answered or run.failed:

@@ -88,7 +88,7 @@ class Point:
     predicted_p50_s: float = math.nan
     """At that rate."""
     p99_s: float = math.inf
-    """By simulation at `Found.reference_rate`."""
+    """By simulation at `SearchResult.reference_rate`."""
     memory_bytes: int = 0
     """Of all workers: as calibrated, or as seen in the last load test."""
     error: float = math.nan
@@ -165,13 +165,13 @@ class Measured:
 
 
 @dataclass
-class Found:
+class SearchResult:
     """The outcome of a search."""
 
     limit_s: float
     rate: float
     """What was asked for; 0: as much as possible."""
-    head_room: float = 0.0
+    headroom: float = 0.0
     """Share of the capacity that has to be left at `rate`."""
     points: list[Point] = field(default_factory=list)
     """Best first: measured ones by measurement, then the others by prediction."""
@@ -196,4 +196,4 @@ class Found:
     @property
     def met(self) -> bool:
         """Whether the limit is kept, at the rate that was asked for and with the headroom."""
-        return self.best is not None and (1 - self.head_room) * (self.best.measured or 0.0) >= self.rate
+        return self.best is not None and (1 - self.headroom) * (self.best.measured or 0.0) >= self.rate

@@ -10,7 +10,7 @@ import msgspec
 
 from fettle.errors import UsageError
 from fettle.load.arrivals import poisson
-from fettle.load.client import Shot, tensor_shot
+from fettle.load.client import Request, tensor_request
 from fettle.load.loops import open_loop
 from fettle.load.run import Run, as_data
 from fettle.package.host import host_id
@@ -18,8 +18,8 @@ from fettle.package.manifest import SAMPLES, Package
 from fettle.package.settings import CostCurve, ServeSettings
 from fettle.slo.calibrate import Stopped
 from fettle.slo.journal import Journal, Tested, package_key
-from fettle.slo.points import Found, Point, Setting
-from fettle.slo.server_process import Inside, ServerFailure, ServerProcess
+from fettle.slo.points import Point, SearchResult, Setting
+from fettle.slo.server_process import ServerFailure, ServerProcess, ServerStats
 from fettle.slo.simulate import Costs, simulate
 
 LATE = "the load generator was late itself in tests that failed: what was measured is a lower bound"
@@ -41,9 +41,9 @@ def test_s(rate: float, seconds: float) -> float:
 
 
 async def prove(
-    package: Package, point: Point, costs: Costs, found: Found, seconds: float, journal: Journal | None = None,
-    tell: Callable[[str], None] = lambda text: None, stop: asyncio.Event | None = None, expected: float | None = None,
-    to_beat: float = 0.0,
+    package: Package, point: Point, costs: Costs, found: SearchResult, seconds: float, journal: Journal | None = None,
+    on_progress: Callable[[str], None] = lambda text: None, stop: asyncio.Event | None = None,
+    expected: float | None = None, to_beat: float = 0.0,
 ) -> None:  # fmt: skip
     """Open-loop load tests around the predicted capacity: up while it holds, down while it does not, then between.
 
@@ -65,7 +65,7 @@ async def prove(
             if key not in journal.tests:
                 if stop is not None and stop.is_set():
                     raise Stopped
-                tell(f"{rate:.4g} requests/s on {setting}")
+                on_progress(f"{rate:.4g} requests/s on {setting}")
                 served = served or await ServerProcess.start(package, settings, setting.device)
                 journal.tests[key] = await _test(served, package, point, costs, rate, length, limit_s, stop)
                 journal.save()
@@ -100,11 +100,11 @@ async def _test(
     stop: asyncio.Event | None,
 ) -> Tested:  # fmt: skip
     """One run; again where it failed while this client was too slow, which says little of the server."""
-    shots = sample_shots(package, served.url)
+    requests = sample_requests(package, served.url)
     for seed in range(2):
         await served.look()
         try:
-            run = await open_loop(shots, poisson(rate, seconds, seed), limit_s=limit_s, stop=stop)
+            run = await open_loop(requests, poisson(rate, seconds, seed), limit_s=limit_s, stop=stop)
         except UsageError as error:  # nothing answers any more
             raise ServerFailure(str(error)) from error
         if run.interrupted:
@@ -120,7 +120,7 @@ async def _test(
     )  # fmt: skip
 
 
-def _slower(inside: Inside, costs: Costs, stretch: float) -> float | None:
+def _slower(inside: ServerStats, costs: Costs, stretch: float) -> float | None:
     """Of calls of the sizes that were seen; None where there were none."""
     curve = costs.curve()
     by_curve_s = sum(curve.at(size) * count for size, count in inside.sizes.items())
@@ -132,21 +132,21 @@ def held(run: Run) -> bool:
     return bool(run.stable and run.answered and not run.failed and not run.shed and run.percentile(99) <= run.limit_s)
 
 
-def sample_shots(package: Package, url: str, most: int = 8) -> list[Shot]:
+def sample_requests(package: Package, url: str, most: int = 8) -> list[Request]:
     """Requests of one row each, with the rows of the package's own sample."""
     from safetensors.numpy import load_file
 
     samples = load_file(package.folder / SAMPLES)
     specs = package.manifest.inputs
     rows = min([most, *(len(samples[spec.name]) for spec in specs if spec.batched)])
-    shots = []
+    requests = []
     for row in range(rows):
         tensors = [
             (spec.name, spec.datatype, samples[spec.name][row : row + 1] if spec.batched else samples[spec.name])
             for spec in specs
         ]
-        shots.append(tensor_shot(f"{url}/v2/models/{package.manifest.name}/infer", tensors, {}))
-    return shots
+        requests.append(tensor_request(f"{url}/v2/models/{package.manifest.name}/infer", tensors, {}))
+    return requests
 
 
 def serve_settings(given: ServeSettings, setting: Setting, costs: Costs, limit_s: float, machine: str) -> ServeSettings:
@@ -158,7 +158,7 @@ def serve_settings(given: ServeSettings, setting: Setting, costs: Costs, limit_s
     )  # fmt: skip
 
 
-def tuned(found: Found, package: Package) -> ServeSettings:
+def tuned(found: SearchResult, package: Package) -> ServeSettings:
     """The best point as settings for its package. Only where there is a best point."""
     assert found.best is not None
     setting = found.best.setting

@@ -20,7 +20,7 @@ Known = dict[tuple[Branch, float, float, Overheads | None], list[Point]]
 """Points by what they follow from: a branch, the limit, and what its costs were corrected by and lie within."""
 
 
-def crews(cores: int, device: str = "cpu") -> list[tuple[int, int]]:
+def worker_splits(cores: int, device: str = "cpu") -> list[tuple[int, int]]:
     """Workers and threads of each: all cores to one worker, then divided; also one core left for the front end.
 
     Workers that share another device than the CPU need a core each, to hand it work.
@@ -41,7 +41,7 @@ def between(workers: int, known: Sequence[int]) -> list[int]:
 
 
 def rank(
-    branches: Iterable[Measured], limit_s: float, tell: Callable[[str], None] = lambda text: None,
+    branches: Iterable[Measured], limit_s: float, on_progress: Callable[[str], None] = lambda text: None,
     known: Known | None = None,
 ) -> list[Point]:  # fmt: skip
     """Every setting, simulated; best first. What is in `known` is not simulated again, what is simulated goes there."""
@@ -53,7 +53,7 @@ def rank(
             if known is not None:
                 known[key] = found
         points += [replace(point) for point in (found if known is None else known[key])]
-        tell(f"{len(points)} settings simulated")
+        on_progress(f"{len(points)} settings simulated")
     best = max((point.predicted for point in points), default=0.0)
 
     def place(point: Point) -> tuple[float, int, float, int, float]:

@@ -22,13 +22,13 @@ from fettle.slo.calibrate import Calibration, Stopped, calibrate
 from fettle.slo.journal import Journal, package_key
 from fettle.slo.outcome import explain, front, how_much_slower
 from fettle.slo.overheads import Overheads, measure_overheads
-from fettle.slo.points import Branch, Failure, Found, Measured, Point, Setting, Variant
-from fettle.slo.proof import prove, sample_shots, serve_settings, test_s
-from fettle.slo.ranking import Known, between, crews, rank
+from fettle.slo.points import Branch, Failure, Measured, Point, SearchResult, Setting, Variant
+from fettle.slo.proof import prove, sample_requests, serve_settings, test_s
+from fettle.slo.ranking import Known, between, rank, worker_splits
 from fettle.slo.server_process import ServerFailure, ServerProcess
 from fettle.slo.simulate import simulate
 
-HEAD_ROOM = 0.2
+HEADROOM = 0.2
 """Share of the capacity that a setting had better have left: what is suggested where nobody asks for another."""
 OFF = 1.15
 """A prediction that is off by more than this factor is corrected."""
@@ -41,15 +41,15 @@ TESTS = 3.2
 """Load tests of a setting, on average."""
 HOPELESS = 0.5
 """A recipe with no smaller error that serves less than this share of another's is not tried with other workers."""
-Tell = Callable[[str], None]
+OnProgress = Callable[[str], None]
 
 
 async def search(
-    packages: Package | Sequence[Variant], limit_s: float, *, rate: float = 0.0, head_room: float = 0.0,
+    packages: Package | Sequence[Variant], limit_s: float, *, rate: float = 0.0, headroom: float = 0.0,
     most_rows: int = 32, cores: int = 2, devices: Sequence[str] = ("cpu",), seconds: float = 8.0, confirm: int = 3,
     prices: Mapping[str, float] | None = None, keep: Path | None = None, failures: Iterable[Failure] = (),
-    tell: Tell = lambda text: None, stop: asyncio.Event | None = None,
-) -> Found:  # fmt: skip
+    on_progress: OnProgress = lambda text: None, stop: asyncio.Event | None = None,
+) -> SearchResult:  # fmt: skip
     """Find the setting with the greatest capacity under the limit; `seconds` is the length of one load test.
 
     `prices` are of an hour, by device (``""``: any). `keep` is a file in which everything measured is kept, so that a
@@ -57,9 +57,9 @@ async def search(
     """
     began = time.monotonic()
     variants = [Variant("", packages)] if isinstance(packages, Package) else list(packages)
-    found = Found(limit_s, rate, head_room, failures=list(failures))
-    work = _Search(found, {variant.name: variant for variant in variants}, Journal(keep), tell, stop or asyncio.Event(),
-                   seconds, most_rows, cores)  # fmt: skip
+    found = SearchResult(limit_s, rate, headroom, failures=list(failures))
+    by_name = {variant.name: variant for variant in variants}
+    work = _Search(found, by_name, Journal(keep), on_progress, stop or asyncio.Event(), seconds, most_rows, cores)
     try:
         await work.calibrate(variants, devices)
         if work.possible():
@@ -77,12 +77,12 @@ class _Search:
     """A search under way: what `search` calls, in the order in which it does."""
 
     def __init__(
-        self, found: Found, variants: Mapping[str, Variant], journal: Journal, tell: Tell, stop: asyncio.Event,
-        seconds: float, most_rows: int, cores: int,
+        self, found: SearchResult, variants: Mapping[str, Variant], journal: Journal, on_progress: OnProgress,
+        stop: asyncio.Event, seconds: float, most_rows: int, cores: int,
     ) -> None:  # fmt: skip
         self.found, self.variants, self.journal, self.stop = found, variants, journal, stop
         self.seconds, self.most_rows, self.cores = seconds, most_rows, cores
-        self._tell, self._until = tell, 0.0
+        self._on_progress, self._until = on_progress, 0.0
         """When the part that is under way is done, about, of `time.monotonic`."""
         self._tested: set[Setting] = set()
         self._tried: set[Branch] = set()
@@ -92,14 +92,14 @@ class _Search:
 
     async def calibrate(self, variants: Sequence[Variant], devices: Sequence[str]) -> None:
         """Cost curves of every variant and device with the first crew, then with the others where there is hope."""
-        all_s = CALIBRATION_S * len(variants) * sum(len(crews(self.cores, device)) for device in devices)
+        all_s = CALIBRATION_S * len(variants) * sum(len(worker_splits(self.cores, device)) for device in devices)
         self._until = time.monotonic() + all_s
         for device in devices:
             for variant in variants:
-                await self._calibrate(Branch(*crews(self.cores, device)[0], device, variant.name))
+                await self._calibrate(Branch(*worker_splits(self.cores, device)[0], device, variant.name))
         hopeless = self._hopeless()
         for device in devices:
-            for workers, threads in crews(self.cores, device)[1:]:
+            for workers, threads in worker_splits(self.cores, device)[1:]:
                 for variant in variants:
                     if variant.name not in hopeless:
                         await self._calibrate(Branch(workers, threads, device, variant.name))
@@ -118,7 +118,8 @@ class _Search:
             try:
                 made = await asyncio.to_thread(
                     calibrate, package, most=most, workers=branch.workers, threads=branch.threads,
-                    device=branch.device, limit_s=self.found.limit_s, tell=self.tell, stopped=self.stop.is_set,
+                    device=branch.device, limit_s=self.found.limit_s, on_progress=self.progress,
+                    stopped=self.stop.is_set,
                 )  # fmt: skip
             except _TooMuch as failure:
                 made = Calibration({}, {0: str(failure)})
@@ -199,16 +200,16 @@ class _Search:
         branch, rows = setting.branch, setting.max_rows
         key = f"{package_key(package)} {branch.device} {branch.workers}x{branch.threads} {rows}"
         if key not in self.journal.overheads:
-            self.tell(f"what serving adds, with {branch}")
+            self.progress(f"what serving adds, with {branch}")
             curve = self.found.branches[branch].costs.curve()
             at_once = replace(setting, delay_s=0.0)
             settings = serve_settings(package.settings, at_once, self.found.branches[branch].costs, 0.0, host_id())
             try:
                 served = await ServerProcess.start(package, settings, branch.device)
                 try:
-                    shots = sample_shots(package, served.url)
+                    requests = sample_requests(package, served.url)
                     self.journal.overheads[key] = await measure_overheads(
-                        served, shots, curve, workers=branch.workers, max_rows=rows
+                        served, requests, curve, workers=branch.workers, max_rows=rows
                     )
                 finally:
                     await served.close()
@@ -293,12 +294,12 @@ class _Search:
 
     async def _prove(self, point: Point, to_beat: float = 0.0) -> None:
         self._tested.add(point.setting)
-        self.tell(f"load tests of {point.setting}, predicted {point.predicted:.4g} requests/s")
+        self.progress(f"load tests of {point.setting}, predicted {point.predicted:.4g} requests/s")
         package = self.variants[point.setting.variant].package
         costs, expected = self.found.branches[point.setting.branch].costs, self._expected(point)
         try:
-            await prove(package, point, costs, self.found, self.seconds, self.journal, self.tell, self.stop, expected,
-                        to_beat)  # fmt: skip
+            await prove(package, point, costs, self.found, self.seconds, self.journal, self.progress, self.stop,
+                        expected, to_beat)  # fmt: skip
         except ServerFailure as failure:
             self.found.failures.append(Failure(str(point.setting), str(failure)))
 
@@ -310,15 +311,15 @@ class _Search:
         if found.branches and not any(why.startswith("one row alone") for why in found.why):
             points = self._rank()
             best = found.best.capacity if found.best else points[0].predicted if points else 0.0
-            found.reference_rate = found.rate or (1 - HEAD_ROOM) * best
+            found.reference_rate = found.rate or (1 - HEADROOM) * best
             for point in points:
                 self._complete(point, prices)
             for point in front(points):
                 point.front = True
             found.why += explain(found)
         if found.best is not None and not found.met:
-            best = (1 - found.head_room) * found.best.capacity
-            room = f" with {found.head_room:.0%} headroom" if found.head_room else ""
+            best = (1 - found.headroom) * found.best.capacity
+            room = f" with {found.headroom:.0%} headroom" if found.headroom else ""
             found.why.append(f"{found.rate:.4g} requests/s are asked for; the best setting keeps the limit up to "
                              f"{best:.4g}{room}")  # fmt: skip
 
@@ -338,16 +339,16 @@ class _Search:
     def _rank(self) -> list[Point]:
         """All settings, simulated with what is known now; points that were measured stay as they are."""
         old = {point.setting: point for point in self.found.points if point.measured is not None or point.tests}
-        fresh = rank(self.found.branches.values(), self.found.limit_s, self.tell, self._simulated)
+        fresh = rank(self.found.branches.values(), self.found.limit_s, self.progress, self._simulated)
         points = [old.pop(point.setting, point) for point in fresh] + list(old.values())
         points.sort(key=lambda point: point.order)
         self.found.points = points
         return points
 
-    def tell(self, text: str) -> None:
+    def progress(self, text: str) -> None:
         """What is done now, and about how long all of it still takes."""
         left_s = self._until - time.monotonic()
-        self._tell(f"{text} · about {left_s:.0f} s left" if left_s >= 1 else text)
+        self._on_progress(f"{text} · about {left_s:.0f} s left" if left_s >= 1 else text)
 
     def _check(self) -> None:
         if self.stop.is_set():

@@ -29,7 +29,7 @@ _MOST = 1_000_000
 PERCENTS = (50, 90, 99)
 
 
-class Split(msgspec.Struct, forbid_unknown_fields=True):
+class StageTimes(msgspec.Struct, forbid_unknown_fields=True):
     """One stage of serving: milliseconds, mean and percentiles."""
 
     mean: float = 0.0
@@ -38,7 +38,7 @@ class Split(msgspec.Struct, forbid_unknown_fields=True):
     p99: float = 0.0
 
 
-class Inside(msgspec.Struct, forbid_unknown_fields=True):
+class ServerStats(msgspec.Struct, forbid_unknown_fields=True):
     """What a server saw since it was last asked."""
 
     calls: int = 0
@@ -47,11 +47,11 @@ class Inside(msgspec.Struct, forbid_unknown_fields=True):
     """Calls by their number of rows, padding apart."""
     sizes: dict[int, int] = {}
     """Calls by their size, padding included."""
-    queue_ms: Split = msgspec.field(default_factory=Split)
+    queue_ms: StageTimes = msgspec.field(default_factory=StageTimes)
     """A request: from arrival to dispatch."""
-    join_ms: Split = msgspec.field(default_factory=Split)
+    join_ms: StageTimes = msgspec.field(default_factory=StageTimes)
     """A call: putting its batch together."""
-    model_ms: Split = msgspec.field(default_factory=Split)
+    model_ms: StageTimes = msgspec.field(default_factory=StageTimes)
     """A call of the model."""
     memory_bytes: int = 0
     """Resident, of all workers."""
@@ -95,9 +95,9 @@ class ServerProcess:
         made.url = f"http://127.0.0.1:{port}"
         return made
 
-    async def look(self) -> Inside:
+    async def look(self) -> ServerStats:
         """What it saw since the last look. Raises `ServerFailure` where it is gone."""
-        return await self._ask(_Look(), Inside, 30.0)
+        return await self._ask(_Look(), ServerStats, 30.0)
 
     async def close(self) -> None:
         """End it and its workers."""
@@ -142,10 +142,10 @@ class _Recorder:
         self.rows: dict[int, int] = {}
         self.sizes: dict[int, int] = {}
 
-    def look(self, memory_bytes: int) -> Inside:
+    def look(self, memory_bytes: int) -> ServerStats:
         import psutil
 
-        seen = Inside(
+        seen = ServerStats(
             sum(self.rows.values()), self.rows, self.sizes, _split(self.queue), _split(self.join), _split(self.model),
             memory_bytes, psutil.cpu_percent(None), psutil.virtual_memory().percent,
         )  # fmt: skip
@@ -153,11 +153,11 @@ class _Recorder:
         return seen
 
 
-def _split(seconds: Sequence[float]) -> Split:
+def _split(seconds: Sequence[float]) -> StageTimes:
     if not seconds:
-        return Split()
+        return StageTimes()
     values = np.asarray(seconds) * 1e3
-    return Split(float(values.mean()), *(float(value) for value in np.percentile(values, PERCENTS)))
+    return StageTimes(float(values.mean()), *(float(value) for value in np.percentile(values, PERCENTS)))
 
 
 async def _serve(parent: Parent) -> None:

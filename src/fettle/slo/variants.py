@@ -30,7 +30,7 @@ PACKAGE_S = 1800.0
 
 def package_all(
     text: str, target: Target, recipes: Sequence[Recipe], folder: Path, *, max_rows: int, max_error: float,
-    tell: Callable[[str], None] = lambda text: None, stopped: Callable[[], bool] = lambda: False,
+    on_progress: Callable[[str], None] = lambda text: None, stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[list[Variant], list[Failure]]:  # fmt: skip
     """A package in `folder` for each recipe that differs once served, and what failed. Raises `Stopped`."""
     made: list[Variant] = []
@@ -38,7 +38,7 @@ def package_all(
     for recipe in distinct(recipes):
         name = str(recipe) if recipe.levels else AS_GIVEN
         path = folder / _digest(target, recipe, max_rows)
-        tell(f"packaging {name}")
+        on_progress(f"packaging {name}")
         why = "" if path.is_dir() else _package(text, target, recipe, path, max_rows, stopped)
         if why:
             failures.append(Failure(f"the recipe {name}", why))

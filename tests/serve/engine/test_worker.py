@@ -85,7 +85,7 @@ def quick(**changed):
 
 
 def answer(worker, rss=0):
-    worker._hear(wire.Done(worker._call, [(2, 3)], 0.0, 0.001, rss), memoryview(b""))
+    worker._on_message(wire.Done(worker._call, [(2, 3)], 0.0, 0.001, rss), memoryview(b""))
 
 
 def in_loop(test):
@@ -174,7 +174,7 @@ def test_of_a_lost_worker_only_the_call_it_was_in_is_blamed():
     first, second = batch(), batch()
     worker.run(first, 1.0)
     worker.follow(second)
-    worker._lost("ended")
+    worker._on_lost("ended")
     assert worker.pool.told[-2:] == [("returned", second), ("failed", first)]
     assert worker.batch is worker.following is None
 
@@ -184,7 +184,7 @@ def test_a_worker_that_has_grown_does_what_it_has_and_is_replaced():
     worker = quick()
     worker.pool.settings = ServeSettings(max_rows=2, threads=1, max_worker_bytes=1 << 20)
     lost = []
-    worker._lost = lost.append
+    worker._on_lost = lost.append
     worker.run(batch(), 1.0)
     worker.follow(batch())
     answer(worker, rss=2 << 20)
@@ -201,7 +201,7 @@ def test_an_answer_to_a_ping_does_not_end_the_waiting_for_a_call():
     worker._silent()
     assert isinstance(worker._process.sent[-1][0], wire.Ping)
     worker.run(batch(), 1.0)
-    worker._hear(wire.Pong(0, 5), memoryview(b""))
+    worker._on_message(wire.Pong(0, 5), memoryview(b""))
     assert (worker._awaited, worker.rss) == (True, 5)
 
 

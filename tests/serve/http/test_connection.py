@@ -136,7 +136,7 @@ def test_what_is_no_http_ends_the_connection_after_the_answers_before_it() -> No
         assert (status, headers[b"connection"], json.loads(body)) == (
             400,
             b"close",
-            {"error": "this is no HTTP request"},
+            {"error": "this is not an HTTP request"},
         )
         assert await reader.read() == b""
         assert app.under_way == 1

@@ -56,6 +56,6 @@ def command(
             workload=find_target(target).load() if target else None, inputs=inputs or (),
             handler=as_handler(handler), handler_settings=toml_settings(handler_settings),
             files=add_files(labels, tokenizer), settings=ServeSettings(max_rows=max_rows), name=name,
-            tell=tell,
+            on_progress=tell,
         )  # fmt: skip
     show(package, output or Path(f"{name or mar.name}-{mar.version}"), as_json)

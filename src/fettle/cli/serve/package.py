@@ -74,7 +74,7 @@ def command(
             found.load(), tuned.recipe, path, name=called, version=version, settings=ServeSettings(max_rows=max_rows),
             handler=as_handler(handler), handler_settings=toml_settings(handler_settings),
             files=add_files(labels, tokenizer), requires=requires or (), evidence=tuned.evidence,
-            tell=tell,
+            on_progress=tell,
         )  # fmt: skip
     show(package, path, as_json)
 

@@ -23,7 +23,7 @@ from fettle.files import check_writable
 if TYPE_CHECKING:
     from fettle.package.manifest import Package
     from fettle.recipe import Recipe
-    from fettle.slo.points import Failure, Found, Point, Variant
+    from fettle.slo.points import Failure, Point, SearchResult, Variant
 
 
 def command(
@@ -119,7 +119,7 @@ def command(
     around = Surroundings()
     with _options.telling("starting", quiet=as_json) as tell, _quiet.users_code_quiet():
 
-        async def run() -> Found:
+        async def run() -> SearchResult:
             stop = asyncio.Event()
             asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
             try:
@@ -131,9 +131,9 @@ def command(
             if not variants:
                 raise UsageError("; ".join(f"{failure.what}: {failure.why}" for failure in failures))
             return await search(
-                variants, limit_s, rate=rate, head_room=room, most_rows=max_rows, cores=cores or usable_cores(),
+                variants, limit_s, rate=rate, headroom=room, most_rows=max_rows, cores=cores or usable_cores(),
                 devices=chosen, seconds=test_s, confirm=confirm, prices=prices, keep=folder / "measured.json",
-                failures=failures, tell=tell, stop=stop,
+                failures=failures, on_progress=tell, stop=stop,
             )  # fmt: skip
 
         found = run_loop(run())
@@ -209,12 +209,12 @@ class _Work:
             return made, []
         made, failures = package_all(
             self.text, self.target, self.recipes, folder / "packages", max_rows=max_rows, max_error=max_error,
-            tell=tell, stopped=stopped,
+            on_progress=tell, stopped=stopped,
         )  # fmt: skip
         self.packages = tuple(made)
         return made, failures
 
-    def write(self, found: Found, folder: Path) -> Path:
+    def write(self, found: SearchResult, folder: Path) -> Path:
         """The best setting as the package's ``serve.toml``; a target's best package is copied out of its cache."""
         from fettle.package.manifest import open_package, write_settings
         from fettle.slo.proof import tuned
@@ -240,7 +240,7 @@ def _prices(texts: list[str]) -> dict[str, float]:
         except ValueError:
             value = -1.0
         if not 0 <= value < 1e9 or (equals and not re.fullmatch(r"cpu|cuda(:\d{1,3})?", device)):
-            raise UsageError(f"--price-per-hour: {text!r} is no price, for example 0.40 or cuda=2.50")
+            raise UsageError(f"--price-per-hour: {text!r} is not a price, for example 0.40 or cuda=2.50")
         found[device] = value
     return found
 
@@ -255,8 +255,8 @@ def _machine() -> str:
     return f"{cpu()}, {cores()} cores, torch {metadata.version('torch')}, Python {platform.python_version()}"
 
 
-def _print(found: Found, console: Console, folder: Path, written: Path | None) -> None:
-    from fettle.slo.search import HEAD_ROOM
+def _print(found: SearchResult, console: Console, folder: Path, written: Path | None) -> None:
+    from fettle.slo.search import HEADROOM
 
     console.print(f"requests a second with p99 within {found.limit_s * 1e3:.4g} ms, Poisson arrivals", highlight=False)
     console.print(_table(found))
@@ -275,7 +275,7 @@ def _print(found: Found, console: Console, folder: Path, written: Path | None) -
         console.print(f"{found.tests_kept} of {found.tests} load tests had been made before", highlight=False)
     best = found.best
     if best is not None and best.measured:
-        share = found.head_room or HEAD_ROOM
+        share = found.headroom or HEADROOM
         room = (1 - share) * best.measured
         console.print(f"with {share:.0%} headroom: up to {room:.4g} requests/s", highlight=False)
     if found.interrupted:
@@ -287,7 +287,7 @@ def _print(found: Found, console: Console, folder: Path, written: Path | None) -
     console.print(f"report: {folder}/report.html", highlight=False, markup=False)
 
 
-def _table(found: Found, most: int = 12) -> Table:
+def _table(found: SearchResult, most: int = 12) -> Table:
     """What was measured, then what no other setting beats in all respects."""
     shown = [point for point in found.points if point.tests]
     shown += [point for point in found.points if point.front and not point.tests]

@@ -38,7 +38,7 @@ def settle(
 ) -> Settings:
     """The settings of a ready handler for a model: what its inputs and outputs suggest, `wanted` above it.
 
-    `files` are the names in the package. Raises `UsageError` where the model is none for this handler.
+    `files` are the names in the package. Raises `UsageError` where the model does not fit this handler.
     """
     if kind not in READY:
         raise UsageError(f"no ready handler is called {kind!r}: {', '.join(READY)}, or the path of your handler.py")

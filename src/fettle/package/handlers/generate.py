@@ -23,6 +23,8 @@ from fettle.package.tensors import TensorSpec
 if TYPE_CHECKING:
     from fettle.package.handlers.cache import Cache
 
+OnPiece = Callable[[int, str | dict[str, Any]], None]
+"""Called with a text's index and its next piece, at last with the whole answer."""
 _INPUTS = ("input_ids", "attention_mask", LAST, SEEN, PAST)
 _ENDS = ("</s>", "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "[SEP]", "<eos>")
 
@@ -73,7 +75,7 @@ def read_prompt(body: bytes) -> Prompt:
     try:
         return _prompts.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"the body is no request to generate: {str(error)[:200]}") from error
+        raise UsageError(f"the body is not a request to generate: {str(error)[:200]}") from error
 
 
 def suggest(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], files: set[str]) -> Settings:
@@ -142,11 +144,14 @@ class Handler:
         return answers
 
     def generate(
-        self, bodies: Sequence[bytes], tell: Callable[[int, str | dict[str, Any]], None], gone: Callable[[], set[int]]
+        self,
+        bodies: Sequence[bytes],
+        on_piece: OnPiece,
+        gone: Callable[[], set[int]],
     ) -> list[dict[str, Any]]:
         """Answer prompts in step; those that `gone()` names are given up.
 
-        `tell` hears each piece as text, and each answer once it is whole: ``{"text_output", "tokens", "reason"}``,
+        `on_piece` hears each piece as text, and each answer once it is whole: ``{"text_output", "tokens", "reason"}``,
         where the reason for its end is ``stop``, ``length`` or ``gone``. All answers are returned too.
         """
         texts = [self._begin(index, body) for index, body in enumerate(bodies)]
@@ -158,9 +163,9 @@ class Handler:
                 text.reason = "gone"
             going = [text for text in live if not text.reason]
             for text, row in zip(going, self._logits(going, cache) if going else (), strict=True):
-                self._grow(text, _next(row, text), tell)
+                self._grow(text, _next(row, text), on_piece)
             for text in (text for text in live if text.reason):  # nobody waits for the longest of the batch
-                tell(text.index, text.answer())
+                on_piece(text.index, text.answer())
             live = [text for text in live if not text.reason]
         self.metrics.add_counter("generated_tokens", sum(text.new for text in texts))
         return [text.answer() for text in texts]
@@ -197,7 +202,7 @@ class Handler:
         found: Array = self.runner.run(parts, 0)[self.place]
         return found
 
-    def _grow(self, text: _Text, token: int, tell: Callable[[int, str | dict[str, Any]], None]) -> None:
+    def _grow(self, text: _Text, token: int, on_piece: OnPiece) -> None:
         text.new += 1
         text.left -= 1
         if token in self.stop:
@@ -211,14 +216,14 @@ class Handler:
             piece = whole[text.said :]
             text.said = len(whole)
             text.parts.append(piece)
-            tell(text.index, piece)
+            on_piece(text.index, piece)
 
 
 def _plain(body: bytes) -> str:
     try:
         return body.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UsageError("the body is no text in UTF-8") from error
+        raise UsageError("the body is not text in UTF-8") from error
 
 
 def _next(logits: Array, text: _Text) -> int:

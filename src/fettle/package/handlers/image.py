@@ -146,7 +146,7 @@ def import_pillow() -> Any:
 
 
 def check_decoding(decoding: Decoding, spec: TensorSpec) -> None:
-    """Raise `UsageError` where the image that comes out is none for this input."""
+    """Raise `UsageError` where the image that comes out does not fit this input."""
     shape = (1, len(decoding.mean), *decoding.size)
     if not spec.fits((1, *shape[1:])):
         raise UsageError(f"the handler makes {list(shape)}, and the input {spec.name} is {list(spec.shape)}")
@@ -171,7 +171,7 @@ def decode(body: bytes, decoding: Decoding) -> tuple[Array, tuple[int, int]]:
         raise UsageError(f"an image may have {decoding.max_pixels} pixels") from None
     except Exception as error:  # decoders of damaged files raise nearly everything
         wanted = ", ".join(decoding.formats)
-        raise UsageError(f"the body is no image that can be read: {wanted} are") from error
+        raise UsageError(f"the body is not an image that can be read: {wanted} are") from error
     values = np.asarray(small, np.float32)[..., None] if len(decoding.mean) == 1 else np.asarray(small, np.float32)
     scaled = (values / np.float32(255) - np.array(decoding.mean, np.float32)) / np.array(decoding.std, np.float32)
     return np.ascontiguousarray(scaled.transpose(2, 0, 1))[None], (width, height)

@@ -74,7 +74,7 @@ def read_labels(folder: Path) -> list[str]:
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is no text") from error
+        raise UsageError(f"{path} is not text") from error
 
 
 def labels_file(path: Path) -> bytes:

@@ -55,7 +55,7 @@ class Handler:
         try:
             said = msgspec.json.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise UsageError("the body is no JSON") from error
+            raise UsageError("the body is not JSON") from error
         if isinstance(said, dict) and "instances" in said:  # the form of TensorFlow Serving and KServe v1
             said = said["instances"]
         if not isinstance(said, dict):
@@ -70,7 +70,7 @@ class Handler:
             try:
                 array = np.asarray(said[spec.name], dtype=spec.kind)
             except (ValueError, TypeError, OverflowError) as error:
-                raise UsageError(f"the input {spec.name} is no array of {spec.datatype}") from error
+                raise UsageError(f"the input {spec.name} is not an array of {spec.datatype}") from error
             if spec.batched and array.ndim == len(spec.shape) - 1:
                 array = array[None]
             if not spec.fits(array.shape) or 0 in array.shape:

@@ -180,7 +180,7 @@ def read_texts(request: dict[str, Any], max_characters: int) -> tuple[list[str],
         else:
             texts, single = [body.decode("utf-8")], True
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError("the body is no text: UTF-8, or JSON with a string or a list of strings") from error
+        raise UsageError("the body is not text: UTF-8, or JSON with a string or a list of strings") from error
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise UsageError("the body must be a text, or JSON with a string or a list of strings")
     if sum(len(text) for text in texts) > max_characters:
@@ -189,7 +189,7 @@ def read_texts(request: dict[str, Any], max_characters: int) -> tuple[list[str],
 
 
 def read_tokenizer(folder: Path) -> Any:
-    """``tokenizer.json`` of a package. Raises `UsageError` where it is none, or the library is not installed."""
+    """``tokenizer.json`` of a package. Raises `UsageError` where it cannot be read, or the library is not installed."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the worker's threads are the model's
     try:
         from tokenizers import Tokenizer
@@ -203,7 +203,7 @@ def read_tokenizer(folder: Path) -> Any:
     except UsageError:
         raise
     except Exception as error:  # the library raises plain Exception
-        raise UsageError(f"{path} is no tokenizer: {first_line(error)}") from error
+        raise UsageError(f"{path} is not a tokenizer: {first_line(error)}") from error
 
 
 def _padding(tokenizer: Any) -> dict[str, Any]:

@@ -20,11 +20,11 @@ from fettle.package.settings import ServeSettings
 from fettle.serve.engine import wire
 from fettle.serve.engine.alarm import Alarm
 from fettle.serve.engine.answers import answers
+from fettle.serve.engine.anticipation import Anticipation
 from fettle.serve.engine.batching import Batch, BatchQueue
 from fettle.serve.engine.metrics import ModelMetrics
 from fettle.serve.engine.refusal import Rejected
 from fettle.serve.engine.request import Answer, Request
-from fettle.serve.engine.returns import Returns
 from fettle.serve.engine.worker import Worker
 from fettle.serve.engine.worker_start import Spare, Spawned, spawn, threads_each
 
@@ -54,7 +54,7 @@ class Pool:
         self.closing = False
         self.problem = ""
         """Why loading failed, where it did."""
-        self._returns, self._watching = Returns(), False
+        self._anticipation, self._watching = Anticipation(), False
         self._alarm = Alarm(self._pump)
         self._pump_planned = False
         self._ids = 0
@@ -202,7 +202,7 @@ class Pool:
             raise Rejected(400, str(error), kind="rows") from None
         if not taken:
             self._refuse()
-        self._returns.arrived(now)
+        self._anticipation.arrived(now)
         self._idle.clear()
         self.plan_pump()
         return request.answer
@@ -260,7 +260,7 @@ class Pool:
         for late in self.queue.expire(now):
             self.metrics.shed("deadline")
             self._give_up(late, Rejected(504, "the request's time was over before its turn came", kind="deadline"))
-        hold_s = self._returns.hold_s(now) if self.queue.gains_by_waiting else 0.0
+        hold_s = self._anticipation.hold_s(now) if self.queue.gains_by_waiting else 0.0
         while not hold_s:
             free = [worker for worker in self.workers if worker.ready and worker.batch is None]
             batch = self.queue.take(now, len(free))
@@ -333,7 +333,7 @@ class Pool:
                 answer.join_s, answer.model_s = done.join_s, done.model_s
                 self._give(request, answer, sent, batch.rows, now)
         others = len(batch.items) > 1 or self.queue.requests > 0
-        self._returns.answered(len(batch.items) if others else 0, now - sent, now)
+        self._anticipation.answered(len(batch.items) if others else 0, now - sent, now)
         if others and not self._watching and self.settings.max_rows > 1:
             self._watching = True
             self.loop.call_soon(self._turn)
@@ -341,13 +341,13 @@ class Pool:
 
     def _turn(self) -> None:
         """The event loop has written what was answered and read what came: in each turn until those are back."""
-        if self._returns.turn():
+        if self._anticipation.turn():
             self.loop.call_soon(self._turn)
         else:
             self._watching = False
             self._pump()
 
-    def heard(self, request: Request, piece: memoryview, rows: int, sent: float, *, last: bool) -> None:
+    def on_piece(self, request: Request, piece: memoryview, rows: int, sent: float, *, last: bool) -> None:
         """A worker generated a piece of a text, or says all of it at last."""
         request.pieces += 1
         if last:

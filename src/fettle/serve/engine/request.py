@@ -26,7 +26,7 @@ class Request:
     target: int = -1
     """With `explain`: the element of the first output to explain; -1 for the largest."""
     piece: Callable[[bytes], None] | None = None
-    """Hears each piece of a generated text. None: the request is no prompt."""
+    """Hears each piece of a generated text. None: the request is not a prompt."""
     pieces: int = 0
     """Pieces told so far: after the first it cannot be tried again."""
     queued: bool = False

@@ -129,7 +129,7 @@ to_worker = msgspec.msgpack.Decoder(ToWorker)
 from_worker = msgspec.msgpack.Decoder(FromWorker)
 
 
-class Nonsense(Exception):
+class ProtocolError(Exception):
     """The other side does not speak this."""
 
 
@@ -142,12 +142,12 @@ class Frames(Generic[Message]):
         self._need = PREFIX.size
 
     def feed(self, data: bytes) -> Iterator[tuple[Message, memoryview]]:
-        """Every header and body that is whole now. Bodies are views of what was received. Raises `Nonsense`."""
+        """Every header and body that is whole now. Bodies are views of what was received. Raises `ProtocolError`."""
         self._buffer += data
         while len(self._buffer) >= self._need:
             head, body = PREFIX.unpack_from(self._buffer)
             if head > MAX_HEADER:
-                raise Nonsense
+                raise ProtocolError
             whole = PREFIX.size + head + body
             if len(self._buffer) < whole:
                 self._need = whole
@@ -163,7 +163,7 @@ class Frames(Generic[Message]):
             try:
                 header = self._decoder.decode(view[PREFIX.size : PREFIX.size + head])
             except msgspec.MsgspecError:
-                raise Nonsense from None
+                raise ProtocolError from None
             yield header, view[PREFIX.size + head :]
 
 

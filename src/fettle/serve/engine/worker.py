@@ -75,7 +75,7 @@ class Worker:
 
     async def start(self) -> None:
         """Start a process; returns when it is warm or has failed."""
-        process = self._process = WorkerLink(self._hear, self._lost)
+        process = self._process = WorkerLink(self._on_message, self._on_lost)
         self._loaded = self.pool.loop.create_future()
         self.started_at = time.time()
         await process.start(self.pool.start_process(self.threads))
@@ -165,7 +165,7 @@ class Worker:
 
     # -- what it says ------------------------------------------------------------------------------------------------
 
-    def _hear(self, header: wire.FromWorker, body: memoryview) -> None:
+    def _on_message(self, header: wire.FromWorker, body: memoryview) -> None:
         if isinstance(header, wire.Ready):
             self._is_ready(header)
         elif isinstance(header, wire.Pong):
@@ -173,12 +173,12 @@ class Worker:
             if self.batch is None:  # else it was asked just before its batch came, whose answer is awaited
                 self._rest()
         elif isinstance(header, wire.Failed) and header.id < 0:
-            self.pool.problem = header.reason  # the process ends now, which `_lost` hears of
+            self.pool.problem = header.reason  # the process ends now, which `_on_lost` hears of
         elif header.id != self._call or self.batch is None:
             return  # of a call that was given up
         elif isinstance(header, wire.Piece):
             self._wait(self.pool.settings.timeout_ms / 1e3)
-            self.pool.heard(self.batch.items[header.index], body, self.batch.rows, self.began, last=header.last)
+            self.pool.on_piece(self.batch.items[header.index], body, self.batch.rows, self.began, last=header.last)
         else:
             self._answered(header, body)
 
@@ -210,7 +210,7 @@ class Worker:
             self.pool.without(self)
         elif not self.ready:
             log.warning("worker %d of %s has grown to %d MiB: replaced", self.index, self.pool.name, self.rss >> 20)
-            self._lost("grown")
+            self._on_lost("grown")
 
     def _has_grown(self) -> bool:
         most = self.pool.settings.max_worker_bytes
@@ -232,12 +232,12 @@ class Worker:
         """The alarm: it was idle for a while, or did not say what was awaited."""
         if self._awaited:
             log.warning("worker %d of %s does not answer: replaced", self.index, self.pool.name)
-            self._lost("hung")
+            self._on_lost("hung")
         else:
             self._write(wire.Ping(0))
             self._wait(PING_S)
 
-    def _lost(self, why: str) -> None:
+    def _on_lost(self, why: str) -> None:
         """This process is of no more use: give its call back, and start another one after a while."""
         first_start = not self.restarts and self._loaded is not None and not self._loaded.done()
         batch, following = self.batch, self.following
@@ -265,4 +265,4 @@ class Worker:
             await self.start()
         except OSError as error:  # no process to be had now: memory, descriptors
             log.error("worker %d of %s cannot be started: %s", self.index, self.pool.name, error.strerror)
-            self._lost("not started")
+            self._on_lost("not started")

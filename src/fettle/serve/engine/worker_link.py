@@ -15,11 +15,14 @@ from fettle.serve.engine.worker_start import SHARED_BYTES, Spawned
 class WorkerLink(asyncio.Protocol):
     """A process that runs `worker_main`, and our end of the socket pair to it.
 
-    `hear(header, body)` is called for each of its messages, `lost(why)` once when it has gone or speaks nonsense.
+    `on_message(header, body)` is called for each of its messages, `on_lost(why)` once: when it has gone, or sends
+    what is not a message.
     """
 
-    def __init__(self, hear: Callable[[wire.FromWorker, memoryview], None], lost: Callable[[str], None]) -> None:
-        self._hear, self._lost = hear, lost
+    def __init__(
+        self, on_message: Callable[[wire.FromWorker, memoryview], None], on_lost: Callable[[str], None]
+    ) -> None:
+        self._on_message, self._on_lost = on_message, on_lost
         self._frames = wire.Frames(wire.from_worker)
         self._process: Process | None = None
         self._transport: asyncio.Transport | None = None
@@ -67,13 +70,13 @@ class WorkerLink(asyncio.Protocol):
         """Hand on every message that is whole."""
         try:
             for header, body in self._frames.feed(data):
-                self._hear(header, body)
+                self._on_message(header, body)
                 if self._ended:
                     return
-        except wire.Nonsense:
-            self._lost("spoke nonsense")
+        except wire.ProtocolError:
+            self._on_lost("protocol error")
 
     def connection_lost(self, error: Exception | None) -> None:
         """The process has ended, or we ended it."""
         if not self._ended:
-            self._lost("ended")
+            self._on_lost("ended")

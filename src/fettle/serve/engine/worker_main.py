@@ -134,7 +134,7 @@ class _Worker:
         began = time.perf_counter()
         left: set[int] = set()
 
-        def tell(index: int, piece: bytes, last: bool) -> None:
+        def on_piece(index: int, piece: bytes, last: bool) -> None:
             send(link, wire.Piece(header.id, index, last), [piece])
 
         def gone() -> set[int]:
@@ -144,7 +144,7 @@ class _Worker:
                     left.add(said.index)
             return left
 
-        self.handler.generate(_cut(body, header.lengths), tell, gone)
+        self.handler.generate(_cut(body, header.lengths), on_piece, gone)
         took = time.perf_counter() - began
         return wire.Done(header.id, [], 0.0, took, self.rss(), metrics=self.handler.metrics.take()), []
 

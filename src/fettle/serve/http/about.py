@@ -8,7 +8,7 @@ from fettle import __version__
 from fettle.serve.engine.registry import Registry
 from fettle.serve.http.call import Call
 from fettle.serve.http.openapi import openapi, page
-from fettle.serve.http.reply import Reply, said
+from fettle.serve.http.reply import Reply, json_reply
 
 _NO_SCRIPTS = (b"content-security-policy", b"default-src 'none'; style-src 'unsafe-inline'")
 
@@ -19,7 +19,7 @@ async def read(call: Call) -> Reply | None:
         case "GET", ["metrics"]:
             return Reply(200, (_metrics(call.registry),), b"text/plain; version=0.0.4; charset=utf-8")
         case ("GET", ["openapi.json"]) | ("OPTIONS", []):
-            return said(openapi(call.registry, __version__))
+            return json_reply(openapi(call.registry, __version__))
         case "GET", ([] | ["docs"]):
             html = page(openapi(call.registry, __version__))
             return Reply(200, (html,), b"text/html; charset=utf-8", (_NO_SCRIPTS,))

@@ -15,7 +15,7 @@ from fettle.serve.http import about, generation, management, oip, torchserve
 from fettle.serve.http.call import Call, Limits, path_parts
 from fettle.serve.http.guard import Guard
 from fettle.serve.http.openapi import openapi
-from fettle.serve.http.reply import Reply, refused, said
+from fettle.serve.http.reply import Reply, error_reply, json_reply
 
 log = logging.getLogger("fettle.serve.access")
 Route = Callable[[Call], Awaitable[Reply | None]]
@@ -62,7 +62,7 @@ class App:
 
     def refused(self, call: Call, refusal: Refusal) -> Reply:
         """The answer to a request that is refused."""
-        return self._noted(call, refused(refusal, call.parts))
+        return self._noted(call, error_reply(refusal, call.parts))
 
     async def answer(self, call: Call) -> Reply:
         """The answer to a request that is whole and was not refused. Raises nothing."""
@@ -73,7 +73,7 @@ class App:
         except Exception:
             number = uuid.uuid4().hex[:12]
             logging.getLogger("fettle.serve").exception("request %s failed", number)
-            reply = said({"error": f"internal error, request {number}"}, 500)
+            reply = json_reply({"error": f"internal error, request {number}"}, 500)
         return self._noted(call, reply)
 
     async def _route(self, call: Call) -> Reply:

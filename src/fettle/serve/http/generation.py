@@ -14,7 +14,7 @@ from fettle.serve.engine.refusal import Rejected
 from fettle.serve.engine.registry import Version
 from fettle.serve.engine.request import Answer
 from fettle.serve.http.call import Call
-from fettle.serve.http.reply import GONE, Error, Reply, said
+from fettle.serve.http.reply import GONE, Error, Reply, json_reply
 
 
 class Text(msgspec.Struct, omit_defaults=True):
@@ -69,7 +69,7 @@ async def _generate(call: Call, name: str, number: str | None, *, stream: bool) 
         pass
     if answer.cancelled():
         raise Rejected(GONE, "the client went away")
-    return said(text(msgspec.json.decode((await answer).body)["text_output"]))
+    return json_reply(text(msgspec.json.decode((await answer).body)["text_output"]))
 
 
 async def _events(

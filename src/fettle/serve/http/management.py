@@ -7,7 +7,7 @@ from typing import Any
 from fettle.serve.engine.refusal import Rejected
 from fettle.serve.engine.registry import Registry
 from fettle.serve.http.call import Call
-from fettle.serve.http.reply import Reply, said
+from fettle.serve.http.reply import Reply, json_reply
 
 
 async def manage(call: Call) -> Reply | None:
@@ -19,16 +19,16 @@ async def manage(call: Call) -> Reply | None:
             if call.json().get("parameters"):
                 raise Rejected(400, "load takes no parameters: models come from the store as they are")
             await registry.load_named(name)
-            return said({})
+            return json_reply({})
         case "POST", ["v2", "repository", "models", name, "unload"]:
             await registry.unload(name)
-            return said({})
+            return json_reply({})
         case "PUT", ["admin", "models", name]:
             registry.change(name, call.json())
-            return said(_described(name, registry))
+            return json_reply(_described(name, registry))
         case "GET", ["admin", "models", name]:
             registry.choose(name)
-            return said(_described(name, registry))
+            return json_reply(_described(name, registry))
     return None
 
 

@@ -12,7 +12,7 @@ from fettle.serve.engine.refusal import Malformed, Refusal, Rejected
 from fettle.serve.engine.registry import Version
 from fettle.serve.http import protocol
 from fettle.serve.http.call import Call
-from fettle.serve.http.reply import Reply, said
+from fettle.serve.http.reply import Reply, json_reply
 
 EXTENSIONS = ["generate", "binary_tensor_data", "model_repository", "model_configuration", "statistics"]
 
@@ -60,7 +60,7 @@ def _header_length(call: Call) -> int | None:
     if length is None:
         return None
     if not length.isdigit() or len(length) > 11:
-        raise Malformed("Inference-Header-Content-Length is no number")
+        raise Malformed("Inference-Header-Content-Length is not a number")
     return int(length)
 
 
@@ -93,43 +93,45 @@ async def read(call: Call) -> Reply | None:
     registry = call.registry
     match call.method, call.parts:
         case "GET", ["v2"]:
-            return said({"name": "fettle", "version": __version__, "extensions": EXTENSIONS})
+            return json_reply({"name": "fettle", "version": __version__, "extensions": EXTENSIONS})
         case "GET", ["v2", "health", "live"]:
-            return said({"live": True})
+            return json_reply({"live": True})
         case "GET", ["v2", "health", "ready"]:
             if not registry.ready:
-                return said({"error": "not ready", "ready": False, "live": True}, 503)
-            return said({"ready": True, "live": True})
+                return json_reply({"error": "not ready", "ready": False, "live": True}, 503)
+            return json_reply({"ready": True, "live": True})
         case "GET", ["v2", "models"]:
-            return said({"models": sorted(registry.models)})
+            return json_reply({"models": sorted(registry.models)})
         case "GET", ["v2", "models", "stats"]:
-            return said({"model_stats": [_statistics(*row) for row in registry.versions()]})
+            return json_reply({"model_stats": [_statistics(*row) for row in registry.versions()]})
         case "POST", ["v2", "repository", "index"]:
             index = registry.index()
             if call.json().get("ready") is True:
                 index = [entry for entry in index if entry[2] == "READY"]
-            return said([dict(zip(("name", "version", "state", "reason"), entry, strict=True)) for entry in index])
+            return json_reply(
+                [dict(zip(("name", "version", "state", "reason"), entry, strict=True)) for entry in index]
+            )
         case "POST", ["v2", "repository", "models", _, "load" | "unload"]:
             raise Refusal(403, "models are loaded and unloaded on the management port")
     match call.method, call.model_path:
         case "GET", (name, number, []):
             pool, numbers = registry.choose(name, number).pool, sorted(registry.models[name].versions)
-            return said(protocol.metadata(name, numbers, pool.specs, pool.output_specs))
+            return json_reply(protocol.metadata(name, numbers, pool.specs, pool.output_specs))
         case "GET", (name, number, ["ready"]):
             return _ready(name, registry.choose(name, number))
         case "GET", (name, number, ["config"]):
-            return said(_configuration(name, registry.choose(name, number)))
+            return json_reply(_configuration(name, registry.choose(name, number)))
         case "GET", (name, number, ["stats"]):
             registry.choose(name, number)
             rows = [row for row in registry.versions() if row[0] == name and number in (None, row[1])]
-            return said({"model_stats": [_statistics(*row) for row in rows]})
+            return json_reply({"model_stats": [_statistics(*row) for row in rows]})
     return None
 
 
 def _ready(name: str, version: Version) -> Reply:
     if not version.pool.ready:
-        return said({"error": f"the model {name} is not ready", "name": name, "ready": False}, 503)
-    return said({"name": name, "ready": True})
+        return json_reply({"error": f"the model {name} is not ready", "name": name, "ready": False}, 503)
+    return json_reply({"name": name, "ready": True})
 
 
 def _statistics(name: str, number: str, version: Version) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def _decode(data: Any) -> _Request:
     try:
         return _requests.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise Malformed(f"the request is no inference request: {str(error)[:200]}") from None
+        raise Malformed(f"the request is not an inference request: {str(error)[:200]}") from None
     except RecursionError:
         raise Malformed("the request is nested too deeply") from None
 
@@ -173,7 +173,7 @@ def _from_json(tensor: _Input, spec: TensorSpec, shape: tuple[int, ...]) -> Arra
             allowed = {"f": (int, float), "b": (bool,)}.get(spec.kind.kind, (int,))
             values = _flattened(data, allowed)
         except (msgspec.MsgspecError, RecursionError, ValueError):
-            raise Malformed(f"the input {spec.name} is no array of {spec.datatype}") from None
+            raise Malformed(f"the input {spec.name} is not an array of {spec.datatype}") from None
     try:
         with np.errstate(over="raise"):
             wide = np.array(values, np.float64 if spec.kind.kind == "f" else spec.kind).astype(spec.kind)

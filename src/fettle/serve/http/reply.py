@@ -55,20 +55,20 @@ class Reply:
         return self.body[0] if len(self.body) == 1 else b"".join(self.body)
 
 
-def said(value: Any, status: int = 200) -> Reply:
+def json_reply(value: Any, status: int = 200) -> Reply:
     """A value as JSON."""
     return Reply(status, (msgspec.json.encode(value),))
 
 
-def refused(refusal: Refusal, parts: Sequence[str]) -> Reply:
+def error_reply(refusal: Refusal, parts: Sequence[str]) -> Reply:
     """What a client of the protocol that this path belongs to understands as an error."""
     status = 503 if refusal.status == GONE else refusal.status
     if not parts or parts[0] not in _TORCHSERVE:
-        reply = said(Error(refusal.reason), status)
+        reply = json_reply(Error(refusal.reason), status)
     else:
         kind = _TORCHSERVE_TYPES.get(status, "ServiceException")
         if isinstance(refusal, NoSuchPath):
             kind = "ResourceNotFoundException"
-        reply = said(TorchServeError(status, kind, refusal.reason), status)
+        reply = json_reply(TorchServeError(status, kind, refusal.reason), status)
     reply.headers = refusal.headers
     return reply

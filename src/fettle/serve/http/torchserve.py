@@ -12,7 +12,7 @@ from fettle.serve.engine.refusal import NoSuchPath, Rejected
 from fettle.serve.engine.registry import Registry, Version
 from fettle.serve.http.call import Call
 from fettle.serve.http.form import read_field
-from fettle.serve.http.reply import Reply, said
+from fettle.serve.http.reply import Reply, json_reply
 
 log = logging.getLogger("fettle.serve")
 
@@ -49,7 +49,7 @@ async def ping(call: Call) -> Reply | None:
     """``GET /ping``."""
     if (call.method, call.parts) != ("GET", ("ping",)):
         return None
-    return said({"status": "Healthy"}) if call.registry.ready else said({"status": "Unhealthy"}, 500)
+    return json_reply({"status": "Healthy"}) if call.registry.ready else json_reply({"status": "Unhealthy"}, 500)
 
 
 # -- management -------------------------------------------------------------------------------------------------------
@@ -61,25 +61,25 @@ async def manage(call: Call) -> Reply | None:
     match call.method, call.parts:
         case "GET", ["models"]:
             names = [{"modelName": name, "modelUrl": name} for name in sorted(registry.models)]
-            return said({"models": names})
+            return json_reply({"models": names})
         case "GET", ["models", name]:
-            return said([_described(name, registry.choose(name))])
+            return json_reply([_described(name, registry.choose(name))])
         case "GET", ["models", name, "all"]:
             registry.choose(name)
-            return said([_described(n, made) for n, _, made in registry.versions() if n == name])
+            return json_reply([_described(n, made) for n, _, made in registry.versions() if n == name])
         case "GET", ["models", name, number]:
-            return said([_described(name, registry.choose(name, number))])
+            return json_reply([_described(name, registry.choose(name, number))])
         case "POST", ["models"]:
             return await _register(call)
         case "DELETE", ["models", name]:
             await registry.unload(name)
-            return said({"status": f'Model "{name}" unregistered'})
+            return json_reply({"status": f'Model "{name}" unregistered'})
         case "DELETE", ["models", name, number]:
             await registry.unload(name, number)
-            return said({"status": f'Model "{name}" unregistered'})
+            return json_reply({"status": f'Model "{name}" unregistered'})
         case "PUT", ["models", name, number, "set-default"]:
             registry.change(name, {"default": number})
-            return said({"status": f'Default version successfully updated for model "{name}" to "{number}"'})
+            return json_reply({"status": f'Default version successfully updated for model "{name}" to "{number}"'})
         case "PUT", ["models", name]:
             return await _scale(call, name, None)
         case "PUT", ["models", name, number]:
@@ -100,7 +100,7 @@ async def _register(call: Call) -> Reply:
     made = await call.registry.load_named(query.get("model_name") or wanted.removesuffix(".zip"), changed=changed)
     manifest, count = made.package.manifest, made.pool.settings.workers
     text = f'Model "{manifest.name}" Version: {manifest.version} registered with {count} initial workers'
-    return said({"status": text})
+    return json_reply({"status": text})
 
 
 async def _scale(call: Call, name: str, number: str | None) -> Reply:
@@ -114,10 +114,10 @@ async def _scale(call: Call, name: str, number: str | None) -> Reply:
     registry.share(name, number, count)  # what cannot be is said now, also to those who do not wait
     if query.get("synchronous", "").lower() != "true":
         registry.later(_scaled(registry, name, number, count))
-        return said({"status": "Processing worker updates..."}, 202)
+        return json_reply({"status": "Processing worker updates..."}, 202)
     await registry.scale(name, number, count)
     version = f", version: {number}" if number else ""
-    return said({"status": f"Workers scaled to {count} for model: {name}{version}"})
+    return json_reply({"status": f"Workers scaled to {count} for model: {name}{version}"})
 
 
 async def _scaled(registry: Registry, name: str, number: str | None, count: int) -> None:

@@ -24,7 +24,7 @@ and counted in the third."""
 _SMOOTHING = 0.3
 
 
-class Returns:
+class Anticipation:
     """Sees answers, arrivals and turns of the event loop; says until when to wait. No clock: moments are handed in."""
 
     def __init__(self) -> None:

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 
 from fettle.package.settings import ServeSettings
 from fettle.package.tensors import TensorSpec
-from fettle.serve.engine import returns as returns_module
-from fettle.serve.engine import wire
+from fettle.serve.engine import anticipation, wire
+from fettle.serve.engine.anticipation import MOST_S, QUIET, SHARE, Anticipation
 from fettle.serve.engine.batching import BatchQueue
 from fettle.serve.engine.metrics import Metrics, ModelMetrics
 from fettle.serve.engine.pool import Pool
-from fettle.serve.engine.returns import MOST_S, QUIET, SHARE, Returns
 
 
 def serve(returns, calls, answered, back, took_s=0.1):
@@ -36,7 +35,7 @@ def be_quiet(returns):
 
 
 def test_clients_that_return_are_awaited_until_all_are_back():
-    returns = Returns()
+    returns = Anticipation()
     now = serve(returns, 8, 7, 7)
     returns.answered(7, 0.1, now + 0.1)
     now += 0.1
@@ -49,7 +48,7 @@ def test_clients_that_return_are_awaited_until_all_are_back():
 
 
 def test_a_single_client_waits_for_nobody():
-    returns = Returns()
+    returns = Anticipation()
     now = serve(returns, 20, 1, 1)
     returns.answered(1, 0.1, now)
     returns.arrived(now + 1e-4)
@@ -59,7 +58,7 @@ def test_a_single_client_waits_for_nobody():
 @given(st.integers(2, 64), st.integers(0, 10**6))
 def test_independent_arrivals_are_not_awaited(answered, seed):
     """Fewer than half come back in time: nobody is held up."""
-    returns = Returns()
+    returns = Anticipation()
     now = serve(returns, 20, answered, seed % (answered // 2 + 1) if answered > 2 else 0)
     returns.answered(answered, 0.1, now)
     assert returns.hold_s(now) == 0
@@ -67,7 +66,7 @@ def test_independent_arrivals_are_not_awaited(answered, seed):
 
 @given(st.floats(1e-6, 10.0), st.floats(0.0, 1.0))
 def test_it_holds_no_longer_than_it_may(took_s, later):
-    returns = Returns()
+    returns = Anticipation()
     returns.share = 1.0
     now = 5.0 + later
     for most_s in (MOST_S, min(SHARE * took_s, MOST_S)):
@@ -79,7 +78,7 @@ def test_it_holds_no_longer_than_it_may(took_s, later):
 
 
 def test_those_who_keep_coming_are_awaited_longer_than_a_short_call_is_worth():
-    returns = Returns()
+    returns = Anticipation()
     returns.share = 1.0
     returns.answered(4, 1e-4, 5.0)
     for after_s in (0.001, 0.002):
@@ -95,7 +94,7 @@ def test_those_who_keep_coming_are_awaited_longer_than_a_short_call_is_worth():
 
 
 def test_those_who_come_once_it_was_quiet_did_not_come_back_in_time():
-    returns = Returns()
+    returns = Anticipation()
     for _ in range(20):
         returns.answered(4, 1e-4, 5.0)
         be_quiet(returns)
@@ -116,7 +115,7 @@ class Echo:
             self.rows.append(len(header.shapes))
             done = wire.Done(header.id, [(len(header.shapes), 2)], 0.0, 1e-5, 0)
             body = memoryview(bytes(8 * len(header.shapes)))
-            asyncio.get_running_loop().call_soon(self.worker._hear, done, body)
+            asyncio.get_running_loop().call_soon(self.worker._on_message, done, body)
 
     def end(self):
         pass
@@ -124,7 +123,7 @@ class Echo:
 
 def test_clients_in_two_groups_find_together(monkeypatch):
     """Three ask first and five while those are served. However short a call is, soon all eight share each."""
-    monkeypatch.setattr(returns_module, "SHARE", 0.0)  # as if a call took no time at all
+    monkeypatch.setattr(anticipation, "SHARE", 0.0)  # as if a call took no time at all
     spec = TensorSpec("x", "FP32", (-1, 2))
     package = SimpleNamespace(manifest=SimpleNamespace(name="net", inputs=(spec,), outputs=(spec,)))
 
