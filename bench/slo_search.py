@@ -103,7 +103,7 @@ async def one(package: Package, row: dict[str, Any], limit_s: float, seconds: fl
         "tests": found.tests,
         "test_seconds": sum(test.run["duration_s"] for point in found.points for test in point.tests),
         "limit_ms": limit_s * 1e3,
-        "curves_ms": {str(m.branch): dict(zip(m.costs.curve().rows, (1e3 * s for s in m.costs.curve().seconds),
+        "curves_ms": {str(m.branch): dict(zip(m.costs.curve.rows, (1e3 * s for s in m.costs.curve.seconds),
                                               strict=True)) for m in found.branches.values()},
         "overheads": {str(m.branch): around(m) for m in found.branches.values() if m.overheads is not None},
         "failures": [f"{failure.what}: {failure.why}" for failure in found.failures],

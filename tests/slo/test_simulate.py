@@ -27,7 +27,7 @@ class Item:
 
 def by_queue(arrivals, setting, costs):
     """The same as `simulate`, request by request through the server's `BatchQueue`; a size always costs its median."""
-    queue, curve = BatchQueue(setting), costs.curve()
+    queue, curve = BatchQueue(setting), costs.curve
     latency, busy, refused, position, now = {}, [], 0, 0, 0.0
     moments = [moment + costs.request_s / 2 for moment in arrivals]
     while True:

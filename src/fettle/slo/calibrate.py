@@ -6,6 +6,7 @@ measured below it stands, and the reason is kept.
 
 from __future__ import annotations
 
+import statistics
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -98,9 +99,9 @@ def calibrate(
                 if not made.samples or not todo or not _started(crew, made):
                     break
                 continue
-            if limit_s and _median(made.samples[size]) > limit_s and size > 1:
+            if limit_s and statistics.median(made.samples[size]) > limit_s and size > 1:
                 todo = [other for other in todo if other < size]
-            if not todo and not (limit_s and _median(made.samples[1]) > limit_s):
+            if not todo and not (limit_s and statistics.median(made.samples[1]) > limit_s):
                 todo = _steps(made.samples, buckets)
         made.samples = dict(sorted(made.samples.items()))
         return made
@@ -125,7 +126,7 @@ def _steps(found: dict[int, tuple[float, ...]], buckets: Sequence[int] = ()) -> 
     if buckets:
         return []
     rows = sorted(found)
-    curve = {size: _median(found[size]) for size in rows}
+    curve = {size: statistics.median(found[size]) for size in rows}
     wanted = set()
     for left, middle, right in zip(rows, rows[1:], rows[2:], strict=False):
         share = (middle - left) / (right - left)
@@ -133,11 +134,6 @@ def _steps(found: dict[int, tuple[float, ...]], buckets: Sequence[int] = ()) -> 
         if abs(curve[middle] - line) > 0.08 * line:
             wanted |= {(a + b) // 2 for a, b in ((left, middle), (middle, right)) if b - a > 1}
     return sorted(size for size in wanted if size not in found)
-
-
-def _median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2]
 
 
 class _Load(Request, tag="loading"):

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from fettle.files import finite
 from fettle.load.torchserve import torchserve_row
@@ -86,7 +87,7 @@ def _of_serving(best: Point, found: SearchResult) -> list[str]:
     costs, said = measured.costs, []
     if measured.overheads or measured.lent:
         added = costs.batch_s / rows + costs.held_s
-        whole = costs.curve().at(rows) / rows + added
+        whole = costs.curve.at(rows) / rows + added
         said.append(f"of {whole * 1e3:.3g} ms a row in calls of {rows}, {added * 1e3:.2g} ms are the server's")
     longer = [statistics.median(after) / statistics.median(costs.samples[size])
               for size, after in costs.rested.items() if size <= rows]  # fmt: skip
@@ -110,7 +111,7 @@ def _of_rows(best: Point, found: SearchResult) -> list[str]:
     """A sentence for each doubling of the rows, up to the first that the curve or the limit rules out."""
     setting, said = best.setting, []
     costs = found.branches[setting.branch].costs
-    curve = costs.curve()
+    curve = costs.curve
     top: dict[int, float] = {}
     for point in found.points:
         if point.setting.branch == setting.branch:
@@ -201,11 +202,11 @@ def _plain_point(point: Point) -> dict[str, Any]:
 
 def _plain_branch(measured: Measured) -> dict[str, Any]:
     calibration, overheads = measured.calibration, measured.overheads or measured.lent
-    curve = [
-        {"rows": rows, "median_ms": _percent(samples, 0.5), "low_ms": _percent(samples, 0.05),
-         "high_ms": _percent(samples, 0.95), "calls": len(samples)}
-        for rows, samples in calibration.samples.items()
-    ]  # fmt: skip
+    curve = []
+    for rows, samples in calibration.samples.items():
+        low_ms, median_ms, high_ms = (1e3 * np.percentile(samples, (5, 50, 95))).tolist()
+        curve.append({"rows": rows, "median_ms": median_ms, "low_ms": low_ms, "high_ms": high_ms,
+                      "calls": len(samples)})  # fmt: skip
     return {
         **asdict(measured.branch), "branch": str(measured.branch), "curve": curve, "scale": measured.scale,
         "failures": [{"rows": rows, "why": why} for rows, why in calibration.failures.items()],
@@ -214,11 +215,6 @@ def _plain_branch(measured: Measured) -> dict[str, Any]:
         "overheads": "measured" if measured.overheads else f"measured with {measured.lent_by}" if overheads
         else "assumed",
     }  # fmt: skip
-
-
-def _percent(samples: Sequence[float], share: float) -> float:
-    ordered = sorted(samples)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] * 1e3
 
 
 # -- TorchServe's table -----------------------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ class Measured:
     @property
     def single_s(self) -> float:
         """What one row alone takes."""
-        return self.costs.curve().at(1)
+        return self.costs.curve.at(1)
 
 
 @dataclass

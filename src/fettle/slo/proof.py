@@ -122,7 +122,7 @@ async def _test(
 
 def _slower(inside: ServerStats, costs: Costs, stretch: float) -> float | None:
     """Of calls of the sizes that were seen; None where there were none."""
-    curve = costs.curve()
+    curve = costs.curve
     by_curve_s = sum(curve.at(size) * count for size, count in inside.sizes.items())
     return inside.model_ms.mean / 1e3 * inside.calls / by_curve_s / stretch if by_curve_s else None
 
@@ -151,7 +151,7 @@ def sample_requests(package: Package, url: str, most: int = 8) -> list[Request]:
 
 def serve_settings(given: ServeSettings, setting: Setting, costs: Costs, limit_s: float, machine: str) -> ServeSettings:
     """A package's settings with those of the search and the curve they rest on."""
-    curve = costs.curve()
+    curve = costs.curve
     return msgspec.structs.replace(
         given, max_rows=setting.max_rows, delay_ms=setting.delay_s * 1e3, workers=setting.workers,
         threads=setting.threads, limit_ms=limit_s * 1e3, curve=CostCurve(curve.rows, curve.seconds, machine),

@@ -66,7 +66,7 @@ def rank(
 
 def _simulated(measured: Measured, limit_s: float) -> list[Point]:
     branch, costs = measured.branch, measured.costs
-    curve = costs.curve()
+    curve = costs.curve
     points = []
     for rows in (size for size in ROWS if size <= curve.rows[-1]):
         for delay in DELAYS if rows > 1 else DELAYS[:1]:

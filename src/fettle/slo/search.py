@@ -201,7 +201,7 @@ class _Search:
         key = f"{package_key(package)} {branch.device} {branch.workers}x{branch.threads} {rows}"
         if key not in self.journal.overheads:
             self.progress(f"what serving adds, with {branch}")
-            curve = self.found.branches[branch].costs.curve()
+            curve = self.found.branches[branch].costs.curve
             at_once = replace(setting, delay_s=0.0)
             settings = serve_settings(package.settings, at_once, self.found.branches[branch].costs, 0.0, host_id())
             try:

@@ -37,13 +37,10 @@ class Costs:
     """By which a request that comes during a call makes it longer: it is read and answered on the model's cores."""
 
     @cached_property
-    def _curve(self) -> CostCurve:
-        rows = sorted(self.samples)
-        return CostCurve(tuple(rows), tuple(float(np.median(self.samples[n])) for n in rows))
-
     def curve(self) -> CostCurve:
         """Medians."""
-        return self._curve
+        rows = sorted(self.samples)
+        return CostCurve(tuple(rows), tuple(float(np.median(self.samples[n])) for n in rows))
 
 
 @dataclass
@@ -118,11 +115,11 @@ def simulate(
     found = np.repeat(done, rows_of) - np.array(queued) + costs.request_s
     sizes, how_often = np.unique(np.array(rows_of, dtype=int), return_counts=True)
     batch_rows = dict(zip(sizes.tolist(), how_often.tolist(), strict=True))
-    by_curve = sum(costs.curve().at(call_rows(rows)) * count for rows, count in batch_rows.items())
+    by_curve = sum(costs.curve.at(call_rows(rows)) * count for rows, count in batch_rows.items())
     span = max(max(done, default=0.0) - (queued[0] - before if queued else 0.0), 1e-9)
     half = len(found) // 2
     # The second half waits much longer than the first: the queue has no steady state.
-    growing = half > 50 and found[half:].mean() > 2.0 * found[:half].mean() + 10 * costs.curve().at(1)
+    growing = half > 50 and found[half:].mean() > 2.0 * found[:half].mean() + 10 * costs.curve.at(1)
     return Predicted(
         found, batch_rows, refused,
         working / span / settings.workers, float((working - costs.batch_s * len(done)) / by_curve) if done else 1.0,
@@ -153,7 +150,7 @@ class _Draw(Protocol):
 
 def _service(costs: Costs, random: np.random.Generator) -> _Draw:
     """Draws the seconds of a call of a size, after a pause or right after another one."""
-    curve = costs.curve()
+    curve = costs.curve
     pools: dict[tuple[int, bool], list[float]] = {}
 
     def fill(size: int, rested: bool) -> list[float]:
@@ -186,7 +183,7 @@ def capacity(
     """
     from fettle.load.arrivals import poisson
 
-    curve, sizes = costs.curve(), range(1, settings.max_rows + 1)
+    curve, sizes = costs.curve, range(1, settings.max_rows + 1)
     rates = [n / (curve.at(settings.call_rows(n)) + costs.batch_s) * settings.workers for n in sizes]
     # A full queue of large batches is cheap a row: utilisation is judged by rows against the best rate.
     top = utilisation * max(rates)

@@ -7,6 +7,8 @@ would be copied three times, in pieces of the socket's buffer. That memory has n
 
 from __future__ import annotations
 
+import itertools
+import math
 import mmap
 import struct
 from collections.abc import Iterator, Sequence
@@ -191,3 +193,19 @@ def flat(array: Any) -> memoryview:
         return memoryview(array).cast("B")  # a fifth of the time of what follows
     plain: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return memoryview(plain)
+
+
+def arrays(kinds: Sequence[Any], shapes: Sequence[Shape], body: memoryview, place: int = 0) -> tuple[list[Any], int]:
+    """Arrays of these dtypes and shapes as views of a body from `place` on, and where they end."""
+    views = []
+    for kind, shape in zip(kinds, shapes, strict=True):
+        count = math.prod(shape)
+        views.append(np.frombuffer(body, kind, count, place).reshape(shape))
+        place += count * kind.itemsize
+    return views, place
+
+
+def pieces(body: memoryview, lengths: Sequence[int]) -> list[bytes]:
+    """A body cut into the bodies of its requests."""
+    ends = list(itertools.accumulate(lengths))
+    return [bytes(body[end - length : end]) for length, end in zip(lengths, ends, strict=True)]

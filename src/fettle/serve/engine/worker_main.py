@@ -13,7 +13,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,19 +115,6 @@ class _Worker:
             return
         send(link, done, parts)
 
-    def arrays(self, shapes: Sequence[wire.Shape], body: memoryview, place: int) -> tuple[list[Any], int]:
-        """One request's inputs out of a body from `place` on, and where they end."""
-        import numpy as np
-
-        found = []
-        for shape, kind in zip(shapes, self.kinds, strict=True):
-            count = 1
-            for size in shape:
-                count *= size
-            found.append(np.frombuffer(body, kind, count, place).reshape(shape))
-            place += count * kind.itemsize
-        return found, place
-
     def generate(self, link: socket.socket, header: wire.Generate, body: memoryview) -> tuple[wire.Done, list[Any]]:
         """Prompts in; pieces out as they come, and each whole answer as soon as it is there."""
         began = time.perf_counter()
@@ -144,7 +130,7 @@ class _Worker:
                     left.add(said.index)
             return left
 
-        self.handler.generate(_cut(body, header.lengths), on_piece, gone)
+        self.handler.generate(wire.pieces(body, header.lengths), on_piece, gone)
         took = time.perf_counter() - began
         return wire.Done(header.id, [], 0.0, took, self.rss(), metrics=self.handler.metrics.take()), []
 
@@ -153,11 +139,11 @@ class _Worker:
         began = time.perf_counter()
         if self.one:  # its rows lie behind each other already
             rows = sum(shapes[0][0] for shapes in header.shapes)
-            parts = [self.arrays([(rows, *header.shapes[0][0][1:])], body, 0)[0]]
+            parts = [wire.arrays(self.kinds, [(rows, *header.shapes[0][0][1:])], body)[0]]
         else:
             parts, place = [], 0
             for shapes in header.shapes:
-                arrays, place = self.arrays(shapes, body, place)
+                arrays, place = wire.arrays(self.kinds, shapes, body, place)
                 parts.append(arrays)
         ready = time.perf_counter()
         if header.explain is None:
@@ -173,7 +159,7 @@ class _Worker:
 
     def call(self, header: wire.Call, body: memoryview) -> tuple[wire.Done, list[Any]]:
         """Bodies in, bodies out, through the handler's steps."""
-        bodies = _cut(body, header.lengths)
+        bodies = wire.pieces(body, header.lengths)
         if header.explain:
             answers = self.handler.explain(bodies, header.kinds, self._explainer)
         else:
@@ -191,15 +177,6 @@ def _failed(number: int, error: Exception) -> wire.Failed:
     """What to say of an error. The text of a `UsageError` is for whoever asked, word for word."""
     usage = isinstance(error, UsageError)
     return wire.Failed(number, str(error) if usage else first_line(error), usage)
-
-
-def _cut(body: memoryview, lengths: list[int]) -> list[bytes]:
-    """A body as the bodies of its requests."""
-    bodies, place = [], 0
-    for length in lengths:
-        bodies.append(bytes(body[place : place + length]))
-        place += length
-    return bodies
 
 
 def receive(link: socket.socket) -> tuple[Any, memoryview]:
