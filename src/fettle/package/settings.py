@@ -117,7 +117,7 @@ def without_policy(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     if policy not in ("greedy", "curve"):
         raise ValueError(f"no such policy: {policy!r}")
     if (policy == "curve" and data.get("curve")) or data.get("pad"):
-        log.warning("%s: batching by the cost curve is gone, it never served more: batches are greedy", where)
+        log.warning("%s: no batching by the cost curve now, batches are greedy: fettle serve slo finds max_rows", where)
     return kept
 
 
