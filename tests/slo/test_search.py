@@ -477,7 +477,7 @@ def test_overheads_are_what_the_two_loops_leave_beside_the_model(monkeypatch):
             ServerStats(100, {4: 100}, {4: 100}, model_ms=StageTimes(3.9, 3.8, 4.2, 4.4)),
         ))  # fmt: skip
 
-        async def look(self):
+        async def stats(self):
             return next(self.looks)
 
     async def closed_loop(requests, clients, seconds):

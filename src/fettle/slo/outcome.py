@@ -85,7 +85,7 @@ def _of_serving(best: Point, found: SearchResult) -> list[str]:
     """What of a row's cost is not the model's, and what a pause costs. Nothing where it was not measured."""
     measured, rows = found.branches[best.setting.branch], best.setting.max_rows
     costs, said = measured.costs, []
-    if measured.overheads or measured.lent:
+    if measured.around is not None:
         added = costs.batch_s / rows + costs.held_s
         whole = costs.curve.at(rows) / rows + added
         said.append(f"of {whole * 1e3:.3g} ms a row in calls of {rows}, {added * 1e3:.2g} ms are the server's")
@@ -201,7 +201,7 @@ def _plain_point(point: Point) -> dict[str, Any]:
 
 
 def _plain_branch(measured: Measured) -> dict[str, Any]:
-    calibration, overheads = measured.calibration, measured.overheads or measured.lent
+    calibration, lender = measured.calibration, measured.lender
     curve = []
     for rows, samples in calibration.samples.items():
         low_ms, median_ms, high_ms = (1e3 * np.percentile(samples, (5, 50, 95))).tolist()
@@ -212,8 +212,7 @@ def _plain_branch(measured: Measured) -> dict[str, Any]:
         "failures": [{"rows": rows, "why": why} for rows, why in calibration.failures.items()],
         "request_ms": measured.costs.request_s * 1e3, "batch_ms": measured.costs.batch_s * 1e3,
         "held_ms": measured.costs.held_s * 1e3,
-        "overheads": "measured" if measured.overheads else f"measured with {measured.lent_by}" if overheads
-        else "assumed",
+        "overheads": "measured" if measured.overheads else f"measured with {lender.branch}" if lender else "assumed",
     }  # fmt: skip
 
 

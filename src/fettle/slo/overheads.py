@@ -44,10 +44,10 @@ async def measure_overheads(
     Where the server is quicker than the calibration said, as far as that was noise, a constant is 0: never less.
     """
     alone = await closed_loop(requests, 1, max(RUN_S, 30 * curve.at(1)))
-    single = await served.look()
+    single = await served.stats()
     clients = min(256, 2 * max_rows * workers + workers)
     busy = await closed_loop(requests, clients, max(RUN_S, 30 * curve.at(max_rows) / workers))
-    seen = await served.look()
+    seen = await served.stats()
     for run in (alone, busy):
         if not run.answered or run.failed:
             raise ServerFailure(f"{run.failed} of {sum(run.statuses.values())} requests failed: {run.statuses}")

@@ -135,16 +135,16 @@ class Measured:
     buckets: tuple[int, ...] = ()
     """`Setting.buckets` of its package."""
     overheads: Overheads | None = None
-    """Measured with this branch; None: `lent` ones are used."""
-    lent: Overheads | None = None
-    lent_by: str = ""
+    """Measured with this branch."""
+    lender: Measured | None = None
+    """Whose overheads are used where none were measured with this one."""
     scale: float = 1.0
     """By which the costs were multiplied after load tests that contradicted them."""
 
     @property
     def around(self) -> Overheads | None:
         """What serving adds: as measured with this branch, else with another."""
-        return self.overheads or self.lent
+        return self.overheads or (self.lender.overheads if self.lender is not None else None)
 
     @property
     def costs(self) -> Costs:

@@ -102,7 +102,7 @@ async def _test(
     """One run; again where it failed while this client was too slow, which says little of the server."""
     requests = sample_requests(package, served.url)
     for seed in range(2):
-        await served.look()
+        await served.stats()
         try:
             run = await open_loop(requests, poisson(rate, seconds, seed), limit_s=limit_s, stop=stop)
         except UsageError as error:  # nothing answers any more
@@ -111,7 +111,7 @@ async def _test(
             raise Stopped
         if not run.void or run.percentile(99) <= limit_s:
             break
-    inside = await served.look()
+    inside = await served.stats()
     expected = simulate(poisson(rate, seconds, seed), point.setting.batching(), costs)
     p99_s = expected.percentile(99)
     return Tested(

@@ -29,14 +29,14 @@ from fettle.slo.server_process import ServerFailure, ServerProcess
 from fettle.slo.simulate import simulate
 
 HEADROOM = 0.2
-"""Share of the capacity that a setting had better have left: what is suggested where nobody asks for another."""
+"""Share of the capacity to leave free: suggested where no other was asked for."""
 OFF = 1.15
 """A prediction that is off by more than this factor is corrected."""
 BEHIND = 0.95
-"""A setting of which less than this share of what another has shown is expected is not tested: load tests tell no
+"""A setting that is expected to serve less than this share of what another has shown is not tested: load tests tell no
 smaller steps apart."""
 CALIBRATION_S = 10.0
-"""Of one crew, about."""
+"""Of one branch, about."""
 TESTS = 3.2
 """Load tests of a setting, on average."""
 HOPELESS = 0.5
@@ -87,11 +87,13 @@ class _Search:
         self._tested: set[Setting] = set()
         self._tried: set[Branch] = set()
         self._simulated: Known = {}
+        self._lender: Measured | None = None
+        """Of what serving adds, to branches with which it was not measured."""
 
     # -- costs -------------------------------------------------------------------------------------------------------
 
     async def calibrate(self, variants: Sequence[Variant], devices: Sequence[str]) -> None:
-        """Cost curves of every variant and device with the first crew, then with the others where there is hope."""
+        """Cost curves of every variant and device with all cores in one worker, then divided where there is hope."""
         all_s = CALIBRATION_S * len(variants) * sum(len(worker_splits(self.cores, device)) for device in devices)
         self._until = time.monotonic() + all_s
         for device in devices:
@@ -131,7 +133,7 @@ class _Search:
             at = f" at {rows} row{'s' if rows > 1 else ''}" if rows else ", loading"
             self.found.failures.append(Failure(f"{branch}{at}", why))
         if made.samples:
-            self.found.branches[branch] = Measured(branch, made, package.settings.buckets)
+            self.found.branches[branch] = Measured(branch, made, package.settings.buckets, lender=self._lender)
 
     def _check_memory(self, branch: Branch) -> None:
         """Raise where so many workers as one is known to need memory for would not fit beside each other."""
@@ -190,9 +192,9 @@ class _Search:
             if top.overheads is None:  # it cannot be served
                 del self.found.branches[top.branch]
                 continue
+            self._lender = top
             for other in self.found.branches.values():
-                if other.overheads is None:
-                    other.lent, other.lent_by = top.overheads, str(top.branch)
+                other.lender = top
 
     async def _overheads(self, setting: Setting) -> Overheads | None:
         self._check()
@@ -230,10 +232,6 @@ class _Search:
         for workers in wanted:
             await self._calibrate(Branch(workers, max(1, self.cores // workers), best.device, best.variant))
         if wanted:
-            lender = next((m for m in self.found.branches.values() if m.overheads is not None), None)
-            for measured in self.found.branches.values():
-                if lender is not None and measured.overheads is measured.lent is None:
-                    measured.lent, measured.lent_by = lender.overheads, str(lender.branch)
             await self.around()
 
     # -- proof -------------------------------------------------------------------------------------------------------

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,6 +22,9 @@ from fettle.package.manifest import Package, open_package
 from fettle.package.settings import ServeSettings
 from fettle.procs.child import Child, ChildError, Reply, Request, replied
 from fettle.procs.parent import Parent, die_with_parent, failure_of
+
+if TYPE_CHECKING:
+    from fettle.serve.engine.metrics import ModelMetrics
 
 T = TypeVar("T")
 START_S = 600.0
@@ -72,7 +76,7 @@ class _Serve(Request, tag="starting"):
     settings: ServeSettings
 
 
-class _Look(Request, tag="looking"):
+class _Stats(Request, tag="looking"):
     """What was seen since the last look."""
 
 
@@ -95,9 +99,9 @@ class ServerProcess:
         made.url = f"http://127.0.0.1:{port}"
         return made
 
-    async def look(self) -> ServerStats:
+    async def stats(self) -> ServerStats:
         """What it saw since the last look. Raises `ServerFailure` where it is gone."""
-        return await self._ask(_Look(), ServerStats, 30.0)
+        return await self._ask(_Stats(), ServerStats, 30.0)
 
     async def close(self) -> None:
         """End it and its workers."""
@@ -116,44 +120,38 @@ class ServerProcess:
 class _Recorder:
     """Stands before a version's metrics and keeps every moment until somebody looks."""
 
-    def __init__(self, metrics: Any) -> None:
-        self.clear()
+    def __init__(self, metrics: ModelMetrics) -> None:
+        self._waits: list[float] = []
+        self._calls: list[Any] = []
         count_request, count_batch = metrics.request, metrics.batch
 
         def request(seconds: float, queue_s: float, limit_s: float) -> None:
-            if len(self.queue) < _MOST:
-                self.queue.append(queue_s)
+            if len(self._waits) < _MOST:
+                self._waits.append(queue_s)
             count_request(seconds, queue_s, limit_s)
 
-        def batch(rows: int, size: int, join_s: float, model_s: float) -> None:
-            if len(self.model) < _MOST:
-                self.join.append(join_s)
-                self.model.append(model_s)
-            self.rows[rows] = self.rows.get(rows, 0) + 1
-            self.sizes[size] = self.sizes.get(size, 0) + 1
-            count_batch(rows, size, join_s, model_s)
+        def batch(*call: Any) -> None:
+            if len(self._calls) < _MOST:
+                self._calls.append(call)
+            count_batch(*call)
 
-        metrics.request, metrics.batch = request, batch
+        metrics.request, metrics.batch = request, batch  # type: ignore[method-assign]
 
-    def clear(self) -> None:
-        self.queue: list[float] = []
-        self.join: list[float] = []
-        self.model: list[float] = []
-        self.rows: dict[int, int] = {}
-        self.sizes: dict[int, int] = {}
-
-    def look(self, memory_bytes: int) -> ServerStats:
+    def stats(self, memory_bytes: int) -> ServerStats:
+        """Since the last look."""
         import psutil
 
+        rows, sizes, join_s, model_s = zip(*self._calls, strict=True) if self._calls else ((), (), (), ())
         seen = ServerStats(
-            sum(self.rows.values()), self.rows, self.sizes, _split(self.queue), _split(self.join), _split(self.model),
+            len(rows), Counter(rows), Counter(sizes), _times(self._waits), _times(join_s), _times(model_s),
             memory_bytes, psutil.cpu_percent(None), psutil.virtual_memory().percent,
         )  # fmt: skip
-        self.clear()
+        self._waits.clear()
+        self._calls.clear()
         return seen
 
 
-def _split(seconds: Sequence[float]) -> StageTimes:
+def _times(seconds: Sequence[float]) -> StageTimes:
     if not seconds:
         return StageTimes()
     values = np.asarray(seconds) * 1e3
@@ -179,10 +177,10 @@ async def _serve(parent: Parent) -> None:
         return
     version = server.registry.choose(package.manifest.name)
     recorder = _Recorder(version.metrics)
-    recorder.look(0)
+    recorder.stats(0)
     parent.send(replied(server.ports[0]))
     while await next_request() is not None:  # until whoever started us goes away
-        parent.send(replied(recorder.look(sum(worker.rss for worker in version.pool.workers))))
+        parent.send(replied(recorder.stats(sum(worker.rss for worker in version.pool.workers))))
     await server.close()
 
 
