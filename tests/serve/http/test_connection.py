@@ -14,7 +14,7 @@ from fettle.serve.http.app import App
 from fettle.serve.http.asgi import Asgi
 from fettle.serve.http.call import Call, Limits
 from fettle.serve.http.connection import Connection
-from fettle.serve.http.reply import Reply, said
+from fettle.serve.http.reply import Reply, json_reply
 
 LONG = 1 << 20
 
@@ -30,7 +30,7 @@ class Echo(App):
         return Call(method, target, headers, gone, None, self.limits)  # type: ignore[arg-type]
 
     def refusal(self, call: Call) -> Reply | None:
-        return said({"error": "no"}, 401) if b"x-refuse" in call.headers else None
+        return json_reply({"error": "no"}, 401) if b"x-refuse" in call.headers else None
 
     def _noted(self, call: Call, reply: Reply) -> Reply:
         return reply
@@ -44,7 +44,7 @@ class Echo(App):
         if call.target in (b"/events", b"/broken"):
             return Reply(200, events=_events(broken=call.target == b"/broken"))
         names = sorted(name.decode() for name in call.headers)
-        return said({"target": call.target.decode(), "method": call.method, "headers": names, "sent": len(call.sent)})
+        return json_reply({"target": call.target.decode(), "method": call.method, "headers": names, "sent": len(call.sent)})
 
 
 async def _events(*, broken: bool) -> AsyncGenerator[bytes, None]:

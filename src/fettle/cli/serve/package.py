@@ -61,7 +61,7 @@ def command(
       fettle serve package workloads/minilm.py --handler text --tokenizer minilm/tokenizer.json
     """
     from fettle.package.export import write_package
-    from fettle.package.manifest import ServeSettings
+    from fettle.package.settings import ServeSettings
     from fettle.recipe_file import RecipeFile, load_recipe
     from fettle.workload import find_target
 
