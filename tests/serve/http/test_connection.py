@@ -44,7 +44,9 @@ class Echo(App):
         if call.target in (b"/events", b"/broken"):
             return Reply(200, events=_events(broken=call.target == b"/broken"))
         names = sorted(name.decode() for name in call.headers)
-        return json_reply({"target": call.target.decode(), "method": call.method, "headers": names, "sent": len(call.sent)})
+        return json_reply(
+            {"target": call.target.decode(), "method": call.method, "headers": names, "sent": len(call.sent)}
+        )
 
 
 async def _events(*, broken: bool) -> AsyncGenerator[bytes, None]:
