@@ -14,6 +14,7 @@ from fettle.serve.engine.anticipation import MOST_S, QUIET, SHARE, Anticipation
 from fettle.serve.engine.batching import BatchQueue
 from fettle.serve.engine.metrics import Metrics, ModelMetrics
 from fettle.serve.engine.pool import Pool
+from fettle.serve.engine.request import Request
 
 
 def serve(returns, calls, answered, back, took_s=0.1):
@@ -134,7 +135,7 @@ def test_clients_in_two_groups_find_together(monkeypatch):
 
         async def client():
             while len(process.rows) < 300:
-                await pool.submit(rows=1, key="", arrays=[np.zeros((1, 2), np.float32)])
+                await pool.submit(Request(1, "", [np.zeros((1, 2), np.float32)]))
                 await asyncio.sleep(0)  # a client's next request is read a turn later
 
         first = [asyncio.create_task(client()) for _ in range(3)]

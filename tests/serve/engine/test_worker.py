@@ -1,7 +1,6 @@
 """A worker's place in the pool: what it works on, what follows, and what becomes of both when it ends."""
 
 import asyncio
-import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -65,7 +64,9 @@ class Process:
 def request(count=4, piece=None):
     array = np.zeros((1, count), np.float32)
     body = None if piece is None else b"{}"
-    return Request(0.0, 1, (), math.inf, asyncio.get_running_loop().create_future(), [array], body, piece=piece)
+    made = Request(1, (), [array], body, piece=piece)
+    made.answer = asyncio.get_running_loop().create_future()
+    return made
 
 
 def batch(**kinds):

@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import NoReturn
 
 import msgspec
 
@@ -169,33 +169,17 @@ class Pool:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def submit(
-        self, *, rows: int, key: Hashable, arrays: Sequence[Any] = (), body: bytes | None = None, kind: str = "",
-        timeout_s: float | None = None, gone: Callable[[], bool] | None = None, explain: bool = False,
-        target: int = -1, piece: Callable[[bytes], None] | None = None,
-    ) -> asyncio.Future[Answer]:  # fmt: skip
+    def submit(self, request: Request, timeout_s: float | None = None) -> asyncio.Future[Answer]:
         """Let a request wait for its batch. Raises `Rejected` at once when the queue is full or the model not ready."""
-        if explain:
+        if request.explain:
             if not self.explains:
                 raise Rejected(501, "explanations are off: the server was started without --explain", kind="off")
-            key = ("explain", self.next_id())  # explained alone
+            request.key = ("explain", self.next_id())  # explained alone
         self.admit()
-        now = time.perf_counter()
         longest = self.settings.timeout_ms / 1e3
-        request = Request(
-            now,
-            rows,
-            key,
-            now + min(timeout_s or longest, longest),
-            self.loop.create_future(),
-            arrays,
-            body,
-            kind,
-            gone,
-            explain,
-            target,
-            piece,
-        )
+        now = request.arrival_s = time.perf_counter()
+        request.deadline_s = now + min(timeout_s or longest, longest)
+        request.answer = self.loop.create_future()
         try:
             taken = self.queue.push(request)
         except ValueError as error:

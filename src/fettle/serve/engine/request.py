@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,11 +13,9 @@ from typing import Any
 class Request:
     """One waiting request: tensors (`arrays`), or a raw body for the handler. Moments are of `time.perf_counter`."""
 
-    arrival_s: float
     rows: int
     key: Hashable
-    deadline_s: float
-    answer: asyncio.Future[Answer]
+    """Requests with equal keys may share a call."""
     arrays: Sequence[Any] = ()
     body: bytes | None = None
     kind: str = ""
@@ -31,6 +30,10 @@ class Request:
     """Pieces told so far: after the first it cannot be tried again."""
     queued: bool = False
     tries: int = 0
+    arrival_s: float = 0.0
+    deadline_s: float = math.inf
+    answer: asyncio.Future[Answer] = field(init=False)
+    """Set with its moments when it begins to wait."""
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from fettle.package.handlers import generate as prompts
 from fettle.serve.engine.pool import Pool
 from fettle.serve.engine.refusal import Rejected
 from fettle.serve.engine.registry import Version
-from fettle.serve.engine.request import Answer
+from fettle.serve.engine.request import Answer, Request
 from fettle.serve.http.call import Call
 from fettle.serve.http.reply import GONE, Error, Reply, json_reply
 
@@ -50,9 +50,8 @@ async def _generate(call: Call, name: str, number: str | None, *, stream: bool) 
         raise Rejected(400, str(error)) from None
     gone = call.gone
     pieces: asyncio.Queue[bytes | None] = asyncio.Queue()
-    answer = version.pool.submit(
-        rows=1, key="generate", body=body, kind="application/json", gone=gone, piece=pieces.put_nowait
-    )
+    request = Request(1, "generate", body=body, kind="application/json", gone=gone, piece=pieces.put_nowait)
+    answer = version.pool.submit(request)
     answer.add_done_callback(lambda _: pieces.put_nowait(None))
     first = await pieces.get()  # what is refused is refused by its status, before a stream has begun
     if first is None:

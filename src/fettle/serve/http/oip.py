@@ -10,6 +10,7 @@ from fettle import __version__
 from fettle.package.tensors import TensorSpec
 from fettle.serve.engine.refusal import Malformed, Refusal, Rejected
 from fettle.serve.engine.registry import Version
+from fettle.serve.engine.request import Request
 from fettle.serve.http import protocol
 from fettle.serve.http.call import Call
 from fettle.serve.http.reply import Reply, json_reply
@@ -34,10 +35,10 @@ async def _infer(call: Call, name: str, number: str | None, *, explain: bool) ->
         body, _header_length(call), pool.specs, pool.output_specs, pool.settings.max_rows
     )  # fmt: skip
     key = _key(asked, pool.specs)
-    answer = pool.submit(
-        rows=asked.rows, key=key, arrays=asked.arrays, timeout_s=asked.timeout_s, gone=call.gone, explain=explain,
-        target=_target(asked.parameters) if explain else -1,
-    )  # fmt: skip
+    request = Request(asked.rows, key, asked.arrays, gone=call.gone, explain=explain)
+    if explain:
+        request.target = _target(asked.parameters)
+    answer = pool.submit(request, asked.timeout_s)
     shadow = call.registry.shadow_of(name, version)
     if shadow is not None and not explain:
         call.registry.later(_shadowed(shadow, asked, key))
@@ -82,7 +83,7 @@ def _target(parameters: Mapping[str, Any]) -> int:
 
 async def _shadowed(version: Version, asked: protocol.Inference, key: Hashable) -> None:
     with contextlib.suppress(Rejected):
-        await version.pool.submit(rows=asked.rows, key=key, arrays=asked.arrays)
+        await version.pool.submit(Request(asked.rows, key, asked.arrays))
 
 
 # -- what can be read -------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 
 from fettle.serve.engine.refusal import NoSuchPath, Rejected
 from fettle.serve.engine.registry import Registry, Version
+from fettle.serve.engine.request import Request
 from fettle.serve.http.call import Call
 from fettle.serve.http.form import read_field
 from fettle.serve.http.reply import Reply, json_reply
@@ -41,7 +42,8 @@ async def _predict(call: Call, name: str, number: str | None, *, explain: bool =
     kind = call.header(b"content-type")[:200]
     if kind.startswith("multipart/form-data"):
         body = read_field(body, kind, ("data", "body"))
-    answer = await version.pool.submit(rows=1, key="body", body=body, kind=kind, gone=call.gone, explain=explain)
+    request = Request(1, "body", body=body, kind=kind, gone=call.gone, explain=explain)
+    answer = await version.pool.submit(request)
     return Reply(200, (answer.body,), answer.kind.encode("latin-1"), answer=answer)
 
 
