@@ -106,29 +106,17 @@ class Steps:
     handler: Any
     metrics: HandlerMetrics
     took: Took = Took()
-    """By the last `handle` or `explain`."""
+    """By the last `handle`."""
 
-    def explain(self, bodies: Sequence[bytes], kinds: Sequence[str], explainer: Any) -> list[tuple[bytes, str]]:
-        """What moved the answer of every request, of the first input that has some. Raises `UsageError`.
-
-        A handler of one's own has ``explain(data, explainer)`` between preprocess and postprocess.
-        """
-        requests = [{"body": body, "type": kind} for body, kind in zip(bodies, kinds, strict=True)]
-        began = time.perf_counter()
-        data = self.handler.preprocess(requests)
-        ready = time.perf_counter()
-        answers = self._explained(data, explainer)
-        self.took = Took(ready - began, time.perf_counter() - ready)
-        return answers
-
-    def _explained(self, data: Any, explainer: Any) -> list[tuple[bytes, str]]:
+    def _explained(self, data: Any, explainer: Any) -> list[Any]:
+        """A handler of one's own has ``explain(data, explainer)``; else it is of the first input that has some."""
         own = getattr(self.handler, "explain", None)
         if own is not None:
-            return [_as_body(answer) for answer in own(data, explainer)]
+            return list(own(data, explainer))
         if not all(isinstance(item, Item) for item in data):
             raise UsageError("the model's handler has no step explain(data, explainer)")
         found = [explainer.attribute(item.arrays) for item in data]
-        return [_as_body(next((a for a in arrays if a.any()), arrays[0]).tolist()) for arrays in found]
+        return [next((a for a in arrays if a.any()), arrays[0]).tolist() for arrays in found]
 
     def generate(
         self, bodies: Sequence[bytes], on_piece: Callable[[int, bytes, bool], None], gone: Callable[[], set[int]]
@@ -146,15 +134,18 @@ class Steps:
 
         found(bodies, hear, gone)
 
-    def handle(self, bodies: Sequence[bytes], kinds: Sequence[str]) -> list[tuple[bytes, str]]:
-        """The four steps for a batch of requests; as many answers, with their content types."""
+    def handle(self, bodies: Sequence[bytes], kinds: Sequence[str], explainer: Any = None) -> list[tuple[bytes, str]]:
+        """The four steps for a batch of requests; as many answers, with their content types.
+
+        With an `explainer` what moved each answer instead, in the place of the last two steps. Raises `UsageError`.
+        """
         requests = [{"body": body, "type": kind} for body, kind in zip(bodies, kinds, strict=True)]
         began = time.perf_counter()
         data = self.handler.preprocess(requests)
         ready = time.perf_counter()
-        found = self.handler.inference(data)
+        found = self.handler.inference(data) if explainer is None else self._explained(data, explainer)
         done = time.perf_counter()
-        answers = self.handler.postprocess(found)
+        answers = self.handler.postprocess(found) if explainer is None else found
         self.took = Took(ready - began, done - ready, time.perf_counter() - done)
         if len(answers) != len(bodies):
             raise RuntimeError(f"the handler answered {len(answers)} of {len(bodies)} requests")

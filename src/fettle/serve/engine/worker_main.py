@@ -160,10 +160,7 @@ class _Worker:
     def call(self, header: wire.Call, body: memoryview) -> tuple[wire.Done, list[Any]]:
         """Bodies in, bodies out, through the handler's steps."""
         bodies = wire.pieces(body, header.lengths)
-        if header.explain:
-            answers = self.handler.explain(bodies, header.kinds, self._explainer)
-        else:
-            answers = self.handler.handle(bodies, header.kinds)
+        answers = self.handler.handle(bodies, header.kinds, self._explainer if header.explain else None)
         lengths: list[wire.Shape] = [(len(data),) for data, _ in answers]
         took = self.handler.took
         done = wire.Done(
