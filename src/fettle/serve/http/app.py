@@ -14,7 +14,6 @@ from fettle.serve.engine.spans import Spans
 from fettle.serve.http import about, generation, management, oip, torchserve
 from fettle.serve.http.call import Call, Limits, path_parts
 from fettle.serve.http.guard import Guard
-from fettle.serve.http.openapi import openapi
 from fettle.serve.http.reply import Reply, error_reply, json_reply
 
 log = logging.getLogger("fettle.serve.access")
@@ -81,7 +80,7 @@ class App:
             reply = await route(call)
             if reply is not None:
                 return reply
-        known = openapi(self.registry, "")["paths"].get("/" + "/".join(call.parts))
+        known = about.document(self.registry)["paths"].get("/" + "/".join(call.parts))
         if known is not None:  # the path is right and the method is not
             allowed = ", ".join(sorted(method.upper() for method in known))
             raise Refusal(405, f"the method is {allowed} here", ((b"allow", allowed.encode()),))

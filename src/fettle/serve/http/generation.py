@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from typing import Any
 
 import msgspec
 
@@ -11,9 +12,10 @@ from fettle.errors import UsageError
 from fettle.package.handlers import generate as prompts
 from fettle.serve.engine.pool import Pool
 from fettle.serve.engine.refusal import Rejected
-from fettle.serve.engine.registry import Version
+from fettle.serve.engine.registry import Registry, Version
 from fettle.serve.engine.request import Answer, Request
 from fettle.serve.http.call import Call
+from fettle.serve.http.openapi import operation, ref
 from fettle.serve.http.reply import GONE, Error, Reply, json_reply
 
 
@@ -88,3 +90,17 @@ async def _events(
     finally:
         if not answer.done():
             pool.stop(answer)
+
+
+def paths(registry: Registry) -> dict[str, Any]:
+    """For the OpenAPI document."""
+    found: dict[str, Any] = {}
+    for name, model in sorted(registry.models.items()):
+        if any(generates(made) for made in model.versions.values()):
+            whole = operation(f"Text that {name} generates", ref("Prompt"), ref("Text"))
+            pieces = operation("The same as it comes, as server-sent events", ref("Prompt"), {}, "text/event-stream")
+            found |= {
+                f"/v2/models/{name}/generate": {"post": whole},
+                f"/v2/models/{name}/generate_stream": {"post": pieces},
+            }
+    return found

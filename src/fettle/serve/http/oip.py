@@ -9,10 +9,11 @@ from typing import Any
 from fettle import __version__
 from fettle.package.tensors import TensorSpec
 from fettle.serve.engine.refusal import Malformed, Refusal, Rejected
-from fettle.serve.engine.registry import Version
+from fettle.serve.engine.registry import Registry, Version
 from fettle.serve.engine.request import Request
 from fettle.serve.http import protocol
 from fettle.serve.http.call import Call
+from fettle.serve.http.openapi import OBJECT, operation, ref
 from fettle.serve.http.reply import Reply, json_reply
 
 EXTENSIONS = ["generate", "binary_tensor_data", "model_repository", "model_configuration", "statistics"]
@@ -172,4 +173,52 @@ def _configuration(name: str, version: Version) -> dict[str, Any]:
         "max_batch_size": pool.settings.max_rows if batched else 0,
         "input": [tensor(spec) for spec in pool.specs], "output": [tensor(spec) for spec in pool.output_specs],
         "dynamic_batching": {"max_queue_delay_microseconds": int(pool.settings.delay_ms * 1e3)},
+    }  # fmt: skip
+
+
+# -- for the document -------------------------------------------------------------------------------------------------
+
+
+def paths(registry: Registry) -> dict[str, Any]:
+    """What can be called by this protocol, for the models that are served now."""
+    found: dict[str, Any] = {
+        "/v2": {"get": operation("The server")},
+        "/v2/health/live": {"get": operation("Is the server alive?")},
+        "/v2/health/ready": {"get": operation("Are all models ready?")},
+        "/v2/models": {"get": operation("The models")},
+        "/v2/models/stats": {"get": operation("Statistics of all models")},
+        "/v2/repository/index": {"post": operation("Models, versions and their states", answer={"type": "array"})},
+    }
+    for name, model in sorted(registry.models.items()):
+        base, versions = f"/v2/models/{name}", list(model.versions.values())
+        found[base] = {"get": operation(f"Inputs and outputs of {name}")}
+        found[f"{base}/ready"] = {"get": operation(f"Is {name} ready?")}
+        found[f"{base}/config"] = {"get": operation(f"How {name} batches")}
+        found[f"{base}/stats"] = {"get": operation(f"Statistics of {name}")}
+        tensors = _tensors(versions[0]) if versions else OBJECT
+        found[f"{base}/infer"] = {"post": operation(f"Call {name} with tensors", tensors, ref("Outputs"))}
+        if any(made.pool.explains for made in versions):
+            found[f"{base}/explain"] = {"post": operation(f"What moved {name}'s answer", tensors, ref("Outputs"))}
+    return found
+
+
+def _tensors(version: Version) -> dict[str, Any]:
+    """The body of an inference request for this model."""
+    inputs = [
+        {
+            "type": "object", "required": ["name", "shape", "datatype", "data"],
+            "properties": {
+                "name": {"const": spec.name}, "datatype": {"const": spec.datatype}, "data": {"type": "array"},
+                "shape": {"type": "array", "minItems": len(spec.shape), "maxItems": len(spec.shape),
+                          "items": {"type": "integer", "minimum": 1}},
+            },
+        }
+        for spec in version.pool.specs
+    ]  # fmt: skip
+    return {
+        "type": "object", "required": ["inputs"],
+        "properties": {
+            "id": {"type": "string"}, "parameters": OBJECT,
+            "inputs": {"type": "array", "minItems": len(inputs), "maxItems": len(inputs), "items": {"anyOf": inputs}},
+        },
     }  # fmt: skip

@@ -13,6 +13,7 @@ from fettle.serve.engine.registry import Registry, Version
 from fettle.serve.engine.request import Request
 from fettle.serve.http.call import Call
 from fettle.serve.http.form import read_field
+from fettle.serve.http.openapi import OBJECT, operation
 from fettle.serve.http.reply import Reply, json_reply
 
 log = logging.getLogger("fettle.serve")
@@ -52,6 +53,17 @@ async def ping(call: Call) -> Reply | None:
     if (call.method, call.parts) != ("GET", ("ping",)):
         return None
     return json_reply({"status": "Healthy"}) if call.registry.ready else json_reply({"status": "Unhealthy"}, 500)
+
+
+def paths(registry: Registry) -> dict[str, Any]:
+    """For the OpenAPI document."""
+    found: dict[str, Any] = {"/ping": {"get": operation("TorchServe's health check")}}
+    for name, model in sorted(registry.models.items()):
+        found[f"/predictions/{name}"] = {"post": operation(f"Call {name}'s handler with a body", {}, {}, "*/*")}
+        if any(made.pool.explains for made in model.versions.values()):
+            text = f"What moved {name}'s answer to a body"
+            found[f"/explanations/{name}"] = {"post": operation(text, OBJECT, {})}
+    return found
 
 
 # -- management -------------------------------------------------------------------------------------------------------
