@@ -77,7 +77,7 @@ def start(server: str, model: str, port: int, folder: Path) -> subprocess.Popen[
     )
 
 
-def shot(server: str, port: int) -> Any:
+def request_to(server: str, port: int) -> Any:
     row = np.random.default_rng(0).standard_normal(64).astype(np.float32).tolist()
     path, body = "/inference" if server == "mosec" else "/predict", {"input": row}
     if server == "fettle":
@@ -91,7 +91,7 @@ def shot(server: str, port: int) -> Any:
 def wait_until_it_answers(server: str, port: int, process: Any, seconds: float = 90) -> float:
     """Seconds from the start to the first answer."""
     began = time.perf_counter()
-    data = shot(server, port)
+    data = request_to(server, port)
     body = data.data.partition(b"\r\n\r\n")[2]
     url = f"http://127.0.0.1:{port}{data.path}"
     while time.perf_counter() - began < seconds:
@@ -152,13 +152,13 @@ def one_round(servers: list[str], model: str, ports: Iterator[int], folder: Path
             found[name]["idle_percent"] = percent
         for clients in (1, 8, 32, 128):
             for name in random.sample(sorted(there), len(there)):
-                one = shot(name, there[name][0])
+                one = request_to(name, there[name][0])
                 found[name]["closed"][clients] = numbers(run(closed_loop([one], clients, seconds)))
         most = {name: max(row["throughput"] for row in found[name]["closed"].values()) for name in there}
         peers = max((rate for name, rate in most.items() if name != "fettle"), default=math.inf)
         for share in SHARES:
             for name in random.sample(sorted(there), len(there)):
-                one, rate = shot(name, there[name][0]), share * min(most[name], peers)
+                one, rate = request_to(name, there[name][0]), share * min(most[name], peers)
                 found[name]["open"][f"{share:.0%}"] = {"rate": rate} | numbers(unhurried(one, rate, seconds))
     return found
 

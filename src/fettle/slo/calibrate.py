@@ -76,9 +76,9 @@ def calibrate(
     made = Calibration({}, {}, {}, rested={})
     if stopped():
         raise Stopped
-    crew = _Workers(package, workers, threads, device)
+    processes = _Workers(package, workers, threads, device)
     try:
-        if not _started(crew, made):
+        if not _started(processes, made):
             return made
         buckets = package.settings.buckets
         todo = [*buckets[: bisect_left(buckets, most) + 1]] or sizes_up_to(most)
@@ -88,7 +88,7 @@ def calibrate(
             size = todo.pop(0)
             on_progress(f"cost of {size} row{'s' if size > 1 else ''}, {workers} x {threads} threads, {device}")
             try:
-                made.samples[size], rested, made.memory_bytes[size] = crew.time(size, seconds)
+                made.samples[size], rested, made.memory_bytes[size] = processes.time(size, seconds)
                 if len(rested) >= LEAST_RESTED:
                     made.rested[size] = rested
             except ChildError as failure:
@@ -96,7 +96,7 @@ def calibrate(
                 todo = [other for other in todo if other < size]
                 # A process that ran out of memory may be in any state: what is still to be measured gets new ones.
                 todo = todo or _steps(made.samples, buckets)
-                if not made.samples or not todo or not _started(crew, made):
+                if not made.samples or not todo or not _started(processes, made):
                     break
                 continue
             if limit_s and statistics.median(made.samples[size]) > limit_s and size > 1:
@@ -106,12 +106,12 @@ def calibrate(
         made.samples = dict(sorted(made.samples.items()))
         return made
     finally:
-        crew.close()
+        processes.close()
 
 
-def _started(crew: _Workers, made: Calibration) -> bool:
+def _started(processes: _Workers, made: Calibration) -> bool:
     try:
-        crew.start()
+        processes.start()
     except ChildError as failure:
         made.failures.setdefault(0, str(failure))
         return False
