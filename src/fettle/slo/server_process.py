@@ -135,7 +135,8 @@ class _Recorder:
                 self._calls.append(call)
             count_batch(*call)
 
-        metrics.request, metrics.batch = request, batch  # type: ignore[method-assign]
+        metrics.request = request  # type: ignore[method-assign]
+        metrics.batch = batch  # type: ignore[method-assign,assignment]
 
     def stats(self, memory_bytes: int) -> ServerStats:
         """Since the last look."""
