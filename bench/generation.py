@@ -26,11 +26,11 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from fettle.machine import this_machine
+from fettle.package import generating
+from fettle.package.export import write_package
+from fettle.package.handler import find_handler
+from fettle.package.model_runner import ModelRunner
 from fettle.recipe import Recipe
-from fettle.serve import generating
-from fettle.serve.export import write_package
-from fettle.serve.handler import find_handler
-from fettle.serve.model_runner import ModelRunner
 from fettle.workload import Workload
 
 WORDS = 5000

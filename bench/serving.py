@@ -43,12 +43,12 @@ from typing import Any
 import numpy as np
 import psutil
 
+from fettle.compat.ray_files import ENVIRONMENT
 from fettle.files import finite
-from fettle.serve.arrivals import poisson
-from fettle.serve.client import http_shot
-from fettle.serve.load import closed_loop, open_loop
-from fettle.serve.loop import run
-from fettle.serve.ray_files import ENVIRONMENT
+from fettle.load.arrivals import poisson
+from fettle.load.client import http_request
+from fettle.load.loops import closed_loop, open_loop
+from fettle.loop import run
 
 PEERS = Path(__file__).parent / "serving_peers"
 sys.path.insert(0, str(PEERS))
@@ -77,19 +77,21 @@ def start(server: str, model: str, port: int, folder: Path) -> subprocess.Popen[
     )
 
 
-def shot(server: str, port: int) -> Any:
+def request_to(server: str, port: int) -> Any:
     row = np.random.default_rng(0).standard_normal(64).astype(np.float32).tolist()
     path, body = "/inference" if server == "mosec" else "/predict", {"input": row}
     if server == "fettle":
         path = "/v2/models/net/infer"
         body = {"inputs": [{"name": "input", "shape": [1, 64], "datatype": "FP32", "data": row}]}
-    return http_shot(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    return http_request(
+        f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
 
 
 def wait_until_it_answers(server: str, port: int, process: Any, seconds: float = 90) -> float:
     """Seconds from the start to the first answer."""
     began = time.perf_counter()
-    data = shot(server, port)
+    data = request_to(server, port)
     body = data.data.partition(b"\r\n\r\n")[2]
     url = f"http://127.0.0.1:{port}{data.path}"
     while time.perf_counter() - began < seconds:
@@ -150,13 +152,13 @@ def one_round(servers: list[str], model: str, ports: Iterator[int], folder: Path
             found[name]["idle_percent"] = percent
         for clients in (1, 8, 32, 128):
             for name in random.sample(sorted(there), len(there)):
-                one = shot(name, there[name][0])
+                one = request_to(name, there[name][0])
                 found[name]["closed"][clients] = numbers(run(closed_loop([one], clients, seconds)))
         most = {name: max(row["throughput"] for row in found[name]["closed"].values()) for name in there}
         peers = max((rate for name, rate in most.items() if name != "fettle"), default=math.inf)
         for share in SHARES:
             for name in random.sample(sorted(there), len(there)):
-                one, rate = shot(name, there[name][0]), share * min(most[name], peers)
+                one, rate = request_to(name, there[name][0]), share * min(most[name], peers)
                 found[name]["open"][f"{share:.0%}"] = {"rate": rate} | numbers(unhurried(one, rate, seconds))
     return found
 
@@ -294,9 +296,9 @@ def main() -> None:
 def package(model: str, folder: Path) -> None:
     import torch
 
+    from fettle.package.export import write_package
+    from fettle.package.settings import ServeSettings
     from fettle.recipe import Recipe
-    from fettle.serve.export import write_package
-    from fettle.serve.package import ServeSettings
     from fettle.workload import Workload
 
     work = Workload(build(model), [torch.randn(ROWS, 64)])

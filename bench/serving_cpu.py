@@ -26,10 +26,10 @@ from typing import Any
 
 import psutil
 
-from fettle.serve.loop import run
+from fettle.loop import run
 
 sys.path.insert(0, str(Path(__file__).parent))
-from serving import NEEDS, package, shot, start, wait_until_it_answers
+from serving import NEEDS, package, request_to, start, wait_until_it_answers
 
 LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 
@@ -94,7 +94,7 @@ def measure(server: str, port: int, folder: Path, requests: int, clients: list[i
         wait_until_it_answers(server, port, process)
         first = psutil.Process(process.pid)
         family = [first, *first.children(recursive=True)]
-        request = shot(server, port).data
+        request = request_to(server, port).data
         run(ask(port, request, 32, 2000))
         found: dict[str, Any] = {}
         for count in clients:

@@ -3,12 +3,11 @@
     python bench/slo_search.py minilm resnet50 yolos --json bench/results/slo_search.json    # 3 to 5 minutes a model
     python bench/slo_search.py minilm --grid --json bench/results/slo_search.json            # every setting by load
 
-For each model the search runs as `fettle slo` does. Shown: the predicted capacity under the limit over the measured
-one (bar: within 10%), greedy against curve-aware batching of the same crew by load tests in the same run, and with
---grid the found setting's capacity over the best of an exhaustive grid (bar: 97%) and the search's share of the grid's
-test time (bar: 20%). The machine's speed drifts while a grid is measured, so the found setting and the grid's best are
-measured again in turn, and the geometric mean of their ratios counts: a capacity is known in steps of 5%. Predictions
-rest on calibrated costs and on overheads that were measured.
+For each model the search runs as `fettle serve slo` does. Shown: the predicted capacity under the limit over the
+measured one (bar: within 10%), and with --grid the found setting's capacity over the best of an exhaustive grid (bar:
+97%) and the search's share of the grid's test time (bar: 20%). The machine's speed drifts while a grid is measured, so
+the found setting and the grid's best are measured again in turn, and the geometric mean of their ratios counts: a
+capacity is known in steps of 5%. Predictions rest on calibrated costs and on overheads that were measured.
 
 Results are merged into the JSON file, and a grid goes on where it was: it stops after --minutes, and the same command
 continues it. The server has the first core, the client the second: a machine has two at least.
@@ -30,15 +29,16 @@ from typing import Any
 import torch
 
 from fettle.files import write_text
+from fettle.loop import run
 from fettle.machine import this_machine
+from fettle.package.export import write_package
+from fettle.package.manifest import Package
+from fettle.package.settings import ServeSettings
 from fettle.recipe import Recipe
-from fettle.serve.export import write_package
-from fettle.serve.loop import run
-from fettle.serve.package import Package, ServeSettings
-from fettle.serve.points import Found, Measured, Point, Setting
-from fettle.serve.proof import prove
-from fettle.serve.ranking import rank
-from fettle.serve.search import search
+from fettle.slo.points import Measured, Point, SearchResult, Setting
+from fettle.slo.proof import prove
+from fettle.slo.ranking import rank
+from fettle.slo.search import search
 from fettle.workload import Workload, find_target
 
 WORKLOADS = Path(__file__).parents[1] / "workloads"
@@ -79,7 +79,7 @@ EVERY = os.sched_getaffinity(0)
 
 
 async def one(package: Package, row: dict[str, Any], limit_s: float, seconds: float, save: Any) -> None:
-    """The search, and then the pair of policies. What a grid has found before stays in the row."""
+    """The search. What a grid has found before stays in the row."""
     began = time.perf_counter()
     first: list[str] = []
 
@@ -88,7 +88,7 @@ async def one(package: Package, row: dict[str, Any], limit_s: float, seconds: fl
         if text.startswith("load tests of") and not first:  # what was predicted before any load test
             first.extend(text.partition(" · ")[0].removeprefix("load tests of ").rsplit(", predicted ", 1))
 
-    found = await search(package, limit_s, most_rows=8, cores=1, seconds=seconds, tell=tell)
+    found = await search(package, limit_s, most_rows=8, cores=1, seconds=seconds, on_progress=tell)
     took = time.perf_counter() - began
     best = found.best
     for key in [key for key in row if not key.startswith("grid")]:
@@ -103,18 +103,12 @@ async def one(package: Package, row: dict[str, Any], limit_s: float, seconds: fl
         "tests": found.tests,
         "test_seconds": sum(test.run["duration_s"] for point in found.points for test in point.tests),
         "limit_ms": limit_s * 1e3,
-        "curves_ms": {str(m.branch): dict(zip(m.costs.curve().rows, (1e3 * s for s in m.costs.curve().seconds),
+        "curves_ms": {str(m.branch): dict(zip(m.costs.curve.rows, (1e3 * s for s in m.costs.curve.seconds),
                                               strict=True)) for m in found.branches.values()},
         "overheads": {str(m.branch): around(m) for m in found.branches.values() if m.overheads is not None},
         "failures": [f"{failure.what}: {failure.why}" for failure in found.failures],
     }  # fmt: skip
     save()
-    branch, known = found.branches[best.setting.branch], {point.setting: point.measured for point in found.points}
-    for policy in ("greedy", "curve"):
-        point = Point(replace(best.setting, policy=policy), best.measured)
-        if not known.get(point.setting):  # the search has not tested it
-            await measured(package, point, branch, limit_s, seconds, best.measured)
-        row[policy] = known.get(point.setting) or point.measured
 
 
 async def grid(package: Package, row: dict[str, Any], limit_s: float, seconds: float, until: float, save: Any) -> None:
@@ -164,7 +158,7 @@ def place(setting: Setting) -> str:
     return str(replace(setting, delay_s=0.0)) + (", delay" if setting.delay_s else "")
 
 
-def before(first: list[str], found: Found) -> dict[str, Any]:
+def before(first: list[str], found: SearchResult) -> dict[str, Any]:
     """The first setting that was tested: predicted before any load test, and what the tests then gave.
 
     Rates up to `measured` kept the limit, `failed` did not: the capacity lies between. Calls of the model took `slower`
@@ -193,7 +187,7 @@ async def measured(
     package: Package, point: Point, branch: Measured, limit_s: float, seconds: float, expected: float | None = None
 ) -> Point:
     """The point with its capacity by load tests, fewer where one is expected."""
-    await prove(package, point, branch.costs, Found(limit_s, 0.0), seconds, expected=expected)
+    await prove(package, point, branch.costs, SearchResult(limit_s, 0.0), seconds, expected=expected)
     return point
 
 

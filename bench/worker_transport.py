@@ -19,8 +19,8 @@ from multiprocessing import shared_memory
 
 import numpy as np
 
-from fettle.serve import wire
-from fettle.serve.worker_main import receive, send
+from fettle.serve.engine import wire
+from fettle.serve.engine.worker_main import receive, send
 
 SIZES = [1 << 16, 1 << 18, 600_000, 1 << 20, 1 << 22, 1 << 24]
 

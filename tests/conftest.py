@@ -67,8 +67,8 @@ def _settings_stay():
 
 _LONG = (
     "tuning/test_tuning.py", "techniques/test_contract.py", "diagnose/test_diagnose.py", "serve/test_server.py",
-    "measure/test_race.py", "serve/test_search.py", "train/test_tune_training.py", "inputs/test_faults.py",
-    "serve/test_scale.py", "workloads/test_workloads.py",
+    "measure/test_race.py", "slo/test_search.py", "train/test_tune_training.py", "inputs/test_faults.py",
+    "serve/engine/test_scale.py", "workloads/test_workloads.py",
 )  # fmt: skip
 
 

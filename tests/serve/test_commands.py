@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from .test_mar import mar, net, saved
+from tests.compat.test_mar import mar, net, saved
 
 TARGET = """
 import torch

@@ -15,13 +15,13 @@ import psutil
 import pytest
 import torch
 
+from fettle.package.export import write_package
+from fettle.package.manifest import open_package
+from fettle.package.settings import ServeSettings
 from fettle.recipe import Recipe
-from fettle.serve.export import write_package
-from fettle.serve.package import ServeSettings, open_package
 from fettle.workload import Workload
-
-from .conftest import running
-from .test_server import ask
+from tests.serve.test_server import ask
+from tests.serving import running
 
 MAIN = [sys.executable, "-c", "from fettle.cli import main; main()"]
 

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import torch
 
+from fettle.package.export import write_package
+from fettle.package.manifest import open_package
+from fettle.package.settings import ServeSettings
 from fettle.recipe import Recipe
-from fettle.serve.export import write_package
-from fettle.serve.package import ServeSettings, open_package
-from fettle.serve.registry import Options
+from fettle.serve.engine.registry import Options
 from fettle.workload import Workload
-
-from .conftest import net, running, until
-from .test_conformance import shot
-from .test_server import ask
+from tests.serve.test_conformance import shot
+from tests.serve.test_server import ask
+from tests.serving import net, running, until
 
 HANDLER = """
 import os, time
@@ -210,7 +210,7 @@ def test_nan_stays_in_its_own_row(server):
 
 
 def test_what_is_under_way_when_a_model_goes_is_answered(store, monkeypatch):
-    monkeypatch.setattr("fettle.serve.registry.DRAIN_S", 0.2)
+    monkeypatch.setattr("fettle.serve.engine.registry.DRAIN_S", 0.2)
     echo = open_package(store / "echo")
     with running([echo], Options(trust=(echo.handler_digest,))) as server, ThreadPoolExecutor(1) as thread:
         pool = server.registry.choose("echo").pool

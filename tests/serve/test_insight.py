@@ -7,19 +7,19 @@ import pytest
 import torch
 
 from fettle.errors import UsageError
+from fettle.package.export import write_package
+from fettle.package.handler import HandlerMetrics, find_handler
+from fettle.package.manifest import open_package
+from fettle.package.model_runner import ModelRunner
+from fettle.package.settings import ServeSettings
 from fettle.recipe import Recipe
-from fettle.serve.explain import Explainer
-from fettle.serve.export import write_package
-from fettle.serve.handler import HandlerMetrics, find_handler
-from fettle.serve.model_runner import ModelRunner
-from fettle.serve.package import ServeSettings, open_package
-from fettle.serve.registry import Options
-from fettle.serve.spans import Spans
+from fettle.serve.engine.explain import Explainer
+from fettle.serve.engine.registry import Options
+from fettle.serve.engine.spans import Spans
 from fettle.workload import Workload
-
-from .conftest import net, running
-from .test_handlers import Sums, text_batches, tokenizer
-from .test_server import ask, values
+from tests.package.test_handlers import Sums, text_batches, tokenizer
+from tests.serve.test_server import ask, values
+from tests.serving import net, running
 
 SETTINGS = ServeSettings(max_rows=4, threads=1)
 COUNTING = """
@@ -149,7 +149,7 @@ def test_the_tokens_that_moved_a_texts_answer(tmp_path):
     package = write_package(Workload(Loud().eval(), text_batches()), Recipe(), tmp_path / "m", name="m",
                             settings=SETTINGS, handler="text", files={"tokenizer.json": tokenizer()})  # fmt: skip
     steps = find_handler(package, ModelRunner(package), "")
-    ((body, _),) = steps.explain([b"one two one"], ["text/plain"], Explainer(package))
+    ((body, _),) = steps.handle([b"one two one"], ["text/plain"], Explainer(package))
     rows = json.loads(body)
     assert rows == [{"token": "one", "score": 0.0}, {"token": "two", "score": 1.0}, {"token": "one", "score": 0.0}]
 
@@ -158,7 +158,7 @@ def test_a_handler_of_ones_own_explains_only_where_it_has_the_step(store):
     echo = open_package(store / "echo")
     steps = find_handler(echo, None, echo.handler_digest)
     with pytest.raises(UsageError, match="no step explain"):
-        steps.explain([b"a"], [""], None)
+        steps.handle([b"a"], [""], object())
 
 
 def test_a_text_of_too_many_tokens_is_not_explained(tmp_path):

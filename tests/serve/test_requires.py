@@ -8,12 +8,11 @@ import msgspec
 import pytest
 
 from fettle.errors import UsageError
-from fettle.serve.package import open_package, seal
-from fettle.serve.registry import Options
-from fettle.serve.requires import check_here, needed
-
-from .conftest import running
-from .test_server import TOKEN, manage
+from fettle.package.manifest import open_package, seal
+from fettle.package.requires import check_here, needed
+from fettle.serve.engine.registry import Options
+from tests.serve.test_server import TOKEN, manage
+from tests.serving import running
 
 
 def asking_for(store, folder, **requires):
@@ -32,7 +31,7 @@ def test_what_a_package_needs_is_what_wrote_its_files_and_what_its_handler_impor
     assert needed("openvino-int8", "").keys() == {"torch", "openvino"}
     check_here("net", needed("torch", "image", ["numpy>=1", "scipy"]))
     for wrong in ("a b", "--index-url=x", "numpy @ https://example.org/a.whl", "", "numpy>=one", "../numpy"):
-        with pytest.raises(UsageError, match="no requirement"):
+        with pytest.raises(UsageError, match="not a requirement"):
             needed("torch", "", [wrong])
 
 
@@ -48,7 +47,7 @@ def test_versions_are_compared_as_versions():
 
 
 def test_a_server_starts_nothing_that_cannot_run(store, tmp_path, monkeypatch):
-    monkeypatch.setattr("fettle.serve.pool.spawn", lambda *given: pytest.fail("a process was started"))
+    monkeypatch.setattr("fettle.serve.engine.pool.spawn", lambda *given: pytest.fail("a process was started"))
     newer = asking_for(store, tmp_path / "newer", torch=">=1000")
     with pytest.raises(UsageError, match=r"net needs torch>=1000, and .* is installed"), running([open_package(newer)]):
         pass
@@ -58,7 +57,7 @@ def test_a_server_starts_nothing_that_cannot_run(store, tmp_path, monkeypatch):
         server.admin = f"http://127.0.0.1:{server.ports[1]}"
         status, answer, _ = manage(server, "/v2/repository/models/net/load", b"", "POST")
     assert (status, "no-such-library" in json.dumps(answer)) == (400, True)
-    with pytest.raises(UsageError, match="no requirement"):
+    with pytest.raises(UsageError, match="not a requirement"):
         open_package(asking_for(store, tmp_path / "odd", **{"a\nb": ">=2"}))
 
 

@@ -23,12 +23,12 @@ import pytest
 import torch
 
 from fettle.errors import UsageError
+from fettle.package.manifest import open_package
+from fettle.package.settings import ServeSettings
+from fettle.serve.engine.registry import Options
 from fettle.serve.http import Limits
-from fettle.serve.package import ServeSettings, open_package
-from fettle.serve.registry import Options
 from fettle.serve.server import Address, token_from
-
-from .conftest import net, running, until
+from tests.serving import net, running, until
 
 TOKEN = "t" * 43
 
@@ -208,7 +208,7 @@ def test_a_request_whose_time_is_over_is_not_computed(store):
         status, answer, _ = infer(server, [[1, 2, 3, 4]], timeout=1000)  # a millisecond, of a wait of 200
         assert status == 504
         assert "time was over" in answer["error"]
-        assert server.registry.choose("net").metrics.executions == 0
+        assert server.registry.choose("net").metrics.model.count == 0
 
 
 def test_a_full_queue_refuses_at_once_and_says_when_to_come_again(store):
@@ -372,10 +372,10 @@ def test_weights_are_sticky_and_shadows_are_silent(managed):
             )
         assert len(seen) == 1
     assert manage(managed, "/admin/models/net", {"weights": {}, "shadow": "2"}, "PUT")[0] == 200
-    before = managed.registry.choose("net", "2").metrics.succeeded
+    before = managed.registry.choose("net", "2").metrics.requests.count
     assert infer(managed, [[1, 2, 3, 4]])[1]["model_version"] == "1"
-    until(lambda: managed.registry.choose("net", "2").metrics.succeeded > before)
-    assert managed.registry.choose("net", "2").metrics.succeeded == before + 1
+    until(lambda: managed.registry.choose("net", "2").metrics.requests.count > before)
+    assert managed.registry.choose("net", "2").metrics.requests.count == before + 1
     for bad in (
         {"weights": {"9": 1}},
         {"weights": {"1": -1}},

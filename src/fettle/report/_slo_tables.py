@@ -79,8 +79,7 @@ def tests(data: Data) -> Table:
 
 def branches(data: Data) -> Table:
     """What calls cost, by workers."""
-    columns = ("workers", "one row", "most rows", "that call", "a request adds", "a batch adds", "these two were",
-               "may pad")  # fmt: skip
+    columns = ("workers", "one row", "most rows", "that call", "a request adds", "a batch adds", "these two were")
     rows: list[Row] = []
     for branch in data["branches"]:
         first, last = branch["curve"][0], branch["curve"][-1]
@@ -89,9 +88,8 @@ def branches(data: Data) -> Table:
             Cell(branch["branch"], notes=[f"costs multiplied by {branch['scale']:.3g} after load tests"] * scaled),
             fmt.milliseconds(first["median_ms"]), str(last["rows"]), fmt.milliseconds(last["median_ms"]),
             fmt.milliseconds(branch["request_ms"]), fmt.milliseconds(branch["batch_ms"]), branch["overheads"],
-            "yes" if branch["may_pad"] else f"no: rows change by {branch['pad_error']:.2g}",
         ])  # fmt: skip
-    return Table(columns, rows, columns[1:-2], stack=True)
+    return Table(columns, rows, columns[1:-1], stack=True)
 
 
 def _measured(point: Data) -> str:

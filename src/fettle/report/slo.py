@@ -1,6 +1,6 @@
 """The report of a search for a service level: one HTML file that needs no network.
 
-It reads the plain data of the search (`fettle.serve.outcome.plain`), which is also what ``result.json`` holds.
+It reads the plain data of the search (`fettle.slo.outcome.plain`), which is also what ``result.json`` holds.
 """
 
 from __future__ import annotations
@@ -108,22 +108,21 @@ def _capacity_rows(data: Data) -> Rows:
         {"rows": point["max_rows"], "capacity": point["predicted"], "kind": _kind(point), "setting": point["setting"],
          "measured": point["measured"]}
         for point in data["points"]
-        if _branch_of(point) == main and not point["pad"]
+        if _branch_of(point) == main
     ]  # fmt: skip
 
 
 def _kind(point: Data) -> str:
-    return str(point["policy"]) + (", with delay" if point["delay_s"] else "")
+    return "with delay" if point["delay_s"] else "at once"
 
 
 def capacity(data: Data) -> Drawn | None:
-    """Capacity under the limit against the rows of a batch, a line for each policy with and without delay."""
+    """Capacity under the limit against the rows of a batch, a line with and one without delay."""
     rows = _capacity_rows(data)
     if not any(row["capacity"] for row in rows):
         return None
-    kinds = ["curve", "greedy", "curve, with delay", "greedy, with delay"]
-    shown = [kind for kind in kinds if any(row["kind"] == kind for row in rows)]
-    colours = dict(zip(kinds, (ACCENT, LEVERS[1], LEVERS[0], LEVERS[3]), strict=True))
+    colours = {"at once": ACCENT, "with delay": LEVERS[1]}
+    shown = [kind for kind in colours if any(row["kind"] == kind for row in rows)]
     sizes = sorted({row["rows"] for row in rows})
     x = alt.X("rows:Q", title="most rows a batch (log)",
               scale=alt.Scale(type="log", base=2, domain=[sizes[0] / 1.1, sizes[-1] * 1.1], nice=False),
@@ -146,10 +145,8 @@ def capacity(data: Data) -> Drawn | None:
 
 
 def _capacity_words(data: Data) -> str:
-    rows = [row for row in _capacity_rows(data) if row["kind"] in ("greedy", "curve")]
-    return (
-        "Lines: " + "; ".join(f"{row['kind']} up to {row['rows']} rows {row['capacity']:.4g}/s" for row in rows) + "."
-    )
+    rows = [row for row in _capacity_rows(data) if row["kind"] == "at once"]
+    return "Lines: " + "; ".join(f"up to {row['rows']} rows {row['capacity']:.4g}/s" for row in rows) + "."
 
 
 # -- cost -------------------------------------------------------------------------------------------------------------

@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from fettle.errors import UsageError
-from fettle.serve.host import host_id
+from fettle.package.host import host_id
+from fettle.package.manifest import Package, open_package
+from fettle.package.requires import check_here
+from fettle.serve.engine.metrics import Metrics
+from fettle.serve.engine.refusal import Rejected
+from fettle.serve.engine.registry import DRAIN_S, Options, Registry, Remembered
+from fettle.serve.engine.spans import Spans
 from fettle.serve.http import App, Limits
 from fettle.serve.http.connection import Connection
-from fettle.serve.metrics import Metrics
-from fettle.serve.package import Package, open_package
-from fettle.serve.refusal import Rejected
-from fettle.serve.registry import DRAIN_S, Options, Registry, Remembered
-from fettle.serve.requires import check_here
-from fettle.serve.spans import Spans
 
 log = logging.getLogger("fettle.serve")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -72,7 +72,7 @@ class Server:
         self._sockets: list[socket.socket] = []
         self.ports: list[int] = []
 
-    async def start(self, packages: Sequence[Package], restored: bool = True) -> None:
+    async def start(self, packages: Sequence[Package]) -> None:
         """Bind the ports, load every package, then answer. Raises `UsageError` where one of them cannot be loaded."""
         address = self.address
         for package in packages:
@@ -93,7 +93,7 @@ class Server:
             ports.append(address.management_port)
         try:
             self._sockets = [_bind(address.host, port) for port in ports]
-            await self._load_all(packages, restored)
+            await self._load_all(packages)
         except BaseException:
             await self.close()
             raise
@@ -106,8 +106,8 @@ class Server:
                 )
             )
 
-    async def _load_all(self, packages: Sequence[Package], restored: bool) -> None:
-        state = self.registry.remembered() if restored else {}
+    async def _load_all(self, packages: Sequence[Package]) -> None:
+        state = self.registry.remembered()
         self.registry.starting = True  # a start that is cut short forgets nothing
         for package in packages:
             await self._load(package)
@@ -134,7 +134,7 @@ class Server:
             wanted = {"default": model.default, "weights": model.weights, "shadow": model.shadow}
             wanted = {key: value for key, value in wanted.items() if value}
             with contextlib.suppress(Rejected):
-                await self.registry.change(name, wanted)
+                self.registry.change(name, wanted)
 
     async def close(self) -> None:
         """Stop listening, answer what was accepted, end the workers."""

@@ -37,8 +37,8 @@ def ray(
 
       digits-ray/start.sh
     """
-    from fettle.serve.package import open_package
-    from fettle.serve.ray_files import write_ray
+    from fettle.compat.ray_files import write_ray
+    from fettle.package.manifest import open_package
 
     name = _options.one_device(device)
     found = write_ray(open_package(package), output, max_replicas=max_replicas, trust=trust.lower(), device=name)

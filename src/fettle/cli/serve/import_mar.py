@@ -45,8 +45,8 @@ def command(
 
       fettle serve import-mar bert.mar --target bert.py --handler text --tokenizer bert/tokenizer.json
     """
-    from fettle.serve.mar import import_mar, read_mar
-    from fettle.serve.package import ServeSettings
+    from fettle.compat.mar import import_mar, read_mar
+    from fettle.package.settings import ServeSettings
     from fettle.workload import find_target
 
     mar = read_mar(file)
@@ -56,6 +56,6 @@ def command(
             workload=find_target(target).load() if target else None, inputs=inputs or (),
             handler=as_handler(handler), handler_settings=toml_settings(handler_settings),
             files=add_files(labels, tokenizer), settings=ServeSettings(max_rows=max_rows), name=name,
-            tell=tell,
+            on_progress=tell,
         )  # fmt: skip
     show(package, output or Path(f"{name or mar.name}-{mar.version}"), as_json)

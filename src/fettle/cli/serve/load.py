@@ -19,8 +19,8 @@ from fettle.errors import UsageError
 from fettle.files import check_writable, finite, write_text
 
 if TYPE_CHECKING:
-    from fettle.serve.compare import Change
-    from fettle.serve.run import Run
+    from fettle.load.compare import Change
+    from fettle.load.run import Run
 
 
 def command(
@@ -85,9 +85,9 @@ def command(
       fettle serve load http://127.0.0.1:8080 --rate 80 --baseline last-week.json
     """
     try:
-        from fettle.serve.arrivals import constant, poisson, read_schedule
-        from fettle.serve.client import http_shot, model_shot
-        from fettle.serve.run import TORCHSERVE_COLUMNS, as_torchserve_row
+        from fettle.load.arrivals import constant, poisson, read_schedule
+        from fettle.load.client import http_request, model_request
+        from fettle.load.torchserve import COLUMNS, torchserve_row
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed: pip install 'torch-fettle[serve]'") from error
     wanted = _options.outputs(output, ".md", ".csv")
@@ -100,20 +100,20 @@ def command(
         raise UsageError("say how much load: --rate REQUESTS_A_SECOND, -c CLIENTS, or --schedule FILE")
     if body is not None:
         headers = {"Content-Type": content_type, **({"Authorization": f"Bearer {token}"} if token else {})}
-        shots = [http_shot(url, _read(body), headers)]
+        requests = [http_request(url, _read(body), headers)]
     else:
-        shots = [model_shot(url, rows, seed=seed + index, token=token) for index in range(8)]
+        requests = [model_request(url, rows, seed=seed + index, token=token) for index in range(8)]
     plans: list[tuple[str, Any]] = [("closed", clients) for clients in concurrency or ()]
     plans += [("open", (constant(r, seconds) if even else poisson(r, seconds, seed))) for r in rate or ()]
     if schedule is not None:
         plans.append(("open", read_schedule(schedule)))
-    from fettle.serve.compare import compare, read_baseline
-    from fettle.serve.loop import run
-    from fettle.serve.run import as_data
+    from fettle.load.compare import compare, read_baseline
+    from fettle.load.run import as_data
+    from fettle.loop import run
 
     earlier = read_baseline(baseline) if baseline is not None else []
     with _options.telling("starting", quiet=as_json) as show:
-        runs = run(_all(shots, plans, seconds, limit_s, show))
+        runs = run(_all(requests, plans, seconds, limit_s, show))
     interrupted = any(run.interrupted for run in runs)
     changes = compare([as_data(run) for run in runs], earlier) if earlier and not interrupted else []
     if as_json and baseline is not None:
@@ -127,7 +127,7 @@ def command(
     if markdown is not None:
         write_text(markdown, _markdown(runs))
     if csv_file is not None:
-        _options.write_csv(csv_file, TORCHSERVE_COLUMNS, (as_torchserve_row(run, url) for run in runs))
+        _options.write_csv(csv_file, COLUMNS, (torchserve_row(as_data(run), url) for run in runs))
     if interrupted:
         raise typer.Exit(130)
     # What was refused or failed was not answered within the limit either.
@@ -137,8 +137,8 @@ def command(
         raise typer.Exit(1)
 
 
-async def _all(shots: Any, plans: list[tuple[str, Any]], seconds: float, limit_s: float, show: Any) -> list[Run]:
-    from fettle.serve.load import closed_loop, open_loop
+async def _all(requests: Any, plans: list[tuple[str, Any]], seconds: float, limit_s: float, show: Any) -> list[Run]:
+    from fettle.load.loops import closed_loop, open_loop
 
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
@@ -150,9 +150,9 @@ async def _all(shots: Any, plans: list[tuple[str, Any]], seconds: float, limit_s
             show(f"run {number} of {len(plans)}: {max(0.0, end - now):.0f} s left, {waiting} requests on their way")
 
         if mode == "closed":
-            runs.append(await closed_loop(shots, plan, seconds, limit_s=limit_s, tell=tell, stop=stop))
+            runs.append(await closed_loop(requests, plan, seconds, limit_s=limit_s, on_progress=tell, stop=stop))
         else:
-            runs.append(await open_loop(shots, plan, limit_s=limit_s, tell=tell, stop=stop))
+            runs.append(await open_loop(requests, plan, limit_s=limit_s, on_progress=tell, stop=stop))
         if stop.is_set():
             break
     return runs

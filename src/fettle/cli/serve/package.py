@@ -17,7 +17,7 @@ from fettle.errors import UsageError, first_line
 from fettle.recipe import Recipe
 
 if TYPE_CHECKING:
-    from fettle.serve.package import Package
+    from fettle.package.manifest import Package
 
 
 def command(
@@ -60,9 +60,9 @@ def command(
 
       fettle serve package workloads/minilm.py --handler text --tokenizer minilm/tokenizer.json
     """
+    from fettle.package.export import write_package
+    from fettle.package.settings import ServeSettings
     from fettle.recipe_file import RecipeFile, load_recipe
-    from fettle.serve.export import write_package
-    from fettle.serve.package import ServeSettings
     from fettle.workload import find_target
 
     found = find_target(target)
@@ -74,7 +74,7 @@ def command(
             found.load(), tuned.recipe, path, name=called, version=version, settings=ServeSettings(max_rows=max_rows),
             handler=as_handler(handler), handler_settings=toml_settings(handler_settings),
             files=add_files(labels, tokenizer), requires=requires or (), evidence=tuned.evidence,
-            tell=tell,
+            on_progress=tell,
         )  # fmt: skip
     show(package, path, as_json)
 
@@ -116,8 +116,8 @@ def toml_settings(path: Path | None) -> dict[str, Any]:
 
 def add_files(labels: Path | None, tokenizer: Path | None) -> dict[str, bytes]:
     """What the package keeps for its handler."""
-    from fettle.serve.handlers.parts import LABELS, labels_file
-    from fettle.serve.handlers.text import TOKENIZER
+    from fettle.package.handlers.parts import LABELS, labels_file
+    from fettle.package.handlers.text import TOKENIZER
 
     found = {LABELS: labels_file(labels)} if labels is not None else {}
     if tokenizer is not None:

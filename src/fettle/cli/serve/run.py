@@ -16,8 +16,8 @@ from fettle.cli import _options, _quiet
 from fettle.errors import UsageError
 
 if TYPE_CHECKING:
-    from fettle.serve.package import Package
-    from fettle.serve.worker_start import Spare
+    from fettle.package.manifest import Package
+    from fettle.serve.engine.worker_start import Spare
 
 
 def command(
@@ -78,10 +78,10 @@ def command(
     devices = ",".join(_options.devices(device))
     spare = _spare(packages, threads, workers) if p99 is None else None  # first of all: it imports torch meanwhile
     try:
-        from fettle.serve.loop import run
-        from fettle.serve.registry import Options
+        from fettle.loop import run
+        from fettle.serve.engine.registry import Options
+        from fettle.serve.engine.spans import Spans
         from fettle.serve.server import Address, serve, token_from
-        from fettle.serve.spans import Spans
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed: pip install 'torch-fettle[serve]'") from error
     if not packages and store is None:
@@ -133,7 +133,7 @@ def command(
 
 def _spare(packages: list[str] | None, threads: int | None, workers: int | None) -> Spare | None:
     """A process for the first worker of the first package, if it is one. What is wrong is found out later."""
-    from fettle.serve.worker_start import Spare, likely_threads
+    from fettle.serve.engine.worker_start import Spare, likely_threads
 
     if not packages or not (Path(packages[0]) / "serve.toml").is_file():
         return None
@@ -144,9 +144,9 @@ def _spare(packages: list[str] | None, threads: int | None, workers: int | None)
 
 def _packaged(text: str, recipe: Path | None) -> Package:
     """A package as it is; a target as the package that is made of it, in the current folder."""
+    from fettle.package.export import write_package
+    from fettle.package.manifest import open_package
     from fettle.recipe_file import RecipeFile, load_recipe
-    from fettle.serve.export import write_package
-    from fettle.serve.package import open_package
     from fettle.workload import find_target
 
     if Path(text).is_dir() or text.endswith(".zip"):
@@ -163,7 +163,7 @@ def _packaged(text: str, recipe: Path | None) -> Package:
 def _tuned(package: Package, p99: str, rate: float) -> Package:
     """The package with the best setting under the limit. Leaves with exit code 1 where the rate cannot be had."""
     from fettle.cli.serve.slo import command as slo
-    from fettle.serve.package import open_package
+    from fettle.package.manifest import open_package
 
     try:
         slo(str(package.folder), p99, rate=rate, max_rows=min(32, package.manifest.max_rows))

@@ -21,9 +21,9 @@ from fettle.errors import UsageError
 from fettle.files import check_writable
 
 if TYPE_CHECKING:
+    from fettle.package.manifest import Package
     from fettle.recipe import Recipe
-    from fettle.serve.package import Package
-    from fettle.serve.points import Failure, Found, Point, Variant
+    from fettle.slo.points import Failure, Point, SearchResult, Variant
 
 
 def command(
@@ -89,18 +89,18 @@ def command(
       fettle serve slo model.py --p99 100ms --recipe baseline --recipe "precision=bf16"
     """
     try:
-        from fettle.serve.outcome import plain, torchserve_rows
-        from fettle.serve.run import TORCHSERVE_COLUMNS
-        from fettle.serve.search import search
+        from fettle.load.torchserve import COLUMNS
+        from fettle.slo.outcome import plain, torchserve_rows
+        from fettle.slo.search import search
     except ImportError as error:
         raise UsageError(f"{error.name} is not installed: pip install 'torch-fettle[serve]'") from error
     from fettle.files import write_text
+    from fettle.loop import run as run_loop
     from fettle.measure import Surroundings
+    from fettle.package.host import cores as usable_cores
+    from fettle.package.host import devices as usable_devices
     from fettle.report import write_slo_report
-    from fettle.serve.calibrate import Stopped
-    from fettle.serve.host import cores as usable_cores
-    from fettle.serve.host import devices as usable_devices
-    from fettle.serve.loop import run as run_loop
+    from fettle.slo.calibrate import Stopped
 
     limit_s = _options.duration_s(p99, "--p99")
     if limit_s <= 0:
@@ -119,7 +119,7 @@ def command(
     around = Surroundings()
     with _options.telling("starting", quiet=as_json) as tell, _quiet.users_code_quiet():
 
-        async def run() -> Found:
+        async def run() -> SearchResult:
             stop = asyncio.Event()
             asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
             try:
@@ -131,9 +131,9 @@ def command(
             if not variants:
                 raise UsageError("; ".join(f"{failure.what}: {failure.why}" for failure in failures))
             return await search(
-                variants, limit_s, rate=rate, head_room=room, most_rows=max_rows, cores=cores or usable_cores(),
+                variants, limit_s, rate=rate, headroom=room, most_rows=max_rows, cores=cores or usable_cores(),
                 devices=chosen, seconds=test_s, confirm=confirm, prices=prices, keep=folder / "measured.json",
-                failures=failures, tell=tell, stop=stop,
+                failures=failures, on_progress=tell, stop=stop,
             )  # fmt: skip
 
         found = run_loop(run())
@@ -145,7 +145,7 @@ def command(
     write_text(folder / "result.json", json.dumps(data) + "\n")
     write_slo_report(data, folder / "report.html")
     if csv_file is not None:
-        _options.write_csv(csv_file, TORCHSERVE_COLUMNS, torchserve_rows(found, work.name))
+        _options.write_csv(csv_file, COLUMNS, torchserve_rows(found, work.name))
     if as_json:
         print(json.dumps(data))
     else:
@@ -172,10 +172,10 @@ class _Work:
     @classmethod
     def of(cls, text: str, recipes: list[str], storage: str | None, study: str, most: int) -> _Work:
         """Read what the command line names. Raises `UsageError`."""
+        from fettle.package.manifest import open_package
+        from fettle.package.requires import check_here
         from fettle.recipe import Recipe
         from fettle.recipe_file import load_recipe
-        from fettle.serve.package import open_package
-        from fettle.serve.requires import check_here
 
         if Path(text).is_dir() or text.endswith(".zip"):
             if recipes or storage is not None:
@@ -191,7 +191,7 @@ class _Work:
         for item in levels:
             check_names(item)
         if storage is not None:
-            from fettle.serve.variants import study_recipes
+            from fettle.slo.variants import study_recipes
 
             levels += study_recipes(found, storage, study, most)
         return cls(found.name, None, text, found, tuple(levels or [Recipe()]))
@@ -200,8 +200,8 @@ class _Work:
         self, folder: Path, max_rows: int, max_error: float, tell: Callable[[str], None], stopped: Callable[[], bool]
     ) -> tuple[list[Variant], list[Failure]]:
         """The packages to choose among, made where they are not there yet."""
-        from fettle.serve.points import Variant
-        from fettle.serve.variants import package_all
+        from fettle.slo.points import Variant
+        from fettle.slo.variants import package_all
 
         if self.package is not None:
             made = [Variant("", self.package)]
@@ -209,15 +209,15 @@ class _Work:
             return made, []
         made, failures = package_all(
             self.text, self.target, self.recipes, folder / "packages", max_rows=max_rows, max_error=max_error,
-            tell=tell, stopped=stopped,
+            on_progress=tell, stopped=stopped,
         )  # fmt: skip
         self.packages = tuple(made)
         return made, failures
 
-    def write(self, found: Found, folder: Path) -> Path:
+    def write(self, found: SearchResult, folder: Path) -> Path:
         """The best setting as the package's ``serve.toml``; a target's best package is copied out of its cache."""
-        from fettle.serve.package import open_package, write_settings
-        from fettle.serve.proof import tuned
+        from fettle.package.manifest import open_package, write_settings
+        from fettle.slo.proof import tuned
 
         assert found.best is not None
         package = next(v.package for v in self.packages if v.name == found.best.setting.variant)
@@ -240,7 +240,7 @@ def _prices(texts: list[str]) -> dict[str, float]:
         except ValueError:
             value = -1.0
         if not 0 <= value < 1e9 or (equals and not re.fullmatch(r"cpu|cuda(:\d{1,3})?", device)):
-            raise UsageError(f"--price-per-hour: {text!r} is no price, for example 0.40 or cuda=2.50")
+            raise UsageError(f"--price-per-hour: {text!r} is not a price, for example 0.40 or cuda=2.50")
         found[device] = value
     return found
 
@@ -250,13 +250,13 @@ def _machine() -> str:
     import platform
     from importlib import metadata
 
-    from fettle.serve.host import cores, cpu
+    from fettle.package.host import cores, cpu
 
     return f"{cpu()}, {cores()} cores, torch {metadata.version('torch')}, Python {platform.python_version()}"
 
 
-def _print(found: Found, console: Console, folder: Path, written: Path | None) -> None:
-    from fettle.serve.search import HEAD_ROOM
+def _print(found: SearchResult, console: Console, folder: Path, written: Path | None) -> None:
+    from fettle.slo.search import HEADROOM
 
     console.print(f"requests a second with p99 within {found.limit_s * 1e3:.4g} ms, Poisson arrivals", highlight=False)
     console.print(_table(found))
@@ -275,7 +275,7 @@ def _print(found: Found, console: Console, folder: Path, written: Path | None) -
         console.print(f"{found.tests_kept} of {found.tests} load tests had been made before", highlight=False)
     best = found.best
     if best is not None and best.measured:
-        share = found.head_room or HEAD_ROOM
+        share = found.headroom or HEADROOM
         room = (1 - share) * best.measured
         console.print(f"with {share:.0%} headroom: up to {room:.4g} requests/s", highlight=False)
     if found.interrupted:
@@ -287,7 +287,7 @@ def _print(found: Found, console: Console, folder: Path, written: Path | None) -
     console.print(f"report: {folder}/report.html", highlight=False, markup=False)
 
 
-def _table(found: Found, most: int = 12) -> Table:
+def _table(found: SearchResult, most: int = 12) -> Table:
     """What was measured, then what no other setting beats in all respects."""
     shown = [point for point in found.points if point.tests]
     shown += [point for point in found.points if point.front and not point.tests]

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 from prometheus_client import generate_latest
 
 from fettle import __version__
+from fettle.package.handlers.generate import Prompt
+from fettle.serve.engine.registry import Registry
+from fettle.serve.http import generation, oip, torchserve
 from fettle.serve.http.call import Call
-from fettle.serve.http.openapi import openapi, page
-from fettle.serve.http.reply import Reply, said
-from fettle.serve.registry import Registry
+from fettle.serve.http.openapi import operation, page
+from fettle.serve.http.protocol import Outputs
+from fettle.serve.http.reply import Error, Reply, TorchServeError, json_reply
 
+_SCHEMAS: dict[str, Any] = msgspec.json.schema_components(
+    (Error, TorchServeError, Outputs, Prompt, generation.Text), ref_template="#/components/schemas/{name}"
+)[1]
 _NO_SCRIPTS = (b"content-security-policy", b"default-src 'none'; style-src 'unsafe-inline'")
 
 
@@ -19,11 +28,20 @@ async def read(call: Call) -> Reply | None:
         case "GET", ["metrics"]:
             return Reply(200, (_metrics(call.registry),), b"text/plain; version=0.0.4; charset=utf-8")
         case ("GET", ["openapi.json"]) | ("OPTIONS", []):
-            return said(openapi(call.registry, __version__))
+            return json_reply(document(call.registry))
         case "GET", ([] | ["docs"]):
-            html = page(openapi(call.registry, __version__))
+            html = page(document(call.registry))
             return Reply(200, (html,), b"text/html; charset=utf-8", (_NO_SCRIPTS,))
     return None
+
+
+def document(registry: Registry) -> dict[str, Any]:
+    """What can be called, for the models that are served now, by OpenAPI 3.1."""
+    paths = {"/metrics": {"get": operation("Prometheus metrics", kind="text/plain", answer={"type": "string"})}}
+    for protocol in (oip, generation, torchserve):
+        paths |= protocol.paths(registry)
+    info = {"title": "fettle", "version": __version__}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": _SCHEMAS}}
 
 
 def _metrics(registry: Registry) -> bytes:

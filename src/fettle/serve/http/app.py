@@ -8,14 +8,13 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 
+from fettle.serve.engine.refusal import NoSuchPath, Refusal
+from fettle.serve.engine.registry import Registry
+from fettle.serve.engine.spans import Spans
 from fettle.serve.http import about, generation, management, oip, torchserve
 from fettle.serve.http.call import Call, Limits, path_parts
 from fettle.serve.http.guard import Guard
-from fettle.serve.http.openapi import openapi
-from fettle.serve.http.reply import Reply, refused, said
-from fettle.serve.refusal import NoSuchPath, Refusal
-from fettle.serve.registry import Registry
-from fettle.serve.spans import Spans
+from fettle.serve.http.reply import Reply, error_reply, json_reply
 
 log = logging.getLogger("fettle.serve.access")
 Route = Callable[[Call], Awaitable[Reply | None]]
@@ -62,7 +61,7 @@ class App:
 
     def refused(self, call: Call, refusal: Refusal) -> Reply:
         """The answer to a request that is refused."""
-        return self._noted(call, refused(refusal, call.parts))
+        return self._noted(call, error_reply(refusal, call.parts))
 
     async def answer(self, call: Call) -> Reply:
         """The answer to a request that is whole and was not refused. Raises nothing."""
@@ -73,7 +72,7 @@ class App:
         except Exception:
             number = uuid.uuid4().hex[:12]
             logging.getLogger("fettle.serve").exception("request %s failed", number)
-            reply = said({"error": f"internal error, request {number}"}, 500)
+            reply = json_reply({"error": f"internal error, request {number}"}, 500)
         return self._noted(call, reply)
 
     async def _route(self, call: Call) -> Reply:
@@ -81,7 +80,7 @@ class App:
             reply = await route(call)
             if reply is not None:
                 return reply
-        known = openapi(self.registry, "")["paths"].get("/" + "/".join(call.parts))
+        known = about.document(self.registry)["paths"].get("/" + "/".join(call.parts))
         if known is not None:  # the path is right and the method is not
             allowed = ", ".join(sorted(method.upper() for method in known))
             raise Refusal(405, f"the method is {allowed} here", ((b"allow", allowed.encode()),))

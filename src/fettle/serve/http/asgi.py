@@ -8,10 +8,10 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from fettle.serve.engine.refusal import Malformed
 from fettle.serve.http.app import App
 from fettle.serve.http.call import Call
 from fettle.serve.http.reply import Reply
-from fettle.serve.refusal import Malformed
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

@@ -11,9 +11,9 @@ from urllib.parse import parse_qsl, unquote
 
 from httptools import HttpParserInvalidURLError, parse_url
 
-from fettle.serve import protocol
-from fettle.serve.refusal import Malformed, NoSuchPath
-from fettle.serve.registry import Registry, Version
+from fettle.serve.engine.refusal import Malformed, NoSuchPath
+from fettle.serve.engine.registry import Registry, Version
+from fettle.serve.http import protocol
 
 MAX_PARTS, MAX_PART = 8, 200
 """Of a path."""
@@ -75,7 +75,7 @@ class Call:
         try:
             found = json.loads(self.body() or b"{}")
         except (ValueError, RecursionError):
-            raise Malformed("the body is no JSON") from None
+            raise Malformed("the body is not JSON") from None
         if not isinstance(found, dict):
             raise Malformed("the body must be a JSON object")
         return found
@@ -110,7 +110,7 @@ class Call:
 def path_parts(target: bytes) -> tuple[str, ...]:
     """The path between its slashes, unquoted after it was cut.
 
-    Raises `NoSuchPath` where it is too long, `Malformed` where it is none.
+    Raises `NoSuchPath` where it is too long, `Malformed` where it is not one.
     """
     return _parts(_cut(target)[0])
 
@@ -123,7 +123,7 @@ def _cut(target: bytes) -> tuple[bytes, bytes]:
     try:
         found = parse_url(target)  # with a scheme and a host before the path
     except HttpParserInvalidURLError:
-        raise Malformed("the path is none") from None
+        raise Malformed("the path is not valid") from None
     return found.path or b"", found.query or b""
 
 

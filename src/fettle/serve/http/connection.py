@@ -18,11 +18,11 @@ from typing import Any
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
-from fettle.serve.alarm import Alarm
+from fettle.serve.engine.alarm import Alarm
+from fettle.serve.engine.refusal import Malformed, Rejected
 from fettle.serve.http.app import App
 from fettle.serve.http.call import Call
-from fettle.serve.http.reply import Reply, said
-from fettle.serve.refusal import Malformed, Rejected
+from fettle.serve.http.reply import Reply, json_reply
 
 log = logging.getLogger("fettle.serve")
 MAX_HEAD = 64 << 10
@@ -100,7 +100,7 @@ class Connection(asyncio.Protocol):
             except HttpParserUpgrade as paused:
                 self._read_as_http(data[paused.args[0] :])
         except (HttpParserError, HttpParserUpgrade):
-            self._end_with("this is no HTTP request")
+            self._end_with("this is not an HTTP request")
             return
         if self._head_bytes > MAX_HEAD:
             self._end_with("the headers are too long")
@@ -200,7 +200,7 @@ class Connection(asyncio.Protocol):
         """Say what was wrong after the answers that are under way, and close: what follows cannot be told apart."""
         self._drop()
         self._in_body, self._last = False, True
-        self._ask(self._call, said({"error": reason}, 400))
+        self._ask(self._call, json_reply({"error": reason}, 400))
         if self._transport is not None:
             self._transport.pause_reading()
 

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from email.message import Message
 from email.parser import BytesHeaderParser
 
-from fettle.serve.refusal import Malformed
+from fettle.serve.engine.refusal import Malformed
 
 MAX_PARTS = 64
 MAX_HEAD = 8 << 10

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+import msgspec
+
 from fettle.errors import UsageError
-from fettle.serve.handlers import generate as prompts
+from fettle.package.handlers import generate as prompts
+from fettle.serve.engine.pool import Pool
+from fettle.serve.engine.refusal import Rejected
+from fettle.serve.engine.registry import Registry, Version
+from fettle.serve.engine.request import Answer, Request
 from fettle.serve.http.call import Call
-from fettle.serve.http.openapi import generates
-from fettle.serve.http.reply import GONE, Reply, said
-from fettle.serve.pool import Pool
-from fettle.serve.refusal import Rejected
-from fettle.serve.request import Answer
+from fettle.serve.http.openapi import operation, ref
+from fettle.serve.http.reply import GONE, Error, Reply, json_reply
+
+
+class Text(msgspec.Struct, omit_defaults=True):
+    """Text that was generated: all of it, or the next piece."""
+
+    model_name: str
+    model_version: str
+    text_output: str
+    id: str = ""
+
+
+def generates(version: Version) -> bool:
+    """Whether it answers prompts."""
+    return isinstance(version.package.manifest.handler, prompts.Settings)
 
 
 async def generate(call: Call) -> Reply | None:
@@ -36,31 +52,30 @@ async def _generate(call: Call, name: str, number: str | None, *, stream: bool) 
         raise Rejected(400, str(error)) from None
     gone = call.gone
     pieces: asyncio.Queue[bytes | None] = asyncio.Queue()
-    answer = version.pool.submit(
-        rows=1, key="generate", body=body, kind="application/json", gone=gone, piece=pieces.put_nowait
-    )
+    request = Request(1, "generate", body=body, kind="application/json", gone=gone, piece=pieces.put_nowait)
+    answer = version.pool.submit(request)
     answer.add_done_callback(lambda _: pieces.put_nowait(None))
     first = await pieces.get()  # what is refused is refused by its status, before a stream has begun
     if first is None:
         await answer
     manifest = version.package.manifest
-    head = {"model_name": manifest.name, "model_version": manifest.version}
-    if prompt.id:
-        head = {"id": prompt.id, **head}
-    events = _events(version.pool, answer, first, pieces, head, gone)
+
+    def text(said: str) -> Text:
+        return Text(manifest.name, manifest.version, said, prompt.id)
+
+    events = _events(version.pool, answer, first, pieces, text, gone)
     if stream:
         return Reply(200, kind=b"text/event-stream", headers=((b"cache-control", b"no-cache"),), events=events)
     async for _ in events:
         pass
     if answer.cancelled():
         raise Rejected(GONE, "the client went away")
-    found = json.loads((await answer).body)
-    return said({**head, "text_output": found["text_output"]})
+    return json_reply(text(msgspec.json.decode((await answer).body)["text_output"]))
 
 
 async def _events(
     pool: Pool, answer: asyncio.Future[Answer], first: bytes | None, pieces: asyncio.Queue[bytes | None],
-    head: Mapping[str, Any], gone: Callable[[], bool] | None,
+    text: Callable[[str], Text], gone: Callable[[], bool] | None,
 ) -> AsyncGenerator[bytes, None]:  # fmt: skip
     """Server-sent events of a text that is being generated. Where the client goes away, the generating stops."""
     piece = first
@@ -68,10 +83,24 @@ async def _events(
         while piece is not None:
             if gone is not None and gone():
                 return
-            yield b"data: " + json.dumps({**head, "text_output": piece.decode()}).encode() + b"\n\n"
+            yield b"data: " + msgspec.json.encode(text(piece.decode())) + b"\n\n"
             piece = await pieces.get()
         if answer.done() and not answer.cancelled() and answer.exception() is not None:
-            yield b"data: " + json.dumps({"error": "the model failed"}).encode() + b"\n\n"
+            yield b"data: " + msgspec.json.encode(Error("the model failed")) + b"\n\n"
     finally:
         if not answer.done():
             pool.stop(answer)
+
+
+def paths(registry: Registry) -> dict[str, Any]:
+    """For the OpenAPI document."""
+    found: dict[str, Any] = {}
+    for name, model in sorted(registry.models.items()):
+        if any(generates(made) for made in model.versions.values()):
+            whole = operation(f"Text that {name} generates", ref("Prompt"), ref("Text"))
+            pieces = operation("The same as it comes, as server-sent events", ref("Prompt"), {}, "text/event-stream")
+            found |= {
+                f"/v2/models/{name}/generate": {"post": whole},
+                f"/v2/models/{name}/generate_stream": {"post": pieces},
+            }
+    return found

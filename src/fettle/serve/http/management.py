@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from fettle.serve.engine.refusal import Rejected
+from fettle.serve.engine.registry import Registry
 from fettle.serve.http.call import Call
-from fettle.serve.http.reply import Reply, said
-from fettle.serve.refusal import Rejected
-from fettle.serve.registry import Registry
+from fettle.serve.http.reply import Reply, json_reply
 
 
 async def manage(call: Call) -> Reply | None:
@@ -19,16 +19,16 @@ async def manage(call: Call) -> Reply | None:
             if call.json().get("parameters"):
                 raise Rejected(400, "load takes no parameters: models come from the store as they are")
             await registry.load_named(name)
-            return said({})
+            return json_reply({})
         case "POST", ["v2", "repository", "models", name, "unload"]:
             await registry.unload(name)
-            return said({})
+            return json_reply({})
         case "PUT", ["admin", "models", name]:
-            await registry.change(name, call.json())
-            return said(_described(name, registry))
+            registry.change(name, call.json())
+            return json_reply(_described(name, registry))
         case "GET", ["admin", "models", name]:
             registry.choose(name)
-            return said(_described(name, registry))
+            return json_reply(_described(name, registry))
     return None
 
 
@@ -40,7 +40,6 @@ def _described(name: str, registry: Registry) -> dict[str, Any]:
             number: {
                 "state": version.state, "workers": version.pool.settings.workers,
                 "max_rows": version.pool.settings.max_rows, "delay_ms": version.pool.settings.delay_ms,
-                "policy": version.pool.settings.policy, "take": version.pool.queue.plan.take[:65],
                 "recipe": version.package.manifest.recipe, "accuracy": version.package.manifest.accuracy,
             }
             for number, version in model.versions.items()

@@ -7,12 +7,14 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from fettle import __version__
-from fettle.serve import protocol
+from fettle.package.tensors import TensorSpec
+from fettle.serve.engine.refusal import Malformed, Refusal, Rejected
+from fettle.serve.engine.registry import Registry, Version
+from fettle.serve.engine.request import Request
+from fettle.serve.http import protocol
 from fettle.serve.http.call import Call
-from fettle.serve.http.reply import Reply, said
-from fettle.serve.refusal import Malformed, Refusal, Rejected
-from fettle.serve.registry import Version
-from fettle.serve.tensors import TensorSpec
+from fettle.serve.http.openapi import OBJECT, operation, ref
+from fettle.serve.http.reply import Reply, json_reply
 
 EXTENSIONS = ["generate", "binary_tensor_data", "model_repository", "model_configuration", "statistics"]
 
@@ -34,10 +36,10 @@ async def _infer(call: Call, name: str, number: str | None, *, explain: bool) ->
         body, _header_length(call), pool.specs, pool.output_specs, pool.settings.max_rows
     )  # fmt: skip
     key = _key(asked, pool.specs)
-    answer = pool.submit(
-        rows=asked.rows, key=key, arrays=asked.arrays, timeout_s=asked.timeout_s, gone=call.gone, explain=explain,
-        target=_target(asked.parameters) if explain else -1,
-    )  # fmt: skip
+    request = Request(asked.rows, key, asked.arrays, gone=call.gone, explain=explain)
+    if explain:
+        request.target = _target(asked.parameters)
+    answer = pool.submit(request, asked.timeout_s)
     shadow = call.registry.shadow_of(name, version)
     if shadow is not None and not explain:
         call.registry.later(_shadowed(shadow, asked, key))
@@ -60,7 +62,7 @@ def _header_length(call: Call) -> int | None:
     if length is None:
         return None
     if not length.isdigit() or len(length) > 11:
-        raise Malformed("Inference-Header-Content-Length is no number")
+        raise Malformed("Inference-Header-Content-Length is not a number")
     return int(length)
 
 
@@ -82,7 +84,7 @@ def _target(parameters: Mapping[str, Any]) -> int:
 
 async def _shadowed(version: Version, asked: protocol.Inference, key: Hashable) -> None:
     with contextlib.suppress(Rejected):
-        await version.pool.submit(rows=asked.rows, key=key, arrays=asked.arrays)
+        await version.pool.submit(Request(asked.rows, key, asked.arrays))
 
 
 # -- what can be read -------------------------------------------------------------------------------------------------
@@ -93,63 +95,66 @@ async def read(call: Call) -> Reply | None:
     registry = call.registry
     match call.method, call.parts:
         case "GET", ["v2"]:
-            return said({"name": "fettle", "version": __version__, "extensions": EXTENSIONS})
+            return json_reply({"name": "fettle", "version": __version__, "extensions": EXTENSIONS})
         case "GET", ["v2", "health", "live"]:
-            return said({"live": True})
+            return json_reply({"live": True})
         case "GET", ["v2", "health", "ready"]:
             if not registry.ready:
-                return said({"error": "not ready", "ready": False, "live": True}, 503)
-            return said({"ready": True, "live": True})
+                return json_reply({"error": "not ready", "ready": False, "live": True}, 503)
+            return json_reply({"ready": True, "live": True})
         case "GET", ["v2", "models"]:
-            return said({"models": sorted(registry.models)})
+            return json_reply({"models": sorted(registry.models)})
         case "GET", ["v2", "models", "stats"]:
-            return said({"model_stats": [_statistics(*row) for row in registry.versions()]})
+            return json_reply({"model_stats": [_statistics(*row) for row in registry.versions()]})
         case "POST", ["v2", "repository", "index"]:
             index = registry.index()
             if call.json().get("ready") is True:
                 index = [entry for entry in index if entry[2] == "READY"]
-            return said([dict(zip(("name", "version", "state", "reason"), entry, strict=True)) for entry in index])
+            return json_reply(
+                [dict(zip(("name", "version", "state", "reason"), entry, strict=True)) for entry in index]
+            )
         case "POST", ["v2", "repository", "models", _, "load" | "unload"]:
             raise Refusal(403, "models are loaded and unloaded on the management port")
     match call.method, call.model_path:
         case "GET", (name, number, []):
             pool, numbers = registry.choose(name, number).pool, sorted(registry.models[name].versions)
-            return said(protocol.metadata(name, numbers, pool.specs, pool.output_specs))
+            return json_reply(protocol.metadata(name, numbers, pool.specs, pool.output_specs))
         case "GET", (name, number, ["ready"]):
             return _ready(name, registry.choose(name, number))
         case "GET", (name, number, ["config"]):
-            return said(_configuration(name, registry.choose(name, number)))
+            return json_reply(_configuration(name, registry.choose(name, number)))
         case "GET", (name, number, ["stats"]):
             registry.choose(name, number)
             rows = [row for row in registry.versions() if row[0] == name and number in (None, row[1])]
-            return said({"model_stats": [_statistics(*row) for row in rows]})
+            return json_reply({"model_stats": [_statistics(*row) for row in rows]})
     return None
 
 
 def _ready(name: str, version: Version) -> Reply:
     if not version.pool.ready:
-        return said({"error": f"the model {name} is not ready", "name": name, "ready": False}, 503)
-    return said({"name": name, "ready": True})
+        return json_reply({"error": f"the model {name} is not ready", "name": name, "ready": False}, 503)
+    return json_reply({"name": name, "ready": True})
 
 
 def _statistics(name: str, number: str, version: Version) -> dict[str, Any]:
     seen = version.metrics
+    calls, requests = seen.model.count, seen.requests.count
 
-    def row(count: int, ns: int) -> dict[str, int]:
-        return {"count": count, "ns": ns}
+    def row(count: int, seconds: float) -> dict[str, int]:
+        return {"count": count, "ns": int(seconds * 1e9)}
 
     batches = [
-        {"batch_size": rows, "compute_input": row(calls, join), "compute_infer": row(calls, model),
+        {"batch_size": rows, "compute_input": row(calls, join_s), "compute_infer": row(calls, model_s),
          "compute_output": row(calls, 0)}
-        for rows, (calls, join, model) in sorted(seen.by_size.items())
+        for rows, (calls, join_s, model_s) in sorted(seen.by_size.items())
     ]  # fmt: skip
     return {
-        "name": name, "version": number, "last_inference": version.last_ms, "inference_count": seen.rows,
-        "execution_count": seen.executions,
+        "name": name, "version": number, "last_inference": version.last_ms, "inference_count": int(seen.rows.sum),
+        "execution_count": calls,
         "inference_stats": {
-            "success": row(seen.succeeded, seen.success_ns), "fail": row(seen.failed, seen.fail_ns),
-            "queue": row(seen.succeeded, seen.queue_ns), "compute_input": row(seen.executions, seen.join_ns),
-            "compute_infer": row(seen.executions, seen.model_ns), "compute_output": row(seen.executions, seen.post_ns),
+            "success": row(requests, seen.requests.sum), "fail": row(seen.failed, 0),
+            "queue": row(requests, seen.queue.sum), "compute_input": row(calls, seen.join.sum + seen.pre.sum),
+            "compute_infer": row(calls, seen.model.sum), "compute_output": row(calls, seen.post.sum),
         },
         "batch_stats": batches,
     }  # fmt: skip
@@ -168,4 +173,52 @@ def _configuration(name: str, version: Version) -> dict[str, Any]:
         "max_batch_size": pool.settings.max_rows if batched else 0,
         "input": [tensor(spec) for spec in pool.specs], "output": [tensor(spec) for spec in pool.output_specs],
         "dynamic_batching": {"max_queue_delay_microseconds": int(pool.settings.delay_ms * 1e3)},
+    }  # fmt: skip
+
+
+# -- for the document -------------------------------------------------------------------------------------------------
+
+
+def paths(registry: Registry) -> dict[str, Any]:
+    """What can be called by this protocol, for the models that are served now."""
+    found: dict[str, Any] = {
+        "/v2": {"get": operation("The server")},
+        "/v2/health/live": {"get": operation("Is the server alive?")},
+        "/v2/health/ready": {"get": operation("Are all models ready?")},
+        "/v2/models": {"get": operation("The models")},
+        "/v2/models/stats": {"get": operation("Statistics of all models")},
+        "/v2/repository/index": {"post": operation("Models, versions and their states", answer={"type": "array"})},
+    }
+    for name, model in sorted(registry.models.items()):
+        base, versions = f"/v2/models/{name}", list(model.versions.values())
+        found[base] = {"get": operation(f"Inputs and outputs of {name}")}
+        found[f"{base}/ready"] = {"get": operation(f"Is {name} ready?")}
+        found[f"{base}/config"] = {"get": operation(f"How {name} batches")}
+        found[f"{base}/stats"] = {"get": operation(f"Statistics of {name}")}
+        tensors = _tensors(versions[0]) if versions else OBJECT
+        found[f"{base}/infer"] = {"post": operation(f"Call {name} with tensors", tensors, ref("Outputs"))}
+        if any(made.pool.explains for made in versions):
+            found[f"{base}/explain"] = {"post": operation(f"What moved {name}'s answer", tensors, ref("Outputs"))}
+    return found
+
+
+def _tensors(version: Version) -> dict[str, Any]:
+    """The body of an inference request for this model."""
+    inputs = [
+        {
+            "type": "object", "required": ["name", "shape", "datatype", "data"],
+            "properties": {
+                "name": {"const": spec.name}, "datatype": {"const": spec.datatype}, "data": {"type": "array"},
+                "shape": {"type": "array", "minItems": len(spec.shape), "maxItems": len(spec.shape),
+                          "items": {"type": "integer", "minimum": 1}},
+            },
+        }
+        for spec in version.pool.specs
+    ]  # fmt: skip
+    return {
+        "type": "object", "required": ["inputs"],
+        "properties": {
+            "id": {"type": "string"}, "parameters": OBJECT,
+            "inputs": {"type": "array", "minItems": len(inputs), "maxItems": len(inputs), "items": {"anyOf": inputs}},
+        },
     }  # fmt: skip

@@ -1,99 +1,41 @@
-"""What can be called, as an OpenAPI document, and as a page for people."""
+"""The parts of the OpenAPI document, which each protocol fills with its own paths, and the document as a page."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fettle.serve.handlers import generate
-
-if TYPE_CHECKING:
-    from fettle.serve.registry import Registry, Version
-
-_OBJECT = {"type": "object"}
+OBJECT = {"type": "object"}
 _JSON = "application/json"
+
+
+def ref(name: str) -> dict[str, str]:
+    """A schema of the document's components."""
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
 _ERROR = {
     "description": "refused or failed",
-    "content": {_JSON: {"schema": {"anyOf": [{"$ref": "#/components/schemas/Error"},
-                                             {"$ref": "#/components/schemas/TorchServeError"}]}}},
-}  # fmt: skip
-SCHEMAS: dict[str, Any] = {
-    "Error": {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}},
-    "TorchServeError": {
-        "type": "object", "required": ["code", "type", "message"],
-        "properties": {"code": {"type": "integer"}, "type": {"type": "string"}, "message": {"type": "string"}},
-    },
-    "Tensor": {
-        "type": "object", "required": ["name", "shape", "datatype"],
-        "properties": {
-            "name": {"type": "string"}, "shape": {"type": "array", "items": {"type": "integer"}},
-            "datatype": {"type": "string"}, "data": {"type": "array"}, "parameters": _OBJECT,
-        },
-    },
-    "Answer": {
-        "type": "object", "required": ["model_name", "model_version", "outputs"],
-        "properties": {
-            "model_name": {"type": "string"}, "model_version": {"type": "string"}, "id": {"type": "string"},
-            "outputs": {"type": "array", "items": {"$ref": "#/components/schemas/Tensor"}},
-        },
-    },
-    "Prompt": {
-        "type": "object", "required": ["text_input"],
-        "properties": {
-            "text_input": {"type": "string"}, "id": {"type": "string"},
-            "parameters": {
-                "type": "object", "additionalProperties": False,
-                "properties": {
-                    "max_tokens": {"type": "integer", "minimum": 1},
-                    "temperature": {"type": "number", "minimum": 0, "maximum": 100},
-                    "top_k": {"type": "integer", "minimum": 0}, "seed": {"type": "integer", "minimum": 0},
-                    "stream": {"type": "boolean"},
-                },
-            },
-        },
-    },
-    "Text": {
-        "type": "object", "required": ["model_name", "model_version", "text_output"],
-        "properties": {"text_output": {"type": "string"}},
-    },
-}  # fmt: skip
+    "content": {_JSON: {"schema": {"anyOf": [ref("Error"), ref("TorchServeError")]}}},
+}
 
 
-def openapi(registry: Registry, version: str) -> dict[str, Any]:
-    """What can be called, for the models that are served now."""
-    paths: dict[str, Any] = {
-        "/v2": {"get": _operation("The server")},
-        "/v2/health/live": {"get": _operation("Is the server alive?")},
-        "/v2/health/ready": {"get": _operation("Are all models ready?")},
-        "/v2/models": {"get": _operation("The models")},
-        "/v2/models/stats": {"get": _operation("Statistics of all models")},
-        "/v2/repository/index": {"post": _operation("Models, versions and their states", answer={"type": "array"})},
-        "/ping": {"get": _operation("TorchServe's health check")},
-        "/metrics": {"get": _operation("Prometheus metrics", kind="text/plain", answer={"type": "string"})},
+def operation(
+    text: str, body: Mapping[str, Any] | None = None, answer: Mapping[str, Any] = OBJECT, kind: str = _JSON
+) -> dict[str, Any]:
+    """One method of a path, for which `text` says what it does."""
+    found: dict[str, Any] = {
+        "summary": text,
+        "responses": {"200": {"description": "done", "content": {kind: {"schema": answer}}}, "default": _ERROR},
     }
-    for name in sorted(registry.models):
-        versions = list(registry.models[name].versions.values())
-        paths[f"/v2/models/{name}"] = {"get": _operation(f"Inputs and outputs of {name}")}
-        paths[f"/v2/models/{name}/ready"] = {"get": _operation(f"Is {name} ready?")}
-        paths[f"/v2/models/{name}/config"] = {"get": _operation(f"How {name} batches")}
-        paths[f"/v2/models/{name}/stats"] = {"get": _operation(f"Statistics of {name}")}
-        tensors = _tensors(versions[0]) if versions else _OBJECT
-        answer = {"$ref": "#/components/schemas/Answer"}
-        paths[f"/v2/models/{name}/infer"] = {"post": _operation(f"Call {name} with tensors", tensors, answer)}
-        if any(made.pool.explains for made in versions):
-            text = f"What moved {name}'s answer"
-            paths[f"/v2/models/{name}/explain"] = {"post": _operation(text, tensors, answer)}
-            paths[f"/explanations/{name}"] = {"post": _operation(f"{text} to a body", _OBJECT, {})}
-        if any(generates(made) for made in versions):
-            prompt, whole = {"$ref": "#/components/schemas/Prompt"}, {"$ref": "#/components/schemas/Text"}
-            paths[f"/v2/models/{name}/generate"] = {"post": _operation(f"Text that {name} generates", prompt, whole)}
-            paths[f"/v2/models/{name}/generate_stream"] = {
-                "post": _operation("The same as it comes, as server-sent events", prompt, {}, "text/event-stream")
-            }
-        paths[f"/predictions/{name}"] = {"post": _operation(f"Call {name}'s handler with a body", {}, {}, "*/*")}
-    info = {"title": "fettle", "version": version}
-    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": SCHEMAS}}
+    if body is not None:
+        found["requestBody"] = {"required": True, "content": {_JSON: {"schema": body}}}
+        if "inputs" in body.get("properties", {}):  # raw tensors may follow the JSON, in request and answer
+            raw = {"schema": {"type": "string", "format": "binary"}}
+            found["requestBody"]["content"]["application/octet-stream"] = raw
+            found["responses"]["200"]["content"]["application/octet-stream"] = raw
+    return found
 
 
 def page(document: Mapping[str, Any]) -> bytes:
@@ -114,46 +56,3 @@ def page(document: Mapping[str, Any]) -> bytes:
         f"<h1>fettle serves</h1><table>{''.join(rows)}</table>"
         "<p>Tensors by the Open Inference Protocol v2; machine-readable: <code>/openapi.json</code>."
     ).encode()
-
-
-def generates(version: Version) -> bool:
-    """Whether it answers prompts."""
-    return isinstance(version.package.manifest.handler, generate.Settings)
-
-
-def _operation(
-    text: str, body: Mapping[str, Any] | None = None, answer: Mapping[str, Any] = _OBJECT, kind: str = _JSON
-) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "summary": text,
-        "responses": {"200": {"description": "done", "content": {kind: {"schema": answer}}}, "default": _ERROR},
-    }
-    if body is not None:
-        found["requestBody"] = {"required": True, "content": {_JSON: {"schema": body}}}
-        if "inputs" in body.get("properties", {}):  # raw tensors may follow the JSON, in request and answer
-            raw = {"schema": {"type": "string", "format": "binary"}}
-            found["requestBody"]["content"]["application/octet-stream"] = raw
-            found["responses"]["200"]["content"]["application/octet-stream"] = raw
-    return found
-
-
-def _tensors(version: Version) -> dict[str, Any]:
-    """The body of an inference request for this model."""
-    inputs = [
-        {
-            "type": "object", "required": ["name", "shape", "datatype", "data"],
-            "properties": {
-                "name": {"const": spec.name}, "datatype": {"const": spec.datatype}, "data": {"type": "array"},
-                "shape": {"type": "array", "minItems": len(spec.shape), "maxItems": len(spec.shape),
-                          "items": {"type": "integer", "minimum": 1}},
-            },
-        }
-        for spec in version.pool.specs
-    ]  # fmt: skip
-    return {
-        "type": "object", "required": ["inputs"],
-        "properties": {
-            "id": {"type": "string"}, "parameters": _OBJECT,
-            "inputs": {"type": "array", "minItems": len(inputs), "maxItems": len(inputs), "items": {"anyOf": inputs}},
-        },
-    }  # fmt: skip

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fettle.serve.refusal import Headers, NoSuchPath, Refusal
-from fettle.serve.request import Answer
+import msgspec
+
+from fettle.serve.engine.refusal import Headers, NoSuchPath, Refusal
+from fettle.serve.engine.request import Answer
 
 JSON = b"application/json"
 """Without a charset: kserve's client compares it with ``==``."""
@@ -19,6 +20,20 @@ _TORCHSERVE_TYPES = {
     400: "BadRequestException", 404: "ModelNotFoundException", 413: "RequestEntityTooLargeException",
     500: "InternalServerException", 503: "ServiceUnavailableException",
 }  # fmt: skip
+
+
+class Error(msgspec.Struct):
+    """What a client hears that is refused, or whose call failed."""
+
+    error: str
+
+
+class TorchServeError(msgspec.Struct):
+    """The same for clients of TorchServe's URLs."""
+
+    code: int
+    type: str
+    message: str
 
 
 @dataclass(slots=True)
@@ -40,20 +55,20 @@ class Reply:
         return self.body[0] if len(self.body) == 1 else b"".join(self.body)
 
 
-def said(value: Any, status: int = 200) -> Reply:
+def json_reply(value: Any, status: int = 200) -> Reply:
     """A value as JSON."""
-    return Reply(status, (json.dumps(value).encode(),))
+    return Reply(status, (msgspec.json.encode(value),))
 
 
-def refused(refusal: Refusal, parts: Sequence[str]) -> Reply:
+def error_reply(refusal: Refusal, parts: Sequence[str]) -> Reply:
     """What a client of the protocol that this path belongs to understands as an error."""
     status = 503 if refusal.status == GONE else refusal.status
     if not parts or parts[0] not in _TORCHSERVE:
-        reply = said({"error": refusal.reason}, status)
+        reply = json_reply(Error(refusal.reason), status)
     else:
         kind = _TORCHSERVE_TYPES.get(status, "ServiceException")
         if isinstance(refusal, NoSuchPath):
             kind = "ResourceNotFoundException"
-        reply = said({"code": status, "type": kind, "message": refusal.reason}, status)
+        reply = json_reply(TorchServeError(status, kind, refusal.reason), status)
     reply.headers = refusal.headers
     return reply

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from fettle.serve.engine.refusal import NoSuchPath, Rejected
+from fettle.serve.engine.registry import Registry, Version
+from fettle.serve.engine.request import Request
 from fettle.serve.http.call import Call
 from fettle.serve.http.form import read_field
-from fettle.serve.http.reply import Reply, said
-from fettle.serve.refusal import NoSuchPath, Rejected
-from fettle.serve.registry import Registry, Version
+from fettle.serve.http.openapi import OBJECT, operation
+from fettle.serve.http.reply import Reply, json_reply
 
 log = logging.getLogger("fettle.serve")
 
@@ -41,7 +43,8 @@ async def _predict(call: Call, name: str, number: str | None, *, explain: bool =
     kind = call.header(b"content-type")[:200]
     if kind.startswith("multipart/form-data"):
         body = read_field(body, kind, ("data", "body"))
-    answer = await version.pool.submit(rows=1, key="body", body=body, kind=kind, gone=call.gone, explain=explain)
+    request = Request(1, "body", body=body, kind=kind, gone=call.gone, explain=explain)
+    answer = await version.pool.submit(request)
     return Reply(200, (answer.body,), answer.kind.encode("latin-1"), answer=answer)
 
 
@@ -49,7 +52,18 @@ async def ping(call: Call) -> Reply | None:
     """``GET /ping``."""
     if (call.method, call.parts) != ("GET", ("ping",)):
         return None
-    return said({"status": "Healthy"}) if call.registry.ready else said({"status": "Unhealthy"}, 500)
+    return json_reply({"status": "Healthy"}) if call.registry.ready else json_reply({"status": "Unhealthy"}, 500)
+
+
+def paths(registry: Registry) -> dict[str, Any]:
+    """For the OpenAPI document."""
+    found: dict[str, Any] = {"/ping": {"get": operation("TorchServe's health check")}}
+    for name, model in sorted(registry.models.items()):
+        found[f"/predictions/{name}"] = {"post": operation(f"Call {name}'s handler with a body", {}, {}, "*/*")}
+        if any(made.pool.explains for made in model.versions.values()):
+            text = f"What moved {name}'s answer to a body"
+            found[f"/explanations/{name}"] = {"post": operation(text, OBJECT, {})}
+    return found
 
 
 # -- management -------------------------------------------------------------------------------------------------------
@@ -61,25 +75,25 @@ async def manage(call: Call) -> Reply | None:
     match call.method, call.parts:
         case "GET", ["models"]:
             names = [{"modelName": name, "modelUrl": name} for name in sorted(registry.models)]
-            return said({"models": names})
+            return json_reply({"models": names})
         case "GET", ["models", name]:
-            return said([_described(name, registry.choose(name))])
+            return json_reply([_described(name, registry.choose(name))])
         case "GET", ["models", name, "all"]:
             registry.choose(name)
-            return said([_described(n, made) for n, _, made in registry.versions() if n == name])
+            return json_reply([_described(n, made) for n, _, made in registry.versions() if n == name])
         case "GET", ["models", name, number]:
-            return said([_described(name, registry.choose(name, number))])
+            return json_reply([_described(name, registry.choose(name, number))])
         case "POST", ["models"]:
             return await _register(call)
         case "DELETE", ["models", name]:
             await registry.unload(name)
-            return said({"status": f'Model "{name}" unregistered'})
+            return json_reply({"status": f'Model "{name}" unregistered'})
         case "DELETE", ["models", name, number]:
             await registry.unload(name, number)
-            return said({"status": f'Model "{name}" unregistered'})
+            return json_reply({"status": f'Model "{name}" unregistered'})
         case "PUT", ["models", name, number, "set-default"]:
-            await registry.change(name, {"default": number})
-            return said({"status": f'Default version successfully updated for model "{name}" to "{number}"'})
+            registry.change(name, {"default": number})
+            return json_reply({"status": f'Default version successfully updated for model "{name}" to "{number}"'})
         case "PUT", ["models", name]:
             return await _scale(call, name, None)
         case "PUT", ["models", name, number]:
@@ -100,7 +114,7 @@ async def _register(call: Call) -> Reply:
     made = await call.registry.load_named(query.get("model_name") or wanted.removesuffix(".zip"), changed=changed)
     manifest, count = made.package.manifest, made.pool.settings.workers
     text = f'Model "{manifest.name}" Version: {manifest.version} registered with {count} initial workers'
-    return said({"status": text})
+    return json_reply({"status": text})
 
 
 async def _scale(call: Call, name: str, number: str | None) -> Reply:
@@ -114,10 +128,10 @@ async def _scale(call: Call, name: str, number: str | None) -> Reply:
     registry.share(name, number, count)  # what cannot be is said now, also to those who do not wait
     if query.get("synchronous", "").lower() != "true":
         registry.later(_scaled(registry, name, number, count))
-        return said({"status": "Processing worker updates..."}, 202)
+        return json_reply({"status": "Processing worker updates..."}, 202)
     await registry.scale(name, number, count)
     version = f", version: {number}" if number else ""
-    return said({"status": f"Workers scaled to {count} for model: {name}{version}"})
+    return json_reply({"status": f"Workers scaled to {count} for model: {name}{version}"})
 
 
 async def _scaled(registry: Registry, name: str, number: str | None, count: int) -> None:

@@ -1,0 +1,158 @@
+"""A small HTTP/1.1 client for putting load on a server: keep-alive connections, one request at a time on each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from fettle.errors import UsageError
+from fettle.package.tensors import TO_NUMPY
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request, ready to be sent: where to, and its bytes."""
+
+    host: str
+    port: int
+    data: bytes
+    path: str
+
+
+def http_request(url: str, body: bytes, headers: dict[str, str]) -> Request:
+    """A POST as bytes. Raises `UsageError` for a URL that is not plain http."""
+    parts = urlsplit(url)
+    if parts.scheme != "http" or not parts.hostname:
+        raise UsageError(f"{url!r} is not an http:// address")
+    port, path = parts.port or 80, parts.path or "/"
+    if any(c in value for value in (*headers, *headers.values(), path) for c in "\r\n"):
+        raise UsageError("a header may not hold a line break")
+    lines = [f"POST {path} HTTP/1.1", f"Host: {parts.hostname}:{port}", f"Content-Length: {len(body)}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return Request(parts.hostname, port, "\r\n".join([*lines, "", ""]).encode() + body, path)
+
+
+def model_request(url: str, rows: int = 1, free: int = 16, seed: int = 0, token: str = "") -> Request:
+    """A request for a model that speaks the Open Inference Protocol, with random binary tensors of its own metadata.
+
+    `url` is the server's, where it serves one model, or a model's: ``http://host:port/v2/models/NAME``. Sizes that are
+    free besides the rows become `free`. Raises `UsageError` with one line where the server does not answer so.
+    """
+    base = url.rstrip("/").removesuffix("/infer")
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    if "/v2/models/" not in base:
+        names = _get(f"{base}/v2/models", headers).get("models", [])
+        if len(names) != 1:
+            raise UsageError(f"{base} serves {len(names)} models ({', '.join(map(str, names))}): name one in the URL")
+        base = f"{base}/v2/models/{names[0]}"
+    said = _get(base, headers)
+    random = np.random.default_rng(seed)
+    given = []
+    for spec in said.get("inputs", []):
+        kind = TO_NUMPY.get(spec["datatype"])
+        if kind is None:
+            raise UsageError(f"the input {spec['name']} is {spec['datatype']}: give a body with --body")
+        shape = [
+            rows if i == 0 and size == -1 else free if size == -1 else size for i, size in enumerate(spec["shape"])
+        ]
+        if kind.kind == "f":
+            array = random.standard_normal(shape).astype(kind)
+        else:
+            array = random.integers(0, 2, shape).astype(kind)  # good for masks, types and tokens alike
+        given.append((spec["name"], spec["datatype"], array))
+    return tensor_request(f"{base}/infer", given, headers)
+
+
+def tensor_request(url: str, tensors: Sequence[tuple[str, str, Any]], headers: dict[str, str]) -> Request:
+    """A request with these binary tensors: name, datatype, array."""
+    inputs, raw = [], []
+    for name, datatype, array in tensors:
+        raw.append(array.tobytes())
+        inputs.append(
+            {"name": name, "datatype": datatype, "shape": list(array.shape),
+             "parameters": {"binary_data_size": len(raw[-1])}}
+        )  # fmt: skip
+    head = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
+    more = {"Inference-Header-Content-Length": str(len(head)), "Content-Type": "application/octet-stream"}
+    return http_request(url, head + b"".join(raw), headers | more)
+
+
+def _get(url: str, headers: dict[str, str]) -> dict[str, Any]:
+    if not url.startswith("http://"):
+        raise UsageError(f"{url!r} is not an http:// address")
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
+            said = json.loads(answer.read(1 << 20))
+    except (OSError, ValueError) as error:
+        why = error.read(200).decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else str(error)
+        raise UsageError(f"{url} does not answer as an inference server: {why[:200]}") from error
+    if not isinstance(said, dict):
+        raise UsageError(f"{url} does not answer as an inference server")
+    return said
+
+
+class Connection(asyncio.Protocol):
+    """One connection. `send` begins a request; `done(status)` is called when its answer is whole.
+
+    Status 0 means that the connection was lost.
+    """
+
+    def __init__(self, done: Callable[[Connection, int], None]) -> None:
+        import httptools
+
+        self._done, self._httptools = done, httptools
+        self._transport: asyncio.Transport | None = None
+        self._parser: Any = None
+        self._status = 0
+        self._keep = True
+        self.busy = False
+        self.tag: Any = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]
+
+    def send(self, request: Request, tag: Any) -> None:
+        """Write a request."""
+        assert self._transport is not None
+        self.busy, self.tag, self._status = True, tag, 0
+        self._parser = self._httptools.HttpResponseParser(self)
+        self._transport.write(request.data)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except self._httptools.HttpParserError:
+            self._finish(0)
+
+    def on_headers_complete(self) -> None:
+        self._status, self._keep = self._parser.get_status_code(), self._parser.should_keep_alive()
+
+    def on_message_complete(self) -> None:
+        self._finish(self._status)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._finish(0)
+
+    @property
+    def alive(self) -> bool:
+        """Whether another request can be sent."""
+        return self._transport is not None and not self._transport.is_closing() and self._keep
+
+    def close(self) -> None:
+        """End it."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _finish(self, status: int) -> None:
+        if self.busy:
+            self.busy = False
+            self._done(self, status)

@@ -1,0 +1,281 @@
+"""Load on a server: an open loop, whose latency counts from the moment a request was due, and a closed loop.
+
+An open loop fixes its schedule beforehand, as users who do not know of each other would: a slow answer delays nobody's
+request, and so is counted in full. A closed loop waits for each answer before it asks again: it finds the greatest
+throughput, and hides what a user would wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from fettle.errors import UsageError
+from fettle.load.client import Connection, Request
+from fettle.load.run import KINDS, LITTLE, LOST, UNANSWERED, UNREACHED, Run, warm_up
+from fettle.loop import PreciseTimer
+
+_Array = np.ndarray[Any, Any]
+WINDOW_S = 1.0
+MAX_CONNECTIONS = 2048
+
+
+async def open_loop(
+    requests: Sequence[Request], due: np.ndarray[Any, Any], *, limit_s: float = 0.0, patience_s: float = 10.0,
+    on_progress: Callable[[float, int], None] = lambda seconds, waiting: None, stop: asyncio.Event | None = None,
+) -> Run:  # fmt: skip
+    """Send requests when they are due, whatever the server does. `requests` are used in turn.
+
+    Ends early where the backlog only grows. After the last request it waits up to `patience_s` for answers.
+    """
+    load = _Load(requests, limit_s)
+    rate = len(due) / max(float(due[-1]), 1e-9)
+    # As many as are on their way where an answer takes 20 ms: a connection costs both sides more than a request does.
+    await load.connect(max(8, min(256, int(0.02 * rate))))
+    with _quiet_collector(), contextlib.closing(PreciseTimer(0.1 / rate)) as clock:
+        start = time.perf_counter() + 0.05
+        load.start = start
+        next_window, grown, last, stable = start + WINDOW_S, 0, 0, True
+        for index, moment in enumerate(due):
+            await clock.wait(start + moment)
+            await load.send(index, float(moment))
+            if not index % 16:
+                await asyncio.sleep(0)  # answers are read also while we are behind
+            if time.perf_counter() > next_window:
+                grown = grown + 1 if load.waiting > last + 0.05 * rate * WINDOW_S else 0
+                last, next_window = load.waiting, next_window + WINDOW_S
+                on_progress(time.perf_counter() - start, load.waiting)
+                if grown >= 3 and load.waiting > 0.15 * rate * WINDOW_S * grown:
+                    stable = False
+                    break
+            if stop is not None and stop.is_set():
+                break
+        await load.drain(patience_s if stable else 1.0)
+    run = load.result("open")
+    lost = sum(run.statuses.get(kind, 0) for kind in KINDS)
+    run.stable = stable and lost <= 0.02 * max(1, sum(run.statuses.values()))
+    run.rate = rate
+    run.interrupted = stop is not None and stop.is_set()
+    bound = max(0.001, 0.01 * limit_s)
+    if run.late_s > bound:
+        run.void = f"requests were sent {run.late_s * 1e3:.1f} ms late (p99): this client is too slow for the rate"
+    elif run.stable:
+        run.void = _inconsistent(run)
+    return run
+
+
+async def closed_loop(
+    requests: Sequence[Request], concurrency: int, seconds: float, *, limit_s: float = 0.0,
+    on_progress: Callable[[float, int], None] = lambda seconds, waiting: None, stop: asyncio.Event | None = None,
+) -> Run:  # fmt: skip
+    """So many clients, each asking again as soon as it has its answer, for so long."""
+    load = _Load(requests, limit_s)
+    load.again = True
+    await load.connect(concurrency)
+    with _quiet_collector():
+        load.start = time.perf_counter()
+        for index in range(concurrency):
+            await load.send(index, time.perf_counter() - load.start)
+        while time.perf_counter() - load.start < seconds and not (stop is not None and stop.is_set()):
+            await asyncio.sleep(min(0.25, max(0.001, seconds - (time.perf_counter() - load.start))))
+            on_progress(time.perf_counter() - load.start, load.waiting)
+        load.again, load.until = False, time.perf_counter() - load.start
+        await load.drain(10.0)
+    run = load.result("closed")
+    run.concurrency, run.rate = concurrency, run.throughput
+    run.void = run.void or _inconsistent(run)
+    run.interrupted = stop is not None and stop.is_set()
+    return run
+
+
+def _inconsistent(run: Run) -> str:
+    """Why a run is void by Little's law. One with few requests a place in the system has too much beginning and end."""
+    if sum(run.statuses.values()) < max(100.0, 20 * run.mean_inflight) or abs(run.little - 1) <= LITTLE:
+        return ""
+    return f"Little's law is off by {run.little:.2f}: what was counted and what was timed do not agree"
+
+
+class _Load:
+    """Connections and what came back on them."""
+
+    def __init__(self, requests: Sequence[Request], limit_s: float) -> None:
+        self.requests, self.limit_s = requests, limit_s
+        self.start = 0.0
+        self.waiting = 0
+        self.again = False
+        self.until = math.inf
+        """When a closed loop stopped asking."""
+        self._ending = False
+        self.rows: list[tuple[float, float, float, int]] = []
+        """Due, sent, answered, status."""
+        self._moves: list[tuple[float, int]] = []
+        """When the number on their way changed, and to what."""
+        self._free: deque[Connection] = deque()
+        self._all: set[Connection] = set()
+        self._queue: deque[tuple[int, float]] = deque()
+        self._loop = asyncio.get_running_loop()
+        self._empty = asyncio.Event()
+        self._count = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def connect(self, count: int) -> None:
+        """Open connections beforehand."""
+        for _ in range(count):
+            self._free.append(await self._open())
+
+    async def _open(self) -> Connection:
+        request = self.requests[0]
+        try:
+            _, connection = await self._loop.create_connection(
+                lambda: Connection(self._done), request.host, request.port
+            )
+        except OSError as error:
+            raise UsageError(f"nothing answers at {request.host}:{request.port}: {error.strerror or error}") from error
+        self._all.add(connection)
+        return connection
+
+    async def send(self, index: int, due: float) -> None:
+        """Send on a free connection, or on a new one; where there are too many, wait for one to become free."""
+        self._move(1)
+        self._empty.clear()
+        while self._free:
+            connection = self._free.pop()
+            if connection.alive:
+                connection.send(self.requests[index % len(self.requests)], (due, time.perf_counter() - self.start))
+                return
+            self._all.discard(connection)
+        if len(self._all) < MAX_CONNECTIONS:
+            try:
+                connection = await self._open()
+            except UsageError:
+                self._move(-1)
+                self.rows.append((due, due, time.perf_counter() - self.start, UNREACHED))
+                return
+            connection.send(self.requests[index % len(self.requests)], (due, time.perf_counter() - self.start))
+        else:
+            self._queue.append((index, due))
+
+    def _done(self, connection: Connection, status: int) -> None:
+        now = time.perf_counter() - self.start
+        due, sent = connection.tag
+        self.rows.append((due, sent, now, status or (UNANSWERED if self._ending else LOST)))
+        self._move(-1)
+        if not self.waiting:
+            self._empty.set()
+        if not connection.alive:
+            self._all.discard(connection)
+            connection.close()
+            if self.again:
+                self._later(self._count, now)
+            elif self._queue:
+                self._move(-1)  # `send` counts it again
+                self._later(*self._queue.popleft())
+            return
+        self._count += 1
+        if self.again:
+            self._move(1)
+            self._empty.clear()
+            connection.send(self.requests[self._count % len(self.requests)], (now, now))
+        elif self._queue:
+            index, due = self._queue.popleft()
+            connection.send(self.requests[index % len(self.requests)], (due, now))
+        else:
+            self._free.append(connection)
+
+    def _move(self, change: int) -> None:
+        self.waiting += change
+        self._moves.append((time.perf_counter() - self.start, self.waiting))
+
+    def _mean_waiting(self, first: float, end: float) -> float:
+        """Of the count between two moments."""
+        times, counts = np.array([row[0] for row in self._moves]), np.array([row[1] for row in self._moves])
+        begin, stop = int(np.searchsorted(times, first, "right")), int(np.searchsorted(times, end, "right"))
+        levels = np.concatenate([[counts[begin - 1] if begin else 0], counts[begin:stop]])
+        edges = np.concatenate([[first], times[begin:stop], [end]])
+        return float((levels * np.diff(edges)).sum() / max(end - first, 1e-9))
+
+    def _later(self, index: int, due: float) -> None:
+        task = self._loop.create_task(self.send(index, due))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _asked(self) -> tuple[_Array, _Array, float, float]:
+        """Of an open loop: the requests that were due in the steady part, their statuses, its first and last moment."""
+        rows = sorted(self.rows)
+        table, status = np.array([row[:3] for row in rows]), np.array([row[3] for row in rows])
+        begin = warm_up(table[:, 2] - table[:, 0])
+        table, status = table[begin:], status[begin:]
+        first = float(table[0, 0])
+        return table, status, first, max(float(table[:, 0].max()), first)
+
+    def _answered(self) -> tuple[_Array, _Array, float, float]:
+        """Of a closed loop: what was answered in the steady part.
+
+        Answers are counted, not requests: with many clients those asked in it are answered long after it began, and
+        what comes once nobody asks any more is a server that runs empty. What failed counts whenever it did.
+        """
+        rows = sorted(self.rows, key=lambda row: row[2])
+        table, status = np.array([row[:3] for row in rows]), np.array([row[3] for row in rows])
+        counted = (table[:, 2] <= self.until) | (status != 200)
+        if not (status[counted] == 200).any():  # not one answer was that quick
+            return table, status, 0.0, float(table[:, 2].max())
+        table, status = table[counted], status[counted]
+        begin = warm_up(table[:, 2] - table[:, 0])
+        # One that begins with the first request ends with the last answer. Answers come by the batch: one that begins
+        # anywhere in a batch must end as much by chance.
+        first = float(table[begin - 1, 2]) if begin else 0.0
+        end = self.until if begin else float(table[status == 200, 2].max())
+        return table[begin:], status[begin:], first, end
+
+    async def drain(self, seconds: float) -> None:
+        """Wait for what is still on its way, then close everything; what has not come counts as lost."""
+        if self.waiting:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._empty.wait(), seconds)
+        self.again, self._ending = False, True
+        now = time.perf_counter() - self.start
+        # What was never sent is as lost as what never came back.
+        self.rows += [(due, now, now, UNANSWERED) for _, due in self._queue]
+        self._queue.clear()
+        for connection in list(self._all):
+            connection.close()
+        await asyncio.sleep(0.02)
+
+    def result(self, mode: str) -> Run:
+        """The steady part: a prefix is left out that makes the mean surer without it (MSER)."""
+        if not self.rows:
+            return Run(mode, 0.0, 0.0, np.array([]), limit_s=self.limit_s, void="nothing was answered")
+        table, status, first, end = self._asked() if mode == "open" else self._answered()
+        good = status == 200
+        span = max(end - first, 1e-9)
+        if mode == "open" and len(table) > 1:
+            span *= len(table) / (len(table) - 1)  # n arrivals have n - 1 gaps
+        latency = table[:, 2] - table[:, 0]
+        return Run(
+            mode, 0.0, span, latency[good], statuses={int(k): v for k, v in Counter(status.tolist()).items()},
+            limit_s=self.limit_s, late_s=float(np.percentile(table[:, 1] - table[:, 0], 99)), warm_up_s=first,
+            mean_inflight=self._mean_waiting(first, end),
+            expected_inflight=float((table[:, 2] - table[:, 1]).sum() / span),  # lateness is told for itself
+            done_s=table[good, 2],
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _quiet_collector() -> Any:
+    """No garbage collection while times are taken: its pauses would be the server's latency."""
+    was = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

@@ -1,0 +1,168 @@
+"""What one run of load on a server showed: percentiles with intervals, errors by kind, Little's law, plain data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fettle.files import finite
+
+LOST, UNANSWERED, UNREACHED = 0, -1, -2
+KINDS = {LOST: "connection lost", UNANSWERED: "no answer", UNREACHED: "no connection"}
+"""What stands in the place of a status where there was no answer."""
+LITTLE = 0.1
+"""A run whose count of requests differs by this share from what Little's law says is void."""
+
+
+@dataclass
+class Run:
+    """What one run on a server showed. Times in seconds; latencies are those of the steady part, in due order."""
+
+    mode: str
+    """``open`` or ``closed``."""
+    rate: float
+    """Requests a second that were due; of a closed loop those that were answered."""
+    duration_s: float
+    """Of the steady part."""
+    latency_s: np.ndarray[Any, Any]
+    """Of the answered requests: from due (open) or sent (closed) to the last byte."""
+    concurrency: int = 0
+    statuses: dict[int, int] = field(default_factory=dict)
+    """Answers by HTTP status in the steady part; below 1: `KINDS`."""
+    limit_s: float = 0.0
+    late_s: float = 0.0
+    """99th percentile of how late requests were sent."""
+    warm_up_s: float = 0.0
+    """What was left out at the beginning."""
+    mean_inflight: float = 0.0
+    """Requests on their way, on average: of a count that each that is sent raises and each that ends lowers."""
+    expected_inflight: float = 0.0
+    """The same by Little's law: requests a second times the mean time of one, from when it was sent."""
+    stable: bool = True
+    void: str = ""
+    """Why nothing may be concluded; empty where something may."""
+    interrupted: bool = False
+    done_s: np.ndarray[Any, Any] = field(default_factory=lambda: np.array([]))
+    """When each of `latency_s` was answered, from the start of the run."""
+
+    @property
+    def answered(self) -> int:
+        """Requests that were answered with success."""
+        return self.statuses.get(200, 0)
+
+    @property
+    def shed(self) -> int:
+        """Requests that the server refused because it was full."""
+        return self.statuses.get(429, 0) + self.statuses.get(503, 0)
+
+    @property
+    def failed(self) -> int:
+        """Requests that were neither answered nor refused."""
+        return sum(self.statuses.values()) - self.answered - self.shed
+
+    @property
+    def throughput(self) -> float:
+        """Successful answers a second."""
+        return self.answered / self.duration_s if self.duration_s else 0.0
+
+    @property
+    def goodput(self) -> float:
+        """Successful answers within the limit, a second."""
+        good = int((self.latency_s <= self.limit_s).sum()) if self.limit_s else self.answered
+        return good / self.duration_s if self.duration_s else 0.0
+
+    @property
+    def within(self) -> float:
+        """Share of all requests that were answered within the limit."""
+        total = sum(self.statuses.values())
+        return self.goodput * self.duration_s / total if total else 0.0
+
+    @property
+    def mean_s(self) -> float:
+        """Of the latency; NaN where nothing was answered."""
+        return float(self.latency_s.mean()) if len(self.latency_s) else math.nan
+
+    def percentile(self, percent: float) -> float:
+        """Of the latency; NaN where nothing was answered."""
+        return float(np.percentile(self.latency_s, percent)) if len(self.latency_s) else math.nan
+
+    def interval(self, percent: float, batches: int = 10) -> tuple[float, float] | None:
+        """95% interval of a percentile by batch means: answers near in time are alike, batches far apart hardly are.
+
+        None where a batch would hold too few answers to have such a percentile.
+        """
+        if len(self.latency_s) < batches * max(10.0, 1.0 / (1.0 - percent / 100.0)):
+            return None
+        from scipy import stats
+
+        parts = [float(np.percentile(part, percent)) for part in np.array_split(self.latency_s, batches)]
+        half = float(stats.t.ppf(0.975, batches - 1)) * float(np.std(parts, ddof=1)) / math.sqrt(batches)
+        middle = float(np.mean(parts))
+        return middle - half, middle + half
+
+    def batches(self, count: int = 10) -> dict[str, list[float]]:
+        """The steady part in stretches of equal length, and what each shows: the units of a comparison of two runs.
+
+        A percentile is left out where a stretch would hold too few answers to have it.
+        """
+        found: dict[str, list[float]] = {"p50_ms": [], "p99_ms": [], "throughput": []}
+        for percent in (50, 99):
+            if len(self.latency_s) >= count * max(10.0, 1.0 / (1.0 - percent / 100.0)):
+                parts = np.array_split(self.latency_s, count)
+                found[f"p{percent}_ms"] = [float(np.percentile(part, percent)) * 1e3 for part in parts]
+        if len(self.done_s) >= 10 * count:
+            edges = np.linspace(self.done_s.min(), self.done_s.max() + 1e-9, count + 1)
+            found["throughput"] = (np.histogram(self.done_s, edges)[0] / np.diff(edges)).tolist()
+        return found
+
+    @property
+    def little(self) -> float:
+        """Requests counted on their way over rate times mean time: 1 where the run is consistent (Little's law)."""
+        return self.mean_inflight / self.expected_inflight if self.expected_inflight else math.nan
+
+    @property
+    def errors(self) -> dict[str, int]:
+        """How many were not answered with success, by kind in words."""
+        kinds = {KINDS.get(status, f"HTTP {status}"): count for status, count in sorted(self.statuses.items())}
+        return {kind: count for kind, count in kinds.items() if kind != "HTTP 200"}
+
+
+def warm_up(values: np.ndarray[Any, Any], most: float = 0.5) -> int:
+    """How many values at the beginning to leave out: the cut that makes the standard error of the rest's mean least.
+
+    MSER (White 1997, "An effective truncation heuristic for bias reduction in simulation output"), on means of five,
+    cutting at most the share `most`.
+    """
+    group = max(5, len(values) // 2000)
+    count = len(values) // group
+    if count < 10:
+        return 0
+    means = values[: count * group].reshape(count, group).mean(1)
+    rest = np.arange(count, 0, -1)
+    total, squares = means[::-1].cumsum()[::-1], (means**2)[::-1].cumsum()[::-1]
+    error = (squares / rest - (total / rest) ** 2) / rest
+    return int(np.argmin(error[: max(1, int(count * most))])) * group
+
+
+def as_data(run: Run) -> dict[str, Any]:
+    """The run as plain data that JSON can hold: what is not known is None."""
+    data: dict[str, Any] = finite({
+        "mode": run.mode, "rate": run.rate, "concurrency": run.concurrency, "duration_s": run.duration_s,
+        "warm_up_s": run.warm_up_s, "answered": run.answered, "shed": run.shed, "failed": run.failed,
+        "statuses": run.statuses, "errors": run.errors, "throughput": run.throughput, "goodput": run.goodput,
+        "within_limit": run.within, "limit_ms": run.limit_s * 1e3,
+        "latency_ms": {f"p{p}": run.percentile(p) * 1e3 for p in (50, 90, 95, 99, 100)},
+        "mean_ms": run.mean_s * 1e3,
+        "intervals_ms": {f"p{p}": _ms(run.interval(p)) for p in (50, 90, 95, 99)},
+        "p99_interval_ms": _ms(run.interval(99)), "late_ms": run.late_s * 1e3, "little": run.little,
+        "mean_inflight": run.mean_inflight, "stable": run.stable, "void": run.void, "interrupted": run.interrupted,
+        "batches": run.batches(),
+    })  # fmt: skip
+    return data
+
+
+def _ms(ends: tuple[float, float] | None) -> list[float] | None:
+    return [end * 1e3 for end in ends] if ends else None

@@ -1,0 +1,115 @@
+"""A language model of transformers as new tokens and kept keys and values in, scores and fresh keys and values out.
+
+So each token costs one token's work, not the whole text's. One exported program does the prompt and every token after
+it: how many tokens are new, and how many are kept, may be any number from 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fettle.package.handlers.parts import FRESH, LAST, LOGITS, PAST, SEEN
+from fettle.workload import Workload
+
+
+class CachedNextToken(torch.nn.Module):
+    """A causal model's scores after one position of each row, and the keys and values of the new tokens.
+
+    Letters of shapes: r rows, n new tokens, p kept ones, l layers, h heads, d a head's size.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.dtype = next(model.parameters()).dtype
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        last: torch.Tensor,
+        seen: torch.Tensor,
+        past: torch.Tensor,
+    ) -> Any:
+        """`past` is [r, l, 2, h, p, d]; `attention_mask` [r, n] and `seen` [r, p] are 0 where a place is only filled.
+
+        A token's position is the number of tokens before it, wherever its keys lie. `past` may come in float32, as
+        clients and samples have it.
+        """
+        from transformers import DynamicCache
+        from transformers.cache_utils import DynamicLayer
+
+        if self.dtype != torch.float32:  # in the graph it would undo what a recipe computes in
+            past = past.to(self.dtype)
+        cache: Any = DynamicCache()
+        for layer in range(past.shape[1]):
+            # Filled by hand: its own way begins with an empty tensor of one fixed type.
+            one: Any = DynamicLayer()  # type: ignore[no-untyped-call,unused-ignore]
+            one.keys, one.values, one.is_initialized = past[:, layer, 0], past[:, layer, 1], True
+            one.dtype, one.device = past.dtype, past.device
+            cache.layers.append(one)
+        kept, new = past.shape[4], input_ids.shape[1]
+        places = torch.arange(kept + new, device=input_ids.device)
+        there = torch.cat([seen, attention_mask], 1).bool()
+        before = places[None, :] <= places[kept:, None]
+        answer = self.model(
+            input_ids=input_ids,
+            attention_mask=before[None, None] & there[:, None, None],
+            position_ids=(seen.sum(1, keepdim=True) + attention_mask.cumsum(1) - 1).clamp_min(0),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        fresh = [torch.stack([one.keys[..., kept:, :], one.values[..., kept:, :]], 1) for one in cache.layers]
+        scores = answer.logits.gather(1, last[:, None, None].expand(-1, 1, answer.logits.shape[-1]))[:, 0]
+        return {LOGITS: scores, FRESH: torch.stack(fresh, 1)}
+
+
+def cached(model: torch.nn.Module, ids: torch.Tensor, wanted: torch.Tensor) -> Workload | None:
+    """The workload of a model that keeps keys and values; None where it cannot be had.
+
+    It can for models of transformers whose layers all attend to all tokens before, by SDPA, and take positions.
+    `wanted` [rows, vocabulary] are the model's scores after the tokens `ids` [rows, tokens], which must come out.
+    """
+    try:
+        from transformers import DynamicCache, PreTrainedModel
+        from transformers.cache_utils import DynamicLayer
+    except ImportError:
+        return None
+    if not isinstance(model, PreTrainedModel) or model.config._attn_implementation != "sdpa":
+        return None
+    step, length = CachedNextToken(model).eval(), ids.shape[1]
+
+    def sample(cut: int, end: int, empty: int) -> dict[str, torch.Tensor]:
+        """The tokens from `cut` to `end`, those before kept, after so many empty places."""
+        new = ids[:, cut:end].contiguous()
+        mask, seen = torch.ones_like(new), torch.zeros_like(ids[:, :1]).repeat(1, empty)
+        past = nothing.repeat(1, 1, 1, 1, empty, 1)
+        if cut:
+            before = sample(0, cut, empty)
+            past = torch.cat([past, step(**before)[FRESH].float()], 4)
+            seen = torch.cat([seen, before["attention_mask"]], 1)
+        return {
+            "input_ids": new, "attention_mask": mask, LAST: torch.full((len(ids),), end - cut - 1), SEEN: seen,
+            PAST: past,
+        }  # fmt: skip
+
+    with torch.no_grad():
+        try:
+            made: Any = model(input_ids=ids, use_cache=True).past_key_values
+            if not isinstance(made, DynamicCache) or any(type(one) is not DynamicLayer for one in made.layers):
+                return None
+            kept: Any = made.layers
+            keys = kept[0].keys[:, :, :1]
+            nothing = torch.zeros(len(ids), len(kept), 2, *keys.shape[1:])
+            # Sizes that differ from each other, else the exporter takes two for one.
+            batches = [sample(2, length, 2 if length == 5 else 1), sample(length - 1, length, 1)]
+            batches.append(sample(0, length - 1, 1))
+            found = [step(**batch)[LOGITS].float() for batch in batches[:2]]
+        except Exception:  # a model that takes no positions, or keeps something else
+            return None
+    close = 1e-2 * float(wanted.abs().max())
+    if not all(torch.allclose(scores, wanted, rtol=1e-2, atol=close) for scores in found):
+        return None
+    return Workload(step, batches, samples=len(ids))

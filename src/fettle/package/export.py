@@ -1,0 +1,348 @@
+"""Export: from a workload and a recipe to a model package, judged before it is called one."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tomli_w
+import torch
+
+from fettle.errors import UsageError, first_line
+from fettle.package import handlers
+from fettle.package.flat import BEFORE_EXPORT, Flat, datatype
+from fettle.package.generating import generating, lengths
+from fettle.package.handler import Context
+from fettle.package.host import host_id
+from fettle.package.manifest import (
+    FORMAT,
+    HANDLER,
+    SAMPLES,
+    SETTINGS,
+    Manifest,
+    Package,
+    check_name,
+    open_package,
+    seal,
+)
+from fettle.package.model_runner import Tuned, tuned
+from fettle.package.program import export_program, save_program
+from fettle.package.requires import needed
+from fettle.package.settings import ServeSettings, as_toml_data
+from fettle.package.tensors import TensorSpec
+from fettle.recipe import Recipe
+from fettle.techniques import Facts, cpu_flags, find, handed_on, quantize_exported
+from fettle.workload import Workload
+
+NOT_SERVED = ("mode", "batch", "allocator", "threads", "streams")
+"""Settings of the process or of the call: the server has its own place for them."""
+MORE_ERROR = 1.25
+"""A package may be this factor above the error that its recipe was tuned with."""
+_STATIC = "int8-static"
+_TYPES = re.compile(r"dtype|scalar type|BFloat16|Half")
+"""In what torch says of an operator whose arguments differ in their type."""
+
+
+def write_package(
+    workload: Workload,
+    recipe: Recipe,
+    path: Path,
+    *,
+    name: str,
+    version: str = "1",
+    settings: ServeSettings | None = None,
+    handler: Path | str | None = None,
+    handler_settings: Mapping[str, Any] | None = None,
+    files: Mapping[str, bytes] | None = None,
+    requires: Sequence[str] = (),
+    evidence: Mapping[str, Any] | None = None,
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> Package:
+    """Export a workload's model with its recipe to `path`, a folder or a ``.zip``; open and check what was written.
+
+    `handler` is the name of a ready handler, with `handler_settings` above what the model suggests, or the path of the
+    user's own ``handler.py``. `files` are further files for it, by their names in the package: labels, a tokenizer.
+    `requires` names what a ``handler.py`` imports, as pip would be told.
+    `evidence` is that of ``recipe.toml``: a package whose answers are worse than it allows is refused.
+
+    Raises `UsageError` where the model cannot be exported, or the recipe cannot be applied to the exported model.
+    """
+    if path.exists():
+        raise UsageError(f"{path} exists already: give another `output` or another `version`")
+    check_name(name, version)
+    settings = settings or ServeSettings()
+    if not isinstance(workload.model, torch.nn.Module):
+        raise UsageError(f"the model is a {type(workload.model).__name__}: only an nn.Module can be packaged")
+    served = recipe.without(*NOT_SERVED)
+    _check_levels(served)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    try:
+        on_progress("exporting the model")
+        choices = [workload]
+        if handler == "generate":
+            choices = generating(workload)
+            handler_settings = {**lengths(workload.model), **(handler_settings or {})}
+        flat, program, most = _exported(choices, recipe, settings.max_rows)
+        on_progress("storing it with its recipe")
+        kept = _store(program, flat, served, most, scratch, evidence or {})
+        _save_samples(flat, scratch)
+        on_progress("comparing its answers with the model's")
+        kept, outputs, accuracy = _judge(flat, scratch, kept, evidence or {})
+        if kept.recipe.get("shapes") == "static":
+            settings = msgspec.structs.replace(settings, buckets=_powers(most))
+        (scratch / SETTINGS).write_text(tomli_w.dumps(as_toml_data(settings)), encoding="utf-8")
+        ready = _add_handler(scratch, handler, handler_settings or {}, files or {}, flat.inputs, outputs)
+        kind = handler if isinstance(handler, str) else ""
+        manifest = Manifest(
+            format=FORMAT, name=name, version=version, inputs=flat.inputs, outputs=outputs, max_rows=most, files={},
+            recipe=dict(kept.recipe), applied=tuple(kept.applied), model=kept.model, accuracy=accuracy, handler=ready,
+            requires=needed(kept.recipe.get("runtime", "torch"), kind, requires), machine=_machine(), created=_now(),
+        )  # fmt: skip
+        seal(scratch, manifest)
+        if path.suffix == ".zip":
+            _zip(scratch, path)
+        else:
+            os.rename(scratch, path)
+            os.chmod(path, 0o755)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return open_package(path)
+
+
+def _check_levels(recipe: Recipe) -> None:
+    """Raise `UsageError` for levels that cannot be stored: torchao's replace the model's own linear layers."""
+    for name, level in recipe.levels.items():
+        if name == "quantize" and level not in ("none", _STATIC):
+            raise UsageError(
+                f"{name}={level} cannot be packaged: it replaces the model's own layers, and an exported model has "
+                "none. Tune without it: "
+                f"fettle tune TARGET --technique {name}={_STATIC}, or {name}={find(name).default}"
+            )
+        if level in find(name).calibrated and (why := find(name).conflict(level, recipe, Facts())):
+            raise UsageError(f"the recipe cannot work here: {name}={level}: {why}")
+
+
+def _exported(
+    choices: Sequence[Workload], recipe: Recipe, max_rows: int
+) -> tuple[Flat, torch.export.ExportedProgram, int]:
+    """The first of the workloads that can be exported, and the most rows that it takes."""
+    for workload in choices:
+        flat = Flat(workload, recipe)
+        most = 2 * max(max_rows, flat.rows)
+        try:
+            return flat, export_program(flat, flat.samples, flat.shapes, most), most
+        except UsageError:
+            if workload is choices[-1]:
+                raise
+    raise AssertionError("there is a workload")
+
+
+def _store(
+    program: torch.export.ExportedProgram, flat: Flat, recipe: Recipe, most: int, folder: Path,
+    evidence: Mapping[str, Any],
+) -> Tuned:  # fmt: skip
+    """Write the model with those levels that must be in it; the others are applied when it is loaded."""
+    levels = dict(recipe.levels)
+    calibrated = [name for name, level in levels.items() if level in find(name).calibrated]
+    if calibrated and not flat.calibration:
+        what = f"{calibrated[0]}={levels[calibrated[0]]}"
+        raise UsageError(f"{what} has no batches to calibrate on: give the workload at least two")
+    if levels.get("runtime", "").startswith("openvino"):
+        from fettle.package.openvino import save_model
+
+        allowed = evidence.get("limits", {}).get("max_error")
+        facts = Facts(
+            cpu_flags=cpu_flags(), learned=handed_on(recipe, evidence),
+            **({} if allowed is None else {"max_error": allowed}),
+        )  # fmt: skip
+        save_model(program, levels["runtime"], flat.calibration, folder, facts)
+        return Tuned("openvino", levels, tuple(levels))
+    if levels.get("quantize") == _STATIC:
+        try:
+            with torch.inference_mode(False):
+                converted = quantize_exported(program.module(), [tuple(batch) for batch in flat.calibration])
+        except Exception as error:
+            raise UsageError(f"quantize={_STATIC} cannot be applied to the model: {first_line(error)}") from error
+        program = export_program(_Again(converted), flat.samples, flat.shapes, most)
+    save_program(program, folder)
+    return Tuned("exported", levels, tuple(name for name in levels if name in BEFORE_EXPORT or name in calibrated))
+
+
+class _Again(torch.nn.Module):
+    """A converted graph, whose inputs have names of their own, with the inputs of `Flat`."""
+
+    def __init__(self, graph: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = graph  # not `graph`: a loaded module has one of its own
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        """As the graph."""
+        return self.inner(*tensors)
+
+
+def _powers(most: int) -> tuple[int, ...]:
+    """1, 2, 4, ... and the largest: the sizes of calls where each size is compiled for itself."""
+    return tuple(sorted({2**power for power in range(most.bit_length()) if 2**power <= most} | {most}))
+
+
+def _add_handler(
+    folder: Path, handler: Path | str | None, wanted: Mapping[str, Any], files: Mapping[str, bytes],
+    inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec],
+) -> handlers.Settings | None:  # fmt: skip
+    """Copy what the handler reads; the settings of a ready one, checked by starting it."""
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    if wanted and not isinstance(handler, str):
+        raise UsageError("handler settings are for a ready handler; your own handler.py knows its own")
+    if isinstance(handler, Path):
+        if not handler.is_file():
+            raise UsageError(f"no such file: {handler}")
+        shutil.copyfile(handler, folder / HANDLER)
+        return None
+    if handler is None:
+        return None
+    settings = handlers.settle(handler, dict(wanted), inputs, outputs, set(files))
+    manifest = Manifest(FORMAT, "check", "1", tuple(inputs), tuple(outputs), 1, {})
+    handlers.make(settings).initialize(Context(folder, manifest, runner=None))  # type: ignore[arg-type] # nothing runs
+    return settings
+
+
+def _save_samples(flat: Flat, folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    tensors = {name: tensor.detach().cpu().clone() for name, tensor in zip(flat.names, flat.samples, strict=True)}
+    save_file(tensors, folder / SAMPLES)
+
+
+def _judge(
+    flat: Flat, folder: Path, kept: Tuned, evidence: Mapping[str, Any]
+) -> tuple[Tuned, tuple[TensorSpec, ...], dict[str, Any]]:
+    """Load what was written as a server would, ask what a server may, and compare with the model as it was given."""
+    try:
+        found = _answers(flat, folder, kept)
+    except UsageError:
+        raise
+    except Exception as error:
+        # The compiler's code for any number of rows fails for some models: then each size gets code of its own.
+        if kept.recipe.get("compile", "off") == "off" or "shapes" in kept.recipe or _mixes_types(kept, error):
+            raise UsageError(_why(kept, error)) from error
+        kept = replace(kept, recipe={**kept.recipe, "shapes": "static"})
+        try:
+            found = _answers(flat, folder, kept)
+        except Exception as again:
+            raise UsageError(_why(kept, again)) from again
+    errors = [_error(answers, wanted) for answers, wanted in zip(found, flat.wanted, strict=False)]
+    # As the study judged: whole batches. A row alone may be further off than all of them together.
+    worst = max(errors[flat.cuts :])
+    calibrated = any(level in find(name).calibrated for name, level in kept.recipe.items())
+    accuracy: dict[str, Any] = {
+        "relative_error": worst, "batches": len(errors) - flat.cuts, "against": "the model as given, in eval mode",
+    }  # fmt: skip
+    if flat.cuts:
+        accuracy["relative_error_of_few_rows"] = max(errors[: flat.cuts])
+    if calibrated:
+        accuracy["calibrated_on"] = len(flat.calibration)
+    allowed = evidence.get("limits", {}).get("max_error")
+    if "error" in evidence.get("accuracy", {}):
+        accuracy["tuned"] = {"relative_error": evidence["accuracy"]["error"], "allowed": allowed}
+    # Fewer batches are judged here than by the study: a little more is no surprise.
+    if isinstance(allowed, int | float) and not worst <= MORE_ERROR * allowed:
+        raise UsageError(
+            f"the packaged model's answers have a relative error of {worst:.2g}; fettle tune allowed {allowed:g}"
+        )
+    return kept, _outputs(flat, found), accuracy
+
+
+def _mixes_types(kept: Tuned, error: Exception) -> bool:
+    return kept.recipe.get("precision") in ("bf16", "fp16") and _TYPES.search(str(error)) is not None
+
+
+def _why(kept: Tuned, error: Exception) -> str:
+    """Why a stored model with its recipe does not run, and what to do."""
+    if not _mixes_types(kept, error):
+        return f"the tuned model fails: {first_line(error)}"
+    level = kept.recipe["precision"]
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}[level]
+    return (f"precision={level} cannot be packaged for this model: exported in float32, a part of it stays float32 and "
+            f"meets what is {dtype}. Package it with precision=autocast-{level}, or give the model in {dtype} "
+            f"already, model.to(torch.{dtype}), without precision={level}")  # fmt: skip
+
+
+def _error(answers: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
+    """The largest relative L2 error of the outputs. Raises `UsageError` where they have other shapes."""
+    worst = 0.0
+    for answer, right in zip(answers, wanted, strict=True):
+        if answer.shape != right.shape:
+            raise UsageError(f"the exported model answers in shape {tuple(answer.shape)}, not {tuple(right.shape)}")
+        if right.is_floating_point():
+            distance = (answer.float() - right.float()).norm() / right.float().norm().clamp_min(1e-12)
+            worst = max(worst, float(distance))
+    return worst
+
+
+def _answers(flat: Flat, folder: Path, kept: Tuned) -> list[list[torch.Tensor]]:
+    """To each of `Flat.questions`, then to the sample twice over, then to a sample of other sizes."""
+    run = tuned(folder, kept, flat.samples)
+    sizes = [tensor.shape for tensor in flat.samples]
+    other = next((batch for batch in flat.batches if [tensor.shape for tensor in batch] != sizes), flat.samples)
+    twice = [torch.cat([t, t]) if s.batched else t for t, s in zip(flat.samples, flat.inputs, strict=True)]
+    found = []
+    with torch.inference_mode():
+        for question in (*flat.questions, twice, other):
+            answer = run(*[tensor.clone() for tensor in question])
+            found.append([tensor.clone() for tensor in ([answer] if isinstance(answer, torch.Tensor) else answer)])
+    return found
+
+
+def _outputs(flat: Flat, found: Sequence[Sequence[torch.Tensor]]) -> tuple[TensorSpec, ...]:
+    """What the outputs are called, and which of their sizes move with the input's."""
+    sample = found[flat.cuts]  # the few rows come first; exporting copies lists, so identity says nothing
+    outputs = []
+    for path, answer, double, there in zip(flat.paths, sample, found[-2], found[-1], strict=True):
+        batched = answer.dim() > 0 and double.shape[0] == 2 * answer.shape[0]
+        fixed = [size if size == b else -1 for size, b in zip(answer.shape, there.shape, strict=True)]
+        shape = (-1, *fixed[1:]) if batched else tuple(fixed)
+        outputs.append(TensorSpec(_output_name(path), datatype(answer), shape, batched))
+    if not any(spec.batched for spec in outputs) and any(spec.batched for spec in flat.inputs):
+        raise UsageError("the model's outputs do not have a row for each row of the input: it cannot be batched")
+    names = [spec.name for spec in outputs]
+    if len(set(names)) != len(names):
+        outputs = [msgspec.structs.replace(spec, name=f"output_{i}") for i, spec in enumerate(outputs)]
+    return tuple(outputs)
+
+
+def _output_name(path: str) -> str:
+    plain = path.lstrip(".")
+    if path.startswith("[") and path.count("[") == 1:
+        return f"output_{path.strip('[]')}"
+    return plain if plain.isidentifier() else "".join(c if c.isalnum() else "_" for c in plain).strip("_")
+
+
+def _zip(folder: Path, path: Path) -> None:
+    with zipfile.ZipFile(
+        path, "w", zipfile.ZIP_STORED
+    ) as file:  # weights do not compress; a stored zip is fast to open
+        for item in sorted(folder.iterdir()):
+            file.write(item, item.name)
+
+
+def _machine() -> dict[str, str]:
+    from fettle.machine import this_machine
+
+    machine = this_machine()
+    return {"id": host_id(), "summary": machine.summary}
+
+
+def _now() -> str:
+    from datetime import UTC, datetime
+
+    return datetime.now(UTC).isoformat(timespec="seconds")

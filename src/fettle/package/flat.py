@@ -1,0 +1,173 @@
+"""A workload's model from tensors to tensors: what can be exported, with the names and sizes that clients see."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fettle.errors import UsageError
+from fettle.package.model_runner import as_array
+from fettle.package.tensors import FROM_NUMPY, TensorSpec
+from fettle.recipe import Recipe
+from fettle.workload import Workload, leaves
+
+BEFORE_EXPORT = ("attention", "mode")
+"""Techniques that rewrite the model's own modules, which an exported program no longer has."""
+MOST_JUDGED = 2
+"""Batches on which a package's answers are compared with the model's, beside the sample."""
+
+
+class Flat(torch.nn.Module):
+    """The workload's model in eval mode, from tensors to a tuple of tensors, with their names and dynamic sizes."""
+
+    def __init__(self, workload: Workload, recipe: Recipe) -> None:
+        super().__init__()
+        assert isinstance(workload.model, torch.nn.Module)
+        self.inner = workload.model.eval()
+        self.workload = workload
+        first = workload.inputs[0]
+        paths = [path for path, leaf in leaves(first) if isinstance(leaf, torch.Tensor)]
+        if not paths:
+            raise UsageError("the model's inputs hold no tensor: nothing can be served")
+        batches = _alike(workload.inputs, paths)
+        rows = workload.samples or int(batches[0][0].shape[0] if batches[0][0].dim() else 1)
+        self.rows, self.batches = rows, batches
+        self.samples = batches[0]
+        self.names = _input_names(self.inner, first, paths)
+        self.shapes = [_dynamic(index, batches, rows) for index in range(len(paths))]
+        self.paths: list[str] = []
+        self.inputs = tuple(
+            TensorSpec(
+                name,
+                datatype(tensor),
+                tuple(-1 if dim in dynamic else size for dim, size in enumerate(tensor.shape)),
+                batched=dynamic.get(0) == "rows",
+            )
+            for name, tensor, dynamic in zip(self.names, self.samples, self.shapes, strict=True)
+        )
+        self.calibration = _alike(workload.calibration, paths)
+        """Batches that a recipe may be calibrated on, and"""
+        self.judged = self._fitting(
+            _alike(workload.check_inputs or workload.inputs[len(workload.calibration) :], paths)
+        )
+        """others, on which answers are compared. Where there is one batch only it is that."""
+        self.questions = [self.samples, *self.judged[:MOST_JUDGED]]
+        self.wanted = [self._asked(question) for question in self.questions]
+        self.cuts = 0
+        """How many of the questions, at the beginning, are a few rows of the sample."""
+        for cut in [self._cut(size) for size in (2, 1) if size < rows]:
+            with contextlib.suppress(Exception):  # one that was traced may take its own number of rows only
+                self.wanted.insert(0, self._asked(cut))
+                self.questions.insert(0, cut)
+                self.cuts += 1
+        # Only now, so that answers are compared with those of the model as it was given.
+        self.inner = _rewritten(self.inner, recipe, workload)
+
+    def _cut(self, rows: int) -> list[torch.Tensor]:
+        """The sample with so many rows only."""
+        return [t[:rows] if spec.batched else t for t, spec in zip(self.samples, self.inputs, strict=True)]
+
+    def _fitting(self, batches: Sequence[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """Those batches that the exported model takes, but for the sample."""
+
+        def fits(tensor: torch.Tensor, spec: TensorSpec) -> bool:
+            return spec.fits(tuple(tensor.shape)) and not (spec.batched and len(tensor) > self.rows)
+
+        return [batch for batch in batches if batch[0] is not self.samples[0]
+                and all(map(fits, batch, self.inputs))]  # fmt: skip
+
+    def _asked(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [tensor.clone() for tensor in self(*tensors)]
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Put the tensors where the batch had them, call the model, and take its tensors out again."""
+        given = iter(tensors)
+        batch = _with_tensors(self.workload.inputs[0], given)
+        found = list(leaves(self.workload.run(self.inner, batch)))
+        self.paths = [path for path, leaf in found if isinstance(leaf, torch.Tensor)]
+        return tuple(leaf for _, leaf in found if isinstance(leaf, torch.Tensor))
+
+
+def _alike(batches: Sequence[Any], paths: Sequence[str]) -> list[list[torch.Tensor]]:
+    """The tensors of those batches that have tensors at the same places."""
+    found = [[leaf for leaf in leaves(batch) if isinstance(leaf[1], torch.Tensor)] for batch in batches]
+    return [[tensor for _, tensor in batch] for batch in found if [path for path, _ in batch] == list(paths)]
+
+
+def _rewritten(model: torch.nn.Module, recipe: Recipe, workload: Workload) -> torch.nn.Module:
+    """The model after the techniques that change its own modules."""
+    from fettle.applying import apply
+
+    levels = {name: level for name, level in recipe.levels.items() if name in BEFORE_EXPORT and name != "mode"}
+    if not levels:
+        return model
+    changed = apply(model, Recipe(levels), list(workload.inputs))
+    return changed if isinstance(changed, torch.nn.Module) else model
+
+
+def _with_tensors(tree: Any, tensors: Any) -> Any:
+    """The same tree with other tensors, taken in order. Dataclasses are copied, other leaves stay."""
+    import dataclasses
+
+    if isinstance(tree, torch.Tensor):
+        return next(tensors)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type) and not isinstance(tree, Mapping):
+        return dataclasses.replace(
+            tree, **{item.name: _with_tensors(getattr(tree, item.name), tensors) for item in dataclasses.fields(tree)}
+        )
+    if isinstance(tree, Mapping):
+        return {key: _with_tensors(value, tensors) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(_with_tensors(value, tensors) for value in tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_with_tensors(value, tensors) for value in tree)
+    return tree
+
+
+def _input_names(model: torch.nn.Module, batch: Any, paths: Sequence[str]) -> list[str]:
+    """What a client calls each tensor: its keyword, else the name of the argument of ``forward``, else its path."""
+    import inspect
+
+    try:
+        arguments = [name for name in inspect.signature(model.forward).parameters if name != "self"]
+    except (TypeError, ValueError):
+        arguments = []
+    names = []
+    for index, path in enumerate(paths):
+        plain = path.lstrip(".")
+        if plain.isidentifier() and path != "output":
+            names.append(plain)
+        elif (isinstance(batch, (tuple, torch.Tensor))) and index < len(arguments) and path.count("[") <= 1:
+            names.append(arguments[index])
+        else:
+            names.append("".join(c if c.isalnum() else "_" for c in plain).strip("_") or f"input_{index}")
+    return names if len(set(names)) == len(names) else [f"input_{index}" for index in range(len(paths))]
+
+
+def _dynamic(index: int, batches: Sequence[Sequence[torch.Tensor]], rows: int) -> dict[int, str]:
+    """Which dimensions of an input change: the rows, and those that differ between the sample batches.
+
+    Dimensions that take the same sizes in the same order are one dimension: a sequence and its mask.
+    """
+    sizes = [batch[index].shape for batch in batches]
+    dynamic = {}
+    for dim in range(len(sizes[0])):
+        seen = [size[dim] for size in sizes]
+        if dim == 0 and seen[0] == rows:
+            dynamic[0] = "rows"
+        elif len(set(seen)) > 1:
+            dynamic[dim] = "n" + hashlib.sha256(str(seen).encode()).hexdigest()[:6]
+    return dynamic
+
+
+def datatype(tensor: torch.Tensor) -> str:
+    """What clients call a tensor's type. Raises `UsageError` for one that has no name."""
+    kind = as_array(tensor[:0] if tensor.dim() else tensor).dtype
+    if kind not in FROM_NUMPY:
+        raise UsageError(f"tensors of type {tensor.dtype} cannot be served")
+    return FROM_NUMPY[kind]

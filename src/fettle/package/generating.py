@@ -1,0 +1,93 @@
+"""A language model as what the generate handler calls: tokens in, the scores of the next token out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from fettle.errors import UsageError
+from fettle.package.caching import cached
+from fettle.package.handlers.generate import Settings
+from fettle.package.handlers.parts import LAST, LOGITS
+from fettle.workload import Workload, leaves
+
+
+class NextToken(torch.nn.Module):
+    """A causal model's scores at one position of each row: [rows, vocabulary] instead of [rows, tokens, vocabulary].
+
+    A text of a thousand tokens and a vocabulary of 50 000 would otherwise be 200 MB of answer for each token.
+    """
+
+    def __init__(self, model: torch.nn.Module, call: Callable[..., Any] | None, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.model, self.call, self.names = model, call, names
+
+    def forward(self, input_ids: torch.Tensor, last: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Any:
+        """`last` [rows] is the position of each row's last token."""
+        given: Any = {"input_ids": input_ids, "attention_mask": attention_mask}
+        args, kwargs = ([], {name: given[name] for name in self.names}) if self.names else ([input_ids], {})
+        answer = self.model(*args, **kwargs) if self.call is None else self.call(self.model, *args, **kwargs)
+        logits = _logits(answer)
+        place = last[:, None, None].expand(-1, 1, logits.shape[-1])
+        return {LOGITS: logits.gather(1, place)[:, 0]}
+
+
+def generating(workload: Workload) -> list[Workload]:
+    """Workloads of the next token's scores, the best first: with keys and values kept where that can be, and without.
+
+    Raises `UsageError` where the model is not a causal language model.
+    """
+    batch = workload.inputs[0]
+    model = workload.model
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(f"the model is a {type(model).__name__}: only an nn.Module can be packaged")
+    if isinstance(batch, Mapping):
+        names = tuple(name for name, value in batch.items() if isinstance(value, torch.Tensor))
+        if "input_ids" not in names or set(names) - {"input_ids", "attention_mask"}:
+            raise UsageError(
+                f"the generate handler fills input_ids and attention_mask; the model takes {', '.join(names)}"
+            )
+        ids = batch["input_ids"]
+    else:
+        names = ()
+        ids = batch[0] if isinstance(batch, tuple) and len(batch) == 1 else batch
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point() or ids.shape[1] < 4:
+        raise UsageError("a model that generates takes tokens: integers [rows, tokens], at least 4 in the sample")
+    wrapped = NextToken(model.eval(), workload.call, names).eval()
+    ids = ids.long()
+
+    def sample(length: int) -> dict[str, torch.Tensor]:
+        cut = ids[:, :length].contiguous()
+        made = {"input_ids": cut, LAST: torch.full((len(cut),), length - 1)}
+        return {**made, "attention_mask": torch.ones_like(cut)} if "attention_mask" in names else made
+
+    short, whole = sample(ids.shape[1] // 2), sample(ids.shape[1])
+    with torch.no_grad():
+        scores = wrapped(**whole)[LOGITS].float()
+        early = wrapped(**{**whole, LAST: short[LAST]})[LOGITS].float()
+        alone = wrapped(**short)[LOGITS].float()
+    if not torch.allclose(early, alone, rtol=1e-2, atol=1e-2 * float(alone.abs().max())):
+        raise UsageError("the model looks at later tokens, so it cannot generate one after the other")
+    plain = Workload(wrapped, [whole, short], name=workload.name, samples=len(ids))
+    kept = cached(model, ids, scores) if workload.call is None and names else None
+    return [kept, plain] if kept is not None else [plain]
+
+
+def lengths(model: Any) -> dict[str, int]:
+    """Settings of the generate handler for a model that says how many positions it has; empty for the usual ones."""
+    usual = Settings()
+    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if not isinstance(most, int) or not 1 < most < usual.max_tokens:
+        return {}
+    return {"max_tokens": most, "max_new_tokens": min(usual.max_new_tokens, most)}
+
+
+def _logits(answer: Any) -> torch.Tensor:
+    """The scores among a model's outputs: what is called so, else the first tensor [rows, tokens, vocabulary]."""
+    found = [(path, leaf) for path, leaf in leaves(answer) if isinstance(leaf, torch.Tensor) and leaf.dim() == 3]
+    if not found:
+        raise UsageError("the model gives no scores [rows, tokens, vocabulary]")
+    named = [leaf for path, leaf in found if path.endswith("logits")]
+    return named[0] if named else found[0][1]

@@ -1,0 +1,142 @@
+"""What the ready handlers share: one call for requests that are alike, scores with labels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from fettle.errors import UsageError, first_line
+from fettle.package.tensors import TensorSpec
+
+Array = np.ndarray[Any, Any]
+Scores = Literal["softmax", "sigmoid", "none"]
+"""How a model's scores become probabilities; ``none``: they are already."""
+Top = Annotated[int, Meta(ge=1, le=100_000)]
+"""Classes to name."""
+LABELS = "labels.txt"
+MAX_LABELS_BYTES = 16 << 20
+LAST = "last"
+"""A generating model's input that says which position's next token is wanted."""
+LOGITS = "logits"
+SEEN, PAST, FRESH = "seen", "past", "fresh"
+"""The inputs of a model that is given the keys and values of the tokens before, and the output that joins them."""
+
+
+@dataclass
+class Item:
+    """One request between two steps: its arrays, and what a later step must know of it."""
+
+    arrays: list[Array]
+    note: Any = None
+
+
+def call_together(runner: Any, items: Sequence[Item], max_rows: int) -> list[Item]:
+    """The outputs of every request. Those with inputs of like shapes share a call of at most `max_rows` rows."""
+    inputs, outputs = runner.inputs, runner.outputs
+    if not all(spec.batched for spec in (*inputs, *outputs)):
+        return [Item(runner.run([item.arrays], 0), item.note) for item in items]
+    groups: dict[Any, list[list[int]]] = {}
+    for index, item in enumerate(items):
+        found = groups.setdefault(tuple(array.shape[1:] for array in item.arrays), [[]])
+        rows = sum(len(items[other].arrays[0]) for other in found[-1])
+        if found[-1] and rows + len(item.arrays[0]) > max_rows:
+            found.append([])
+        found[-1].append(index)
+    answers: list[Item] = [Item([]) for _ in items]
+    for group in (one for found in groups.values() for one in found):
+        outputs, place = runner.run([items[index].arrays for index in group], 0), 0
+        for index in group:
+            rows = len(items[index].arrays[0])
+            answers[index] = Item([output[place : place + rows] for output in outputs], items[index].note)
+            place += rows
+    return answers
+
+
+def check_rows(rows: int, max_rows: int) -> None:
+    """Raise `UsageError` where one request asks for more than a call can hold."""
+    if rows > max_rows:
+        raise UsageError(f"a request may have {max_rows} rows, not {rows}")
+
+
+def read_labels(folder: Path) -> list[str]:
+    """``labels.txt`` of a package: the name of each class on a line of its own; empty where there is none."""
+    path = folder / LABELS
+    if not path.is_file():
+        return []
+    if path.stat().st_size > MAX_LABELS_BYTES:
+        raise UsageError(f"{path} is too large")
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not text") from error
+
+
+def labels_file(path: Path) -> bytes:
+    """``labels.txt`` out of the user's file. Raises `UsageError`.
+
+    It has a line for each class, or is JSON: ``["cat", ...]`` or ``{"0": "cat", ...}``, where TorchServe's
+    ``index_to_name.json`` may have ``["n02123045", "cat"]`` for a name.
+    """
+    try:
+        if path.stat().st_size > MAX_LABELS_BYTES:
+            raise UsageError(f"{path} is too large")
+        text = path.read_text(encoding="utf-8")
+        if path.suffix != ".json":
+            names = text.splitlines()
+        else:
+            said = msgspec.json.decode(text.encode(), type=list[str] | dict[str, str | list[str]])
+            if isinstance(said, dict):
+                by_number = {int(number): name for number, name in said.items()}
+                if min(by_number, default=0) < 0 or max(by_number, default=0) > 1_000_000:
+                    raise UsageError(f"{path} numbers its classes beyond a million")
+                called = [by_number.get(number, str(number)) for number in range(max(by_number, default=-1) + 1)]
+                names = [name if isinstance(name, str) else name[-1] for name in called]
+            else:
+                names = said
+    except (OSError, ValueError, IndexError, RecursionError) as error:
+        raise UsageError(f"{path} holds no labels: a line for each class, or JSON ({first_line(error)})") from error
+    return "".join(" ".join(name.split()) + "\n" for name in names).encode()
+
+
+def label(labels: Sequence[str], index: int) -> str:
+    """What a class is called: its number where nobody named it."""
+    return labels[index] if index < len(labels) else str(index)
+
+
+def softmax(scores: Array) -> Array:
+    """Along the last axis, in float64, so that large scores do not overflow."""
+    wide = scores.astype(np.float64)
+    powers = np.exp(wide - wide.max(axis=-1, keepdims=True))
+    found: Array = powers / powers.sum(axis=-1, keepdims=True)
+    return found
+
+
+def sigmoid(scores: Array) -> Array:
+    """Of every score, in float64."""
+    found: Array = 0.5 * (1.0 + np.tanh(0.5 * scores.astype(np.float64)))
+    return found
+
+
+def probabilities(scores: Array, how: Scores) -> Array:
+    """Scores as probabilities."""
+    return softmax(scores) if how == "softmax" else sigmoid(scores) if how == "sigmoid" else scores.astype(np.float64)
+
+
+def top_classes(scores: Array, labels: Sequence[str], top: int) -> list[dict[str, Any]]:
+    """The best `top` classes of one row, best first: ``{"label", "index", "score"}``."""
+    best = np.argsort(-scores, kind="stable")[:top]
+    return [{"label": label(labels, int(i)), "index": int(i), "score": float(scores[i])} for i in best]
+
+
+def output_index(outputs: Sequence[TensorSpec], name: str) -> int:
+    """Where an output stands. Raises `UsageError` where there is none of that name."""
+    names = [spec.name for spec in outputs]
+    if name not in names:
+        raise UsageError(f"the model has no output {name!r}: {', '.join(names)}")
+    return names.index(name)

@@ -1,0 +1,83 @@
+"""The handler for tensors, used where a package names no other: JSON in, JSON out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fettle.errors import UsageError
+from fettle.package.handlers.parts import Array, Item, call_together, check_rows
+from fettle.package.tensors import TensorSpec
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="tensor"):
+    """It has none."""
+
+
+def suggest(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], files: set[str]) -> Settings:
+    """Every model takes tensors."""
+    return Settings()
+
+
+class Handler:
+    """An array for the only input, or an object of arrays by the inputs' names; the answer alike.
+
+    An array with the dimensions of one row stands for one row.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def initialize(self, context: Any) -> None:
+        """Keep the runner."""
+        self.runner, self.max_rows = context.runner, context.manifest.max_rows
+        self.inputs, self.outputs = context.manifest.inputs, context.manifest.outputs
+
+    def preprocess(self, requests: Sequence[dict[str, Any]]) -> list[Item]:
+        """The arrays of every request."""
+        return [Item(self._arrays(request["body"])) for request in requests]
+
+    def inference(self, data: list[Item]) -> list[Item]:
+        """One call for requests that are alike."""
+        return call_together(self.runner, data, self.max_rows)
+
+    def postprocess(self, answers: list[Item]) -> list[Any]:
+        """Plain lists."""
+        if len(self.outputs) == 1:
+            return [answer.arrays[0].tolist() for answer in answers]
+        names = [spec.name for spec in self.outputs]
+        return [{name: array.tolist() for name, array in zip(names, a.arrays, strict=True)} for a in answers]
+
+    def _arrays(self, body: bytes) -> list[Array]:
+        try:
+            said = msgspec.json.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise UsageError("the body is not JSON") from error
+        if isinstance(said, dict) and "instances" in said:  # the form of TensorFlow Serving and KServe v1
+            said = said["instances"]
+        if not isinstance(said, dict):
+            if len(self.inputs) != 1:
+                names = ", ".join(spec.name for spec in self.inputs)
+                raise UsageError(f"the model has several inputs: give an object with {names}")
+            said = {self.inputs[0].name: said}
+        arrays = []
+        for spec in self.inputs:
+            if spec.name not in said:
+                raise UsageError(f"the input {spec.name} is missing")
+            try:
+                array = np.asarray(said[spec.name], dtype=spec.kind)
+            except (ValueError, TypeError, OverflowError) as error:
+                raise UsageError(f"the input {spec.name} is not an array of {spec.datatype}") from error
+            if spec.batched and array.ndim == len(spec.shape) - 1:
+                array = array[None]
+            if not spec.fits(array.shape) or 0 in array.shape:
+                raise UsageError(f"the input {spec.name} has shape {list(array.shape)}; {list(spec.shape)} is wanted")
+            arrays.append(array)
+        rows = {len(a) for a, spec in zip(arrays, self.inputs, strict=True) if spec.batched}
+        if len(rows) > 1:
+            raise UsageError("the inputs differ in their number of rows")
+        check_rows(max(rows, default=1), self.max_rows)
+        return arrays

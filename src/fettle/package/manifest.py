@@ -1,0 +1,169 @@
+"""The model package: a folder or a zip that holds a tuned model as data, with what it was tuned and judged by.
+
+    manifest.json        what it is: format, name, version, inputs, outputs, recipe, accuracy, SHA-256 of every file
+    graph.json           the model as an exported program, and
+    weights.safetensors  its weights; or, of a recipe with runtime=openvino,
+    openvino.xml, openvino.bin   the model as OpenVINO's own files
+    samples.safetensors  one batch, for calibrating the recipe and for warming up
+    serve.toml           how to serve it: batch rows, delay, workers, threads, and the measured cost curve (`settings`)
+    labels.txt, tokenizer.json   optional: what the ready handler that the manifest names reads
+    handler.py           optional: the user's own code, run only where the operator trusts its digest
+
+Opening a package parses and checks it; nothing in it is run or unpickled. Applying the recipe runs fettle's own code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import msgspec
+import tomli_w
+
+from fettle.errors import UsageError, first_line
+from fettle.package.archive import unzip
+from fettle.package.handlers import Settings as HandlerSettings
+from fettle.package.requires import specifiers
+from fettle.package.settings import ServeSettings, as_toml_data, settings_from
+from fettle.package.tensors import TensorSpec
+
+MANIFEST, SAMPLES, SETTINGS, HANDLER = "manifest.json", "samples.safetensors", "serve.toml", "handler.py"
+FORMAT = 1
+MAX_FILES = 256
+_MAX_TEXT = 1 << 20
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What ``manifest.json`` says."""
+
+    format: int
+    name: str
+    version: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    max_rows: int
+    files: dict[str, str]
+    """SHA-256 of every other file."""
+    recipe: dict[str, str] = {}
+    applied: tuple[str, ...] = ()
+    """Techniques of the recipe that are in what is stored: calibrated int8, another runtime, rewritten attention. The
+    others are applied when the model is loaded."""
+    accuracy: dict[str, Any] = {}
+    requires: dict[str, str] = {}
+    """Libraries that must be here to serve it, by the names that pip knows: ``{"torch": ">=2.13"}``."""
+    machine: dict[str, str] = {}
+    model: str = "exported"
+    """How the model is stored: ``exported`` or ``openvino``."""
+    handler: HandlerSettings | None = None
+    """The ready handler between a client's bytes and the model's tensors. None: tensors as JSON, or ``handler.py``."""
+    created: str = ""
+
+
+@dataclass(frozen=True)
+class Package:
+    """An opened package: parsed and checked, nothing loaded yet."""
+
+    folder: Path
+    manifest: Manifest
+    settings: ServeSettings
+
+    @property
+    def handler_digest(self) -> str | None:
+        """SHA-256 of the handler's code, None where there is none."""
+        return self.manifest.files.get(HANDLER)
+
+
+def seal(folder: Path, manifest: Manifest) -> None:
+    """Write ``manifest.json`` over the files that are in the folder now."""
+    files = {file.name: _digest(file) for file in sorted(folder.iterdir()) if file.name != MANIFEST}
+    sealed = msgspec.structs.replace(manifest, files=files)
+    (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(sealed), indent=1))
+
+
+def open_package(path: Path, unpack_to: Path | None = None) -> Package:
+    """Open a package and check that it is whole. A zip is unpacked, to `unpack_to` or a folder beside it.
+
+    Raises `UsageError` with one line for anything that is not a sound package.
+    """
+    if path.is_file():
+        path = unpack(path, unpack_to or path.with_suffix(""))
+    if not (path / MANIFEST).is_file():
+        raise UsageError(f"{path} is not a package: it has no {MANIFEST}")
+    if (path / MANIFEST).stat().st_size > _MAX_TEXT:
+        raise UsageError(f"{path / MANIFEST} is too large")
+    try:
+        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
+        raise UsageError(f"{path / MANIFEST} cannot be read: {first_line(error)}") from error
+    if manifest.format != FORMAT:
+        raise UsageError(f"{path} has package format {manifest.format}; this fettle reads format {FORMAT}")
+    check_name(manifest.name, manifest.version)
+    specifiers(manifest.requires)
+    for name, digest in manifest.files.items():
+        file = path / name
+        if PurePosixPath(name).name != name or name.startswith("."):
+            raise UsageError(f"{path} names a file outside itself: {name[:80]!r}")
+        if file.is_symlink() or not file.is_file():
+            raise UsageError(f"{path} lacks {name}")
+        if _digest(file) != digest:
+            raise UsageError(f"{path / name} is damaged or was changed: its SHA-256 is not the manifest's")
+    return Package(path, manifest, read_settings(path, manifest))
+
+
+def read_settings(folder: Path, manifest: Manifest) -> ServeSettings:
+    """``serve.toml`` of a package, or what holds where there is none; checked."""
+    path = folder / (SETTINGS if SETTINGS in manifest.files else MANIFEST)
+    try:
+        settings = ServeSettings(max_rows=manifest.max_rows)
+        if path.name == SETTINGS:
+            if path.stat().st_size > _MAX_TEXT:
+                raise UsageError(f"{path} is too large")
+            settings = settings_from(tomllib.loads(path.read_text(encoding="utf-8")), str(path))
+    except (OSError, ValueError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"{path} cannot be used: {first_line(error)}") from error
+    if settings.max_rows > manifest.max_rows:
+        raise UsageError(f"{path} asks for {settings.max_rows} rows; the model takes {manifest.max_rows}")
+    return settings
+
+
+def write_settings(package: Package, settings: ServeSettings) -> Package:
+    """Other settings for a package that is a folder; its manifest is sealed anew."""
+    (package.folder / SETTINGS).write_text(tomli_w.dumps(as_toml_data(settings)), encoding="utf-8")
+    seal(package.folder, package.manifest)
+    return open_package(package.folder)
+
+
+def unpack(archive: Path, folder: Path) -> Path:
+    """Unpack a package's zip: flat names only, no links, no bombs. Raises `UsageError`; then nothing is left behind."""
+    if folder.exists():
+        if not (folder / MANIFEST).is_file():
+            raise UsageError(f"{archive} cannot be unpacked: {folder} is in the way")
+        return folder
+    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        unzip(archive, scratch, what="package", max_files=MAX_FILES)
+        os.rename(scratch, folder)
+    except OSError as error:
+        raise UsageError(f"{archive} cannot be unpacked: {first_line(error)}") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def check_name(name: str, version: str) -> None:
+    """Raise `UsageError` unless these can stand in a URL, a file name and a label."""
+    for what, text in (("name", name), ("version", version)):
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", text):
+            raise UsageError(f"{text[:80]!r} is not a {what} of a model: letters, digits, dot, dash and underline")
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,140 @@
+"""A package's tuned model, loaded in this process: numpy arrays in, numpy arrays out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fettle.errors import UsageError
+from fettle.package.manifest import SAMPLES, Package
+from fettle.package.program import as_function, load_program
+from fettle.recipe import Recipe
+
+Array = np.ndarray[Any, Any]
+
+
+class ModelRunner:
+    """A loaded model. `run` is not thread-safe: one runner, one thread that calls it."""
+
+    def __init__(self, package: Package, device: str = "cpu") -> None:
+        self.inputs, self.outputs = package.manifest.inputs, package.manifest.outputs
+        self.device = device
+        self._model, samples = load_model(package, device)
+        self._samples = [as_array(tensor) for tensor in samples]
+
+    def run(self, parts: Sequence[Sequence[Array]], size: int) -> list[Array]:
+        """One call for several requests: `parts` holds each one's arrays in the order of the manifest's inputs.
+
+        Batched inputs are joined along their rows and filled up to `size` rows with copies of the last one; of those
+        that are not batched the first request's is taken. Returns the outputs, batched ones with the joined rows and
+        without the filling.
+        """
+        tensors, rows = [], 0
+        for index, spec in enumerate(self.inputs):
+            if not spec.batched:
+                tensors.append(torch.from_numpy(np.array(parts[0][index])))
+                continue
+            joined = parts[0][index] if len(parts) == 1 else np.concatenate([part[index] for part in parts])
+            rows = len(joined)
+            if size > rows:
+                joined = np.concatenate([joined, np.repeat(joined[-1:], size - rows, axis=0)])
+            elif len(parts) == 1:
+                joined = np.array(joined)  # what came over the wire is read-only
+            tensors.append(torch.from_numpy(joined))
+        if self.device != "cpu":
+            tensors = [tensor.to(self.device, non_blocking=True) for tensor in tensors]
+        answers = [as_array(tensor) for tensor in self.call(tensors)]
+        return [answer[:rows] if spec.batched else answer for answer, spec in zip(answers, self.outputs, strict=True)]
+
+    def call(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """One call with tensors that are on the device already; the answers stay there."""
+        with torch.inference_mode():
+            found = self._model(*tensors)
+        return [found] if isinstance(found, torch.Tensor) else list(found)
+
+    def sample(self, rows: int) -> list[Array]:
+        """The package's own inputs, repeated or cut to so many rows."""
+        made = []
+        for array, spec in zip(self._samples, self.inputs, strict=True):
+            made.append(np.resize(array, (rows, *array.shape[1:])) if spec.batched else array)
+        return made
+
+    def warm(self, sizes: Sequence[int], calls: int = 2) -> dict[int, float]:
+        """Run every batch size, so that nothing is compiled while clients wait; seconds of the last call of each."""
+        took = {}
+        for size in sizes:
+            for _ in range(calls):
+                began = time.perf_counter()
+                answers = self.run([self.sample(size)], size)
+                took[size] = time.perf_counter() - began
+            for answer, spec in zip(answers, self.outputs, strict=True):
+                if spec.batched and len(answer) != size:
+                    raise UsageError(f"the model answers {len(answer)} rows for {size}: it cannot be batched")
+        return took
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """How a tuned model is stored."""
+
+    model: str
+    """``exported``: a program of torch; ``openvino``: OpenVINO's own files."""
+    recipe: Mapping[str, str]
+    applied: Collection[str]
+    """Techniques of the recipe that are in what is stored."""
+
+    @property
+    def rest(self) -> Recipe:
+        """Levels to apply when it is loaded."""
+        return Recipe(self.recipe).without(*self.applied)
+
+
+def load_model(package: Package, device: str = "cpu") -> tuple[Callable[..., Any], list[torch.Tensor]]:
+    """The tuned model, a callable from tensors to a tuple of tensors, and one batch of samples, all on `device`."""
+    from safetensors.torch import load_file
+
+    manifest = package.manifest
+    if manifest.model == "openvino" and device != "cpu":
+        raise UsageError(f"the package is OpenVINO's, which runs on the CPU here, not on {device}")
+    samples = load_file(package.folder / SAMPLES)
+    try:
+        tensors = [samples[spec.name].to(device) for spec in manifest.inputs]
+    except KeyError as error:
+        raise UsageError(f"{SAMPLES} has no tensor {error}") from error
+    return tuned(package.folder, Tuned(manifest.model, manifest.recipe, manifest.applied), tensors, device), tensors
+
+
+def tuned(folder: Path, kept: Tuned, samples: Sequence[torch.Tensor], device: str = "cpu") -> Callable[..., Any]:
+    """What is stored in a folder, with the rest of its recipe applied. Raises `UsageError`."""
+    from fettle.applying import apply
+
+    if kept.model == "openvino":
+        from fettle.package.openvino import OpenvinoModel
+
+        return OpenvinoModel(folder, kept.recipe.get("runtime", "openvino"))
+    if kept.model != "exported":
+        raise UsageError(f"the package's model is stored as {kept.model[:40]!r}, which this fettle does not know")
+    module = load_program(folder, device)
+    rest = kept.rest
+    if not rest.without("grad").levels:  # the runner calls it in inference mode anyway
+        return as_function(module)
+    batches = [tuple(samples)]
+    if rest.levels.get("shapes") == "static":
+        # Each number of rows is compiled for itself, and after a few torch would give up and run uncompiled.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 256)
+        batches.append(tuple(tensor[:1] for tensor in samples))  # another shape: else the level would be refused
+    return apply(module, rest, batches)
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A tensor as clients can read it: 16-bit brain floats, which numpy lacks, become float32."""
+    tensor = tensor.detach().cpu()
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.float()
+    return tensor.contiguous().numpy()

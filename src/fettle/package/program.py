@@ -1,0 +1,296 @@
+"""A model as data: the graph that torch.export found as JSON, its weights as safetensors. No code, no pickle.
+
+`torch.export.save` writes pickles, and its reader trusts the graph's text: operator names are looked up by attribute
+anywhere in torch, expressions go through ``eval``, names become Python source. A package comes from outside, so every
+string of the graph is checked here before torch sees it, and only computing operators pass.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fettle.errors import UsageError, first_line
+
+GRAPH, WEIGHTS = "graph.json", "weights.safetensors"
+MAX_GRAPH_BYTES = 256 << 20
+_MOST_SHAPES = 4096
+"""Remembered as checked."""
+_NAME = re.compile(r"[A-Za-z0-9_][\w.\-]{0,500}|")
+_OPERATOR = re.compile(
+    r"torch\.ops\.(aten|prims|mkldnn|quantized_decomposed)\.\w+(\.\w+)?"
+    r"|torch\.ops\.higher_order\.(wrap_with_set_grad_enabled|wrap_with_autocast|cond|while_loop|scan)"
+    r"|torch\.sym_\w+|_operator\.(getitem|add|sub|mul|truediv|floordiv|mod|pow|neg|lt|le|gt|ge|eq|ne|and_|or_|not_)"
+    r"|math\.(ceil|floor|trunc|sqrt|pow)"
+)
+_FORBIDDEN_OPERATORS = {"from_file"}
+_SYMBOL = re.compile(r"Symbol\('[suz]\d+'(, (positive|integer|nonnegative|nonzero)=True)*\)")
+_EXPRESSION = re.compile(r"[\w\s+\-*/%(),.<>=!&|~]{0,2000}")
+_EXPRESSION_WORDS = re.compile(
+    r"[suz]\d+|FloorDiv|Mod|PythonMod|ModularIndexing|Where|CleanDiv|CeilDiv|CeilToInt|FloorToInt|TruncToInt|RoundToInt"
+    r"|PowByNatural|FloatPow|FloatTrueDiv|IntTrueDiv|ToFloat|Identity|Max|Min|Abs|Add|Mul|Pow|Integer|Rational|Eq|Ne|Lt|Le|Gt|Ge|And|Or|Not|True"
+    r"|False|oo|int_oo|\d+(\.\d+)?(e-?\d+)?"
+)
+
+
+def export_program(
+    model: torch.nn.Module, tensors: Sequence[torch.Tensor], dynamic: Sequence[Mapping[int, str]], max_rows: int
+) -> torch.export.ExportedProgram:
+    """The program of a module that takes tensors and returns a tuple of tensors.
+
+    `dynamic` names, for each tensor, the dimensions that may have any size; equal names are one size. ``rows`` is the
+    batch's, from 1 to `max_rows`. Raises `UsageError` with the exporter's reason.
+    """
+    names = {name for dims in dynamic for name in dims.values()} - {"rows"}
+    sizes = {name: torch.export.Dim(name, min=1) for name in names}
+    sizes["rows"] = torch.export.Dim("rows", min=1, max=max(2, max_rows))
+    shapes = tuple({dim: sizes[name] for dim, name in dims.items()} or None for dims in dynamic)
+    examples = [
+        _two_rows(tensor) if dims.get(0) == "rows" else tensor.detach().clone()
+        for tensor, dims in zip(tensors, dynamic, strict=True)
+    ]
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            program = torch.export.export(model, tuple(examples), dynamic_shapes={"tensors": shapes})
+    except Exception as error:
+        raise UsageError(f"the model cannot be exported for any number of rows: {first_line(error)}") from error
+    _forget_types(program)
+    return program
+
+
+def _forget_types(program: torch.export.ExportedProgram) -> None:
+    """Let a recipe compute in other types than those that were exported with.
+
+    Takes out the assertions of every tensor's type, and conversions to the type and device that a tensor had already.
+    """
+    for module in program.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for node in list(module.graph.nodes):
+                if node.target is torch.ops.aten._assert_tensor_metadata.default:
+                    module.graph.erase_node(node)
+                elif _converts_nothing(node):
+                    node.replace_all_uses_with(node.args[0])
+                    module.graph.erase_node(node)
+            module.recompile()
+
+
+def _converts_nothing(node: torch.fx.Node) -> bool:
+    aten = torch.ops.aten
+    if node.target not in (aten.to.dtype, aten.to.device, aten.to.dtype_layout):
+        return False
+    asked = (*node.args[1:], *node.kwargs.values())
+    if any(value is True or isinstance(value, torch.memory_format) for value in asked):  # a copy, another layout
+        return False
+    given = node.args[0].meta.get("val") if isinstance(node.args[0], torch.fx.Node) else None
+    made = node.meta.get("val")
+    if not isinstance(given, torch.Tensor) or not isinstance(made, torch.Tensor):
+        return False
+    # What the program gives back is known by its name.
+    kept = any(user.op == "output" for user in node.users)
+    return (given.dtype, given.device) == (made.dtype, made.device) and not kept
+
+
+def _two_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The exporter takes a dimension of 1 for a constant."""
+    return (tensor.repeat(2, *[1] * (tensor.dim() - 1)) if tensor.shape[0] == 1 else tensor).detach().clone()
+
+
+def save_program(program: torch.export.ExportedProgram, folder: Path) -> None:
+    """Write ``graph.json`` and ``weights.safetensors``."""
+    from safetensors.torch import save_file
+    from torch._export.serde.serialize import serialize
+
+    data = serialize(
+        program, serialize_state_dict=False, serialize_constants=False, serialize_example_inputs=False
+    ).exported_program
+    graph = _plain(json.loads(data))
+    _check(graph)  # what could not be read again is better known now
+    parameters = set(program.graph_signature.parameters)
+    weights = {
+        f"{'parameter' if name in parameters else 'buffer'}:{name}": tensor
+        for name, tensor in program.state_dict.items()
+    }
+    for name, value in program.constants.items():
+        if not isinstance(value, torch.Tensor):
+            raise UsageError(f"the model holds a {type(value).__name__} that cannot be stored as a tensor")
+        weights[f"constant:{name}"] = value
+    (folder / GRAPH).write_text(json.dumps(graph, separators=(",", ":")), encoding="utf-8")
+    # Tied weights share memory, which safetensors refuses: each name gets its own copy.
+    save_file({name: tensor.detach().clone().contiguous() for name, tensor in weights.items()}, folder / WEIGHTS)
+
+
+def load_program(folder: Path, device: str = "cpu") -> torch.nn.Module:
+    """The module of a saved program on a device, with what its graph makes there. Raises `UsageError` for others."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+    from torch._export.serde.serialize import SerializedArtifact, deserialize
+    from torch.export.passes import move_to_device_pass
+
+    try:
+        if (folder / GRAPH).stat().st_size > MAX_GRAPH_BYTES:
+            raise UsageError(f"{GRAPH} is larger than {MAX_GRAPH_BYTES >> 20} MiB")
+        text = (folder / GRAPH).read_text(encoding="utf-8")
+        graph = _plain(json.loads(text))
+        _check(graph)
+        if "torch.ops.quantized_decomposed." in text:
+            importlib.import_module("torch.ao.quantization.fx._decomposed")  # makes these operators known to torch
+        weights = load_file(folder / WEIGHTS)
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+        raise UsageError(f"the package's model cannot be read: {first_line(error)}") from error
+    state: dict[str, torch.Tensor] = {}
+    constants: dict[str, torch.Tensor] = {}
+    for name, tensor in weights.items():
+        use, _, path = name.partition(":")
+        if use == "parameter":
+            state[path] = torch.nn.Parameter(tensor, requires_grad=False)
+        elif use in ("buffer", "constant"):
+            (state if use == "buffer" else constants)[path] = tensor
+        else:
+            raise UsageError(f"{WEIGHTS} holds a tensor of unknown use: {name[:80]!r}")
+    artifact = SerializedArtifact(json.dumps(graph).encode(), state, constants, None)  # type: ignore[arg-type]
+    try:
+        program = deserialize(artifact)
+        if device != "cpu":
+            program = move_to_device_pass(program, device)
+        module: torch.nn.Module = program.module()
+    except Exception as error:
+        raise UsageError(
+            f"the package's model cannot be read by torch {torch.__version__}: {first_line(error)}"
+        ) from error
+    _check_new_shapes_only(module)
+    module.training = False
+    # An exported program cannot change its mode and says so by raising, also to those that only pass a mode along.
+    module.train = lambda mode=True: module  # type: ignore[method-assign]
+    module.eval = lambda: module  # type: ignore[method-assign]
+    return module
+
+
+def _check_new_shapes_only(module: torch.nn.Module) -> None:
+    """Let the program look at its inputs only where their shapes are new: each time, it costs more than a tiny model.
+
+    What it checks are sizes that were fixed or are equal to each other, of inputs whose types the runner has made.
+    """
+    seen: set[tuple[torch.Size, ...]] = set()
+
+    def before(module: Any, given: tuple[torch.Tensor, ...]) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            return  # compiled code has guards of its own
+        new = tuple(tensor.shape for tensor in given) not in seen
+        if module.validate_inputs is not new:
+            module.validate_inputs = new
+
+    def after(module: Any, given: tuple[torch.Tensor, ...], answer: Any) -> None:
+        if not torch.compiler.is_dynamo_compiling() and module.validate_inputs:
+            _remember(seen, tuple(tensor.shape for tensor in given))
+
+    module.register_forward_pre_hook(before, prepend=True)
+    module.register_forward_hook(after)
+
+
+def _remember(seen: set[tuple[torch.Size, ...]], shapes: tuple[torch.Size, ...]) -> None:
+    if len(seen) >= _MOST_SHAPES:
+        seen.clear()
+    seen.add(shapes)
+
+
+def as_function(module: torch.nn.Module) -> Callable[..., Any]:
+    """A loaded program as a function, without what torch puts around its operators: most of a tiny model's call.
+
+    Its tensors come and go as they are, its weights are at hand, and it looks at its inputs only where their shapes are
+    new. A program with graphs inside of its graph stays what it is.
+    """
+    graph, weights = torch.fx.Graph(), dict[str, torch.Tensor]()
+    graph.output(graph.graph_copy(module.graph, {}))  # type: ignore[arg-type]
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            value = operator.attrgetter(node.target)(module)
+            if not isinstance(value, torch.Tensor):
+                return module
+            node.target = f"weight_{len(weights)}"
+            weights[node.target] = value
+        elif node.op not in ("placeholder", "call_function", "output"):
+            return module
+    bare = torch.fx.GraphModule(weights, graph)
+    vars(bare).update(weights)  # found at once: `torch.nn.Module` looks for its tensors only where Python found nothing
+    forward, seen = bare.forward, set[tuple[torch.Size, ...]]()
+
+    def call(*tensors: torch.Tensor) -> Any:
+        shapes = tuple([tensor.shape for tensor in tensors])
+        if shapes in seen:
+            return forward(*tensors)
+        answer = module(*tensors)
+        _remember(seen, shapes)
+        return answer
+
+    return call
+
+
+def _plain(graph: Any) -> Any:
+    """The graph without what only helps debugging, and without its guards, which torch would run as Python."""
+    if not isinstance(graph, dict) or "graph_module" not in graph:
+        raise ValueError(f"{GRAPH} is not an exported program")
+    graph["guards_code"] = []
+    for table in tables(graph):
+        if "metadata" in table:
+            table["metadata"] = {}
+    return graph
+
+
+def tables(value: Any) -> Iterator[dict[str, Any]]:
+    """Every table in a tree of JSON, outer ones first; what has been changed in one by then is what is gone through."""
+    if isinstance(value, dict):
+        yield value
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from tables(item)
+
+
+def _check(value: Any, key: str = "") -> None:
+    """Raise ValueError for any string that is not what stands in its place."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if not _NAME.fullmatch(name):
+                raise ValueError(f"not a name in a graph: {name[:80]!r}")
+            _check(item, name)
+    elif isinstance(value, list):
+        for item in value:
+            _check(item, key)
+    elif isinstance(value, str):
+        if key == "target":
+            if not _OPERATOR.fullmatch(value) or _FORBIDDEN_OPERATORS & set(value.split(".")):
+                raise ValueError(f"the operator {value[:80]!r} may not be in a package")
+        elif key == "expr_str":
+            bare = _SYMBOL.sub("s0", value)
+            words = re.findall(r"[A-Za-z_0-9.]+", bare)
+            if not _EXPRESSION.fullmatch(bare) or not all(_EXPRESSION_WORDS.fullmatch(word) for word in words):
+                raise ValueError(f"not an expression of sizes: {value[:80]!r}")
+        elif key in ("in_spec", "out_spec"):
+            _check_tree(json.loads(value))
+        elif key in ("as_string", "as_strings"):
+            pass  # an argument of an operator: it is quoted wherever it is printed
+        elif key == "torch_version":
+            if not re.fullmatch(r"[\w.+]{1,40}", value):
+                raise ValueError("not a version of torch")
+        elif not _NAME.fullmatch(value):
+            raise ValueError(f"not a name in a graph: {value[:80]!r}")
+
+
+def _check_tree(spec: Any) -> None:
+    """Only Python's own containers may be in a structure: naming another type would look it up."""
+    allowed = {"builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict", None}
+    if isinstance(spec, dict):
+        if "type" in spec and spec["type"] not in allowed:
+            raise ValueError(f"a structure of {str(spec['type'])[:80]!r} may not be in a package")
+        for item in spec.values():
+            _check_tree(item)
+    elif isinstance(spec, list):
+        for item in spec:
+            _check_tree(item)

@@ -1,0 +1,127 @@
+"""How one model is served: the knobs of its batcher and workers, as ``serve.toml`` holds them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+import re
+from bisect import bisect_left
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+log = logging.getLogger("fettle.serve.settings")
+MAX_ROWS, MAX_WORKERS, MAX_THREADS = 1 << 14, 256, 1024
+"""What a package may ask for: batches as large, as many processes, and threads of each."""
+_DEVICE = re.compile(r"[a-z]{2,16}(:\d{1,3})?")
+
+
+class CostCurve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one call costs by its number of rows, measured: seconds for each of the batch sizes in `rows`."""
+
+    rows: tuple[int, ...]
+    """Increasing, at least 1."""
+    seconds: tuple[float, ...]
+    machine: str = ""
+    """`fettle.package.host.host_id` where it was measured: elsewhere it is not believed."""
+
+    def __post_init__(self) -> None:
+        if not self.rows or len(self.rows) != len(self.seconds):
+            raise ValueError("a cost curve needs as many times as batch sizes, at least one")
+        if self.rows[0] < 1 or any(b <= a for a, b in itertools.pairwise(self.rows)):
+            raise ValueError("the batch sizes of a cost curve must increase from 1 or more")
+        if any(not math.isfinite(value) or value <= 0 for value in self.seconds):
+            raise ValueError("the times of a cost curve must be positive numbers")
+
+    def at(self, rows: int) -> float:
+        """Seconds for a call with that many rows: measured, else interpolated; beyond the last in proportion."""
+        index = bisect_left(self.rows, rows)
+        if index == len(self.rows):
+            return self.seconds[-1] * rows / self.rows[-1]
+        if self.rows[index] == rows or index == 0:
+            return self.seconds[index]
+        low, high = self.rows[index - 1], self.rows[index]
+        share = (rows - low) / (high - low)
+        return self.seconds[index - 1] * (1 - share) + self.seconds[index] * share
+
+
+class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What ``serve.toml`` says. ValueError for what cannot be."""
+
+    max_rows: int = 8
+    """Most rows in one call. A single request may not have more."""
+    delay_ms: float = 0.0
+    """How long the first request of a batch may wait for others while a worker is free; 0 never lets one idle."""
+    buckets: tuple[int, ...] = ()
+    """Where not empty: a call has one of these numbers of rows, filled up with padding (compiled shapes, graphs)."""
+    max_queue_rows: int = 1024
+    """Rows that may wait; beyond it requests are refused."""
+    workers: int = 1
+    threads: int = 0
+    """Of each worker; 0: the machine's cores divided among the workers."""
+    devices: tuple[str, ...] = ("cpu",)
+    """Where the workers are, one after the other: ``["cuda:0", "cuda:1"]`` with two workers is one on each."""
+    timeout_ms: float = 30_000.0
+    """The longest that a request may take where it does not say itself, and the longest that a batch may take."""
+    max_worker_bytes: int = 0
+    """A worker that has grown beyond this is replaced between two batches; 0: never."""
+    limit_ms: float = 0.0
+    """The latency limit that these settings were chosen for: slower answers are counted. 0: none."""
+    curve: CostCurve | None = None
+    """What calls cost on the machine that the settings were chosen on."""
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.max_rows <= MAX_ROWS and 1 <= self.workers <= MAX_WORKERS and self.max_queue_rows >= 1):
+            raise ValueError(
+                f"max_rows is 1 to {MAX_ROWS}, workers is 1 to {MAX_WORKERS}, max_queue_rows is at least 1"
+            )
+        if not 0 <= self.delay_ms < math.inf:
+            raise ValueError("delay_ms must be a number of milliseconds, 0 or more")
+        if self.buckets and (self.buckets[0] < 1 or any(b <= a for a, b in itertools.pairwise(self.buckets))):
+            raise ValueError("buckets must increase from 1 or more")
+        if self.buckets and self.buckets[-1] < self.max_rows:
+            raise ValueError("the largest bucket must hold max_rows")
+        if not self.devices or not all(_DEVICE.fullmatch(device) for device in self.devices):
+            raise ValueError('devices are named as torch does: "cpu", "cuda", "cuda:1"')
+        if not (0 <= self.threads <= MAX_THREADS and 0 < self.timeout_ms < 1e9 and 0 <= self.limit_ms < math.inf):
+            raise ValueError(f"threads is 0 to {MAX_THREADS}, timeout_ms a time, limit_ms 0 or more")
+
+    def call_rows(self, rows: int) -> int:
+        """Rows of the call that carries so many: where only some sizes exist, the next of them."""
+        return self.buckets[bisect_left(self.buckets, rows)] if self.buckets else rows
+
+    def cost_curve(self, machine: str) -> CostCurve | None:
+        """The measured curve, if it is of this machine."""
+        return self.curve if self.curve is not None and self.curve.machine in ("", machine) else None
+
+    def row_s(self, machine: str) -> float:
+        """Seconds a row costs at the best batch size with all workers busy; 0 where that was not measured here."""
+        curve = self.cost_curve(machine)
+        if curve is None:
+            return 0.0
+        return min(curve.at(self.call_rows(n)) / n for n in range(1, self.max_rows + 1)) / self.workers
+
+
+def settings_from(data: Mapping[str, Any], where: str) -> ServeSettings:
+    """Settings out of plain data. ValueError for what cannot be; `where` is said of what an earlier version wrote."""
+    return msgspec.convert(without_policy(data, where), ServeSettings)
+
+
+def without_policy(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Settings without what earlier versions had, batching and padding by the cost curve; says so where it was used."""
+    kept = {key: value for key, value in data.items() if key not in ("policy", "pad")}
+    policy = data.get("policy", "greedy")
+    if policy not in ("greedy", "curve"):
+        raise ValueError(f"no such policy: {policy!r}")
+    if (policy == "curve" and data.get("curve")) or data.get("pad"):
+        log.warning("%s: no batching by the cost curve now, batches are greedy: fettle serve slo finds max_rows", where)
+    return kept
+
+
+def as_toml_data(settings: ServeSettings) -> dict[str, Any]:
+    """Settings as what ``serve.toml`` can hold."""
+    data = {key: value for key, value in msgspec.to_builtins(settings).items() if value is not None}
+    return json.loads(json.dumps(data))  # type: ignore[no-any-return]

@@ -1,0 +1,1 @@
+"""The models that are served: registry, queues and batches, worker processes, and what is counted of them."""

@@ -1,0 +1,206 @@
+"""The batching decision: which waiting requests go to a worker now, or until when to wait.
+
+Greedy: a free worker takes all that wait, up to `max_rows`. No clock, no IO, no threads: every moment is handed in as
+`now_s`. The order of use is
+
+    queue.push(item)                  a request arrived (False: the queue is full)
+    queue.discard(item)               its client went away
+    queue.expire(now_s)               those whose deadline has passed, taken out
+    queue.take(now_s, free_workers)   a `Batch` to dispatch now, or None
+    queue.take_full()                 the batch that comes next whatever else arrives, or None
+    queue.wake_s(now_s)               the next moment at which `take` or `expire` may do more without a new event
+
+Call `take` whenever a request arrives, a worker becomes free, or `wake_s` has come, until it returns None.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from fettle.package.settings import ServeSettings
+
+
+class Waiting(Protocol):
+    """A request in the queue. Only the server's or the simulation's own object knows more."""
+
+    arrival_s: float
+    rows: int
+    key: Hashable
+    """Requests with equal keys may share a call: model version, dtypes, shapes without rows, parameters."""
+    deadline_s: float
+    """`math.inf` where there is none."""
+    queued: bool
+    """Kept by the queue: False again once it has been taken, discarded or expired."""
+
+
+Item = TypeVar("Item", bound=Waiting)
+
+
+@dataclass(frozen=True)
+class Batch(Generic[Item]):
+    """Requests that make one call."""
+
+    items: Sequence[Item]
+    rows: int
+    size: int
+    """Rows of the call: `rows` and the padding."""
+
+
+@dataclass
+class _Group(Generic[Item]):
+    """Waiting requests of one key, oldest first. Those no longer queued are skipped when they reach the front."""
+
+    items: deque[Item] = field(default_factory=deque)
+    rows: int = 0
+
+
+class BatchQueue(Generic[Item]):
+    """The bounded queue of one model version, and the decision what leaves it. Rows count, not requests."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self.change(settings)
+        self.rows = 0
+        """Rows that wait now."""
+        self.requests = 0
+        """Requests that wait now."""
+        self._groups: dict[Hashable, _Group[Item]] = {}
+        self._deadlines: list[tuple[float, int, Item]] = []
+        self._count = itertools.count()
+
+    def change(self, settings: ServeSettings) -> None:
+        """Other settings for what waits and what comes; nothing is dropped."""
+        self.settings, self._delay_s = settings, settings.delay_ms / 1e3
+
+    def push(self, item: Item) -> bool:
+        """Let a request wait. False when the queue is full. ValueError when it can never be served."""
+        if not 1 <= item.rows <= self.settings.max_rows:
+            raise ValueError(f"a request has {item.rows} rows; from 1 to {self.settings.max_rows} can be served")
+        if self.rows + item.rows > self.settings.max_queue_rows and self.rows:
+            return False
+        group = self._groups.get(item.key)
+        if group is None:
+            group = self._groups[item.key] = _Group()
+        group.items.append(item)
+        group.rows += item.rows
+        self.rows += item.rows
+        self.requests += 1
+        item.queued = True
+        if item.deadline_s < math.inf:
+            heapq.heappush(self._deadlines, (item.deadline_s, next(self._count), item))
+            if len(self._deadlines) > 4 * self.requests + 64:  # most of it has been served long ago
+                self._deadlines = [entry for entry in self._deadlines if entry[2].queued]
+                heapq.heapify(self._deadlines)
+        return True
+
+    def discard(self, item: Item) -> bool:
+        """Take out a request nobody waits for any more. False when it has left the queue already."""
+        if not item.queued:
+            return False
+        item.queued = False
+        group = self._groups[item.key]
+        group.rows -= item.rows
+        self.rows -= item.rows
+        self.requests -= 1
+        if not group.rows:
+            del self._groups[item.key]
+        return True
+
+    def expire(self, now_s: float) -> list[Item]:
+        """Take out and return the requests whose deadline has come."""
+        expired = []
+        while self._deadlines and (self._deadlines[0][0] <= now_s or not self._deadlines[0][2].queued):
+            item = heapq.heappop(self._deadlines)[2]
+            if self.discard(item):
+                expired.append(item)
+        return expired
+
+    def take(self, now_s: float, free_workers: int) -> Batch[Item] | None:
+        """The batch to dispatch now; None when nothing should be. Call `expire` first: expired ones would be taken.
+
+        Of the groups that are ready, the one whose first request is oldest.
+        """
+        if free_workers < 1 or not self.rows:
+            return None
+        chosen: _Group[Item] | None = None
+        oldest = math.inf
+        for group in self._groups.values():
+            head = _head(group)
+            if head.arrival_s < oldest and self._is_ready(group, head, now_s):
+                chosen, oldest = group, head.arrival_s
+        return None if chosen is None else self._taken(chosen)
+
+    @property
+    def has_full(self) -> bool:
+        """Whether as many rows wait as a call may have; they need not share one."""
+        return self.rows >= self.settings.max_rows
+
+    def take_full(self) -> Batch[Item] | None:
+        """The batch that the next free worker gets, where no arrival could change it; else None.
+
+        So it may be sent to a worker that is busy still. Only the group whose first request is oldest is looked at.
+        """
+        if not self.has_full:
+            return None
+        oldest = min(self._groups.values(), key=lambda group: _head(group).arrival_s)
+        return self._taken(oldest) if oldest.rows >= self.settings.max_rows else None
+
+    def wake_s(self, now_s: float) -> float:
+        """When `take` or `expire` may do more without another event; `math.inf` when never.
+
+        Groups whose window is over wait for a worker, and that is an event: nobody need be woken for them.
+        """
+        wake = math.inf
+        while self._deadlines and not self._deadlines[0][2].queued:
+            heapq.heappop(self._deadlines)
+        if self._deadlines:
+            wake = self._deadlines[0][0]
+        if self._delay_s > 0:
+            for group in self._groups.values():
+                over_s = _head(group).arrival_s + self._delay_s
+                if over_s > now_s and group.rows < self.settings.max_rows:
+                    wake = min(wake, over_s)
+        return wake
+
+    @property
+    def gains_by_waiting(self) -> bool:
+        """Whether some wait, and their batch has room for more."""
+        return 0 < self.rows < self.settings.max_rows
+
+    def _is_ready(self, group: _Group[Item], head: Item, now_s: float) -> bool:
+        delay_s = self._delay_s
+        return delay_s <= 0 or group.rows >= self.settings.max_rows or now_s >= head.arrival_s + delay_s
+
+    def _taken(self, group: _Group[Item]) -> Batch[Item]:
+        most = self.settings.max_rows
+        items: list[Item] = []
+        rows = 0
+        while group.items:
+            item = group.items[0]
+            if not item.queued:
+                group.items.popleft()
+                continue
+            # The first always goes, also when the settings were changed to fewer rows than it has.
+            if items and rows + item.rows > most:
+                break
+            group.items.popleft()
+            item.queued = False
+            items.append(item)
+            rows += item.rows
+        group.rows -= rows
+        self.rows -= rows
+        self.requests -= len(items)
+        if not group.rows:
+            del self._groups[items[0].key]
+        return Batch(items, rows, self.settings.call_rows(rows))
+
+
+def _head(group: _Group[Item]) -> Item:
+    while not group.items[0].queued:
+        group.items.popleft()
+    return group.items[0]

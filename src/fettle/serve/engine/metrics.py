@@ -1,0 +1,202 @@
+"""Prometheus metrics of the server. Workers send their timings with their answers, so one process holds them all."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+MAX_NAMES = 100
+"""Of a handler's own metrics."""
+_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256)
+
+
+class Tally:
+    """A histogram of one label set. Prometheus' own takes a lock and ten times as long, for every request."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value in the first bucket that holds it."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self.sum += value
+
+    @property
+    def count(self) -> int:
+        """How many values."""
+        return sum(self._counts)
+
+    def seen(self) -> tuple[list[tuple[str, float]], float]:
+        """Upper bound and number of values up to it, for each bucket; and the sum."""
+        names = [*map(floatToGoString, self._bounds), "+Inf"]
+        return list(zip(names, accumulate(self._counts), strict=True)), self.sum
+
+
+class Tallies(Collector):
+    """A histogram by labels, as Prometheus collects it. Only the event loop's thread counts."""
+
+    def __init__(self, name: str, text: str, labels: Sequence[str], bounds: Sequence[float]) -> None:
+        self._name, self._text, self._labels, self._bounds = name, text, labels, bounds
+        self._found: dict[tuple[str, ...], Tally] = {}
+
+    def labels(self, *values: str) -> Tally:
+        """The histogram of these labels."""
+        return self._found.setdefault(values, Tally(self._bounds))
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """What Prometheus asks for."""
+        family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
+        for values, tally in self._found.items():
+            buckets, total = tally.seen()
+            family.add_metric(values, buckets, total)
+        yield family
+
+
+class Counts(Collector):
+    """A counter by labels and by one more, for each set of which a plain dict is counted in."""
+
+    def __init__(self, name: str, text: str, labels: Sequence[str]) -> None:
+        self._name, self._text, self._labels = name, text, labels
+        self._found: dict[tuple[str, ...], dict[int, int]] = {}
+
+    def labels(self, *values: str) -> dict[int, int]:
+        """What is counted of these labels, by the last."""
+        return self._found.setdefault(values, {})
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """What Prometheus asks for."""
+        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
+        for values, counts in self._found.items():
+            for last, count in counts.items():
+                family.add_metric([*values, str(last)], count)
+        yield family
+
+
+class Metrics:
+    """All metrics of one server."""
+
+    def __init__(self, limit_s: float = 0.0) -> None:
+        self.registry = CollectorRegistry()
+        # Buckets close together around the limit: a percentile is as exact as the buckets beside it.
+        around = (
+            {round(limit_s * factor, 6) for factor in (0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)} if limit_s else set()
+        )
+        seconds = tuple(sorted({*_SECONDS, *around}))
+        labels = ("model", "version")
+
+        def histogram(name: str, text: str, bounds: Sequence[float]) -> Tallies:
+            found = Tallies(f"fettle_{name}", text, labels, bounds)
+            self.registry.register(found)
+            return found
+
+        self.request_s = histogram(
+            "request_seconds", "From the request's arrival at the batcher to its answer", seconds
+        )
+        self.queue_s = histogram("queue_wait_seconds", "From arrival to dispatch", seconds)
+        self.join_s = histogram("batch_join_seconds", "Putting a batch together in the worker", seconds)
+        self.pre_s = histogram("preprocess_seconds", "A handler's step before the model, for one call", seconds)
+        self.post_s = histogram("postprocess_seconds", "A handler's step after the model, for one call", seconds)
+        self.model_s = histogram("model_seconds", "One call of the model", seconds)
+        self.batch_rows = histogram("batch_rows", "Rows of a call, padding apart", _ROWS)
+        self.responses = Counts("fettle_responses", "Answers by HTTP status", (*labels, "code"))
+        self.registry.register(self.responses)
+        self.padding = Counter(
+            "fettle_padding_rows", "Rows computed only to fill a batch", labels, registry=self.registry
+        )
+        self.sheds = Counter(
+            "fettle_shed", "Requests not served, by reason", (*labels, "reason"), registry=self.registry
+        )
+        self.restarts = Counter(
+            "fettle_worker_restarts", "Workers replaced, by reason", (*labels, "reason"), registry=self.registry
+        )
+        self.violations = Counter(
+            "fettle_limit_violations", "Answers slower than the latency limit", labels, registry=self.registry
+        )
+        named = (*labels, "name")
+        self.handler_events = Counter("fettle_handler_events", "What a handler counted", named, registry=self.registry)
+        self.handler_s = Histogram(
+            "fettle_handler_seconds", "What a handler timed", named, buckets=seconds, registry=self.registry
+        )
+        self.handler_value = Gauge(
+            "fettle_handler_value", "What a handler measured: bytes or percent", named, registry=self.registry
+        )
+        self.queue_rows = Gauge("fettle_queue_rows", "Rows that wait", labels, registry=self.registry)
+        self.inflight = Gauge("fettle_inflight", "Requests with a worker", labels, registry=self.registry)
+        self.worker_bytes = Gauge(
+            "fettle_worker_rss_bytes", "Resident memory of a worker", (*labels, "worker"), registry=self.registry
+        )
+
+
+class ModelMetrics:
+    """The metrics of one model version."""
+
+    def __init__(self, metrics: Metrics, model: str, version: str) -> None:
+        self.all, self.labels = metrics, (model, version)
+        self.requests, self.queue = metrics.request_s.labels(*self.labels), metrics.queue_s.labels(*self.labels)
+        self.join, self.model = metrics.join_s.labels(*self.labels), metrics.model_s.labels(*self.labels)
+        self.pre, self.post = metrics.pre_s.labels(*self.labels), metrics.post_s.labels(*self.labels)
+        self.rows, self._padding = metrics.batch_rows.labels(*self.labels), metrics.padding.labels(*self.labels)
+        self._violations = metrics.violations.labels(*self.labels)
+        self._codes = metrics.responses.labels(*self.labels)
+        self._names: set[str] = set()
+        self.failed = 0
+        self.by_size: dict[int, tuple[int, float, float]] = {}
+        """Batch rows -> calls, seconds of joining, seconds of the model."""
+
+    def request(self, seconds: float, queue_s: float, limit_s: float) -> None:
+        """A request was answered."""
+        self.requests.observe(seconds)
+        self.queue.observe(queue_s)
+        if 0 < limit_s < seconds:
+            self._violations.inc()
+
+    def batch(self, rows: int, size: int, join_s: float, model_s: float) -> None:
+        """A call was made."""
+        self.join.observe(join_s)
+        self.model.observe(model_s)
+        self.rows.observe(rows)
+        if size > rows:
+            self._padding.inc(size - rows)
+        calls, joining, computing = self.by_size.get(rows, (0, 0.0, 0.0))
+        self.by_size[rows] = (calls + 1, joining + join_s, computing + model_s)
+
+    def steps(self, pre_s: float, post_s: float) -> None:
+        """A call went through a handler."""
+        self.pre.observe(pre_s)
+        self.post.observe(post_s)
+
+    def response(self, code: int) -> None:
+        """An answer went out with this HTTP status."""
+        self._codes[code] = self._codes.get(code, 0) + 1
+        self.failed += code >= 400
+
+    def handler(self, found: Sequence[tuple[str, str, float]]) -> None:
+        """What a handler counted in one call. Names beyond the hundredth are not kept: each is a time series."""
+        for kind, name, value in found:
+            if name not in self._names:
+                if len(self._names) >= MAX_NAMES:
+                    continue
+                self._names.add(name)
+            if kind == "counter":
+                self.all.handler_events.labels(*self.labels, name).inc(value)
+            elif kind == "seconds":
+                self.all.handler_s.labels(*self.labels, name).observe(value)
+            else:
+                self.all.handler_value.labels(*self.labels, name).set(value)
+
+    def shed(self, reason: str) -> None:
+        """A request was not served."""
+        self.all.sheds.labels(*self.labels, reason).inc()
+
+    def restart(self, reason: str) -> None:
+        """A worker was replaced."""
+        self.all.restarts.labels(*self.labels, reason).inc()

@@ -1,0 +1,373 @@
+"""The pool: one model version's queue, batcher and worker processes. Everything here runs in one event loop.
+
+A request waits in the `BatchQueue`; whenever one arrives, a worker becomes free or a time comes, `_pump` asks the queue
+what to send. Nothing polls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Sequence
+from typing import NoReturn
+
+import msgspec
+
+from fettle.package.manifest import Package
+from fettle.package.settings import ServeSettings
+from fettle.serve.engine import wire
+from fettle.serve.engine.alarm import Alarm
+from fettle.serve.engine.answers import answers
+from fettle.serve.engine.anticipation import Anticipation
+from fettle.serve.engine.batching import Batch, BatchQueue
+from fettle.serve.engine.metrics import ModelMetrics
+from fettle.serve.engine.refusal import Rejected
+from fettle.serve.engine.request import Answer, Request
+from fettle.serve.engine.worker import Worker
+from fettle.serve.engine.worker_start import Spare, Spawned, spawn, threads_each
+
+
+class Pool:
+    """The workers of one model version, and what waits for them."""
+
+    def __init__(
+        self, package: Package, settings: ServeSettings, metrics: ModelMetrics, *, machine: str = "",
+        cores: Sequence[Sequence[int]] = (), trust: str = "", explain: bool = False, spare: Spare | None = None,
+    ) -> None:  # fmt: skip
+        self.package, self.settings, self.metrics = package, settings, metrics
+        self.specs, self.output_specs = package.manifest.inputs, package.manifest.outputs
+        self.attribution_specs = [msgspec.structs.replace(spec, datatype="FP32") for spec in self.specs]
+        self.queue: BatchQueue[Request] = BatchQueue(settings)
+        self._row_s = settings.row_s(machine)
+        self.trust, self.explains = trust, explain
+        threads = threads_each(settings.threads, settings.workers)
+        self.workers = [
+            Worker(self, index, threads, cores[index] if cores else ()) for index in range(settings.workers)
+        ]
+        self._joining: list[Worker] = []
+        """Those that are started while the others serve."""
+        self.spare = spare
+        self.name = package.manifest.name
+        self._loop_kept: asyncio.AbstractEventLoop | None = None
+        self.closing = False
+        self.problem = ""
+        """Why loading failed, where it did."""
+        self._anticipation, self._watching = Anticipation(), False
+        self._alarm = Alarm(self._pump)
+        self._pump_planned = False
+        self._ids = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the workers and wait until all are warm. Raises `Rejected` (503) with the reason where one cannot."""
+        try:
+            await self._start(self.workers)
+        except Rejected:
+            await self.close(0)
+            raise
+
+    async def _start(self, workers: Sequence[Worker]) -> None:
+        self.problem = ""
+        try:
+            await asyncio.gather(*(worker.start() for worker in workers))
+        except OSError as error:  # no process to be had: memory, descriptors
+            self.problem = f"a worker cannot be started: {error.strerror}"
+        if self.closing or not all(worker.ready for worker in workers):
+            raise Rejected(503, self.problem or "a worker ended while loading", kind="load")
+
+    async def scale(self, settings: ServeSettings, cores: Sequence[Sequence[int]], machine: str) -> None:
+        """Another number of workers, without a failed request.
+
+        New ones take part once all of them are warm. Those that are too many, or whose threads and cores are others
+        now, end after the batch that they have. Raises `Rejected` (503) where a new one cannot be started; then
+        nothing has changed.
+        """
+        threads = threads_each(settings.threads, settings.workers)
+        there = {worker.index: worker for worker in self.workers if not worker.leaving}
+        kept, self._joining = [], []
+        for index in range(settings.workers):
+            old, mine = there.get(index), list(cores[index]) if cores else []
+            if old is not None and old.threads == threads and (not cores or old.cores == mine):
+                kept.append(old)
+            else:
+                self._joining.append(Worker(self, index, threads, mine))
+        try:
+            await self._start(self._joining)
+        except BaseException:
+            for worker in self._joining:
+                worker.close()
+            raise
+        finally:
+            joined, self._joining = self._joining, []
+        left = [worker for worker in self.workers if worker not in kept]
+        self.workers = sorted([*kept, *joined], key=lambda worker: worker.index) + left
+        self.change(settings, machine)
+        for worker in left:
+            worker.leave()
+
+    def start_process(self, threads: int) -> Spawned:
+        """A process for a worker: the spare one where it fits. OSError where none can be had."""
+        spare = self.spare.take(threads) if self.spare is not None else None
+        return spare or spawn(threads)
+
+    def load_message(self, worker: Worker) -> wire.Load:
+        """What a worker has to load."""
+        folder, threads, cores = str(self.package.folder), worker.threads, worker.cores
+        return wire.Load(folder, self.sizes, threads, cores, self.trust, worker.device, self.explains)
+
+    def without(self, worker: Worker) -> None:
+        """One that left has answered its last batch."""
+        worker.close()
+        self.workers.remove(worker)
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The one event loop that all of it runs in. Asking asyncio each time costs a system call in Python 3.11."""
+        if self._loop_kept is None:
+            self._loop_kept = asyncio.get_running_loop()
+        return self._loop_kept
+
+    @property
+    def ready(self) -> bool:
+        """Whether every worker is loaded and warm."""
+        return not self.closing and all(worker.ready for worker in self.workers if not worker.leaving)
+
+    @property
+    def cores(self) -> set[int]:
+        """Cores that its workers are bound to."""
+        return {core for worker in self.workers for core in worker.cores}
+
+    @property
+    def sizes(self) -> list[int]:
+        """The batch sizes that calls can have: those that are warmed."""
+        return sorted({self.settings.call_rows(rows) for rows in range(1, self.settings.max_rows + 1)})
+
+    async def close(self, drain_s: float) -> None:
+        """Take nothing new, let what was taken finish for at most `drain_s`, and end the workers."""
+        self.closing = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), drain_s)
+        for request in self._all_waiting():
+            self._give_up(request, Rejected(503, "the model is being unloaded", 1.0, "unload"))
+        self._alarm.clear()
+        for worker in [*self.workers, *self._joining]:
+            for batch in (worker.batch, worker.following):
+                for request in batch.items if batch is not None else ():
+                    self._give_up(request, Rejected(503, "the model was unloaded during the call", 1.0, "unload"))
+            worker.close()
+
+    def change(self, settings: ServeSettings, machine: str) -> None:
+        """Other batching settings, while running."""
+        self.settings, self._row_s = settings, settings.row_s(machine)
+        self.queue.change(settings)
+        self.plan_pump()
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, timeout_s: float | None = None) -> asyncio.Future[Answer]:
+        """Let a request wait for its batch. Raises `Rejected` at once when the queue is full or the model not ready."""
+        if request.explain:
+            if not self.explains:
+                raise Rejected(501, "explanations are off: the server was started without --explain", kind="off")
+            request.key = ("explain", self.next_id())  # explained alone
+        self.admit()
+        longest = self.settings.timeout_ms / 1e3
+        now = request.arrival_s = time.perf_counter()
+        request.deadline_s = now + min(timeout_s or longest, longest)
+        request.answer = self.loop.create_future()
+        try:
+            taken = self.queue.push(request)
+        except ValueError as error:
+            raise Rejected(400, str(error), kind="rows") from None
+        if not taken:
+            self._refuse()
+        self._anticipation.arrived(now)
+        self._idle.clear()
+        self.plan_pump()
+        return request.answer
+
+    @property
+    def _serves(self) -> bool:
+        """Whether any worker is ready. Asked of every request: a generator would take three times as long."""
+        for worker in self.workers:  # noqa: SIM110
+            if worker.ready:
+                return True
+        return False
+
+    def admit(self) -> None:
+        """Raise `Rejected` where not one row could wait now. Asked before a request is read: refusing must be cheap."""
+        if self.closing or not self._serves:
+            self.metrics.shed("not_ready")
+            raise Rejected(503, "the model is not ready", 1.0, "not_ready")
+        if self.queue.rows >= self.settings.max_queue_rows:
+            self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        self.metrics.shed("queue_full")
+        ahead = sum(worker.following.rows for worker in self.workers if worker.following is not None)
+        raise Rejected(429, "too many requests wait", max(0.05, (ahead + self.queue.rows) * self._row_s), "queue_full")
+
+    def stop(self, answer: asyncio.Future[Answer]) -> None:
+        """Nobody wants this prompt's answer any more: the worker turns to the others."""
+        for worker in self.workers:
+            for index, item in enumerate(worker.batch.items if worker.batch is not None else ()):
+                if item.answer is answer:
+                    worker.cancel(index)
+        answer.cancel()
+
+    @property
+    def waiting_rows(self) -> int:
+        """Rows that wait now."""
+        return self.queue.rows
+
+    @property
+    def inflight(self) -> int:
+        """Requests that are with a worker now."""
+        return sum(len(batch.items) for worker in self.workers for batch in (worker.batch, worker.following) if batch)
+
+    # -- batching ----------------------------------------------------------------------------------------------------
+
+    def plan_pump(self) -> None:
+        """Pump once after all that has come in this turn of the event loop: requests read together go together."""
+        if not self._pump_planned:
+            self._pump_planned = True
+            self.loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._pump_planned = False
+        now = time.perf_counter()
+        for late in self.queue.expire(now):
+            self.metrics.shed("deadline")
+            self._give_up(late, Rejected(504, "the request's time was over before its turn came", kind="deadline"))
+        hold_s = self._anticipation.hold_s(now) if self.queue.gains_by_waiting else 0.0
+        while not hold_s:
+            free = [worker for worker in self.workers if worker.ready and worker.batch is None]
+            batch = self.queue.take(now, len(free))
+            if batch is None:
+                break
+            batch = self.without_gone(batch)
+            if batch is not None:
+                free[0].run(batch, now)
+        self._send_ahead()
+        wake_s = self.queue.wake_s(now)
+        self._alarm.set(min(wake_s, hold_s) if hold_s else wake_s, self.loop)
+        if not self.queue.requests and not self.inflight:
+            self._idle.set()
+
+    def _send_ahead(self) -> None:
+        """Give busy workers what they go on with, where what comes meanwhile could not change it.
+
+        A worker that has to hear from us between two batches stands still while we read requests.
+        """
+        if not self.queue.has_full:
+            return
+        for worker in sorted(self.workers, key=lambda worker: worker.began):
+            while worker.may_follow:
+                batch = self.queue.take_full()
+                if batch is None:
+                    return
+                batch = self.without_gone(batch)
+                if batch is not None:
+                    worker.follow(batch)
+
+    def without_gone(self, batch: Batch[Request]) -> Batch[Request] | None:
+        """What of a batch somebody waits for still. Asked when it is sent: later it cannot be called back."""
+        kept = [item for item in batch.items if not (item.answer.done() or (item.gone is not None and item.gone()))]
+        if len(kept) == len(batch.items):
+            return batch
+        for item in batch.items:
+            if item not in kept:
+                self.metrics.shed("disconnected")
+                self._give_up(item, Rejected(499, "the client went away", kind="disconnected"))
+        rows = sum(item.rows for item in kept)
+        return Batch(kept, rows, self.settings.call_rows(rows)) if kept else None
+
+    def _give_up(self, request: Request, why: Rejected) -> None:
+        if not request.answer.done():
+            request.answer.set_exception(why)
+
+    def _all_waiting(self) -> list[Request]:
+        return self.queue.expire(math.inf)
+
+    def next_id(self) -> int:
+        """A number for the next call."""
+        self._ids += 1
+        return self._ids
+
+    # -- answers -----------------------------------------------------------------------------------------------------
+
+    def finished(self, batch: Batch[Request], sent: float, done: wire.Done, body: memoryview) -> None:
+        """A worker has done its batch: to each request its part of what came back."""
+        now = time.perf_counter()
+        first = batch.items[0]
+        if not first.explain:
+            self.metrics.batch(batch.rows, batch.size, done.join_s, done.model_s)
+        if first.body is not None and first.piece is None and not first.explain:
+            self.metrics.steps(done.pre_s, done.post_s)
+        if done.metrics:
+            self.metrics.handler(done.metrics)
+        if first.piece is None:  # each text was answered when it was whole
+            specs = self.attribution_specs if first.explain else self.output_specs
+            for request, answer in zip(batch.items, answers(batch.items, specs, done, body), strict=True):
+                answer.join_s, answer.model_s = done.join_s, done.model_s
+                self._give(request, answer, sent, batch.rows, now)
+        others = len(batch.items) > 1 or self.queue.requests > 0
+        self._anticipation.answered(len(batch.items) if others else 0, now - sent, now)
+        if others and not self._watching and self.settings.max_rows > 1:
+            self._watching = True
+            self.loop.call_soon(self._turn)
+        self._pump()
+
+    def _turn(self) -> None:
+        """The event loop has written what was answered and read what came: in each turn until those are back."""
+        if self._anticipation.turn():
+            self.loop.call_soon(self._turn)
+        else:
+            self._watching = False
+            self._pump()
+
+    def on_piece(self, request: Request, piece: memoryview, rows: int, sent: float, *, last: bool) -> None:
+        """A worker generated a piece of a text, or says all of it at last."""
+        request.pieces += 1
+        if last:
+            now = time.perf_counter()
+            self._give(request, Answer(body=bytes(piece), kind="application/json", model_s=now - sent), sent, rows, now)
+        elif request.piece is not None:
+            request.piece(bytes(piece))
+
+    def _give(self, request: Request, answer: Answer, sent: float, rows: int, now: float) -> None:
+        answer.queue_s, answer.batch_rows = sent - request.arrival_s, rows
+        answer.arrival_s, answer.done_s = request.arrival_s, now
+        self.metrics.request(now - request.arrival_s, answer.queue_s, self.settings.limit_ms / 1e3)
+        if not request.answer.done():
+            request.answer.set_result(answer)
+
+    def returned(self, batch: Batch[Request]) -> None:
+        """A worker ended before it began with these: they wait once more."""
+        for request in batch.items:
+            if not request.answer.done():
+                self._wait_again(request)
+        self.plan_pump()
+
+    def failed(self, batch: Batch[Request], why: Rejected) -> None:
+        """A call failed. Those of a batch of several go again, each alone: one bad request fails only itself."""
+        for request in batch.items:
+            if request.answer.done():
+                continue
+            request.tries += 1
+            alone = len(batch.items) == 1
+            if alone or request.tries > 2 or request.pieces or self.closing:
+                self._give_up(request, why)
+                continue
+            request.key = ("alone", id(request), request.key)
+            self._wait_again(request)
+        self.plan_pump()
+
+    def _wait_again(self, request: Request) -> None:
+        if not self.queue.push(request):
+            self._give_up(request, Rejected(429, "too many requests wait", 1.0, "queue_full"))

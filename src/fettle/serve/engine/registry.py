@@ -1,0 +1,383 @@
+"""The registry: which models and versions are served, and which version answers a request."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fettle.errors import UsageError
+from fettle.files import write_text
+from fettle.package.host import cores
+from fettle.package.manifest import Package
+from fettle.package.requires import check_here
+from fettle.package.settings import ServeSettings, settings_from
+from fettle.serve.engine.metrics import Metrics, ModelMetrics
+from fettle.serve.engine.placement import cores_for, usable_cores
+from fettle.serve.engine.pool import Pool
+from fettle.serve.engine.refusal import Rejected
+from fettle.serve.engine.store import find_package, in_order
+from fettle.serve.engine.worker_start import Spare
+
+log = logging.getLogger("fettle.serve")
+DRAIN_S = 30.0
+"""How long an unloaded version may take for what it has accepted."""
+
+
+@dataclass
+class Version:
+    """One version that is served: its package and pool."""
+
+    package: Package
+    pool: Pool
+    metrics: ModelMetrics
+    state: str = "LOADING"
+    """LOADING, READY, UNLOADING or UNAVAILABLE, as the repository extension says."""
+    reason: str = ""
+    """Why it could not be loaded."""
+    last_ms: int = 0
+
+
+@dataclass
+class Model:
+    """All versions of one name, and how requests are divided among them."""
+
+    versions: dict[str, Version] = field(default_factory=dict)
+    default: str = ""
+    weights: dict[str, float] = field(default_factory=dict)
+    """Share of the requests that name no version; empty: all to the default."""
+    shadow: str = ""
+    """A version that gets a copy of every request, and whose answers nobody sees."""
+
+
+class Remembered(msgspec.Struct, frozen=True):
+    """A model in the state file."""
+
+    versions: dict[str, str] = {}
+    """The folder of each version's package."""
+    default: str = ""
+    weights: dict[str, float] = {}
+    shadow: str = ""
+    changed: dict[str, dict[str, Any]] = {}
+    """Settings of a version that were set while it ran."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a server starts its pools."""
+
+    store: Path | None = None
+    """The folder of packages from which models may be loaded by name. None: nothing can be loaded while running."""
+    state: Path | None = None
+    """Where to remember what is served, so that a restart serves the same."""
+    trust: tuple[str, ...] = ()
+    """Digests of handlers that may run."""
+    device: str = ""
+    """Stands above every package's ``devices``; several with commas between them."""
+    explain: bool = False
+    """Whether workers can explain: they load the model a second time."""
+    spare: Spare | None = None
+    """A process that was started already, for the first worker that fits."""
+    override: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that stand above every package's ``serve.toml``."""
+
+
+class Registry:
+    """The models of one server."""
+
+    def __init__(self, metrics: Metrics, options: Options, machine: str = "") -> None:
+        self.metrics, self.options, self.machine = metrics, options, machine
+        self.models: dict[str, Model] = {}
+        self._unserved: dict[tuple[str, str], Version] = {}
+        """Versions that are being loaded or drained, or could not be loaded."""
+        self.starting = False
+        """Whether the state file is still being read: nothing is written to it meanwhile."""
+        self._lock = asyncio.Lock()
+        self._later: set[asyncio.Task[Any]] = set()
+
+    # -- loading -----------------------------------------------------------------------------------------------------
+
+    async def load(self, package: Package, changed: Mapping[str, Any] | None = None) -> Version:
+        """Load, warm, and only then serve a package, with `changed` settings. The first version is the default.
+
+        A version that is served already is replaced without a failed request: the new pool takes over when it is warm,
+        and the old one finishes what it has. Raises `Rejected` where it cannot be loaded.
+        """
+        name, number = package.manifest.name, package.manifest.version
+        try:
+            check_here(name, package.manifest.requires)
+        except UsageError as error:
+            raise Rejected(400, str(error), kind="requires") from None
+        async with self._lock:
+            settings = self._settings(package, changed)
+            metrics = ModelMetrics(self.metrics, name, number)
+            digest = package.handler_digest or ""
+            model = self.models.get(name) or Model()
+            pool = Pool(
+                package, settings, metrics, machine=self.machine,
+                cores=self._cores(settings, model.versions.get(number)),
+                trust=digest if digest in self.options.trust else "",
+                explain=self.options.explain, spare=self.options.spare,
+            )  # fmt: skip
+            made = Version(package, pool, metrics)
+            self._unserved[name, number] = made
+            try:
+                await pool.start()
+            except Rejected as error:
+                made.state, made.reason = "UNAVAILABLE", error.reason
+                raise
+            except BaseException:
+                del self._unserved[name, number]
+                raise
+            del self._unserved[name, number]
+            made.state = "READY"
+            old = model.versions.get(number)
+            model.versions[number] = made
+            model.default = model.default or number
+            self.models[name] = model
+            self.remember()
+        if old is not None:
+            await self._retire(old)
+        return made
+
+    async def unload(self, name: str, number: str | None = None) -> None:
+        """Stop serving a version, or the whole model: new requests are refused, accepted ones are answered."""
+        async with self._lock:
+            model = self._model(name)
+            numbers = [number] if number else list(model.versions)
+            old = [model.versions.pop(one) for one in numbers if one in model.versions]
+            if not old:
+                raise Rejected(404, f"the model {name} has no version {number}")
+            for one in numbers:
+                model.weights.pop(one, None)
+                if model.shadow == one:
+                    model.shadow = ""
+                if model.default == one:
+                    model.default = max(model.versions, key=in_order, default="")
+            if not model.versions:
+                del self.models[name]
+            self.remember()
+        await asyncio.gather(*(self._retire(version) for version in old))
+
+    async def scale(self, name: str, number: str | None, workers: int) -> None:
+        """Another number of workers for a version, the default one where none is named; returns when they are warm."""
+        async with self._lock:
+            settings, cores = self.share(name, number, workers)
+            await self.find_version(name, number).pool.scale(settings, cores, self.machine)
+            self.remember()
+
+    def share(self, name: str, number: str | None, workers: int) -> tuple[ServeSettings, list[list[int]]]:
+        """What so many workers of a version would be set to, and their cores. Raises `Rejected` for too many."""
+        version = self.find_version(name, number)
+        pool = version.pool
+        taken, usable = self._taken(apart=version), usable_cores()
+        # Its own cores first: workers that stay where they are need not start again.
+        free = [core for core in dict.fromkeys([*sorted(pool.cores), *usable]) if core not in taken]
+        need, there = workers * (pool.settings.threads or 1), len(free) if usable else cores()
+        if workers > pool.settings.workers and need > there:
+            raise Rejected(409, f"{workers} workers of {name} need {need} cores, and there are {there} for it")
+        settings = _with(pool.settings, {"workers": workers})
+        return settings, cores_for(workers, settings.threads, free, ())
+
+    async def load_named(
+        self, name: str, number: str | None = None, changed: Mapping[str, Any] | None = None
+    ) -> Version:
+        """Load a package from the store by its name: never from a path or an address that a client gives."""
+        return await self.load(self.find(name, number), changed)
+
+    def find(self, name: str, number: str | None = None) -> Package:
+        """The package of that name in the store; the highest version where none is given."""
+        if self.options.store is None:
+            raise Rejected(403, "this server loads nothing while it runs: start it with --store FOLDER")
+        return find_package(self.options.store, name, number)
+
+    def change(self, name: str, wanted: Mapping[str, Any]) -> None:
+        """Set a model's default, weights, shadow, or batching. Raises `Rejected` (400); then nothing has changed."""
+        model = self._model(name)
+        unknown = set(wanted) - {"default", "weights", "shadow", "batch"}
+        if unknown:
+            raise Rejected(400, f"no such setting: {min(unknown)[:80]!r}")
+        default, shadow = wanted.get("default", model.default), wanted.get("shadow", model.shadow)
+        weights = wanted.get("weights", model.weights)
+        if not (isinstance(default, str) and isinstance(shadow, str)):
+            raise Rejected(400, "default and shadow are versions, as text")
+        named = [default, *([shadow] if shadow else [])]
+        if not isinstance(weights, Mapping) or not all(
+            isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1e9
+            for value in weights.values()
+        ):
+            raise Rejected(400, "weights are numbers by version")
+        if weights and not sum(weights.values()) > 0:
+            raise Rejected(400, "the weights add up to nothing")
+        for number in [*named, *weights]:
+            if number not in model.versions:
+                raise Rejected(400, f"the model {name} has no version {str(number)[:80]!r}")
+        changed = {}
+        for number, version in model.versions.items() if "batch" in wanted else ():
+            changed[number] = _with_batching(version.pool.settings, wanted["batch"])
+        model.default, model.shadow, model.weights = default, shadow, dict(weights)
+        for number, settings in changed.items():
+            model.versions[number].pool.change(settings, self.machine)
+        self.remember()
+
+    # -- choosing ----------------------------------------------------------------------------------------------------
+
+    def choose(self, name: str, number: str | None = None, sticky: str = "") -> Version:
+        """The version that answers. `sticky` (a request or session id) always goes the same way among weights."""
+        model = self._model(name)
+        if number is None:
+            number = _weighted(model.weights, sticky) if model.weights else model.default
+        version = model.versions.get(number)
+        if version is None:
+            raise Rejected(404, f"the model {name} has no version {number[:80]}")
+        return version
+
+    def find_version(self, name: str, number: str | None) -> Version:
+        """The version of that number, the default one where none is named."""
+        return self.choose(name, number or self._model(name).default)
+
+    def shadow_of(self, name: str, chosen: Version) -> Version | None:
+        """The version that gets a copy, if it is another one."""
+        model = self.models.get(name)
+        shadow = model.versions.get(model.shadow) if model is not None and model.shadow else None
+        return shadow if shadow is not chosen else None
+
+    @property
+    def ready(self) -> bool:
+        """Whether every version of every model is ready, and there is one."""
+        return bool(self.models) and all(
+            version.pool.ready for model in self.models.values() for version in model.versions.values()
+        )
+
+    def versions(self) -> list[tuple[str, str, Version]]:
+        """All that is served: name, version, and the version itself."""
+        return [(name, number, v) for name, model in self.models.items() for number, v in model.versions.items()]
+
+    def index(self) -> list[tuple[str, str, str, str]]:
+        """Name, version, state and reason of what is served, what comes and goes, and what could not be loaded."""
+        rows = []
+        for name, number, version in self.versions():
+            state = ("READY", "") if version.pool.ready else ("UNAVAILABLE", "a worker is not ready")
+            rows.append((name, number, *state))
+        served = {row[:2] for row in rows}
+        return rows + [(*key, v.state, v.reason) for key, v in self._unserved.items() if key not in served]
+
+    # -- restart -----------------------------------------------------------------------------------------------------
+
+    def remembered(self) -> dict[str, Remembered]:
+        """What the state file says was served; empty where there is none. Raises `UsageError` for a damaged one."""
+        path = self.options.state
+        if path is None or not path.exists():
+            return {}
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, Remembered])
+        except (OSError, ValueError) as error:
+            raise UsageError(f"the state file {path} cannot be read: move it away to start afresh") from error
+
+    def remember(self) -> None:
+        """Write to the state file what is served."""
+        if self.options.state is None or self.starting:
+            return
+        state = {
+            name: Remembered(
+                {number: str(v.package.folder) for number, v in model.versions.items()},
+                model.default, model.weights, model.shadow,
+                {
+                    number: changed
+                    for number, v in model.versions.items()
+                    if (changed := _changed(v.pool.settings, self._settings(v.package)))
+                },
+            )
+            for name, model in self.models.items()
+        }  # fmt: skip
+        try:
+            write_text(self.options.state, json.dumps(msgspec.to_builtins(state), indent=1) + "\n")
+        except UsageError as error:  # a full disk must not stop the serving
+            log.error("what is served could not be remembered: %s", error)
+
+    # -- parts -------------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """End every pool."""
+        await asyncio.gather(*(self._retire(version) for _, _, version in self.versions()))
+        self.models.clear()
+
+    async def _retire(self, version: Version) -> None:
+        key = (version.package.manifest.name, version.package.manifest.version)
+        version.state, self._unserved[key] = "UNLOADING", version
+        await version.pool.close(DRAIN_S)
+        if self._unserved.get(key) is version:
+            del self._unserved[key]
+
+    def _model(self, name: str) -> Model:
+        model = self.models.get(name)
+        if model is None:
+            raise Rejected(404, f"there is no model {name[:80]}")
+        return model
+
+    def _settings(self, package: Package, changed: Mapping[str, Any] | None = None) -> ServeSettings:
+        wanted = {**self.options.override, **(changed or {})}
+        if self.options.device:
+            wanted["devices"] = self.options.device.split(",")
+        settings = _with(package.settings, wanted)
+        if settings.max_rows > package.manifest.max_rows:
+            raise Rejected(400, f"{package.manifest.name} takes at most {package.manifest.max_rows} rows a batch")
+        return settings
+
+    def _cores(self, settings: ServeSettings, replaced: Version | None) -> Sequence[Sequence[int]]:
+        """Cores for each worker that no other pool's worker is bound to, apart from the version that will go."""
+        return cores_for(settings.workers, settings.threads, usable_cores(), self._taken(replaced))
+
+    def _taken(self, apart: Version | None) -> set[int]:
+        """Cores that workers are bound to, apart from those of one version."""
+        return {core for _, _, version in self.versions() if version is not apart for core in version.pool.cores}
+
+    def later(self, coroutine: Any) -> None:
+        """Run something that no request waits for."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._later.add(task)
+        task.add_done_callback(self._later.discard)
+
+
+def _with_batching(settings: ServeSettings, wanted: Any) -> ServeSettings:
+    allowed = {"max_rows", "delay_ms", "max_queue_rows", "timeout_ms", "limit_ms"}
+    if not isinstance(wanted, Mapping) or set(wanted) - {*allowed, "policy", "pad"}:
+        raise Rejected(400, f"batch may hold {', '.join(sorted(allowed))}")
+    changed = _with(settings, wanted)
+    # Only batch sizes that were warmed: a larger one would compile while clients wait.
+    if changed.max_rows > settings.max_rows:
+        raise Rejected(400, f"only {settings.max_rows} rows were warmed: load the model again for more")
+    return changed
+
+
+def _with(settings: ServeSettings, wanted: Mapping[str, Any]) -> ServeSettings:
+    """Settings with others in their place. Raises `Rejected` (400) for what cannot be."""
+    try:
+        return settings_from({**msgspec.to_builtins(settings), **wanted}, "a change while serving")
+    except ValueError as error:
+        raise Rejected(400, str(error)[:200]) from None
+
+
+def _changed(settings: ServeSettings, given: ServeSettings) -> dict[str, Any]:
+    """What was set otherwise while running."""
+    before = msgspec.to_builtins(given)
+    return {key: value for key, value in msgspec.to_builtins(settings).items() if value != before[key]}
+
+
+def _weighted(weights: Mapping[str, float], sticky: str) -> str:
+    digest = hashlib.blake2b(sticky.encode(), digest_size=8).digest() if sticky else b""
+    point = int.from_bytes(digest, "big") / 2**64 if sticky else random.random()
+    point *= sum(weights.values())
+    for number, weight in weights.items():
+        point -= weight
+        if point < 0:
+            return number
+    return [number for number, weight in weights.items() if weight > 0][-1]

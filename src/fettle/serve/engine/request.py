@@ -1,0 +1,52 @@
+"""A request that waits for its batch, and its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One waiting request: tensors (`arrays`), or a raw body for the handler. Moments are of `time.perf_counter`."""
+
+    rows: int
+    key: Hashable
+    """Requests with equal keys may share a call."""
+    arrays: Sequence[Any] = ()
+    body: bytes | None = None
+    kind: str = ""
+    gone: Callable[[], bool] | None = None
+    """Whether the client has gone away; asked just before dispatch."""
+    explain: bool = False
+    target: int = -1
+    """With `explain`: the element of the first output to explain; -1 for the largest."""
+    piece: Callable[[bytes], None] | None = None
+    """Hears each piece of a generated text. None: the request is not a prompt."""
+    pieces: int = 0
+    """Pieces told so far: after the first it cannot be tried again."""
+    queued: bool = False
+    tries: int = 0
+    arrival_s: float = 0.0
+    deadline_s: float = math.inf
+    answer: asyncio.Future[Answer] = field(init=False)
+    """Set with its moments when it begins to wait."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came back, and where the time went, in seconds."""
+
+    outputs: list[Any] = field(default_factory=list)
+    body: bytes = b""
+    kind: str = ""
+    queue_s: float = 0.0
+    join_s: float = 0.0
+    model_s: float = 0.0
+    batch_rows: int = 0
+    arrival_s: float = 0.0
+    done_s: float = 0.0
+    """Moments of `time.perf_counter`."""

@@ -1,0 +1,38 @@
+"""The store: a folder of packages, from which a running server may load models by their names."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from fettle.errors import UsageError
+from fettle.package.manifest import MANIFEST, Package, check_name, open_package
+from fettle.serve.engine.refusal import Rejected
+
+
+def find_package(store: Path, name: str, number: str | None = None) -> Package:
+    """The package of that name; the highest version where none is given. Raises `Rejected` (400, 404)."""
+    try:
+        check_name(name, number or "1")
+    except UsageError as error:
+        raise Rejected(400, str(error)) from None
+    found = [package for package in stored(store) if package.manifest.name == name]
+    found = [package for package in found if number in (None, package.manifest.version)]
+    if not found:
+        raise Rejected(404, f"the store has no model {name}" + (f" version {number}" if number else ""))
+    return max(found, key=lambda package: in_order(package.manifest.version))
+
+
+def stored(store: Path) -> list[Package]:
+    """The sound packages of a folder."""
+    found = []
+    for path in sorted(store.iterdir()):
+        if (path / MANIFEST).is_file() or path.suffix == ".zip":
+            with contextlib.suppress(UsageError):
+                found.append(open_package(path))
+    return found
+
+
+def in_order(version: str) -> tuple[tuple[int, int | str], ...]:
+    """Versions in the order that people mean: 1.10 after 1.9."""
+    return tuple((0, int(part)) if part.isdigit() else (1, part) for part in version.replace("-", ".").split("."))

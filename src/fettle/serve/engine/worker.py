@@ -1,0 +1,268 @@
+"""A pool's worker: loaded, given batches, watched, and started again when its process ends (`worker_link`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fettle.serve.engine import wire
+from fettle.serve.engine.alarm import Alarm
+from fettle.serve.engine.batching import Batch
+from fettle.serve.engine.placement import device_for
+from fettle.serve.engine.refusal import Rejected
+from fettle.serve.engine.request import Request
+from fettle.serve.engine.worker_link import WorkerLink
+
+if TYPE_CHECKING:
+    from fettle.serve.engine.pool import Pool
+
+log = logging.getLogger("fettle.serve")
+PING_S = 5.0
+"""How often an idle worker is asked whether it is there."""
+BACK_OFF_S = (0.1, 0.5, 2.0, 5.0, 15.0, 30.0)
+"""Before a worker that ended is started again: the n-th time in a row."""
+START_S = 600.0
+"""The longest that loading and warming up may take."""
+AHEAD_S = 0.1
+"""Calls that take longer gain nothing from a batch that waits in the worker, where it can no longer be given up."""
+
+
+class Worker:
+    """A worker that is there again after it was lost. It works on one batch at a time, and may have the next one."""
+
+    def __init__(self, pool: Pool, index: int, threads: int, cores: Sequence[int] = ()) -> None:
+        self.pool, self.index, self.threads, self.cores = pool, index, threads, list(cores)
+        self.ready = False
+        self.leaving = False
+        """Whether it takes no more batches and ends after the one that it has."""
+        self.batch: Batch[Request] | None = None
+        self.following: Batch[Request] | None = None
+        """What it goes on with after `batch`, without waiting for us in between."""
+        self.rss = 0
+        self.restarts = 0
+        self.started_at = 0.0
+        self._process: WorkerLink | None = None
+        self._call = self._next_call = 0
+        """The numbers of both; 0: not sent yet."""
+        self.began = 0.0
+        """When the last batch's turn came."""
+        self._took_s = math.inf
+        self._alarm = Alarm(self._silent)
+        self._awaited = False
+        self._loaded: asyncio.Future[None] | None = None
+        self._failures = 0
+        self._again: asyncio.Task[None] | None = None
+        """Kept, because the event loop does not."""
+
+    @property
+    def device(self) -> str:
+        """Where its model is."""
+        return device_for(self.index, self.pool.settings.devices)
+
+    @property
+    def pid(self) -> int:
+        """Of the process that fills the place now."""
+        return self._process.pid if self._process is not None else 0
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether large bodies reach it without going through its socket."""
+        return self._process is not None and self._process.shares_memory
+
+    async def start(self) -> None:
+        """Start a process; returns when it is warm or has failed."""
+        process = self._process = WorkerLink(self._on_message, self._on_lost)
+        self._loaded = self.pool.loop.create_future()
+        self.started_at = time.time()
+        await process.start(self.pool.start_process(self.threads))
+        self._wait(START_S)
+        process.write(self.pool.load_message(self))
+        await self._loaded
+
+    def end(self) -> None:
+        """Kill the process and its children."""
+        self.ready = False
+        self._alarm.clear()
+        if self._process is not None:
+            self._process.end()
+        if self._loaded is not None and not self._loaded.done():
+            self._loaded.set_result(None)
+
+    def leave(self) -> None:
+        """Take no more batches, and end once the last is answered."""
+        self.ready, self.leaving = False, True
+        if self.batch is None:
+            self.pool.without(self)
+
+    def close(self) -> None:
+        """End it for good."""
+        self.end()
+        if self._again is not None:
+            self._again.cancel()
+
+    def run(self, batch: Batch[Request], now: float) -> None:
+        """Work on a batch."""
+        self._begin(batch, now)
+        self._call = self._send(*self._message(batch))
+
+    @property
+    def may_follow(self) -> bool:
+        """Whether it can be given what it goes on with after the batch that it has."""
+        return self.batch is not None and self.following is None and self.ready and self._took_s < AHEAD_S
+
+    def follow(self, batch: Batch[Request]) -> None:
+        """Go on with this batch. It is sent now where the worker need not look at it before, and it finds its place."""
+        assert self.batch is not None
+        self.following, self._next_call = batch, 0
+        header, bodies = self._message(batch)
+        generates = isinstance(header, wire.Generate) or self.batch.items[0].piece is not None
+        if not generates and sum(len(body) for body in bodies) < wire.SHARED_FROM:
+            self._next_call = self._send(header, bodies)
+
+    def _begin(self, batch: Batch[Request], now: float) -> None:
+        self.batch, self.began = batch, now
+        self._wait(self.pool.settings.timeout_ms / 1e3)
+
+    def _go_on(self, now: float) -> None:
+        """With what follows, if there is anything."""
+        batch, self.batch, self.following = self.following, None, None
+        if batch is not None and not self._next_call:
+            batch = self.pool.without_gone(batch)
+        if batch is None:
+            self._rest()
+            return
+        self._begin(batch, now)
+        self._call = self._next_call or self._send(*self._message(batch))
+
+    def _message(self, batch: Batch[Request]) -> tuple[wire.ToWorker, list[Any]]:
+        """What a batch is for the worker, under a number of its own."""
+        call, items, first = self.pool.next_id(), batch.items, batch.items[0]
+        if first.piece is not None:
+            bodies: list[Any] = [item.body or b"" for item in items]
+            return wire.Generate(call, [len(body) for body in bodies]), bodies
+        if first.body is not None:
+            bodies = [item.body or b"" for item in items]
+            return wire.Call(call, [len(body) for body in bodies], [item.kind for item in items], first.explain), bodies
+        bodies = [wire.flat(array) for item in items for array in item.arrays]
+        shapes = [[array.shape for array in item.arrays] for item in items]
+        return wire.Run(call, batch.size, shapes, first.target if first.explain else None), bodies
+
+    def _send(self, header: Any, bodies: Sequence[Any]) -> int:
+        self._write(header, bodies)
+        return int(header.id)
+
+    def cancel(self, index: int) -> None:
+        """Tell the worker that one prompt of its batch is not waited for."""
+        self._write(wire.Cancel(self._call, index))
+
+    def _write(self, header: wire.ToWorker, bodies: Sequence[Any] = ()) -> None:
+        assert self._process is not None
+        self._process.write(header, bodies)
+
+    # -- what it says ------------------------------------------------------------------------------------------------
+
+    def _on_message(self, header: wire.FromWorker, body: memoryview) -> None:
+        if isinstance(header, wire.Ready):
+            self._is_ready(header)
+        elif isinstance(header, wire.Pong):
+            self.rss = header.rss
+            if self.batch is None:  # else it was asked just before its batch came, whose answer is awaited
+                self._rest()
+        elif isinstance(header, wire.Failed) and header.id < 0:
+            self.pool.problem = header.reason  # the process ends now, which `_on_lost` hears of
+        elif header.id != self._call or self.batch is None:
+            return  # of a call that was given up
+        elif isinstance(header, wire.Piece):
+            self._wait(self.pool.settings.timeout_ms / 1e3)
+            self.pool.on_piece(self.batch.items[header.index], body, self.batch.rows, self.began, last=header.last)
+        else:
+            self._answered(header, body)
+
+    def _is_ready(self, header: wire.Ready) -> None:
+        self.ready, self._failures = True, 0
+        log.info("worker %d of %s ready in %.1f s", self.index, self.pool.name, header.load_s)
+        self._rest()
+        if self._loaded is not None and not self._loaded.done():
+            self._loaded.set_result(None)
+        self.pool.plan_pump()
+
+    def _answered(self, header: wire.Done | wire.Failed, body: memoryview) -> None:
+        assert self.batch is not None
+        batch, began, now = self.batch, self.began, time.perf_counter()
+        self._took_s = now - began
+        self._go_on(now)
+        if isinstance(header, wire.Done):
+            self.rss = header.rss
+            if self._has_grown():
+                self.ready = False  # it gets nothing more, and is replaced once it has nothing left
+            self.pool.finished(batch, began, header, body)
+        else:
+            log.warning("a call of %s failed: %s", self.pool.name, header.reason)
+            why = Rejected(400, header.reason, kind="input") if header.usage else Rejected(500, "the model failed")
+            self.pool.failed(batch, why)
+        if self.batch is not None:
+            return
+        if self.leaving:
+            self.pool.without(self)
+        elif not self.ready:
+            log.warning("worker %d of %s has grown to %d MiB: replaced", self.index, self.pool.name, self.rss >> 20)
+            self._on_lost("grown")
+
+    def _has_grown(self) -> bool:
+        most = self.pool.settings.max_worker_bytes
+        return bool(most) and self.rss > most and not self.pool.closing
+
+    # -- supervision -------------------------------------------------------------------------------------------------
+
+    def _wait(self, seconds: float) -> None:
+        """It must say something within this time."""
+        self._awaited = True
+        self._alarm.set(time.perf_counter() + seconds, self.pool.loop)
+
+    def _rest(self) -> None:
+        """Idle: ask from time to time whether the process is there."""
+        self._awaited = False
+        self._alarm.set(time.perf_counter() + PING_S, self.pool.loop)
+
+    def _silent(self) -> None:
+        """The alarm: it was idle for a while, or did not say what was awaited."""
+        if self._awaited:
+            log.warning("worker %d of %s does not answer: replaced", self.index, self.pool.name)
+            self._on_lost("hung")
+        else:
+            self._write(wire.Ping(0))
+            self._wait(PING_S)
+
+    def _on_lost(self, why: str) -> None:
+        """This process is of no more use: give its call back, and start another one after a while."""
+        first_start = not self.restarts and self._loaded is not None and not self._loaded.done()
+        batch, following = self.batch, self.following
+        self.batch = self.following = None
+        self.end()
+        if following is not None:  # it had not begun with it
+            self.pool.returned(following)
+        if batch is not None:
+            self.pool.failed(batch, Rejected(500, "the model's process ended during the call", kind="crash"))
+        if self.leaving:
+            self.pool.without(self)
+        if self.leaving or first_start or self.pool.closing:
+            return  # whoever asked for the first start hears of its failure
+        self.restarts += 1
+        self.pool.metrics.restart(why)
+        wait_s = 0.0 if why == "grown" else BACK_OFF_S[min(self._failures, len(BACK_OFF_S) - 1)]
+        self._failures += 1
+        self._again = self.pool.loop.create_task(self._restart(wait_s))
+
+    async def _restart(self, wait_s: float) -> None:
+        await asyncio.sleep(wait_s)
+        if self.pool.closing:
+            return
+        try:
+            await self.start()
+        except OSError as error:  # no process to be had now: memory, descriptors
+            log.error("worker %d of %s cannot be started: %s", self.index, self.pool.name, error.strerror)
+            self._on_lost("not started")

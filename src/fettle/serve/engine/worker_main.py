@@ -1,0 +1,219 @@
+"""What a worker process does: one model, asked over a socket: ``-m fettle.serve.engine.worker_main FD [MEMORY_FD]``."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import logging
+import mmap
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from fettle.errors import UsageError, first_line
+from fettle.procs.parent import die_with_parent
+from fettle.serve.engine import wire
+from fettle.serve.engine.worker_start import SHARED_BYTES
+
+log = logging.getLogger("fettle.serve.worker")
+shared: list[memoryview] = []
+"""The memory in which the server puts large bodies, if there is any."""
+
+
+def main() -> None:
+    """Answer until the other side goes away."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
+    link = socket.socket(fileno=int(sys.argv[1]))
+    if len(sys.argv) > 2:
+        descriptor = int(sys.argv[2])
+        shared.append(memoryview(mmap.mmap(descriptor, SHARED_BYTES, access=mmap.ACCESS_READ)))
+        os.close(descriptor)
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
+    with contextlib.suppress(ImportError):  # which is reported when there is something to load
+        _import_early()
+    with contextlib.suppress(ConnectionError, EOFError):
+        load, _ = receive(link)
+        if not isinstance(load, wire.Load):
+            raise SystemExit("the first message must say what to load")
+        if load.cores and hasattr(os, "sched_setaffinity"):
+            with contextlib.suppress(OSError):  # cores that are not ours: run where we may
+                os.sched_setaffinity(0, load.cores)
+        try:
+            began = time.perf_counter()
+            worker = _Worker(load)
+            worker.runner.warm(load.sizes)
+        except Exception as error:
+            log.exception("loading failed")
+            send(link, _failed(-1, error))
+            return
+        gc.freeze()  # what loading made stays: no collection needs to look at it again
+        send(link, wire.Ready(time.perf_counter() - began))
+        while True:
+            worker.answer(link, *receive(link))
+
+
+def _import_early() -> None:
+    """What any package needs, while the server is still busy with its own start."""
+    for name in ("torch._export.serde.serialize", "safetensors.torch", "fettle.applying", "fettle.package.handler"):
+        importlib.import_module(name)
+
+
+class _Worker:
+    """The loaded model and its handler."""
+
+    def __init__(self, load: wire.Load) -> None:
+        import torch
+
+        from fettle.package.handler import find_handler
+        from fettle.package.manifest import open_package
+        from fettle.package.model_runner import ModelRunner
+
+        if load.threads:
+            torch.set_num_threads(load.threads)
+        package = open_package(Path(load.folder))
+        inputs = package.manifest.inputs
+        self.kinds = [spec.kind for spec in inputs]
+        self.one = len(inputs) == 1 and inputs[0].batched
+        self.runner = ModelRunner(package, load.device)
+        self.handler = find_handler(package, self.runner, load.trust)
+        if load.explain:  # the server lets no explanation through without it
+            from fettle.serve.engine.explain import Explainer
+
+            self._explainer = Explainer(package, load.device)
+        self._rss, self._rss_at = 0, -1.0
+
+    def rss(self) -> int:
+        """Resident bytes, read at most twice a second: reading them costs as much as a small model's call."""
+        now = time.monotonic()
+        if now - self._rss_at > 0.5:
+            self._rss, self._rss_at = resident_bytes(), now
+        return self._rss
+
+    def answer(self, link: socket.socket, header: Any, body: memoryview) -> None:
+        if isinstance(header, wire.Ping):
+            send(link, wire.Pong(header.id, self.rss()))
+            return
+        try:
+            if isinstance(header, wire.Run):
+                done, parts = self.run(header, body)
+            elif isinstance(header, wire.Generate):
+                done, parts = self.generate(link, header, body)
+            elif isinstance(header, wire.Cancel):
+                return  # the answer was whole before it came
+            else:
+                done, parts = self.call(header, body)
+        except Exception as error:
+            log.exception("a call failed")
+            send(link, _failed(header.id, error))
+            return
+        send(link, done, parts)
+
+    def generate(self, link: socket.socket, header: wire.Generate, body: memoryview) -> tuple[wire.Done, list[Any]]:
+        """Prompts in; pieces out as they come, and each whole answer as soon as it is there."""
+        began = time.perf_counter()
+        left: set[int] = set()
+
+        def on_piece(index: int, piece: bytes, last: bool) -> None:
+            send(link, wire.Piece(header.id, index, last), [piece])
+
+        def gone() -> set[int]:
+            while select.select([link], [], [], 0)[0]:
+                said, _ = receive(link)
+                if isinstance(said, wire.Cancel) and said.id == header.id:
+                    left.add(said.index)
+            return left
+
+        self.handler.generate(wire.pieces(body, header.lengths), on_piece, gone)
+        took = time.perf_counter() - began
+        return wire.Done(header.id, [], 0.0, took, self.rss(), metrics=self.handler.metrics.take()), []
+
+    def run(self, header: wire.Run, body: memoryview) -> tuple[wire.Done, list[Any]]:
+        """Tensors in, tensors out."""
+        began = time.perf_counter()
+        if self.one:  # its rows lie behind each other already
+            rows = sum(shapes[0][0] for shapes in header.shapes)
+            parts = [wire.arrays(self.kinds, [(rows, *header.shapes[0][0][1:])], body)[0]]
+        else:
+            parts, place = [], 0
+            for shapes in header.shapes:
+                arrays, place = wire.arrays(self.kinds, shapes, body, place)
+                parts.append(arrays)
+        ready = time.perf_counter()
+        if header.explain is None:
+            answers = self.runner.run(parts, header.size)
+        else:
+            answers = self._explainer.attribute(parts[0], header.explain)
+        done = time.perf_counter()
+        shapes = [answer.shape for answer in answers]
+        return (
+            wire.Done(header.id, shapes, ready - began, done - ready, self.rss()),
+            [wire.flat(answer) for answer in answers],
+        )
+
+    def call(self, header: wire.Call, body: memoryview) -> tuple[wire.Done, list[Any]]:
+        """Bodies in, bodies out, through the handler's steps."""
+        bodies = wire.pieces(body, header.lengths)
+        answers = self.handler.handle(bodies, header.kinds, self._explainer if header.explain else None)
+        lengths: list[wire.Shape] = [(len(data),) for data, _ in answers]
+        took = self.handler.took
+        done = wire.Done(
+            header.id, lengths, 0.0, took.inference_s, self.rss(), [kind for _, kind in answers],
+            self.handler.metrics.take(), took.preprocess_s, took.postprocess_s,
+        )  # fmt: skip
+        return done, [data for data, _ in answers]
+
+
+def _failed(number: int, error: Exception) -> wire.Failed:
+    """What to say of an error. The text of a `UsageError` is for whoever asked, word for word."""
+    usage = isinstance(error, UsageError)
+    return wire.Failed(number, str(error) if usage else first_line(error), usage)
+
+
+def receive(link: socket.socket) -> tuple[Any, memoryview]:
+    """The next frame. EOFError when the other side has gone."""
+    head, body = wire.PREFIX.unpack(_exactly(link, wire.PREFIX.size))
+    header = wire.to_worker.decode(_exactly(link, head))
+    # What stands in the shared memory is the next call's as soon as this one is answered: runner and handler copy.
+    return header, shared[0][: body - wire.SHARED] if body & wire.SHARED else _exactly(link, body)
+
+
+def send(link: socket.socket, header: Any, body: Any = ()) -> None:
+    """Write one frame."""
+    buffers = wire.frame(header, body)
+    total = sum(len(buffer) for buffer in buffers)
+    sent = link.sendmsg(buffers) if len(buffers) < 512 else 0
+    if sent < total:
+        link.sendall(memoryview(b"".join(buffers))[sent:])
+
+
+def _exactly(link: socket.socket, size: int) -> memoryview:
+    data = bytearray(size)
+    view, have = memoryview(data), 0
+    while have < size:
+        got = link.recv_into(view[have:])
+        if not got:
+            raise EOFError
+        have += got
+    return view
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        import psutil
+
+        return int(psutil.Process().memory_info().rss)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Starting a worker process, with nothing but the standard library: before the server's own imports are done.
+
+A worker spends its first seconds importing torch. A `Spare` is started first of all and does so while the server
+imports what it needs and checks the packages; the first worker that fits takes it over.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fettle.procs.process import Process
+
+SHARED_BYTES = 256 << 20
+"""Of the memory that a server shares with each worker. Pages take memory only once they were used."""
+_ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LD_PRELOAD")
+_ENVIRONMENT_PREFIXES = ("OMP_", "KMP_", "MKL_", "GOMP_", "PYTHON", "TORCH", "TRITON_", "CUDA_", "NVIDIA_", "XDG_")
+"""What a worker inherits. Tokens and passwords in the server's environment are none of its business."""
+
+
+@dataclass
+class Spawned:
+    """A process that runs `worker_main`, our end of its socket pair, and the memory that both have mapped."""
+
+    process: Process
+    link: socket.socket
+    memory: mmap.mmap | None
+
+
+def spawn(threads: int) -> Spawned:
+    """Start one. What it prints goes where ours goes. OSError where none can be had."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    shared = _shared_memory()
+    given = [theirs.fileno(), *([shared[0]] if shared is not None else [])]
+    try:
+        command = ["-m", "fettle.serve.engine.worker_main", *map(str, given)]
+        process = Process(command, pass_fds=given, environment=_environment(threads), shows=True)
+    except OSError:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+        if shared is not None:
+            os.close(shared[0])
+    return Spawned(process, ours, shared[1] if shared is not None else None)
+
+
+def _environment(threads: int) -> dict[str, str]:
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _ENVIRONMENT or name.startswith(_ENVIRONMENT_PREFIXES)
+    }
+    return {**kept, "OMP_NUM_THREADS": str(threads)}
+
+
+def _shared_memory() -> tuple[int, mmap.mmap] | None:
+    """Memory for one worker's bodies, and the descriptor that the worker maps. None where there cannot be any."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    descriptor = os.memfd_create("fettle")
+    try:
+        os.ftruncate(descriptor, SHARED_BYTES)
+        return descriptor, mmap.mmap(descriptor, SHARED_BYTES)
+    except OSError:  # a limit on file sizes holds for this too
+        os.close(descriptor)
+        return None
+
+
+class Spare:
+    """A worker process that nobody has asked for yet."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._spawned: Spawned | None = spawn(threads)
+
+    def take(self, threads: int) -> Spawned | None:
+        """The process, once, where it was started for so many threads."""
+        if threads != self._threads:
+            return None
+        found, self._spawned = self._spawned, None
+        return found
+
+    def end(self) -> None:
+        """End it if nobody took it."""
+        if self._spawned is not None:
+            self._spawned.link.close()
+            self._spawned.process.close()
+            self._spawned = None
+
+
+def threads_each(threads: int, workers: int) -> int:
+    """Threads of each worker: as set, else the cores divided among the workers."""
+    from fettle.package.host import cores
+
+    return threads or max(1, cores() // workers)
+
+
+def likely_threads(package: Path, threads: int | None, workers: int | None) -> int:
+    """What `threads_each` will be for this package, before anybody has checked it: a guess, as good as the file."""
+    said: dict[str, Any] = {}
+    try:
+        with (package / "serve.toml").open("rb") as file:
+            said = tomllib.load(file)
+    except (OSError, ValueError):
+        pass  # whatever is wrong with it is said when it is opened
+
+    def number(given: int | None, name: str, otherwise: int) -> int:
+        value = given if given is not None else said.get(name, otherwise)
+        return value if isinstance(value, int) and 0 <= value < 4096 else otherwise
+
+    return threads_each(number(threads, "threads", 0), max(1, number(workers, "workers", 1)))

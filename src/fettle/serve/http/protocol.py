@@ -1,0 +1,281 @@
+"""The Open Inference Protocol v2, REST with binary tensors: bytes of a request to arrays, arrays to bytes of an answer.
+
+Everything that a client says is checked before memory is asked for. The form is decided by the header
+``Inference-Header-Content-Length``, never by the content type, as clients differ there.
+Source: the KServe "open inference protocol" and Triton's binary tensor data extension.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fettle.package.tensors import TensorSpec
+from fettle.serve.engine.refusal import Malformed
+
+Array = np.ndarray[Any, Any]
+MAX_DIMS = 16
+
+
+class _Input(msgspec.Struct):
+    name: str
+    shape: list[int]
+    datatype: str
+    parameters: dict[str, Any] = {}
+    data: msgspec.Raw = msgspec.Raw(b"")
+
+
+class _Output(msgspec.Struct):
+    name: str
+    parameters: dict[str, Any] = {}
+
+
+class _Request(msgspec.Struct):
+    inputs: list[_Input]
+    id: str = ""
+    parameters: dict[str, Any] = {}
+    outputs: list[_Output] | None = None
+
+
+class Tensor(msgspec.Struct, omit_defaults=True):
+    """An output of an answer; without `data` it follows the JSON in binary."""
+
+    name: str
+    shape: tuple[int, ...]
+    datatype: str
+    data: list[Any] | msgspec.UnsetType = msgspec.UNSET
+    parameters: dict[str, Any] = {}
+
+
+class Outputs(msgspec.Struct, omit_defaults=True):
+    """The JSON of an answer."""
+
+    model_name: str
+    model_version: str
+    outputs: list[Tensor]
+    id: str = ""
+
+
+_requests = msgspec.json.Decoder(_Request)
+_floats = msgspec.json.Decoder(list[float])
+_ints = msgspec.json.Decoder(list[int])
+_anything = msgspec.json.Decoder(list[Any])
+_UNSUPPORTED = ("shared_memory_region", "shared_memory_byte_size", "shared_memory_offset", "classification")
+
+
+@dataclass(slots=True)
+class Inference:
+    """A request for one call: arrays in the order of the model's inputs."""
+
+    id: str
+    arrays: list[Array]
+    rows: int
+    wanted: list[tuple[int, bool]]
+    """Outputs to give, as (index, in binary)."""
+    timeout_s: float | None = None
+    parameters: dict[str, Any] = field(default_factory=dict)
+
+
+def read_request(
+    body: bytes, header_length: int | None, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], max_rows: int
+) -> Inference:
+    """The arrays of a request. `header_length` is the JSON's length where raw tensors follow it, None without them.
+
+    Raises `Malformed`.
+    """
+    if header_length == 0:
+        return _raw_request(body, inputs, outputs)
+    if header_length is not None and not 0 < header_length <= len(body):
+        raise Malformed("Inference-Header-Content-Length does not fit the body")
+    said = _decode(body if header_length is None else memoryview(body)[:header_length])
+    rest = memoryview(b"") if header_length is None else memoryview(body)[header_length:]
+    given: dict[str, Array] = {}
+    place = 0
+    specs = {spec.name: spec for spec in inputs}
+    for tensor in said.inputs:
+        spec = specs.get(tensor.name)
+        if spec is None:
+            raise Malformed(f"no input is called {tensor.name[:80]!r}: {', '.join(specs)}")
+        if tensor.name in given:
+            raise Malformed(f"the input {spec.name} is given twice")
+        shape = _shape(tensor, spec, max_rows)
+        size = tensor.parameters.get("binary_data_size")
+        if tensor.parameters and any(name in tensor.parameters for name in _UNSUPPORTED):
+            raise Malformed("shared memory is not supported")
+        if size is None:
+            given[spec.name] = _from_json(tensor, spec, shape)
+            continue
+        if header_length is None or not isinstance(size, int) or isinstance(size, bool):
+            raise Malformed(f"the input {spec.name} speaks of binary data, but the request has none")
+        if size != math.prod(shape) * spec.kind.itemsize:
+            raise Malformed(
+                f"the input {spec.name} has {size} bytes; its shape needs {math.prod(shape) * spec.kind.itemsize}"
+            )
+        if place + size > len(rest):
+            raise Malformed("the body is shorter than its tensors")
+        given[spec.name] = np.frombuffer(rest, spec.kind, math.prod(shape), place).reshape(shape)
+        place += size
+    if place != len(rest):
+        raise Malformed("the body is longer than its tensors")
+    arrays, rows = [], 0
+    for spec in inputs:
+        array = given.get(spec.name)
+        if array is None:
+            raise Malformed(f"the input {spec.name} is missing")
+        if spec.batched:
+            if rows not in (0, len(array)):
+                raise Malformed("the inputs differ in their number of rows")
+            rows = len(array)
+        arrays.append(array)
+    return Inference(said.id, arrays, rows or 1, _wanted(said, outputs), _timeout_s(said.parameters), said.parameters)
+
+
+def _decode(data: Any) -> _Request:
+    try:
+        return _requests.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise Malformed(f"the request is not an inference request: {str(error)[:200]}") from None
+    except RecursionError:
+        raise Malformed("the request is nested too deeply") from None
+
+
+def _shape(tensor: _Input, spec: TensorSpec, max_rows: int) -> tuple[int, ...]:
+    if tensor.datatype != spec.datatype:
+        raise Malformed(f"the input {spec.name} is {spec.datatype}, not {tensor.datatype[:20]!r}")
+    shape = tuple(tensor.shape)
+    if len(shape) > MAX_DIMS or not spec.fits(shape) or (shape and min(shape) < 1):
+        raise Malformed(f"the input {spec.name} has shape {list(spec.shape)}, not {list(shape)[:MAX_DIMS]}")
+    if spec.batched and shape[0] > max_rows:
+        raise Malformed(f"a request may have {max_rows} rows, not {shape[0]}")
+    return shape
+
+
+def _from_json(tensor: _Input, spec: TensorSpec, shape: tuple[int, ...]) -> Array:
+    data, count = bytes(tensor.data), math.prod(shape)
+    # Two characters are the least that a number and its comma take: no more is allocated than the body pays for.
+    if count > len(data):
+        raise Malformed(f"the input {spec.name} has fewer values than its shape {list(shape)}")
+    try:
+        if spec.kind.kind == "f":
+            values: Any = _floats.decode(data)
+        elif spec.kind.kind in "iu":
+            values = _ints.decode(data)
+        else:
+            values = _flattened(data, (bool,))
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        try:
+            allowed = {"f": (int, float), "b": (bool,)}.get(spec.kind.kind, (int,))
+            values = _flattened(data, allowed)
+        except (msgspec.MsgspecError, RecursionError, ValueError):
+            raise Malformed(f"the input {spec.name} is not an array of {spec.datatype}") from None
+    try:
+        with np.errstate(over="raise"):
+            wide = np.array(values, np.float64 if spec.kind.kind == "f" else spec.kind).astype(spec.kind)
+    except (ValueError, TypeError, OverflowError, FloatingPointError):
+        raise Malformed(f"the input {spec.name} holds a number that no {spec.datatype} can be") from None
+    if wide.size != count:
+        raise Malformed(f"the input {spec.name} has {wide.size} values; its shape {list(shape)} needs {count}")
+    return wide.reshape(shape)
+
+
+def _flattened(data: bytes, allowed: tuple[type, ...]) -> list[Any]:
+    """The leaves of nested lists, in order. ValueError unless all rows are alike and all leaves of these types."""
+    array = np.array(_anything.decode(data), dtype=object)
+    flat: list[Any] = array.ravel().tolist()
+    if not all(type(value) in allowed for value in flat):
+        raise ValueError
+    return flat
+
+
+def _raw_request(body: bytes, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> Inference:
+    if len(inputs) != 1:
+        raise Malformed("a raw body needs a model with one input")
+    spec = inputs[0]
+    shape = tuple(1 if index == 0 and spec.batched else size for index, size in enumerate(spec.shape))
+    free = [index for index, size in enumerate(shape) if size == -1]
+    count, left = divmod(len(body), spec.kind.itemsize)
+    known = math.prod(size for size in shape if size != -1)
+    if left or len(free) > 1 or count == 0 or count % known or (not free and count != known):
+        raise Malformed(f"a raw body for {spec.name} must be {spec.datatype} of shape {list(shape)}")
+    shape = tuple(count // known if size == -1 else size for size in shape)
+    array = np.frombuffer(body, spec.kind, count).reshape(shape)
+    return Inference("", [array], 1, [(index, True) for index in range(len(outputs))])
+
+
+def _wanted(said: _Request, outputs: Sequence[TensorSpec]) -> list[tuple[int, bool]]:
+    binary = said.parameters.get("binary_data_output") is True
+    if not said.outputs:
+        return [(index, binary) for index in range(len(outputs))]
+    places = {spec.name: index for index, spec in enumerate(outputs)}
+    wanted = []
+    for output in said.outputs:
+        if output.name not in places:
+            raise Malformed(f"no output is called {output.name[:80]!r}: {', '.join(places)}")
+        if any(name in output.parameters for name in _UNSUPPORTED):
+            raise Malformed("shared memory and classification are not supported")
+        wanted.append((places[output.name], bool(output.parameters.get("binary_data", binary))))
+    return wanted
+
+
+def _timeout_s(parameters: dict[str, Any]) -> float | None:
+    value = parameters.get("timeout")
+    if value is None or value == 0:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e12:
+        raise Malformed("the parameter timeout is a number of microseconds")
+    return float(value) / 1e6
+
+
+def write_answer(
+    request_id: str, model: str, version: str, outputs: Sequence[tuple[TensorSpec, Array, bool]]
+) -> tuple[list[bytes], int | None]:
+    """The body of an answer in parts, and the JSON's length where raw tensors follow it.
+
+    JSON has no NaN and no infinity: such values become null there. Binary outputs keep them.
+    """
+    said, raw = [], []
+    for spec, array, binary in outputs:
+        tensor = Tensor(spec.name, array.shape, spec.datatype)
+        if binary:
+            raw.append(np.ascontiguousarray(array).tobytes())
+            tensor.parameters = {"binary_data_size": len(raw[-1])}
+        else:
+            tensor.data = array.ravel().tolist()
+        said.append(tensor)
+    text = msgspec.json.encode(Outputs(model, version, said, request_id))
+    return [text, *raw], len(text) if raw else None
+
+
+def inflate(body: bytes, encoding: str, most: int) -> bytes:
+    """A compressed body, unpacked up to `most` bytes."""
+    if encoding not in ("gzip", "deflate"):
+        raise Malformed("the body's Content-Encoding is not supported", 415)
+    unpacker = zlib.decompressobj(31 if encoding == "gzip" else 15)
+    try:
+        data = unpacker.decompress(body, most)
+    except zlib.error:
+        raise Malformed("the body is damaged") from None
+    if unpacker.unconsumed_tail or not unpacker.eof:
+        raise Malformed("the body is too large" if unpacker.unconsumed_tail else "the body is cut off",
+                        413 if unpacker.unconsumed_tail else 400)  # fmt: skip
+    return data
+
+
+def metadata(
+    name: str, versions: Sequence[str], inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+) -> dict[str, Any]:
+    """The answer of ``GET /v2/models/NAME``."""
+
+    def tensors(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
+        return [{"name": spec.name, "datatype": spec.datatype, "shape": list(spec.shape)} for spec in specs]
+
+    return {
+        "name": name, "versions": list(versions), "platform": "pytorch_fettle",
+        "inputs": tensors(inputs), "outputs": tensors(outputs),
+    }  # fmt: skip

@@ -1,0 +1,249 @@
+"""Calibration: what a call of a package costs for each batch size, measured in worker processes, without HTTP.
+
+A size at which the workers fail (no memory, an error) ends the search for larger ones, not the calibration: what was
+measured below it stands, and the reason is kept.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from fettle.package.manifest import Package
+from fettle.procs.child import Child, ChildError, Request
+from fettle.procs.parent import Parent, be_a_worker
+
+T = TypeVar("T")
+START_S, ANSWER_S = 600.0, 300.0
+"""The longest that loading, and that timing one batch size, may take."""
+PAUSE_S = 0.02
+"""Before every fourth call, at most: as long as the call itself. A server that keeps a limit pauses often, and a call
+after a pause was seen to take a twelfth to a sixth longer."""
+LEAST_RESTED = 4
+"""Fewer calls after a pause say nothing of how such calls scatter."""
+
+
+class Calibration(msgspec.Struct):
+    """What calls cost on one machine, for so many workers that compute at once. Earlier versions kept more."""
+
+    samples: dict[int, tuple[float, ...]] = {}
+    """Seconds of a call, by rows. Empty where not even one row could be computed."""
+    failures: dict[int, str] = {}
+    """Why, by the rows at which the workers failed; 0: while loading."""
+    memory_bytes: dict[int, int] = {}
+    """Of all workers after calls of so many rows: resident, or on the device where it is not the CPU."""
+    rested: dict[int, tuple[float, ...]] = {}
+    """Seconds of a call after a pause, by rows. `samples` are of calls right after another."""
+
+    def memory_at(self, rows: int) -> int:
+        """Bytes of all workers where calls have up to so many rows; 0 where nothing is known."""
+        return max((memory for size, memory in self.memory_bytes.items() if size <= rows), default=0)
+
+
+class Stopped(Exception):
+    """Whoever asked for the measurement wants it no more."""
+
+
+def sizes_up_to(most: int) -> list[int]:
+    """The batch sizes to begin with: 1, 2, 3, 4, 6, 8, 12, 16, ... and the largest."""
+    found = {1, most}
+    power = 1
+    while power <= most:
+        found |= {size for size in (power, power * 3 // 2) if size <= most}
+        power *= 2
+    return sorted(found - {0})
+
+
+def calibrate(
+    package: Package, *, most: int, workers: int = 1, threads: int = 1, device: str = "cpu", limit_s: float = 0.0,
+    seconds: float = 1.0, on_progress: Callable[[str], None] = lambda text: None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Calibration:  # fmt: skip
+    """Samples of seconds a call, by rows, with so many workers computing at once.
+
+    Between two sizes whose neighbours do not lie on a line the size in the middle is measured too: cost curves have
+    steps. A package with buckets is timed at those. Sizes whose call alone takes longer than the limit are left out,
+    but for the first. Failures of the workers are part of what is returned. Raises `Stopped` between two sizes once
+    `stopped` says so.
+    """
+    made = Calibration({}, {}, {}, rested={})
+    if stopped():
+        raise Stopped
+    processes = _Workers(package, workers, threads, device)
+    try:
+        if not _started(processes, made):
+            return made
+        buckets = package.settings.buckets
+        todo = [*buckets[: bisect_left(buckets, most) + 1]] or sizes_up_to(most)
+        while todo:
+            if stopped():
+                raise Stopped
+            size = todo.pop(0)
+            on_progress(f"cost of {size} row{'s' if size > 1 else ''}, {workers} x {threads} threads, {device}")
+            try:
+                made.samples[size], rested, made.memory_bytes[size] = processes.time(size, seconds)
+                if len(rested) >= LEAST_RESTED:
+                    made.rested[size] = rested
+            except ChildError as failure:
+                made.failures[size] = str(failure)
+                todo = [other for other in todo if other < size]
+                # A process that ran out of memory may be in any state: what is still to be measured gets new ones.
+                todo = todo or _steps(made.samples, buckets)
+                if not made.samples or not todo or not _started(processes, made):
+                    break
+                continue
+            if limit_s and statistics.median(made.samples[size]) > limit_s and size > 1:
+                todo = [other for other in todo if other < size]
+            if not todo and not (limit_s and statistics.median(made.samples[1]) > limit_s):
+                todo = _steps(made.samples, buckets)
+        made.samples = dict(sorted(made.samples.items()))
+        return made
+    finally:
+        processes.close()
+
+
+def _started(processes: _Workers, made: Calibration) -> bool:
+    try:
+        processes.start()
+    except ChildError as failure:
+        made.failures.setdefault(0, str(failure))
+        return False
+    return True
+
+
+def _steps(found: dict[int, tuple[float, ...]], buckets: Sequence[int] = ()) -> list[int]:
+    """Sizes to add: in the middle of gaps beside a size that lies 8% off the line between its neighbours.
+
+    None where calls have the sizes of `buckets` only.
+    """
+    if buckets:
+        return []
+    rows = sorted(found)
+    curve = {size: statistics.median(found[size]) for size in rows}
+    wanted = set()
+    for left, middle, right in zip(rows, rows[1:], rows[2:], strict=False):
+        share = (middle - left) / (right - left)
+        line = curve[left] + share * (curve[right] - curve[left])
+        if abs(curve[middle] - line) > 0.08 * line:
+            wanted |= {(a + b) // 2 for a, b in ((left, middle), (middle, right)) if b - a > 1}
+    return sorted(size for size in wanted if size not in found)
+
+
+class _Load(Request, tag="loading"):
+    """Load a package."""
+
+    folder: str
+    threads: int
+    device: str
+
+
+class _Time(Request, tag="timing"):
+    """Time calls of so many rows."""
+
+    size: int
+    seconds: float
+    least: int
+
+
+class _Timed(msgspec.Struct):
+    samples: list[float]
+    """Seconds of a call."""
+    rested: list[float]
+    """Of a call after a pause."""
+    memory: int
+
+
+class _Workers:
+    """Processes that compute at the same time, as they would when serving."""
+
+    def __init__(self, package: Package, workers: int, threads: int, device: str) -> None:
+        self._load, self._workers = _Load(str(package.folder), threads, device), workers
+        self._children: list[Child] = []
+
+    def start(self) -> None:
+        """Begin, or begin anew. Raises `ChildError` where the package cannot be loaded."""
+        self.close()
+        threads = {"OMP_NUM_THREADS": str(self._load.threads)}
+        for _ in range(self._workers):
+            self._children.append(Child("fettle.slo.calibrate", variables=threads))
+        self._ask(self._load, type(None), START_S)
+
+    def time(self, size: int, seconds: float) -> tuple[tuple[float, ...], tuple[float, ...], int]:
+        """Samples of all of them, those after a pause, and their memory."""
+        self._ask(_Time(size, 0.0, 3), _Timed, START_S)  # the first calls may compile
+        said = self._ask(_Time(size, seconds, 3 * LEAST_RESTED + 1), _Timed, ANSWER_S)
+        samples, rested = chain(*(one.samples for one in said)), chain(*(one.rested for one in said))
+        return tuple(samples), tuple(rested), sum(one.memory for one in said)
+
+    def close(self) -> None:
+        """End them."""
+        for child in self._children:
+            child.close()
+        self._children = []
+
+    def _ask(self, request: Request, answer: type[T], timeout_s: float) -> list[T]:
+        """The answers of all, who work on it at the same time."""
+        for child in self._children:
+            child.send(request)
+        return [child.receive(answer, timeout_s) for child in self._children]
+
+
+# -- in each process ---------------------------------------------------------------------------------------------------
+
+
+class _Worker:
+    """A package that is loaded and timed."""
+
+    runner: Any
+    device: str
+
+    def answer(self, request: _Load | _Time) -> object:
+        """What was asked for."""
+        if isinstance(request, _Time):
+            return self._timed(request)
+        self._load(request)
+        return None
+
+    def _load(self, load: _Load) -> None:
+        import torch
+
+        from fettle.package.manifest import open_package
+        from fettle.package.model_runner import ModelRunner
+
+        torch.set_num_threads(load.threads)
+        self.runner, self.device = ModelRunner(open_package(Path(load.folder)), load.device), load.device
+
+    def _timed(self, asked: _Time) -> _Timed:
+        from fettle.serve.engine.worker_main import resident_bytes
+
+        parts = [self.runner.sample(asked.size)]
+        samples: list[float] = []
+        rested: list[float] = []
+        took = 0.0
+        end = time.perf_counter() + asked.seconds
+        while len(samples) < asked.least or (time.perf_counter() < end and len(samples) < 1000):
+            pause = asked.seconds > 0 and len(samples) == 3 * (len(rested) + 1)
+            if pause:
+                time.sleep(min(took, PAUSE_S))
+            began = time.perf_counter()
+            self.runner.run(parts, 0)
+            took = time.perf_counter() - began
+            (rested if pause else samples).append(took)
+        memory = resident_bytes()
+        if self.device.startswith("cuda"):
+            import torch
+
+            memory = torch.cuda.max_memory_reserved(self.device)
+        return _Timed(samples, rested, memory)
+
+
+if __name__ == "__main__":
+    be_a_worker()
+    Parent().serve(_Load | _Time, _Worker().answer)

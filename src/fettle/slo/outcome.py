@@ -1,0 +1,241 @@
+"""What a search comes to, for people and programs: Pareto front, reasons, plain data, TorchServe's table."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fettle.files import finite
+from fettle.load.torchserve import torchserve_row
+from fettle.slo.journal import Tested
+from fettle.slo.points import Measured, Point, SearchResult
+
+LINEAR = 0.05
+"""Of a change of the cost a row: below it larger batches bring nothing."""
+
+
+def front(points: Sequence[Point]) -> list[Point]:
+    """The points that no other beats: capacity, p99 at the common rate, memory, cost and error at once.
+
+    Differences below 2% are none: both simulation and load test are noisier than that. Of points that are alike, the
+    first.
+    """
+    found: dict[tuple[float, ...], Point] = {}
+    for point in points:
+        if point.capacity > 0 and math.isfinite(point.p99_s):
+            found.setdefault(_respects(point), point)
+    return [
+        point
+        for mine, point in found.items()
+        if not any(other != mine and all(a <= b for a, b in zip(other, mine, strict=True)) for other in found)
+    ]
+
+
+def _respects(point: Point) -> tuple[float, ...]:
+    """Less is better in each; in steps of 2%."""
+    values = (1 / point.capacity, point.p99_s, float(point.memory_bytes), point.cost or 0.0, finite(point.error) or 0)
+    return tuple(round(math.log(max(value, 1e-9)) / 0.02) for value in values)
+
+
+def explain(found: SearchResult) -> list[str]:
+    """Why the best is the best: what more rows, waiting, workers and recipes bring or cost."""
+    points = found.points
+    best = found.best or (points[0] if points else None)
+    if best is None or not best.predicted:
+        return _why_nothing(found)
+    said = [*_of_ties(best, points), *_of_serving(best, found), *_of_rows(best, found), *_of_delay(best, points),
+            *_of_workers(best, points)]  # fmt: skip
+    if found.best is None and any(point.tests for point in points):
+        nearest = min((test for point in points for test in point.tests), key=_p99)
+        p99 = _p99(nearest)
+        said.insert(0, f"no load test kept the limit: the nearest had a p99 of {p99:.4g} ms at {nearest.rate:.4g} "
+                       f"requests/s, {p99 / found.limit_s / 1e3:.2f}x the limit")  # fmt: skip
+    return said
+
+
+def _why_nothing(found: SearchResult) -> list[str]:
+    """Which factor binds where no setting keeps the limit even in simulation."""
+    if not found.branches:
+        return []
+    single = min(measured.single_s for measured in found.branches.values())
+    around = min(measured.costs.request_s + measured.costs.batch_s for measured in found.branches.values())
+    if single + around > found.limit_s:
+        return [f"one row takes {single * 1e3:.4g} ms and serving it {around * 1e3:.4g} ms: over the limit without any "
+                "queue"]  # fmt: skip
+    return [f"queueing breaks the limit: one row takes {single * 1e3:.4g} of {found.limit_s * 1e3:.4g} ms, and two "
+            "requests that come together cannot both be in time"]  # fmt: skip
+
+
+def _of_ties(best: Point, points: Sequence[Point]) -> list[str]:
+    """Settings that kept the limit up to the same rate."""
+    tied = [point for point in points if best.measured and point.measured == best.measured and point is not best]
+    return [f"{point.setting} keeps the limit up to {best.measured:.4g} requests/s as well, with a p99 of "
+            f"{point.p99_at_measured_ms:.3g} instead of {best.p99_at_measured_ms:.3g} ms there"
+            for point in tied]  # fmt: skip
+
+
+def _of_serving(best: Point, found: SearchResult) -> list[str]:
+    """What of a row's cost is not the model's, and what a pause costs. Nothing where it was not measured."""
+    measured, rows = found.branches[best.setting.branch], best.setting.max_rows
+    costs, said = measured.costs, []
+    if measured.around is not None:
+        added = costs.batch_s / rows + costs.held_s
+        whole = costs.curve.at(rows) / rows + added
+        said.append(f"of {whole * 1e3:.3g} ms a row in calls of {rows}, {added * 1e3:.2g} ms are the server's")
+    longer = [statistics.median(after) / statistics.median(costs.samples[size])
+              for size, after in costs.rested.items() if size <= rows]  # fmt: skip
+    if longer and statistics.median(longer) > 1 + LINEAR:
+        said.append(f"a call after a pause takes {statistics.median(longer) - 1:.0%} longer: simulated so")
+    tested = [point for point in found.points if found.branches[point.setting.branch].scale == 1.0]
+    if slower := how_much_slower(tested):
+        said.append(f"the machine's speed moves: {slower}, and a prediction is off by as much")
+    return said
+
+
+def how_much_slower(points: Sequence[Point]) -> str:
+    """Calls in the points' load tests against what they were to be; empty where that is nearly the same."""
+    times = [test.slower for point in points for test in point.tests if test.slower]
+    if not times or 1 / (1 + LINEAR) < statistics.median(times) < 1 + LINEAR:
+        return ""
+    return f"the model's calls took {statistics.median(times):.2f}x as long in load tests as when calibrated"
+
+
+def _of_rows(best: Point, found: SearchResult) -> list[str]:
+    """A sentence for each doubling of the rows, up to the first that the curve or the limit rules out."""
+    setting, said = best.setting, []
+    costs = found.branches[setting.branch].costs
+    curve = costs.curve
+    top: dict[int, float] = {}
+    for point in found.points:
+        if point.setting.branch == setting.branch:
+            top[point.setting.max_rows] = max(top.get(point.setting.max_rows, 0.0), point.predicted)
+    sizes = sorted(top)
+    for fewer, more in itertools.pairwise(sizes):
+        if not top[fewer]:
+            continue
+        gain = top[more] / top[fewer] - 1
+        a_row, then = curve.at(fewer) / fewer, curve.at(more) / more
+        if then > (1 - LINEAR) * a_row:
+            shape = "linear" if then < (1 + LINEAR) * a_row else "steeper than linear"
+            why = f"the curve is {shape}, {a_row * 1e3:.3g} and {then * 1e3:.3g} ms a row"
+        elif gain < LINEAR and curve.at(more) < found.limit_s / 3:
+            slow = max(costs.samples.get(more, (curve.at(more),)))
+            why = f"a call of {more} takes {curve.at(more) * 1e3:.3g} ms, but the slowest took {slow * 1e3:.3g}"
+        elif gain < LINEAR:
+            why = (f"a call of {more} takes {curve.at(more) * 1e3:.3g} of {found.limit_s * 1e3:.4g} ms: what waits "
+                   "behind it is late")  # fmt: skip
+        else:
+            why = f"a row costs {a_row * 1e3:.3g} ms in {fewer} and {then * 1e3:.3g} ms in {more}"
+        said.append(f"{fewer} to {more} rows: {gain:+.0%} capacity; {why}")
+    if not sizes[1:]:
+        said.append("only one row a call was tried")
+    return said
+
+
+def _of_delay(best: Point, points: Sequence[Point]) -> list[str]:
+    """What waiting for fuller batches brings or costs, beside the same setting with or without it."""
+    mine = best.setting
+    other = next((p for p in points if p is not best and replace(p.setting, delay_s=mine.delay_s) == mine), None)
+    if other is None or not other.predicted:
+        return []
+    what = "no delay instead" if mine.delay_s else f"waiting {other.setting.delay_s * 1e3:.3g} ms for fuller batches"
+    return [f"{what}: {other.predicted / best.predicted - 1:+.0%} in simulation"]
+
+
+def _of_workers(best: Point, points: Sequence[Point]) -> list[str]:
+    """The best setting of every other branch, in one sentence each."""
+    tops: dict[Any, Point] = {}
+    for point in points:
+        branch = point.setting.branch
+        if branch not in tops or point.predicted > tops[branch].predicted:
+            tops[branch] = point
+    said = []
+    for branch, point in tops.items():
+        if branch != best.setting.branch:
+            change = point.predicted / best.predicted - 1
+            said.append(f"{branch}, at best: " + (f"{change:+.0%}" if point.predicted else "cannot keep the limit"))
+    return said
+
+
+def _p99(test: Tested) -> float:
+    value = test.run["latency_ms"]["p99"]
+    return float(value) if value is not None and math.isfinite(value) else math.inf
+
+
+# -- plain data -------------------------------------------------------------------------------------------------------
+
+
+def plain(found: SearchResult, **more: Any) -> dict[str, Any]:
+    """Everything that the report shows, without NaN or infinity, with `more` facts about the search."""
+    best = found.best
+    return {
+        "limit_ms": found.limit_s * 1e3, "rate": found.rate, "head_room": found.headroom, "met": found.met,
+        "why": found.why, "tests": found.tests, "tests_kept": found.tests_kept, "interrupted": found.interrupted,
+        "seconds": found.seconds, "reference_rate": found.reference_rate,
+        "best": found.points.index(best) if best is not None else None,
+        "points": [_plain_point(point) for point in found.points],
+        "branches": [_plain_branch(measured) for measured in found.branches.values()],
+        "failures": [{"what": failure.what, "why": failure.why} for failure in found.failures], **more,
+    }  # fmt: skip
+
+
+def _plain_point(point: Point) -> dict[str, Any]:
+    tests = [
+        {"rate": test.rate, "held": test.held, "predicted_p99_ms": test.predicted_p99_ms, "slower": test.slower,
+         **msgspec.to_builtins(test.inside), "batch_rows": test.inside.rows, "run": finite(test.run)}
+        for test in point.tests
+    ]  # fmt: skip
+    return {
+        **asdict(point.setting), "setting": str(point.setting), "predicted": point.predicted,
+        "measured": point.measured, "p50_ms": finite(point.predicted_p50_s * 1e3),
+        "p99_ms": finite(point.p99_s * 1e3), "memory_bytes": point.memory_bytes, "error": finite(point.error),
+        "cost_per_million": point.cost, "front": point.front, "tests": tests,
+    }  # fmt: skip
+
+
+def _plain_branch(measured: Measured) -> dict[str, Any]:
+    calibration, lender = measured.calibration, measured.lender
+    curve = []
+    for rows, samples in calibration.samples.items():
+        low_ms, median_ms, high_ms = (1e3 * np.percentile(samples, (5, 50, 95))).tolist()
+        curve.append({"rows": rows, "median_ms": median_ms, "low_ms": low_ms, "high_ms": high_ms,
+                      "calls": len(samples)})  # fmt: skip
+    return {
+        **asdict(measured.branch), "branch": str(measured.branch), "curve": curve, "scale": measured.scale,
+        "failures": [{"rows": rows, "why": why} for rows, why in calibration.failures.items()],
+        "request_ms": measured.costs.request_s * 1e3, "batch_ms": measured.costs.batch_s * 1e3,
+        "held_ms": measured.costs.held_s * 1e3,
+        "overheads": "measured" if measured.overheads else f"measured with {lender.branch}" if lender else "assumed",
+    }  # fmt: skip
+
+
+# -- TorchServe's table -----------------------------------------------------------------------------------------------
+
+
+def torchserve_rows(found: SearchResult, name: str) -> list[dict[str, str]]:
+    """Every load test in the columns of TorchServe's ``ab_report.csv``, best setting first.
+
+    Its columns of the handler are the calls of the model here; the queue's are from arrival to dispatch. Its own
+    latencies come from a closed loop; these count from when a request was due.
+    """
+    return [_torchserve_row(point, test, name) for point in found.points for test in point.tests]
+
+
+def _torchserve_row(point: Point, test: Tested, name: str) -> dict[str, str]:
+    inside, setting = test.inside, point.setting
+    model = {f"Model_{p}": getattr(inside.model_ms, p) for p in ("p50", "p90", "p99")}
+    queue = {f"Queue time {p}": getattr(inside.queue_ms, p) for p in ("p50", "p90", "p99")}
+    return torchserve_row(
+        test.run, f"{name}, {setting.variant}" if setting.variant else name, **model, **queue,
+        **{"Batch size": setting.max_rows, "Batch delay": setting.delay_s * 1e3, "Workers": setting.workers,
+           "Input": f"{test.rate:.5g} requests/s, Poisson", "predict_mean": inside.model_ms.mean,
+           "handler_time_mean": inside.model_ms.mean, "waiting_time_mean": inside.queue_ms.mean,
+           "cpu_percentage_mean": inside.cpu_percent, "memory_percentage_mean": inside.memory_percent},
+    )  # fmt: skip

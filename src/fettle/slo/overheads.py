@@ -1,0 +1,61 @@
+"""What serving adds to the model's own time: one closed loop with one client, and one that keeps every worker busy.
+
+With one client a request takes ``request_s + batch_s`` and the model's call. With more clients than the workers can
+take, a worker makes a call every ``batch_s`` and the model's call seconds. The server says how long those calls took.
+Under load they take longer than the calibration said where server and client need the cores that the model computes
+on: for each request that comes meanwhile, ``held_s``. So two short runs on the real server give the three constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from fettle.load.client import Request
+from fettle.load.loops import closed_loop
+from fettle.package.settings import CostCurve
+from fettle.slo.server_process import ServerFailure, ServerProcess
+
+RUN_S = 1.5
+"""Of each of the two runs, at least; at least 30 calls of the model."""
+
+
+class Overheads(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The constants of `fettle.slo.simulate.Costs`, and what they came from. Seconds."""
+
+    request_s: float
+    batch_s: float
+    alone_s: float
+    """Median latency of one client alone."""
+    busy_rate: float
+    """Answers a second with every worker busy."""
+    busy_rows: float
+    """Rows of a call then, on average."""
+    held_s: float = 0.0
+    """By which a request that comes during a call of the model makes that call longer."""
+
+
+async def measure_overheads(
+    served: ServerProcess, requests: Sequence[Request], curve: CostCurve, *, workers: int, max_rows: int
+) -> Overheads:
+    """Two closed loops. Raises `ServerFailure` where requests fail.
+
+    Where the server is quicker than the calibration said, as far as that was noise, a constant is 0: never less.
+    """
+    alone = await closed_loop(requests, 1, max(RUN_S, 30 * curve.at(1)))
+    single = await served.stats()
+    clients = min(256, 2 * max_rows * workers + workers)
+    busy = await closed_loop(requests, clients, max(RUN_S, 30 * curve.at(max_rows) / workers))
+    seen = await served.stats()
+    for run in (alone, busy):
+        if not run.answered or run.failed:
+            raise ServerFailure(f"{run.failed} of {sum(run.statuses.values())} requests failed: {run.statuses}")
+    rows = sum(size * count for size, count in seen.rows.items()) / max(seen.calls, 1)
+    computing = sum(curve.at(size) * count for size, count in seen.sizes.items()) / max(seen.calls, 1)
+    each, model_s = workers * rows / busy.throughput, seen.model_ms.mean / 1e3
+    batch_s = max(0.0, each - model_s)
+    request_s = max(0.0, alone.percentile(50) - single.model_ms.p50 / 1e3 - batch_s)
+    # As many requests come during a call as all workers answer in that time.
+    held_s = max(0.0, (model_s - computing) / (workers * rows))
+    return Overheads(request_s, batch_s, alone.percentile(50), busy.throughput, rows, held_s)

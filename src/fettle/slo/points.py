@@ -1,0 +1,199 @@
+"""What a search for the best setting is about: settings, what is known of them, and what was found."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from fettle.package.manifest import Package
+from fettle.package.settings import ServeSettings
+from fettle.slo.calibrate import Calibration
+from fettle.slo.journal import Tested
+from fettle.slo.overheads import Overheads
+from fettle.slo.simulate import Costs
+
+
+@dataclass(frozen=True)
+class Branch:
+    """What a cost curve is measured for."""
+
+    workers: int
+    threads: int
+    device: str = "cpu"
+    variant: str = ""
+    """Which of the packages; empty where there is one only."""
+
+    def __str__(self) -> str:
+        workers = f"{self.workers} worker{'s' if self.workers > 1 else ''}"
+        threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
+        device = f" on {self.device}" if self.device != "cpu" else ""
+        return f"{workers} x {threads}{device}" + (f", {self.variant}" if self.variant else "")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to serve."""
+
+    workers: int
+    threads: int
+    max_rows: int
+    delay_s: float = 0.0
+    device: str = "cpu"
+    variant: str = ""
+    buckets: tuple[int, ...] = ()
+    """Of the package: the only sizes of a call, where each is compiled for itself."""
+
+    @property
+    def branch(self) -> Branch:
+        """The part that costs are measured for."""
+        return Branch(self.workers, self.threads, self.device, self.variant)
+
+    def batching(self) -> ServeSettings:
+        """For the simulation."""
+        return ServeSettings(self.max_rows, self.delay_s * 1e3, self.buckets, workers=self.workers)
+
+    def __str__(self) -> str:
+        delay = f", {self.delay_s * 1e3:.3g} ms delay" if self.delay_s else ""
+        return f"{self.branch}, up to {self.max_rows} rows{delay}"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One package that can serve the model: the model with one recipe."""
+
+    name: str
+    package: Package
+
+    @property
+    def error(self) -> float:
+        """Relative L2 error of its answers against the model as given."""
+        return float(self.package.manifest.accuracy.get("relative_error", math.nan))
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Something that was tried, or could not be, and why."""
+
+    what: str
+    why: str
+
+
+@dataclass
+class Point:
+    """A setting with what was predicted, and what was measured where it was."""
+
+    setting: Setting
+    predicted: float
+    """Requests a second under the limit, by simulation."""
+    predicted_p50_s: float = math.nan
+    """At that rate."""
+    p99_s: float = math.inf
+    """By simulation at `SearchResult.reference_rate`."""
+    memory_bytes: int = 0
+    """Of all workers: as calibrated, or as seen in the last load test."""
+    error: float = math.nan
+    """Relative L2 error of the answers."""
+    cost: float | None = None
+    """Of a million requests at `capacity`, in the unit of the price."""
+    front: bool = False
+    """Whether no other point is better in one respect and no worse in the others."""
+    measured: float | None = None
+    """Requests a second under the limit, by load tests; None where none was made."""
+    tests: list[Tested] = field(default_factory=list)
+
+    @property
+    def lowest(self) -> float:
+        """The lowest rate that was tested."""
+        return min((test.rate for test in self.tests), default=math.nan)
+
+    @property
+    def p99_at_measured_ms(self) -> float:
+        """In the test that showed the measured capacity; infinite where there was none."""
+        shown = [test.run["latency_ms"]["p99"] for test in self.tests if test.held and test.rate == self.measured]
+        return min(shown, default=math.inf)
+
+    @property
+    def order(self) -> tuple[bool, float, float]:
+        """Less is better: measured before predicted, more capacity, then less p99 at it.
+
+        Settings that were tested at one rate often keep it both and the next one neither.
+        """
+        return self.measured is None, -(self.measured or 0.0), self.p99_at_measured_ms
+
+    @property
+    def capacity(self) -> float:
+        """As measured (0 where no test kept the limit), else as predicted."""
+        return self.predicted if self.measured is None else self.measured
+
+
+@dataclass
+class Measured:
+    """What is known of one branch."""
+
+    branch: Branch
+    calibration: Calibration
+    buckets: tuple[int, ...] = ()
+    """`Setting.buckets` of its package."""
+    overheads: Overheads | None = None
+    """Measured with this branch."""
+    lender: Measured | None = None
+    """Whose overheads are used where none were measured with this one."""
+    scale: float = 1.0
+    """By which the costs were multiplied after load tests that contradicted them."""
+
+    @property
+    def around(self) -> Overheads | None:
+        """What serving adds: as measured with this branch, else with another."""
+        return self.overheads or (self.lender.overheads if self.lender is not None else None)
+
+    @property
+    def costs(self) -> Costs:
+        """For the simulation."""
+        around = self.around
+        samples, rested = (
+            {n: tuple(value * self.scale for value in s) for n, s in measured.items()}
+            for measured in (self.calibration.samples, self.calibration.rested)
+        )
+        if around is None:
+            return Costs(samples, rested=rested)
+        return Costs(samples, around.request_s, around.batch_s, rested, around.held_s)
+
+    @property
+    def single_s(self) -> float:
+        """What one row alone takes."""
+        return self.costs.curve.at(1)
+
+
+@dataclass
+class SearchResult:
+    """The outcome of a search."""
+
+    limit_s: float
+    rate: float
+    """What was asked for; 0: as much as possible."""
+    headroom: float = 0.0
+    """Share of the capacity that has to be left at `rate`."""
+    points: list[Point] = field(default_factory=list)
+    """Best first: measured ones by measurement, then the others by prediction."""
+    branches: dict[Branch, Measured] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    why: list[str] = field(default_factory=list)
+    reference_rate: float = 0.0
+    """Requests a second at which the points' `p99_s` are compared."""
+    tests: int = 0
+    """Load tests that the outcome rests on,"""
+    tests_kept: int = 0
+    """and how many of them had been made by an earlier run of the same search."""
+    interrupted: bool = False
+    seconds: float = 0.0
+
+    @property
+    def best(self) -> Point | None:
+        """The best measured point that serves anything within the limit."""
+        good = [point for point in self.points if point.measured]
+        return min(good, key=lambda point: point.order, default=None)
+
+    @property
+    def met(self) -> bool:
+        """Whether the limit is kept, at the rate that was asked for and with the headroom."""
+        return self.best is not None and (1 - self.headroom) * (self.best.measured or 0.0) >= self.rate

@@ -1,0 +1,166 @@
+"""Proof by load: open-loop tests of one setting on a real server, around the capacity that was predicted for it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+
+import msgspec
+
+from fettle.errors import UsageError
+from fettle.load.arrivals import poisson
+from fettle.load.client import Request, tensor_request
+from fettle.load.loops import open_loop
+from fettle.load.run import Run, as_data
+from fettle.package.host import host_id
+from fettle.package.manifest import SAMPLES, Package
+from fettle.package.settings import CostCurve, ServeSettings
+from fettle.slo.calibrate import Stopped
+from fettle.slo.journal import Journal, Tested, package_key
+from fettle.slo.points import Point, SearchResult, Setting
+from fettle.slo.server_process import ServerFailure, ServerProcess, ServerStats
+from fettle.slo.simulate import Costs, simulate
+
+LATE = "the load generator was late itself in tests that failed: what was measured is a lower bound"
+"""A late generator makes latencies longer, never shorter: what passes has passed."""
+STEPS_DOWN = (0.85, 0.7, 0.5)
+"""Of the rate, after the first, second and third load test that did not keep the limit."""
+STEP_UP = 1.1
+NEAR = 1.045
+"""The first step, either way, from a rate that tests of a like setting let expect: two tests are enough then."""
+
+
+REQUESTS, LONGEST_S = 1000, 60.0
+"""A load test has so many requests at least, or takes so long."""
+
+
+def test_s(rate: float, seconds: float) -> float:
+    """Seconds of a load test at a rate: `seconds` at least, and as long as a 99th percentile needs."""
+    return min(LONGEST_S, max(seconds, REQUESTS / rate))
+
+
+async def prove(
+    package: Package, point: Point, costs: Costs, found: SearchResult, seconds: float, journal: Journal | None = None,
+    on_progress: Callable[[str], None] = lambda text: None, stop: asyncio.Event | None = None,
+    expected: float | None = None, to_beat: float = 0.0,
+) -> None:  # fmt: skip
+    """Open-loop load tests around the predicted capacity: up while it holds, down while it does not, then between.
+
+    They begin at `expected` where tests of a like setting let expect a rate, never below `to_beat`, which another
+    setting has shown, and end where that one is not kept: how much worse this one is nobody needs to know.
+
+    Tests that the journal holds are not made again; the server is started for the first that it does not hold. Raises
+    `ServerFailure` where the server fails, and `Stopped`.
+    """
+    journal, setting, limit_s = journal or Journal(), point.setting, found.limit_s
+    settings = serve_settings(package.settings, setting, costs, limit_s, host_id())
+    served: ServerProcess | None = None
+    try:
+        good, bad, rate, missed = 0.0, math.inf, max(expected or point.predicted, to_beat), 0
+        up, down = (NEAR, (1 / NEAR, *STEPS_DOWN)) if expected else (STEP_UP, STEPS_DOWN)
+        for _ in range(4):
+            length = test_s(rate, seconds)
+            key = f"{package_key(package)} {setting} {rate:.6g}/s {length:.6g}s {limit_s:g}s"
+            if key not in journal.tests:
+                if stop is not None and stop.is_set():
+                    raise Stopped
+                on_progress(f"{rate:.4g} requests/s on {setting}")
+                served = served or await ServerProcess.start(package, settings, setting.device)
+                journal.tests[key] = await _test(served, package, point, costs, rate, length, limit_s, stop)
+                journal.save()
+            else:
+                found.tests_kept += 1
+            tested = journal.tests[key]
+            found.tests += 1
+            point.tests.append(tested)
+            point.memory_bytes = tested.inside.memory_bytes or point.memory_bytes
+            if tested.held:
+                good = max(good, rate)
+            else:
+                bad, missed = min(bad, rate), missed + 1
+                if tested.run["void"] and LATE not in found.why:
+                    found.why.append(LATE)
+            if bad <= to_beat:
+                break
+            if good and bad < math.inf:
+                if bad / good < 1.05:
+                    break
+                rate = math.sqrt(good * bad)
+            else:
+                rate = rate * up if good else max(rate * down[min(missed, len(down)) - 1], to_beat)
+        point.measured = good
+    finally:
+        if served is not None:
+            await served.close()
+
+
+async def _test(
+    served: ServerProcess, package: Package, point: Point, costs: Costs, rate: float, seconds: float, limit_s: float,
+    stop: asyncio.Event | None,
+) -> Tested:  # fmt: skip
+    """One run; again where it failed while this client was too slow, which says little of the server."""
+    requests = sample_requests(package, served.url)
+    for seed in range(2):
+        await served.stats()
+        try:
+            run = await open_loop(requests, poisson(rate, seconds, seed), limit_s=limit_s, stop=stop)
+        except UsageError as error:  # nothing answers any more
+            raise ServerFailure(str(error)) from error
+        if run.interrupted:
+            raise Stopped
+        if not run.void or run.percentile(99) <= limit_s:
+            break
+    inside = await served.stats()
+    expected = simulate(poisson(rate, seconds, seed), point.setting.batching(), costs)
+    p99_s = expected.percentile(99)
+    return Tested(
+        rate, held(run), as_data(run), inside, p99_s * 1e3 if math.isfinite(p99_s) else None,
+        _slower(inside, costs, expected.stretch),
+    )  # fmt: skip
+
+
+def _slower(inside: ServerStats, costs: Costs, stretch: float) -> float | None:
+    """Of calls of the sizes that were seen; None where there were none."""
+    curve = costs.curve
+    by_curve_s = sum(curve.at(size) * count for size, count in inside.sizes.items())
+    return inside.model_ms.mean / 1e3 * inside.calls / by_curve_s / stretch if by_curve_s else None
+
+
+def held(run: Run) -> bool:
+    """Whether a run kept its limit: a steady state, nothing failed or refused, and a p99 within."""
+    return bool(run.stable and run.answered and not run.failed and not run.shed and run.percentile(99) <= run.limit_s)
+
+
+def sample_requests(package: Package, url: str, most: int = 8) -> list[Request]:
+    """Requests of one row each, with the rows of the package's own sample."""
+    from safetensors.numpy import load_file
+
+    samples = load_file(package.folder / SAMPLES)
+    specs = package.manifest.inputs
+    rows = min([most, *(len(samples[spec.name]) for spec in specs if spec.batched)])
+    requests = []
+    for row in range(rows):
+        tensors = [
+            (spec.name, spec.datatype, samples[spec.name][row : row + 1] if spec.batched else samples[spec.name])
+            for spec in specs
+        ]
+        requests.append(tensor_request(f"{url}/v2/models/{package.manifest.name}/infer", tensors, {}))
+    return requests
+
+
+def serve_settings(given: ServeSettings, setting: Setting, costs: Costs, limit_s: float, machine: str) -> ServeSettings:
+    """A package's settings with those of the search and the curve they rest on."""
+    curve = costs.curve
+    return msgspec.structs.replace(
+        given, max_rows=setting.max_rows, delay_ms=setting.delay_s * 1e3, workers=setting.workers,
+        threads=setting.threads, limit_ms=limit_s * 1e3, curve=CostCurve(curve.rows, curve.seconds, machine),
+    )  # fmt: skip
+
+
+def tuned(found: SearchResult, package: Package) -> ServeSettings:
+    """The best point as settings for its package. Only where there is a best point."""
+    assert found.best is not None
+    setting = found.best.setting
+    costs = found.branches[setting.branch].costs
+    return serve_settings(package.settings, setting, costs, found.limit_s, host_id())

@@ -1,0 +1,209 @@
+"""A server in simulated time: the batcher's own decisions, measured service times, and arrivals; latencies come out.
+
+The loop below is `BatchQueue` for requests of one row that may all share a call: it looks at batches instead of
+requests, which is what makes a search of hundreds of settings a matter of seconds. A test shows that both do the same.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+
+from fettle.package.settings import CostCurve, ServeSettings
+
+IDLE = 0.02
+"""Of the rate that calls of one row allow: a server with so little to do is almost idle."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a call costs: for each measured batch size its samples, in seconds, and what serving adds around it."""
+
+    samples: dict[int, tuple[float, ...]]
+    request_s: float = 0.0005
+    """From the client to the queue and back, a request: HTTP, parsing, the answer."""
+    batch_s: float = 0.0002
+    """To the worker and back, a batch."""
+    rested: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    """Samples of calls that come after a pause, where those differ: then caches are cold and clocks low."""
+    held_s: float = 0.0
+    """By which a request that comes during a call makes it longer: it is read and answered on the model's cores."""
+
+    @cached_property
+    def curve(self) -> CostCurve:
+        """Medians."""
+        rows = sorted(self.samples)
+        return CostCurve(tuple(rows), tuple(float(np.median(self.samples[n])) for n in rows))
+
+
+@dataclass
+class Predicted:
+    """What the simulation saw. Seconds."""
+
+    latency_s: np.ndarray[Any, Any]
+    """In the order of arrival."""
+    batch_rows: dict[int, int] = field(default_factory=dict)
+    refused: int = 0
+    utilisation: float = 0.0
+    """Share of the time that workers were busy."""
+    stretch: float = 1.0
+    """Time of all calls over what the curve's medians say: they scatter, come after pauses and are held up."""
+    stable: bool = True
+    """The queue did not only grow."""
+
+    def percentile(self, percent: float) -> float:
+        """Of the latency; infinite where nothing was answered or the queue only grew."""
+        if not len(self.latency_s) or not self.stable:
+            return math.inf
+        return float(np.percentile(self.latency_s, percent))
+
+
+def simulate(
+    arrivals: Sequence[float] | np.ndarray[Any, Any], settings: ServeSettings, costs: Costs, seed: int = 0, *,
+    give_up: tuple[float, float] | None = None,
+) -> Predicted:  # fmt: skip
+    """Serve `arrivals` (seconds, ascending; a row each) with these settings.
+
+    Service times of a size are drawn from its samples; of a size that was not measured, from the nearest measured
+    one's, scaled by the curve. `give_up` (seconds, share) ends early, as not stable, once more than that share of all
+    requests has waited longer: who only asks whether a percentile is kept need not see the rest.
+    """
+    most, call_rows = settings.max_rows, settings.call_rows
+    delay_s, bound, held_s = settings.delay_ms / 1e3, settings.max_queue_rows, costs.held_s
+    draw = _service(costs, np.random.default_rng(seed))
+    # A request is in the queue when it has been read, and answered when it has been written.
+    before = costs.request_s / 2
+    queued: list[float] = (np.asarray(arrivals, dtype=float) + before).tolist()
+    free = [-math.inf] * settings.workers  # when each worker is free
+    done: list[float] = []  # of each batch
+    rows_of: list[int] = []
+    first, refused, working, late = 0, 0, 0.0, 0
+    longest, allowed = (give_up[0] - costs.request_s, give_up[1] * len(queued)) if give_up else (math.inf, math.inf)
+    count = len(queued)
+    while first < count:
+        now = max(free[0], queued[first])
+        arrived = bisect_right(queued, now, first)
+        if delay_s > 0:
+            now, arrived = _waited(queued, first, arrived, now, delay_s, most)
+        waiting = arrived - first
+        if waiting > bound:  # nobody took anything meanwhile: what came last was refused
+            refused += waiting - bound
+            del queued[first + bound : arrived]
+            count, waiting, arrived = len(queued), bound, first + bound
+        rows = min(waiting, most)
+        took = draw(call_rows(rows), rested=now > free[0]) + costs.batch_s
+        end = now + took
+        if held_s:
+            end = _held(queued, arrived, end, held_s)
+            took = end - now
+        heapq.heapreplace(free, end)
+        working += took
+        done.append(end)
+        rows_of.append(rows)
+        if end - queued[first] > longest:
+            late += bisect_right(queued, end - longest, first, first + rows) - first
+            if late > allowed:
+                return Predicted(np.array([]), {}, refused, 1.0, stable=False)
+        first += rows
+    found = np.repeat(done, rows_of) - np.array(queued) + costs.request_s
+    sizes, how_often = np.unique(np.array(rows_of, dtype=int), return_counts=True)
+    batch_rows = dict(zip(sizes.tolist(), how_often.tolist(), strict=True))
+    by_curve = sum(costs.curve.at(call_rows(rows)) * count for rows, count in batch_rows.items())
+    span = max(max(done, default=0.0) - (queued[0] - before if queued else 0.0), 1e-9)
+    half = len(found) // 2
+    # The second half waits much longer than the first: the queue has no steady state.
+    growing = half > 50 and found[half:].mean() > 2.0 * found[:half].mean() + 10 * costs.curve.at(1)
+    return Predicted(
+        found, batch_rows, refused,
+        working / span / settings.workers, float((working - costs.batch_s * len(done)) / by_curve) if done else 1.0,
+        bool(not growing and refused == 0),
+    )  # fmt: skip
+
+
+def _waited(queued: list[float], first: int, arrived: int, now: float, delay_s: float, most: int) -> tuple[float, int]:
+    """When the batch that begins with `first` goes, a worker being free from `now` on, and what has come by then."""
+    until = queued[first] + delay_s
+    while now < until and arrived - first < most:
+        now = min(until, queued[arrived]) if arrived < len(queued) else until
+        arrived = bisect_right(queued, now, arrived)
+    return now, arrived
+
+
+def _held(queued: list[float], arrived: int, end: float, held_s: float) -> float:
+    """When a call ends that each request which comes during it holds up, `arrived` being the first that may."""
+    last = len(queued)
+    while arrived < last and queued[arrived] < end:
+        arrived, end = arrived + 1, end + held_s
+    return end
+
+
+class _Draw(Protocol):
+    def __call__(self, size: int, *, rested: bool) -> float: ...
+
+
+def _service(costs: Costs, random: np.random.Generator) -> _Draw:
+    """Draws the seconds of a call of a size, after a pause or right after another one."""
+    curve = costs.curve
+    pools: dict[tuple[int, bool], list[float]] = {}
+
+    def fill(size: int, rested: bool) -> list[float]:
+        samples = costs.rested if rested and costs.rested else costs.samples
+        near = min(samples, key=lambda n: (abs(n - size), n))
+        scale = curve.at(size) / curve.at(near)
+        return (random.choice(np.asarray(samples[near]), 512) * scale).tolist()  # type: ignore[no-any-return]
+
+    def draw(size: int, *, rested: bool) -> float:
+        pool = pools.get((size, rested))
+        if not pool:
+            pool = pools[size, rested] = fill(size, rested)
+        return pool.pop()
+
+    return draw
+
+
+def capacity(
+    settings: ServeSettings, costs: Costs, limit_s: float, *, percent: float = 99.0, requests: int = 4000,
+    seed: int = 0, utilisation: float = 0.9,
+) -> tuple[float, Predicted | None]:  # fmt: skip
+    """The greatest Poisson rate (a second) up to which the percentile stays within the limit, to 1%.
+
+    Up to it, not only at it: traffic is lower at times, and where a batch costs less than one row, or a delay is long,
+    a server can be slower with little to do than with much. So rates are tried from that of an almost idle server on,
+    each twice the last, and between the last good one and the first bad one by bisection.
+
+    Rates that keep the workers busier than `utilisation` are not believed: close to saturation a simulation is
+    optimistic, and so are its users. 0 where even an almost idle server is too slow.
+    """
+    from fettle.load.arrivals import poisson
+
+    curve, sizes = costs.curve, range(1, settings.max_rows + 1)
+    rates = [n / (curve.at(settings.call_rows(n)) + costs.batch_s) * settings.workers for n in sizes]
+    # A full queue of large batches is cheap a row: utilisation is judged by rows against the best rate.
+    top = utilisation * max(rates)
+    unit = poisson(1.0, requests * 1.2, seed)[:requests]
+
+    def good(rate: float) -> Predicted | None:
+        seen = simulate(unit / rate, settings, costs, seed, give_up=(limit_s, 1 - percent / 100 + 2 / requests))
+        return seen if seen.percentile(percent) <= limit_s else None
+
+    low, high, found = 0.0, IDLE * rates[0], None
+    while (seen := good(high)) is not None:
+        low, found = high, seen
+        if high == top:
+            return low, found
+        high = min(2 * high, top)
+    while found is not None and high / low > 1.01:
+        middle = math.sqrt(low * high)
+        seen = good(middle)
+        if seen is None:
+            high = middle
+        else:
+            low, found = middle, seen
+    return low, found

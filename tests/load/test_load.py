@@ -1,0 +1,311 @@
+"""Load and simulation: against theory, against a server, and against what goes wrong."""
+
+import asyncio
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fettle.errors import UsageError
+from fettle.load.arrivals import poisson, read_schedule
+from fettle.load.client import http_request, model_request
+from fettle.load.loops import _inconsistent, _Load, closed_loop, open_loop
+from fettle.load.run import UNANSWERED, Run, as_data, warm_up
+from fettle.load.torchserve import COLUMNS, torchserve_row
+from fettle.package.manifest import open_package
+from fettle.package.settings import ServeSettings
+from fettle.slo.simulate import Costs, capacity, simulate
+from tests.serving import running
+
+# -- simulation -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
+def test_constant_service_is_md1(load):
+    """Mean time in an M/D/1 queue: D + rho D / 2(1 - rho) (Pollaczek-Khinchine)."""
+    seen = simulate(
+        poisson(load / 0.01, 3000), ServeSettings(max_rows=1, max_queue_rows=10**6), Costs({1: (0.01,)}, 0, 0)
+    )
+    assert seen.latency_s.mean() == pytest.approx(0.01 + load * 0.01 / (2 * (1 - load)), rel=0.05)
+    assert seen.utilisation == pytest.approx(load, rel=0.03)
+
+
+def test_exponential_service_is_mm1():
+    """Mean time in an M/M/1 queue: 1 / (mu - lambda)."""
+    samples = tuple(np.random.default_rng(1).exponential(0.01, 20_000))
+    seen = simulate(poisson(50, 6000), ServeSettings(max_rows=1, max_queue_rows=10**6), Costs({1: samples}, 0, 0))
+    assert seen.latency_s.mean() == pytest.approx(1 / (100 - 50), rel=0.1)
+
+
+def test_what_is_added_is_added():
+    seen = simulate([0.0, 10.0], ServeSettings(max_rows=4), Costs({1: (0.01,)}, request_s=0.002, batch_s=0.003))
+    assert seen.latency_s.tolist() == pytest.approx([0.015, 0.015])
+    waited = simulate([0.0, 10.0], ServeSettings(max_rows=4, delay_ms=50), Costs({1: (0.01,)}, 0, 0))
+    assert waited.latency_s.tolist() == pytest.approx([0.06, 0.06])
+
+
+@given(
+    gaps=st.lists(st.floats(0, 0.05), min_size=1, max_size=200),
+    cost=st.lists(st.floats(0.001, 0.05), min_size=4, max_size=4),
+    workers=st.integers(1, 3),
+    delay_ms=st.sampled_from([0.0, 10.0]),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_request_is_answered_once(gaps, cost, workers, delay_ms):
+    setting = ServeSettings(max_rows=4, workers=workers, delay_ms=delay_ms, max_queue_rows=10**6)
+    costs = Costs({n + 1: (seconds,) for n, seconds in enumerate(cost)}, 0, 0)
+    seen = simulate(np.cumsum(gaps), setting, costs)
+    assert len(seen.latency_s) == len(gaps) == sum(rows * count for rows, count in seen.batch_rows.items())
+    assert seen.latency_s.min() >= min(cost) - 1e-9
+
+
+def test_a_model_slower_than_the_limit_has_no_capacity():
+    assert capacity(ServeSettings(max_rows=2), Costs({1: (0.2,), 2: (0.3,)}), 0.1) == (0.0, None)
+
+
+# -- load -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(store):
+    with running([open_package(store / "net-1")]) as made:
+        yield made
+
+
+def test_an_open_loop_sends_what_is_due(server):
+    due = poisson(200, 2, seed=3)
+    run = asyncio.run(open_loop([model_request(server.url)], due, limit_s=60.0))
+    assert 0.5 * len(due) <= sum(run.statuses.values()) <= len(due)  # those of the warm-up are left out
+    assert set(run.statuses) == {200}
+    assert run.stable
+    assert not run.void
+    intervals = as_data(run)["intervals_ms"]
+    assert set(intervals) == {"p50", "p90", "p95", "p99"}
+    assert intervals["p50"][0] <= intervals["p50"][1]
+    assert run.within == 1
+    data = as_data(run)
+    assert data["latency_ms"]["p50"] <= data["latency_ms"]["p99"] <= data["latency_ms"]["p100"]
+    assert list(torchserve_row(data, "u")) == list(COLUMNS)
+
+
+@pytest.mark.parametrize("clients", [1, 8, 32, 128])
+@pytest.mark.parametrize("seconds", [2.0, 2.03])
+def test_a_closed_loop_counts_what_was_answered_while_it_asked(clients, seconds):
+    """A server that answers up to 8 clients every 63 ms: its rate, also where each waits for most of the run."""
+
+    async def counted():
+        load = _Load([], 0.0)
+        load.until = seconds
+        waiting, now = [0.0] * clients, 0.0
+        while waiting:
+            now += 0.063
+            done, waiting = waiting[:8], waiting[8:]
+            load.rows += [(asked, asked, now, 200) for asked in done]
+            waiting += [now] * len(done) if now <= seconds else []
+        return load.result("closed")
+
+    run = asyncio.run(counted())
+    assert run.throughput == pytest.approx(min(clients, 8) / 0.063, rel=0.06)
+    assert run.percentile(50) == pytest.approx(max(1, clients // 8) * 0.063, rel=0.01)
+
+
+def test_what_fails_when_a_closed_loop_ends_is_counted():
+    async def counted():
+        load = _Load([], 0.0)
+        load.until = 1.0
+        load.rows = [(0.1 * n, 0.1 * n, 0.1 * n + 0.1, 200) for n in range(10)] + [(0.5, 0.5, 11.0, UNANSWERED)]
+        return load.result("closed")
+
+    assert asyncio.run(counted()).failed == 1
+
+
+def test_a_closed_loop_keeps_its_clients_busy(server):
+    run = asyncio.run(closed_loop([model_request(server.url)], 4, 1.5))
+    assert run.answered > 20
+    assert 3 < run.mean_inflight <= 4.01
+    assert run.failed == run.shed == 0
+
+
+def test_what_fails_or_is_refused_misses_the_limit():
+    """A server that answers quickly, half of the time with a refusal."""
+
+    async def handle(reader, writer):
+        while await reader.readuntil(b"\r\n\r\n"):
+            handle.count += 1
+            status = b"200 OK" if handle.count % 2 else b"503 Busy"
+            writer.write(b"HTTP/1.1 " + status + b"\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            writer.close()
+
+    async def run():
+        handle.count = 0
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        request = http_request(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", b"", {})
+        found = await open_loop([request], np.arange(100) / 200, limit_s=60.0)
+        server.close()
+        return found
+
+    found = asyncio.run(run())
+    assert 0.4 < found.within < 0.6
+    assert found.shed >= 20  # of the 50 or more that are left when the beginning is cut
+
+
+def slow_server(seconds):
+    """A server that answers one request at a time."""
+
+    async def handle(reader, writer):
+        while await reader.readuntil(b"\r\n\r\n"):
+            async with handle.lock:
+                await asyncio.sleep(seconds)
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+    async def start():
+        handle.lock = asyncio.Lock()
+        made = await asyncio.start_server(handle, "127.0.0.1", 0)
+        return made, http_request(f"http://127.0.0.1:{made.sockets[0].getsockname()[1]}/", b"", {})
+
+    return start
+
+
+def test_waiting_counts_from_the_moment_a_request_was_due():
+    async def run():
+        server, request = await slow_server(0.1)()
+        found = await open_loop([request], np.array([0.0, 0.001, 0.002, 0.003]))
+        server.close()
+        return found
+
+    found = asyncio.run(run())
+    assert np.all(np.sort(found.latency_s) > np.array([0.095, 0.19, 0.29, 0.39]))
+
+
+def test_a_backlog_that_only_grows_ends_the_run():
+    async def run():
+        server, request = await slow_server(0.05)()
+        found = await open_loop([request], poisson(100, 30), limit_s=0.1)
+        server.close()
+        return found
+
+    found = asyncio.run(run())
+    assert not found.stable
+    assert found.duration_s < 30  # it ended before its schedule did
+
+
+def test_connections_that_break_are_failures():
+    async def run():
+        async def handle(reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.transport.abort()
+
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        request = http_request(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", b"", {})
+        found = await open_loop([request], np.arange(20) / 100)
+        server.close()
+        return found
+
+    found = asyncio.run(run())
+    assert found.answered == 0
+    assert found.failed > 0
+    assert found.errors == {"connection lost": found.failed}
+
+
+def test_answers_that_never_come_are_told_from_connections_that_break():
+    async def run():
+        async def handle(reader, writer):
+            await reader.readuntil(b"\r\n\r\n")
+
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        request = http_request(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", b"", {})
+        found = await open_loop([request], np.arange(20) / 100, patience_s=0.1)
+        server.close()
+        return found
+
+    found = asyncio.run(run())
+    assert found.errors == {"no answer": found.failed}
+    assert not found.stable
+
+
+def test_a_run_whose_count_and_times_disagree_is_void():
+    """Little's law: what is counted on its way is the rate times the time of one, both seen for themselves."""
+    sound = Run("open", 100, 10, np.full(1000, 0.04), statuses={200: 1000}, mean_inflight=4.1, expected_inflight=4.0)
+    assert _inconsistent(sound) == ""
+    assert "Little's law is off by 1.50" in _inconsistent(replace(sound, mean_inflight=6.0))
+    few = replace(sound, statuses={200: 50}, mean_inflight=6.0)
+    assert _inconsistent(few) == ""  # too much beginning and end to say
+
+
+def test_the_beginning_that_differs_is_left_out():
+    rng = np.random.default_rng(0)
+    values = np.concatenate([rng.normal(10, 1, 200), rng.normal(1, 0.1, 2000)])
+    assert 190 <= warm_up(values) <= 260
+    assert warm_up(rng.normal(1, 0.1, 2000)) < 1000
+
+
+def test_intervals_need_enough_answers():
+    few = Run("open", 1, 1, np.ones(50), statuses={200: 50})
+    assert few.interval(99) is None
+    many = Run("open", 1, 1, np.random.default_rng(0).exponential(1, 20_000), statuses={200: 20_000})
+    low, high = many.interval(99)
+    assert low < -math.log(0.01) < high
+
+
+def test_schedules_from_files(tmp_path):
+    (tmp_path / "a").write_text("5\n# comment\n3\n4.5\n")
+    assert read_schedule(tmp_path / "a").tolist() == [0, 1.5, 2]
+    for bad in ("", "x", "1 2 x", "nan", "-1", "1 2\n3"):
+        (tmp_path / "b").write_text(bad)
+        with pytest.raises(UsageError):
+            read_schedule(tmp_path / "b")
+
+
+@pytest.mark.parametrize("url", ["ftp://a/b", "file:///etc/passwd", "nothing", "https://a"])
+def test_only_plain_http(url):
+    with pytest.raises(UsageError):
+        model_request(url)
+    with pytest.raises(UsageError):
+        http_request(url, b"", {})
+
+
+def test_the_commands(server, store, tmp_path, run_fettle):
+    url = server.url
+    done = run_fettle(
+        "serve",
+        "load",
+        url,
+        "-c",
+        "2",
+        "--rate",
+        "50",
+        "-d",
+        "1s",
+        "--p99",
+        "60s",
+        "--json",
+        "--output",
+        str(tmp_path / "c.csv"),
+    )
+    assert done.code == 0, done.err
+    closed, opened = json.loads(done.out)
+    assert (closed["mode"], opened["mode"]) == ("closed", "open")
+    assert (tmp_path / "c.csv").read_text().startswith("Benchmark,TS failed requests,")
+    (tmp_path / "earlier.json").write_text(done.out)
+    done = run_fettle(
+        "serve", "load", url, "-c", "2", "-d", "1s", "--baseline", str(tmp_path / "earlier.json"), "--json"
+    )
+    changes = json.loads(done.out)["changes"]
+    assert [change["measure"] for change in changes] == ["answers/s", "p50", "p99"]
+    assert done.code == any(change["verdict"] == "worse" for change in changes)
+    package = str(store / "net-1")
+    for wrong in (["load", url], ["load", "http://127.0.0.1:9", "--rate", "1"], ["run"], ["slo", "x", "--p99", "1"],
+                  [str(tmp_path)], [package, "--host", "0.0.0.0"], [package, "--delay", "soon"],
+                  ["package", "nothing.py"], ["load", url, "-c", "1", "--output", str(tmp_path)],
+                  ["load", url, "-c", "1", "--baseline", str(tmp_path / "none")],
+                  ["slo", package, "--p99", "1s", "--recipe", "precision=bf16"],
+                  ["slo", package, "--p99", "1s", "--headroom", "120%"],
+                  ["slo", package, "--p99", "1s", "--price-per-hour", "much"],
+                  ["slo", package, "--p99", "1s", "--device", "tpu"]):  # fmt: skip
+        done = run_fettle("serve", *wrong)
+        assert done.code == 2, (wrong, done.err)
+        assert len(done.err.strip().splitlines()) == 1, done.err

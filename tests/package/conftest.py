@@ -1,0 +1,3 @@
+"""The packages that the tests of this room share."""
+
+from tests.serving import store  # noqa: F401

@@ -1,0 +1,147 @@
+"""Keys and values kept between tokens: the same texts as the model's own, for a token's work each."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from fettle.package.export import write_package
+from fettle.package.generating import generating, lengths
+from fettle.package.handler import find_handler
+from fettle.package.model_runner import ModelRunner
+from fettle.package.settings import ServeSettings
+from fettle.recipe import Recipe
+from fettle.workload import Workload
+from tests.package.test_generate import post, whole
+from tests.serving import running
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+WORDS = 64
+SIZES = {"vocab_size": WORDS, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+def llama(**more):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        initializer_range=1.0, **SIZES, **more,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def gpt2():
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=1.0, **SIZES)
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def workload(model):
+    ids = torch.randint(0, WORDS, (2, 8))
+    return Workload(model, [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}])
+
+
+def packaged(path, model, recipe=""):
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(WORDS)}, "0"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return write_package(
+        workload(model), Recipe.parse(recipe), path, name="adder", handler="generate",
+        files={"tokenizer.json": made.to_str().encode()}, settings=ServeSettings(max_rows=8, threads=1),
+        handler_settings={"max_new_tokens": 50, "max_tokens": 100},
+    )  # fmt: skip
+
+
+def expected(model, tokens, most):
+    """What the model says itself, whole text by whole text."""
+    ids = list(tokens)
+    for _ in range(most):
+        with torch.no_grad():
+            ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    return "".join(f" {token}" for token in ids[len(tokens) :])
+
+
+PROMPTS = [[(7 * n + i) % WORDS for i in range(1 + n % 6)] for n in range(12)]
+
+
+def test_prompts_of_many_lengths_get_the_models_own_texts(tmp_path):
+    model = llama()
+    package = packaged(tmp_path / "m", model)
+    assert [spec.name for spec in package.manifest.inputs] == ["input_ids", "attention_mask", "last", "seen", "past"]
+
+    def one(tokens):
+        said = {"text_input": " ".join(map(str, tokens)), "parameters": {"max_tokens": 4 + 2 * len(tokens)}}
+        return post(server, "generate", said)[1]["text_output"]
+
+    with running([package]) as server, ThreadPoolExecutor(12) as threads:
+        found = list(threads.map(one, PROMPTS))
+    assert found == [expected(model, tokens, 4 + 2 * len(tokens)) for tokens in PROMPTS]
+
+
+def bodies(prompts, lengths):
+    asked = [(" ".join(map(str, prompt)), most) for prompt, most in zip(prompts, lengths, strict=True)]
+    return [json.dumps({"text_input": text, "parameters": {"max_tokens": most}}).encode() for text, most in asked]
+
+
+def test_a_token_costs_a_tokens_work_and_a_text_that_ends_disturbs_nobody(tmp_path):
+    class Counting(ModelRunner):
+        calls = ()
+
+        def call(self, tensors):
+            self.calls += (tuple(tensors[0].shape),)
+            return super().call(tensors)
+
+    model = gpt2()
+    package = packaged(tmp_path / "m", model)
+    runner = Counting(package)
+    handler = find_handler(package, runner, "")
+    lengths = [3, 40, 9, 1]
+    found = whole(handler, bodies(PROMPTS[2:6], lengths), lambda: {2} if len(runner.calls) >= 5 else set())
+    assert runner.calls[0] == (4, 6)  # the prompts, filled up to the longest
+    assert [shape[1] for shape in runner.calls[1:]] == [1] * 39
+    assert [shape[0] for shape in runner.calls] == [4, 3, 3, 2, 2, *[1] * 35]
+    assert [(row["tokens"], row["reason"]) for row in found] == [
+        (3, "length"),
+        (40, "length"),
+        (5, "gone"),
+        (1, "length"),
+    ]
+    for row, prompt in zip(found, PROMPTS[2:6], strict=True):
+        assert row["text_output"] == expected(model, prompt, row["tokens"])
+
+
+@pytest.mark.parametrize(
+    "how", ["weights", *(pytest.param(how, marks=pytest.mark.slow) for how in ("autocast", "given"))]
+)
+def test_it_may_compute_in_another_type(tmp_path, how):
+    """By the recipe, or because the model came so: what is kept has the type that the model computes in."""
+    recipe = {"weights": "precision=bf16 grad=inference_mode", "autocast": "precision=autocast-bf16", "given": ""}[how]
+    model = gpt2() if how == "weights" else llama()  # both have conversions to float32 of their own
+    package = packaged(tmp_path / "m", model.bfloat16() if how == "given" else model, recipe)
+    assert "past" in {spec.name for spec in package.manifest.inputs}
+    assert (0 < package.manifest.accuracy["relative_error"] < 0.1) or how == "given"
+    handler = find_handler(package, ModelRunner(package), "")
+    assert [row["tokens"] for row in whole(handler, bodies(PROMPTS[:3], [5, 6, 7]))] == [5, 6, 7]
+
+
+@pytest.mark.parametrize("odd", ["window", "eager", "positions"])
+def test_a_model_that_keeps_something_else_runs_the_whole_text(odd):
+    if odd == "window":
+        config = transformers.MistralConfig(
+            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            sliding_window=4, **SIZES,
+        )  # fmt: skip
+        model = transformers.MistralForCausalLM(config).eval()
+    elif odd == "eager":
+        model = llama(attn_implementation="eager")
+    else:  # ALiBi: how far two tokens are apart is read off their places
+        config = transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, **SIZES)
+        model = transformers.BloomForCausalLM(config).eval()
+    [plain] = generating(workload(model))
+    assert set(plain.inputs[0]) == {"input_ids", "attention_mask", "last"}
+
+
+def test_a_text_is_no_longer_than_the_model_has_positions():
+    assert lengths(llama(max_position_embeddings=64)) == {"max_tokens": 64, "max_new_tokens": 64}
+    assert lengths(llama(max_position_embeddings=512)) == {"max_tokens": 512, "max_new_tokens": 256}
+    assert lengths(llama(max_position_embeddings=4096)) == lengths(torch.nn.Linear(2, 2)) == {}

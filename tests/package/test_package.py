@@ -1,0 +1,220 @@
+"""The package: written, opened, and refused where it is not sound."""
+
+import json
+import stat
+import zipfile
+
+import msgspec
+import pytest
+import torch
+
+from fettle.errors import UsageError
+from fettle.package.export import write_package
+from fettle.package.manifest import open_package, seal
+from fettle.package.model_runner import load_model
+from fettle.package.program import load_program, tables
+from fettle.package.settings import ServeSettings
+from fettle.recipe import Recipe
+from fettle.workload import Workload
+
+
+class Odd(torch.nn.Module):
+    """Dict in, dataclass-like dict out, a constant, a buffer that is not saved, tied weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.two.weight = self.one.weight
+        self.register_buffer("shift", torch.ones(1), persistent=False)
+
+    def forward(self, x, mask, scale=2.0):
+        y = self.two(self.one(x)) * scale + self.shift
+        return {"scores": y * mask, "sums": (y * mask).sum(-1)}
+
+
+def odd(rows=3):
+    torch.manual_seed(0)
+    batch = {"x": torch.rand(rows, 5, 4), "mask": torch.ones(rows, 5, 1), "scale": 3.0}
+    return Workload(Odd().eval(), [batch, {**batch, "x": torch.rand(rows, 7, 4), "mask": torch.ones(rows, 7, 1)}])
+
+
+@pytest.mark.parametrize("form", ["folder", "zip"])
+def test_what_is_written_answers_as_the_model_did(tmp_path, form):
+    work = odd()
+    path = tmp_path / ("odd.zip" if form == "zip" else "odd")
+    package = write_package(work, Recipe(), path, name="odd", settings=ServeSettings(max_rows=4))
+    assert [(s.name, s.shape) for s in package.manifest.inputs] == [("x", (-1, -1, 4)), ("mask", (-1, -1, 1))]
+    assert [(s.name, s.shape) for s in package.manifest.outputs] == [("scores", (-1, -1, 4)), ("sums", (-1, -1))]
+    run, samples = load_model(package)
+    assert len(samples) == 2
+    batch = {"x": torch.rand(2, 6, 4), "mask": torch.rand(2, 6, 1), "scale": 3.0}  # other rows, another length
+    wanted = work.model(**batch)
+    scores, sums = run(batch["x"], batch["mask"])
+    torch.testing.assert_close(scores, wanted["scores"])
+    torch.testing.assert_close(sums, wanted["sums"])
+
+
+def test_a_recipe_is_applied_to_the_exported_model(tmp_path):
+    recipe = Recipe.parse("precision=bf16 grad=inference_mode")
+    package = write_package(odd(), recipe, tmp_path / "odd", name="odd")
+    assert package.manifest.recipe == {"precision": "bf16", "grad": "inference_mode"}
+    assert 0 < package.manifest.accuracy["relative_error"] < 0.05
+
+
+def test_a_recipe_that_an_exported_model_cannot_have_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="quantize"):
+        write_package(odd(), Recipe.parse("quantize=int8-dynamic"), tmp_path / "odd", name="odd")
+    assert not list(tmp_path.iterdir())  # nothing half-written is left
+
+
+def test_what_exists_is_not_overwritten(tmp_path):
+    (tmp_path / "odd").mkdir()
+    with pytest.raises(UsageError, match="exists already"):
+        write_package(odd(), Recipe(), tmp_path / "odd", name="odd")
+
+
+@pytest.fixture
+def sound(tmp_path):
+    return write_package(odd(), Recipe(), tmp_path / "odd", name="odd")
+
+
+@pytest.mark.parametrize("file", ["graph.json", "weights.safetensors", "serve.toml", "samples.safetensors"])
+def test_a_changed_or_missing_file_is_noticed(sound, file):
+    path = sound.folder / file
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(UsageError, match="damaged or was changed"):
+        open_package(sound.folder)
+    path.unlink()
+    with pytest.raises(UsageError, match="lacks"):
+        open_package(sound.folder)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", '{"format": 1}', '{"format": "x"}', "[" * 100_000, '{"format": 99, "name": "a"}'],
+)
+def test_a_manifest_that_is_none_is_one_line(sound, text):
+    (sound.folder / "manifest.json").write_text(text)
+    with pytest.raises(UsageError) as error:
+        open_package(sound.folder)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("max_rows = 1000000000", "max_rows is 1 to"),
+        ("workers = 100000", "workers is 1 to"),
+        ("workers = 0", "workers is 1 to"),
+        ("threads = -1", "threads is 0 to"),
+        ("timeout_ms = nan", "timeout_ms"),
+        ("limit_ms = -1.0", "limit_ms"),
+        ('policy = "best"', "no such policy"),
+        ("delay_ms = inf", "delay_ms must be"),
+    ],
+)
+def test_settings_that_no_machine_can_have_are_one_line(sound, text, why):
+    (sound.folder / "serve.toml").write_text(text)
+    seal(sound.folder, sound.manifest)
+    with pytest.raises(UsageError, match=why):
+        open_package(sound.folder)
+
+
+def test_settings_of_earlier_versions_are_served_greedily_and_said_so(sound, caplog):
+    curve = "[curve]\nrows = [1, 2]\nseconds = [0.01, 0.02]\n"
+    for text, said in (('policy = "curve"', 0), (f'policy = "greedy"\npad = false\n{curve}', 0),
+                       (f'policy = "curve"\n{curve}', 1), ("pad = true", 1)):  # fmt: skip
+        (sound.folder / "serve.toml").write_text(f"max_rows = 4\n{text}")
+        seal(sound.folder, sound.manifest)
+        caplog.clear()
+        assert open_package(sound.folder).settings.max_rows == 4
+        assert [("batches are greedy" in record.message) for record in caplog.records] == [True] * said
+
+
+def test_without_settings_of_its_own_the_manifest_is_checked_alike(sound):
+    (sound.folder / "serve.toml").unlink()
+    seal(sound.folder, sound.manifest)
+    assert open_package(sound.folder).settings.max_rows == sound.manifest.max_rows
+    seal(sound.folder, msgspec.structs.replace(sound.manifest, max_rows=10**9))
+    with pytest.raises(UsageError, match=r"manifest\.json cannot be used: .*max_rows is 1 to"):
+        open_package(sound.folder)
+
+
+def test_a_manifest_cannot_name_files_elsewhere(sound):
+    data = json.loads((sound.folder / "manifest.json").read_text())
+    for name in ("../odd/graph.json", "/etc/passwd", ".hidden"):
+        (sound.folder / "manifest.json").write_text(json.dumps({**data, "files": {name: "0" * 64}}))
+        with pytest.raises(UsageError, match="outside itself"):
+            open_package(sound.folder)
+
+
+HOSTILE = {
+    "operator": ('"torch.ops.aten.linear.default"', '"torch.hub.load"'),
+    "system": ('"torch.ops.aten.linear.default"', '"torch.ops.aten.from_file.default"'),
+    "name": ('"name":"linear"', "\"name\":\"x=__import__('os').system('false')\""),
+    "guards": ('"guards_code":[]', '"guards_code":["__import__(\'os\').abort()"]'),
+    "type": ('"builtins.tuple"', '"os.system"'),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_graph_is_refused_or_harmless(sound, what):
+    old, new = HOSTILE[what]
+    path = sound.folder / "graph.json"
+    text = path.read_text()
+    if what == "type":
+        old, new = json.dumps(old)[1:-1], json.dumps(new)[1:-1]
+    assert old in text, what
+    path.write_text(text.replace(old, new))
+    seal(sound.folder, sound.manifest)  # a stranger can compute digests too
+    if what == "guards":  # dropped, never run
+        load_program(open_package(sound.folder).folder)
+        return
+    with pytest.raises(UsageError):
+        load_program(open_package(sound.folder).folder)
+
+
+def test_an_expression_is_not_evaluated(sound):
+    path = sound.folder / "graph.json"
+    graph = json.loads(path.read_text())
+
+    for table in tables(graph):
+        if "expr_str" in table:
+            table["expr_str"] = "__import__('os').abort()"
+    path.write_text(json.dumps(graph))
+    with pytest.raises(UsageError, match="expression"):
+        load_program(sound.folder)
+
+
+def archive(path, entries):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, data, mode in entries:
+            info = zipfile.ZipInfo(name)
+            info.external_attr = mode << 16
+            info.compress_type = zipfile.ZIP_DEFLATED
+            file.writestr(info, data)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "mode", "why"),
+    [
+        ("../evil", b"x", 0o644, "plain files"),
+        ("/abs", b"x", 0o644, "plain files"),
+        ("a/b", b"x", 0o644, "plain files"),
+        ("link", b"/etc/passwd", stat.S_IFLNK | 0o777, "link"),
+        ("bomb", b"\0" * (64 << 20), 0o644, "suspiciously"),
+    ],
+)
+def test_archives_cannot_escape_link_or_explode(tmp_path, name, data, mode, why):
+    path = archive(tmp_path / "p.zip", [("manifest.json", b"{}", 0o644), (name, data, mode)])
+    with pytest.raises(UsageError, match=why):
+        open_package(path)
+    assert [item.name for item in tmp_path.iterdir()] == ["p.zip"]
+
+
+def test_a_file_that_is_no_archive(tmp_path):
+    (tmp_path / "p.zip").write_bytes(b"not a zip")
+    with pytest.raises(UsageError, match="cannot be unpacked"):
+        open_package(tmp_path / "p.zip")

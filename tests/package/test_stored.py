@@ -1,0 +1,263 @@
+"""Recipes that are stored in the package: calibrated int8, and OpenVINO's own files."""
+
+import copy
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fettle.applying import apply
+from fettle.errors import UsageError
+from fettle.package.export import write_package
+from fettle.package.manifest import open_package, seal
+from fettle.package.model_runner import ModelRunner, load_model
+from fettle.package.openvino import GRAPH, OpenvinoModel
+from fettle.package.program import as_function, load_program
+from fettle.package.settings import ServeSettings
+from fettle.recipe import Recipe
+from fettle.workload import Workload
+
+STATIC = Recipe.parse("quantize=int8-static compile=default freeze=on grad=inference_mode")
+
+
+def conv(channels=3):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(channels, 8, 3), torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(),
+        torch.nn.Linear(8, 4),
+    )  # fmt: skip
+    batches = [torch.randn(4, channels, 8, 8) for _ in range(3)]
+    return Workload(model.eval(), batches, check_inputs=[torch.randn(4, channels, 8, 8)])
+
+
+def tuned(work, recipe):
+    """The recipe applied; `apply` calibrates on the first half of the batches it is given, so they are given twice."""
+    return apply(copy.deepcopy(work.model), recipe, [*work.inputs, *work.inputs])
+
+
+def distance(one, other):
+    return float((one - other).norm() / other.norm())
+
+
+@pytest.fixture(scope="module")
+def static(tmp_path_factory):
+    """A package in int8 of a model with one channel, for which torch cannot compile any number of rows."""
+    work, path = conv(channels=1), tmp_path_factory.mktemp("int8") / "conv"
+    fast = tuned(work, STATIC)
+    return work, fast, write_package(work, STATIC, path, name="conv", settings=ServeSettings(max_rows=4))
+
+
+def test_int8_that_was_calibrated_answers_as_the_tuned_model_did(static):
+    work, fast, package = static
+    manifest = package.manifest
+    assert dict(manifest.recipe).items() >= STATIC.levels.items()
+    assert manifest.applied == ("quantize",)
+    assert manifest.accuracy["calibrated_on"] == 3
+    assert 0 < manifest.accuracy["relative_error"] < 0.1
+    run, _ = load_model(package)
+    question = work.check_inputs[0]
+    with torch.inference_mode():
+        answer, expected = run(question)[0], fast(question)
+    wanted = work.model(question).detach()
+    assert distance(answer, expected) < 0.5 * distance(expected, wanted)  # where a rounding went the other way
+    assert distance(answer, wanted) < 0.1
+    assert "quantized_decomposed" in (package.folder / "graph.json").read_text()
+
+
+def test_int8_is_read_in_a_process_that_has_quantised_nothing(static):
+    code = "import sys; from pathlib import Path; from fettle.package.program import load_program; import torch; "
+    code += "print(load_program(Path(sys.argv[1]))(torch.zeros(3, 1, 8, 8))[0].shape)"
+    done = subprocess.run([sys.executable, "-c", code, str(static[2].folder)], capture_output=True, text=True)
+    assert done.stdout.strip() == "torch.Size([3, 4])", done.stderr
+
+
+def test_sizes_that_are_compiled_for_themselves_are_the_only_ones(static):
+    _, _, package = static
+    if package.manifest.recipe.get("shapes") != "static":  # a torch whose compiler can do it
+        assert package.settings.buckets == ()
+        return
+    assert package.settings.buckets == (1, 2, 4, 8)
+    assert set(package.settings.buckets) == {1, 2, 4, 8}
+
+
+def test_there_must_be_batches_to_calibrate_on(tmp_path):
+    work = Workload(conv().model, [torch.randn(4, 3, 8, 8)])
+    with pytest.raises(UsageError, match="no batches to calibrate on"):
+        write_package(work, STATIC, tmp_path / "conv", name="conv")
+    with pytest.raises(UsageError, match="needs compile"):
+        write_package(conv(), Recipe.parse("quantize=int8-static"), tmp_path / "conv", name="conv")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_package_worse_than_its_recipe_allowed_is_refused(tmp_path):
+    evidence = {"limits": {"max_error": 1e-9}, "accuracy": {"error": 1e-10}}
+    with pytest.raises(UsageError, match="fettle tune allowed 1e-09"):
+        write_package(conv(), Recipe.parse("precision=bf16"), tmp_path / "conv", name="conv", evidence=evidence)
+    assert not any(tmp_path.iterdir())
+
+
+# -- OpenVINO ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def openvino(tmp_path_factory):
+    pytest.importorskip("openvino")
+    pytest.importorskip("nncf")
+    work = conv()
+    recipe = Recipe.parse("runtime=openvino-int8 grad=inference_mode streams=per-core")
+    fast = tuned(work, recipe)
+    path = tmp_path_factory.mktemp("openvino") / "conv"
+    return work, fast, write_package(work, recipe, path, name="conv", settings=ServeSettings(max_rows=4))
+
+
+def test_openvinos_files_answer_as_the_tuned_model_did(openvino):
+    work, fast, package = openvino
+    manifest = package.manifest
+    assert manifest.model == "openvino"
+    assert manifest.recipe == {"runtime": "openvino-int8", "grad": "inference_mode"}
+    assert manifest.requires.keys() == {"torch", "openvino"}
+    assert sorted(manifest.files) == ["openvino.bin", "openvino.xml", "samples.safetensors", "serve.toml"]
+    assert manifest.accuracy["calibrated_on"] == 3
+    question = work.check_inputs[0]
+    run, _ = load_model(package)
+    wanted = work.model(question).detach()
+    assert distance(run(question)[0], fast(question)) < 0.5 * distance(fast(question), wanted)
+    runner = ModelRunner(package)
+    assert set(runner.warm([1, 2, 3, 4])) == {1, 2, 3, 4}
+    torch.testing.assert_close(torch.from_numpy(runner.run([[question[:3].numpy()]], 4)[0]), run(question)[0][:3])
+    assert not re.search(r"/(home|tmp|root|work)/", (package.folder / GRAPH).read_text())  # nothing of who made it
+
+
+@pytest.mark.parametrize("layers", [[], [1]], ids=["to be chosen", "chosen by the study"])
+def test_a_part_of_the_layers_is_stored_in_int8(layers, tmp_path):
+    pytest.importorskip("openvino")
+    recipe = Recipe.parse("runtime=openvino-int8-part grad=inference_mode")
+    evidence = {"limits": {"max_error": 0.1}, **({"int8_layers": layers} if layers else {})}
+    package = write_package(conv(), recipe, tmp_path / "conv", name="conv", evidence=evidence)
+    assert 0 < package.manifest.accuracy["relative_error"] < 0.1
+    graph = (package.folder / GRAPH).read_text()
+    assert graph.count('type="FakeQuantize"') == (2 if layers else 4)  # of the input and of the weights
+
+
+class Timed(torch.nn.Module):
+    """Told the timestep as sines, which OpenVINO must keep in float32 where the rest is in bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(32, 32), torch.nn.Linear(32, 4)
+
+    def forward(self, step, x):
+        return self.last(torch.relu(self.first((step * torch.exp(-0.3 * torch.arange(32))).sin()) + x))
+
+
+def test_sines_kept_in_float32_are_no_answer_of_the_package(tmp_path):
+    pytest.importorskip("openvino")
+    torch.manual_seed(0)
+    batches = [(torch.tensor([[762.0], [431.0]]), torch.randn(2, 32) / 10) for _ in range(2)]
+    work = Workload(Timed().eval(), batches)
+    package = write_package(work, Recipe.parse("runtime=openvino-bf16"), tmp_path / "timed", name="timed")
+    assert (package.folder / GRAPH).read_text().count('type="Result"') == 2
+    run, _ = load_model(package)
+    answers = run(*batches[0])
+    assert len(answers) == 1
+    assert distance(answers[0], work.model(*batches[0]).detach()) < 0.03
+
+
+HOSTILE = {
+    "an extension": ('version="opset1"', 'version="extension"'),
+    "another operator": ('type="Convolution"', 'type="../../Convolution"'),
+    "memory between requests": ('type="ReLU"', 'type="ReadValue"'),
+    "weights outside": ('offset="0"', 'offset="99999999"'),
+    "negative": ('offset="0"', 'offset="-8"'),
+    "entities": ("<net ", '<!DOCTYPE net [<!ENTITY a "b">]><net '),
+    "a comment": ("<net ", "<!-- <net --><net "),
+    "another root": ("<net ", "<not "),
+    "no text": ("<net ", "<net\0 "),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_graph_is_refused_before_openvino_reads_it(openvino, tmp_path, monkeypatch, what):
+    import shutil
+
+    from fettle.package import openvino as room
+
+    folder = tmp_path / "conv"
+    shutil.copytree(openvino[2].folder, folder)
+    old, new = HOSTILE[what]
+    text = (folder / GRAPH).read_text()
+    assert old in text, what
+    (folder / GRAPH).write_text(text.replace(old, new, 1))
+    seal(folder, openvino[2].manifest)  # a stranger can compute digests too
+    monkeypatch.setattr(room, "openvino_core", lambda: pytest.fail("it was read"))
+    with pytest.raises(UsageError, match="cannot be used"):
+        OpenvinoModel(open_package(folder).folder, "openvino-int8")
+
+
+def test_openvinos_files_run_on_the_cpu_only(openvino):
+    with pytest.raises(UsageError, match="runs on the CPU"):
+        load_model(openvino[2], "cuda")
+
+
+class KeepsAType(torch.nn.Module):
+    """Makes a tensor and converts it to its input's type, which exporting finds to be nothing to do."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.second(x * torch.arange(4).float().to(x.dtype))
+
+
+def test_a_part_that_stays_float32_is_named(tmp_path):
+    work = Workload(KeepsAType().eval(), [torch.rand(4, 4)])
+    with pytest.raises(UsageError, match=r"precision=bf16 cannot be packaged.*model\.to\(torch\.bfloat16\)") as failure:
+        write_package(work, Recipe.parse("precision=bf16"), tmp_path / "model", name="m")
+    assert "\n" not in str(failure.value)
+    made = Workload(KeepsAType().eval().to(torch.bfloat16), [torch.rand(4, 4, dtype=torch.bfloat16)])
+    assert not (tmp_path / "model").exists()
+    for name, what, recipe in (("cast", work, "precision=autocast-bf16"), ("given", made, "")):  # as it advises
+        write_package(what, Recipe.parse(recipe), tmp_path / name, name="m")
+
+
+@pytest.mark.parametrize("loaded", [load_program, lambda folder: as_function(load_program(folder))])
+def test_a_program_looks_at_new_shapes_only_and_at_all_of_them(store, loaded):
+    module, calls = loaded(store / "net-1"), []
+    wrong, right = torch.zeros(2, 5), torch.zeros(2, 4)
+    for rows in (right, right, wrong, right, wrong, torch.zeros(3, 4)):
+        try:
+            calls.append(tuple(module(rows)[0].shape))
+        except RuntimeError:
+            calls.append("refused")
+    assert calls == [(2, 3), (2, 3), "refused", (2, 3), "refused", (3, 3)]
+
+
+class Branches(torch.nn.Module):
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+
+
+class Counts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x, y):
+        self.calls += 1
+        return x * self.calls, y
+
+
+def test_a_straight_program_answers_as_the_program_does(tmp_path):
+    for name, model, inputs in (
+        ("branches", Branches(), [torch.ones(2, 3)]), ("counts", Counts(), [torch.ones(2, 3), torch.ones(2, 1)])
+    ):  # fmt: skip
+        write_package(Workload(model.eval(), [tuple(inputs)]), Recipe(), tmp_path / name, name="m")
+        program, call = (load_program(tmp_path / name) for _ in range(2))
+        fast = as_function(call)
+        assert (fast is call) == (name == "branches")  # its graph holds two others
+        for _ in range(4):
+            torch.testing.assert_close(fast(*inputs), program(*inputs))

@@ -1,0 +1,65 @@
+"""Histograms and counters of our own say what Prometheus' would."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+
+from fettle.serve.engine.metrics import Counts, Metrics, ModelMetrics, Tallies
+
+
+@given(st.lists(st.floats(0.0, 100.0)), st.sets(st.floats(0.001, 50.0), min_size=1, max_size=8))
+def test_a_tally_is_exposed_as_prometheus_own_histogram(values, bounds):
+    bounds = sorted(bounds)
+    theirs, ours = CollectorRegistry(), CollectorRegistry()
+    histogram = Histogram("seen", "text", ("model",), buckets=bounds, registry=theirs).labels("m")
+    tallies = Tallies("seen", "text", ("model",), bounds)
+    ours.register(tallies)
+    tally = tallies.labels("m")
+    for value in values:
+        histogram.observe(value)
+        tally.observe(value)
+    wanted = [line for line in generate_latest(theirs).decode().splitlines() if "_created" not in line]
+    assert generate_latest(ours).decode().splitlines() == wanted
+
+
+def test_counts_are_exposed_as_prometheus_own_counter():
+    theirs, ours = CollectorRegistry(), CollectorRegistry()
+    counter, counts = (
+        Counter("answers", "text", ("model", "code"), registry=theirs),
+        Counts("answers", "text", ("model", "code")),
+    )
+    ours.register(counts)
+    for model, code in (("a", 200), ("b", 200), ("a", 503), ("a", 200)):
+        counter.labels(model, str(code)).inc()
+        found = counts.labels(model)
+        found[code] = found.get(code, 0) + 1
+    wanted = [line for line in generate_latest(theirs).decode().splitlines() if "_created" not in line]
+    assert sorted(generate_latest(ours).decode().splitlines()) == sorted(wanted)
+
+
+def test_answers_are_counted_by_status():
+    metrics = Metrics()
+    model = ModelMetrics(metrics, "m", "1")
+    for code in (200, 200, 429):
+        model.response(code)
+    assert model.failed == 1
+    seen = generate_latest(metrics.registry).decode()
+    assert 'fettle_responses_total{code="200",model="m",version="1"} 2.0' in seen
+    assert 'fettle_responses_total{code="429",model="m",version="1"} 1.0' in seen
+
+
+def test_the_stages_of_a_request_each_have_a_histogram():
+    metrics = Metrics(limit_s=0.1)
+    model = ModelMetrics(metrics, "m", "1")
+    model.request(0.2, 0.01, 0.1)
+    model.batch(3, 4, 0.001, 0.05)
+    model.steps(0.002, 0.003)
+    seen = generate_latest(metrics.registry).decode()
+    for name, total in (
+        ("request_seconds", 0.2), ("queue_wait_seconds", 0.01), ("batch_join_seconds", 0.001), ("model_seconds", 0.05),
+        ("batch_rows", 3.0), ("preprocess_seconds", 0.002), ("postprocess_seconds", 0.003),
+    ):  # fmt: skip
+        assert f'fettle_{name}_sum{{model="m",version="1"}} {total}' in seen
+    assert 'fettle_limit_violations_total{model="m",version="1"} 1.0' in seen
+    assert 'fettle_padding_rows_total{model="m",version="1"} 1.0' in seen
+    assert 'le="0.1"' in seen

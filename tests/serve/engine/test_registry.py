@@ -1,0 +1,110 @@
+"""What the registry says of its versions, with pools that only pretend."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from fettle.package.settings import ServeSettings
+from fettle.serve.engine import registry as room
+from fettle.serve.engine.metrics import Metrics
+from fettle.serve.engine.refusal import Rejected
+from fettle.serve.engine.registry import Options, Registry
+
+
+class Pool:
+    """Starts and drains when it is let, or fails."""
+
+    def __init__(self, package, settings, metrics, **rest):
+        self.settings, self.ready, self.cores = settings, True, set()
+        self.go, self.problem = asyncio.Event(), package.problem
+
+    async def start(self):
+        await self.go.wait()
+        if self.problem:
+            raise Rejected(503, self.problem, kind="load")
+
+    async def close(self, drain_s):
+        self.go.clear()
+        await self.go.wait()
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    made = []
+
+    def pool(*given, **named):
+        made.append(Pool(*given, **named))
+        return made[-1]
+
+    monkeypatch.setattr(room, "Pool", pool)
+    monkeypatch.setattr(room, "check_here", lambda name, requires: None)
+    found = Registry(Metrics(), Options())
+    found.made = made
+    return found
+
+
+def package(number, problem=""):
+    manifest = SimpleNamespace(name="net", version=number, requires=(), max_rows=8)
+    return SimpleNamespace(manifest=manifest, settings=ServeSettings(), handler_digest="", folder="", problem=problem)
+
+
+async def loaded(registry, number):
+    return await (await began(registry, package(number), go=True))
+
+
+async def began(registry, given, go=False):
+    """A load that has come as far as its workers, which start where they are let `go`."""
+    there = len(registry.made)
+    task = asyncio.ensure_future(registry.load(given))
+    while len(registry.made) == there:
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0)
+    if go:
+        registry.made[-1].go.set()
+    return task
+
+
+def test_the_index_shows_what_comes_and_goes_and_what_failed(registry):
+    async def test():
+        coming = await began(registry, package("1"))
+        assert registry.index() == [("net", "1", "LOADING", "")]
+        registry.made[0].go.set()
+        version = await coming
+        assert registry.index() == [("net", "1", "READY", "")]
+        version.pool.ready = False
+        assert registry.index() == [("net", "1", "UNAVAILABLE", "a worker is not ready")]
+        version.pool.ready = True
+        failing = await began(registry, package("2", "no memory"), go=True)
+        with pytest.raises(Rejected):
+            await failing
+        assert registry.index()[1] == ("net", "2", "UNAVAILABLE", "no memory")
+        await loaded(registry, "2")
+        assert registry.index()[1] == ("net", "2", "READY", "")
+        going = asyncio.ensure_future(registry.unload("net", "2"))
+        await asyncio.sleep(0.01)
+        assert registry.index() == [("net", "1", "READY", ""), ("net", "2", "UNLOADING", "")]
+        registry.made[-1].go.set()
+        await going
+        assert registry.index() == [("net", "1", "READY", "")]
+        given_up = await began(registry, package("3"))
+        given_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        assert registry.index() == [("net", "1", "READY", "")]
+
+    asyncio.run(test())
+
+
+def test_when_the_default_goes_the_highest_version_is_the_default(registry):
+    async def test():
+        for number in ("8", "9", "10"):
+            await loaded(registry, number)
+        assert registry.models["net"].default == "8"
+        going = asyncio.ensure_future(registry.unload("net", "8"))
+        await asyncio.sleep(0.01)
+        registry.made[0].go.set()
+        await going
+        assert registry.models["net"].default == "10"
+
+    asyncio.run(test())

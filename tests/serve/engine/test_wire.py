@@ -1,0 +1,27 @@
+"""What server and worker say to each other: the memory of arrays goes as it is."""
+
+import numpy as np
+import pytest
+
+from fettle.serve.engine.wire import flat
+
+ARRAYS = {
+    "contiguous": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "columns": np.arange(6, dtype=np.float32).reshape(2, 3).T,
+    "every second": np.arange(8, dtype=np.int64)[::2],
+    "one value": np.array(1.5),
+    "nothing": np.zeros((0, 3), np.float32),
+    "bools": np.array([True, False]),
+    "halves": np.arange(3, dtype=np.float16),
+    "little-endian": np.arange(3, dtype="<u2"),
+    "read-only": np.frombuffer(b"\0\1\2\3", np.uint8),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_the_memory_of_an_array_goes_as_it_is(name):
+    array = ARRAYS[name]
+    view = flat(array)
+    assert view.format == "B"
+    assert bytes(view) == array.tobytes()
+    assert len(view) == array.nbytes

@@ -1,0 +1,150 @@
+"""The Open Inference Protocol: what a client may say, and what happens to everything else."""
+
+import contextlib
+import gzip
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fettle.package.tensors import TO_NUMPY, TensorSpec
+from fettle.serve.http.protocol import Malformed, inflate, read_request, write_answer
+
+X = (TensorSpec("x", "FP32", (-1, 4)),)
+Y = (TensorSpec("y", "FP32", (-1, 2)),)
+
+
+def asked(**changes):
+    tensor = {"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]} | changes
+    return json.dumps({"inputs": [{k: v for k, v in tensor.items() if v is not None}]}).encode()
+
+
+def read(body, header=None, inputs=X, outputs=Y):
+    return read_request(body, header, inputs, outputs, max_rows=8)
+
+
+def test_flat_and_nested_values_are_one():
+    for data in ([1, 2, 3, 4], [[1, 2, 3, 4]], [1.0, 2.0, 3.0, 4.0]):
+        assert read(asked(data=data)).arrays[0].tolist() == [[1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": "z"}, {"datatype": "FP64"}, {"datatype": "BYTES"}, {"shape": [1, 5]}, {"shape": [4]},
+        {"shape": [0, 4]}, {"data": None},
+        {"shape": [-1, 4]}, {"shape": [10**18, 4]}, {"shape": [9, 4]}, {"shape": [1] * 40}, {"data": [1, 2, 3]},
+        {"data": "1234"}, {"data": [[1, 2], [3, 4, 5]]}, {"data": [1, 2, 3, "x"]}, {"data": [1, 2, 3, None]},
+        {"data": {"a": 1}}, {"data": [1e999, 1, 1, 1]}, {"data": [1e300, 1, 1, 1]}, {"data": [True] * 4},
+        {"parameters": {"shared_memory_region": "a"}}, {"parameters": {"binary_data_size": 16}},
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_a_sentence(changes):
+    with pytest.raises(Malformed) as error:
+        read(asked(**changes))
+    assert error.value.status == 400
+    assert "\n" not in error.value.reason
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"null", b'{"inputs": []}', b"[" * 100_000, b"\xff\xfe", b'{"inputs": 3}']
+)
+def test_what_is_no_request(body):
+    with pytest.raises(Malformed):
+        read(body)
+
+
+def binary(tensors, rows, extra=b"", **parameters):
+    said = [
+        {"name": n, "datatype": d, "shape": list(a.shape), "parameters": {"binary_data_size": a.nbytes}}
+        for n, d, a in tensors
+    ]
+    head = json.dumps({"id": "7", "inputs": said, "parameters": parameters}).encode()
+    return head + b"".join(a.tobytes() for _, _, a in tensors) + extra, len(head)
+
+
+def test_binary_tensors_are_views_of_the_body():
+    x = np.arange(8, dtype=np.float32).reshape(2, 4)
+    found = read(*binary([("x", "FP32", x)], 2, binary_data_output=True))
+    assert found.rows == 2
+    assert found.id == "7"
+    assert found.wanted == [(0, True)]
+    assert np.array_equal(found.arrays[0], x)
+    assert not found.arrays[0].flags.writeable
+
+
+def test_binary_lengths_must_agree():
+    x = np.zeros((2, 4), np.float32)
+    body, head = binary([("x", "FP32", x)], 2)
+    for broken, length in ((body[:-1], head), (body + b"x", head), (body, head + 1), (body, -1), (body, len(body) + 1)):
+        with pytest.raises(Malformed):
+            read(broken, length)
+
+
+def test_a_raw_body_is_the_only_input():
+    found = read(np.ones(4, np.float32).tobytes(), 0)
+    assert found.arrays[0].shape == (1, 4)
+    assert found.wanted == [(0, True)]
+    for body in (b"", b"123", np.ones(5, np.float32).tobytes()):
+        with pytest.raises(Malformed):
+            read(body, 0)
+
+
+def test_timeouts_are_microseconds():
+    body = json.loads(asked())
+    assert read(json.dumps(body | {"parameters": {"timeout": 2_000_000}}).encode()).timeout_s == 2.0
+    for bad in (-1, "soon", True, 1e30):
+        with pytest.raises(Malformed):
+            read(json.dumps(body | {"parameters": {"timeout": bad}}).encode())
+
+
+@pytest.mark.parametrize("datatype", TO_NUMPY)
+@given(st.data())
+@settings(max_examples=15, deadline=None)
+def test_values_survive_both_ways(datatype, data):
+    kind = TO_NUMPY[datatype]
+    rows, width = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
+    if kind.kind == "f":
+        value = st.floats(-100, 100, width=16)
+    elif kind.kind == "b":
+        value = st.booleans()
+    else:
+        limits = np.iinfo(kind)
+        value = st.integers(int(limits.min), int(limits.max))
+    flat = data.draw(st.lists(value, min_size=rows * width, max_size=rows * width))
+    array = np.array(flat, kind).reshape(rows, width)
+    spec = TensorSpec("x", datatype, (-1, width))
+    (text,), length = write_answer("", "m", "1", [(spec, array, False)])
+    assert length is None
+    body = json.dumps({"inputs": json.loads(text)["outputs"]}).encode()
+    assert np.array_equal(read(body, None, (spec,)).arrays[0], array)
+    assert np.array_equal(read(*binary([("x", datatype, array)], rows), (spec,)).arrays[0], array)
+
+
+@given(st.binary(max_size=300), st.one_of(st.none(), st.integers(-5, 400)))
+@settings(max_examples=300, deadline=None)
+def test_garbage_never_does_more_than_be_refused(body, header):
+    with contextlib.suppress(Malformed):
+        read(body, header)
+
+
+def test_nan_is_null_in_json_and_kept_in_binary():
+    array = np.array([[math.nan, 1.0]], np.float32)
+    (text,), _ = write_answer("1", "m", "1", [(Y[0], array, False)])
+    assert json.loads(text)["outputs"][0]["data"] == [None, 1.0]
+    parts, length = write_answer("1", "m", "1", [(Y[0], array, True)])
+    assert length == len(parts[0])
+    assert np.isnan(np.frombuffer(parts[1], np.float32)[0])
+
+
+def test_compressed_bodies_are_bounded():
+    assert inflate(gzip.compress(b"abc"), "gzip", 100) == b"abc"
+    with pytest.raises(Malformed) as error:
+        inflate(gzip.compress(b"\0" * 10_000_000), "gzip", 1000)
+    assert error.value.status == 413
+    for broken in (b"", b"junk", gzip.compress(b"abc")[:-4]):
+        with pytest.raises(Malformed):
+            inflate(broken, "gzip", 100)

@@ -1,0 +1,73 @@
+"""Calibration: costs by rows, and workers that fail."""
+
+import msgspec
+import psutil
+import pytest
+import torch
+
+from fettle.package.export import write_package
+from fettle.package.manifest import open_package
+from fettle.package.settings import ServeSettings
+from fettle.recipe import Recipe
+from fettle.slo.calibrate import Calibration, Stopped, calibrate, sizes_up_to
+from fettle.workload import Workload
+
+
+class FailsFromEight(torch.nn.Module):
+    """Looks a number up that its table does not have, once a call has eight rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(8))
+
+    def forward(self, x):
+        rows = torch.ones_like(x[:, 0]).sum().long()
+        return x + self.table.index_select(0, rows.reshape(1))
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("odd")
+    work = Workload(FailsFromEight().eval(), [torch.rand(2, 4)])
+    return write_package(work, Recipe(), folder / "odd", name="odd", settings=ServeSettings(max_rows=16))
+
+
+def test_sizes():
+    assert sizes_up_to(1) == [1]
+    assert sizes_up_to(16) == [1, 2, 3, 4, 6, 8, 12, 16]
+    assert sizes_up_to(10)[-1] == 10
+
+
+def test_an_error_at_a_size_ends_there_and_is_kept(odd):
+    made = calibrate(odd, most=16, seconds=0.01)
+    assert {1, 2, 4, 6} <= made.samples.keys()
+    assert max(made.samples) < 8
+    assert list(made.failures) == [8]
+    assert "index" in made.failures[8]
+    assert made.memory_at(6) >= made.memory_at(1) > 0
+    assert msgspec.json.decode(msgspec.json.encode(made), type=Calibration) == made
+    earlier = {**msgspec.to_builtins(made), "pad_error": 0.5}  # kept by an earlier version
+    assert msgspec.json.decode(msgspec.json.encode(earlier), type=Calibration) == made
+
+
+def test_a_worker_that_is_killed_costs_its_size(store):
+    def kill(text):
+        if text.startswith("cost of 4 rows"):
+            for child in psutil.Process().children():
+                if "fettle.slo.calibrate" in child.cmdline():
+                    child.kill()
+
+    made = calibrate(open_package(store / "net-1"), most=8, seconds=0.01, on_progress=kill)
+    assert {1, 2, 3} <= made.samples.keys()
+    assert "signal 9" in made.failures[4]
+
+
+def test_a_package_that_cannot_be_loaded_is_a_failure(store, monkeypatch):
+    made = calibrate(open_package(store / "net-1"), most=4, device="cuda:99")
+    assert made.samples == {}
+    assert list(made.failures) in ([0], [1])
+
+
+def test_it_can_be_stopped(store):
+    with pytest.raises(Stopped):
+        calibrate(open_package(store / "net-1"), most=4, stopped=lambda: True)
