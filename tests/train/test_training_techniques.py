@@ -309,7 +309,7 @@ def test_of_several_nodes_each_is_a_group_that_shards():
     text = source(Recipe.parse("parallel=hsdp"), nodes, heading="A test.", target=("loop.py", "workload"))
     assert "on each node: torchrun --nnodes 4 --rdzv-backend c10d --rdzv-endpoint HOST:PORT --nproc-per-node 2" in text
     assert 'mesh_of("cpu", world, 2)' in text
-    assert "nobody to share with" in conflict(Recipe.parse("parallel=hsdp"), replace(FACTS, ranks=2, nodes=2))
+    assert "nothing to shard inside it" in conflict(Recipe.parse("parallel=hsdp"), replace(FACTS, ranks=2, nodes=2))
 
 
 def test_timeline_adds_up_to_the_wall_time():

@@ -12,7 +12,7 @@ Data = Mapping[str, Any]
 
 
 def tiles(data: Data, best: Data) -> list[tuple[str, str, str]]:
-    """The figures of the setting that is handed back."""
+    """The figures of the setting that was chosen."""
     many = "s" if best["workers"] > 1 else ""
     held = max((test for test in best["tests"] if test["held"]), key=lambda test: test["rate"], default=None)
     found = [("capacity", fmt.rate(best["measured"]), f"predicted {fmt.rate(best['predicted'])}")]

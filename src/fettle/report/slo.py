@@ -51,7 +51,7 @@ def slo_page(data: Data) -> str:
 
 
 def best(data: Data) -> dict[str, Any] | None:
-    """The point that is handed back."""
+    """The point that was chosen."""
     return None if data["best"] is None else data["points"][data["best"]]
 
 

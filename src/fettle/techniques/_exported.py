@@ -83,7 +83,7 @@ class Exported:
                 args, kwargs = pytree.tree_unflatten(mixed, spec)
                 results, seen["spec"] = flatten(self.model(*args, **kwargs))
                 seen["constants"] = [None if isinstance(item, torch.Tensor) else (item,) for item in results]
-                # What is handed back as it came gets a place of its own: OpenVINO cannot name two things alike.
+                # An input that is returned unchanged is cloned: OpenVINO cannot give two tensors one name.
                 own = {id(tensor) for tensor in tensors}
                 results = [item.clone() if id(item) in own else item for item in results]
                 return tuple(item for item in results if isinstance(item, torch.Tensor))

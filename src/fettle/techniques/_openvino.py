@@ -17,7 +17,7 @@ def openvino_model(program: Any, samples: Any, level: str, part: Any = None) -> 
 
     import openvino
 
-    with warnings.catch_warnings():  # of what the converter does with torch's trees, which nobody here can change
+    with warnings.catch_warnings():  # from inside the converter, about torch's trees
         warnings.filterwarnings("ignore", ".*(LeafSpec|TreeSpec).*", FutureWarning)
         model = openvino.convert_model(program)
     if level == "openvino-bf16-sums":
@@ -120,7 +120,7 @@ class OpenvinoRequest:
 
     def __init__(self, compiled: Any) -> None:
         self.request = compiled.create_infer_request()
-        # What `openvino_angles` has added comes last, and is nobody's answer.
+        # What `openvino_angles` has added comes last, and is not part of the answer.
         outputs = [
             output for output in self.request.model_outputs
             if not any(name.startswith("angle in float32") for name in output.get_names())

@@ -15,7 +15,7 @@ def split(batch: Any, count: int) -> list[Any]:
     leaves, structure = pytree.tree_flatten(batch)
     rows = next(len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim())
     if rows % count:
-        raise ValueError(f"a batch of {rows} rows has no {count} equal parts")
+        raise ValueError(f"a batch of {rows} rows cannot be cut into {count} equal parts")
     columns = [
         leaf.chunk(count) if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == rows else [leaf] * count
         for leaf in leaves
@@ -37,7 +37,9 @@ class Accumulate(Technique):
             Level(
                 f"x{count}",
                 f"{count} parts a step",
-                f"a batch of {facts.samples} rows has no {count} equal parts" if facts.samples % count else "",
+                f"a batch of {facts.samples} rows cannot be cut into {count} equal parts"
+                if facts.samples % count
+                else "",
             )
             for count in (2, 4, 8)
         ]

@@ -3,7 +3,7 @@
 oneDNN's kernels fill a core on large images and less so on small ones, where much of what they multiply is padding;
 worst is the weight gradient in bfloat16. On a ResNet-18 for images of 64 x 64 (torch 2.13) it took eight to ten times
 as long as the forward pass of the same layer on a CPU with AMX (brgconv_bwd_w), and on one with AVX-512 only (jit_bf16)
-1.3 times on images of 16 x 16, twice on 2 x 2. As products of what each row of the kernel sees, the three passes of the
+1.3 times on images of 16 x 16, twice on 2 x 2. As products of what a row of the kernel reads, the three passes of the
 layers on 2 x 2 took a third to two thirds of the kernels' time there, those on 16 x 16 1.2 to 1.5 times. So each layer
 takes both in turn in its first calls and then stays with the faster, for each pass and shape, as cuDNN's benchmark mode
 does among its kernels; so two runs may round differently. Where nothing is timed, compiled with the model or under
@@ -18,27 +18,27 @@ from fettle.recipe import Recipe
 from fettle.techniques._base import TRAINING, Code, Facts, Level, Technique, register
 
 
-def taps_inside(tap: int, stride: int, padding: int, size: int, outputs: int) -> tuple[int, int, slice]:
-    """The outputs (first, last) that see the image and not its padding through this tap, and what they see of it."""
+def inside_image(tap: int, stride: int, padding: int, size: int, outputs: int) -> tuple[int, int, slice]:
+    """The outputs (first, last) whose input at this place of the kernel is not padding, and the pixels they read."""
     first = max(0, -(-(padding - tap) // stride))
     last = max(first, min(outputs, (size - 1 + padding - tap) // stride + 1))
     start = first * stride + tap - padding
     return first, last, slice(start, start + (last - first) * stride, stride)
 
 
-def side_by_side(x: Any, wide: int, stride: int, padding: int, width: int) -> Any:
-    """What each of `width` outputs sees of a line: (lines, images, width, wide, channels), zeros outside.
+def unfold_rows(x: Any, wide: int, stride: int, padding: int, width: int) -> Any:
+    """im2col along the width alone: what each of `width` outputs reads of a row, (rows, images, width, wide, channels).
 
-    Lines come first in memory, then images: those that a row of the kernel sees lie together for all images, and none
+    Rows come first in memory, then images: those that a row of the kernel reads lie together for all images, and none
     is kept for padding above and below: a third of all where an image of 2 x 2 meets a kernel of 3 x 3.
     """
     count, channels, height, size = x.shape
-    lines, seen = x.permute(2, 0, 3, 1), x.new_zeros((height, count, width, wide, channels))
+    rows, columns = x.permute(2, 0, 3, 1), x.new_zeros((height, count, width, wide, channels))
     for tap in range(wide):
-        first, last, pixels = taps_inside(tap, stride, padding, size, width)
+        first, last, pixels = inside_image(tap, stride, padding, size, width)
         if first < last:
-            seen[:, :, first:last, tap] = lines[:, :, pixels]
-    return seen
+            columns[:, :, first:last, tap] = rows[:, :, pixels]
+    return columns
 
 
 def convolve_by_products(x: Any, rows: Any, out_channels: int, kernel: Any, stride: Any, padding: Any) -> Any:
@@ -48,12 +48,12 @@ def convolve_by_products(x: Any, rows: Any, out_channels: int, kernel: Any, stri
         (size + 2 * around - of_kernel) // step + 1
         for size, around, of_kernel, step in zip(x.shape[2:], padding, kernel, stride, strict=True)
     )
-    seen = side_by_side(x, wide, stride[1], padding[1], width)
+    columns = unfold_rows(x, wide, stride[1], padding[1], width)
     out = x.new_zeros((height, count, width, out_channels))
     for tap in range(tall):
-        first, last, below = taps_inside(tap, stride[0], padding[0], len(seen), height)
+        first, last, below = inside_image(tap, stride[0], padding[0], len(columns), height)
         if first < last:
-            out[first:last].view(-1, out_channels).addmm_(seen[below].reshape(-1, wide * channels), rows(tap))
+            out[first:last].view(-1, out_channels).addmm_(columns[below].reshape(-1, wide * channels), rows(tap))
     innermost = x.is_contiguous(memory_format=torch.channels_last)
     layout = torch.channels_last if innermost else torch.contiguous_format
     return out.permute(1, 3, 0, 2).contiguous(memory_format=layout)
@@ -70,7 +70,7 @@ def forward_by_products(x: Any, weight: Any, bias: Any, stride: Any, padding: An
 
 
 def input_gradient_by_products(grad: Any, weight: Any, padding: Any) -> Any:
-    """The gradient of a stride-1 convolution's input: a convolution of the output's with the kernel turned round."""
+    """The gradient of a stride-1 convolution's input: a convolution of the output's with the kernel flipped."""
     _, channels, tall, wide = weight.shape
 
     def rows(row: int) -> Any:
@@ -84,11 +84,11 @@ def weight_gradient_by_products(grad: Any, x: Any, shape: Any, stride: Any, padd
     """The gradient of a convolution's weight of this `shape`: one product for each row of the kernel."""
     out_channels, channels, tall, wide = shape
     _, _, height, width = grad.shape
-    grad, seen = grad.permute(2, 0, 3, 1).contiguous(), side_by_side(x, wide, stride[1], padding[1], width)
+    grad, columns = grad.permute(2, 0, 3, 1).contiguous(), unfold_rows(x, wide, stride[1], padding[1], width)
     rows = []
     for tap in range(tall):
-        first, last, below = taps_inside(tap, stride[0], padding[0], len(seen), height)
-        part = seen[below] if first < last else seen[:0]
+        first, last, below = inside_image(tap, stride[0], padding[0], len(columns), height)
+        part = columns[below] if first < last else columns[:0]
         rows.append(grad[first:last].reshape(-1, out_channels).t() @ part.reshape(-1, wide * channels))
     return torch.stack(rows, 1).view(out_channels, tall, wide, channels).permute(0, 3, 1, 2)
 
@@ -206,5 +206,5 @@ class Convolution(Technique):
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         passes = (forward_by_products, input_gradient_by_products, weight_gradient_by_products)
-        parts = (taps_inside, side_by_side, convolve_by_products, *passes, the_faster, FasterConvolution, convolve)
+        parts = (inside_image, unfold_rows, convolve_by_products, *passes, the_faster, FasterConvolution, convolve)
         return Code(helpers=(*parts, convolutions_by_products), prepare=("convolutions_by_products(model)",))

@@ -30,7 +30,7 @@ def _alone(facts: Facts) -> str:
 
 def _no_mesh(facts: Facts) -> str:
     if facts.nodes > 1:
-        return "" if facts.ranks > facts.nodes else "a node has one rank: there is nobody to share with inside it"
+        return "" if facts.ranks > facts.nodes else "a node has one rank: there is nothing to shard inside it"
     return "" if facts.ranks % 2 == 0 else f"{facts.ranks} ranks cannot form a mesh of two dimensions"
 
 
@@ -47,7 +47,7 @@ class Parallel(Technique):
     def levels(self, facts: Facts) -> list[Level]:
         alone = _alone(facts)
         if not alone and facts.samples % facts.ranks:
-            alone = f"a batch of {facts.samples} rows has no {facts.ranks} equal parts"
+            alone = f"a batch of {facts.samples} rows cannot be cut into {facts.ranks} equal parts"
         return [
             Level("single", "one process, as given"),
             Level("ddp", "DistributedDataParallel: every rank holds all", alone),

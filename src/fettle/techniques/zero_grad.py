@@ -1,4 +1,4 @@
-"""What becomes of gradients after a step: forgotten, or filled with zeros."""
+"""Whether gradients are dropped after a step or filled with zeros."""
 
 from fettle.recipe import Recipe
 from fettle.techniques._base import TRAINING, Code, Facts, Level, Technique, register
@@ -23,7 +23,7 @@ class ZeroGrad(Technique):
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         if level == "zeros" and recipe.levels.get("precision") == "bf16-master":
-            return "gradients move to the float32 masters and are forgotten there"
+            return "gradients move to the float32 masters and are dropped there"
         return ""
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
