@@ -15,7 +15,7 @@ from fettle.trace.attribution import attribute_kernels, kernels_under
 from fettle.trace.check import identities
 from fettle.trace.communication import collective_table, collectives, overlap
 from fettle.trace.compare import Comparison, compare
-from fettle.trace.critical import CriticalPath, critical_path, path_events
+from fettle.trace.critical import CriticalPath, critical_path, path_events, path_shares
 from fettle.trace.critical_ranks import critical_path_of_ranks
 from fettle.trace.health import Health, trace_health
 from fettle.trace.host import (
@@ -100,6 +100,7 @@ __all__ = [
     "overlap",
     "parallel_operators",
     "path_events",
+    "path_shares",
     "query",
     "queue_length",
     "queue_summary",

@@ -25,7 +25,7 @@ from fettle.trace.model import Trace
 from fettle.trace.stacks import CAUSES_OF_HOST
 from fettle.trace.steps import step_thread, steps
 from fettle.trace.stops import host_stops, main_thread
-from fettle.trace.waits import CAUSES, blocking_calls, device_waits
+from fettle.trace.waits import CAUSES, Held, Waits, blocking_calls, device_waits
 
 CAUSE_NAMES = tuple(CAUSES)
 CATEGORIES = (*CLASSES, *CAUSES)
@@ -86,16 +86,46 @@ def critical_path(trace: Trace, step: int | None = None, annotation: str | None 
     return CriticalPath(low, high, walk.frame())
 
 
+def path_shares(trace: Trace, path: CriticalPath, annotation: str | None = None) -> pl.DataFrame:
+    """What the path is made of, and how sure that is.
+
+    Where two reasons let go of some work at about the same time, either may have been the one that held it, and
+    shortening one alone gains nothing. Columns: category, time_ns, share, and low_share and high_share over the paths
+    that follow such rivals: all of them of a launch, of a stream, or of an event.
+    """
+    waits, found = device_waits(trace), path.summary()
+    on_path = np.isin(trace.device_rows, path.pieces["row"].to_numpy())
+    shares = [found.select("category", "share")]
+    for sort in (Held.LAUNCH, Held.STREAM, Held.EVENT):
+        if (on_path & (waits.rival == sort)).any():
+            walk = _Walk(trace, path.start_ns, path.end_ns, waits.preferring(sort))
+            walk.run(step_thread(trace, annotation))
+            other = CriticalPath(path.start_ns, path.end_ns, walk.frame())
+            shares.append(other.summary().select("category", "share"))
+    number = len(shares)
+    spread = (
+        pl.concat(shares)
+        .group_by("category")
+        .agg(
+            low_share=pl.when(pl.len() == number).then(pl.col("share").min()).otherwise(0.0),
+            high_share=pl.col("share").max(),
+        )
+    )
+    both = spread.join(found, on="category", how="left").with_columns(pl.col("time_ns", "share").fill_null(0))
+    columns = ("category", "time_ns", "share", "low_share", "high_share")
+    return both.select(columns).sort("time_ns", "category", descending=[True, False])
+
+
 class _Walk:
     """State of one backward walk."""
 
-    def __init__(self, trace: Trace, low: int, high: int) -> None:
+    def __init__(self, trace: Trace, low: int, high: int, waits: Waits | None = None) -> None:
         self.trace, self.low, self.high = trace, low, high
         self.stretches: list[tuple[int, int, int]] = []  # host time: thread, start, end
         self.pieces: list[tuple[int, int, str, int]] = []  # device time and waits: start, end, category, row
         self.seen: set[int] = set()
         self.stopped: set[int] = set()
-        rows, waits = trace.device_rows, device_waits(trace)
+        rows, waits = trace.device_rows, waits or device_waits(trace)
         self.rows = rows.tolist()
         self.start, self.end = trace.ts[rows].tolist(), trace.end[rows].tolist()
         self.label = [CLASSES[c] for c in class_of_row(trace, rows).tolist()]

@@ -7,7 +7,7 @@ cause of its own: the usual gap or latency, or one that nothing in the trace exp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import numpy as np
@@ -17,6 +17,7 @@ from fettle.trace.kinds import Kind, is_graph_launch
 from fettle.trace.model import Bools, Ints, Trace, per_trace
 from fettle.trace.ordering import order_by
 from fettle.trace.stacks import CAUSES_OF_HOST
+from fettle.trace.stops import autograd_threads, main_thread
 
 CAUSES: dict[str, str] = {
     "operator": "the host was inside an operator (its overhead, not a call to the device)",
@@ -43,6 +44,8 @@ NUMBER = {cause: i for i, cause in enumerate(CAUSES)}
 BETWEEN_KERNELS_NS = 30_000
 LATENCY_NS = 100_000
 EVENT_WAIT_NS = 2_000
+FEWEST = 5
+"""Pieces of work from which a usual time is read."""
 
 
 class Held(IntEnum):
@@ -60,7 +63,8 @@ class Waits:
 
     `called` is the launch call's begin, not after the work's (-1: no known launch, nor one before which it must be).
     Nothing known held the work any more from `since` on; `cause` (a number in the order of `CAUSES`) is that of the
-    time from then to its begin.
+    time from then to its begin. Where another reason may as well have been the last one, as the work began within its
+    usual time too, `rival` is that and `rival_since` when it let go; `Held.NOTHING` elsewhere.
     """
 
     launch: Ints
@@ -70,6 +74,19 @@ class Waits:
     held: npt.NDArray[np.uint8]
     since: Ints
     cause: npt.NDArray[np.uint8]
+    rival: npt.NDArray[np.uint8]
+    rival_since: Ints
+
+    def preferring(self, sort: Held) -> Waits:
+        """The same, with a rival of this sort taken for the reason that held the work."""
+        mine = self.rival == sort
+        causes = {Held.LAUNCH: "launch_latency", Held.STREAM: "between_kernels", Held.EVENT: "stream_event"}
+        return replace(
+            self,
+            held=np.where(mine, self.rival, self.held),
+            since=np.where(mine, self.rival_since, self.since),
+            cause=np.where(mine, np.uint8(NUMBER[causes[sort]]), self.cause),
+        )
 
     def source(self) -> Ints:
         """The work that held each piece; -1 where it was a launch, or nothing."""
@@ -90,7 +107,7 @@ def device_waits(trace: Trace) -> Waits:
     if not len(rows):
         nothing = np.zeros(0, dtype=np.int64)
         none = np.zeros(0, dtype=np.uint8)
-        return Waits(launch, nothing, nothing, nothing, none, nothing, none)
+        return Waits(launch, nothing, nothing, nothing, none, nothing, none, none, nothing)
     called = np.where(linked, np.minimum(trace.ts[at], start), -1)
     arrived = np.where(linked, np.minimum(trace.end[at], start), -1)
     key, order = _by_stream(trace, rows)
@@ -99,32 +116,89 @@ def device_waits(trace: Trace) -> Waits:
     # Streams keep their order: what was launched before work that had been launched early had been launched as well.
     by_then = _launched_by(called, key, order)
     called = np.where(linked, called, np.where(by_then >= 0, np.minimum(by_then, start), -1))
-    in_call = linked & (trace.end[at] > start)
-    # Work that its stream had not held for long tells the usual latency; work that was launched before, the usual gap.
-    latency = min(_usual(start - arrived, linked & (free < called)), LATENCY_NS)
-    gap = min(_usual(start - free, linked & (previous >= 0) & (free > arrived)), BETWEEN_KERNELS_NS)
-    close = (free > arrived) & (start - free <= 2 * gap)
-    on_stream = (previous >= 0) & (close | (free + gap >= arrived + latency) | (in_call & (free >= called)))
-    on_stream &= linked | ((called >= 0) & (called <= free))
-    held = np.where(on_stream, Held.STREAM, np.where(linked, Held.LAUNCH, Held.NOTHING)).astype(np.uint8)
-    since = np.where(on_stream, free, np.where(linked, arrived, np.maximum(free, 0)))
-    since = np.where((held == Held.NOTHING) & (previous < 0), start, since)
     event, told = _told_events(trace, rows, key)
-    asked = _asked_to_wait(trace, rows, launch, previous)
-    event = _asked_events(start, end, key, called, linked, event, asked & ~told)
-    by = np.where(linked, trace.column("thread")[at], -1)
-    event = _guessed_events(start, end, since, held, event, told, asked, by, max(EVENT_WAIT_NS, 3 * latency))
-    ends = np.where(event >= 0, np.minimum(end[np.maximum(event, 0)], start), -1)
-    on_event = (event >= 0) & (ends > since)
-    held[on_event] = Held.EVENT
-    since = np.where(on_event, ends, since)
+    asked = _asked_to_wait(trace, launch)
+    by = _launchers(trace, launch)
+    event = _asked_events(start, end, key, called, by, event, asked & ~told)
+    ended = np.where(event >= 0, np.minimum(end[np.maximum(event, 0)], start), -1)
+    in_call = linked & (trace.end[at] > start) & (previous >= 0) & (free >= called)
+    reasons = {
+        Held.LAUNCH: _Reason(arrived, linked & ~in_call),
+        Held.STREAM: _Reason(free, (previous >= 0) & (linked | ((called >= 0) & (called <= free)))),
+        Held.EVENT: _Reason(ended, event >= 0),
+    }
+    usual = _usual_waits(start, called, reasons, asked | told)
+    held, since, rival, rival_since = _last_reason(start, reasons, usual)
+    since = np.where((held == Held.NOTHING) & (previous >= 0), np.maximum(free, 0), since)
+    late_ns = max(EVENT_WAIT_NS, 3 * usual[Held.LAUNCH][0])
+    event = _guessed_events(start, end, since, held, event, told, asked, by, late_ns)
+    ended = np.where(event >= 0, np.minimum(end[np.maximum(event, 0)], start), -1)
+    guessed = (event >= 0) & (reasons[Held.EVENT].since != ended) & (ended > since)
+    held[guessed] = Held.EVENT
+    rival[guessed] = Held.NOTHING
+    since = np.where(guessed, ended, since)
     cause = _causes(trace, rows, since, held, previous, launch, asked | told)
-    return Waits(launch, called, previous, event, held, since, cause)
+    return Waits(launch, called, previous, event, held, since, cause, rival, rival_since)
 
 
-def _usual(passed: Ints, some: Bools) -> int:
-    """What usually passes, ns: the lower quartile; 0 where that is of too few."""
-    return int(np.percentile(passed[some], 25)) if some.sum() >= 5 else 0
+@dataclass(frozen=True)
+class _Reason:
+    """When one sort of reason let each piece of work begin at the earliest, and for which pieces there is one."""
+
+    since: Ints
+    there: Bools
+
+
+def _usual_waits(
+    start: Ints, called: Ints, reasons: dict[Held, _Reason], asked: Bools
+) -> dict[Held, tuple[float, float]]:
+    """What passes between each reason and the begin, ns: the shortest, and the longest that is usual. They are read
+    from work whose other reasons were long gone; where there is none, from the shortest that occurs.
+    """
+    launch, stream, event = reasons[Held.LAUNCH], reasons[Held.STREAM], reasons[Held.EVENT]
+    alone = launch.there & ~asked & (stream.since < called)
+    usual = {Held.LAUNCH: _range(start - launch.since, alone, launch.there, LATENCY_NS)}
+    gone = launch.since + usual[Held.LAUNCH][1]
+    alone = stream.there & ~asked & (stream.since > gone)
+    usual[Held.STREAM] = _range(start - stream.since, alone, stream.there, BETWEEN_KERNELS_NS)
+    alone = event.there & (event.since > np.maximum(gone, stream.since + usual[Held.STREAM][1]))
+    usual[Held.EVENT] = _range(start - event.since, alone, event.there, BETWEEN_KERNELS_NS)
+    return usual
+
+
+def _range(passed: Ints, alone: Bools, there: Bools, most: int) -> tuple[float, float]:
+    """The shortest and the longest usual time, of those below `most` that had no other reason; else the shortest of
+    all.
+    """
+    alone = alone & (passed <= most)
+    if alone.sum() < FEWEST:
+        shortest = float(min(passed[there].min(initial=most), most))
+        return shortest, 2 * shortest
+    low, middle, high = np.percentile(passed[alone], [10, 50, 90])
+    high = min(high, 2 * middle)
+    return float(low), float(high + (high - low) / 2)
+
+
+def _last_reason(
+    start: Ints, reasons: dict[Held, _Reason], usual: dict[Held, tuple[float, float]]
+) -> tuple[npt.NDArray[np.uint8], Ints, npt.NDArray[np.uint8], Ints]:
+    """Which reason held each piece last, and until when: of those after which it begins within the usual time the one
+    that leaves the least unexplained, else of all. Then the next best of the former, its rival, likewise.
+    """
+    sorts = np.array([*reasons, Held.NOTHING], dtype=np.uint8)
+    since = np.array([*(reason.since for reason in reasons.values()), start])
+    there = np.array([reason.there for reason in reasons.values()])
+    beyond = start - since[:-1] - np.array([[usual[sort][0]] for sort in reasons])
+    unusual = start - since[:-1] > np.array([[usual[sort][1]] for sort in reasons])
+    far = float(np.abs(beyond).max(initial=0)) + 1
+    rank = np.where(there, beyond + far * unusual, 4 * far)
+    each = np.arange(len(start))
+    best = np.argmin(rank, axis=0)
+    ties = (there & ~unusual).sum(axis=0) > 1
+    best[~there.any(axis=0)] = len(reasons)
+    rank[np.minimum(best, len(reasons) - 1), each] = 4 * far
+    second = np.where(ties, np.argmin(rank, axis=0), len(reasons))
+    return sorts[best], since[best, each], sorts[second], since[second, each]
 
 
 def _by_stream(trace: Trace, rows: Ints) -> tuple[Ints, Ints]:
@@ -183,38 +257,49 @@ def _told_events(trace: Trace, rows: Ints, key: Ints) -> tuple[Ints, Bools]:
     return event, told
 
 
-def _asked_to_wait(trace: Trace, rows: Ints, launch: Ints, previous: Ints) -> Bools:
-    """Whether the host made the stream wait for an event between the launch before this one on the stream and it."""
-    answer = np.zeros(len(rows), dtype=bool)
+def _asked_to_wait(trace: Trace, launch: Ints) -> Bools:
+    """Whether the host made a stream wait for an event right before it launched this work. Which stream is not in the
+    trace: taken for the one that the thread launches on next. Where sync events are, they tell better.
+    """
+    answer = np.zeros(len(launch), dtype=bool)
     waits = np.array(["StreamWaitEvent" in n for n in trace.names], dtype=bool)
     calls = np.flatnonzero((trace.kind == Kind.RUNTIME) & waits[trace.column("name")])
-    if not len(calls):
+    syncs = trace.side["syncs"]
+    if not len(calls) or syncs["sync"].str.contains("Wait").any():
         return answer
     thread = trace.column("thread")
-    before = np.where(previous >= 0, launch[np.maximum(previous, 0)], -1)
-    since = np.where(before >= 0, trace.ts[np.maximum(before, 0)], trace.span[0])
     for one in np.unique(thread[launch[launch >= 0]]):
         times = np.sort(trace.ts[calls[thread[calls] == one]])
         mine = np.flatnonzero((launch >= 0) & (thread[np.maximum(launch, 0)] == one))
-        until = trace.ts[launch[mine]]
-        answer[mine] = np.searchsorted(times, until) > np.searchsorted(times, np.minimum(since[mine], until))
+        mine = mine[np.argsort(trace.ts[launch[mine]], kind="stable")]
+        before = np.searchsorted(times, trace.ts[launch[mine]])
+        answer[mine] = np.diff(before, prepend=0) > 0
     return answer
 
 
-def _asked_events(start: Ints, end: Ints, key: Ints, called: Ints, linked: Bools, event: Ints, asked: Bools) -> Ints:
-    """Where a wait was asked for and nobody says for what: the work that was launched last on another stream, if it was
-    done by then.
+def _launchers(trace: Trace, launch: Ints) -> Ints:
+    """Who launched each piece of work: a thread, where the main thread and those of its backward count as one; -1 where
+    nobody knows.
     """
-    by_call = np.flatnonzero(linked)
-    by_call = by_call[np.argsort(called[by_call], kind="stable")]
-    if not asked.any():
-        return event
-    changes = np.flatnonzero(key[by_call[1:]] != key[by_call[:-1]])  # the last of each run of launches on one stream
-    run = np.searchsorted(changes, np.arange(len(by_call))) - 1
-    other = np.full(len(start), -1, dtype=np.int64)
-    other[by_call[run >= 0]] = by_call[changes[run[run >= 0]]]
-    take = asked & (other >= 0) & (end[np.maximum(other, 0)] <= start)
-    return np.where(take, other, event)
+    thread = trace.column("thread")[np.maximum(launch, 0)].astype(np.int64)
+    main = main_thread(trace)
+    thread[np.isin(thread, autograd_threads(trace))] = main
+    return np.where(launch >= 0, thread, -1)
+
+
+def _asked_events(start: Ints, end: Ints, key: Ints, called: Ints, by: Ints, event: Ints, asked: Bools) -> Ints:
+    """Where a wait was asked for and nobody says for what: the work that the same thread launched last on another
+    stream, if it was done by then.
+    """
+    for one in np.unique(by[asked]):
+        by_call = np.flatnonzero(by == one)
+        by_call = by_call[np.argsort(called[by_call], kind="stable")]
+        changes = np.flatnonzero(key[by_call[1:]] != key[by_call[:-1]])  # the last of each run on one stream
+        run = np.searchsorted(changes, np.arange(len(by_call))) - 1
+        mine, source = by_call[run >= 0], by_call[changes[run[run >= 0]]]
+        take = asked[mine] & (end[source] <= start[mine])
+        event[mine[take]] = source[take]
+    return event
 
 
 def _guessed_events(
