@@ -208,8 +208,8 @@ def test_the_report_of_ranks_of_a_cpu_and_beside_an_earlier_trace(tmp_path: Path
 
 
 def test_thinned_lines_keep_their_peaks() -> None:
-    from fettle.trace.charts.lines import thin_steps
-    from fettle.trace.charts.look import MAX_ROWS
+    from fettle.trace.report.charts.lines import thin_steps
+    from fettle.trace.report.charts.look import MAX_ROWS
 
     values = [0] * 50_000
     values[31_234], values[7] = 99, -5

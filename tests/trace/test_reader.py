@@ -11,8 +11,9 @@ import polars as pl
 import pytest
 
 from fettle.errors import UsageError
-from fettle.trace import Kind, load, load_all, parallel, sidecar, stream, trace_health
-from fettle.trace.assemble import assemble
+from fettle.trace import Kind, load, load_all, trace_health
+from fettle.trace.io import parallel, sidecar, stream
+from fettle.trace.io.assemble import assemble
 from tests.trace.build import Build, training
 
 
@@ -211,7 +212,8 @@ def test_a_large_trace_opens_from_a_script_without_a_main_guard(tmp_path: Path) 
     training(100).write(tmp_path / "t.json")
     script = tmp_path / "script.py"
     script.write_text(
-        "from fettle.trace import load, reader\n"
+        "from fettle.trace import load\n"
+        "from fettle.trace.io import reader\n"
         "reader.PARALLEL_ABOVE_BYTES = 1000\n"
         "print(load('t.json', use_sidecar=False, processes=2).events.height)\n"
     )

@@ -139,7 +139,7 @@ def is_graph_launch(name: str) -> bool:
 def host_cause(name: str, kind: Kind) -> str:
     """Which idle cause a host event stands for while it is the innermost one on its thread.
 
-    Returns one of the keys of `fettle.trace.idle.CAUSES`. Data loading is inherited by everything inside it, see there.
+    Returns one of `fettle.trace.CAUSES_OF_HOST`. Data loading is inherited by everything inside it, see there.
     """
     if kind == Kind.OVERHEAD or _PROFILER.search(name):
         return "profiler"

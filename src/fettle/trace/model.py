@@ -10,17 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import polars as pl
 
 from fettle.trace.kinds import DEVICE_KINDS, HOST_KINDS, Kind, host_cause, is_collective_name
-
-if TYPE_CHECKING:
-    from fettle.trace.launches import LaunchLinks
-    from fettle.trace.stacks import HostStacks
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -169,20 +165,6 @@ class Trace:
         met[self.column("name")[host].astype(np.int64) * 256 + self.kind[host]] = True
         pairs = [(int(p) // 256, int(p) % 256) for p in np.flatnonzero(met)]
         return {(name, kind): host_cause(self.names[name], Kind(kind)) for name, kind in pairs}
-
-    @cached_property
-    def launches(self) -> LaunchLinks:
-        """Which host call launched each piece of device work (computed once)."""
-        from fettle.trace.launches import link_launches
-
-        return link_launches(self)
-
-    @cached_property
-    def stacks(self) -> HostStacks:
-        """Who called whom on the host threads (computed once)."""
-        from fettle.trace.stacks import build_stacks
-
-        return build_stacks(self)
 
     @cached_property
     def kept(self) -> dict[Any, Any]:

@@ -17,8 +17,8 @@ def kernels(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart
 
       fettle trace kernels ranks/
     """
-    from fettle.trace import charts
-    from fettle.trace import kernels as k
+    from fettle.trace.analyses import kernels as k
+    from fettle.trace.report import charts
 
     traces = open_traces(source, fresh)
     table = joined(traces, k.kernel_table)
@@ -37,8 +37,8 @@ def launches(source: Source, as_json: Json = False, rows: Rows = 30, chart: Char
 
       fettle trace launches trace.json.gz
     """
-    from fettle.trace import charts
-    from fettle.trace.launches import call_table, launch_stats
+    from fettle.trace.analyses.launches import call_table, launch_stats
+    from fettle.trace.report import charts
 
     traces = open_traces(source, fresh)
     frame = joined(traces, launch_stats)
@@ -57,9 +57,9 @@ def comm(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = 
 
       fettle trace comm ranks/ --chart collectives.html
     """
-    from fettle.trace import charts
-    from fettle.trace import communication as c
-    from fettle.trace.arrival import arrival, clock_offsets, match_collectives, stragglers
+    from fettle.trace.analyses import communication as c
+    from fettle.trace.analyses.arrival import arrival, clock_offsets, match_collectives, stragglers
+    from fettle.trace.report import charts
 
     traces = open_traces(source, fresh)
     frames = {"overlap": joined(traces, c.overlap), "collectives": joined(traces, c.collective_table)}
@@ -84,8 +84,8 @@ def queue(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart =
 
       fettle trace queue trace.json.gz --chart queue.html
     """
-    from fettle.trace import charts
-    from fettle.trace.queue import queue_length, queue_summary
+    from fettle.trace.analyses.queue import queue_length, queue_summary
+    from fettle.trace.report import charts
 
     traces = open_traces(source, fresh)
 
@@ -108,8 +108,8 @@ def bandwidth(
 
       fettle trace bandwidth trace.json.gz
     """
-    from fettle.trace import charts
-    from fettle.trace.queue import bandwidth_summary, copy_bandwidth
+    from fettle.trace.analyses.queue import bandwidth_summary, copy_bandwidth
+    from fettle.trace.report import charts
 
     traces = open_traces(source, fresh)
     write_chart(chart, lambda: charts.step_line(copy_bandwidth(traces[0]), "gb_per_s", series="name", unit="GB/s"))

@@ -22,7 +22,7 @@ def hta(source: Source, as_json: Json = False, rows: Rows = 30, fresh: Fresh = F
 
       fettle trace hta trace.json.gz --json
     """
-    from fettle.trace import hta as h
+    from fettle.trace.analyses import hta as h
 
     traces = open_traces(source, fresh)
     frames = {
@@ -51,7 +51,7 @@ def sql(
 
       fettle trace sql trace.json.gz "select name, sum(dur_ns) as ns from events group by name order by ns desc"
     """
-    from fettle.trace.sql import query
+    from fettle.trace.analyses.sql import query
 
     traces = open_traces(source, fresh)
     show({"result": query(traces, text)}, as_json, rows, traces=traces)
@@ -70,8 +70,8 @@ def augment(
 
       fettle trace augment trace.json.gz for-perfetto.json
     """
-    from fettle.trace.critical import critical_path
-    from fettle.trace.perfetto import augment as write
+    from fettle.trace.analyses.critical import critical_path
+    from fettle.trace.report.perfetto import augment as write
 
     trace = open_traces(source, fresh)[0]
     added = write(trace, target, path=critical_path(trace))
@@ -96,7 +96,7 @@ def report(
 
       fettle trace report after.json.gz --before before.json.gz
     """
-    from fettle.trace.report import write_report
+    from fettle.trace.report.page import write_report
 
     check_writable(output)
     earlier = open_traces(before, fresh)[0] if before is not None else None
@@ -127,8 +127,8 @@ def record(
 
       fettle trace record train.py:step -o trace.json.gz --active 5 --stacks
     """
-    from fettle.trace.record import load_target
-    from fettle.trace.record import record as record_trace
+    from fettle.trace.io.record import load_target
+    from fettle.trace.io.record import record as record_trace
 
     step, screen = load_target(target), Console(stderr=True)
     with record_trace(output, warmup=warmup, active=active, stacks=stacks, memory=memory) as profiler:

@@ -32,7 +32,7 @@ def health(source: Source, as_json: Json = False, fresh: Fresh = False) -> None:
 
       fettle trace health ranks/ --json
     """
-    from fettle.trace.health import trace_health
+    from fettle.trace.analyses.health import trace_health
 
     found = [trace_health(t, replayed=True) for t in read_traces(source, fresh)]
     if as_json:
@@ -58,7 +58,7 @@ def check(source: Source, as_json: Json = False, fresh: Fresh = False) -> None:
 
       fettle trace check trace.json.gz
     """
-    from fettle.trace.check import identities
+    from fettle.trace.analyses.check import identities
 
     traces = open_traces(source, fresh)
     frame = joined(traces, identities)
@@ -75,9 +75,9 @@ def steps(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart =
 
       fettle trace steps trace.json.gz --chart steps.html
     """
-    from fettle.trace import charts
-    from fettle.trace.steps import step_summary
-    from fettle.trace.steps import steps as find
+    from fettle.trace.analyses.steps import step_summary
+    from fettle.trace.analyses.steps import steps as find
+    from fettle.trace.report import charts
 
     traces = open_traces(source, fresh)
     frame = joined(traces, find)
@@ -123,8 +123,8 @@ def account(
 
       fettle trace account trace.json.gz --annotation generate
     """
-    from fettle.trace import charts
-    from fettle.trace.account import account_parts, account_total, time_account
+    from fettle.trace.analyses.account import account_parts, account_total, time_account
+    from fettle.trace.report import charts
 
     traces = open_traces(source, fresh)
     frame = joined(traces, lambda t: time_account(t, annotation))
@@ -146,8 +146,8 @@ def idle(source: Source, as_json: Json = False, chart: Chart = None, fresh: Fres
 
       fettle trace idle ranks/ --chart idle.png
     """
-    from fettle.trace import charts
-    from fettle.trace.idle import idle_summary, missing_information
+    from fettle.trace.analyses.idle import idle_summary, missing_information
+    from fettle.trace.report import charts
 
     traces = open_traces(source, fresh)
     frames = [idle_summary(t, d) for t in traces for d in t.device_keys]

@@ -32,10 +32,10 @@ def critical(
 
       fettle trace critical ranks/ --overlay for-perfetto.json
     """
-    from fettle.trace import charts
-    from fettle.trace.critical import critical_path, path_events
-    from fettle.trace.critical_ranks import critical_path_of_ranks
-    from fettle.trace.perfetto import augment
+    from fettle.trace.analyses.critical import critical_path, path_events
+    from fettle.trace.analyses.critical_ranks import critical_path_of_ranks
+    from fettle.trace.report import charts
+    from fettle.trace.report.perfetto import augment
 
     traces = open_traces(source, fresh)
     frames: dict[str, pl.DataFrame] = {}
@@ -86,9 +86,9 @@ def whatif(
 
       fettle trace whatif trace.json.gz --kernels gemm --factor 0.5 --chart whatif.html
     """
-    from fettle.trace import charts
-    from fettle.trace.critical import critical_path
-    from fettle.trace.whatif import what_if
+    from fettle.trace.analyses.critical import critical_path
+    from fettle.trace.analyses.whatif import what_if
+    from fettle.trace.report import charts
 
     rows, questions = [], []
     notes: dict[str, Any] = {}
@@ -135,8 +135,8 @@ def compare(
 
       fettle trace compare before.json.gz after.json.gz --skip 1
     """
-    from fettle.trace import charts
-    from fettle.trace.compare import compare as compare_traces
+    from fettle.trace.analyses.compare import compare as compare_traces
+    from fettle.trace.report import charts
 
     first, second = open_traces(before, fresh)[0], open_traces(after, fresh)[0]
     result = compare_traces(

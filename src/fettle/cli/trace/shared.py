@@ -33,7 +33,7 @@ Step = Annotated[int | None, typer.Option("--step", help="one step's number; all
 
 def read_traces(path: Path, fresh: bool = False) -> list[Trace]:
     """Read a trace or a folder; people see how far it is and how long it will take."""
-    from fettle.trace.reader import load_all
+    from fettle.trace.io.reader import load_all
 
     console = Console(stderr=True)
     columns = (
@@ -50,7 +50,7 @@ def read_traces(path: Path, fresh: bool = False) -> list[Trace]:
 
 def open_traces(path: Path, fresh: bool = False) -> list[Trace]:
     """Read a trace or a folder, and say what was left out of it and which answers are uncertain."""
-    from fettle.trace.health import trace_health
+    from fettle.trace.analyses.health import trace_health
 
     console = Console(stderr=True)
     traces = read_traces(path, fresh)
@@ -95,7 +95,7 @@ def show(
 
 def doubts(traces: dict[str, Trace]) -> dict[str, list[str]]:
     """Which analyses are uncertain for each trace; traces without any are left out."""
-    from fettle.trace.health import trace_health
+    from fettle.trace.analyses.health import trace_health
 
     found = {name: list(trace_health(trace).uncertain) for name, trace in traces.items()}
     return {name: analyses for name, analyses in found.items() if analyses}
@@ -165,7 +165,7 @@ def _plain(value: Any) -> Any:
 
 def write_chart(path: Path | None, make: Callable[[], Any]) -> None:
     if path is not None:
-        from fettle.trace import charts
+        from fettle.trace.report import charts
 
         charts.save(make(), path)
         Console(stderr=True).print(f"wrote {path}", highlight=False)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import polars as pl
 
-from fettle.trace import charts
-from fettle.trace.arrival import arrival, clock_offsets, match_collectives, stragglers
-from fettle.trace.communication import collective_table, collectives
-from fettle.trace.communication import overlap as overlap_of
-from fettle.trace.kernels import kernel_classes, kernel_table, kernels_across_ranks
+from fettle.trace.analyses.arrival import arrival, clock_offsets, match_collectives, stragglers
+from fettle.trace.analyses.communication import collective_table, collectives
+from fettle.trace.analyses.communication import overlap as overlap_of
+from fettle.trace.analyses.kernels import kernel_classes, kernel_table, kernels_across_ranks
+from fettle.trace.analyses.launches import call_table, launch_stats
+from fettle.trace.analyses.queue import bandwidth_summary, copy_bandwidth, queue_length, queue_summary
 from fettle.trace.kinds import short_kernel_name
-from fettle.trace.launches import call_table, launch_stats
 from fettle.trace.model import Trace
-from fettle.trace.queue import bandwidth_summary, copy_bandwidth, queue_length, queue_summary
+from fettle.trace.report import charts
 from fettle.trace.report.section import Section
 
 SHOWN_RANKS = 3

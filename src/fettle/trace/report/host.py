@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import polars as pl
 
-from fettle.trace import charts
-from fettle.trace import host as host_side
-from fettle.trace.attribution import attribute_kernels
-from fettle.trace.host import host_summary, parallel_operators, threads
-from fettle.trace.model import Trace
-from fettle.trace.operators import (
+from fettle.trace.analyses import host as host_side
+from fettle.trace.analyses.attribution import attribute_kernels
+from fettle.trace.analyses.host import host_summary, parallel_operators, threads
+from fettle.trace.analyses.operators import (
     annotation_table,
     call_blocks,
     counters_by_operator,
     kernel_sequences,
     operator_table,
 )
+from fettle.trace.analyses.stacks import CAUSES_OF_HOST
+from fettle.trace.model import Trace
+from fettle.trace.report import charts
 from fettle.trace.report.section import Section
-from fettle.trace.stacks import CAUSES_OF_HOST
 
 
 def operators(traces: list[Trace]) -> Section | None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import polars as pl
 
-from fettle.trace import charts
-from fettle.trace.account import account_total, time_account
-from fettle.trace.health import trace_health
-from fettle.trace.idle import idle_summary
-from fettle.trace.memory_timeline import memory_timeline
+from fettle.trace.analyses.account import account_total, time_account
+from fettle.trace.analyses.health import trace_health
+from fettle.trace.analyses.idle import idle_summary
+from fettle.trace.analyses.memory_timeline import memory_timeline
+from fettle.trace.analyses.steps import step_summary, steps
+from fettle.trace.analyses.waits import CAUSES
 from fettle.trace.model import Trace
+from fettle.trace.report import charts
 from fettle.trace.report.section import Section, ms, place
-from fettle.trace.steps import step_summary, steps
-from fettle.trace.waits import CAUSES
 from fettle.units import size_text
 
 SHOWN_PLACES = 6

@@ -9,17 +9,18 @@ import numpy as np
 import polars as pl
 
 from fettle.errors import UsageError
-from fettle.trace import charts
-from fettle.trace.compare import Comparison, compare
-from fettle.trace.critical import critical_path, path_events
-from fettle.trace.critical_ranks import critical_path_of_ranks
-from fettle.trace.kernels import class_of_row
+from fettle.trace.analyses.compare import Comparison, compare
+from fettle.trace.analyses.critical import critical_path, path_events
+from fettle.trace.analyses.critical_ranks import critical_path_of_ranks
+from fettle.trace.analyses.kernels import class_of_row
+from fettle.trace.analyses.memory_timeline import memory_peak, memory_timeline
+from fettle.trace.analyses.stacks import host_stacks
+from fettle.trace.analyses.steps import steps
+from fettle.trace.analyses.whatif import what_if
 from fettle.trace.kinds import Kind, short_kernel_name
-from fettle.trace.memory_timeline import memory_peak, memory_timeline
 from fettle.trace.model import Ints, Trace
+from fettle.trace.report import charts
 from fettle.trace.report.section import Section, ms
-from fettle.trace.steps import steps
-from fettle.trace.whatif import what_if
 from fettle.units import size_text
 
 SHOWN_RANKS = 4
@@ -195,10 +196,10 @@ def _longest(trace: Trace, rows: Ints) -> Ints:
 def _levels(trace: Trace, rows: Ints) -> Ints:
     """How deep each event lies among the given ones of its thread."""
     drawn = {int(r): -1 for r in rows}
-    for row in rows[np.argsort(trace.stacks.depth[rows], kind="stable")].tolist():
-        above = int(trace.stacks.parent[row])
+    for row in rows[np.argsort(host_stacks(trace).depth[rows], kind="stable")].tolist():
+        above = int(host_stacks(trace).parent[row])
         while above >= 0 and above not in drawn:
-            above = int(trace.stacks.parent[above])
+            above = int(host_stacks(trace).parent[above])
         drawn[row] = drawn[above] + 1 if above >= 0 else 0
     return np.array([drawn[int(r)] for r in rows], dtype=np.int64)
 

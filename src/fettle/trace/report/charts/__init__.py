@@ -1,0 +1,24 @@
+"""One chart a question. Every chart takes frames of the analyses and returns an Altair chart; none computes.
+
+Charts are as wide as what holds them and name no ink and no paper: the page, or `save`, brings the look. Labels stand
+above their bars, so that a kernel's name of eighty characters costs no width on a phone.
+"""
+
+from fettle.trace.report.charts.bars import (
+    account_chart,
+    account_parts,
+    bar_chart,
+    change_chart,
+    stacked,
+    step_chart,
+    what_if_chart,
+)
+from fettle.trace.report.charts.counts import arrival_chart, collective_chart, counter_chart, delay_chart, size_chart
+from fettle.trace.report.charts.lines import blocks, step_line
+from fettle.trace.report.charts.look import main_parts, save
+
+__all__ = [
+    "account_chart", "account_parts", "arrival_chart", "bar_chart", "blocks", "change_chart", "collective_chart",
+    "counter_chart", "delay_chart", "main_parts", "save", "size_chart", "stacked", "step_chart", "step_line",
+    "what_if_chart",
+]  # fmt: skip
