@@ -10,37 +10,9 @@ import polars as pl
 from fettle.trace.analyses.account import device_classes
 from fettle.trace.analyses.launches import text_column
 from fettle.trace.intervals import intersect, length_within, total
-from fettle.trace.kinds import short_kernel_name
+from fettle.trace.kinds import dtype_bytes, short_kernel_name
 from fettle.trace.model import Trace
 
-_DTYPE_BYTES = {
-    "float": 4,
-    "float32": 4,
-    "int": 4,
-    "int32": 4,
-    "double": 8,
-    "float64": 8,
-    "long": 8,
-    "int64": 8,
-    "half": 2,
-    "float16": 2,
-    "c10::half": 2,
-    "bfloat16": 2,
-    "c10::bfloat16": 2,
-    "short": 2,
-    "char": 1,
-    "int8": 1,
-    "byte": 1,
-    "uint8": 1,
-    "unsigned char": 1,
-    "bool": 1,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2fnuz": 1,
-    "complexfloat": 8,
-    "complexdouble": 16,
-}
 _KIND_IN_NAME = [
     ("allreduce", re.compile(r"all_?reduce|cross_device_reduce|one_shot|two_shot", re.I)),
     ("allgather", re.compile(r"all_?gather", re.I)),
@@ -149,7 +121,7 @@ def collectives(trace: Trace) -> pl.DataFrame:
 
 
 def _message_bytes(kind: str, fact: dict[str, object]) -> int | None:
-    width = _DTYPE_BYTES.get(str(fact["dtype"]).lower())
+    width = dtype_bytes(str(fact["dtype"]))
     elements: tuple[int, int] = (int(fact["in_elements"]), int(fact["out_elements"]))  # type: ignore[call-overload]
     if width is None or max(elements) < 0 or max(elements) > 2**50:
         return None

@@ -207,7 +207,7 @@ def idle_breakdown(trace: Trace, consecutive_kernel_delay_us: int = 30) -> pl.Da
         interval = work.ts[mine][1:] - work.end[mine][:-1]
         launched = work.launch_ts[mine][1:]
         host = (launched >= 0) & (launched > work.end[mine][:-1])
-        waits = ~host & (interval < consecutive_kernel_delay_us) & (launched >= 0)
+        waits = ~host & (interval < consecutive_kernel_delay_us)  # of unknown launch, too
         sums = {
             "host_wait": interval[host].sum(),
             "kernel_wait": interval[waits].sum(),

@@ -231,6 +231,41 @@ def _host_time(trace: Trace, pieces: _Pieces, start: Ints, end: Ints, thread: In
         thread = np.full(len(start), remaining[0])
 
 
+def idle_streams(trace: Trace) -> pl.DataFrame:
+    """Idle time of each stream between its first and its last work, cut where its reason changes.
+
+    Columns: rank, device, stream, work (pieces), idle_ns, and its parts: host_ns (until the launch had arrived),
+    event_ns (then until the work of another stream had ended), latency_ns (from a launch to its work), gap_ns (the
+    usual gap, and inside graphs), unknown_ns.
+    """
+    waits, rows = device_waits(trace), trace.device_rows
+    has = waits.previous >= 0
+    start, free = trace.ts[rows[has]], trace.end[rows[np.maximum(waits.previous, 0)]][has]
+    since = np.clip(waits.since[has], np.minimum(free, start), start)
+    rest, held = start - since, waits.held[has]
+    of_cause = {"latency_ns": ("launch_latency",), "gap_ns": ("between_kernels", "inside_graph", "stream_event")}
+    parts = {
+        "host_ns": np.where(held == Held.LAUNCH, np.maximum(since - free, 0), 0),
+        "event_ns": np.where(held == Held.EVENT, np.maximum(since - free, 0), 0),
+        **{
+            name: np.where(np.isin(waits.cause[has], [NUMBER[c] for c in causes]), rest, 0)
+            for name, causes in of_cause.items()
+        },
+    }
+    idle = np.maximum(start - free, 0)
+    frame = pl.DataFrame(
+        {
+            "device": trace.column("device")[rows[has]].astype(np.int64),
+            "stream": trace.column("stream")[rows[has]],
+            "idle_ns": idle,
+            **parts,
+            "unknown_ns": idle - sum(parts.values()),
+        }
+    )
+    summed = frame.group_by("device", "stream").agg((pl.len() + 1).alias("work"), pl.all().sum())
+    return summed.select(pl.lit(trace.rank, dtype=pl.Int64()).alias("rank"), pl.all()).sort("device", "stream")
+
+
 def missing_information(trace: Trace, device: int) -> str:
     """What a trace lacks where more than `EXPLAINED` of a device's idle time is unknown or unlinked; else empty."""
     pieces = idle_pieces(trace, device)

@@ -75,8 +75,8 @@ def call_tree(trace: Trace, *, max_depth: int = 6, python: bool = False) -> pl.D
     if python:
         wanted |= trace.kind == Kind.PYTHON
     rows = np.flatnonzero(wanted)
-    parent = _parent_among(trace, wanted)
-    device, _, _ = _device_time(trace, wanted, parent)
+    parent = parent_among(trace, wanted)
+    device, _, _ = device_time(trace, wanted, parent)
     paths: dict[tuple[int, int], int] = {}
     path_of = np.full(trace.events.height, -1, dtype=np.int64)
     parents_of_path: list[int] = []
@@ -148,7 +148,7 @@ def _merged_names(trace: Trace) -> tuple[Ints, list[str]]:
     return table[trace.column("name")], list(number)
 
 
-def _parent_among(trace: Trace, wanted: np.ndarray) -> Ints:
+def parent_among(trace: Trace, wanted: np.ndarray) -> Ints:
     """The nearest wanted event strictly above each event."""
     up = called_from(trace)
     around = nearest(trace, wanted, np.flatnonzero(trace.is_host), up)
@@ -211,8 +211,8 @@ def annotation_table(trace: Trace) -> pl.DataFrame:
     flags = trace.kind == Kind.ANNOTATION
     rows = np.flatnonzero(flags)
     name, texts = _merged_names(trace)
-    parent = _parent_among(trace, flags)
-    inclusive, exclusive, kernels = _device_time(trace, flags, parent)
+    parent = parent_among(trace, flags)
+    inclusive, exclusive, kernels = device_time(trace, flags, parent)
     nested = np.zeros(trace.events.height, dtype=np.int64)
     np.add.at(nested, parent[rows][parent[rows] >= 0], trace.dur[rows][parent[rows] >= 0])
     above = parent[rows]
@@ -247,7 +247,7 @@ def annotation_table(trace: Trace) -> pl.DataFrame:
     ).sort("device_inclusive_ns", "host_inclusive_ns", "annotation", descending=[True, True, False])
 
 
-def _device_time(trace: Trace, wanted: np.ndarray, parent: Ints) -> tuple[Ints, Ints, Ints]:
+def device_time(trace: Trace, wanted: np.ndarray, parent: Ints) -> tuple[Ints, Ints, Ints]:
     """Device time of each wanted event: of all work launched below it, and of what no other one is nearer to; and how
     many pieces of work the former is. `parent` is the nearest wanted event strictly above each.
     """

@@ -17,6 +17,8 @@ from fettle.trace.kinds import Kind, is_graph_launch
 from fettle.trace.model import Bools, Ints, Trace, per_trace
 
 FEWEST_WAITS = 5
+FEW_WAITS, CLEAR_RETURN_NS = 3, 2_000
+"""So few are enough where no other call is as long, and each returned this soon after a slot came free."""
 LONG_NS = 15_000
 RETURN_NS = 20_000
 """Longest time from the begin of the work that freed a slot to the return of the call that waited for it."""
@@ -178,6 +180,11 @@ def _depth(one: _Launches) -> int | None:
         longer = np.median(lasts[top]) > 1.5 * np.median(lasts[below])
         if longer and one.freed[top].mean() >= 0.7:
             return full
+    longest = np.flatnonzero(one.plain)[np.argsort(lasts[one.plain], kind="stable")[-FEW_WAITS:]]
+    lag = one.end[longest] - one.begins[np.maximum(one.seen[longest] - 1, 0)]
+    clear = one.freed[longest].all() and (one.length[longest] == full).all() and (lag <= CLEAR_RETURN_NS).all()
+    if clear and below.any() and lasts[longest].min() > 1.1 * lasts[below].max():
+        return full
     waits = np.flatnonzero(_long(one) & one.freed & (one.length >= 2))
     if len(waits) < FEWEST_WAITS:
         return None

@@ -45,8 +45,8 @@ NUMBER = {cause: i for i, cause in enumerate(CAUSES)}
 BETWEEN_KERNELS_NS = 30_000
 LATENCY_NS = 100_000
 EVENT_WAIT_NS = 2_000
-FEWEST = 5
-"""Pieces of work from which a usual time is read."""
+FEWEST, MANY = 5, 20
+"""Pieces of work from which a usual time is read; with fewer than many, up to twice the median is usual."""
 
 
 class Held(IntEnum):
@@ -177,7 +177,7 @@ def _range(passed: Ints, alone: Bools, there: Bools, most: int) -> tuple[float, 
         return shortest, 2 * shortest
     low, middle, high = np.percentile(passed[alone], [10, 50, 90])
     high = min(high, 2 * middle)
-    return float(low), float(high + (high - low) / 2)
+    return float(low), float(max(high + (high - low) / 2, 2 * middle if alone.sum() < MANY else 0))
 
 
 def _last_reason(
