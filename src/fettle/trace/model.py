@@ -101,6 +101,8 @@ class Trace:
     metadata: dict[str, Any] = field(default_factory=dict)
     thread_names: dict[str, str] = field(default_factory=dict)
     facts: ReadFacts = field(default_factory=ReadFacts)
+    own_end: bool = False
+    """Whether a step ends with its own annotation, not where the next one begins."""
 
     def column(self, name: str) -> npt.NDArray[Any]:
         """One column of the events as a numpy array, without a copy."""

@@ -226,18 +226,24 @@ def idle_breakdown(trace: Trace, consecutive_kernel_delay_us: int = 30) -> pl.Da
 
 
 def launch_statistics(trace: Trace) -> pl.DataFrame:
-    """Columns: correlation, cpu_duration, gpu_duration, launch_delay (us), of the four launch calls that HTA knows."""
+    """Of the four launch calls that HTA knows, in the columns of its launch histograms: correlation, call, call_row,
+    call_ns, duration_ns, delay_ns (never negative), short (the work is, and its call is no longer than 50 us).
+    """
     work = _rounded(trace)
     chosen = np.isin(work.launch_name, list(_LAUNCHES)) & np.isin(
         trace.kind[work.row], [Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET]
     )
     delay = np.maximum(work.ts - work.launch_ts - work.launch_dur, 0)
+    call, length = work.launch_dur[chosen], work.dur[chosen]
     return pl.DataFrame(
         {
             "correlation": trace.column("correlation")[work.row[chosen]],
-            "cpu_duration": work.launch_dur[chosen],
-            "gpu_duration": work.dur[chosen],
-            "launch_delay": delay[chosen],
+            "call": work.launch_name[chosen].astype(str),
+            "call_row": work.row[chosen],
+            "call_ns": 1000 * call,
+            "duration_ns": 1000 * length,
+            "delay_ns": 1000 * delay[chosen],
+            "short": (length < call) & (call <= 50),
         }
     )
 

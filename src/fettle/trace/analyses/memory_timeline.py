@@ -10,7 +10,11 @@ from fettle.trace.analyses.launches import text_column
 from fettle.trace.analyses.stacks import host_stacks
 from fettle.trace.model import Ints, Trace
 
-DEVICE_TYPES = {0: "cpu", 1: "cuda", 20: "privateuseone", 12: "xpu", 9: "meta"}
+# In the order of c10::DeviceType, whose numbers the profiler writes.
+DEVICE_TYPES = (
+    *("cpu", "cuda", "mkldnn", "opengl", "opencl", "ideep", "hip", "fpga", "maia", "xla", "vulkan", "metal", "xpu"),
+    *("mps", "meta", "hpu", "ve", "lazy", "ipu", "mtia", "privateuseone"),
+)
 
 
 def memory_timeline(trace: Trace) -> pl.DataFrame:
@@ -46,7 +50,8 @@ def memory_timeline(trace: Trace) -> pl.DataFrame:
 
     device = pl.Series(
         [
-            DEVICE_TYPES.get(t, f"device type {t}") + ("" if t == 0 or d < 0 else f":{d}")
+            (DEVICE_TYPES[t] if 0 <= t < len(DEVICE_TYPES) else f"device type {t}")
+            + ("" if t == 0 or d < 0 else f":{d}")
             for t, d in zip(frame["device_type"], frame["device"], strict=True)
         ],
         dtype=pl.String(),
@@ -68,15 +73,16 @@ def memory_peak(trace: Trace) -> pl.DataFrame:
     """What was held at each device's peak, by the operator that had taken it.
 
     Only memory taken inside the trace has an owner; what was there before is the row with operator null. Columns:
-    rank, device, operator, bytes, allocations, peak_bytes (the device's), peak_ts_ns.
+    rank, device, operator, bytes, allocations, peak_bytes (the device's), peak_at_ns (from the trace's start).
     """
     timeline = memory_timeline(trace)
+    begin = min((int(t) for t in (timeline["ts_ns"].min(), trace.span[0] or None) if t is not None), default=0)  # type: ignore[call-overload]
     rows: list[tuple[int, str, str | None, int, int, int, int]] = []
     for key, part in timeline.group_by("device", maintain_order=True):
         told = part["allocated_bytes"].to_numpy()
         running = told if (told >= 0).all() else np.cumsum(part["bytes"].to_numpy())
         at = int(running.argmax())
-        peak, when = int(running[at]), int(part["ts_ns"][at])
+        peak, when = int(running[at]), int(part["ts_ns"][at]) - begin
         held: dict[int, tuple[str | None, int]] = {}
         for address, size, operator in part[: at + 1].select("address", "bytes", "operator").iter_rows():
             if size > 0:
@@ -100,6 +106,6 @@ def memory_peak(trace: Trace) -> pl.DataFrame:
         "bytes": pl.Int64(),
         "allocations": pl.Int64(),
         "peak_bytes": pl.Int64(),
-        "peak_ts_ns": pl.Int64(),
+        "peak_at_ns": pl.Int64(),
     }
     return pl.DataFrame(rows, schema=schema, orient="row").sort("device", "bytes", descending=[False, True])

@@ -17,8 +17,8 @@ from fettle.trace.kinds import Kind, is_graph_launch
 from fettle.trace.model import Bools, Ints, Trace, per_trace
 
 FEWEST_WAITS = 5
-FEW_WAITS, CLEAR_RETURN_NS = 3, 2_000
-"""So few are enough where no other call is as long, and each returned this soon after a slot came free."""
+SAME_NS, CLEAR_RETURN_NS = 100, 2_000
+"""Fewer are enough where no other call is as long: two that return the same time after a slot came free, three soon."""
 LONG_NS = 15_000
 RETURN_NS = 20_000
 """Longest time from the begin of the work that freed a slot to the return of the call that waited for it."""
@@ -45,18 +45,22 @@ class Queue:
 
 @dataclass(frozen=True)
 class _Launches:
-    """The launch calls of one queue in order: their rows and times, the queue's length when each returned, the begins
-    of their work in order, and how many of them each return saw.
+    """The launch calls of one queue in order: their rows and times, how much had been launched when each returned, the
+    begins of all their work in order, and how many of them each return saw.
     """
 
     calls: Ints
     start: Ints
     end: Ints
-    length: Ints
+    launched: Ints
     begins: Ints
     order: Ints
     seen: Ints
     plain: Bools
+
+    @property
+    def length(self) -> Ints:
+        return self.launched - self.seen
 
     @property
     def freed(self) -> Bools:
@@ -128,11 +132,11 @@ def _counted(trace: Trace, work: Ints, calls: Ints, device: int, stream: int) ->
     position = np.empty(trace.events.height, dtype=np.int64)
     position[trace.device_rows] = np.arange(len(trace.device_rows))
     order = position[one.order]
-    at = np.cumsum(_counts(calls, one.calls)) - 1 - depth
-    bound = np.where(at >= 0, order[np.clip(at, 0, len(order) - 1)], -1)
-    in_time = one.begins[np.clip(at, 0, len(order) - 1)] <= one.end
+    at, begins = one.launched - 1 - depth, _bound(one, depth)
+    bound = np.where(at >= 0, order[np.maximum(at, 0)], -1)
+    in_time = begins <= one.end
     near = one.length >= depth - max(2, SPREAD * depth)
-    just = (at >= 0) & (one.begins[np.clip(at, 0, len(order) - 1)] > one.start) & in_time
+    just = (begins > one.start) & in_time
     waits = one.freed & near & (just | _long(one))
     released = np.where(waits, order[np.maximum(one.seen - 1, 0)], -1)
     return Queue(device, stream, depth, one.calls, released, np.where(in_time, bound, -1))
@@ -152,12 +156,19 @@ def _launches(trace: Trace, work: Ints, calls: Ints) -> _Launches:
     order = work[np.argsort(trace.ts[work], kind="stable")]
     begins = trace.ts[order]
     seen = np.searchsorted(begins, end, side="right")
-    length = np.cumsum(_counts(calls, distinct)) - seen
+    launched = np.cumsum(_counts(calls, distinct))
     # A graph's call is as long as it has kernels, and a copy that waits for itself waits for no slot.
     graphs = np.array([is_graph_launch(n) for n in trace.names], dtype=bool)
     itself = calls[(trace.end[work] <= trace.end[calls]) & (trace.kind[work] != Kind.KERNEL)]
     plain = ~graphs[trace.column("name")[distinct]] & ~np.isin(distinct, itself)
-    return _Launches(distinct, start, end, length, begins, order, seen, plain)
+    return _Launches(distinct, start, end, launched, begins, order, seen, plain)
+
+
+def _bound(one: _Launches, depth: int) -> Ints:
+    """When the work began that has to have begun before each call can return from a queue of this depth; -1: none."""
+    at = one.launched - 1 - depth
+    begins: Ints = np.where(at >= 0, one.begins[np.maximum(at, 0)], -1)
+    return begins
 
 
 def _long(one: _Launches) -> Bools:
@@ -180,11 +191,13 @@ def _depth(one: _Launches) -> int | None:
         longer = np.median(lasts[top]) > 1.5 * np.median(lasts[below])
         if longer and one.freed[top].mean() >= 0.7:
             return full
-    longest = np.flatnonzero(one.plain)[np.argsort(lasts[one.plain], kind="stable")[-FEW_WAITS:]]
-    lag = one.end[longest] - one.begins[np.maximum(one.seen[longest] - 1, 0)]
-    clear = one.freed[longest].all() and (one.length[longest] == full).all() and (lag <= CLEAR_RETURN_NS).all()
-    if clear and below.any() and lasts[longest].min() > 1.1 * lasts[below].max():
-        return full
+    freed = _bound(one, full)
+    waits = one.plain & (freed > one.start)
+    if waits.any() and (one.plain & ~waits).any():  # as long as no other, and over right after the slot came free
+        clear = waits & (lasts > 1.1 * np.percentile(lasts[one.plain & ~waits], 99))
+        lag = (one.end - freed)[clear]
+        if len(lag) >= 2 and (np.ptp(lag) <= SAME_NS or (len(lag) > 2 and (lag <= CLEAR_RETURN_NS).mean() >= 0.9)):
+            return full
     waits = np.flatnonzero(_long(one) & one.freed & (one.length >= 2))
     if len(waits) < FEWEST_WAITS:
         return None

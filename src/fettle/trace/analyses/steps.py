@@ -17,8 +17,8 @@ _STEP = re.compile(r"^ProfilerStep#(\d+)$")
 def steps(trace: Trace, annotation: str | None = None) -> pl.DataFrame:
     """The trace's steps in order.
 
-    Columns: rank, step (its number), start_ns, end_ns (the next step's start; its own end for the last), wall_ns.
-    Steps do not overlap. Without any, one row: step -1, the whole trace.
+    Columns: rank, step (its number), start_ns, end_ns (the next step's start; its own end for the last, and for all
+    where the trace says `own_end`), wall_ns. Steps do not overlap. Without any, one row: step -1, the whole trace.
 
     Args:
         annotation: Take the annotations of exactly this name for steps, numbered from 0, instead of `ProfilerStep#N`.
@@ -49,7 +49,7 @@ def steps(trace: Trace, annotation: str | None = None) -> pl.DataFrame:
     if not starts:
         low, high = trace.span
         starts, ends, numbers = [low], [high], [-1]
-    elif annotation is None:
+    elif annotation is None and not trace.own_end:
         ends = [*starts[1:], ends[-1]]
     return pl.DataFrame(
         {"rank": [trace.rank] * len(starts), "step": numbers, "start_ns": starts, "end_ns": ends},

@@ -50,7 +50,8 @@ def launches(traces: list[Trace]) -> Section | None:
         "Long delays mean that work queued behind other work (the device is busy); delays of a few microseconds with "
         "kernels shorter than their launch mean that the host cannot keep up: fuse, compile, or launch a graph.",
     )
-    section.chart("Delay from launch to start", charts.delay_chart(frame))
+    for caption, chart in charts.launch_charts(frame).items():
+        section.chart(caption, charts.sized(chart, 180))
     section.table("Launch calls", call_table(frame), rows=20)
     return section
 

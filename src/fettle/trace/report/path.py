@@ -219,5 +219,5 @@ def memory(traces: list[Trace]) -> Section | None:
                 charts.step_line(series, "mib", series="device", unit="MiB", area=True),
             )
     peaks = pl.concat([memory_peak(t) for t in traces])
-    section.table("At the peak, by the operator that took it", peaks.drop("peak_ts_ns"))
+    section.table("At the peak, by the operator that took it", peaks)
     return section if peaks.height else None

@@ -13,12 +13,20 @@ from fettle.trace.report.charts.bars import (
     step_chart,
     what_if_chart,
 )
-from fettle.trace.report.charts.counts import arrival_chart, collective_chart, counter_chart, delay_chart, size_chart
+from fettle.trace.report.charts.counts import (
+    arrival_chart,
+    collective_chart,
+    counter_chart,
+    launch_charts,
+    roofline_chart,
+    size_chart,
+    stack_of,
+)
 from fettle.trace.report.charts.lines import blocks, step_line
-from fettle.trace.report.charts.look import main_parts, save
+from fettle.trace.report.charts.look import main_parts, save, sized
 
 __all__ = [
     "account_chart", "account_parts", "arrival_chart", "bar_chart", "blocks", "change_chart", "collective_chart",
-    "counter_chart", "delay_chart", "main_parts", "save", "size_chart", "stacked", "step_chart", "step_line",
-    "what_if_chart",
+    "counter_chart", "launch_charts", "main_parts", "roofline_chart", "save", "size_chart", "sized", "stack_of",
+    "stacked", "step_chart", "step_line", "what_if_chart",
 ]  # fmt: skip

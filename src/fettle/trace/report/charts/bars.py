@@ -8,7 +8,7 @@ import altair as alt
 import polars as pl
 
 from fettle.trace.analyses.waits import CAUSES
-from fettle.trace.report.charts.look import colour, main_parts, milliseconds, ordered, sized
+from fettle.trace.report.charts.look import colour, main_parts, milliseconds, ordered, sized, words
 
 
 def account_parts(account: pl.DataFrame) -> pl.DataFrame:
@@ -18,7 +18,7 @@ def account_parts(account: pl.DataFrame) -> pl.DataFrame:
         "exposed_communication_ns": "exposed communication",
         "exposed_copy_ns": "exposed copy",
     }
-    columns |= {f"idle_{c}_ns": c for c in CAUSES}
+    columns |= {f"idle_{c}_ns": c.replace("_", " ") for c in CAUSES}
     long = account.select("rank", "device", "step", *columns).unpivot(
         index=["rank", "device", "step"], variable_name="part", value_name="ns"
     )
@@ -67,6 +67,7 @@ def account_chart(account: pl.DataFrame) -> Any:
 
 def stacked(frame: pl.DataFrame, place: str, part: str, value_ms: str) -> Any:
     """One horizontal bar a place, cut into parts: columns `place`, `part`, `value_ms`."""
+    frame = frame.with_columns(words(part))
     order = ordered(frame[part].unique().to_list()) if frame.height else []
     summed = frame.group_by(place, part, maintain_order=True).agg(pl.col(value_ms).sum())
     numbered = summed.with_columns(
@@ -109,9 +110,7 @@ def bar_chart(
         frame.filter(pl.col(value_ns) != 0)
         .sort(pl.col(value_ns).abs(), descending=True)
         .head(top)
-        .with_columns(
-            ms=pl.col(value_ns) / 1e6, label=pl.col(label).cast(pl.String()).fill_null("unknown").str.slice(0, 200)
-        )
+        .with_columns(ms=pl.col(value_ns) / 1e6, label=words(label).fill_null("unknown").str.slice(0, 200))
         .with_row_index("at")
     )
     whole = float(frame[value_ns].abs().sum() or 1)

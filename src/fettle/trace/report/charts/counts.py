@@ -7,48 +7,61 @@ from typing import Any
 import altair as alt
 import polars as pl
 
-from fettle.trace.report.charts.look import MAX_ROWS, TOP_PARTS, colour, main_parts, milliseconds, sized
+from fettle.trace.analyses.flops import Limits
+from fettle.trace.analyses.launches import LATE_NS, LONG_CALL_NS
+from fettle.trace.report.charts.look import MAX_ROWS, colour, main_parts, milliseconds, ordered, sized
 
 
-def delay_chart(launches: pl.DataFrame) -> Any:
-    """How long work waited after its launch call, counted by powers of two: columns call, delay_ns."""
-    shown = (
-        launches.select("call", us=pl.col("delay_ns").clip(0) / 1e3)
-        .with_columns(
-            power=pl.when(pl.col("us") < 1)
-            .then(0)
-            .otherwise(pl.col("us").log(2).floor() + 1)
-            .cast(pl.Int64())
-            .clip(0, 24)
-        )
-        .group_by("call", "power")
+def histogram(durations: pl.DataFrame, title: str, *, by: str = "") -> Any:
+    """How many durations there are in each power of two microseconds: columns ns, and `by`, which colours them."""
+    us = pl.col("ns").clip(0) / 1e3
+    parts = main_parts(durations, by, "ns") if by else durations
+    counted = (
+        parts.with_columns(power=pl.when(us < 1).then(0).otherwise(us.log(2).floor() + 1).cast(pl.Int64()))
+        .group_by("power", *([by] if by else []))
         .agg(work=pl.len())
-        .with_columns(
-            delay=pl.col("power").replace_strict({i: power_of_two_us(i) for i in range(25)}, return_dtype=pl.String())
-        )
+        .with_columns(length=_named_powers())
     )
-    chart = (
-        alt.Chart(main_parts(shown, "call", "work").group_by("call", "power", "delay").agg(pl.col("work").sum()))
-        .mark_bar()
+    colours = {"color": colour(by, ordered(counted[by].unique().to_list()))} if by else {}
+    return (
+        alt.Chart(counted)
+        .mark_bar(color="#1f8a99")
         .encode(
-            x=_by_power("delay", "from the end of the launch call to the start of the work"),
-            y=alt.Y("sum(work):Q", title="pieces of work"),
-            color=colour(
-                "call",
-                shown["call"].unique().sort().to_list() + (["rest"] if shown["call"].n_unique() > TOP_PARTS else []),
-            ),
-            tooltip=["delay", "call", alt.Tooltip("sum(work):Q", title="pieces of work")],
+            x=_by_power("length", title),
+            y=alt.Y("sum(work):Q", title="how many"),
+            tooltip=["length", *([by] if by else []), alt.Tooltip("sum(work):Q", title="how many")],
+            **colours,
         )
     )
-    return sized(chart, 200)
 
 
-def power_of_two_us(power: int) -> str:
-    """The name of the class of durations from 2**(power-1) up to 2**power microseconds."""
-    if power == 0:
-        return "< 1 us"
-    low = 2 ** (power - 1)
-    return f"{low} us" if low < 1000 else (f"{low / 1000:.0f} ms" if low < 1_000_000 else f"{low / 1e6:.0f} s")
+def launch_charts(launches: pl.DataFrame) -> dict[str, Any]:
+    """Of `launch_stats`: all delays, and what stands out: short work, long calls, late work. By caption."""
+    long = (pl.col("call_ns") > LONG_CALL_NS) & pl.col("call_row").is_first_distinct()
+    late, start = pl.col("delay_ns") > LATE_NS, "from the end of the launch call to the start of the work"
+    found = {
+        "Delay from launch to start": (launches.select("call", ns="delay_ns"), start, "call"),
+        "Work shorter than its launch call": (launches.filter("short").select(ns="duration_ns"), "length of work", ""),
+        "Launch calls over 50 µs": (launches.filter(long).select(ns="call_ns"), "length of the call", ""),
+        "Work that starts over 100 µs after its call": (launches.filter(late).select(ns="delay_ns"), start, ""),
+    }
+    return {caption: histogram(frame, title, by=by) for caption, (frame, title, by) in found.items() if frame.height}
+
+
+def stack_of(charts: dict[str, Any]) -> Any:
+    """Charts under their captions, one below the other."""
+    return alt.vconcat(*(chart.properties(width=480, height=140, title=caption) for caption, chart in charts.items()))
+
+
+def _named_powers() -> pl.Expr:
+    """Durations from 2**(power-1) up to 2**power microseconds, by name."""
+
+    def name(power: int) -> str:
+        low = 2 ** (power - 1)
+        return f"{low} µs" if low < 1000 else f"{low / 1000:.0f} ms" if low < 1_000_000 else f"{low / 1e6:.0f} s"
+
+    names = {0: "< 1 µs", **{power: name(power) for power in range(1, 60)}}
+    return pl.col("power").replace_strict(names, return_dtype=pl.String())
 
 
 def _by_power(column: str, title: str) -> Any:
@@ -58,13 +71,10 @@ def _by_power(column: str, title: str) -> Any:
 
 
 def size_chart(sizes: pl.DataFrame) -> Any:
-    """Operators by their own length: columns power (see `power_of_two_us`), count, time_ns."""
-    shown = sizes.with_columns(
-        size=pl.col("power").replace_strict({i: power_of_two_us(i) for i in range(40)}, return_dtype=pl.String()),
-        ms=pl.col("time_ns") / 1e6,
-    )
+    """Operators by their own length: columns power (0: under 1 µs), count, time_ns."""
+    shown = sizes.select("power", "count", size=_named_powers(), ms=pl.col("time_ns") / 1e6)
     chart = (
-        alt.Chart(shown.select("power", "size", "count", "ms"))
+        alt.Chart(shown)
         .mark_bar(color="#1f8a99")
         .encode(
             x=_by_power("size", "an innermost operator takes at least"),
@@ -73,6 +83,42 @@ def size_chart(sizes: pl.DataFrame) -> Any:
         )
     )
     return sized(chart, 190)
+
+
+def roofline_chart(products: pl.DataFrame, limits: Limits | None) -> Any:
+    """Rate against intensity, both logarithmic, and the device's roof where it is known: columns of `product_table`."""
+    shown = (
+        products.filter((pl.col("tflop_per_s") > 0) & pl.col("intensity").is_not_null())
+        .head(MAX_ROWS)
+        .with_columns(ms=pl.col("time_ns") / 1e6)
+        .select("operator", "shapes", "types", "count", "intensity", "tflop_per_s", "ms")
+    )
+    x = alt.X("intensity:Q", scale=alt.Scale(type="log"), title="FLOPs a byte of operands and result")
+    y = alt.Y("tflop_per_s:Q", scale=alt.Scale(type="log"), title="TFLOP/s")
+    points = (
+        alt.Chart(shown)
+        .mark_point(filled=True, opacity=0.7)
+        .encode(
+            x=x,
+            y=y,
+            size=alt.Size("ms:Q", title="milliseconds", legend=None),
+            color=colour("operator", shown["operator"].unique().sort().to_list()),
+            tooltip=["operator", "shapes", "types", "count", alt.Tooltip("intensity:Q", format=",.1f"),
+                     alt.Tooltip("tflop_per_s:Q", title="TFLOP/s", format=",.2f"), alt.Tooltip("ms:Q", format=",.3f")],
+        )
+    )  # fmt: skip
+    if limits is None or not shown.height:
+        return sized(points, 260)
+    least, most = (float(value) for value in (shown["intensity"].min(), shown["intensity"].max()))  # type: ignore[arg-type]
+    roof = [
+        (f"{width} bytes", at, min(peak, at * limits.gb_per_s / 1e3))
+        for width, peak in limits.tflop_per_s.items()
+        for at in (least / 2, peak / limits.gb_per_s * 1e3, max(most, peak / limits.gb_per_s * 1e3) * 2)
+    ]
+    lines = alt.Chart(pl.DataFrame(roof, schema=["elements", "intensity", "tflop_per_s"], orient="row")).mark_line(
+        color="#8a949e", strokeDash=[4, 3]
+    )
+    return sized(lines.encode(x=x, y=y, detail="elements:N", tooltip=["elements"]) + points, 260)
 
 
 def collective_chart(table: pl.DataFrame) -> Any:
@@ -98,7 +144,7 @@ def collective_chart(table: pl.DataFrame) -> Any:
                 "rank",
                 "collective",
                 "bytes",
-                alt.Tooltip("bus_gb_per_s:Q", format=".2f"),
+                alt.Tooltip("bus_gb_per_s:Q", title="bus bandwidth, GB/s", format=".2f"),
                 alt.Tooltip("ms:Q", format=",.3f"),
             ],
         )
@@ -122,7 +168,7 @@ def arrival_chart(arrivals: pl.DataFrame) -> Any:
             x=milliseconds("ms"),
             y=alt.Y("skew_ms:Q", title="first to last arrival, ms"),
             color=colour("last", shown["last"].unique().sort().to_list()),
-            tooltip=["collective", "last", alt.Tooltip("skew_ms:Q", format=",.3f")],
+            tooltip=["collective", "last", alt.Tooltip("skew_ms:Q", title="skew, ms", format=",.3f")],
         )
     )
     return sized(chart, 210)

@@ -7,7 +7,7 @@ from typing import Any
 import altair as alt
 import polars as pl
 
-from fettle.trace.report.charts.look import MAX_ROWS, MAX_SERIES, colour, milliseconds, ordered, sized
+from fettle.trace.report.charts.look import MAX_ROWS, MAX_SERIES, colour, milliseconds, ordered, sized, words
 
 
 def step_line(frame: pl.DataFrame, value: str, *, series: str, unit: str, area: bool = False) -> Any:
@@ -55,6 +55,7 @@ def blocks(frame: pl.DataFrame, unit: str) -> Any:
     """Blocks in rows, as in a timeline or a flame graph: columns row, name, start, end, kind, and titles of groups of
     rows as blocks of kind `title`.
     """
+    frame = frame.with_columns(words("kind"))
     real, titles = frame.filter(pl.col("kind") != "title"), frame.filter(pl.col("kind") == "title")
     rows = pl.concat([real["row"], titles["row"]]).unique().sort().to_list()
     y = alt.Y("row:O", axis=None, scale=alt.Scale(domain=rows))

@@ -13,12 +13,14 @@ import polars as pl
 from fettle.errors import UsageError
 from fettle.files import write_bytes
 from fettle.page import as_spec, shell
+from fettle.trace.analyses.stacks import CAUSES_OF_HOST
 from fettle.trace.analyses.waits import CAUSES
 
 MAX_ROWS = 4000
 MAX_SERIES = 20
 TOP_PARTS = 8
-PARTS = ("compute", "exposed communication", "exposed copy", *CAUSES)
+_WORDS = {cause: cause.replace("_", " ") for cause in (*CAUSES, *CAUSES_OF_HOST)}
+PARTS = ("compute", "exposed communication", "exposed copy", *(_WORDS[cause] for cause in CAUSES))
 _COLOURS = {
     "compute": "#1f8a99",
     "communication": "#7d6bc4",
@@ -28,18 +30,18 @@ _COLOURS = {
     "exposed copy": "#d27a22",
     "operator": "#c24d4d",
     "python": "#a48a17",
-    "launch_call": "#e08e8e",
-    "launch_latency": "#eab6a6",
-    "blocking_call": "#8c2f39",
-    "data_loading": "#2f9a6c",
-    "other_rank": "#4f5fb0",
-    "host_untraced": "#9aa4ad",
-    "between_kernels": "#c8ced3",
-    "queued_unknown": "#6d7780",
+    "launch call": "#e08e8e",
+    "launch latency": "#eab6a6",
+    "blocking call": "#8c2f39",
+    "data loading": "#2f9a6c",
+    "other rank": "#4f5fb0",
+    "host untraced": "#9aa4ad",
+    "between kernels": "#c8ced3",
+    "queued unknown": "#6d7780",
     "profiler": "#b4588e",
     "allocator": "#8a6d3b",
-    "compile_or_load": "#5c8d2f",
-    "runtime_call": "#d9a05b",
+    "compile or load": "#5c8d2f",
+    "runtime call": "#d9a05b",
     "rest": "#e2e5e8",
 }
 # The room that a chart has, not the width that fitting leaves it: that would change the legend's rows after their
@@ -96,8 +98,14 @@ def milliseconds(field: str, title: str = "milliseconds") -> alt.X:
     return alt.X(f"{field}:Q", title=title, axis=alt.Axis(tickCount=alt.ExprRef("ceil(width / 110)")))
 
 
+def words(column: str) -> pl.Expr:
+    """Causes as words, anything else as it is."""
+    return pl.col(column).cast(pl.String()).replace(_WORDS)
+
+
 def main_parts(long: pl.DataFrame, part: str, value: str) -> pl.DataFrame:
     """The longest parts by name, all others as `rest`: a legend of twenty causes is none."""
+    long = long.with_columns(words(part))
     order = long.group_by(part).agg(pl.col(value).sum()).sort(value, descending=True)[part].to_list()
     return long.with_columns(
         pl.when(pl.col(part).is_in(order[:TOP_PARTS])).then(part).otherwise(pl.lit("rest")).alias(part)
