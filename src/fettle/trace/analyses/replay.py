@@ -23,6 +23,7 @@ from fettle.trace.analyses.steps import step_thread, steps
 from fettle.trace.analyses.stops import Why, autograd_threads, host_stops, main_thread
 from fettle.trace.analyses.waits import NUMBER, Held, device_waits
 from fettle.trace.intervals import Intervals, length_within, merge
+from fettle.trace.kinds import is_graph_launch
 from fettle.trace.model import Ints, Trace, per_trace
 
 _UPLOAD = re.compile(r"memcpy\s*(HtoD|H2D|HostToDevice)", re.IGNORECASE)
@@ -202,7 +203,13 @@ class Replay:
         self.last_work = [[int(work)] for work in stops.work]
         for k in np.flatnonzero(stops.whole & (stops.work >= 0)).tolist():
             self.last_work[k] += self._ended(int(stops.end[k]))
-        lasts = [c.end - c.start for c in self.calls if c.launches and c.stop < 0]
+        graphs = {code for code, name in enumerate(self.trace.names) if is_graph_launch(name)}
+        codes = self.trace.column("name")[np.maximum(waits.launch, 0)].tolist()
+        lasts = [
+            call.end - call.start
+            for call, work in zip(self.calls, self.work_of, strict=True)
+            if work and call.stop < 0 and codes[work[0]] not in graphs
+        ]
         self.usual_call = float(np.median(lasts)) if lasts else 5_000.0
 
     @cached_property

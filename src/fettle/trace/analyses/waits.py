@@ -131,8 +131,12 @@ def device_waits(trace: Trace) -> Waits:
     usual = _usual_waits(start, called, reasons, asked | told)
     held, since, rival, rival_since = _last_reason(start, reasons, usual)
     since = np.where((held == Held.NOTHING) & (previous >= 0), np.maximum(free, 0), since)
+    most = np.zeros(len(Held))
+    for sort, (_, high) in usual.items():
+        most[sort] = high
+    late = ~told & (start - since > np.maximum(most[held], EVENT_WAIT_NS))
     late_ns = max(EVENT_WAIT_NS, 3 * usual[Held.LAUNCH][0])
-    event = _guessed_events(start, end, since, held, event, told, asked, by, late_ns)
+    event = _guessed_events(start, end, since, held, event, late, asked | told, by, late_ns)
     ended = np.where(event >= 0, np.minimum(end[np.maximum(event, 0)], start), -1)
     guessed = (event >= 0) & (reasons[Held.EVENT].since != ended) & (ended > since)
     held[guessed] = Held.EVENT
@@ -310,30 +314,30 @@ def _guessed_events(
     since: Ints,
     held: npt.NDArray[np.uint8],
     event: Ints,
-    told: Bools,
+    late: Bools,
     asked: Bools,
     by: Ints,
-    late_ns: int,
+    late_ns: float,
 ) -> Ints:
-    """For work that begins later than stream, launch and known events allow: the work that ended last before it, where
-    the host asked for a wait, or where it ended right before.
+    """For work that begins later than usual after its stream, launch and known event: the work that ended last before
+    it, where the host asked for a wait, or where it ended right before.
     """
     by_end = np.argsort(end, kind="stable")
     ends = end[by_end]
     known = np.maximum(since, np.where(event >= 0, end[np.maximum(event, 0)], 0))
-    late = np.flatnonzero(~told & (start - known > EVENT_WAIT_NS) & (held != Held.NOTHING))
-    at = np.searchsorted(ends, start[late], side="right") - 1
-    found = (at >= 0) & (ends[np.maximum(at, 0)] > known[late])
-    late, source = late[found], by_end[at[found]]
-    near, wait = start[late] - end[source], start[late] - known[late]
+    some = np.flatnonzero(late & (start - known > EVENT_WAIT_NS) & (held != Held.NOTHING))
+    at = np.searchsorted(ends, start[some], side="right") - 1
+    found = (at >= 0) & (ends[np.maximum(at, 0)] > known[some])
+    some, source = some[found], by_end[at[found]]
+    near, wait = start[some] - end[source], start[some] - known[some]
     # Where waits for events are in the trace, work that nobody asked to wait is late for reasons of its own.
-    mine = by[late] == by[source]
-    unasked = ~(asked | told).any() & ((wait > late_ns) | ((near <= 1_000) & (2 * wait > late_ns)))
-    by_guess = (mine & ((held[late] != Held.LAUNCH) | unasked)) | (wait > LATENCY_NS)
-    take = asked[late] | ((near <= np.minimum(BETWEEN_KERNELS_NS, wait - near)) & by_guess)
-    take &= source != late
+    mine = by[some] == by[source]
+    unasked = ~asked.any() & ((wait > late_ns) | ((near <= 1_000) & (2 * wait > late_ns)))
+    by_guess = (mine & ((held[some] != Held.LAUNCH) | unasked)) | (wait > LATENCY_NS)
+    take = (asked[some] & mine) | ((near <= np.minimum(BETWEEN_KERNELS_NS, wait - near)) & by_guess)
+    take &= source != some
     event = event.copy()
-    event[late[take]] = source[take]
+    event[some[take]] = source[take]
     return event
 
 
