@@ -106,6 +106,16 @@ def _match_by_ends(frame: pl.DataFrame) -> pl.DataFrame:
     return frame.with_columns(key=pl.Series(keys, dtype=pl.String()))
 
 
+def clock_shifts(traces: list[Trace]) -> dict[int, int]:
+    """By rank: what its clock shows, ns, where the first rank's shows 0; by what the traces say of their clocks, and by
+    the ends of shared collectives where there are any.
+    """
+    clocks = clock_offsets(match_collectives(traces))
+    told = dict(zip(clocks["rank"], clocks["offset_ns"], strict=True))
+    base = [int(t.metadata.get("baseTimeNanoseconds", 0) or 0) for t in traces]
+    return {t.rank: int(told.get(t.rank, 0)) - (b - base[0]) for t, b in zip(traces, base, strict=True)}
+
+
 def arrival(traces: list[Trace]) -> pl.DataFrame:
     """Arrival skew of every matched collective, on aligned clocks.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from fettle.errors import UsageError
-from fettle.trace.analyses.arrival import clock_offsets, match_collectives
+from fettle.trace.analyses.arrival import clock_offsets, clock_shifts, match_collectives
 from fettle.trace.analyses.critical import CriticalPath, _Walk, window_of
 from fettle.trace.analyses.steps import step_thread
 from fettle.trace.model import Trace
@@ -26,10 +26,8 @@ def critical_path_of_ranks(traces: list[Trace], step: int | None = None) -> Crit
         raise UsageError("these ranks share no collectives that can be matched: ask each rank's own critical path")
     clocks = clock_offsets(matched)
     certain = 2 * max(int(clocks["uncertainty_ns"].max()), 0)  # type: ignore[arg-type]
-    base = [int(t.metadata.get("baseTimeNanoseconds", 0) or 0) for t in traces]
     told = dict(zip(clocks["rank"], clocks["offset_ns"], strict=True))
-    # Own clock = first rank's clock + shift.
-    shift = {t.rank: int(told.get(t.rank, 0)) - (b - base[0]) for t, b in zip(traces, base, strict=True)}
+    shift = clock_shifts(traces)
     low, high = window_of(traces[0], step)
     walks = {t.rank: _Walk(t, low + shift[t.rank], high + shift[t.rank]) for t in traces}
     arrivals = _last_arrivals(matched, walks, told, certain)

@@ -7,6 +7,7 @@ import polars as pl
 from fettle.trace.analyses.arrival import arrival, clock_offsets, match_collectives, stragglers
 from fettle.trace.analyses.communication import collective_table, collectives
 from fettle.trace.analyses.communication import overlap as overlap_of
+from fettle.trace.analyses.flops import limits_of, product_summary, product_table
 from fettle.trace.analyses.kernels import kernel_classes, kernel_table, kernels_across_ranks
 from fettle.trace.analyses.launches import call_table, launch_stats
 from fettle.trace.analyses.queue import bandwidth_summary, copy_bandwidth, queue_length, queue_summary
@@ -37,6 +38,28 @@ def kernels(traces: list[Trace]) -> Section | None:
     section.table("What ran together", classes, rows=32)
     if len(traces) > 1:
         section.table("Across ranks", kernels_across_ranks(traces))
+    return section
+
+
+def products(traces: list[Trace]) -> Section | None:
+    """FLOPs of products and how near they come to the roofline."""
+    table = pl.concat([product_table(t) for t in traces])
+    if not table.height:
+        return None
+    limits = limits_of(traces[0])
+    section = Section(
+        "How near do products come to what the device can do?",
+        "Matrix products, convolutions and attention whose shapes were recorded; bytes are the least to be moved. "
+        + (
+            "The roof is the device's data sheet: " if limits is not None
+            else "The device's limits are not known: 'fettle trace flops' takes --peak and --bandwidth."
+        )
+        + (f"{limits.gb_per_s:,.0f} GB/s and up to {max(limits.tflop_per_s.values()):,.0f} TFLOP/s." if limits else ""),
+    )  # fmt: skip
+    if table["intensity"].null_count() < table.height:
+        section.chart("Rate by intensity", charts.roofline_chart(table, limits))
+    section.table("By operator", product_summary(table))
+    section.table("By distinct shapes", table, rows=20)
     return section
 
 

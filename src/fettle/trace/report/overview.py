@@ -4,49 +4,44 @@ from __future__ import annotations
 
 import polars as pl
 
-from fettle.trace.analyses.account import account_total, time_account
+from fettle.trace.analyses.account import account_parts, account_total, time_account
 from fettle.trace.analyses.health import trace_health
-from fettle.trace.analyses.idle import idle_summary
+from fettle.trace.analyses.idle import idle_streams, idle_summary
 from fettle.trace.analyses.memory_timeline import memory_timeline
 from fettle.trace.analyses.steps import step_summary, steps
 from fettle.trace.analyses.waits import CAUSES
 from fettle.trace.model import Trace
 from fettle.trace.report import charts
 from fettle.trace.report.section import Section, ms, place
-from fettle.units import size_text
+from fettle.units import count_text, size_text
 
 SHOWN_PLACES = 6
+MOST_STREAMS = 16
 
 
-def _shares(trace: Trace) -> pl.DataFrame:
-    """The first place's account as parts with their share of the wall time, longest first."""
-    account = time_account(trace)
-    parts = charts.account_parts(account.filter(pl.col("device") == account["device"][0]))
-    whole = float(parts["ns"].sum() or 1)
-    return (
-        parts.group_by("part")
-        .agg(pl.col("ns").sum())
-        .with_columns(share=pl.col("ns") / whole)
-        .sort("ns", descending=True)
-    )
+def _shares(trace: Trace) -> dict[str, float]:
+    """Parts of the first device's account (else the host's) with their share of the wall time, longest first."""
+    parts = account_parts(account_total(time_account(trace))).filter(pl.col("part") != "wall time")
+    first = parts.filter(pl.col("device") == parts["device"][0]).sort("time_ns", descending=True)
+    return dict(first.select("part", "share").iter_rows())
 
 
 def verdict(traces: list[Trace]) -> str:
     """Two or three sentences: where most of the time went, and why the rest was lost."""
     trace = traces[0]
-    shares = _shares(trace)
-    told = dict(shares.select("part", "share").iter_rows())
+    told = _shares(trace)
     who = ("The device" if trace.device_keys else "The main thread") + (
         f" of rank {trace.rank}" if len(traces) > 1 else ""
     )
-    busy = told.get("compute", 0.0)
-    lost = [(part, share) for part, share in told.items() if part != "compute" and share >= 0.01][:3]
-    said = f"{who} {'computed' if trace.device_keys else 'was inside operators'} for {busy:.0%} of the time."
+    busy = "compute" if trace.device_keys else "operators"
+    lost = [(part.removeprefix("idle "), share) for part, share in told.items() if part != busy and share >= 0.01][:3]
+    did = "computed" if trace.device_keys else "was inside operators"
+    said = f"{who} {did} for {told.get(busy, 0.0):.0%} of the time."
     if lost:
-        said += " The rest: " + ", ".join(f"{part.replace('_', ' ')} {share:.0%}" for part, share in lost) + "."
-        first = lost[0][0]
-        if first in CAUSES:
-            said += f" The longest is {first.replace('_', ' ')}: {CAUSES[first]}."
+        said += " The rest: " + ", ".join(f"{part} {share:.0%}" for part, share in lost) + "."
+        meaning = CAUSES.get(lost[0][0].replace(" ", "_"))
+        if meaning:
+            said += f" The longest is {lost[0][0]}: {meaning}."
     return said
 
 
@@ -56,25 +51,25 @@ def tiles(traces: list[Trace]) -> list[tuple[str, str, str]]:
     summary = step_summary(steps(trace))
     count = int(summary["steps"])  # type: ignore[arg-type]
     low, high = trace.span
-    told = dict(_shares(trace).select("part", "share").iter_rows())
-    idle = sum(share for part, share in told.items() if part in CAUSES)
+    told = _shares(trace)
+    idle = sum(share for part, share in told.items() if part.startswith("idle "))
     found = [
-        ("median step", ms(float(summary["median_ns"])), f"{count} steps")  # type: ignore[arg-type]
+        ("median step", ms(float(summary["median_ns"])), count_text(count, "step"))  # type: ignore[arg-type]
         if steps(trace)["step"][0] >= 0
         else ("whole trace", ms(high - low), "no steps marked"),
-        ("computing", f"{told.get('compute', 0):.0%}", "of the wall time"),
+        ("computing", f"{told.get('compute', told.get('operators', 0)):.0%}", "of the wall time"),
     ]
     if trace.device_keys:
         found.append(
             ("exposed communication", f"{told.get('exposed communication', 0):.0%}", "nothing computed meanwhile")
         )
-        found.append(("idle", f"{idle:.0%}", f"{len(trace.device_keys)} device(s)"))
+        found.append(("idle", f"{idle:.0%}", count_text(len(trace.device_keys), "device")))
     else:
         found.append(("outside operators", f"{idle:.0%}", "Python, waiting, other libraries"))
     peak = memory_timeline(trace)["allocated_bytes"].max()
     if isinstance(peak, int) and peak > 0:
         found.append(("peak allocated", size_text(peak), "of the busiest allocator"))
-    found.append(("events", f"{trace.events.height:,}", f"{len(traces)} rank(s)"))
+    found.append(("events", f"{trace.events.height:,}", count_text(len(traces), "rank")))
     return found
 
 
@@ -84,7 +79,8 @@ def account(traces: list[Trace]) -> Section:
     section = Section(
         "Where did the time go?",
         "Every nanosecond of each step is booked once, on each device; the parts add up to the wall time. "
-        "Communication and copies count only where nothing computes.",
+        "Communication and copies count only where nothing computes. A step ends "
+        + ("with its own annotation." if traces[0].own_end else "where the next one begins."),
     )
     places = whole.select("rank", "device").unique(maintain_order=True).rows()
     if len(places) > 1:
@@ -94,24 +90,8 @@ def account(traces: list[Trace]) -> Section:
         name = f"rank {rank} {'host' if number < 0 else f'device {number}'}"
         if one.height > 1 or len(places) == 1:
             section.chart("Each step" + (f", {name}" if len(places) > 1 else ""), charts.account_chart(one))
-    totals = account_total(whole)
-    frames = []
-    for rank, number in places[:SHOWN_PLACES]:
-        one = totals.filter((pl.col("rank") == rank) & (pl.col("device") == number))
-        parts = charts.account_parts(one.with_columns(step=pl.lit(-1, dtype=pl.Int64()))).sort("ns", descending=True)
-        wall = int(one["wall_ns"][0]) or 1
-        meaning = {"compute": "kernels ran" if number >= 0 else "the main thread was inside an operator", **CAUSES}
-        frames.append(
-            parts.select(
-                "where",
-                "part",
-                time_ns="ns",
-                share=pl.col("ns") / wall,
-                meaning=pl.col("part").replace_strict(meaning, default="", return_dtype=pl.String()),
-            )
-        )
-    table = pl.concat(frames)
-    section.table("All steps", table if len(places) > 1 else table.drop("where"), rows=60)
+    total = account_total(whole).head(SHOWN_PLACES)
+    section.table("All steps", account_parts(total).filter(pl.col("part") != "wall time"), rows=60)
     summaries = [(t.rank, step_summary(steps(t))) for t in traces]
     told = pl.DataFrame(
         [
@@ -150,6 +130,24 @@ def idle(traces: list[Trace]) -> Section | None:
             "Idle time by cause", charts.stacked(charts.main_parts(named, "cause", "ms"), "where", "cause", "ms")
         )
     section.table("By cause", frame.drop("meaning"), rows=40)
+    streams = pl.concat([idle_streams(t) for t in traces])
+    parts = {
+        "host_ns": "waited for its launch",
+        "event_ns": "waited for another stream",
+        "latency_ns": "launch latency",
+        "gap_ns": "between kernels",
+        "unknown_ns": "unknown",
+    }
+    long = streams.head(MOST_STREAMS).unpivot(on=list(parts), index=["rank", "device", "stream"], value_name="ns")
+    shown = long.select(
+        where=pl.format("rank {} device {} stream {}", "rank", "device", "stream"),
+        part=pl.col("variable").replace_strict(parts, return_dtype=pl.String()),
+        ms=pl.col("ns") / 1e6,
+    )
+    section.chart(
+        "Idle time of each stream, by what its next work waited for", charts.stacked(shown, "where", "part", "ms")
+    )
+    section.table("Of each stream", streams, rows=MOST_STREAMS)
     return section
 
 

@@ -9,10 +9,11 @@ import numpy as np
 import polars as pl
 
 from fettle.errors import UsageError
+from fettle.trace.analyses.arrival import clock_shifts
 from fettle.trace.analyses.compare import Comparison, compare
-from fettle.trace.analyses.critical import critical_path, path_events
+from fettle.trace.analyses.critical import critical_path, path_events, path_shares
 from fettle.trace.analyses.critical_ranks import critical_path_of_ranks
-from fettle.trace.analyses.kernels import class_of_row
+from fettle.trace.analyses.kernels import CLASSES, class_of_row
 from fettle.trace.analyses.memory_timeline import memory_peak, memory_timeline
 from fettle.trace.analyses.stacks import host_stacks
 from fettle.trace.analyses.steps import steps
@@ -51,6 +52,7 @@ def critical(traces: list[Trace]) -> Section:
                     "change", "answer", "wall_ns", "estimate_ns", "low_ns", "high_ns", "saving_share", "replay_error"
                 ),
             )
+        section.table(f"Shares of the path{rank}, and their range where two reasons tie", path_shares(trace, path))
         section.table(f"Events on the path{rank}", path_events(trace, path))
     if len(traces) > 1:
         try:
@@ -119,78 +121,93 @@ def _comparison(title: str, result: Comparison, text: str = "") -> Section:
 
 
 def timeline(traces: list[Trace]) -> Section | None:
-    """One step as it ran."""
+    """One step as it ran: devices and threads of the first rank, and the devices of all ranks in one picture."""
     trace = traces[0]
-    frame, text = timeline_frame(trace)
-    if not frame.height:
-        return None
-    section = Section("Timeline of one step", text + " Scroll or pinch to zoom, drag to move.")
-    section.chart("Device streams, then host threads with their nesting", charts.blocks(frame, "milliseconds"))
-    return section
-
-
-def timeline_frame(trace: Trace) -> tuple[pl.DataFrame, str]:
-    """The step of median length: columns row, name, start, end, length (ms), kind; and what it shows, in words."""
     table = steps(trace).sort("wall_ns")
     chosen = table.row(table.height // 2, named=True)
     low, high = int(chosen["start_ns"]), int(chosen["end_ns"])
-    inside = (trace.ts < high) & (trace.end > low)
-    rows: list[tuple[int, str, int, int, str]] = []
-    titles: list[tuple[int, str]] = []
-    stream, device, thread = trace.column("stream"), trace.column("device"), trace.column("thread")
-    work = _longest(trace, np.flatnonzero(trace.is_device & inside))
-    lanes = sorted({(int(device[r]), int(stream[r])) for r in work.tolist()})
-    at = 0
-    for lane in lanes:
-        mine = work[(device[work] == lane[0]) & (stream[work] == lane[1])]
-        if at + 2 > TIMELINE_ROWS:
-            break
-        titles.append((at, f"device {lane[0]} stream {lane[1]}"))
-        kinds = [("compute", "communication", "copy")[c] for c in class_of_row(trace, mine).tolist()]
-        rows += [
-            (at + 1, short_kernel_name(n), int(trace.ts[r]), int(trace.end[r]), k)
-            for r, n, k in zip(mine, trace.name_of(mine), kinds, strict=True)
-        ]
-        at += 2
-    host = np.flatnonzero(
-        inside & ((trace.kind == Kind.OPERATOR) | (trace.kind == Kind.RUNTIME) | (trace.kind == Kind.ANNOTATION))
+    lanes = Lanes(low, high)
+    lanes.devices(trace)
+    lanes.threads(trace)
+    if not lanes.cells:
+        return None
+    what = f"Step {chosen['step']}, of median length," if chosen["step"] >= 0 else "The whole trace,"
+    section = Section(
+        "Timeline of one step",
+        f"{what} the {TIMELINE_EVENTS:,} longest events of device and host. Scroll or pinch to zoom, drag to move.",
     )
-    host = (
-        host[[not trace.names[c].startswith("ProfilerStep#") for c in trace.column("name")[host].tolist()]]
-        if len(host)
-        else host
-    )
-    host = _longest(trace, host)
-    for one in sorted(np.unique(thread[host]).tolist(), key=lambda t: -int(trace.dur[host[thread[host] == t]].sum())):
-        mine = host[thread[host] == one]
-        # Python functions between operators are not drawn: rows are the depths that are.
-        levels = _levels(trace, mine)
-        if at + 2 + int(levels.max()) > TIMELINE_ROWS:
-            break
-        titles.append((at, trace.thread_label(one)))
-        kinds = [
-            {Kind.OPERATOR: "operator", Kind.RUNTIME: "runtime_call"}.get(Kind(int(k)), "annotation")
-            for k in trace.kind[mine]
-        ]
-        rows += [
-            (at + 1 + level, n, int(trace.ts[r]), int(trace.end[r]), k)
-            for r, n, k, level in zip(mine.tolist(), trace.name_of(mine), kinds, levels.tolist(), strict=True)
-        ]
-        at += 2 + int(levels.max())
-    cells = [
-        (row, name[:100], (max(a, low) - low) / 1e6, (min(b, high) - low) / 1e6, kind) for row, name, a, b, kind in rows
-    ]
-    cells += [(row, name, 0.0, 0.0, "title") for row, name in titles]
-    schema = {"row": pl.Int64(), "name": pl.String(), "start": pl.Float64(), "end": pl.Float64(), "kind": pl.String()}
-    frame = pl.DataFrame(cells, schema=schema, orient="row").with_columns(length=pl.col("end") - pl.col("start"))
-    what = f"step {chosen['step']}, of median length," if chosen["step"] >= 0 else "the whole trace"
-    return (
-        frame if rows else frame.clear()
-    ), f"Rank {trace.rank}, {what} the {TIMELINE_EVENTS} longest events of device and host."
+    rank = f" of rank {trace.rank}" if len(traces) > 1 else ""
+    caption = f"Device streams, then host threads with their nesting{rank}"
+    section.chart(caption, charts.blocks(lanes.frame(), "milliseconds"))
+    if len(traces) > 1:
+        together = Lanes(low, high)
+        for one, shift in zip(traces, clock_shifts(traces).values(), strict=True):
+            together.devices(one, shift, f"rank {one.rank} ", TIMELINE_EVENTS // min(len(traces), 4))
+        section.chart("Device streams of all ranks at that time", charts.blocks(together.frame(), "milliseconds"))
+    return section
 
 
-def _longest(trace: Trace, rows: Ints) -> Ints:
-    return np.sort(rows[np.argsort(-trace.dur[rows], kind="stable")][:TIMELINE_EVENTS])
+class Lanes:
+    """Rows of blocks under their titles, between two moments of the first rank's clock, for `charts.blocks`."""
+
+    def __init__(self, low: int, high: int) -> None:
+        self.low, self.high, self.at = low, high, 0
+        self.cells: list[tuple[int, str, float, float, str]] = []
+        self.titles: list[tuple[int, str, float, float, str]] = []
+
+    def frame(self) -> pl.DataFrame:
+        """Columns row, name, start, end, length (ms), kind."""
+        schema = {"row": pl.Int64(), "name": pl.String(), "start": pl.Float64(), "end": pl.Float64()}
+        frame = pl.DataFrame([*self.cells, *self.titles], schema={**schema, "kind": pl.String()}, orient="row")
+        return frame.with_columns(length=pl.col("end") - pl.col("start"))
+
+    def devices(self, trace: Trace, shift: int = 0, prefix: str = "", most: int = TIMELINE_EVENTS) -> None:
+        """A row for each stream of each device; `shift` is what the trace's clock is ahead."""
+        stream, device = trace.column("stream"), trace.column("device")
+        inside = (trace.ts < self.high + shift) & (trace.end > self.low + shift)
+        work = _longest(trace, np.flatnonzero(trace.is_device & inside), most)
+        for one in sorted({(int(device[r]), int(stream[r])) for r in work.tolist()}):
+            mine = work[(device[work] == one[0]) & (stream[work] == one[1])]
+            kinds = [CLASSES[c] for c in class_of_row(trace, mine).tolist()]
+            names = [short_kernel_name(n) for n in trace.name_of(mine)]
+            self._lane(f"{prefix}device {one[0]} stream {one[1]}", trace, mine, names, kinds, shift=shift)
+
+    def threads(self, trace: Trace) -> None:
+        """Rows for each host thread, as many as its events are deep: Python functions between them are not drawn."""
+        kinds = (Kind.OPERATOR, Kind.RUNTIME, Kind.ANNOTATION)
+        steps_of = np.array([n.startswith("ProfilerStep#") for n in trace.names], dtype=bool)[trace.column("name")]
+        inside = (trace.ts < self.high) & (trace.end > self.low) & np.isin(trace.kind, kinds) & ~steps_of
+        host, thread = _longest(trace, np.flatnonzero(inside), TIMELINE_EVENTS), trace.column("thread")
+        busy = np.bincount(thread[host], weights=trace.dur[host]) if len(host) else np.zeros(0)
+        for one in np.argsort(-busy, kind="stable")[: np.count_nonzero(busy)].tolist():
+            mine = host[thread[host] == one]
+            named = {Kind.OPERATOR: "operator", Kind.RUNTIME: "runtime_call", Kind.ANNOTATION: "annotation"}
+            told = [named[Kind(int(k))] for k in trace.kind[mine]]
+            self._lane(trace.thread_label(one), trace, mine, trace.name_of(mine), told, _levels(trace, mine))
+
+    def _lane(
+        self,
+        title: str,
+        trace: Trace,
+        rows: Ints,
+        names: list[str],
+        kinds: list[str],
+        levels: Ints | None = None,
+        shift: int = 0,
+    ) -> None:
+        depth = np.zeros(len(rows), dtype=np.int64) if levels is None else levels
+        if self.at + 2 + int(depth.max()) > TIMELINE_ROWS:
+            return
+        self.titles.append((self.at, title, 0.0, 0.0, "title"))
+        start = np.maximum(trace.ts[rows] - shift, self.low) - self.low
+        end = np.minimum(trace.end[rows] - shift, self.high) - self.low
+        cells = zip(depth.tolist(), names, (start / 1e6).tolist(), (end / 1e6).tolist(), kinds, strict=True)
+        self.cells += [(self.at + 1 + level, name[:100], a, b, kind) for level, name, a, b, kind in cells]
+        self.at += 2 + int(depth.max())
+
+
+def _longest(trace: Trace, rows: Ints, most: int) -> Ints:
+    return np.sort(rows[np.argsort(-trace.dur[rows], kind="stable")][:most])
 
 
 def _levels(trace: Trace, rows: Ints) -> Ints:
