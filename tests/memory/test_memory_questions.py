@@ -241,7 +241,7 @@ def test_growth_that_ends_with_the_warm_up_is_no_leak() -> None:
 def test_too_few_steps_are_not_judged() -> None:
     leaks = _analyse(_leaking("tensor", steps=4)).leaks
     assert not leaks.judged
-    assert "4 step(s)" in leaks.reason
+    assert "4 steps in the window" in leaks.reason
 
 
 def test_theil_sen_is_not_moved_by_one_odd_step() -> None:

@@ -202,10 +202,10 @@ def test_what_a_helper_leaves_is_what_it_would_have_decoded_here(tmp_path: Path)
     parallel.help_with(str(tmp_path))
     part, here = parallel._fetch(tmp_path, 0), parallel._decode(plan, 0)
     assert part is not None
-    assert part["rows"] == here["rows"] == 50 * 9
-    assert part["names"] == here["names"]
-    for name, values in part["chunks"][0].items():
-        assert values.tolist() == [v for chunk in here["chunks"] for v in chunk[name].tolist()]
+    assert part.columns.rows == here.columns.rows == 50 * 9
+    assert list(part.columns.names) == list(here.columns.names)
+    for name, values in part.columns.chunks[0].items():
+        assert values.tolist() == [v for chunk in here.columns.chunks for v in chunk[name].tolist()]
 
 
 def test_a_large_trace_opens_from_a_script_without_a_main_guard(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ SPANS = st.lists(st.tuples(st.integers(0, 15), st.integers(0, 9), st.integers(1,
 
 def test_a_chain_of_overlaps_is_cut_in_order_and_loses_nothing_else(tmp_path: Path) -> None:
     made = Build().op("a", 0, 10).op("b", 9, 11).op("c", 19, 11).op("inside c", 20, 9).op("d", 29, 5)
-    stacks = made.load(tmp_path).stacks
+    stacks = host_stacks(made.load(tmp_path))
     # b is cut at a's end, 10; then c, which b's old end had covered, has no parent and keeps its whole length.
     assert stacks.parent.tolist() == [-1, 0, -1, 2, 2]
     assert stacks.overlaps_cut == 2

@@ -17,6 +17,7 @@ from fettle.trace.analyses.communication import collective_table, collectives, o
 from fettle.trace.analyses.compare import Comparison, compare
 from fettle.trace.analyses.critical import CriticalPath, critical_path, path_events, path_shares
 from fettle.trace.analyses.critical_ranks import critical_path_of_ranks
+from fettle.trace.analyses.flops import product_summary, product_table
 from fettle.trace.analyses.health import Health, trace_health
 from fettle.trace.analyses.host import (
     conversions,
@@ -28,7 +29,7 @@ from fettle.trace.analyses.host import (
     small_operators,
     threads,
 )
-from fettle.trace.analyses.idle import idle_pieces, idle_summary
+from fettle.trace.analyses.idle import idle_pieces, idle_streams, idle_summary
 from fettle.trace.analyses.kernels import kernel_classes, kernel_table, kernels_across_ranks
 from fettle.trace.analyses.launches import call_table, launch_stats
 from fettle.trace.analyses.memory_timeline import memory_peak, memory_timeline
@@ -55,66 +56,16 @@ if TYPE_CHECKING:
     from fettle.trace.report.page import write_report
 
 __all__ = [
-    "CAUSES",
-    "CAUSES_OF_HOST",
-    "Comparison",
-    "CriticalPath",
-    "Health",
-    "Kind",
-    "Trace",
-    "WhatIf",
-    "account_total",
-    "annotation_table",
-    "arrival",
-    "attribute_kernels",
-    "augment",
-    "bandwidth_summary",
-    "call_table",
-    "call_tree",
-    "collective_table",
-    "collectives",
-    "compare",
-    "conversions",
-    "copy_bandwidth",
-    "counters_by_operator",
-    "critical_path",
-    "critical_path_of_ranks",
-    "data_loading",
-    "host_summary",
-    "identities",
-    "idle_pieces",
-    "idle_summary",
-    "kernel_classes",
-    "kernel_sequences",
-    "kernel_table",
-    "kernels_across_ranks",
-    "kernels_under",
-    "launch_stats",
-    "load",
-    "load_all",
-    "loader_waits",
-    "memory_peak",
-    "memory_timeline",
-    "operator_sizes",
-    "operator_table",
-    "overlap",
-    "parallel_operators",
-    "path_events",
-    "path_shares",
-    "query",
-    "queue_length",
-    "queue_summary",
-    "record",
-    "small_operators",
-    "step_summary",
-    "steps",
-    "stragglers",
-    "threads",
-    "time_account",
-    "trace_health",
-    "what_if",
-    "write_report",
-]
+    "CAUSES", "CAUSES_OF_HOST", "Comparison", "CriticalPath", "Health", "Kind", "Trace", "WhatIf", "account_total",
+    "annotation_table", "arrival", "attribute_kernels", "augment", "bandwidth_summary", "call_table", "call_tree",
+    "collective_table", "collectives", "compare", "conversions", "copy_bandwidth", "counters_by_operator",
+    "critical_path", "critical_path_of_ranks", "data_loading", "host_summary", "identities", "idle_pieces",
+    "idle_streams", "idle_summary", "kernel_classes", "kernel_sequences", "kernel_table", "kernels_across_ranks",
+    "kernels_under", "launch_stats", "load", "load_all", "loader_waits", "memory_peak", "memory_timeline",
+    "operator_sizes", "operator_table", "overlap", "parallel_operators", "path_events", "path_shares",
+    "product_summary", "product_table", "query", "queue_length", "queue_summary", "record", "small_operators",
+    "step_summary", "steps", "stragglers", "threads", "time_account", "trace_health", "what_if", "write_report",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

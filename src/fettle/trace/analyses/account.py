@@ -14,6 +14,7 @@ from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
 from fettle.trace.analyses.steps import steps
 from fettle.trace.analyses.stops import main_thread
 from fettle.trace.analyses.waits import CAUSES
+from fettle.trace.frames import frame_of
 from fettle.trace.intervals import Intervals, length_within, merge
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Trace
@@ -136,12 +137,4 @@ def account_parts(total: pl.DataFrame) -> pl.DataFrame:
                 share = row[column] / max(row["wall_ns"], 1)
                 parts.append((row["rank"], row["device"], part, row[column], share, meaning))
         parts.append((row["rank"], row["device"], "wall time", row["wall_ns"], 1.0, "the sum of the above"))
-    schema = {
-        "rank": pl.Int64(),
-        "device": pl.Int64(),
-        "part": pl.String(),
-        "time_ns": pl.Int64(),
-        "share": pl.Float64(),
-        "meaning": pl.String(),
-    }
-    return pl.DataFrame(parts, schema=schema, orient="row")
+    return frame_of(parts, rank=int, device=int, part=str, time_ns=int, share=float, meaning=str)

@@ -8,6 +8,7 @@ import polars as pl
 from fettle.trace.analyses.account import device_classes
 from fettle.trace.analyses.communication import bus_factor, collectives
 from fettle.trace.analyses.idle import idle_pieces
+from fettle.trace.frames import frame_of, with_rank
 from fettle.trace.intervals import length_within, split
 from fettle.trace.kinds import Kind, short_kernel_name, without_address
 from fettle.trace.model import Trace
@@ -20,9 +21,7 @@ def clock_offsets(matched: pl.DataFrame) -> pl.DataFrame:
     clock), uncertainty_ns (1.4826 x median absolute deviation), pairs (collectives used).
     """
     if not matched.height:
-        return pl.DataFrame(
-            schema={"rank": pl.Int64(), "offset_ns": pl.Int64(), "uncertainty_ns": pl.Int64(), "pairs": pl.Int64()}
-        )
+        return _offsets([])
     reference = int(matched["rank"].min())  # type: ignore[arg-type]
     ends = matched.with_columns(end_ns=pl.col("start_ns") + pl.col("duration_ns"))
     base = ends.filter(pl.col("rank") == reference).select("key", base_ns="end_ns")
@@ -37,11 +36,11 @@ def clock_offsets(matched: pl.DataFrame) -> pl.DataFrame:
         middle = float(np.median(shift)) if len(shift) else 0.0
         spread = float(np.median(np.abs(shift - middle))) * 1.4826 if len(shift) else float("nan")
         parts.append((rank, round(middle), round(spread) if np.isfinite(spread) else -1, len(shift)))
-    return pl.DataFrame(
-        parts,
-        schema={"rank": pl.Int64(), "offset_ns": pl.Int64(), "uncertainty_ns": pl.Int64(), "pairs": pl.Int64()},
-        orient="row",
-    )
+    return _offsets(parts)
+
+
+def _offsets(rows: list[tuple[int, int, int, int]]) -> pl.DataFrame:
+    return frame_of(rows, rank=int, offset_ns=int, uncertainty_ns=int, pairs=int)
 
 
 def match_collectives(traces: list[Trace]) -> pl.DataFrame:
@@ -125,22 +124,9 @@ def arrival(traces: list[Trace]) -> pl.DataFrame:
     """
     matched = match_collectives(traces)
     if not matched.height:
-        return pl.DataFrame(
-            schema={
-                "key": pl.String(),
-                "collective": pl.String(),
-                "group": pl.String(),
-                "bytes": pl.Int64(),
-                "ranks": pl.UInt32(),
-                "first_ns": pl.Int64(),
-                "skew_ns": pl.Int64(),
-                "last_rank": pl.Int64(),
-                "waited_ns": pl.Int64(),
-                "transfer_ns": pl.Float64(),
-                "clear": pl.Boolean(),
-                "bus_gb_per_s": pl.Float64(),
-            }
-        )
+        texts, ints = ("collective", "group"), ("bytes", "ranks", "first_ns", "skew_ns", "last_rank", "waited_ns")
+        columns = dict.fromkeys(("key", *texts), str) | dict.fromkeys(ints, int)
+        return frame_of([], **columns, transfer_ns=float, clear=bool, bus_gb_per_s=float)
     clocks = clock_offsets(matched)
     uncertainty = int(clocks["uncertainty_ns"].max())  # type: ignore[arg-type]
     offsets = clocks.select("rank", "offset_ns")
@@ -177,26 +163,17 @@ def stragglers(traces: list[Trace]) -> pl.DataFrame:
     all waiting), compute_excess_ns and idle_excess_ns (in those stretches, over the others), reason (the largest
     excess, by name). Empty for fewer than two ranks, or without collectives that match.
     """
-    schema = {
-        "rank": pl.Int64(),
-        "last_times": pl.UInt32(),
-        "caused_ns": pl.Int64(),
-        "share": pl.Float64(),
-        "compute_excess_ns": pl.Int64(),
-        "idle_excess_ns": pl.Int64(),
-        "reason": pl.String(),
-    }
     skews = arrival(traces)
-    if len(traces) < 2 or not skews.height:
-        return pl.DataFrame(schema=schema)
-    matched = match_collectives(traces)
-    before = pl.concat([_upstream(t, matched.filter(pl.col("rank") == t.rank)) for t in traces])
+    if len(traces) < 2:
+        skews = skews.clear()
+    matched = match_collectives(traces) if skews.height else pl.DataFrame(schema={"rank": pl.Int64()})
+    before = [_upstream(t, matched.filter(pl.col("rank") == t.rank)) for t in traces if skews.height]
     whole = int(skews["waited_ns"].sum()) or 1
     caused = skews.group_by("last_rank").agg(last_times=pl.len(), caused_ns=pl.col("waited_ns").sum())
     parts = []
     for rank, times, waiting in caused.sort("caused_ns", descending=True).iter_rows():
         keys = skews.filter((pl.col("last_rank") == rank) & pl.col("clear")).select("key", "ranks")
-        some = before.join(keys, on="key")
+        some = pl.concat(before).join(keys, on="key")
         # The others' mean, rank by rank: a rank that spent nothing on something has no row for it.
         own = pl.col("rank") == rank
         weight = pl.when(own).then(pl.col("ns")).otherwise(-pl.col("ns") / (pl.col("ranks") - 1))
@@ -205,7 +182,8 @@ def stragglers(traces: list[Trace]) -> pl.DataFrame:
         idle = int(excess.filter(~pl.col("part").is_in(["compute", "kernel"]))["ns"].sum())
         reason = _reason(excess, keys.height)
         parts.append((rank, times, waiting, waiting / whole, compute, idle, reason))
-    return pl.DataFrame(parts, schema=schema, orient="row")
+    parts_ns = {"caused_ns": int, "share": float, "compute_excess_ns": int, "idle_excess_ns": int}
+    return frame_of(parts, rank=int, last_times=int, **parts_ns, reason=str)
 
 
 def _reason(excess: pl.DataFrame, times: int) -> str:
@@ -256,6 +234,5 @@ def _upstream(trace: Trace, shared: pl.DataFrame) -> pl.DataFrame:
             cause, detail.tolist(), window_of.tolist(), (end - start).tolist(), strict=True
         ):
             found.append((keys[window], one, without_address(trace.names[what]) if what >= 0 else "", ns))
-    schema = {"key": pl.String(), "part": pl.String(), "name": pl.String(), "ns": pl.Int64()}
-    frame = pl.DataFrame(found, schema=schema, orient="row").group_by("key", "part", "name").agg(pl.col("ns").sum())
-    return frame.with_columns(rank=pl.lit(trace.rank, dtype=pl.Int64()))
+    frame = frame_of(found, key=str, part=str, name=str, ns=int)
+    return with_rank(trace, frame.group_by("key", "part", "name").agg(pl.col("ns").sum()))

@@ -14,6 +14,7 @@ from fettle.trace.analyses.operators import annotation_table, call_tree
 from fettle.trace.analyses.replay import Change
 from fettle.trace.analyses.steps import steps
 from fettle.trace.analyses.whatif import replayed_ns
+from fettle.trace.frames import frame_of
 from fettle.trace.intervals import Intervals, clip, merge, split, total
 from fettle.trace.model import Trace
 
@@ -41,19 +42,12 @@ def identities(trace: Trace) -> pl.DataFrame:
         on_path = _spent(path, ("compute", "communication", "copy")) // 2
         what = "work half as long saves at most half of its time on the path"
         rows.append((what, saved, on_path, "<=", wall // 100))
-    schema = {
-        "rank": pl.Int64(),
-        "identity": pl.String(),
-        "left_ns": pl.Int64(),
-        "right_ns": pl.Int64(),
-        "relation": pl.String(),
-        "allowed_ns": pl.Int64(),
-    }
-    frame = pl.DataFrame([(trace.rank, *row) for row in rows], schema=schema, orient="row")
+    columns = {"identity": str, "left_ns": int, "right_ns": int, "relation": str, "allowed_ns": int}
+    frame = frame_of([(trace.rank, *row) for row in rows], rank=int, **columns)
     over = pl.col("left_ns") - pl.col("right_ns")
     over = pl.when(pl.col("relation") == "=").then(over.abs()).otherwise(over)
-    columns = ("identity", "left_ns", "relation", "right_ns", "allowed_ns")
-    return frame.select("rank", (over <= pl.col("allowed_ns")).alias("holds"), *columns)
+    order = ("identity", "left_ns", "relation", "right_ns", "allowed_ns")
+    return frame.select("rank", (over <= pl.col("allowed_ns")).alias("holds"), *order)
 
 
 Row = tuple[str, int, int, str, int]
@@ -74,16 +68,8 @@ def _account(trace: Trace, path: CriticalPath) -> list[Row]:
     frame = steps(trace)
     between = path.wall_ns - int(frame["wall_ns"].sum())  # steps that the caller named may lie apart
     categories = int(path.summary()["time_ns"].sum())
-    rows.append(
-        (
-            "critical path: categories = wall time of the steps",
-            categories - between,
-            int(frame["wall_ns"].sum()),
-            "=",
-            0,
-        )
-    )
-    return rows
+    what = "critical path: categories = wall time of the steps"
+    return [*rows, (what, categories - between, int(frame["wall_ns"].sum()), "=", 0)]
 
 
 def _idle(trace: Trace, device: int, path: CriticalPath) -> list[Row]:

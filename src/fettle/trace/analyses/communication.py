@@ -9,6 +9,7 @@ import polars as pl
 
 from fettle.trace.analyses.account import device_classes
 from fettle.trace.analyses.launches import text_column
+from fettle.trace.frames import frame_of
 from fettle.trace.intervals import intersect, length_within, total
 from fettle.trace.kinds import dtype_bytes, short_kernel_name
 from fettle.trace.model import Trace
@@ -34,15 +35,8 @@ def overlap(trace: Trace) -> pl.DataFrame:
         compute, comm, _ = device_classes(trace, device)
         whole, hidden = total(comm), total(intersect(comm, compute))
         parts.append((trace.rank, device, whole, hidden, whole - hidden, hidden / whole if whole else None))
-    schema = {
-        "rank": pl.Int64(),
-        "device": pl.Int64(),
-        "communication_ns": pl.Int64(),
-        "hidden_ns": pl.Int64(),
-        "exposed_ns": pl.Int64(),
-        "hidden_share": pl.Float64(),
-    }
-    return pl.DataFrame(parts, schema=schema, orient="row")
+    numbers = ("rank", "device", "communication_ns", "hidden_ns", "exposed_ns")
+    return frame_of(parts, **dict.fromkeys(numbers, int), hidden_share=float)
 
 
 def bus_factor(collective: str, ranks: int) -> float:

@@ -160,21 +160,14 @@ def _match_work(before: Trace, after: Trace, a: pl.DataFrame, b: pl.DataFrame) -
         common = set(left[level].to_list()) & set(right[level].to_list())
         common.discard(None)
         mine, yours = left.filter(pl.col(level).is_in(list(common))), right.filter(pl.col(level).is_in(list(common)))
-        joined = _per_key(mine, level).join(
-            _per_key(yours, level), on=["key", "class"], how="full", coalesce=True, suffix="_after"
-        )
-        matched.append(joined.with_columns(matched_by=pl.lit(level)))
-        left, right = (
-            left.filter(~pl.col(level).is_in(list(common)).fill_null(False)),
-            right.filter(~pl.col(level).is_in(list(common)).fill_null(False)),
-        )
-    matched.append(
-        _per_key(left, "kernel")
-        .join(_per_key(right, "kernel"), on=["key", "class"], how="full", coalesce=True, suffix="_after")
-        .with_columns(matched_by=pl.lit("nothing"))
-    )
+        matched.append(_paired(mine, yours, level, level))
+        rest = ~pl.col(level).is_in(list(common)).fill_null(False)
+        left, right = left.filter(rest), right.filter(rest)
+    matched.append(_paired(left, right, "kernel", "nothing"))
     numbers = ["count", "time_ns", "count_after", "time_ns_after"]
     frame = pl.concat(matched).with_columns(pl.col(numbers).fill_null(0.0))
+    names = ("name", "kernel_after", "renamed", "operator", "class", "matched_by")
+    changes = ("change_ns", "slower_ns", "launches_ns", "only_ns")
     both = (pl.col("count") > 0) & (pl.col("count_after") > 0)
     mean_a, mean_b = pl.col("time_ns") / pl.col("count"), pl.col("time_ns_after") / pl.col("count_after")
     return (
@@ -192,22 +185,7 @@ def _match_work(before: Trace, after: Trace, a: pl.DataFrame, b: pl.DataFrame) -
             renamed=both & (pl.col("kernel") != pl.col("kernel_after")),
         )
         .sort(pl.col("change_ns").abs(), "name", "key", descending=[True, False, False], nulls_last=True)
-        .select(
-            "name",
-            "kernel_after",
-            "renamed",
-            "operator",
-            "class",
-            "matched_by",
-            "count",
-            "count_after",
-            "time_ns",
-            "time_ns_after",
-            "change_ns",
-            "slower_ns",
-            "launches_ns",
-            "only_ns",
-        )
+        .select(*names, "count", "count_after", "time_ns", "time_ns_after", *changes)
     )
 
 
@@ -238,6 +216,12 @@ def _work(trace: Trace, account: pl.DataFrame) -> pl.DataFrame:
         path=path,
         operator_kernel=pl.concat_str(pl.col("operator"), pl.lit(" "), pl.col("kernel")),
     )
+
+
+def _paired(left: pl.DataFrame, right: pl.DataFrame, level: str, matched_by: str) -> pl.DataFrame:
+    both, on = [_per_key(side, level) for side in (left, right)], ["key", "class"]
+    joined = both[0].join(both[1], on=on, how="full", coalesce=True, suffix="_after")
+    return joined.with_columns(matched_by=pl.lit(matched_by))
 
 
 def _per_key(frame: pl.DataFrame, level: str) -> pl.DataFrame:

@@ -24,6 +24,7 @@ from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
 from fettle.trace.analyses.steps import step_thread, steps
 from fettle.trace.analyses.stops import host_stops, main_thread
 from fettle.trace.analyses.waits import CAUSES, Held, Waits, blocking_calls, device_waits
+from fettle.trace.frames import frame_of
 from fettle.trace.kinds import without_address
 from fettle.trace.model import Trace
 
@@ -62,31 +63,31 @@ class CriticalPath:
         )
 
 
-def window_of(trace: Trace, step: int | None = None, annotation: str | None = None) -> tuple[int, int]:
+def window_of(trace: Trace, step: int | None = None) -> tuple[int, int]:
     """The window of one step, or of all steps; the trace's whole span where there are none.
 
     Raises:
         UsageError: There is no such step.
     """
-    frame = steps(trace, annotation)
+    frame = steps(trace)
     if step is not None:
         frame = frame.filter(pl.col("step") == step)
         if not frame.height:
-            known = steps(trace, annotation)["step"].to_list()
+            known = steps(trace)["step"].to_list()
             there = f"it has {known[0]} to {known[-1]}" if known[-1] >= 0 else "no steps are marked in it"
             raise UsageError(f"no step {step} in {trace.path.name}: {there}")
     return int(frame["start_ns"].min()), int(frame["end_ns"].max())  # type: ignore[arg-type]
 
 
-def critical_path(trace: Trace, step: int | None = None, annotation: str | None = None) -> CriticalPath:
+def critical_path(trace: Trace, step: int | None = None) -> CriticalPath:
     """The critical path of one step, or of all steps together."""
-    low, high = window_of(trace, step, annotation)
+    low, high = window_of(trace, step)
     walk = _Walk(trace, low, high)
-    walk.run(step_thread(trace, annotation))
+    walk.run(step_thread(trace))
     return CriticalPath(low, high, walk.frame())
 
 
-def path_shares(trace: Trace, path: CriticalPath, annotation: str | None = None) -> pl.DataFrame:
+def path_shares(trace: Trace, path: CriticalPath) -> pl.DataFrame:
     """What the path is made of, and how sure that is.
 
     Where two reasons let go of some work at about the same time, either may have been the one that held it, and
@@ -99,7 +100,7 @@ def path_shares(trace: Trace, path: CriticalPath, annotation: str | None = None)
     for sort in (Held.LAUNCH, Held.STREAM, Held.EVENT):
         if (on_path & (waits.rival == sort)).any():
             walk = _Walk(trace, path.start_ns, path.end_ns, waits.preferring(sort))
-            walk.run(step_thread(trace, annotation))
+            walk.run(step_thread(trace))
             other = CriticalPath(path.start_ns, path.end_ns, walk.frame())
             shares.append(other.summary().select("category", "share"))
     number = len(shares)
@@ -251,39 +252,20 @@ class _Walk:
     def frame(self) -> pl.DataFrame:
         """All pieces in order of time."""
         stacks, device = host_stacks(self.trace), self.trace.column("device")
-        starts, ends, categories, rows, places = [], [], [], [], []
+        found: list[tuple[int, int, str, int, str]] = []
         for start, end, category, row in self.pieces:
-            starts.append(start)
-            ends.append(end)
-            categories.append(category)
-            rows.append(row)
             on_device = row >= 0 and bool(self.trace.is_device[row])
-            places.append(f"device {device[row]}" if on_device else f"thread {self.trace.column('thread')[row]}")
+            place = f"device {device[row]}" if on_device else f"thread {self.trace.column('thread')[row]}"
+            found.append((start, end, category, row, place))
         for thread in {t for t, _, _ in self.stretches}:
-            mine = sorted((s, e) for t, s, e in self.stretches if t == thread)
-            low, high = np.array([s for s, _ in mine]), np.array([e for _, e in mine])
+            mine = np.array(sorted((s, e) for t, s, e in self.stretches if t == thread))
+            begins, stops, owner = mine[:, 0], mine[:, 1], np.full(len(mine), -1)
             if thread >= 0:
-                begins, stops, owner, _ = stacks.over(thread, low, high)
-            else:
-                begins, stops, owner = low, high, np.full(len(low), -1)
-            cause = (
-                np.where(owner >= 0, stacks.cause[owner], 0) if len(stacks.cause) else np.zeros(len(owner), np.int64)
-            )
-            starts += begins.tolist()
-            ends += stops.tolist()
-            categories += [CAUSES_OF_HOST[c] for c in cause.tolist()]
-            rows += owner.tolist()
-            places += [f"thread {thread}"] * len(begins)
-        schema = {
-            "start_ns": pl.Int64(),
-            "end_ns": pl.Int64(),
-            "category": pl.String(),
-            "row": pl.Int64(),
-            "place": pl.String(),
-        }
-        return pl.DataFrame(
-            {"start_ns": starts, "end_ns": ends, "category": categories, "row": rows, "place": places}, schema=schema
-        ).sort("start_ns")
+                begins, stops, owner, _ = stacks.over(thread, begins, stops)
+            causes = [CAUSES_OF_HOST[stacks.cause[row]] if row >= 0 else "host_untraced" for row in owner.tolist()]
+            places = [f"thread {thread}"] * len(owner)
+            found += zip(begins.tolist(), stops.tolist(), causes, owner.tolist(), places, strict=True)
+        return frame_of(found, start_ns=int, end_ns=int, category=str, row=int, place=str).sort("start_ns")
 
 
 def path_events(trace: Trace, path: CriticalPath) -> pl.DataFrame:
@@ -291,16 +273,9 @@ def path_events(trace: Trace, path: CriticalPath) -> pl.DataFrame:
 
     Columns: category, name, count, time_ns, share.
     """
-    row = path.pieces["row"].to_numpy()
-    codes = (
-        np.where(row >= 0, trace.column("name")[np.maximum(row, 0)].astype(np.int64), -1)
-        if trace.events.height
-        else row
-    )
-    frame = path.pieces.with_columns(code=pl.Series(codes))
-    grouped = frame.group_by("category", "code").agg(
-        count=pl.len(), time_ns=(pl.col("end_ns") - pl.col("start_ns")).sum()
-    )
+    code, lasts = trace.column("name"), pl.col("end_ns") - pl.col("start_ns")
+    codes = pl.Series("code", [int(code[row]) if row >= 0 else -1 for row in path.pieces["row"]], dtype=pl.Int64())
+    grouped = path.pieces.with_columns(codes).group_by("category", "code").agg(count=pl.len(), time_ns=lasts.sum())
     names = ["" if c < 0 else without_address(trace.names[c]) for c in grouped["code"]]
     by_name = grouped.with_columns(name=pl.Series(names, dtype=pl.String())).group_by("category", "name")
     return (

@@ -14,6 +14,7 @@ from fettle.trace.analyses.launches import text_column
 from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks, inherit
 from fettle.trace.analyses.steps import steps
 from fettle.trace.analyses.stops import main_thread
+from fettle.trace.frames import frame_of, with_rank
 from fettle.trace.intervals import merge, total
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Bools, Ints, Trace
@@ -75,9 +76,8 @@ def parallel_operators(trace: Trace) -> pl.DataFrame:
         )
         starts.append(one[0])
         ends.append(one[1])
-    schema = {"rank": pl.Int64(), "threads": pl.Int64(), "time_ns": pl.Int64(), "share": pl.Float64()}
     if not starts:
-        return pl.DataFrame(schema=schema)
+        return frame_of([], rank=int, threads=int, time_ns=int, share=float)
     points = np.concatenate([*starts, *ends])
     change = np.concatenate([np.ones(sum(map(len, starts)), np.int64), -np.ones(sum(map(len, ends)), np.int64)])
     order = np.argsort(points, kind="stable")
@@ -85,11 +85,8 @@ def parallel_operators(trace: Trace) -> pl.DataFrame:
     low, high = trace.span
     sums = np.bincount(level[:-1], weights=np.diff(points)) if len(points) > 1 else np.zeros(1)
     sums[0] = (high - low) - sums[1:].sum()
-    return pl.DataFrame(
-        [(trace.rank, n, int(ns), float(ns) / max(high - low, 1)) for n, ns in enumerate(sums)],
-        schema=schema,
-        orient="row",
-    )
+    rows = [(trace.rank, n, int(ns), float(ns) / max(high - low, 1)) for n, ns in enumerate(sums)]
+    return frame_of(rows, rank=int, threads=int, time_ns=int, share=float)
 
 
 def innermost_operators(trace: Trace) -> tuple[Ints, Ints]:
@@ -112,7 +109,7 @@ def operator_sizes(trace: Trace) -> pl.DataFrame:
     frame = pl.DataFrame({"power": power, "dur": trace.dur[leaf]}).group_by("power").agg(
         count=pl.len(), time_ns=pl.col("dur").sum()
     )  # fmt: skip
-    return frame.select(pl.lit(trace.rank, dtype=pl.Int64()).alias("rank"), "power", "count", "time_ns").sort("power")
+    return with_rank(trace, frame.sort("power"))
 
 
 def small_operators(trace: Trace) -> pl.DataFrame:
@@ -148,15 +145,15 @@ def data_loading(trace: Trace) -> pl.DataFrame:
     low, high = trace.span
     frame = pl.DataFrame({"thread": thread, "code": trace.column("name")[rows], "dur": trace.dur[rows]})
     grouped = frame.group_by("thread", "code").agg(count=pl.len(), time_ns=pl.col("dur").sum())
-    return grouped.select(
-        rank=pl.lit(trace.rank, dtype=pl.Int64()),
+    named = grouped.select(
         thread=pl.Series([trace.thread_label(t) for t in grouped["thread"]], dtype=pl.String()),
         main=pl.col("thread") == main_thread(trace),
         operator=text_column(trace, grouped["code"].to_numpy()),
         count="count",
         time_ns="time_ns",
         share=pl.col("time_ns") / max(high - low, 1),
-    ).sort("time_ns", "operator", descending=[True, False])
+    )
+    return with_rank(trace, named.sort("time_ns", "operator", descending=[True, False]))
 
 
 def loader_waits(trace: Trace) -> pl.DataFrame:
@@ -180,14 +177,10 @@ def loader_waits(trace: Trace) -> pl.DataFrame:
 def _by_name(trace: Trace, rows: Ints) -> pl.DataFrame:
     frame = pl.DataFrame({"code": trace.column("name")[rows], "dur": trace.dur[rows]})
     grouped = frame.group_by("code").agg(count=pl.len(), time_ns=pl.col("dur").sum(), mean_ns=pl.col("dur").mean())
-    return grouped.select(
-        rank=pl.lit(trace.rank, dtype=pl.Int64()),
-        operator=text_column(trace, grouped["code"].to_numpy()),
-        count="count",
-        time_ns="time_ns",
-        mean_ns="mean_ns",
-        share=pl.col("time_ns") / pl.max_horizontal(pl.col("time_ns").sum(), 1),
-    ).sort("time_ns", "operator", descending=[True, False])
+    share = pl.col("time_ns") / pl.max_horizontal(pl.col("time_ns").sum(), 1)
+    operator = text_column(trace, grouped["code"].to_numpy()).alias("operator")
+    named = grouped.select(operator, "count", "time_ns", "mean_ns", share=share)
+    return with_rank(trace, named.sort("time_ns", "operator", descending=[True, False]))
 
 
 def host_summary(trace: Trace) -> pl.DataFrame:
@@ -208,48 +201,18 @@ def host_summary(trace: Trace) -> pl.DataFrame:
     data = np.flatnonzero(trace.is_host & (stacks.cause == CAUSES_OF_HOST.index("data_loading")))
     main = main_thread(trace)
     data_main = data[trace.column("thread")[data] == main]
-    cover = total(merge(trace.ts[operators], trace.end[operators]))
+    cover, some = total(merge(trace.ts[operators], trace.end[operators])), ", ".join(CONVERSIONS[:4]) + ", ..."
     rows = [
         ("outermost operators", len(top), int(trace.dur[top].sum()), "what the program asked for"),
         ("innermost operators", len(leaf), int(length[leaf].sum()), "where work is done (or launched)"),
-        (
-            "overhead of operators that call others",
-            len(inner),
-            int(length[inner].sum()),
-            "dispatch and checks on the way",
-        ),
-        (
-            f"innermost operators under {SMALL_NS // 1000} us",
-            len(small),
-            int(length[small].sum()),
-            "many of them: fuse or compile",
-        ),
-        (
-            "conversions and copies",
-            int(converted["count"].sum()),
-            int(converted["time_ns"].sum()),
-            ", ".join(CONVERSIONS[:4]) + ", ...",
-        ),
-        (
-            "data loading on the main thread",
-            len(data_main),
-            int(length[data_main].sum()),
-            "the loop waits for its input",
-        ),
+        ("overhead of operators that call others", len(inner), int(length[inner].sum()), "dispatch and checks"),
+        (f"innermost operators under {SMALL_NS // 1000} µs", len(small), int(length[small].sum()), "fuse or compile"),
+        ("conversions and copies", *map(int, converted.select(pl.col("count", "time_ns").sum()).row(0)), some),
+        ("data loading on the main thread", len(data_main), int(length[data_main].sum()), "the loop waits for input"),
         ("no operator on any thread", 1, span - cover, "Python, other libraries, or waiting"),
     ]
-    return pl.DataFrame(
-        [(trace.rank, q, n, ns, ns / span, means) for q, n, ns, means in rows],
-        schema={
-            "rank": pl.Int64(),
-            "question": pl.String(),
-            "count": pl.Int64(),
-            "time_ns": pl.Int64(),
-            "share": pl.Float64(),
-            "means": pl.String(),
-        },
-        orient="row",
-    )
+    cells = [(trace.rank, question, count, ns, ns / span, means) for question, count, ns, means in rows]
+    return frame_of(cells, rank=int, question=str, count=int, time_ns=int, share=float, means=str)
 
 
 def _inside(trace: Trace, rows: Ints) -> Bools:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
+from fettle.trace.frames import frame_of
 from fettle.trace.intervals import combinations, intersect, merge, total
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Bools, Ints, Trace
@@ -119,19 +120,13 @@ def temporal_breakdown(trace: Trace) -> pl.DataFrame:
     work.
     """
     work = _rounded(trace)
-    schema = {
-        "rank": pl.Int64(),
-        "idle_us": pl.Int64(),
-        "compute_us": pl.Int64(),
-        "non_compute_us": pl.Int64(),
-        "kernel_us": pl.Int64(),
-    }
+    columns = dict.fromkeys(("rank", "idle_us", "compute_us", "non_compute_us", "kernel_us"), int)
     if not len(work.row):
-        return pl.DataFrame(schema=schema)
+        return frame_of([], **columns)
     span = int(work.end.max() - work.ts.min())
     busy = _merged_total(work.ts, work.end)
     compute = _merged_total(*work.of(work.type == "COMPUTATION"))
-    return pl.DataFrame([(trace.rank, span - busy, compute, busy - compute, span)], schema=schema, orient="row")
+    return frame_of([(trace.rank, span - busy, compute, busy - compute, span)], **columns)
 
 
 def _merged_total(start: Ints, end: Ints) -> int:
@@ -169,9 +164,7 @@ def kernel_types(trace: Trace) -> pl.DataFrame:
         (" overlapping ".join(t for i, t in enumerate(types) if key >> i & 1), total(pair))
         for key, pair in found.items()
     ]
-    return pl.DataFrame(rows, schema={"kernel_type": pl.String(), "sum_us": pl.Int64()}, orient="row").sort(
-        "sum_us", descending=True
-    )
+    return frame_of(rows, kernel_type=str, sum_us=int).sort("sum_us", descending=True)
 
 
 def kernel_statistics(trace: Trace) -> pl.DataFrame:
@@ -180,16 +173,11 @@ def kernel_statistics(trace: Trace) -> pl.DataFrame:
     """
     work = _rounded(trace)
     frame = pl.DataFrame({"name": trace.name_of(work.row), "kernel_type": work.type.astype(str), "dur": work.dur})
+    dur = pl.col("dur")
     return (
         frame.filter(pl.col("kernel_type") != "OTHER")
         .group_by("name", "kernel_type")
-        .agg(
-            sum_us=pl.col("dur").sum(),
-            max_us=pl.col("dur").max(),
-            min_us=pl.col("dur").min(),
-            std_us=pl.col("dur").std().fill_null(0.0),
-            mean_us=pl.col("dur").mean(),
-        )
+        .agg(sum_us=dur.sum(), max_us=dur.max(), min_us=dur.min(), std_us=dur.std().fill_null(0.0), mean_us=dur.mean())
         .sort("kernel_type", "name")
     )
 
@@ -215,14 +203,7 @@ def idle_breakdown(trace: Trace, consecutive_kernel_delay_us: int = 30) -> pl.Da
         }
         whole = interval.sum()
         rows += [(trace.rank, int(stream), k, int(v), float(v / whole) if whole else 0.0) for k, v in sums.items()]
-    schema = {
-        "rank": pl.Int64(),
-        "stream": pl.Int64(),
-        "idle_category": pl.String(),
-        "idle_us": pl.Int64(),
-        "idle_ratio": pl.Float64(),
-    }
-    return pl.DataFrame(rows, schema=schema, orient="row")
+    return frame_of(rows, rank=int, stream=int, idle_category=str, idle_us=int, idle_ratio=float)
 
 
 def launch_statistics(trace: Trace) -> pl.DataFrame:
@@ -259,6 +240,4 @@ def queue_summary(trace: Trace) -> pl.DataFrame:
         change = np.concatenate([np.ones(mine.sum(), np.int64), -np.ones(mine.sum(), np.int64)])
         length = np.cumsum(change[np.argsort(time, kind="stable")])
         rows.append((int(stream), len(length), float(length.mean()), int(length.max())))
-    return pl.DataFrame(
-        rows, schema={"stream": pl.Int64(), "count": pl.Int64(), "mean": pl.Float64(), "max": pl.Int64()}, orient="row"
-    )
+    return frame_of(rows, stream=int, count=int, mean=float, max=int)

@@ -22,6 +22,7 @@ from fettle.trace.analyses.slots import slot_waits
 from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
 from fettle.trace.analyses.stops import autograd_threads, main_thread
 from fettle.trace.analyses.waits import CAUSES, NUMBER, Held, blocking_calls, device_waits
+from fettle.trace.frames import with_rank
 from fettle.trace.intervals import Intervals, gaps, merge, split
 from fettle.trace.kinds import without_address
 from fettle.trace.model import Ints, Trace, per_trace
@@ -44,18 +45,19 @@ def idle_pieces(trace: Trace, device: int) -> pl.DataFrame:
     Columns: start_ns, end_ns, cause (a key of `CAUSES`), detail (event name number; -1: none), gap (number of the gap),
     next_row (the work that ended the gap; -1: none came).
     """
-    rows = trace.device_rows[trace.column("device")[trace.device_rows] == device]
+    place = np.flatnonzero(trace.column("device")[trace.device_rows] == device)
+    rows = trace.device_rows[place]
     busy = merge(trace.ts[rows], trace.end[rows])
     low, high = trace.span
     starts, ends = gaps(busy, low, high)
     pieces = _Pieces()
     if not len(starts):
         return pieces.frame(_NONE)
-    next_row = _next_work(trace, rows, ends)
+    after = _next_work(trace, rows, ends)
+    next_row = np.where(after >= 0, rows[np.maximum(after, 0)], -1)
     number, waits = np.arange(len(starts)), device_waits(trace)
-    position = np.searchsorted(trace.ts[trace.device_rows], ends)  # of the first work that starts then
-    ended = np.flatnonzero(next_row >= 0)
-    position = _positions(trace, next_row[ended], position[ended])
+    ended = np.flatnonzero(after >= 0)
+    position = place[after[ended]]
 
     # What passed once nothing known held the work any more.
     since = np.clip(waits.since[position], starts[ended], ends[ended])
@@ -84,16 +86,6 @@ def idle_pieces(trace: Trace, device: int) -> pl.DataFrame:
     pieces = _cut(pieces, "launch_call", *_full(trace), "full_queue")
     start, end, calls = blocking_calls(trace)
     return _cut(pieces, "queued_unknown", (start, end), names[calls], "blocking_call").frame(next_row)
-
-
-def _positions(trace: Trace, rows: Ints, first: Ints) -> Ints:
-    """Positions of rows in `trace.device_rows`, searched from the first that starts with them."""
-    found = first.copy()
-    while True:
-        wrong = np.flatnonzero(trace.device_rows[found] != rows)
-        if not len(wrong):
-            return found
-        found[wrong] += 1
 
 
 def _full(trace: Trace) -> tuple[Intervals, npt.NDArray[np.int32]]:
@@ -176,21 +168,17 @@ class _Pieces:
 
 
 def _next_work(trace: Trace, rows: Ints, ends: Ints) -> Ints:
-    """The first work that starts at each gap's end; -1 behind the last."""
-    starts = trace.ts[rows]
+    """Which of some work, in order of its start, is the first that starts at each gap's end; -1 behind the last."""
+    starts, lasts = trace.ts[rows], trace.dur[rows] > 0
     at = np.searchsorted(starts, ends, side="left")
-    found = at < len(rows)
-    answer = np.full(len(ends), -1, dtype=np.int64)
-    exact = np.zeros(len(ends), dtype=bool)
-    exact[found] = starts[at[found]] == ends[found]
-    # Zero-length work at the same instant does not end a gap; take the first that lasts.
-    clamped = np.minimum(at, max(len(rows) - 1, 0))
-    answer[exact] = rows[clamped[exact]]
-    for i in np.flatnonzero(exact & (trace.dur[rows[clamped]] == 0)).tolist():
-        j = int(at[i])
-        while j < len(rows) and starts[j] == ends[i] and trace.dur[rows[j]] == 0:
-            j += 1
-        answer[i] = rows[j] if j < len(rows) and starts[j] == ends[i] else rows[at[i]]
+    there = at < len(rows)
+    there[there] = starts[at[there]] == ends[there]
+    # Work of no length does not end a gap: the next that lasts does, if it starts at the same instant.
+    lasting = np.append(np.flatnonzero(lasts), len(rows))
+    first = lasting[np.searchsorted(lasting, at)]
+    same = first < len(rows)
+    same[same] = starts[first[same]] == ends[same]
+    answer: Ints = np.where(there, np.where(same, first, at), -1)
     return answer
 
 
@@ -263,7 +251,7 @@ def idle_streams(trace: Trace) -> pl.DataFrame:
         }
     )
     summed = frame.group_by("device", "stream").agg((pl.len() + 1).alias("work"), pl.all().sum())
-    return summed.select(pl.lit(trace.rank, dtype=pl.Int64()).alias("rank"), pl.all()).sort("device", "stream")
+    return with_rank(trace, summed.sort("device", "stream"))
 
 
 def missing_information(trace: Trace, device: int) -> str:
@@ -300,19 +288,6 @@ def idle_summary(trace: Trace, device: int, windows: Intervals | None = None) ->
         start, end, piece, _ = split((frame["start_ns"].to_numpy(), frame["end_ns"].to_numpy()), windows)
         frame = frame[piece].with_columns(start_ns=pl.Series(start), end_ns=pl.Series(end))
     frame = frame.select("cause", "detail", idle_ns=pl.col("end_ns") - pl.col("start_ns"))
-    if not frame.height:
-        return pl.DataFrame(
-            schema={
-                "rank": pl.Int64(),
-                "device": pl.Int64(),
-                "cause": pl.String(),
-                "idle_ns": pl.Int64(),
-                "share": pl.Float64(),
-                "gaps": pl.UInt32(),
-                "what": pl.String(),
-                "meaning": pl.String(),
-            }
-        )
     told = frame.filter(pl.col("detail") >= 0).group_by("cause", "detail").agg(pl.col("idle_ns").sum())
     names = [without_address(trace.names[d]) for d in told["detail"]]
     by_name = told.with_columns(name=pl.Series(names, dtype=pl.String())).group_by("cause", "name")
@@ -324,13 +299,16 @@ def idle_summary(trace: Trace, device: int, windows: Intervals | None = None) ->
     total = int(frame["idle_ns"].sum())
     summary = frame.group_by("cause").agg(pl.col("idle_ns").sum(), gaps=pl.len()).sort("idle_ns", descending=True)
     summary = summary.with_columns(pl.col("cause").cast(pl.String()))
-    return summary.select(
-        rank=pl.lit(trace.rank, dtype=pl.Int64()),
-        device=pl.lit(device, dtype=pl.Int64()),
-        cause=pl.col("cause"),
-        idle_ns=pl.col("idle_ns"),
-        share=pl.col("idle_ns") / total,
-        gaps=pl.col("gaps"),
-        what=pl.Series([what.get(c, "") for c in summary["cause"]], dtype=pl.String()),
-        meaning=pl.Series([CAUSES[c] for c in summary["cause"]], dtype=pl.String()),
+    causes = summary["cause"].to_list()
+    return with_rank(
+        trace,
+        summary.select(
+            pl.lit(device, dtype=pl.Int64()).alias("device"),
+            "cause",
+            "idle_ns",
+            pl.Series("share", summary["idle_ns"] / max(total, 1), dtype=pl.Float64()),
+            "gaps",
+            pl.Series("what", [what.get(c, "") for c in causes], dtype=pl.String()),
+            pl.Series("meaning", [CAUSES[c] for c in causes], dtype=pl.String()),
+        ),
     )

@@ -7,6 +7,7 @@ import polars as pl
 
 from fettle.trace.analyses.account import device_classes
 from fettle.trace.analyses.launches import launch_stats, text_column
+from fettle.trace.frames import frame_of, with_rank
 from fettle.trace.intervals import combinations, total
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Ints, Trace
@@ -34,17 +35,8 @@ def kernel_classes(trace: Trace) -> pl.DataFrame:
         for key, pair in found.items():
             label = "+".join(name for i, name in enumerate(CLASSES) if key >> i & 1)
             parts.append((trace.rank, device, label, total(pair), total(pair) / busy))
-    return pl.DataFrame(
-        parts,
-        schema={
-            "rank": pl.Int64(),
-            "device": pl.Int64(),
-            "classes": pl.String(),
-            "time_ns": pl.Int64(),
-            "share": pl.Float64(),
-        },
-        orient="row",
-    ).sort("rank", "device", "time_ns", descending=[False, False, True])
+    frame = frame_of(parts, rank=int, device=int, classes=str, time_ns=int, share=float)
+    return frame.sort("rank", "device", "time_ns", descending=[False, False, True])
 
 
 def kernel_table(trace: Trace, rows: Ints | None = None) -> pl.DataFrame:
@@ -83,28 +75,13 @@ def kernel_table(trace: Trace, rows: Ints | None = None) -> pl.DataFrame:
         )
         .sort("sum_ns", "code", descending=[True, False])
     )
-    return table.with_columns(
-        rank=pl.lit(trace.rank, dtype=pl.Int64()),
+    named = table.with_columns(
         name=text_column(trace, table["code"].to_numpy()),
         share=pl.col("sum_ns") / pl.col("sum_ns").sum().over("device"),
         **{"class": pl.col("class").replace_strict(dict(enumerate(CLASSES)), return_dtype=pl.String())},
-    ).select(
-        "rank",
-        "device",
-        "name",
-        "class",
-        "count",
-        "sum_ns",
-        "share",
-        "mean_ns",
-        "median_ns",
-        "std_ns",
-        "min_ns",
-        "max_ns",
-        "short",
-        "call_ns",
-        "delay_ns",
     )
+    columns = ("device", "name", "class", "count", "sum_ns", "share")
+    return with_rank(trace, named.select(*columns, pl.exclude(*columns, "code")))
 
 
 def kernels_across_ranks(traces: list[Trace]) -> pl.DataFrame:

@@ -8,6 +8,7 @@ import polars as pl
 from fettle.trace.analyses.ancestry import ancestors
 from fettle.trace.analyses.launches import text_column
 from fettle.trace.analyses.stacks import host_stacks
+from fettle.trace.frames import frame_of, with_rank
 from fettle.trace.model import Ints, Trace
 
 # In the order of c10::DeviceType, whose numbers the profiler writes.
@@ -24,20 +25,6 @@ def memory_timeline(trace: Trace) -> pl.DataFrame:
     (totals of the allocator after it; -1: not told), operator, top_operator (null: outside any).
     """
     frame = trace.side["memory"].sort("ts_ns", maintain_order=True)
-    if not frame.height:
-        return pl.DataFrame(
-            schema={
-                "rank": pl.Int64(),
-                "ts_ns": pl.Int64(),
-                "device": pl.String(),
-                "bytes": pl.Int64(),
-                "address": pl.Int64(),
-                "allocated_bytes": pl.Int64(),
-                "reserved_bytes": pl.Int64(),
-                "operator": pl.String(),
-                "top_operator": pl.String(),
-            }
-        )
     up = ancestors(trace)
     row = host_stacks(trace).innermost(frame["thread"].to_numpy().astype(np.int64), frame["ts_ns"].to_numpy())
     names = trace.column("name")
@@ -49,6 +36,7 @@ def memory_timeline(trace: Trace) -> pl.DataFrame:
         return text_column(trace, names[np.maximum(rows, 0)]).set(pl.Series(rows < 0), None)
 
     device = pl.Series(
+        "device",
         [
             (DEVICE_TYPES[t] if 0 <= t < len(DEVICE_TYPES) else f"device type {t}")
             + ("" if t == 0 or d < 0 else f":{d}")
@@ -56,17 +44,9 @@ def memory_timeline(trace: Trace) -> pl.DataFrame:
         ],
         dtype=pl.String(),
     )
-    return frame.select(
-        rank=pl.lit(trace.rank, dtype=pl.Int64()),
-        ts_ns="ts_ns",
-        device=device,
-        bytes="bytes",
-        address="address",
-        allocated_bytes="allocated_bytes",
-        reserved_bytes="reserved_bytes",
-        operator=text(up.operator),
-        top_operator=text(up.top_operator),
-    )
+    timeline = frame.select("ts_ns", device, "bytes", "address", "allocated_bytes", "reserved_bytes")
+    owners = timeline.with_columns(operator=text(up.operator), top_operator=text(up.top_operator))
+    return with_rank(trace, owners)
 
 
 def memory_peak(trace: Trace) -> pl.DataFrame:
@@ -99,13 +79,6 @@ def memory_peak(trace: Trace) -> pl.DataFrame:
         cell = by_owner.setdefault(None, [0, 0])
         cell[0] += max(peak - known, 0)
         rows += [(trace.rank, str(key[0]), name, cell[0], cell[1], peak, when) for name, cell in by_owner.items()]
-    schema = {
-        "rank": pl.Int64(),
-        "device": pl.String(),
-        "operator": pl.String(),
-        "bytes": pl.Int64(),
-        "allocations": pl.Int64(),
-        "peak_bytes": pl.Int64(),
-        "peak_at_ns": pl.Int64(),
-    }
-    return pl.DataFrame(rows, schema=schema, orient="row").sort("device", "bytes", descending=[False, True])
+    texts, numbers = {"device": str, "operator": str}, ("bytes", "allocations", "peak_bytes", "peak_at_ns")
+    frame = frame_of(rows, rank=int, **texts, **dict.fromkeys(numbers, int))
+    return frame.sort("device", "bytes", descending=[False, True])

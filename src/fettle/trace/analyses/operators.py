@@ -9,6 +9,7 @@ from fettle.trace.analyses.ancestry import ancestors, called_from, nearest, oute
 from fettle.trace.analyses.attribution import names_of_rows
 from fettle.trace.analyses.launches import launch_links, text_column
 from fettle.trace.analyses.stacks import host_stacks
+from fettle.trace.frames import frame_of, with_rank
 from fettle.trace.kinds import Kind, without_address
 from fettle.trace.model import Ints, Trace
 
@@ -52,16 +53,11 @@ def operator_table(trace: Trace) -> pl.DataFrame:
         .agg(kernels=pl.len(), device_ns=pl.col("dur").sum())
     )
     table = host.join(work, on=["name", "shape"], how="left").with_columns(pl.col("kernels", "device_ns").fill_null(0))
-    return table.select(
-        rank=pl.lit(trace.rank, dtype=pl.Int64()),
-        operator=text_column(trace, table["name"].to_numpy()),
-        shapes=pl.Series(trace.shapes, dtype=pl.String()).gather(table["shape"]),
-        count="count",
-        host_ns="host_ns",
-        self_ns="self_ns",
-        device_ns="device_ns",
-        kernels="kernels",
-    ).sort("device_ns", "self_ns", "operator", "shapes", descending=[True, True, False, False])
+    operator = text_column(trace, table["name"].to_numpy()).alias("operator")
+    shapes = pl.Series("shapes", trace.shapes, dtype=pl.String()).gather(table["shape"])
+    named = table.select(operator, shapes, "count", "host_ns", "self_ns", "device_ns", "kernels")
+    order = ("device_ns", "self_ns", "operator", "shapes")
+    return with_rank(trace, named.sort(order, descending=[True, True, False, False]))
 
 
 def call_tree(trace: Trace, *, max_depth: int = 6, python: bool = False) -> pl.DataFrame:
@@ -104,14 +100,9 @@ def call_tree(trace: Trace, *, max_depth: int = 6, python: bool = False) -> pl.D
         .group_by("path")
         .agg(count=pl.len(), host_ns=pl.col("host").sum(), device_ns=pl.col("device").sum())
     )
-    return grouped.select(
-        rank=pl.lit(trace.rank, dtype=pl.Int64()),
-        path=pl.Series([texts[p] for p in grouped["path"]], dtype=pl.String()),
-        depth=pl.Series([depth_of_path[p] for p in grouped["path"]], dtype=pl.Int64()),
-        count="count",
-        host_ns="host_ns",
-        device_ns="device_ns",
-    ).sort("path")
+    path = pl.Series("path", [texts[p] for p in grouped["path"]], dtype=pl.String())
+    depth = pl.Series("depth", [depth_of_path[p] for p in grouped["path"]], dtype=pl.Int64())
+    return with_rank(trace, grouped.select(path, depth, "count", "host_ns", "device_ns").sort("path"))
 
 
 def call_blocks(trace: Trace, device: bool, depth: int = 12, python: bool = False) -> pl.DataFrame:
@@ -135,9 +126,9 @@ def call_blocks(trace: Trace, device: bool, depth: int = 12, python: bool = Fals
         start_of[path], used[parent] = start, used.get(parent, 0.0) + ns
         kind = next((kind for prefix, kind in _PREFIXES.items() if name.startswith(prefix)), "annotation")
         rows.append((level, name[:100], start / 1e6, (start + ns) / 1e6, kind))
-    schema = {"row": pl.Int64(), "name": pl.String(), "start": pl.Float64(), "end": pl.Float64(), "kind": pl.String()}
-    frame = pl.DataFrame(rows, schema=schema, orient="row")
-    return frame.with_columns(length=pl.col("end") - pl.col("start"))
+    return frame_of(rows, row=int, name=str, start=float, end=float, kind=str).with_columns(
+        length=pl.col("end") - pl.col("start")
+    )
 
 
 def _merged_names(trace: Trace) -> tuple[Ints, list[str]]:
@@ -182,22 +173,11 @@ def kernel_sequences(trace: Trace, operator: str = "", *, min_kernels: int = 3, 
         cell[1] += int(trace.dur[rows[begin:stop]].sum())
         cell[2] += int(trace.dur[root])
     best = sorted(counted.items(), key=lambda item: (-item[1][1], item[0]))[:top]
-    return pl.DataFrame(
-        [
-            (trace.rank, trace.names[key[0]], " -> ".join(trace.names[k] for k in key[1:]), len(key) - 1, *cell)
-            for key, cell in best
-        ],
-        schema={
-            "rank": pl.Int64(),
-            "operator": pl.String(),
-            "kernels": pl.String(),
-            "length": pl.Int64(),
-            "count": pl.Int64(),
-            "device_ns": pl.Int64(),
-            "host_ns": pl.Int64(),
-        },
-        orient="row",
-    )
+    rows = [
+        (trace.rank, trace.names[key[0]], " -> ".join(trace.names[k] for k in key[1:]), len(key) - 1, *cell)
+        for key, cell in best
+    ]
+    return frame_of(rows, rank=int, operator=str, kernels=str, length=int, count=int, device_ns=int, host_ns=int)
 
 
 def annotation_table(trace: Trace) -> pl.DataFrame:
@@ -235,8 +215,7 @@ def annotation_table(trace: Trace) -> pl.DataFrame:
         .group_by("name")
         .agg(pl.len().alias("count"), pl.all().sum())
     )
-    return table.select(
-        rank=pl.lit(trace.rank, dtype=pl.Int64()),
+    named = table.select(
         annotation=pl.Series([texts[n] for n in table["name"]], dtype=pl.String()),
         count="count",
         host_inclusive_ns="host",
@@ -244,7 +223,9 @@ def annotation_table(trace: Trace) -> pl.DataFrame:
         device_inclusive_ns="device",
         device_exclusive_ns="own",
         kernels="kernels",
-    ).sort("device_inclusive_ns", "host_inclusive_ns", "annotation", descending=[True, True, False])
+    )
+    order = ("device_inclusive_ns", "host_inclusive_ns", "annotation")
+    return with_rank(trace, named.sort(order, descending=[True, True, False]))
 
 
 def device_time(trace: Trace, wanted: np.ndarray, parent: Ints) -> tuple[Ints, Ints, Ints]:
@@ -288,11 +269,4 @@ def counters_by_operator(trace: Trace) -> pl.DataFrame | None:
         }
     )
     joined = trace.side["counters"].join(pairs, on="row").sort("row", "counter")
-    return joined.select(
-        rank=pl.lit(trace.rank, dtype=pl.Int64()),
-        kernel="kernel",
-        operator="operator",
-        top_operator="top_operator",
-        counter="counter",
-        value="value",
-    )
+    return with_rank(trace, joined.select("kernel", "operator", "top_operator", "counter", "value"))

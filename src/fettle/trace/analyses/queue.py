@@ -7,7 +7,8 @@ import polars as pl
 
 from fettle.trace.analyses.launches import launch_links, text_column
 from fettle.trace.analyses.slots import queues, waited_ns
-from fettle.trace.model import Ints, Trace
+from fettle.trace.frames import frame_of, with_rank
+from fettle.trace.model import Trace
 from fettle.trace.ordering import order_by
 
 
@@ -48,44 +49,18 @@ def queue_summary(trace: Trace) -> pl.DataFrame:
         if whole == 0:
             weight, whole = np.ones_like(weight), max(len(weight), 1)
         order = np.argsort(value, kind="stable")
-        reach = np.cumsum(weight[order])
-
-        def quantile(
-            q: float, reach: Ints = reach, order: Ints = order, value: Ints = value, whole: int = whole
-        ) -> int:
-            return int(value[order[min(int(np.searchsorted(reach, q * whole)), len(order) - 1)]]) if len(order) else 0
-
+        value, weight = value[order], weight[order]
+        reach = np.minimum(np.searchsorted(np.cumsum(weight), [0.5 * whole, 0.95 * whole]), len(value) - 1)
+        middle, high = value[reach].tolist() if len(value) else (0, 0)
         one = full_of.get((int(key[0]), int(key[1])), full_of.get((int(key[0]), -1)))
         full = waited_ns(trace, one) if one is not None else 0
-        parts.append(
-            {
-                "rank": trace.rank,
-                "device": int(key[0]),
-                "stream": int(key[1]),
-                "mean": float((weight * value).sum() / whole),
-                "median": quantile(0.5),
-                "p95": quantile(0.95),
-                "max": int(length.max()),
-                "empty_share": float(weight[value == 0].sum() / whole),
-                "full_share": full / whole,
-                "depth": None if one is None else one.depth,
-                "full_ns": full,
-            }
-        )
-    schema = {
-        "rank": pl.Int64(),
-        "device": pl.Int64(),
-        "stream": pl.Int64(),
-        "mean": pl.Float64(),
-        "median": pl.Int64(),
-        "p95": pl.Int64(),
-        "max": pl.Int64(),
-        "empty_share": pl.Float64(),
-        "full_share": pl.Float64(),
-        "depth": pl.Int64(),
-        "full_ns": pl.Int64(),
-    }
-    return pl.DataFrame(parts, schema=schema)
+        mean, empty = float((weight * value).sum() / whole), float(weight[value == 0].sum() / whole)
+        lengths = (mean, middle, high, int(length.max()))
+        depth = None if one is None else one.depth
+        parts.append((trace.rank, int(key[0]), int(key[1]), *lengths, empty, full / whole, depth, full))
+    places, lengths = ("rank", "device", "stream"), {"mean": float, "median": int, "p95": int, "max": int}
+    shares = {"empty_share": float, "full_share": float}
+    return frame_of(parts, **dict.fromkeys(places, int), **lengths, **shares, depth=int, full_ns=int)
 
 
 def copy_bandwidth(trace: Trace) -> pl.DataFrame:
@@ -141,15 +116,7 @@ def bandwidth_summary(trace: Trace) -> pl.DataFrame:
         weighted=(pl.col("gb_per_s") * pl.col("dur")).sum() / pl.col("dur").sum(),
         max_gb_per_s=pl.col("gb_per_s").max(),
     )
-    return grouped.select(
-        rank=pl.lit(trace.rank, dtype=pl.Int64()),
-        device="device",
-        name="name",
-        count="count",
-        bytes="bytes",
-        busy_ns="busy_ns",
-        mean_gb_per_s=pl.when(pl.col("bytes").is_not_null() & (pl.col("busy_ns") > 0))
-        .then(pl.col("bytes") / pl.col("busy_ns"))
-        .otherwise(pl.col("weighted")),
-        max_gb_per_s="max_gb_per_s",
-    ).sort("device", "busy_ns", descending=[False, True])
+    told = pl.when(pl.col("bytes").is_not_null() & (pl.col("busy_ns") > 0)).then(pl.col("bytes") / pl.col("busy_ns"))
+    rated = grouped.with_columns(mean_gb_per_s=told.otherwise(pl.col("weighted")))
+    columns = ("device", "name", "count", "bytes", "busy_ns", "mean_gb_per_s", "max_gb_per_s")
+    return with_rank(trace, rated.select(columns).sort("device", "busy_ns", descending=[False, True]))

@@ -128,14 +128,14 @@ def device_waits(trace: Trace) -> Waits:
         Held.STREAM: _Reason(free, (previous >= 0) & (linked | ((called >= 0) & (called <= free)))),
         Held.EVENT: _Reason(ended, event >= 0),
     }
-    usual = _usual_waits(start, called, reasons, asked | told)
+    usual = _usual_waits(start, called, reasons, asked | told | _after_others(start, end, key, arrived))
     held, since, rival, rival_since = _last_reason(start, reasons, usual)
     since = np.where((held == Held.NOTHING) & (previous >= 0), np.maximum(free, 0), since)
     most = np.zeros(len(Held))
-    for sort, (_, high) in usual.items():
-        most[sort] = high
+    for sort, one in usual.items():
+        most[sort] = one.late
     late = ~told & (start - since > np.maximum(most[held], EVENT_WAIT_NS))
-    late_ns = max(EVENT_WAIT_NS, 3 * usual[Held.LAUNCH][0])
+    late_ns = max(EVENT_WAIT_NS, 3 * usual[Held.LAUNCH].low * usual[Held.LAUNCH].known)
     event = _guessed_events(start, end, since, held, event, late, asked | told, by, late_ns)
     ended = np.where(event >= 0, np.minimum(end[np.maximum(event, 0)], start), -1)
     guessed = (event >= 0) & (reasons[Held.EVENT].since != ended) & (ended > since)
@@ -154,38 +154,61 @@ class _Reason:
     there: Bools
 
 
-def _usual_waits(
-    start: Ints, called: Ints, reasons: dict[Held, _Reason], asked: Bools
-) -> dict[Held, tuple[float, float]]:
+@dataclass(frozen=True)
+class _Usual:
+    """What passes between one sort of reason and the begin, ns: the shortest, the longest that may be usual, and from
+    when on work is late; `known` where that was read from work with no other reason.
+    """
+
+    low: float
+    high: float
+    late: float
+    known: bool
+
+
+def _after_others(start: Ints, end: Ints, key: Ints, arrived: Ints) -> Bools:
+    """Whether work of another stream ended right before, after the launch: a wait for it that the trace does not show,
+    or chance.
+    """
+    by_end = np.argsort(end, kind="stable")
+    at = np.searchsorted(end[by_end], start, side="right") - 1
+    last = by_end[np.maximum(at, 0)]
+    found: Bools = (at >= 0) & (key[last] != key) & (end[last] > arrived) & (start - end[last] <= EVENT_WAIT_NS)
+    return found
+
+
+def _usual_waits(start: Ints, called: Ints, reasons: dict[Held, _Reason], asked: Bools) -> dict[Held, _Usual]:
     """What passes between each reason and the begin, ns: the shortest, and the longest that is usual. They are read
     from work whose other reasons were long gone; where there is none, from the shortest that occurs.
     """
     launch, stream, event = reasons[Held.LAUNCH], reasons[Held.STREAM], reasons[Held.EVENT]
     alone = launch.there & ~asked & (stream.since < called)
     usual = {Held.LAUNCH: _range(start - launch.since, alone, launch.there, LATENCY_NS)}
-    gone = launch.since + usual[Held.LAUNCH][1]
+    gone = launch.since + usual[Held.LAUNCH].high
     alone = stream.there & ~asked & (stream.since > gone)
     usual[Held.STREAM] = _range(start - stream.since, alone, stream.there, BETWEEN_KERNELS_NS)
-    alone = event.there & (event.since > np.maximum(gone, stream.since + usual[Held.STREAM][1]))
+    alone = event.there & (event.since > np.maximum(gone, stream.since + usual[Held.STREAM].high))
     usual[Held.EVENT] = _range(start - event.since, alone, event.there, BETWEEN_KERNELS_NS)
     return usual
 
 
-def _range(passed: Ints, alone: Bools, there: Bools, most: int) -> tuple[float, float]:
+def _range(passed: Ints, alone: Bools, there: Bools, most: int) -> _Usual:
     """The shortest and the longest usual time, of those below `most` that had no other reason; else the shortest of
     all.
     """
     alone = alone & (passed <= most)
     if alone.sum() < FEWEST:
         shortest = float(min(passed[there].min(initial=most), most))
-        return shortest, 2 * shortest
-    low, middle, high = np.percentile(passed[alone], [10, 50, 90])
-    high = min(high, 2 * middle)
-    return float(low), float(max(high + (high - low) / 2, 2 * middle if alone.sum() < MANY else 0))
+        return _Usual(shortest, 2 * shortest, 0.0, known=False)
+    low, middle, high = (float(value) for value in np.percentile(passed[alone], [10, 50, 90]))
+    most_usual = min(2 * middle, 3 * low + EVENT_WAIT_NS)  # what takes longer has a reason that the trace does not show
+    high = min(high, most_usual)
+    late = high + (high - low) / 2
+    return _Usual(low, max(late, most_usual) if alone.sum() < MANY else late, late, known=True)
 
 
 def _last_reason(
-    start: Ints, reasons: dict[Held, _Reason], usual: dict[Held, tuple[float, float]]
+    start: Ints, reasons: dict[Held, _Reason], usual: dict[Held, _Usual]
 ) -> tuple[npt.NDArray[np.uint8], Ints, npt.NDArray[np.uint8], Ints]:
     """Which reason held each piece last, and until when: of those after which it begins within the usual time the one
     that leaves the least unexplained, else of all. Then the next best of the former, its rival, likewise.
@@ -193,8 +216,8 @@ def _last_reason(
     sorts = np.array([*reasons, Held.NOTHING], dtype=np.uint8)
     since = np.array([*(reason.since for reason in reasons.values()), start])
     there = np.array([reason.there for reason in reasons.values()])
-    beyond = start - since[:-1] - np.array([[usual[sort][0]] for sort in reasons])
-    unusual = start - since[:-1] > np.array([[usual[sort][1]] for sort in reasons])
+    beyond = start - since[:-1] - np.array([[usual[sort].low] for sort in reasons])
+    unusual = start - since[:-1] > np.array([[usual[sort].high] for sort in reasons])
     far = float(np.abs(beyond).max(initial=0)) + 1
     rank = np.where(there, beyond + far * unusual, 4 * far)
     each = np.arange(len(start))

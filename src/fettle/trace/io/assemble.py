@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def assemble(path: Path, rank: int | None, columns: Columns, metadata: dict[str,
     threads = _unify_threads(columns, data, side)
     events = pl.DataFrame(data)
     events, side, outliers = _drop_outliers(events, side)
+    tally.absurd_times += outliers
     return Trace(
         path=path,
         rank=_rank(path, metadata) if rank is None else rank,
@@ -45,14 +47,7 @@ def assemble(path: Path, rank: int | None, columns: Columns, metadata: dict[str,
         metadata=metadata,
         thread_names=columns.thread_names,
         facts=ReadFacts(
-            events_seen=tally.events_seen,
-            skipped_events=tally.skipped_events,
-            repaired_bytes_chunks=tally.repaired_chunks,
-            negative_durations=tally.negative_durations,
-            absurd_times=tally.absurd_times + outliers,
-            missing_duration=tally.missing_duration,
-            wide_clock_chunks=tally.wide_clock_chunks,
-            flow_events=tally.flow_events,
+            **{f.name: getattr(tally, f.name) for f in fields(tally) if f.type == "int"},
             unknown_categories=tuple(sorted(tally.unknown_categories)),
             notes=tuple(dict.fromkeys([*tally.notes, *columns.side.notes])),
             **facts,

@@ -8,7 +8,7 @@ by event (`mend`), skipping what cannot be read and counting it.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import msgspec
@@ -31,6 +31,7 @@ from fettle.trace.io.fields import (
 from fettle.trace.io.mend import lenient, read_event_by_event
 from fettle.trace.io.side import SideTables
 from fettle.trace.kinds import DEVICE_KINDS, Kind, kind_of_category
+from fettle.trace.model import EVENT_COLUMNS
 
 MAX_NAME_CHARS = 8192
 MAX_SHAPES = 1_000_000
@@ -60,7 +61,7 @@ class Tally:
 
     events_seen: int = 0
     skipped_events: int = 0
-    repaired_chunks: int = 0
+    repaired_bytes_chunks: int = 0
     negative_durations: int = 0
     absurd_times: int = 0
     missing_duration: int = 0
@@ -70,17 +71,10 @@ class Tally:
     notes: list[str] = field(default_factory=list)
 
     def add(self, other: Tally) -> None:
-        for name in (
-            "events_seen",
-            "skipped_events",
-            "repaired_chunks",
-            "negative_durations",
-            "absurd_times",
-            "missing_duration",
-            "wide_clock_chunks",
-            "flow_events",
-        ):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for field_ in fields(self):
+            mine, theirs = getattr(self, field_.name), getattr(other, field_.name)
+            if isinstance(mine, int):
+                setattr(self, field_.name, mine + theirs)
         self.unknown_categories |= other.unknown_categories
         self.notes += [note for note in other.notes if note not in self.notes]
 
@@ -118,7 +112,7 @@ class Columns:
         return rest
 
     def _mend(self, chunk: bytes) -> tuple[list[Any], bytes]:
-        self.tally.repaired_chunks += 1
+        self.tally.repaired_bytes_chunks += 1
         clean = chunk.decode("utf-8", "replace").encode().translate(_CONTROL)
         try:
             return decode_fast(b"[" + clean + b"]"), b""
@@ -235,20 +229,8 @@ class Columns:
         if operators:
             shape[operators] = self._shapes(args, operators)
         self.side.of_chunk(args, kind, operators, chunk, base)
-        self.chunks.append(
-            {
-                "ts_ns": ts_ns,
-                "dur_ns": dur_ns,
-                "name": name,
-                "kind": kind,
-                "thread": thread,
-                "device": device,
-                "stream": stream,
-                "correlation": correlation,
-                "external": external,
-                "shape": shape,
-            }
-        )
+        columns = (ts_ns, dur_ns, name, kind, thread, device, stream, correlation, external, shape)
+        self.chunks.append(dict(zip(EVENT_COLUMNS, columns, strict=True)))
         self.rows += count
 
     def _places(

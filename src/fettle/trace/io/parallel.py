@@ -16,6 +16,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,16 @@ _PROBE_BYTES = max(BLOCK_BYTES, 8 << 20)
 _HELPER = (
     "import sys; sys.path[:] = sys.argv[2:]; from fettle.trace.io.parallel import help_with as run; run(sys.argv[1])"
 )
+
+
+@dataclass
+class Span:
+    """What one stretch of the file came to, and what follows the events where they ended in it."""
+
+    columns: Columns
+    trailer: bytes = b""
+    truncated: bool = False
+    ended: bool = False
 
 
 def read_in_parallel(
@@ -99,7 +110,7 @@ def help_with(scratch: str) -> None:
     plan = json.loads((folder / "plan.json").read_text())
     for i in _claims(folder, len(plan["cuts"]) - 1):
         part = _decode(plan, i)
-        pieces = part.pop("chunks")
+        pieces, part.columns.chunks = part.columns.chunks, []
         for name in EVENT_COLUMNS:
             arrays = [piece.pop(name) for piece in pieces]
             np.save(folder / f"{i}-{name}.npy", np.concatenate(arrays) if arrays else np.zeros(0, np.int64))
@@ -116,16 +127,16 @@ def _claims(folder: Path, count: int) -> Iterator[int]:
         yield i
 
 
-def _fetch(folder: Path, i: int) -> dict[str, Any] | None:
+def _fetch(folder: Path, i: int) -> Span | None:
     """What a helper left of a span; None where it did not finish. The folder is this process's own."""
     if not (folder / f"{i}.part").exists():
         return None
-    part: dict[str, Any] = pickle.loads((folder / f"{i}.part").read_bytes())
-    part["chunks"] = [{name: np.load(folder / f"{i}-{name}.npy", mmap_mode="r") for name in EVENT_COLUMNS}]
+    part: Span = pickle.loads((folder / f"{i}.part").read_bytes())
+    part.columns.chunks = [{name: np.load(folder / f"{i}-{name}.npy", mmap_mode="r") for name in EVENT_COLUMNS}]
     return part
 
 
-def _decode(plan: dict[str, Any], i: int) -> dict[str, Any]:
+def _decode(plan: dict[str, Any], i: int) -> Span:
     start, stop = plan["cuts"][i : i + 2]
     return decode_span(plan["path"], start, stop, bytes.fromhex(plan["pattern"]), plan["max_events"])
 
@@ -145,10 +156,10 @@ def _event_start(text: bytes, boundary: re.Pattern[bytes]) -> int | None:
     return None
 
 
-def decode_span(path: str, start: int, stop: int, pattern: bytes, max_events: int) -> dict[str, Any]:
+def decode_span(path: str, start: int, stop: int, pattern: bytes, max_events: int) -> Span:
     """Decode bytes [start, stop) of a file: whole events."""
     columns, boundary = Columns(), re.compile(pattern)
-    trailer, truncated, ended = b"", False, False
+    span = Span(columns)
     with open(path, "rb") as file:
         file.seek(start)
         source = Counted(file, stop - start)
@@ -156,59 +167,48 @@ def decode_span(path: str, start: int, stop: int, pattern: bytes, max_events: in
         unread: list[bytes] = []
         for chunk, last in chunks(source, b"", boundary, unread):
             if last and at_end:
-                trailer, truncated = last_chunk(chunk, columns)
-                ended = True
+                span.trailer, span.truncated = last_chunk(chunk, columns)
+                span.ended = True
                 continue
             text = chunk.rstrip().rstrip(b",") if last else chunk
             rest = columns.add(text)
             if rest.startswith(b"]"):
-                trailer, ended = rest + b"," + drain(source), True
+                span.trailer, span.ended = rest + b"," + drain(source), True
                 break
             if rest and not last:
                 unread.append(rest)
             if columns.tally.events_seen > max_events:
                 raise UsageError(f"more than {max_events} events: cut the trace, or raise max_events")
-    return {
-        "names": list(columns.names),
-        "threads": list(columns.threads),
-        "shapes": list(columns.shapes),
-        "side": columns.side.settled(),
-        "side_notes": columns.side.notes,
-        "thread_names": columns.thread_names,
-        "tally": columns.tally,
-        "rows": columns.rows,
-        "trailer": trailer,
-        "truncated": truncated,
-        "ended": ended,
-        "chunks": columns.chunks,
-    }
+    columns.side.settled()
+    return span
 
 
-def _join(parts: list[dict[str, Any]]) -> tuple[Columns, bytes, bool]:
+def _join(parts: list[Span]) -> tuple[Columns, bytes, bool]:
     """Put the spans' columns behind one another, their text numbers translated into common ones."""
     joined = Columns()
     trailer, truncated = b"", False
     for part in parts:
-        names = np.array([joined.names[n] for n in part["names"]], dtype=np.uint32)
-        threads = np.array([joined.threads[t] for t in part["threads"]], dtype=np.int32)
-        shapes = np.array([joined.shapes[s] for s in part["shapes"]], dtype=np.uint32)
-        for chunk in part["chunks"]:
+        mine = part.columns
+        names = np.array([joined.names[n] for n in mine.names], dtype=np.uint32)
+        threads = np.array([joined.threads[t] for t in mine.threads], dtype=np.int32)
+        shapes = np.array([joined.shapes[s] for s in mine.shapes], dtype=np.uint32)
+        for chunk in mine.chunks:
             if len(chunk["ts_ns"]):
                 chunk["name"] = names[chunk["name"]]
                 chunk["thread"] = threads[chunk["thread"]]
                 chunk["shape"] = shapes[chunk["shape"]]
                 joined.chunks.append(chunk)
-        for table, frames in part["side"].items():
+        for table, frames in mine.side.frames.items():
             for frame in frames:
                 if "row" in frame.columns:
                     frame = frame.with_columns(pl.col("row") + joined.rows)
                 if "thread" in frame.columns:
                     frame = frame.with_columns(thread=pl.Series(threads[frame["thread"].to_numpy()], dtype=pl.Int32()))
                 joined.side.frames.setdefault(table, []).append(frame)
-        joined.side.notes += part["side_notes"]
-        joined.rows += part["rows"]
-        joined.thread_names.update(part["thread_names"])
-        joined.tally.add(part["tally"])
-        if part["ended"]:
-            trailer, truncated = part["trailer"], part["truncated"]
+        joined.side.notes += mine.side.notes
+        joined.rows += mine.rows
+        joined.thread_names.update(mine.thread_names)
+        joined.tally.add(mine.tally)
+        if part.ended:
+            trailer, truncated = part.trailer, part.truncated
     return joined, trailer, truncated

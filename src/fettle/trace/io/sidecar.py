@@ -23,6 +23,7 @@ from fettle.trace.model import EVENT_COLUMNS, SIDE_TABLES, ReadFacts, Trace
 
 FORMAT = 1
 KEEP = 30
+_AS_JSON = ("rank", "names", "threads", "shapes", "metadata", "thread_names")
 _WHOLE_BYTES = 64 << 20
 _SAMPLE_BYTES = 1 << 20
 
@@ -75,18 +76,9 @@ def read(path: Path, key: dict[str, Any], rank: int | None) -> Trace | None:
             return None
         told = facts["facts"]
         told["unknown_categories"], told["notes"] = tuple(told["unknown_categories"]), tuple(told["notes"])
-        return Trace(
-            path=path,
-            rank=facts["rank"] if rank is None else rank,
-            events=events,
-            names=facts["names"],
-            threads=[(p, t) for p, t in facts["threads"]],
-            shapes=facts["shapes"],
-            side=side,
-            metadata=facts["metadata"],
-            thread_names=facts["thread_names"],
-            facts=replace(ReadFacts(**told), from_sidecar=True),
-        )
+        kept = {name: facts[name] for name in _AS_JSON} | {"threads": [(p, t) for p, t in facts["threads"]]}
+        trace = Trace(path=path, events=events, side=side, **kept, facts=replace(ReadFacts(**told), from_sidecar=True))
+        return trace if rank is None else replace(trace, rank=rank)
     except (OSError, ValueError, KeyError, TypeError, pl.exceptions.PolarsError):
         return None
 
@@ -101,16 +93,7 @@ def write(trace: Trace, key: dict[str, Any]) -> None:
         trace.events.write_ipc(scratch / "events.arrow")
         for table, frame in trace.side.items():
             frame.write_ipc(scratch / f"{table}.arrow")
-        facts = {
-            "key": key,
-            "rank": trace.rank,
-            "names": trace.names,
-            "threads": trace.threads,
-            "shapes": trace.shapes,
-            "metadata": trace.metadata,
-            "thread_names": trace.thread_names,
-            "facts": asdict(trace.facts),
-        }
+        facts = {name: getattr(trace, name) for name in _AS_JSON} | {"key": key, "facts": asdict(trace.facts)}
         (scratch / "facts.json").write_text(json.dumps(facts))
         shutil.rmtree(place, ignore_errors=True)
         scratch.rename(place)

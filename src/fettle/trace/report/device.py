@@ -30,7 +30,7 @@ def kernels(traces: list[Trace]) -> Section | None:
     by_name = short.group_by("function", "class").agg(pl.col("sum_ns").sum())
     section.chart("Longest kernels, by function", charts.bar_chart(by_name, "function", "sum_ns", color="class"))
     classes = pl.concat([kernel_classes(t) for t in traces])
-    together = classes.with_columns(where=pl.format("rank {} device {}", "rank", "device"), ms=pl.col("time_ns") / 1e6)
+    together = classes.with_columns(where=charts.PLACE, ms=pl.col("time_ns") / 1e6)
     section.chart("What ran together", charts.stacked(together, "where", "classes", "ms"))
     first = ["rank", "device", "name", "sum_ns", "share", "count"]
     ordered = frame.select(*first, *(c for c in frame.columns if c not in (*first, "class")), "class")
@@ -85,12 +85,8 @@ def communication(traces: list[Trace]) -> Section | None:
     if not hidden.height or hidden["communication_ns"].sum() == 0:
         return None
     section = Section("Communication", "Bandwidths of one rank include its waiting for the others: lower bounds.")
-    parts = hidden.with_columns(where=pl.format("rank {} device {}", "rank", "device")).unpivot(
-        index="where", on=["hidden_ns", "exposed_ns"], variable_name="part", value_name="ns"
-    )
-    names = {"hidden_ns": "hidden communication", "exposed_ns": "exposed communication"}
-    parts = parts.with_columns(pl.col("part").replace_strict(names), ms=pl.col("ns") / 1e6)
-    section.chart("Communication hidden behind compute", charts.stacked(parts, "where", "part", "ms"))
+    parts = {"hidden_ns": "hidden communication", "exposed_ns": "exposed communication"}
+    section.chart("Communication hidden behind compute", charts.split_bars(hidden, charts.PLACE, parts))
     each = pl.concat([collectives(t) for t in traces])
     if each.filter((pl.col("bytes") > 0) & (pl.col("bus_gb_per_s") > 0)).height:
         section.chart("Bus bandwidth by message size", charts.collective_chart(each))
@@ -103,10 +99,9 @@ def communication(traces: list[Trace]) -> Section | None:
             section.text += " No collective could be matched between the ranks: no stragglers, no skew."
             return section
         late = stragglers(traces)
-        section.chart(
-            "Waiting of the other ranks, by the rank that came last",
-            charts.bar_chart(late.with_columns(who=pl.format("rank {}: {}", "rank", "reason")), "who", "caused_ns"),
-        )
+        who = late.with_columns(who=pl.format("rank {}: {}", "rank", "reason"))
+        caption = "Waiting of the other ranks, by the rank that came last"
+        section.chart(caption, charts.bar_chart(who, "who", "caused_ns"))
         section.chart("Arrival skew over time", charts.arrival_chart(skews))
         section.table("Who was waited for", late, rows=64, keep="rank")
         section.table("Largest arrival skews", skews.sort("skew_ns", descending=True).drop("key", "first_ns"))
@@ -129,18 +124,14 @@ def queues(traces: list[Trace]) -> Section | None:
     )
     for trace in traces[:SHOWN_RANKS]:
         rank = f", rank {trace.rank}" if len(traces) > 1 else ""
-        series = queue_length(trace)
+        series = queue_length(trace).with_columns(name=pl.format("device {} stream {}", "device", "stream"))
         if series.height:
-            named = series.with_columns(stream_name=pl.format("device {} stream {}", "device", "stream"))
-            section.chart(
-                f"Queue length{rank}",
-                charts.step_line(named, "length", series="stream_name", unit="launched, not started"),
-            )
-        bandwidth = copy_bandwidth(trace)
-        if bandwidth.height:
-            section.chart(
-                f"Bandwidth of copies{rank}", charts.step_line(bandwidth, "gb_per_s", series="name", unit="GB/s")
-            )
+            line = charts.step_line(series, "length", series="name", unit="launched, not started")
+            section.chart(f"Queue length{rank}", line)
+        series = copy_bandwidth(trace)
+        if series.height:
+            line = charts.step_line(series, "gb_per_s", series="name", unit="GB/s")
+            section.chart(f"Bandwidth of copies{rank}", line)
     section.table("Queue length, weighted by time", frame, rows=32)
     section.table("Copies", copies)
     return section

@@ -10,6 +10,7 @@ from fettle.trace.analyses.idle import idle_streams, idle_summary
 from fettle.trace.analyses.memory_timeline import memory_timeline
 from fettle.trace.analyses.steps import step_summary, steps
 from fettle.trace.analyses.waits import CAUSES
+from fettle.trace.frames import frame_of
 from fettle.trace.model import Trace
 from fettle.trace.report import charts
 from fettle.trace.report.section import Section, ms, place
@@ -60,9 +61,8 @@ def tiles(traces: list[Trace]) -> list[tuple[str, str, str]]:
         ("computing", f"{told.get('compute', told.get('operators', 0)):.0%}", "of the wall time"),
     ]
     if trace.device_keys:
-        found.append(
-            ("exposed communication", f"{told.get('exposed communication', 0):.0%}", "nothing computed meanwhile")
-        )
+        exposed = f"{told.get('exposed communication', 0):.0%}"
+        found.append(("exposed communication", exposed, "nothing computed meanwhile"))
         found.append(("idle", f"{idle:.0%}", count_text(len(trace.device_keys), "device")))
     else:
         found.append(("outside operators", f"{idle:.0%}", "Python, waiting, other libraries"))
@@ -92,24 +92,16 @@ def account(traces: list[Trace]) -> Section:
             section.chart("Each step" + (f", {name}" if len(places) > 1 else ""), charts.account_chart(one))
     total = account_total(whole).head(SHOWN_PLACES)
     section.table("All steps", account_parts(total).filter(pl.col("part") != "wall time"), rows=60)
-    summaries = [(t.rank, step_summary(steps(t))) for t in traces]
-    told = pl.DataFrame(
-        [
-            (
-                rank,
-                one["steps"],
-                one["median_ns"],
-                one["mad_ns"],
-                ", ".join(map(str, one["outliers"][:8])),  # type: ignore[index]
-                one["drift_ns_per_step"],
-                "clear" if one["drift_is_clear"] else "not clear",
-            )
-            for rank, one in summaries
-        ],
-        schema=["rank", "steps", "median_ns", "median_deviation_ns", "outliers", "drift_per_step_ns", "drift"],
-        orient="row",
-    )
-    section.table("Steps: medians, outliers, drift", told, rows=64)
+    told = []
+    for one in traces:
+        summary = step_summary(steps(one))
+        outliers = ", ".join(map(str, summary["outliers"][:8]))  # type: ignore[index]
+        clear = "clear" if summary["drift_is_clear"] else "not clear"
+        figures = (summary["steps"], summary["median_ns"], summary["mad_ns"], outliers, summary["drift_ns_per_step"])
+        told.append((one.rank, *figures, clear))
+    columns = {"rank": int, "steps": int, "median_ns": float, "median_deviation_ns": float, "outliers": str}
+    frame = frame_of(told, **columns, drift_per_step_ns=float, drift=str)
+    section.table("Steps: medians, outliers, drift", frame, rows=64)
     return section
 
 
@@ -122,13 +114,9 @@ def idle(traces: list[Trace]) -> Section | None:
         "Why was the device idle?",
         "Each gap is cut into the pieces that different causes held; what held the host longest is named.",
     )
-    if len(frames) == 1:
-        section.chart("Idle time by cause", charts.bar_chart(frame, "cause", "idle_ns"))
-    else:
-        named = frame.with_columns(where=pl.format("rank {} device {}", "rank", "device"), ms=pl.col("idle_ns") / 1e6)
-        section.chart(
-            "Idle time by cause", charts.stacked(charts.main_parts(named, "cause", "ms"), "where", "cause", "ms")
-        )
+    shown = frame.with_columns(where=charts.PLACE, cause_ms=pl.col("idle_ns") / 1e6)
+    several = charts.stacked(charts.main_parts(shown, "cause", "cause_ms"), "where", "cause", "cause_ms")
+    section.chart("Idle time by cause", several if len(frames) > 1 else charts.bar_chart(frame, "cause", "idle_ns"))
     section.table("By cause", frame.drop("meaning"), rows=40)
     streams = pl.concat([idle_streams(t) for t in traces])
     parts = {
@@ -138,15 +126,8 @@ def idle(traces: list[Trace]) -> Section | None:
         "gap_ns": "between kernels",
         "unknown_ns": "unknown",
     }
-    long = streams.head(MOST_STREAMS).unpivot(on=list(parts), index=["rank", "device", "stream"], value_name="ns")
-    shown = long.select(
-        where=pl.format("rank {} device {} stream {}", "rank", "device", "stream"),
-        part=pl.col("variable").replace_strict(parts, return_dtype=pl.String()),
-        ms=pl.col("ns") / 1e6,
-    )
-    section.chart(
-        "Idle time of each stream, by what its next work waited for", charts.stacked(shown, "where", "part", "ms")
-    )
+    where = pl.format("rank {} device {} stream {}", "rank", "device", "stream")
+    section.chart("Idle time of each stream", charts.split_bars(streams.head(MOST_STREAMS), where, parts))
     section.table("Of each stream", streams, rows=MOST_STREAMS)
     return section
 

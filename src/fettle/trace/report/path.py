@@ -18,6 +18,7 @@ from fettle.trace.analyses.memory_timeline import memory_peak, memory_timeline
 from fettle.trace.analyses.stacks import host_stacks
 from fettle.trace.analyses.steps import steps
 from fettle.trace.analyses.whatif import what_if
+from fettle.trace.frames import frame_of
 from fettle.trace.kinds import Kind, short_kernel_name
 from fettle.trace.model import Ints, Trace
 from fettle.trace.report import charts
@@ -46,12 +47,8 @@ def critical(traces: list[Trace]) -> Section:
             frame = pl.DataFrame([{**asdict(a), "answer": a.answer, "saving_share": a.saving_share} for a in answers])
             said = [f"if {a.question}  ·  {'cannot tell' if a.cannot_tell else ms(a.estimate_ns)}" for a in answers]
             section.chart(f"What if ...{rank}", charts.what_if_chart(frame.with_columns(question=pl.Series(said))))
-            section.table(
-                f"What if{rank}",
-                frame.select(
-                    "change", "answer", "wall_ns", "estimate_ns", "low_ns", "high_ns", "saving_share", "replay_error"
-                ),
-            )
+            shown = ("wall_ns", "estimate_ns", "low_ns", "high_ns", "saving_share", "replay_error")
+            section.table(f"What if{rank}", frame.select("change", "answer", *shown))
         section.table(f"Shares of the path{rank}, and their range where two reasons tie", path_shares(trace, path))
         section.table(f"Events on the path{rank}", path_events(trace, path))
     if len(traces) > 1:
@@ -60,9 +57,8 @@ def critical(traces: list[Trace]) -> Section:
         except UsageError as error:
             section.text += f" Across ranks: unknown, {error}."
         else:
-            pieces = joined.pieces.with_columns(
-                where=pl.format("on rank {}", "rank"), ms=(pl.col("end_ns") - pl.col("start_ns")) / 1e6
-            )
+            length = (pl.col("end_ns") - pl.col("start_ns")) / 1e6
+            pieces = joined.pieces.with_columns(where=pl.format("on rank {}", "rank"), ms=length)
             chart = charts.stacked(charts.main_parts(pieces, "category", "ms").sort("rank"), "where", "category", "ms")
             section.chart("One path through all ranks", chart)
     return section
@@ -86,35 +82,23 @@ def slow_steps(traces: list[Trace]) -> Section | None:
         return None
     fast, slow = frame["step"][:third].to_list(), frame["step"][-third:].to_list()
     result = compare(trace, trace, steps_before=fast, steps_after=slow)
-    return _comparison(
-        "Why are slow steps slower than fast ones?",
-        result,
-        f"The {third} fastest and the {third} slowest steps of rank {trace.rank}. ",
-    )
+    text = f"The {third} fastest and the {third} slowest steps of rank {trace.rank}. "
+    return _comparison("Why are slow steps slower than fast ones?", result, text)
 
 
 def _comparison(title: str, result: Comparison, text: str = "") -> Section:
-    section = Section(
-        title,
-        f"{text}The mean step went from {ms(result.before_ns)} to {ms(result.after_ns)}. " + "; ".join(result.notes),
-    )
+    text += f"The mean step went from {ms(result.before_ns)} to {ms(result.after_ns)}. "
+    section = Section(title, text + "; ".join(result.notes))
     leaves = result.parts.filter(~pl.col("sums"))
     section.chart("The change, booked to its causes", charts.change_chart(leaves, result.before_ns, result.after_ns))
-    section.table(
-        "Parts",
-        result.parts.filter(pl.col("change_ns").abs() >= 0.5)
-        .drop("sums")
-        .sort(pl.col("change_ns").abs(), descending=True),
-    )
-    work = result.work.filter(pl.col("change_ns").abs() >= 0.5)
-    section.table(
-        "Device work",
-        work.select("name", "operator", "class", "count", "count_after", "time_ns", "time_ns_after", "change_ns"),
-        rows=12,
-    )
+    changed = pl.col("change_ns").abs()
+    parts, work = (frame.filter(changed >= 0.5) for frame in (result.parts.drop("sums"), result.work))
+    section.table("Parts", parts.sort(changed, descending=True))
+    columns = ("name", "operator", "class", "count", "count_after", "time_ns", "time_ns_after", "change_ns")
+    section.table("Device work", work.select(columns), rows=12)
     if work.height:
-        changed = result.operators.filter(pl.col("change") != "same")
-        section.table("Operators added, removed or called another number of times", changed, rows=12)
+        others = result.operators.filter(pl.col("change") != "same")
+        section.table("Operators added, removed or called another number of times", others, rows=12)
     else:
         section.table("Operators, by the change of their own time in a step", result.operators, rows=15)
     return section
@@ -157,9 +141,10 @@ class Lanes:
 
     def frame(self) -> pl.DataFrame:
         """Columns row, name, start, end, length (ms), kind."""
-        schema = {"row": pl.Int64(), "name": pl.String(), "start": pl.Float64(), "end": pl.Float64()}
-        frame = pl.DataFrame([*self.cells, *self.titles], schema={**schema, "kind": pl.String()}, orient="row")
-        return frame.with_columns(length=pl.col("end") - pl.col("start"))
+        cells = [*self.cells, *self.titles]
+        return frame_of(cells, row=int, name=str, start=float, end=float, kind=str).with_columns(
+            length=pl.col("end") - pl.col("start")
+        )
 
     def devices(self, trace: Trace, shift: int = 0, prefix: str = "", most: int = TIMELINE_EVENTS) -> None:
         """A row for each stream of each device; `shift` is what the trace's clock is ahead."""

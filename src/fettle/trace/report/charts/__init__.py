@@ -5,10 +5,11 @@ above their bars, so that a kernel's name of eighty characters costs no width on
 """
 
 from fettle.trace.report.charts.bars import (
+    PLACE,
     account_chart,
-    account_parts,
     bar_chart,
     change_chart,
+    split_bars,
     stacked,
     step_chart,
     what_if_chart,
@@ -26,7 +27,7 @@ from fettle.trace.report.charts.lines import blocks, step_line
 from fettle.trace.report.charts.look import main_parts, save, sized
 
 __all__ = [
-    "account_chart", "account_parts", "arrival_chart", "bar_chart", "blocks", "change_chart", "collective_chart",
-    "counter_chart", "launch_charts", "main_parts", "roofline_chart", "save", "size_chart", "sized", "stack_of",
-    "stacked", "step_chart", "step_line", "what_if_chart",
+    "PLACE", "account_chart", "arrival_chart", "bar_chart", "blocks", "change_chart", "collective_chart",
+    "counter_chart", "launch_charts", "main_parts", "roofline_chart", "save", "size_chart", "sized",
+    "split_bars", "stack_of", "stacked", "step_chart", "step_line", "what_if_chart",
 ]  # fmt: skip
