@@ -70,17 +70,13 @@ def attribute_kernels(trace: Trace) -> pl.DataFrame:
     lacks = forward >= 0  # a backward kernel belongs to the line that made it, not to the line that called backward
     line = np.where(lacks & (up.line[np.maximum(forward, 0)] >= 0), up.line[np.maximum(forward, 0)], line)
     shape_code = np.where(operator >= 0, trace.column("shape")[np.maximum(operator, 0)], 0)
-    stacks = dict(zip(trace.side["stacks"]["row"].to_list(), trace.side["stacks"]["stack"].to_list(), strict=True))
+    stacks = dict(trace.side["stacks"].select("row", "stack").iter_rows())
     line_text = names_of_rows(trace, line)
     if stacks:
-        told = [
-            _own_line(stacks.get(f if f >= 0 else o, ""))
-            for f, o in zip(forward.tolist(), operator.tolist(), strict=True)
-        ]
+        pairs = zip(forward.tolist(), operator.tolist(), strict=True)
+        told = [_own_line(stacks.get(f if f >= 0 else o, "")) for f, o in pairs]
         line_text = line_text.fill_null(pl.Series(told, dtype=pl.String()))
-    generated = dict(
-        zip(trace.side["generated"]["row"].to_list(), trace.side["generated"]["file"].to_list(), strict=True)
-    )
+    generated = dict(trace.side["generated"].select("row", "file").iter_rows())
     shapes = pl.Series(trace.shapes, dtype=pl.String()).gather(pl.Series(shape_code, dtype=pl.UInt32()))
     return pl.DataFrame(
         {
@@ -96,9 +92,7 @@ def attribute_kernels(trace: Trace) -> pl.DataFrame:
             "module": names_of_rows(trace, module),
             "line": line_text,
             "annotation": names_of_rows(trace, at_call(up.annotation)),
-            "generated": pl.Series([generated.get(o) for o in operator.tolist()], dtype=pl.String())
-            if generated
-            else pl.Series([None] * len(rows), dtype=pl.String()),
+            "generated": pl.Series([generated.get(o) for o in operator.tolist()], dtype=pl.String()),
             "launch_row": calls,
         }
     )

@@ -25,17 +25,12 @@ class LaunchLinks:
 
     device_rows: Ints
     launch_rows: Ints
-    by_row: Ints  # the launch of any event by its row; -1 for what is no device work too
 
     @property
     def known(self) -> tuple[Ints, Ints]:
         """The work whose launch is known, and those launches, row by row."""
         has = self.launch_rows >= 0
         return self.device_rows[has], self.launch_rows[has]
-
-    def launch_of(self, rows: Ints) -> Ints:
-        """Launch rows of the given event rows; -1 for what is no device work or has no known launch."""
-        return self.by_row[rows]
 
 
 @per_trace
@@ -60,9 +55,7 @@ def launch_links(trace: Trace) -> LaunchLinks:
         last_call = np.empty(len(order), dtype=np.int64)
         last_call[order] = np.maximum.accumulate(np.where(order < len(calls), order, -1))
         launch[several] = calls[np.maximum(last_call[len(calls) :], left[several])]
-    by_row = np.full(trace.events.height, -1, dtype=np.int64)
-    by_row[device_rows] = launch
-    return LaunchLinks(device_rows, launch, by_row)
+    return LaunchLinks(device_rows, launch)
 
 
 def launch_stats(trace: Trace) -> pl.DataFrame:

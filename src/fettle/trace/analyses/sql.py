@@ -18,6 +18,7 @@ from fettle.trace.analyses.memory_timeline import memory_timeline
 from fettle.trace.analyses.operators import operator_table
 from fettle.trace.analyses.queue import queue_length
 from fettle.trace.analyses.steps import steps
+from fettle.trace.frames import frame_of, with_rank
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Trace
 
@@ -30,22 +31,17 @@ def events_frame(trace: Trace) -> pl.DataFrame:
     process = pl.Series([p for p, _ in trace.threads], dtype=pl.String())
     thread = pl.Series([t for _, t in trace.threads], dtype=pl.String())
     events = trace.events
-    return pl.DataFrame(
-        {
-            "rank": pl.Series([trace.rank], dtype=pl.Int64()).new_from_index(0, events.height),
-            "row": pl.int_range(events.height, eager=True),
-            "ts_ns": events["ts_ns"],
-            "dur_ns": events["dur_ns"],
-            "name": text_column(trace, events["name"].to_numpy()),
-            "kind": kinds.gather(events["kind"].cast(pl.UInt32())),
-            "process": process.gather(events["thread"].cast(pl.UInt32())),
-            "thread": thread.gather(events["thread"].cast(pl.UInt32())),
-            "device": events["device"],
-            "stream": events["stream"],
-            "correlation": events["correlation"],
-            "shapes": pl.Series(trace.shapes, dtype=pl.String()).gather(events["shape"]),
-        }
-    )
+    columns = {
+        "row": pl.int_range(events.height, eager=True),
+        **{name: events[name] for name in ("ts_ns", "dur_ns")},
+        "name": text_column(trace, events["name"].to_numpy()),
+        "kind": kinds.gather(events["kind"].cast(pl.UInt32())),
+        "process": process.gather(events["thread"].cast(pl.UInt32())),
+        "thread": thread.gather(events["thread"].cast(pl.UInt32())),
+        **{name: events[name] for name in ("device", "stream", "correlation")},
+        "shapes": pl.Series(trace.shapes, dtype=pl.String()).gather(events["shape"]),
+    }
+    return with_rank(trace, pl.DataFrame(columns))
 
 
 def _idle(trace: Trace) -> pl.DataFrame:
@@ -53,11 +49,7 @@ def _idle(trace: Trace) -> pl.DataFrame:
         idle_pieces(trace, d).with_columns(device=pl.lit(d), cause=pl.col("cause").cast(pl.String()))
         for d in trace.device_keys
     ]
-    return (
-        pl.concat(parts)
-        if parts
-        else pl.DataFrame(schema={"start_ns": pl.Int64(), "end_ns": pl.Int64(), "cause": pl.String()})
-    )
+    return pl.concat(parts) if parts else frame_of([], start_ns=int, end_ns=int, cause=str)
 
 
 TABLES: dict[str, Callable[[Trace], pl.DataFrame]] = {

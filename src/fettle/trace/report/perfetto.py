@@ -59,35 +59,23 @@ def augment(trace: Trace, target: Path, *, path: CriticalPath | None = None) -> 
 
 
 def _events(trace: Trace, path: CriticalPath | None) -> Iterator[dict[str, Any]]:
-    for row in _thinned(queue_length(trace)).iter_rows(named=True):
+    lengths = queue_length(trace).with_columns(name=pl.format("queue length, stream {}", "stream"))
+    rates = copy_bandwidth(trace).with_columns(pl.col("gb_per_s").round(3))
+    for frame, column, unit in ((lengths, "length", "length"), (rates, "gb_per_s", "GB/s")):
+        for name, device, ts, value in _thinned(frame).select("name", "device", "ts_ns", column).iter_rows():
+            yield {"ph": "C", "name": name, "pid": f"fettle: device {device}", "ts": ts / 1000, "args": {unit: value}}
+    for row in path.pieces.iter_rows(named=True) if path is not None else ():
+        name = trace.names[int(trace.events["name"][row["row"]])] if row["row"] >= 0 else row["category"]
         yield {
-            "ph": "C",
-            "name": f"queue length, stream {row['stream']}",
-            "pid": f"fettle: device {row['device']}",
-            "ts": row["ts_ns"] / 1000,
-            "args": {"length": row["length"]},
+            "ph": "X",
+            "cat": "critical_path",
+            "name": name,
+            "pid": "fettle: critical path",
+            "tid": row["place"],
+            "ts": row["start_ns"] / 1000,
+            "dur": (row["end_ns"] - row["start_ns"]) / 1000,
+            "args": {"category": row["category"], "event row": row["row"]},
         }
-    for row in _thinned(copy_bandwidth(trace)).iter_rows(named=True):
-        yield {
-            "ph": "C",
-            "name": row["name"],
-            "pid": f"fettle: device {row['device']}",
-            "ts": row["ts_ns"] / 1000,
-            "args": {"GB/s": round(row["gb_per_s"], 3)},
-        }
-    if path is not None:
-        for row in path.pieces.iter_rows(named=True):
-            name = trace.names[int(trace.events["name"][row["row"]])] if row["row"] >= 0 else row["category"]
-            yield {
-                "ph": "X",
-                "cat": "critical_path",
-                "name": name,
-                "pid": "fettle: critical path",
-                "tid": row["place"],
-                "ts": row["start_ns"] / 1000,
-                "dur": (row["end_ns"] - row["start_ns"]) / 1000,
-                "args": {"category": row["category"], "event row": row["row"]},
-            }
 
 
 def _thinned(frame: pl.DataFrame) -> pl.DataFrame:

@@ -123,55 +123,31 @@ def roofline_chart(products: pl.DataFrame, limits: Limits | None) -> Any:
 
 def collective_chart(table: pl.DataFrame) -> Any:
     """Bus bandwidth against message size: columns rank, bytes, bus_gb_per_s, collective, duration_ns."""
-    shown = (
-        table.filter((pl.col("bytes") > 0) & (pl.col("bus_gb_per_s") > 0))
-        .head(MAX_ROWS)
-        .with_columns(ms=pl.col("duration_ns") / 1e6)
-    )
-    chart = (
-        alt.Chart(shown.select("bytes", "bus_gb_per_s", "collective", "ms", "rank"))
-        .mark_point(filled=True, size=36, opacity=0.6)
-        .encode(
-            x=alt.X(
-                "bytes:Q",
-                scale=alt.Scale(type="log"),
-                title="bytes of the message",
-                axis=alt.Axis(format="~s", tickCount=6),
-            ),
-            y=alt.Y("bus_gb_per_s:Q", title="bus bandwidth, GB/s"),
-            color=colour("collective", shown["collective"].unique().sort().to_list()),
-            tooltip=[
-                "rank",
-                "collective",
-                "bytes",
-                alt.Tooltip("bus_gb_per_s:Q", title="bus bandwidth, GB/s", format=".2f"),
-                alt.Tooltip("ms:Q", format=",.3f"),
-            ],
-        )
-    )
-    return sized(chart, 230)
+    told = table.filter((pl.col("bytes") > 0) & (pl.col("bus_gb_per_s") > 0)).head(MAX_ROWS)
+    shown = told.select("bytes", "bus_gb_per_s", "collective", "rank", ms=pl.col("duration_ns") / 1e6)
+    axis, rate = alt.Axis(format="~s", tickCount=6), "bus bandwidth, GB/s"
+    x = alt.X("bytes:Q", scale=alt.Scale(type="log"), title="bytes of the message", axis=axis)
+    bus, lasts = alt.Tooltip("bus_gb_per_s:Q", title=rate, format=".2f"), alt.Tooltip("ms:Q", format=",.3f")
+    return _points(shown, x, alt.Y("bus_gb_per_s:Q", title=rate), "collective", ["rank", "bytes", bus, lasts])
 
 
 def arrival_chart(arrivals: pl.DataFrame) -> Any:
     """Arrival skew of each collective over time, coloured by the rank that came last."""
-    low = int(arrivals["first_ns"].min() or 0) if arrivals.height else 0  # type: ignore[arg-type]
     shown = arrivals.head(MAX_ROWS).select(
         "collective",
-        ms=(pl.col("first_ns") - low) / 1e6,
+        ms=(pl.col("first_ns") - pl.col("first_ns").min()) / 1e6,
         skew_ms=pl.col("skew_ns") / 1e6,
         last=pl.format("rank {} came last", "last_rank"),
     )
-    chart = (
-        alt.Chart(shown)
-        .mark_point(filled=True, size=34, opacity=0.7)
-        .encode(
-            x=milliseconds("ms"),
-            y=alt.Y("skew_ms:Q", title="first to last arrival, ms"),
-            color=colour("last", shown["last"].unique().sort().to_list()),
-            tooltip=["collective", "last", alt.Tooltip("skew_ms:Q", title="skew, ms", format=",.3f")],
-        )
-    )
-    return sized(chart, 210)
+    y = alt.Y("skew_ms:Q", title="first to last arrival, ms")
+    skew = alt.Tooltip("skew_ms:Q", title="skew, ms", format=",.3f")
+    return _points(shown, milliseconds("ms"), y, "last", ["collective", skew])
+
+
+def _points(shown: pl.DataFrame, x: alt.X, y: alt.Y, by: str, tooltip: list[Any]) -> Any:
+    chart = alt.Chart(shown).mark_point(filled=True, size=36, opacity=0.65)
+    colours = colour(by, shown[by].unique().sort().to_list())
+    return sized(chart.encode(x=x, y=y, color=colours, tooltip=[by, *tooltip]), 220)
 
 
 def counter_chart(sums: pl.DataFrame, top: int = 8) -> Any:

@@ -12,25 +12,15 @@ from fettle.trace.report.charts.look import MAX_ROWS, MAX_SERIES, colour, millis
 
 def step_line(frame: pl.DataFrame, value: str, *, series: str, unit: str, area: bool = False) -> Any:
     """A step function over time (column ts_ns), one line a series; peaks and troughs survive the thinning."""
-    low = int(frame["ts_ns"].min() or 0) if frame.height else 0  # type: ignore[arg-type]
     most = frame.group_by(series).len().sort("len", descending=True)[series].head(MAX_SERIES)
     frame = frame.filter(pl.col(series).is_in(most.implode()))
-    shown = thin_steps(frame, value, series).with_columns(
-        ms=(pl.col("ts_ns") - low) / 1e6, series=pl.col(series).cast(pl.String())
-    )
     names = frame[series].cast(pl.String()).unique(maintain_order=True).to_list()
-    chart = alt.Chart(shown.select("ms", value, "series"))
-    marked = (
-        chart.mark_area(interpolate="step-after", opacity=0.75)
-        if area
-        else chart.mark_line(interpolate="step-after", strokeWidth=1)
-    )
-    return sized(
-        marked.encode(
-            x=milliseconds("ms"), y=alt.Y(f"{value}:Q", title=unit, stack=None), color=colour("series", names)
-        ),
-        190,
-    )
+    ms = (pl.col("ts_ns") - frame["ts_ns"].min()) / 1e6
+    chart = alt.Chart(thin_steps(frame, value, series).select(value, ms=ms, series=pl.col(series).cast(pl.String())))
+    filled = chart.mark_area(interpolate="step-after", opacity=0.75)
+    marked = filled if area else chart.mark_line(interpolate="step-after", strokeWidth=1)
+    y = alt.Y(f"{value}:Q", title=unit, stack=None)
+    return sized(marked.encode(x=milliseconds("ms"), y=y, color=colour("series", names)), 190)
 
 
 def thin_steps(frame: pl.DataFrame, value: str, series: str) -> pl.DataFrame:
