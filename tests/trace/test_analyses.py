@@ -586,6 +586,18 @@ def test_short_names() -> None:
     assert short_kernel_name("<lambda>") == "<lambda>"
 
 
+def test_data_that_the_main_thread_makes_has_a_price_that_is_not_known(tmp_path: Path) -> None:
+    for loader, sure in (("_MultiProcessingDataLoaderIter", True), ("_SingleProcessDataLoaderIter", False)):
+        build = Build()
+        for i in range(4):
+            build.step(i, 100 * i, 100).op("aten::mm", 100 * i + 60, 30)
+            build.add("user_annotation", f"enumerate(DataLoader)#{loader}.__next__", 100 * i + 5, 50)
+        answer = T.what_if(build.load(tmp_path), "data_ready")
+        assert answer.estimate_ns == pytest.approx(200_000, rel=0.01)
+        assert answer.cannot_tell is not sure
+        assert answer.answer.startswith("saves 5" if sure else "cannot tell, at best 5")
+
+
 def test_idle_time_of_each_stream(tmp_path: Path) -> None:
     build = Build()
     for i in range(6):  # the first stream's work waits for its launch, 10 us each, and then 4 us

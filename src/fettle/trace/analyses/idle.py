@@ -24,11 +24,13 @@ from fettle.trace.analyses.stops import autograd_threads, main_thread
 from fettle.trace.analyses.waits import CAUSES, NUMBER, Held, blocking_calls, device_waits
 from fettle.trace.frames import with_rank
 from fettle.trace.intervals import Intervals, gaps, merge, split
-from fettle.trace.kinds import without_address
-from fettle.trace.model import Ints, Trace, per_trace
+from fettle.trace.kinds import Kind, without_address
+from fettle.trace.model import Bools, Ints, Trace, per_trace
 
 PIECES_AT_ONCE = 1 << 20
 EXPLAINED = 0.10
+SAMPLED = 0.02
+"""A whole trace has at least this share of the calls that its correlation numbers count: 0.03 to 1 were seen."""
 Causes = npt.NDArray[np.uint8]  # numbers in the order of `CAUSES`
 Numbers = npt.NDArray[np.integer[Any]]
 _PIECE_TYPES = (np.int64, np.int64, np.uint8, np.int32, np.int32)  # start, end, cause, detail, gap
@@ -257,22 +259,34 @@ def idle_streams(trace: Trace) -> pl.DataFrame:
 def missing_information(trace: Trace, device: int) -> str:
     """What a trace lacks where more than `EXPLAINED` of a device's idle time is unknown or unlinked; else empty."""
     pieces = idle_pieces(trace, device)
-    length = (pieces["end_ns"] - pieces["start_ns"]).to_numpy()
+    length, after = (pieces["end_ns"] - pieces["start_ns"]).to_numpy(), pieces["next_row"].to_numpy()
     number, whole = pieces["cause"].to_physical().to_numpy(), max(int(length.sum()), 1)
+    correlation = trace.column("correlation")
+    calls = np.unique(correlation[(trace.kind == Kind.RUNTIME) & (correlation > 0)])
+
+    def share(some: Bools) -> float:
+        return float(length[some].sum() / whole)
+
     said = []
-    unlinked = number == NUMBER["unlinked"]
-    if length[unlinked].sum() > EXPLAINED * whole:
-        count = len(np.unique(pieces["next_row"].to_numpy()[unlinked]))
+    unlinked, unknown = number == NUMBER["unlinked"], number == NUMBER["queued_unknown"]
+    if share(unlinked) > EXPLAINED:
+        early = unlinked & (correlation[after] < (calls[0] if len(calls) else 0)) & (correlation[after] > 0)
         said.append(
-            f"{length[unlinked].sum() / whole:.0%} ends with work whose launch is not in the trace ({count} pieces: "
-            "launched before it began, or dropped)"
+            f"{share(unlinked):.0%} ends with work whose launch is not in the trace: {share(early):.0%} with work that "
+            "was launched before recording began (its number is below every call's), the rest with lost launches"
         )
-    unknown = number == NUMBER["queued_unknown"]
-    if length[unknown].sum() > EXPLAINED * whole:
-        text = f"{length[unknown].sum() / whole:.0%} is queued work that launch and stream allowed to begin: "
-        text += "what else used the device is not in a trace"
-        if not trace.side["syncs"].height:
-            text += "; no sync events are (_ExperimentalConfig(enable_cuda_sync_events=True) records them)"
+    if share(unknown) > EXPLAINED:
+        first = unknown & (pieces["gap"] == 0).to_numpy() & (pieces["start_ns"][0] == trace.span[0])
+        text = f"{share(unknown):.0%} is queued work that launch and stream allowed to begin"
+        if share(first) > EXPLAINED:
+            text += f"; {share(first):.0%} is before the first work, behind what was launched before recording began"
+        if len(calls) and len(calls) < SAMPLED * (calls[-1] - calls[0]):
+            text += (
+                f"; of the calls that correlation numbers count, only {len(calls) / (calls[-1] - calls[0]):.1%} are in "
+                "the trace: it was sampled, or events were lost, and work that is not in it fills these gaps"
+            )
+        elif not trace.side["syncs"].height and share(unknown & ~first) > EXPLAINED:
+            text += "; which events streams waited for is not in it (enable_cuda_sync_events=True records them)"
         said.append(text)
     return "; ".join(said)
 

@@ -2,7 +2,9 @@
 
 The bounds are the estimate, give and take what the replay of the unchanged trace is off by, step by step, when every
 wait takes as long as is usual and no longer. Where that is more than 5% something held the steps up that the trace does
-not show, and the answer is: cannot tell. Without the change's part in it, the critical path bounds the estimate too.
+not show, and the answer is: cannot tell. So it is where the main thread makes the data itself: what it would cost to
+have it from other processes (their cores, the hand-over) is not in the trace, and the estimate is the best case.
+Without the change's part in it, the critical path bounds the estimate too.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from fettle.errors import UsageError
 from fettle.trace.analyses.critical import CriticalPath, critical_path
 from fettle.trace.analyses.kernels import class_of_row
 from fettle.trace.analyses.replay import Change, Run, data_loading, replay_of
+from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
 from fettle.trace.analyses.steps import step_thread, steps
 from fettle.trace.analyses.stops import main_thread
 from fettle.trace.intervals import clip, merge, total
+from fettle.trace.kinds import Kind
 from fettle.trace.model import Trace, per_trace
 
 QUESTIONS = {
@@ -34,7 +38,7 @@ TRUSTED_ERROR = 0.05
 @dataclass(frozen=True)
 class WhatIf:
     """The answer to one question, ns: measured wall time, estimate, and bounds; `replay_error` is the unchanged
-    replay's, as a share of the wall time.
+    replay's, as a share of the wall time; `unknown` what else the trace does not tell, if anything.
     """
 
     change: str
@@ -43,6 +47,7 @@ class WhatIf:
     low_ns: int
     high_ns: int
     replay_error: float
+    unknown: str = ""
 
     @property
     def saving_share(self) -> float:
@@ -50,8 +55,8 @@ class WhatIf:
 
     @property
     def cannot_tell(self) -> bool:
-        """Whether the replay is too far from the trace for an answer."""
-        return abs(self.replay_error) > TRUSTED_ERROR
+        """Whether the replay is too far from the trace for an answer, or something else is missing."""
+        return abs(self.replay_error) > TRUSTED_ERROR or bool(self.unknown)
 
     @property
     def question(self) -> str:
@@ -60,6 +65,8 @@ class WhatIf:
     @property
     def answer(self) -> str:
         """In words."""
+        if self.unknown:
+            return f"cannot tell, at best {self.saving_share:.1%}: {self.unknown}"
         if self.cannot_tell:
             return f"cannot tell: the unchanged replay is off by {abs(self.replay_error):.0%}"
         return (
@@ -110,9 +117,22 @@ def what_if(
     estimate = min(max(estimate, floor), ceiling)
     off = abs(error) * wall
     low, high = max(estimate - off, floor), min(estimate + off, ceiling)
+    unknown = ""
+    if change == "data_ready" and wall - estimate > TRUSTED_ERROR * wall and _makes_data(trace):
+        unknown, high = "the main thread makes the data itself, and what others would take for it is not known", wall
     if change == "graph":  # whether the host time before uploads made their data is a guess
         low = min(low, _busy(trace, path))
-    return WhatIf(change, wall, round(estimate), round(low), round(high), error)
+    return WhatIf(change, wall, round(estimate), round(low), round(high), error, unknown)
+
+
+def _makes_data(trace: Trace) -> bool:
+    """Whether the main thread does more than wait for its data: a loader without workers, operators inside loading."""
+    stacks = host_stacks(trace)
+    loads = (stacks.cause == CAUSES_OF_HOST.index("data_loading")) & (trace.column("thread") == main_thread(trace))
+    if any("SingleProcessDataLoader" in trace.names[code] for code in np.unique(trace.column("name")[loads])):
+        return True
+    made = int(stacks.self_ns[loads & (trace.kind == Kind.OPERATOR)].sum())
+    return made > 0.1 * int(stacks.self_ns[loads].sum())
 
 
 def _scale(trace: Trace, change: str, kernels: str, factor: float) -> np.ndarray | None:
