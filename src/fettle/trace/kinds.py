@@ -121,11 +121,6 @@ _LAUNCH = re.compile(
 )
 
 
-def is_blocking_call(name: str) -> bool:
-    """Whether a runtime call makes the host wait for the device."""
-    return bool(_BLOCKING.search(name))
-
-
 def is_launch_call(name: str) -> bool:
     """Whether a runtime call launches kernels: cudaLaunchKernel(ExC), cuLaunchKernel(Ex), hip*, cooperative, graphs."""
     return bool(_LAUNCH.search(name))
@@ -144,7 +139,7 @@ def host_cause(name: str, kind: Kind) -> str:
     if kind == Kind.OVERHEAD or _PROFILER.search(name):
         return "profiler"
     if kind == Kind.RUNTIME:
-        if is_blocking_call(name):
+        if _BLOCKING.search(name):
             return "blocking_call"
         if _ALLOCATOR.search(name):
             return "allocator"

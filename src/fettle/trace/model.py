@@ -57,12 +57,7 @@ SIDE_TABLES: dict[str, dict[str, pl.DataType]] = {
     "memory": {
         "ts_ns": pl.Int64(),
         "thread": pl.Int32(),
-        "device_type": pl.Int64(),
-        "device": pl.Int64(),
-        "bytes": pl.Int64(),
-        "address": pl.Int64(),
-        "allocated_bytes": pl.Int64(),
-        "reserved_bytes": pl.Int64(),
+        **dict.fromkeys(("device_type", "device", "bytes", "address", "allocated_bytes", "reserved_bytes"), pl.Int64()),
     },
 }
 
@@ -143,6 +138,11 @@ class Trace:
         """Rows of device work, by start time."""
         rows = np.flatnonzero(self.is_device)
         return rows[np.argsort(self.ts[rows], kind="stable")]
+
+    def lane(self, rows: Ints) -> Ints:
+        """A number for the device and stream of each row."""
+        device, stream = self.column("device")[rows].astype(np.int64), self.column("stream")[rows]
+        return np.unique(device * 2**40 + stream % 2**40, return_inverse=True)[1].astype(np.int64)
 
     @cached_property
     def is_collective(self) -> Bools:

@@ -156,7 +156,7 @@ def host(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = 
     write_chart(chart, lambda: charts.bar_chart(summary, "question", "time_ns"))
     frames = {
         "questions": summary,
-        "threads": pl.concat([h.threads(t) for t in traces], how="diagonal_relaxed"),
+        "threads": joined(traces, h.threads),
         "parallel": joined(traces, h.parallel_operators),
         "sizes": joined(traces, h.operator_sizes),
         "small_operators": joined(traces, h.small_operators),

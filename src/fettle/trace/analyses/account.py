@@ -17,7 +17,7 @@ from fettle.trace.analyses.waits import CAUSES
 from fettle.trace.frames import frame_of
 from fettle.trace.intervals import Intervals, length_within, merge
 from fettle.trace.kinds import Kind
-from fettle.trace.model import Trace
+from fettle.trace.model import Ints, Trace
 
 
 def device_classes(trace: Trace, device: int) -> tuple[Intervals, Intervals, Intervals]:
@@ -89,22 +89,14 @@ def _host_rows(trace: Trace, low: np.ndarray, high: np.ndarray, windows: pl.Data
     return _rows(trace, -1, windows, compute, zero, zero, by_cause)
 
 
-def _rows(trace: Trace, device, windows, compute, comm, copy, by_cause) -> pl.DataFrame:  # type: ignore[no-untyped-def]
-    wall = windows["wall_ns"].to_numpy()
-    frame = pl.DataFrame(
-        {
-            "rank": windows["rank"],
-            "device": pl.Series([device] * len(wall), dtype=pl.Int64()),
-            "step": windows["step"],
-            "start_ns": windows["start_ns"],
-            "wall_ns": windows["wall_ns"],
-            "compute_ns": compute,
-            "exposed_communication_ns": comm,
-            "exposed_copy_ns": copy,
-            "idle_ns": sum(by_cause.values()),
-        }
-    )
-    return frame.with_columns(**{f"idle_{cause}_ns": pl.Series(ns) for cause, ns in by_cause.items()})
+def _rows(
+    trace: Trace, device: int, windows: pl.DataFrame, compute: Ints, comm: Ints, copy: Ints, by_cause: dict[str, Ints]
+) -> pl.DataFrame:
+    parts = {"compute_ns": compute, "exposed_communication_ns": comm, "exposed_copy_ns": copy}
+    parts["idle_ns"] = np.sum(list(by_cause.values()), axis=0)
+    parts |= {f"idle_{cause}_ns": ns for cause, ns in by_cause.items()}
+    place = windows.select("rank", pl.lit(device, dtype=pl.Int64()).alias("device"), "step", "start_ns", "wall_ns")
+    return place.with_columns(**{name: pl.Series(ns, dtype=pl.Int64()) for name, ns in parts.items()})
 
 
 def check_account(frame: pl.DataFrame) -> None:

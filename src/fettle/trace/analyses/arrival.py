@@ -58,13 +58,7 @@ def match_collectives(traces: list[Trace]) -> pl.DataFrame:
         short = pl.Series([short_kernel_name(n) for n in frame["name"]], dtype=pl.String())
         frame = frame.with_columns(
             start_ns=pl.col("start_ns") + (base - bases[0]),
-            family=pl.concat_str(
-                pl.col("group"),
-                pl.lit("|"),
-                pl.col("collective"),
-                pl.lit("|"),
-                pl.when(pl.col("bytes").is_null()).then(short).otherwise(pl.col("bytes").cast(pl.String())),
-            ),
+            family=pl.format("{}|{}|{}", "group", "collective", pl.coalesce(pl.col("bytes").cast(pl.String()), short)),
         )
         order = pl.len().over("family") - 1 - pl.int_range(pl.len()).over("family")
         frames.append(frame.with_columns(key=pl.col("family") + "|" + order.cast(pl.String())).drop("family"))

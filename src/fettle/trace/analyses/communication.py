@@ -78,15 +78,16 @@ def collectives(trace: Trace) -> pl.DataFrame:
     by_external = {int(external[r]): i for r, i in by_row.items() if external[r] >= 0 and not trace.is_device[r]}
     which = [by_row.get(r, by_external.get(int(external[r]), -1)) for r in rows.tolist()]
     cells = facts.to_dicts()
-    names = trace.name_of(rows)
-    kinds, groups, sizes, payload = [], [], [], []
-    for at, name in zip(which, names, strict=True):
+    told: list[tuple[str, str, int, int | None, float]] = []
+    for at, name in zip(which, trace.name_of(rows), strict=True):
         fact = cells[at] if at >= 0 else None
-        kind = collective_kind(str(fact["collective"]) if fact else "", name)
-        kinds.append(kind)
-        groups.append(str(fact["group"]) if fact else "")
-        sizes.append(int(fact["group_size"]) if fact else -1)
-        payload.append(_message_bytes(kind, fact) if fact else None)
+        kind, size = (
+            collective_kind(str(fact["collective"]) if fact else "", name),
+            int(fact["group_size"]) if fact else -1,
+        )
+        message = _message_bytes(kind, fact) if fact else None
+        told.append((kind, str(fact["group"]) if fact else "", size, message, bus_factor(kind, size)))
+    facts = frame_of(told, collective=str, group=str, group_size=int, bytes=int, factor=float)
     exposed = np.zeros(len(rows), np.int64)
     device = trace.column("device")[rows].astype(np.int64)
     for one in trace.device_keys:
@@ -100,18 +101,14 @@ def collectives(trace: Trace) -> pl.DataFrame:
             "stream": trace.column("stream")[rows],
             "row": rows,
             "name": text_column(trace, trace.column("name")[rows]),
-            "collective": pl.Series(kinds, dtype=pl.String()),
-            "group": pl.Series(groups, dtype=pl.String()),
-            "group_size": pl.Series(sizes, dtype=pl.Int64()),
-            "bytes": pl.Series(payload, dtype=pl.Int64()),
+            **{name: facts[name] for name in ("collective", "group", "group_size", "bytes")},
             "start_ns": trace.ts[rows],
             "duration_ns": trace.dur[rows],
             "exposed_ns": exposed,
-            "factor": pl.Series([bus_factor(k, n) for k, n in zip(kinds, sizes, strict=True)], dtype=pl.Float64()),
         }
     )
     rate = pl.when(pl.col("duration_ns") > 0).then(pl.col("bytes") / pl.col("duration_ns"))
-    return frame.with_columns(algorithm_gb_per_s=rate, bus_gb_per_s=rate * pl.col("factor")).drop("factor")
+    return frame.with_columns(algorithm_gb_per_s=rate, bus_gb_per_s=rate * facts["factor"])
 
 
 def _message_bytes(kind: str, fact: dict[str, object]) -> int | None:

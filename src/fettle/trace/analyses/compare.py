@@ -22,6 +22,7 @@ from fettle.trace.analyses.launches import text_column
 from fettle.trace.analyses.stacks import host_stacks
 from fettle.trace.analyses.steps import steps
 from fettle.trace.analyses.waits import CAUSES
+from fettle.trace.frames import frame_of
 from fettle.trace.kinds import Kind, short_kernel_name
 from fettle.trace.model import Trace
 
@@ -126,11 +127,9 @@ def _parts(
         low, high = _interval(one[:, i], two[:, i])
         if column in _CLASS_OF and work is not None:
             mine = work.filter(pl.col("class") == _CLASS_OF[column])
-            split = {
-                "slower or faster": float(mine["slower_ns"].sum()),
-                "more or fewer launches": float(mine["launches_ns"].sum()),
-                "only before or after": float(mine["only_ns"].sum()),
-            }
+            labels = ("slower or faster", "more or fewer launches", "only before or after")
+            sums = mine.select(pl.col("slower_ns", "launches_ns", "only_ns").sum()).row(0)
+            split = dict(zip(labels, map(float, sums), strict=True))
             name = column.removesuffix("_ns").replace("_", " ")
             rows += [(f"{name}: {label}", value, None, None) for label, value in split.items()]
             # Work that ran beside other work is in the sums above and not in the exposed time: the rest is overlap.
@@ -140,12 +139,9 @@ def _parts(
             # On the host, what the account calls compute is time inside operators.
             told = "operators" if column == "compute_ns" else column.removesuffix("_ns").replace("_", " ")
             rows.append((told, change, low, high))
-    schema = {"part": pl.String(), "change_ns": pl.Float64(), "low_ns": pl.Float64(), "high_ns": pl.Float64()}
-    return pl.DataFrame(rows, schema=schema, orient="row").with_columns(
-        sums=pl.col("part").str.ends_with("(sum of the above)"),
-        low_ns=pl.col("low_ns").fill_nan(None),
-        high_ns=pl.col("high_ns").fill_nan(None),
-    )
+    frame = frame_of(rows, part=str, change_ns=float, low_ns=float, high_ns=float)
+    sums = pl.col("part").str.ends_with("(sum of the above)").alias("sums")
+    return frame.with_columns(sums, pl.col("low_ns", "high_ns").fill_nan(None))
 
 
 _CLASS_OF = {"compute_ns": "compute", "exposed_communication_ns": "communication", "exposed_copy_ns": "copy"}
@@ -168,18 +164,18 @@ def _match_work(before: Trace, after: Trace, a: pl.DataFrame, b: pl.DataFrame) -
     frame = pl.concat(matched).with_columns(pl.col(numbers).fill_null(0.0))
     names = ("name", "kernel_after", "renamed", "operator", "class", "matched_by")
     changes = ("change_ns", "slower_ns", "launches_ns", "only_ns")
-    both = (pl.col("count") > 0) & (pl.col("count_after") > 0)
-    mean_a, mean_b = pl.col("time_ns") / pl.col("count"), pl.col("time_ns_after") / pl.col("count_after")
+    before_n, after_n = pl.col("count"), pl.col("count_after")
+    both, mean_a, mean_b = (
+        (before_n > 0) & (after_n > 0),
+        pl.col("time_ns") / before_n,
+        pl.col("time_ns_after") / after_n,
+    )
     return (
         frame.with_columns(
             change_ns=pl.col("time_ns_after") - pl.col("time_ns"),
             # Slower at the launches that both have in common on average, more launches at the mean length of both.
-            slower_ns=pl.when(both)
-            .then((mean_b - mean_a) * (pl.col("count") + pl.col("count_after")) / 2)
-            .otherwise(0.0),
-            launches_ns=pl.when(both)
-            .then((pl.col("count_after") - pl.col("count")) * (mean_a + mean_b) / 2)
-            .otherwise(0.0),
+            slower_ns=pl.when(both).then((mean_b - mean_a) * (before_n + after_n) / 2).otherwise(0.0),
+            launches_ns=pl.when(both).then((after_n - before_n) * (mean_a + mean_b) / 2).otherwise(0.0),
             only_ns=pl.when(both).then(0.0).otherwise(pl.col("time_ns_after") - pl.col("time_ns")),
             name=pl.coalesce("kernel", "kernel_after"),
             renamed=both & (pl.col("kernel") != pl.col("kernel_after")),
@@ -246,16 +242,11 @@ def _match_operators(before: Trace, after: Trace, a: pl.DataFrame, b: pl.DataFra
     frame = left.join(right, on="operator", how="full", coalesce=True, suffix="_after").with_columns(
         pl.col("count", "self_ns", "count_after", "self_ns_after").fill_null(0.0)
     )
-    return frame.with_columns(
-        change=pl.when(pl.col("count") == 0)
-        .then(pl.lit("added"))
-        .when(pl.col("count_after") == 0)
-        .then(pl.lit("removed"))
-        .when((pl.col("count") - pl.col("count_after")).abs() > 1e-9)
-        .then(pl.lit("changed"))
-        .otherwise(pl.lit("same")),
-        change_ns=pl.col("self_ns_after") - pl.col("self_ns"),
-    ).sort(pl.col("change_ns").abs(), "operator", descending=[True, False])
+    count, after = pl.col("count"), pl.col("count_after")
+    change = pl.when(count == 0).then(pl.lit("added")).when(after == 0).then(pl.lit("removed"))
+    change = change.when((count - after).abs() > 1e-9).then(pl.lit("changed")).otherwise(pl.lit("same"))
+    changed = frame.with_columns(change=change, change_ns=pl.col("self_ns_after") - pl.col("self_ns"))
+    return changed.sort(pl.col("change_ns").abs(), "operator", descending=[True, False])
 
 
 def _host(trace: Trace, account: pl.DataFrame) -> pl.DataFrame:

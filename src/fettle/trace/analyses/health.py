@@ -152,12 +152,11 @@ def _clock(trace: Trace) -> list[Finding]:
 def _overlaps(trace: Trace) -> int:
     rows = trace.device_rows
     rows = rows[trace.kind[rows] == Kind.KERNEL]
-    key = trace.column("device")[rows].astype(np.int64) * 2**40 + trace.column("stream")[rows] % 2**40
-    count = 0
-    for one in np.unique(key):
-        mine = rows[key == one]
-        count += int((trace.ts[mine][1:] < trace.end[mine][:-1]).any())
-    return count
+    lane = trace.lane(rows)
+    order = np.lexsort((trace.ts[rows], lane))
+    rows, lane = rows[order], lane[order]
+    overlap = (lane[1:] == lane[:-1]) & (trace.ts[rows][1:] < trace.end[rows][:-1])
+    return len(np.unique(lane[1:][overlap]))
 
 
 def _steps(trace: Trace) -> list[Finding]:

@@ -35,8 +35,8 @@ CONVERSIONS = (
 def threads(trace: Trace) -> pl.DataFrame:
     """How each host thread spent the trace.
 
-    Columns: rank, thread, label, events, busy_ns (any event), busy_share (of the trace's span), operator_ns (any
-    operator), and <cause>_ns: time whose innermost event stands for that cause.
+    Columns: rank, thread, label, events, busy_ns (any event), busy_share (of the trace's span), operators_ns (inside
+    any operator), and <cause>_ns: time whose innermost event stands for that cause.
     """
     stacks = host_stacks(trace)
     low, high = trace.span
@@ -48,21 +48,17 @@ def threads(trace: Trace) -> pl.DataFrame:
     for thread in np.unique(thread_of[trace.is_host]).tolist():
         part = stacks.thread_slice(thread)
         mine = operators[thread_of[operators] == thread]
-        sums = np.bincount(cause[part], weights=length[part], minlength=len(CAUSES_OF_HOST))
+        sums = np.bincount(cause[part], weights=length[part], minlength=len(CAUSES_OF_HOST)).astype(np.int64)
         busy = int(length[part].sum())
-        rows.append(
-            {
-                "rank": trace.rank,
-                "thread": thread,
-                "label": trace.thread_label(thread),
-                "events": int((trace.is_host & (thread_of == thread)).sum()),
-                "busy_ns": busy,
-                "busy_share": busy / max(high - low, 1),
-                "operator_ns": total(merge(trace.ts[mine], trace.end[mine])),
-                **{f"{name}_ns": int(value) for name, value in zip(CAUSES_OF_HOST, sums, strict=True)},
-            }
+        inside, events = (
+            total(merge(trace.ts[mine], trace.end[mine])),
+            int((trace.is_host & (thread_of == thread)).sum()),
         )
-    return pl.DataFrame(rows).sort("busy_ns", descending=True) if rows else pl.DataFrame({"rank": [], "thread": []})
+        share = busy / max(high - low, 1)
+        rows.append((trace.rank, thread, trace.thread_label(thread), events, busy, share, inside, *sums.tolist()))
+    columns = {"label": str, "events": int, "busy_ns": int, "busy_share": float, "operators_ns": int}
+    causes = dict.fromkeys((f"{name}_ns" for name in CAUSES_OF_HOST), int)
+    return frame_of(rows, rank=int, thread=int, **columns, **causes).sort("busy_ns", descending=True)
 
 
 def parallel_operators(trace: Trace) -> pl.DataFrame:

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
+from fettle.trace.analyses.launches import launch_links
 from fettle.trace.frames import frame_of
 from fettle.trace.intervals import combinations, intersect, merge, total
 from fettle.trace.kinds import Kind
-from fettle.trace.model import Bools, Ints, Trace
+from fettle.trace.model import Bools, Ints, Trace, per_trace
 
 _COMMUNICATION = re.compile(r"(^nccl.*)|(^hip)|(^hccl)|(.*ncclKernel.*)")
 _MEMORY = re.compile(r"(^(hip)?Memcpy)|(^(hip)?Memset)|(^dma)")
@@ -72,6 +73,7 @@ class _Rounded:
         return self.ts[flags], self.end[flags]
 
 
+@per_trace
 def _rounded(trace: Trace) -> _Rounded:
     ts, end = _microseconds(trace)
     stream, correlation = trace.column("stream"), trace.column("correlation")
@@ -86,14 +88,9 @@ def _rounded(trace: Trace) -> _Rounded:
         gpu &= (stream >= 0) & (correlation >= 0) & np.isin(correlation, correlation[host & (correlation >= 0)])
     rows = np.flatnonzero(gpu)
     types = np.array([kernel_type(n) for n in trace.names], dtype=object)
-    calls = np.flatnonzero(host & (correlation >= 0) & (trace.kind == Kind.RUNTIME))
-    order = np.argsort(correlation[calls], kind="stable")
-    calls = calls[order]
-    at = np.searchsorted(correlation[calls], correlation[rows])
-    found = (at < len(calls)) & (correlation[rows] >= 0)
-    found[found] = correlation[calls[at[found]]] == correlation[rows[found]]
-    launch = np.full(len(rows), -1, dtype=np.int64)
-    launch[found] = calls[at[found]]
+    links, by_row = launch_links(trace), np.full(trace.events.height, -1, dtype=np.int64)
+    by_row[links.device_rows] = links.launch_rows
+    launch = np.where((by_row[rows] >= 0) & host[by_row[rows]], by_row[rows], -1)
     names = np.array([*trace.names, ""], dtype=object)
     return _Rounded(
         rows,

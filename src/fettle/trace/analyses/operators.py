@@ -74,34 +74,29 @@ def call_tree(trace: Trace, *, max_depth: int = 6, python: bool = False) -> pl.D
     parent = parent_among(trace, wanted)
     device, _, _ = device_time(trace, wanted, parent)
     paths: dict[tuple[int, int], int] = {}
+    texts: list[str] = []
+    depths: list[int] = []
     path_of = np.full(trace.events.height, -1, dtype=np.int64)
-    parents_of_path: list[int] = []
-    name_of_path: list[int] = []
-    depth_of_path: list[int] = []
     names, texts_of = _merged_names(trace)
     for row in outer_first(trace, rows).tolist():
         above = int(path_of[parent[row]]) if parent[row] >= 0 else -1
-        level = depth_of_path[above] + 1 if above >= 0 else 0
+        level = depths[above] + 1 if above >= 0 else 0
         if level >= max_depth or (parent[row] >= 0 and above < 0):
             continue
         key = (above, int(names[row]))
         if key not in paths:
             paths[key] = len(paths)
-            parents_of_path.append(above)
-            name_of_path.append(key[1])
-            depth_of_path.append(level)
+            texts.append((texts[above] + " > " if above >= 0 else "") + texts_of[key[1]])
+            depths.append(level)
         path_of[row] = paths[key]
     kept = rows[path_of[rows] >= 0]
-    texts: list[str] = []
-    for above, name in zip(parents_of_path, name_of_path, strict=True):
-        texts.append((texts[above] + " > " if above >= 0 else "") + texts_of[name])
     grouped = (
         pl.DataFrame({"path": path_of[kept], "host": trace.dur[kept], "device": device[kept]})
         .group_by("path")
         .agg(count=pl.len(), host_ns=pl.col("host").sum(), device_ns=pl.col("device").sum())
     )
     path = pl.Series("path", [texts[p] for p in grouped["path"]], dtype=pl.String())
-    depth = pl.Series("depth", [depth_of_path[p] for p in grouped["path"]], dtype=pl.Int64())
+    depth = pl.Series("depth", [depths[p] for p in grouped["path"]], dtype=pl.Int64())
     return with_rank(trace, grouped.select(path, depth, "count", "host_ns", "device_ns").sort("path"))
 
 

@@ -27,9 +27,7 @@ def queue_length(trace: Trace) -> pl.DataFrame:
     order = order_by(device, stream, time, -change)
     device, stream, time, change = device[order], stream[order], time[order], change[order]
     length = np.cumsum(change)  # every stream's changes add up to zero, so the next one starts at zero
-    return pl.DataFrame(
-        {"rank": np.full(len(time), trace.rank), "device": device, "stream": stream, "ts_ns": time, "length": length}
-    )
+    return with_rank(trace, pl.DataFrame({"device": device, "stream": stream, "ts_ns": time, "length": length}))
 
 
 def queue_summary(trace: Trace) -> pl.DataFrame:

@@ -215,8 +215,7 @@ class Replay:
     @cached_property
     def _lanes(self) -> list[tuple[Ints, Ints]]:
         """By stream: positions of its work, and the latest end so far."""
-        device, stream = (self.trace.column(c)[self.trace.device_rows].astype(np.int64) for c in ("device", "stream"))
-        key = np.unique(device * 2**40 + stream % 2**40, return_inverse=True)[1]
+        key = self.trace.lane(self.trace.device_rows)
         lanes = [np.flatnonzero(key == one) for one in np.unique(key)]
         return [(lane, np.maximum.accumulate(self.end[lane])) for lane in lanes]
 

@@ -111,7 +111,8 @@ def device_waits(trace: Trace) -> Waits:
         return Waits(launch, nothing, nothing, nothing, none, nothing, none, none, nothing)
     called = np.where(linked, np.minimum(trace.ts[at], start), -1)
     arrived = np.where(linked, np.minimum(trace.end[at], start), -1)
-    key, order = _by_stream(trace, rows)
+    key = trace.lane(rows)
+    order = order_by(key, np.arange(len(rows), dtype=np.int64))
     previous = _previous(key, order)
     free = np.where(previous >= 0, np.minimum(end[np.maximum(previous, 0)], start), -1)
     # Streams keep their order: what was launched before work that had been launched early had been launched as well.
@@ -227,14 +228,6 @@ def _last_reason(
     rank[np.minimum(best, len(reasons) - 1), each] = 4 * far
     second = np.where(ties, np.argmin(rank, axis=0), len(reasons))
     return sorts[best], since[best, each], sorts[second], since[second, each]
-
-
-def _by_stream(trace: Trace, rows: Ints) -> tuple[Ints, Ints]:
-    """A number for each piece's device and stream, and the order by that and by start."""
-    device, stream = trace.column("device")[rows].astype(np.int64), trace.column("stream")[rows]
-    pairs = device * 2**40 + stream % 2**40
-    key = np.unique(pairs, return_inverse=True)[1].astype(np.int64)
-    return key, order_by(key, np.arange(len(rows), dtype=np.int64))
 
 
 def _previous(key: Ints, order: Ints) -> Ints:

@@ -71,10 +71,10 @@ def host(traces: list[Trace]) -> Section:
     section = Section(
         "The host", "Time of each thread is that of its innermost event; questions do not exclude each other."
     )
-    used = pl.concat([threads(t) for t in traces], how="diagonal_relaxed")
-    if used.height and "label" in used.columns:
+    used = pl.concat([threads(t) for t in traces])
+    if used.height:
         where = pl.format("rank {}, {}", "rank", "label") if len(traces) > 1 else pl.col("label")
-        causes = {f"{cause}_ns": cause for cause in CAUSES_OF_HOST if f"{cause}_ns" in used.columns}
+        causes = {f"{cause}_ns": cause for cause in CAUSES_OF_HOST}
         section.chart("What the threads did", charts.split_bars(used.head(10), where, causes))
     together = pl.concat([parallel_operators(t) for t in traces]).filter(pl.col("time_ns") > 0)
     if together.height:
@@ -90,6 +90,6 @@ def host(traces: list[Trace]) -> Section:
     section.table("Small operators", pl.concat([host_side.small_operators(t) for t in traces]), rows=10)
     section.table("Conversions and copies", pl.concat([host_side.conversions(t) for t in traces]), rows=10)
     section.table("Data loading", pl.concat([host_side.data_loading(t) for t in traces]), rows=10)
-    wanted = ["rank", "label", "events", "busy_ns", "busy_share", "operator_ns"]
-    section.table("Threads", used.select([c for c in wanted if c in used.columns]), rows=16)
+    wanted = ("rank", "label", "events", "busy_ns", "busy_share", "operators_ns")
+    section.table("Threads", used.select(wanted), rows=16)
     return section

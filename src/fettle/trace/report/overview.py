@@ -13,7 +13,7 @@ from fettle.trace.analyses.waits import CAUSES
 from fettle.trace.frames import frame_of
 from fettle.trace.model import Trace
 from fettle.trace.report import charts
-from fettle.trace.report.section import Section, ms, place
+from fettle.trace.report.section import Section, ms
 from fettle.units import count_text, size_text
 
 SHOWN_PLACES = 6
@@ -138,16 +138,14 @@ def health(traces: list[Trace]) -> Section:
     rows = []
     for trace in traces:
         found = trace_health(trace)
-        devices = ", ".join(place(trace, d) for d in found.devices) or "no device"
-        section.text += (
-            f"Rank {trace.rank}: {found.kept:,} of {found.events:,} events kept, {ms(found.span_ns)}, {devices}. "
-        )
+        devices = ", ".join(f"device {d}" for d in found.devices) or "no device"
+        kept = f"{found.kept:,} of {found.events:,} events kept"
+        section.text += f"Rank {trace.rank}: {kept}, {ms(found.span_ns)}, {devices}. "
         if found.uncertain:
             section.text += f"Uncertain: {', '.join(found.uncertain)}. "
         rows += [(trace.rank, f.severity, f.what, f.count, f.means) for f in found.findings]
     if not rows:
         section.text += "Nothing was skipped, repaired or missing."
-    section.table(
-        "Findings", pl.DataFrame(rows, schema=["rank", "severity", "what", "count", "means"], orient="row"), rows=60
-    )
+    frame = frame_of(rows, rank=int, severity=str, what=str, count=int, means=str)
+    section.table("Findings", frame, rows=60)
     return section

@@ -9,7 +9,6 @@ from typing import Any
 import polars as pl
 
 from fettle.page import Cell, Figure, Table, as_spec
-from fettle.trace.model import Trace
 from fettle.units import size_text
 
 CUT_CHARS = 110
@@ -101,8 +100,3 @@ def ms(nanoseconds: float) -> str:
     if abs(nanoseconds) >= 1e9:
         return f"{nanoseconds / 1e9:,.2f} s"
     return f"{nanoseconds / 1e6:,.2f} ms" if abs(nanoseconds) >= 1e5 else f"{nanoseconds / 1e3:,.1f} µs"
-
-
-def place(trace: Trace, device: int) -> str:
-    """A device of a rank, as charts call it."""
-    return f"rank {trace.rank} device {device}" if device >= 0 else f"rank {trace.rank} host"
