@@ -161,26 +161,22 @@ class _Walk:
         """Where the walk starts: on what ends last in the window, device work before host calls. A step ends with the
         thread that marks it (`marks`; -1: no steps), unless work ends at that very moment.
         """
-        ends = np.minimum(self.trace.end, self.high)
-        inside = self.trace.ts < self.high
-        work = np.flatnonzero(inside[self.trace.device_rows])
-        host = np.flatnonzero(inside & self.trace.is_host)
-        last_work = (
-            work[np.argmin(np.abs(self.trace.end[self.trace.device_rows[work]] - self.high))] if len(work) else -1
-        )
+        trace, rows = self.trace, self.trace.device_rows
+        ends, inside = np.minimum(trace.end, self.high), trace.ts < self.high
+        work, host = np.flatnonzero(inside[rows]), np.flatnonzero(inside & trace.is_host)
+        last_work = int(work[np.argmin(np.abs(trace.end[rows[work]] - self.high))]) if len(work) else -1
         last_host = ends[host].max() if len(host) else -1
-        if last_work >= 0 and self.trace.end[self.trace.device_rows[last_work]] == self.high:
-            return "device", int(last_work)
+        if last_work >= 0 and trace.end[rows[last_work]] == self.high:
+            return "device", last_work
         if marks >= 0:
             return "host", marks
-        if last_work >= 0 and ends[self.trace.device_rows[last_work]] >= last_host:
-            return "device", int(last_work)
+        if last_work >= 0 and ends[rows[last_work]] >= last_host:
+            return "device", last_work
         if not len(host):
-            return "host", main_thread(self.trace)
+            return "host", main_thread(trace)
         host = host[ends[host] == last_host]
-        waiting = host_stacks(self.trace).cause[host] == CAUSES_OF_HOST.index("blocking_call")
-        begun = host[np.lexsort((self.trace.ts[host], waiting))[-1]]
-        return "host", int(self.trace.column("thread")[begun])
+        waiting = host_stacks(trace).cause[host] == CAUSES_OF_HOST.index("blocking_call")
+        return "host", int(trace.column("thread")[host[np.lexsort((trace.ts[host], waiting))[-1]]])
 
     def take(self, place: tuple[str, int], time: int) -> tuple[tuple[str, int], int]:
         """One stretch back: what held up `place` until `time`."""

@@ -26,6 +26,7 @@ from fettle.trace.ordering import order_by
 
 # Outer to inner, for events with the same start and length.
 _NESTING = {Kind.ANNOTATION: 0, Kind.PYTHON: 1, Kind.OPERATOR: 2, Kind.RUNTIME: 3, Kind.OVERHEAD: 4}
+_GIVE_WAY = ("operator", "python", "runtime_call", "host_untraced")
 BLOCK = 1 << 16
 Segments = tuple[npt.NDArray[np.int32], Ints, Ints, Ints]  # thread, start, end, row
 LONG_COPY_NS = 20_000
@@ -383,9 +384,6 @@ def _causes(trace: Trace, parent: Ints, host_rows: Ints) -> npt.NDArray[np.uint8
         marked[host_rows] = cause[host_rows] == number[owner]
         if marked.any():
             inside = inherit(marked, parent, host_rows)
-            gives = np.isin(
-                np.arange(len(CAUSES_OF_HOST)),
-                [number[c] for c in ("operator", "python", "runtime_call", "host_untraced")],
-            )
+            gives = np.isin(np.arange(len(CAUSES_OF_HOST)), [number[c] for c in _GIVE_WAY])
             cause[inside & gives[cause] & trace.is_host] = number[owner]
     return cause

@@ -41,8 +41,7 @@ def augment(trace: Trace, target: Path, *, path: CriticalPath | None = None) -> 
         while found is None:
             more = source.read(1 << 20)
             if not more or len(head) > 64 << 20:
-                bare = head.lstrip().startswith(b"[")
-                if not bare:
+                if not head.lstrip().startswith(b"["):
                     raise UsageError(f'no "traceEvents" in {trace.path}')
                 break
             head += more
