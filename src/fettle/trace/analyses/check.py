@@ -20,8 +20,6 @@ from fettle.trace.model import Trace
 
 WAITING = ("between_kernels", "inside_graph", "launch_latency", "stream_event", "queued_unknown", "blocking_call")
 """Causes that are of the device's side: on the critical path they lie right before work."""
-AGREEMENT = 0.10
-"""Share of that time in which idle causes and the critical path may name two causes: streams may wait at once."""
 
 
 def identities(trace: Trace) -> pl.DataFrame:
@@ -91,17 +89,20 @@ def _idle(trace: Trace, device: int, path: CriticalPath) -> list[Row]:
         (f"{name}: idle by cause + busy = the trace's span", idle + total(busy), high - low, "=", 0),
         (f"{name}: idle by cause = the account's, in the steps", by_cause, int(account["idle_ns"].sum()), "=", 0),
         (f"{name}: work on the critical path <= busy", on_path, busy_ns, "<=", 0),
-        (f"{name}: waits on the path while it idles = idle of that cause", both, agreed, "=", int(AGREEMENT * both)),
+        (f"{name}: waits on the path of work that ended a gap = idle of that cause", both, agreed, "=", both // 100),
     ]
 
 
 def _agreement(there: pl.DataFrame, pieces: pl.DataFrame) -> tuple[int, int]:
-    """How long the path waits on a device's side while that device idles: with the same cause, and with any."""
+    """How long the path waits on a device's side for the very work that ends the gap in which that device idles: with
+    the same cause, and with any. Other streams may wait for reasons of their own meanwhile.
+    """
     waits = there.filter(pl.col("category").is_in(WAITING)).sort("start_ns")
     idle = (pieces["start_ns"].to_numpy(), pieces["end_ns"].to_numpy())
     start, end, wait, piece = split((waits["start_ns"].to_numpy(), waits["end_ns"].to_numpy()), idle)
     on_path, on_device = waits["category"].to_numpy()[wait], pieces["cause"].cast(pl.String()).to_numpy()[piece]
-    return int((end - start)[on_path == on_device].sum()), int((end - start).sum())
+    own = waits["row"].to_numpy()[wait] == pieces["next_row"].to_numpy()[piece]
+    return int((end - start)[own & (on_path == on_device)].sum()), int((end - start)[own].sum())
 
 
 def _work(trace: Trace) -> list[Row]:
