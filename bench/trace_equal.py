@@ -20,7 +20,8 @@ sys.path.insert(0, str(HERE.parent / "src"))
 
 from trace_common import child, reference_python  # noqa: E402 - the paths above come first
 
-from fettle.trace import account_total, hta, load, time_account  # noqa: E402
+from fettle.trace import account_total, load, time_account  # noqa: E402
+from fettle.trace.analyses import hta  # noqa: E402
 
 THEIRS = """
 import json, logging, sys

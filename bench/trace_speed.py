@@ -34,7 +34,7 @@ OURS = (
     MEASURE
     + """
 from fettle import trace as T
-from fettle.trace import reader
+from fettle.trace.io import reader
 before = peak()
 opened, trace = timed(lambda: T.load(sys.argv[1], use_sidecar=False))
 memory = peak() - before + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024

@@ -1,4 +1,4 @@
-"""Sizes for people: 1.5 GiB for a reader, and "1.5GiB" from a command line."""
+"""Sizes and counts for people: 1.5 GiB for a reader, and "1.5GiB" from a command line."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ def size_text(size_bytes: float) -> str:
         return f"{sign}{value:.0f} B"
     digits = 2 if value < 10 else 1 if value < 100 else 0
     return f"{sign}{value:.{digits}f} {unit}"
+
+
+def count_text(count: int, noun: str) -> str:
+    """``1 event``, ``2,000 events``."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def parse_size(text: str, option: str = "") -> int:

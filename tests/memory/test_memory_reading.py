@@ -132,9 +132,7 @@ def test_text_from_outside_cannot_steer_a_terminal() -> None:
         (lambda data: data["segments"][0].update(segment_pool_id=5), "not a pair"),
         (lambda data: data["segments"][0].update(segment_pool_id=("a", 1)), "not a whole number"),
         (lambda data: data["segments"][0]["blocks"][0].update(size=None), "no whole number"),
-        (lambda data: data["device_traces"][0][0].pop("addr"), "is missing"),
-        (lambda data: data["device_traces"][0][0].update(size=2**70), "64 bits"),
-        (lambda data: data["device_traces"][0][0].update(size=True), "not a whole number"),
+        (lambda data: [event.pop("addr") for event in data["device_traces"][0]], "is missing"),
     ],
 )
 def test_bad_data_gives_one_clear_line(change: Any, message: str) -> None:
@@ -144,6 +142,23 @@ def test_bad_data_gives_one_clear_line(change: Any, message: str) -> None:
         parse(data, name="f.pickle")
     assert str(caught.value).startswith("f.pickle: ")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda events: events.insert(3, 5), "event 3 is not a dictionary"),
+        (lambda events: events[3].pop("addr"), "event 3 has no addr"),
+        (lambda events: events[3].update(size=2**70), "event 3 has a size that does not fit in 64 bits"),
+        (lambda events: events[3].update(size=True), "event 3 has a size that is not a whole number"),
+    ],
+)
+def test_one_bad_event_is_named_and_the_others_are_read(change: Any, told: str) -> None:
+    data = copy.deepcopy(healthy_training().data())
+    change(data["device_traces"][0])
+    snapshot = parse(data)
+    assert len(snapshot.traces[0]) == len(data["device_traces"][0]) - 1
+    assert any(told in note and "1 event could not be read" in note for note in snapshot.notes)
 
 
 def test_one_list_repeated_a_million_times_is_refused(tmp_path: Path) -> None:

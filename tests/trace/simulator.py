@@ -274,7 +274,10 @@ def write(program: Program, outcome: Outcome, path: Path, origin: float = 1_000_
         where = {"device": 0, "stream": work.stream, "correlation": work.number}
         add(cat, work.name, 0, work.stream, work.start, work.end, **where)
     for told in outcome.syncs if program.told else ():
-        args = {k: v for k, v in told.items() if k not in ("ts", "name")} | {"device": 0}
+        args = {k: v for k, v in told.items() if k not in ("ts", "name")} | {
+            "device": 0,
+            "cuda_sync_kind": told["name"],
+        }
         add("cuda_sync", told["name"], 0, told["stream"], told["ts"], told["ts"] + 1.0, **args)
     path.write_text(json.dumps({"distributedInfo": {"rank": 0}, "traceEvents": events}))
     return path

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fettle.errors import UsageError
 from fettle.trace import CAUSES, Trace, idle_pieces, idle_summary, queue_summary, step_summary, steps, time_account
-from fettle.trace.account import check_account
+from fettle.trace.analyses.account import check_account
 from tests.trace.build import Build, training
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import polars as pl
@@ -9,9 +10,10 @@ import pytest
 
 from fettle import trace as T
 from fettle.errors import UsageError
-from fettle.trace import hta
-from fettle.trace.arrival import clock_offsets, match_collectives
-from fettle.trace.communication import bus_factor
+from fettle.trace.analyses import hta
+from fettle.trace.analyses.arrival import clock_offsets, match_collectives
+from fettle.trace.analyses.communication import bus_factor
+from fettle.trace.analyses.launches import launch_links
 from fettle.trace.kinds import is_collective_name, short_kernel_name
 from tests.trace.build import Build, training
 
@@ -190,7 +192,7 @@ def test_of_calls_with_one_number_the_last_before_the_work_launched_it(tmp_path:
     for start, number in ((5, 7), (20, 7), (110, 7), (160, 8), (100, 7), (300, 7), (310, 9)):
         build.add("kernel", "k", start, 3, pid=0, tid=7, device=0, stream=7, correlation=number)
     trace = build.load(tmp_path)
-    calls = trace.launches.launch_rows
+    calls = launch_links(trace).launch_rows
     started = [int(trace.ts[c]) // 1000 if c >= 0 else None for c in calls]
     # Before the first call there is none: then the first one; at the same instant the call counts.
     assert started == [10, 10, 100, 100, 150, 200, None]
@@ -582,3 +584,60 @@ def test_short_names() -> None:
         short_kernel_name("void at::native::(anonymous namespace)::vec_kernel<4, F>(int)") == "at::native::vec_kernel"
     )
     assert short_kernel_name("<lambda>") == "<lambda>"
+
+
+def test_data_that_the_main_thread_makes_has_a_price_that_is_not_known(tmp_path: Path) -> None:
+    for loader, sure in (("_MultiProcessingDataLoaderIter", True), ("_SingleProcessDataLoaderIter", False)):
+        build = Build()
+        for i in range(4):
+            build.step(i, 100 * i, 100).op("aten::mm", 100 * i + 60, 30)
+            build.add("user_annotation", f"enumerate(DataLoader)#{loader}.__next__", 100 * i + 5, 50)
+        answer = T.what_if(build.load(tmp_path), "data_ready")
+        assert answer.estimate_ns == pytest.approx(200_000, rel=0.01)
+        assert answer.cannot_tell is not sure
+        assert answer.answer.startswith("saves 5" if sure else "cannot tell, at best 5")
+
+
+def test_idle_time_of_each_stream(tmp_path: Path) -> None:
+    build = Build()
+    for i in range(6):  # the first stream's work waits for its launch, 10 us each, and then 4 us
+        build.kernel("a", 100 + 20 * i, 6, call=94 + 20 * i)
+        build.kernel("b", 300 + 10 * i, 9, call=200 + 5 * i, stream=8)
+    table = T.idle_streams(build.load(tmp_path))
+    assert table["work"].to_list() == [6, 6]
+    assert table["idle_ns"].to_list() == [5 * 14_000, 5 * 1_000]
+    assert table["host_ns"].to_list() == [5 * 10_000, 0]
+    assert table["latency_ns"].to_list() == [5 * 4_000, 0]
+    assert table["gap_ns"].to_list() == [0, 5 * 1_000]
+    assert (
+        table["idle_ns"] == table.select(pl.sum_horizontal("^(host|event|latency|gap|unknown)_ns$")).to_series()
+    ).all()
+
+
+def test_work_without_a_launch_is_kernel_wait_where_its_gap_is_short(tmp_path: Path) -> None:
+    build = Build().kernel("a", 0, 10).kernel("b", 15, 10).kernel("c", 90, 10)
+    table = hta.idle_breakdown(build.load(tmp_path))
+    assert dict(table.select("idle_category", "idle_us").iter_rows()) == {"host_wait": 0, "kernel_wait": 5, "other": 65}
+
+
+def test_a_step_may_end_with_its_own_annotation(tmp_path: Path) -> None:
+    build = Build()
+    for i in range(3):
+        build.step(i, 100 * i, 60).op("aten::mm", 100 * i + 5, 10)
+    trace = build.load(tmp_path)
+    assert T.steps(trace)["wall_ns"].to_list() == [100_000, 100_000, 60_000]
+    assert T.steps(replace(trace, own_end=True))["wall_ns"].to_list() == [60_000] * 3
+
+
+def test_two_reasons_at_once_are_told_as_a_range(tmp_path: Path) -> None:
+    """The last kernel may have waited for its launch or for the kernel before it: both let go as usual before it."""
+    build = Build()
+    for i in range(30):
+        build.kernel("alone", 1000 + 100 * i, 20, call=1000 + 100 * i - 5 - i % 3, call_dur=2)
+        build.kernel("next", 1021 + 100 * i + 0.1 * (i % 5), 20, call=990 + 100 * i, call_dur=1, tid=2)
+    build.kernel("long", 5000, 1000, call=4990).kernel("either", 6001.2, 5, call=5994.6, call_dur=2)
+    shares = T.path_shares(trace := build.load(tmp_path), T.critical_path(trace))
+    compute = shares.filter(pl.col("category") == "compute").row(0, named=True)
+    assert compute["low_share"] < compute["high_share"]
+    assert compute["low_share"] <= compute["share"] <= compute["high_share"]
+    assert shares["time_ns"].sum() == T.critical_path(trace).wall_ns

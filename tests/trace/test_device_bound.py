@@ -10,10 +10,10 @@ import polars as pl
 import pytest
 
 from fettle.trace import critical_path, identities, idle_summary, load, queue_summary, trace_health, what_if
+from fettle.trace.analyses.replay import Change as Replayed
+from fettle.trace.analyses.slots import queues
+from fettle.trace.analyses.whatif import replayed_ns
 from fettle.trace.model import Trace
-from fettle.trace.replay import Change as Replayed
-from fettle.trace.slots import queues
-from fettle.trace.whatif import replayed_ns
 from tests.trace.build import Build, training
 from tests.trace.simulator import Change, Op, Program, composition, random_change, random_program, simulate, write
 

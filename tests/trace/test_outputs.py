@@ -168,6 +168,11 @@ def test_the_report_stands_alone_and_executes_nothing_of_the_trace(tmp_path: Pat
         "Timeline of one step",
     ):
         assert f">{title}</h2>" in page
+    # Only what comes first is open, and a cause is said in words.
+    assert page.count('<details class="part"') == page.count("</h2></summary>") > 4
+    assert page.count('" open>') == 4
+    assert "launch latency" in page
+    assert not re.search(r"launch_latency|host_untraced|blocking_call", page.split("var specs = ")[1])
     # Every chart has its place, and every place its chart.
     drawn = set(re.findall(r'id="chart-([\w-]+)"', page))
     assert drawn == set(json.loads(page.split("var specs = ")[1].split(", configs = ")[0]))
@@ -188,6 +193,8 @@ def test_the_report_of_ranks_of_a_cpu_and_beside_an_earlier_trace(tmp_path: Path
     page = target.read_text()
     for text in ("What changed since r1.json?", "Who was waited for", "Arrival skew over time", "One path through all"):
         assert text in page
+    assert "Device streams of all ranks at that time" in page
+    assert "rank 1 device 0 stream 20" in page
     assert "Why are slow steps slower than fast ones?" in page
     host = Build()
     for i in range(6):
@@ -208,8 +215,8 @@ def test_the_report_of_ranks_of_a_cpu_and_beside_an_earlier_trace(tmp_path: Path
 
 
 def test_thinned_lines_keep_their_peaks() -> None:
-    from fettle.trace.charts.lines import thin_steps
-    from fettle.trace.charts.look import MAX_ROWS
+    from fettle.trace.report.charts.lines import thin_steps
+    from fettle.trace.report.charts.look import MAX_ROWS
 
     values = [0] * 50_000
     values[31_234], values[7] = 99, -5

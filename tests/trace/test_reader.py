@@ -11,8 +11,9 @@ import polars as pl
 import pytest
 
 from fettle.errors import UsageError
-from fettle.trace import Kind, load, load_all, parallel, sidecar, stream, trace_health
-from fettle.trace.assemble import assemble
+from fettle.trace import Kind, load, load_all, trace_health
+from fettle.trace.io import parallel, sidecar, stream
+from fettle.trace.io.assemble import assemble
 from tests.trace.build import Build, training
 
 
@@ -201,17 +202,18 @@ def test_what_a_helper_leaves_is_what_it_would_have_decoded_here(tmp_path: Path)
     parallel.help_with(str(tmp_path))
     part, here = parallel._fetch(tmp_path, 0), parallel._decode(plan, 0)
     assert part is not None
-    assert part["rows"] == here["rows"] == 50 * 9
-    assert part["names"] == here["names"]
-    for name, values in part["chunks"][0].items():
-        assert values.tolist() == [v for chunk in here["chunks"] for v in chunk[name].tolist()]
+    assert part.columns.rows == here.columns.rows == 50 * 9
+    assert list(part.columns.names) == list(here.columns.names)
+    for name, values in part.columns.chunks[0].items():
+        assert values.tolist() == [v for chunk in here.columns.chunks for v in chunk[name].tolist()]
 
 
 def test_a_large_trace_opens_from_a_script_without_a_main_guard(tmp_path: Path) -> None:
     training(100).write(tmp_path / "t.json")
     script = tmp_path / "script.py"
     script.write_text(
-        "from fettle.trace import load, reader\n"
+        "from fettle.trace import load\n"
+        "from fettle.trace.io import reader\n"
         "reader.PARALLEL_ABOVE_BYTES = 1000\n"
         "print(load('t.json', use_sidecar=False, processes=2).events.height)\n"
     )

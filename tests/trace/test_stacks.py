@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fettle.trace import annotation_table
-from fettle.trace import stacks as room
+from fettle.trace.analyses import stacks as room
+from fettle.trace.analyses.stacks import host_stacks
 from fettle.trace.intervals import merge, total
 from tests.trace.build import Build
 
@@ -19,7 +20,7 @@ SPANS = st.lists(st.tuples(st.integers(0, 15), st.integers(0, 9), st.integers(1,
 
 def test_a_chain_of_overlaps_is_cut_in_order_and_loses_nothing_else(tmp_path: Path) -> None:
     made = Build().op("a", 0, 10).op("b", 9, 11).op("c", 19, 11).op("inside c", 20, 9).op("d", 29, 5)
-    stacks = made.load(tmp_path).stacks
+    stacks = host_stacks(made.load(tmp_path))
     # b is cut at a's end, 10; then c, which b's old end had covered, has no parent and keeps its whole length.
     assert stacks.parent.tolist() == [-1, 0, -1, 2, 2]
     assert stacks.overlaps_cut == 2
@@ -36,7 +37,7 @@ def test_a_range_opened_in_a_function_holds_what_runs_after_it(tmp_path: Path) -
     made.add("user_annotation", "## part ##", 15, 485).op("aten::mm", 100, 50).kernel("gemm", 130, 40, call=110)
     made.add("python_function", "torch/autograd/profiler.py(710): __exit__", 495, 15)
     trace = made.load(tmp_path)
-    parent = {trace.name_of([row])[0]: trace.stacks.parent[row] for row in trace.stacks.rows}
+    parent = {trace.name_of([row])[0]: host_stacks(trace).parent[row] for row in host_stacks(trace).rows}
     assert parent["## part ##"] == 0  # train, not the function that opened it
     assert trace.name_of([parent["aten::mm"]]) == ["## part ##"]
     table = annotation_table(trace).row(0, named=True)
@@ -55,7 +56,7 @@ def test_nesting_is_that_of_a_stack(
     trace = made.load(tmp_path_factory.mktemp("s"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(room, "BLOCK", block)
-        stacks, thread = trace.stacks, trace.column("thread")
+        stacks, thread = host_stacks(trace), trace.column("thread")
     end = trace.end.copy()
     open_events: list[int] = []
     for row in stacks.rows.tolist():  # the plain way, event by event

@@ -16,7 +16,7 @@ from fettle.errors import UsageError
 from fettle.files import check_writable
 from fettle.memory import Analysis, Difference, Snapshot, analyse, as_json, compare, read, verdict, write_report
 from fettle.memory.analysis import plain
-from fettle.units import parse_size, size_text
+from fettle.units import count_text, parse_size, size_text
 
 
 def command(
@@ -92,7 +92,9 @@ def _print_notes(console: Console, snapshot: Snapshot, analysis: Analysis) -> No
     for note in snapshot.notes:
         console.print(f"[yellow]note:[/] {escape(note)}")
     if analysis.violations:
-        console.print(f"[yellow]the file contradicts itself in {len(analysis.violations)} place(s)[/], for instance:")
+        console.print(
+            f"[yellow]the file contradicts itself in {count_text(len(analysis.violations), 'place')}[/], for instance:"
+        )
         for row in analysis.violations[:3]:
             console.print(f"  {escape(str(row))}", highlight=False)
 
@@ -100,11 +102,12 @@ def _print_notes(console: Console, snapshot: Snapshot, analysis: Analysis) -> No
 def _print_analysis(console: Console, analysis: Analysis) -> None:
     window = analysis.replay
     console.print(f"\n{escape(verdict(analysis))}\n", highlight=False)
-    console.print(
-        f"{len(window.trace):,} events; in use {window.start_bytes:,} -> peak {window.peak_bytes:,} -> "
-        f"{window.end_bytes:,} bytes; {window.frees_from_before} frees of blocks from before the window",
-        highlight=False,
-    )
+    if window.has_events:
+        console.print(
+            f"{count_text(len(window.trace), 'event')}; in use {window.start_bytes:,} -> peak {window.peak_bytes:,} -> "
+            f"{window.end_bytes:,} bytes; {count_text(window.frees_from_before, 'free')} of blocks from before it",
+            highlight=False,
+        )
     _print_holders(console, analysis)
     _print_spikes(console, analysis)
     _print_leaks(console, analysis)
@@ -116,7 +119,8 @@ def _print_analysis(console: Console, analysis: Analysis) -> None:
 
 
 def _print_holders(console: Console, analysis: Analysis) -> None:
-    table = _table("Who holds the peak", "bytes", "share", "blocks", "since / until", "lives", "phase", "where")
+    title = "Who holds the peak" if analysis.replay.has_events else "Who holds it"
+    table = _table(title, "bytes", "share", "blocks", "since / until", "lives", "phase", "where")
     for row in analysis.holders:
         since = "before" if row.from_before == row.count else "mixed" if row.from_before else "window"
         until = "end" if row.until_end == row.count else "mixed" if row.until_end else "freed"
@@ -150,7 +154,7 @@ def _print_leaks(console: Console, analysis: Analysis) -> None:
         console.print(f"\nLeaks: not judged: {escape(leaks.reason)}", highlight=False)
         return
     if not leaks.leaks:
-        seen = leaks.reason or f"{leaks.steps} steps, {leaks.step_source}"
+        seen = leaks.reason or f"{count_text(leaks.steps, 'step')}, {leaks.step_source}"
         console.print(f"\nLeaks: none seen ({escape(seen)})", highlight=False)
     for leak in leaks.leaks:
         console.print(
@@ -188,7 +192,8 @@ def _print_churn(console: Console, analysis: Analysis) -> None:
     for row in analysis.churn:
         took = f" in {row.duration_ms / 1000:.2f} s" if row.duration_ms is not None else ""
         console.print(
-            f"\n[bold]Churn[/] ({row.cause}): {row.freed_segments} segments ({size_text(row.freed_bytes)}) freed, "
+            f"\n[bold]Churn[/] ({row.cause}): {count_text(row.freed_segments, 'segment')} "
+            f"({size_text(row.freed_bytes)}) freed, "
             f"{row.allocated_segments} ({size_text(row.allocated_bytes)}) fetched{took}, at {escape(row.own_line)}. "
             f"{escape(row.what_to_do)}",
             highlight=False,

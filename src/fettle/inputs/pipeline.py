@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fettle.errors import UsageError, first_line
 from fettle.inputs.setting import AS_GIVEN, BATCH_INDEX, ONE_BY_ONE, Setting
-from fettle.trace.record import load_target
+from fettle.trace.io.record import load_target
 
 Step = Callable[[Any], Any]
 

@@ -21,7 +21,7 @@ from fettle.memory.snapshot import Action, Frame, Snapshot
 from fettle.memory.spikes import Spike, spikes
 from fettle.memory.stacks import StackGroups, describe, group_stacks
 from fettle.memory.steps import Steps, find_steps
-from fettle.units import size_text
+from fettle.units import count_text, size_text
 
 _FRAMES_IN_JSON = 12
 
@@ -112,9 +112,11 @@ def analyse(
 def verdict(analysis: Analysis) -> str:
     """The two or three sentences that somebody in a hurry needs."""
     window = analysis.replay
-    said = [f"Peak {size_text(window.peak_bytes)} in use"]
+    said = [f"{'Peak ' if window.has_events else ''}{size_text(window.peak_bytes)} in use"]
     if analysis.pools:
         said[0] += f", {size_text(window.peak_reserved_bytes)} reserved"
+    if not window.has_events:
+        said[0] += " when it was taken; there are no events in it, so the peak is not known"
     if analysis.holders:
         first = analysis.holders[0]
         held = f"The most of it, {_percent(first.share)}, is held by {first.own_line}"
@@ -134,7 +136,9 @@ def verdict(analysis: Analysis) -> str:
     if analysis.fit is not None:
         said.append(f"Would {size_text(analysis.fit.request_bytes)} more have fitted? {analysis.fit.sentence}")
     if analysis.violations:
-        said.append(f"The file contradicts itself in {len(analysis.violations)} place(s): read all this with care")
+        said.append(
+            f"The file contradicts itself in {count_text(len(analysis.violations), 'place')}: read all this with care"
+        )
     return ". ".join(said) + "."
 
 
@@ -154,13 +158,13 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         "notes": list(analysis.snapshot.notes),
         "events": len(window.trace),
         "start_bytes": window.start_bytes,
-        "peak_bytes": window.peak_bytes,
-        "peak_event": window.peak_event,
+        "peak_bytes": window.peak_bytes if window.has_events else None,
+        "peak_event": window.peak_event if window.has_events else None,
         "end_bytes": window.end_bytes,
         "frees_from_before_the_window": window.frees_from_before,
         "unexplained_bytes": analysis.unexplained_bytes,
         "reserved_bytes": analysis.reserved_bytes,
-        "peak_reserved_bytes": window.peak_reserved_bytes if analysis.pools else None,
+        "peak_reserved_bytes": window.peak_reserved_bytes if analysis.pools and window.has_events else None,
         "never_used": analysis.never_used,
         "allocated_bytes": sum(pool.allocated_bytes for pool in analysis.pools),
         "releasable_bytes": analysis.releasable_bytes,

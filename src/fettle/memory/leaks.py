@@ -18,7 +18,7 @@ from fettle.memory.replay import Replay
 from fettle.memory.snapshot import Action, Frame, Ints, Snapshot
 from fettle.memory.stacks import StackGroups
 from fettle.memory.steps import Steps
-from fettle.units import size_text
+from fettle.units import count_text, size_text
 
 _MIB = 1 << 20
 _WARM_UP_STEPS = 2
@@ -77,12 +77,14 @@ class LeakReport:
 
 def find_leaks(snapshot: Snapshot, replay: Replay, groups: StackGroups, steps: Steps) -> LeakReport:
     """Look for growth in tensors, in reserved memory and in the process, in this order; the first found is named."""
-    if not steps.marked and len(replay.trace):
+    if not replay.has_events:
+        return LeakReport(False, "the snapshot has no events, and one moment does not grow", 0, steps.source, 0.0, ())
+    if not steps.marked:
         return _without_steps(replay, steps)
     used, reserved = _levels(replay, steps)
     if len(used) < _FEWEST_POINTS:
         needed = _FEWEST_POINTS + _WARM_UP_STEPS
-        reason = f"{len(steps)} step(s) in the window ({steps.source}), {needed} are needed"
+        reason = f"{count_text(len(steps), 'step')} in the window ({steps.source}), {needed} are needed"
         return LeakReport(False, reason, len(steps), steps.source, 0.0, ())
     slope = theil_sen(used)
     leak = _cycles(replay, groups, steps, used) or _growing_tensors(replay, groups, steps, used)

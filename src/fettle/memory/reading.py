@@ -20,6 +20,7 @@ import psutil
 from fettle.errors import UsageError
 from fettle.memory.pickles import load_plain_data
 from fettle.memory.snapshot import Action, Annotation, Blocks, Frame, Ints, Segments, Snapshot, State, Trace
+from fettle.units import count_text
 
 DEFAULT_MAX_FILE_BYTES = 1 << 30
 """Reading an honest file takes about ten times its size in memory."""
@@ -163,7 +164,7 @@ class _Parser:
         states = [block.get("state") for block in blocks]
         unknown = {state for state in states if isinstance(state, str)} - set(_STATES)
         if unknown:
-            self.notes.append(f"{len(unknown)} unknown block state(s), counted as inactive")
+            self.notes.append(f"{count_text(len(unknown), 'unknown block state')}, counted as inactive")
         return (
             Segments(
                 device=column("device", 0),
@@ -196,7 +197,22 @@ class _Parser:
         return {device: self.trace(events, device) for device, events in enumerate(traces) if events}
 
     def trace(self, events: list[Any], device: int) -> Trace:
+        """All events that can be read; the others are named by their index."""
         self.spend(len(events))
+        told = len(self.notes)
+        try:
+            return self.event_columns(events, device)
+        except UsageError:
+            wrong = {index: what for index, event in enumerate(events) if (what := _what_is_wrong(event))}
+            if not 0 < len(wrong) < len(events):
+                raise
+        del self.notes[told:]
+        shown = "; ".join(f"event {index} {what}" for index, what in list(wrong.items())[:3])
+        left = count_text(len(wrong), "event")
+        self.notes.append(f"device {device}: {left} could not be read, so what was in use is not exact: {shown}")
+        return self.event_columns([event for index, event in enumerate(events) if index not in wrong], device)
+
+    def event_columns(self, events: list[Any], device: int) -> Trace:
         if not all(isinstance(event, dict) for event in events):
             raise self.bad(f"the trace of device {device} holds something that is not a dictionary")
         names = [event.get("action") for event in events]
@@ -257,7 +273,7 @@ class _Parser:
             if isinstance(stage, str) and isinstance(name, str) and _is_small(time_us) and _is_small(device or 0):
                 kept.append(Annotation(_clean(stage), _clean(name), device or 0, time_us))  # type: ignore[arg-type]
         if len(kept) < len(rows):
-            self.notes.append(f"{len(rows) - len(kept)} annotation(s) could not be read")
+            self.notes.append(f"{count_text(len(rows) - len(kept), 'annotation')} could not be read")
         return tuple(sorted(kept, key=lambda mark: mark.time_us))
 
     def host_memory(self, rows: object) -> tuple[tuple[int, int], ...]:
@@ -317,6 +333,21 @@ class _Parser:
             return np.array(numbers, np.int64)
         except OverflowError:
             raise self.bad(f"{what} does not fit in 64 bits") from None
+
+
+def _what_is_wrong(event: object) -> str:
+    """Why an event cannot be read; empty where it can."""
+    if not isinstance(event, dict):
+        return "is not a dictionary"
+    oom = event.get("action") == "oom"
+    defaults = {"device_free" if oom else "addr": 0 if oom else None, "size": None, "stream": 0, "time_us": 0}
+    for key, default in defaults.items():
+        value = event.get(key, default)
+        if type(value) is not int:
+            return f"has no {key}" if value is None else f"has a {key} that is not a whole number"
+        if not -(1 << 63) <= value < 1 << 63:
+            return f"has a {key} that does not fit in 64 bits"
+    return ""
 
 
 def _from_the_oldest(trace: Trace) -> Trace:

@@ -63,6 +63,11 @@ class Replay:
     """Which event frees a block: FREE_COMPLETED, or FREE_REQUESTED in a file that left the former out."""
 
     @property
+    def has_events(self) -> bool:
+        """Without events nothing is known but one moment: no peak, no growth."""
+        return len(self.trace) > 0
+
+    @property
     def end_bytes(self) -> int:
         return int(self.used_bytes[-1]) if len(self.used_bytes) else self.start_bytes
 

@@ -19,6 +19,7 @@ from fettle.memory.analysis import Analysis, verdict
 from fettle.memory.difference import Difference
 from fettle.memory.moments import segment_lives
 from fettle.memory.stacks import describe
+from fettle.units import count_text
 
 
 def write_report(analysis: Analysis, path: str | os.PathLike[str], *, difference: Difference | None = None) -> None:
@@ -43,6 +44,7 @@ def render(analysis: Analysis, difference: Difference | None = None) -> str:
         facts=shell.script_json(facts),
         columns=columns,
         scripts=True,
+        count_text=count_text,
     )
 
 
@@ -69,6 +71,7 @@ def _payload(analysis: Analysis) -> tuple[dict[str, Any], str]:
         "death": ("i32", table.death),
         "address": ("f64", table.address),
         "size": ("f64", table.size_bytes),
+        "stream": ("f64", table.stream),
         "group": ("u32", groups.of_stack[table.stack]),
         # A segment that grows or shrinks by mapping pages is shown in its last extent throughout.
         "segment_address": ("f64", lives.address),

@@ -1,7 +1,8 @@
 """Does memory use stand out anywhere from where it usually is?
 
 A spike is a stretch in which use exceeds the plateau by more than five median absolute deviations (and by at least
-1 MiB and 1% of the plateau, so that a flat line has no spikes in its noise). The plateau is the median over events.
+1 MiB and 1% of the plateau, so that a flat line has no spikes in its noise) because of a few blocks. What rises block
+by block, as the activations of a training step do, is no spike. The plateau is the median over events.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from fettle.memory.stacks import StackGroups
 _MIB = 1 << 20
 _FEWEST_EVENTS = 20
 _MOST_LOOKED_AT = 40
+_FEW_BLOCKS = 4
+"""A spike is a stretch of whose height no more blocks than this hold half."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,9 @@ def spikes(snapshot: Snapshot, replay: Replay, groups: StackGroups, *, top: int 
         first, last = int(starts[index]), int(ends[index])
         peak = first + int(used[first : last + 1].argmax())
         among = replay.allocations.birth >= first
+        sizes = np.sort(replay.allocations.size_bytes[replay.allocations.alive_at(peak) & among])[::-1]
+        if sizes[:_FEW_BLOCKS].sum() < (used[peak] - plateau) / 2:
+            continue
         who = holders(snapshot, replay, groups, event=peak, among=among, top=5)
         key = who[0].own_line if who else ""
         if key in found:

@@ -9,6 +9,14 @@
   }
   draw();
   dark.addEventListener("change", draw);
+  // A chart in what is folded has no room: it finds its width once that opens, for a reader or for paper.
+  var folded = document.querySelectorAll("details");
+  folded.forEach(function (part) { part.addEventListener("toggle", function () { window.dispatchEvent(new Event("resize")); }); });
+  window.addEventListener("hashchange", function () {
+    var part = document.getElementById(location.hash.slice(1));
+    if (part && part.tagName === "DETAILS") part.open = true;
+  });
+  window.addEventListener("beforeprint", function () { folded.forEach(function (part) { part.open = true; }); });
 })();
 document.querySelectorAll("[data-copy]").forEach(function (button) {
   button.addEventListener("click", function () {

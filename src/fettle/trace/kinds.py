@@ -121,11 +121,6 @@ _LAUNCH = re.compile(
 )
 
 
-def is_blocking_call(name: str) -> bool:
-    """Whether a runtime call makes the host wait for the device."""
-    return bool(_BLOCKING.search(name))
-
-
 def is_launch_call(name: str) -> bool:
     """Whether a runtime call launches kernels: cudaLaunchKernel(ExC), cuLaunchKernel(Ex), hip*, cooperative, graphs."""
     return bool(_LAUNCH.search(name))
@@ -139,12 +134,12 @@ def is_graph_launch(name: str) -> bool:
 def host_cause(name: str, kind: Kind) -> str:
     """Which idle cause a host event stands for while it is the innermost one on its thread.
 
-    Returns one of the keys of `fettle.trace.idle.CAUSES`. Data loading is inherited by everything inside it, see there.
+    Returns one of `fettle.trace.CAUSES_OF_HOST`. Data loading is inherited by everything inside it, see there.
     """
     if kind == Kind.OVERHEAD or _PROFILER.search(name):
         return "profiler"
     if kind == Kind.RUNTIME:
-        if is_blocking_call(name):
+        if _BLOCKING.search(name):
             return "blocking_call"
         if _ALLOCATOR.search(name):
             return "allocator"
@@ -187,3 +182,18 @@ def short_kernel_name(name: str) -> str:
         if 0 < at < cut:
             cut = at
     return text[:cut].strip() or name
+
+
+_BYTES_OF_TYPES = {
+    1: "char int8 byte uint8 bool float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz",
+    2: "half float16 bfloat16 short int16",
+    4: "float float32 int int32",
+    8: "double float64 long int64 complexfloat",
+    16: "complexdouble",
+}
+_WIDTH = {name: width for width, names in _BYTES_OF_TYPES.items() for name in names.split()} | {"unsigned char": 1}
+
+
+def dtype_bytes(name: str) -> int | None:
+    """Bytes of an element, from a type's name as profilers write it (`c10::BFloat16`, `float`); None for no dtype."""
+    return _WIDTH.get(name.lower().removeprefix("c10::"))

@@ -10,17 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import polars as pl
 
 from fettle.trace.kinds import DEVICE_KINDS, HOST_KINDS, Kind, host_cause, is_collective_name
-
-if TYPE_CHECKING:
-    from fettle.trace.launches import LaunchLinks
-    from fettle.trace.stacks import HostStacks
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -61,12 +57,7 @@ SIDE_TABLES: dict[str, dict[str, pl.DataType]] = {
     "memory": {
         "ts_ns": pl.Int64(),
         "thread": pl.Int32(),
-        "device_type": pl.Int64(),
-        "device": pl.Int64(),
-        "bytes": pl.Int64(),
-        "address": pl.Int64(),
-        "allocated_bytes": pl.Int64(),
-        "reserved_bytes": pl.Int64(),
+        **dict.fromkeys(("device_type", "device", "bytes", "address", "allocated_bytes", "reserved_bytes"), pl.Int64()),
     },
 }
 
@@ -105,6 +96,8 @@ class Trace:
     metadata: dict[str, Any] = field(default_factory=dict)
     thread_names: dict[str, str] = field(default_factory=dict)
     facts: ReadFacts = field(default_factory=ReadFacts)
+    own_end: bool = False
+    """Whether a step ends with its own annotation, not where the next one begins."""
 
     def column(self, name: str) -> npt.NDArray[Any]:
         """One column of the events as a numpy array, without a copy."""
@@ -146,6 +139,11 @@ class Trace:
         rows = np.flatnonzero(self.is_device)
         return rows[np.argsort(self.ts[rows], kind="stable")]
 
+    def lane(self, rows: Ints) -> Ints:
+        """A number for the device and stream of each row."""
+        device, stream = self.column("device")[rows].astype(np.int64), self.column("stream")[rows]
+        return np.unique(device * 2**40 + stream % 2**40, return_inverse=True)[1].astype(np.int64)
+
     @cached_property
     def is_collective(self) -> Bools:
         """Kernels that communicate: told by the profiler's collective arguments, by the operator, or by their name."""
@@ -169,20 +167,6 @@ class Trace:
         met[self.column("name")[host].astype(np.int64) * 256 + self.kind[host]] = True
         pairs = [(int(p) // 256, int(p) % 256) for p in np.flatnonzero(met)]
         return {(name, kind): host_cause(self.names[name], Kind(kind)) for name, kind in pairs}
-
-    @cached_property
-    def launches(self) -> LaunchLinks:
-        """Which host call launched each piece of device work (computed once)."""
-        from fettle.trace.launches import link_launches
-
-        return link_launches(self)
-
-    @cached_property
-    def stacks(self) -> HostStacks:
-        """Who called whom on the host threads (computed once)."""
-        from fettle.trace.stacks import build_stacks
-
-        return build_stacks(self)
 
     @cached_property
     def kept(self) -> dict[Any, Any]:

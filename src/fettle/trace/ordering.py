@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fettle.trace.model import Ints
+from fettle.trace.intervals import Ints
 
 
 def order_by(*keys: Ints) -> Ints:

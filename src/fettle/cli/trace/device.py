@@ -1,10 +1,12 @@
 """The device's side: kernels, launches, communication, queues, copies."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import polars as pl
+import typer
 
 from fettle.cli.trace.shared import Chart, Fresh, Json, Rows, Source, app, joined, open_traces, show, write_chart
+from fettle.errors import UsageError
 
 
 @app.command()
@@ -17,8 +19,8 @@ def kernels(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart
 
       fettle trace kernels ranks/
     """
-    from fettle.trace import charts
-    from fettle.trace import kernels as k
+    from fettle.trace.analyses import kernels as k
+    from fettle.trace.report import charts
 
     traces = open_traces(source, fresh)
     table = joined(traces, k.kernel_table)
@@ -30,6 +32,41 @@ def kernels(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart
 
 
 @app.command()
+def flops(
+    source: Source,
+    as_json: Json = False,
+    rows: Rows = 30,
+    chart: Chart = None,
+    fresh: Fresh = False,
+    peak: Annotated[
+        float | None, typer.Option(min=1e-6, help="what the device computes at most, TFLOP/s; for --bandwidth too")
+    ] = None,
+    bandwidth: Annotated[float | None, typer.Option(min=1e-6, help="what its memory moves at most, GB/s")] = None,
+) -> None:
+    """FLOPs of matrix products, convolutions and attention: by operator, by distinct shapes, against the roofline.
+
+    [bold]Examples[/]
+
+      fettle trace flops trace.json.gz --chart roofline.html
+
+      fettle trace flops trace.json.gz --peak 989 --bandwidth 3350
+    """
+    from fettle.trace.analyses.flops import Limits, limits_of, product_summary, product_table
+    from fettle.trace.report import charts
+
+    if (peak is None) != (bandwidth is None):
+        raise UsageError("--peak and --bandwidth make a roofline together")
+    given = Limits(dict.fromkeys((1, 2, 4, 8), peak), bandwidth) if peak is not None and bandwidth is not None else None
+    traces = open_traces(source, fresh)
+    table = joined(traces, lambda t: product_table(t, given))
+    if not table.height:
+        raise UsageError("no product whose shapes are in this trace: record with record_shapes=True")
+    write_chart(chart, lambda: charts.roofline_chart(table, given or limits_of(traces[0])))
+    notes = {} if table["roof_share"].null_count() < table.height else {"roof": "unknown: give --peak and --bandwidth"}
+    show({"operators": product_summary(table), "products": table}, as_json, rows, notes, traces)
+
+
+@app.command()
 def launches(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False) -> None:
     """Launch calls and delays: every launch of every runtime, graphs too.
 
@@ -37,12 +74,12 @@ def launches(source: Source, as_json: Json = False, rows: Rows = 30, chart: Char
 
       fettle trace launches trace.json.gz
     """
-    from fettle.trace import charts
-    from fettle.trace.launches import call_table, launch_stats
+    from fettle.trace.analyses.launches import call_table, launch_stats
+    from fettle.trace.report import charts
 
     traces = open_traces(source, fresh)
     frame = joined(traces, launch_stats)
-    write_chart(chart, lambda: charts.delay_chart(frame))
+    write_chart(chart, lambda: charts.stack_of(charts.launch_charts(frame)))
     summary = call_table(frame)
     show({"summary": summary, **({"launches": frame} if as_json else {})}, as_json, rows, traces=traces)
 
@@ -57,9 +94,9 @@ def comm(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = 
 
       fettle trace comm ranks/ --chart collectives.html
     """
-    from fettle.trace import charts
-    from fettle.trace import communication as c
-    from fettle.trace.arrival import arrival, clock_offsets, match_collectives, stragglers
+    from fettle.trace.analyses import communication as c
+    from fettle.trace.analyses.arrival import arrival, clock_offsets, match_collectives, stragglers
+    from fettle.trace.report import charts
 
     traces = open_traces(source, fresh)
     frames = {"overlap": joined(traces, c.overlap), "collectives": joined(traces, c.collective_table)}
@@ -84,8 +121,8 @@ def queue(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart =
 
       fettle trace queue trace.json.gz --chart queue.html
     """
-    from fettle.trace import charts
-    from fettle.trace.queue import queue_length, queue_summary
+    from fettle.trace.analyses.queue import queue_length, queue_summary
+    from fettle.trace.report import charts
 
     traces = open_traces(source, fresh)
 
@@ -108,8 +145,8 @@ def bandwidth(
 
       fettle trace bandwidth trace.json.gz
     """
-    from fettle.trace import charts
-    from fettle.trace.queue import bandwidth_summary, copy_bandwidth
+    from fettle.trace.analyses.queue import bandwidth_summary, copy_bandwidth
+    from fettle.trace.report import charts
 
     traces = open_traces(source, fresh)
     write_chart(chart, lambda: charts.step_line(copy_bandwidth(traces[0]), "gb_per_s", series="name", unit="GB/s"))

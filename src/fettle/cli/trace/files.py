@@ -4,25 +4,39 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
+import polars as pl
 import typer
 from rich.console import Console
 from rich.progress import track
 
-from fettle.cli.trace.shared import Fresh, Json, Rows, Source, app, joined, open_traces, show
+from fettle.cli.trace.shared import (
+    Chart,
+    Fresh,
+    Json,
+    OwnEnd,
+    Rows,
+    Source,
+    app,
+    joined,
+    open_traces,
+    show,
+    write_chart,
+)
 from fettle.errors import UsageError, first_line
 from fettle.files import check_writable
+from fettle.units import count_text
 
 
 @app.command()
-def hta(source: Source, as_json: Json = False, rows: Rows = 30, fresh: Fresh = False) -> None:
+def hta(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False) -> None:
     """The numbers of Holistic Trace Analysis, under its definitions and rounding (see the docs for where they
-    mislead).
+    mislead); the chart is of its idle time of each stream and its launch histograms.
 
     [bold]Example[/]
 
       fettle trace hta trace.json.gz --json
     """
-    from fettle.trace import hta as h
+    from fettle.trace.analyses import hta as h
 
     traces = open_traces(source, fresh)
     frames = {
@@ -30,10 +44,21 @@ def hta(source: Source, as_json: Json = False, rows: Rows = 30, fresh: Fresh = F
         for name in ("temporal_breakdown", "kernel_types", "idle_breakdown", "queue_summary", "kernel_statistics")
     }
     notes: dict[str, Any] = {f"overlap of rank {t.rank} (%)": h.communication_overlap(t) for t in traces}
+    write_chart(chart, lambda: _hta_charts(frames["idle_breakdown"], joined(traces, h.launch_statistics)))
     breakdown = frames["temporal_breakdown"]
     if (breakdown["non_compute_us"] < 0).any() or (breakdown["compute_us"] < 0).any():
         notes["negative times"] = "rounding both ends of events inward makes short ones negative, as it does there"
     show(frames, as_json, rows, notes, traces)
+
+
+def _hta_charts(idle: pl.DataFrame, launches: pl.DataFrame) -> Any:
+    from fettle.trace.report import charts
+
+    where = pl.format("rank {} stream {}", "rank", "stream")
+    streams = charts.stacked(
+        idle.select("idle_category", where=where, ms=pl.col("idle_us") / 1e3), "where", "idle_category", "ms"
+    )
+    return charts.stack_of({"Idle time of each stream": streams} | charts.launch_charts(launches))
 
 
 @app.command()
@@ -51,7 +76,7 @@ def sql(
 
       fettle trace sql trace.json.gz "select name, sum(dur_ns) as ns from events group by name order by ns desc"
     """
-    from fettle.trace.sql import query
+    from fettle.trace.analyses.sql import query
 
     traces = open_traces(source, fresh)
     show({"result": query(traces, text)}, as_json, rows, traces=traces)
@@ -70,13 +95,13 @@ def augment(
 
       fettle trace augment trace.json.gz for-perfetto.json
     """
-    from fettle.trace.critical import critical_path
-    from fettle.trace.perfetto import augment as write
+    from fettle.trace.analyses.critical import critical_path
+    from fettle.trace.report.perfetto import augment as write
 
     trace = open_traces(source, fresh)[0]
     added = write(trace, target, path=critical_path(trace))
     print(json.dumps({"file": str(target), "added_events": added})) if as_json else Console().print(
-        f"wrote {target}: {added} events added"
+        f"wrote {target}: {count_text(added, 'event')} added"
     )
 
 
@@ -86,6 +111,7 @@ def report(
     output: Annotated[Path, typer.Option("--output", "-o", help="the page")] = Path("trace-report.html"),
     before: Annotated[Path | None, typer.Option(help="an earlier trace to compare with")] = None,
     fresh: Fresh = False,
+    own_end: OwnEnd = False,
     as_json: Json = False,
 ) -> None:
     """One self-contained HTML page: account, idle causes, kernels, overlap, ranks, critical path, a step's timeline.
@@ -96,11 +122,11 @@ def report(
 
       fettle trace report after.json.gz --before before.json.gz
     """
-    from fettle.trace.report import write_report
+    from fettle.trace.report.page import write_report
 
     check_writable(output)
-    earlier = open_traces(before, fresh)[0] if before is not None else None
-    failed = write_report(open_traces(source, fresh), output, before=earlier)
+    earlier = open_traces(before, fresh, own_end)[0] if before is not None else None
+    failed = write_report(open_traces(source, fresh, own_end), output, before=earlier)
     if as_json:
         print(json.dumps({"file": str(output), "not_answered": failed}))
     else:
@@ -127,8 +153,8 @@ def record(
 
       fettle trace record train.py:step -o trace.json.gz --active 5 --stacks
     """
-    from fettle.trace.record import load_target
-    from fettle.trace.record import record as record_trace
+    from fettle.trace.io.record import load_target
+    from fettle.trace.io.record import record as record_trace
 
     step, screen = load_target(target), Console(stderr=True)
     with record_trace(output, warmup=warmup, active=active, stacks=stacks, memory=memory) as profiler:

@@ -19,9 +19,9 @@ def operators(
 
       fettle trace operators trace.json.gz --rows 10
     """
-    from fettle.trace import charts
-    from fettle.trace.attribution import attribute_kernels
-    from fettle.trace.operators import operator_table
+    from fettle.trace.analyses.attribution import attribute_kernels
+    from fettle.trace.analyses.operators import operator_table
+    from fettle.trace.report import charts
 
     traces = open_traces(source, fresh)
     table, work = joined(traces, operator_table), joined(traces, attribute_kernels)
@@ -56,8 +56,8 @@ def tree(
 
       fettle trace tree trace.json.gz --python --chart flame.html
     """
-    from fettle.trace import charts
-    from fettle.trace.operators import call_blocks, call_tree
+    from fettle.trace.analyses.operators import call_blocks, call_tree
+    from fettle.trace.report import charts
 
     traces = open_traces(source, fresh)
     flame = (traces[0], bool(traces[0].device_keys), depth, python)
@@ -84,8 +84,8 @@ def sequences(
 
       fettle trace sequences trace.json.gz aten::linear --min-kernels 1
     """
-    from fettle.trace import charts
-    from fettle.trace.operators import kernel_sequences
+    from fettle.trace.analyses.operators import kernel_sequences
+    from fettle.trace.report import charts
 
     traces = open_traces(source, fresh)
     found = joined(traces, lambda t: kernel_sequences(t, operator, min_kernels=min_kernels, top=rows))
@@ -105,8 +105,8 @@ def annotations(
 
       fettle trace annotations trace.json.gz
     """
-    from fettle.trace import charts
-    from fettle.trace.operators import annotation_table
+    from fettle.trace.analyses.operators import annotation_table
+    from fettle.trace.report import charts
 
     traces = open_traces(source, fresh)
     table = joined(traces, annotation_table)
@@ -123,8 +123,8 @@ def counters(source: Source, as_json: Json = False, rows: Rows = 30, chart: Char
 
       fettle trace counters trace.json.gz --chart counters.html
     """
-    from fettle.trace import charts
-    from fettle.trace.operators import counters_by_operator
+    from fettle.trace.analyses.operators import counters_by_operator
+    from fettle.trace.report import charts
 
     traces = open_traces(source, fresh)
     frames = [f for t in traces if (f := counters_by_operator(t)) is not None]
@@ -148,15 +148,15 @@ def host(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = 
 
       fettle trace host trace.json.gz
     """
-    from fettle.trace import charts
-    from fettle.trace import host as h
+    from fettle.trace.analyses import host as h
+    from fettle.trace.report import charts
 
     traces = open_traces(source, fresh)
     summary = joined(traces, h.host_summary)
     write_chart(chart, lambda: charts.bar_chart(summary, "question", "time_ns"))
     frames = {
         "questions": summary,
-        "threads": pl.concat([h.threads(t) for t in traces], how="diagonal_relaxed"),
+        "threads": joined(traces, h.threads),
         "parallel": joined(traces, h.parallel_operators),
         "sizes": joined(traces, h.operator_sizes),
         "small_operators": joined(traces, h.small_operators),
@@ -174,8 +174,8 @@ def memory(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart 
 
       fettle trace memory trace.json.gz
     """
-    from fettle.trace import charts
-    from fettle.trace.memory_timeline import memory_peak, memory_timeline
+    from fettle.trace.analyses.memory_timeline import memory_peak, memory_timeline
+    from fettle.trace.report import charts
 
     traces = open_traces(source, fresh)
     timeline = joined(traces, memory_timeline)

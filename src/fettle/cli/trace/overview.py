@@ -10,6 +10,7 @@ from fettle.cli.trace.shared import (
     Chart,
     Fresh,
     Json,
+    OwnEnd,
     Rows,
     Source,
     app,
@@ -17,9 +18,11 @@ from fettle.cli.trace.shared import (
     open_traces,
     read_traces,
     show,
+    step_windows,
     write_chart,
 )
 from fettle.errors import UsageError
+from fettle.units import count_text
 
 
 @app.command()
@@ -32,7 +35,7 @@ def health(source: Source, as_json: Json = False, fresh: Fresh = False) -> None:
 
       fettle trace health ranks/ --json
     """
-    from fettle.trace.health import trace_health
+    from fettle.trace.analyses.health import trace_health
 
     found = [trace_health(t, replayed=True) for t in read_traces(source, fresh)]
     if as_json:
@@ -58,7 +61,7 @@ def check(source: Source, as_json: Json = False, fresh: Fresh = False) -> None:
 
       fettle trace check trace.json.gz
     """
-    from fettle.trace.check import identities
+    from fettle.trace.analyses.check import identities
 
     traces = open_traces(source, fresh)
     frame = joined(traces, identities)
@@ -68,24 +71,31 @@ def check(source: Source, as_json: Json = False, fresh: Fresh = False) -> None:
 
 
 @app.command()
-def steps(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False) -> None:
+def steps(
+    source: Source,
+    as_json: Json = False,
+    rows: Rows = 30,
+    chart: Chart = None,
+    fresh: Fresh = False,
+    own_end: OwnEnd = False,
+) -> None:
     """The steps: medians, outliers, drift.
 
     [bold]Example[/]
 
       fettle trace steps trace.json.gz --chart steps.html
     """
-    from fettle.trace import charts
-    from fettle.trace.steps import step_summary
-    from fettle.trace.steps import steps as find
+    from fettle.trace.analyses.steps import step_summary
+    from fettle.trace.analyses.steps import steps as find
+    from fettle.trace.report import charts
 
-    traces = open_traces(source, fresh)
+    traces = open_traces(source, fresh, own_end)
     frame = joined(traces, find)
     summaries = {f"rank {t.rank}": step_summary(find(t)) for t in traces}
     far = [(t.rank, n) for t, s in zip(traces, summaries.values(), strict=True) for n in s["outliers"]]  # type: ignore[union-attr]
     outliers = pl.DataFrame(far, schema={"rank": pl.Int64(), "step": frame.schema["step"]}, orient="row")
     write_chart(chart, lambda: charts.step_chart(frame, outliers))
-    notes = summaries if as_json else {k: _in_words(s) for k, s in summaries.items()}
+    notes = step_windows(own_end) | (summaries if as_json else {k: _in_words(s) for k, s in summaries.items()})
     show({"steps": frame}, as_json, rows, notes, traces)
 
 
@@ -96,7 +106,7 @@ def _in_words(summary: dict[str, float | int | list[int]]) -> str:
     median, spread, drift = (float(summary[k]) for k in ("median_ns", "mad_ns", "drift_ns_per_step"))  # type: ignore[arg-type]
     outliers = summary["outliers"]
     return (
-        f"{summary['steps']} steps, median {ms(median)} (median deviation {ms(spread)}); "
+        f"{count_text(int(summary['steps']), 'step')}, median {ms(median)} (median deviation {ms(spread)}); "
         + (
             f"outliers: {', '.join(map(str, outliers))}; "
             if isinstance(outliers, list) and outliers
@@ -114,6 +124,7 @@ def account(
     chart: Chart = None,
     fresh: Fresh = False,
     annotation: Annotated[str | None, typer.Option(help="take annotations of this name for steps")] = None,
+    own_end: OwnEnd = False,
 ) -> None:
     """Where did the time go? Every nanosecond of each step, booked once.
 
@@ -123,17 +134,18 @@ def account(
 
       fettle trace account trace.json.gz --annotation generate
     """
-    from fettle.trace import charts
-    from fettle.trace.account import account_parts, account_total, time_account
+    from fettle.trace.analyses.account import account_parts, account_total, time_account
+    from fettle.trace.report import charts
 
-    traces = open_traces(source, fresh)
+    traces = open_traces(source, fresh, own_end)
     frame = joined(traces, lambda t: time_account(t, annotation))
     write_chart(chart, lambda: charts.account_chart(frame))
     total = account_total(frame)
     if not as_json:  # for people, the sum is a list of its parts
         show({"where the time went": account_parts(total)}, False, 1000)
         frame = frame.select(pl.exclude("^idle_.*_ns$"))
-    show({"total": total, "steps": frame} if as_json else {"steps": frame}, as_json, rows, traces=traces)
+    frames = {"total": total, "steps": frame} if as_json else {"steps": frame}
+    show(frames, as_json, rows, step_windows(own_end or annotation is not None), traces)
 
 
 @app.command()
@@ -146,8 +158,8 @@ def idle(source: Source, as_json: Json = False, chart: Chart = None, fresh: Fres
 
       fettle trace idle ranks/ --chart idle.png
     """
-    from fettle.trace import charts
-    from fettle.trace.idle import idle_summary, missing_information
+    from fettle.trace.analyses.idle import idle_streams, idle_summary, missing_information
+    from fettle.trace.report import charts
 
     traces = open_traces(source, fresh)
     frames = [idle_summary(t, d) for t in traces for d in t.device_keys]
@@ -158,4 +170,4 @@ def idle(source: Source, as_json: Json = False, chart: Chart = None, fresh: Fres
     missing = {f"rank {t.rank} device {d}": missing_information(t, d) for t in traces for d in t.device_keys}
     missing = {place: text for place, text in missing.items() if text}
     notes = {"missing": missing} if as_json else {f"missing for {place}": text for place, text in missing.items()}
-    show({"idle": frame}, as_json, 100, notes, traces)
+    show({"idle": frame, "streams": joined(traces, idle_streams)}, as_json, 100, notes, traces)

@@ -8,8 +8,23 @@ from typing import Annotated, Any
 import polars as pl
 import typer
 
-from fettle.cli.trace.shared import Chart, Fresh, Json, Rows, Source, Step, app, doubts, open_traces, show, write_chart
+from fettle.cli.trace.shared import (
+    Chart,
+    Fresh,
+    Json,
+    OwnEnd,
+    Rows,
+    Source,
+    Step,
+    app,
+    doubts,
+    open_traces,
+    show,
+    step_windows,
+    write_chart,
+)
 from fettle.errors import UsageError
+from fettle.units import count_text
 
 
 @app.command()
@@ -20,6 +35,7 @@ def critical(
     rows: Rows = 30,
     chart: Chart = None,
     fresh: Fresh = False,
+    own_end: OwnEnd = False,
     overlay: Annotated[
         Path | None, typer.Option(help="write the (first rank's) trace with its path as a track (JSON)")
     ] = None,
@@ -32,17 +48,17 @@ def critical(
 
       fettle trace critical ranks/ --overlay for-perfetto.json
     """
-    from fettle.trace import charts
-    from fettle.trace.critical import critical_path, path_events
-    from fettle.trace.critical_ranks import critical_path_of_ranks
-    from fettle.trace.perfetto import augment
+    from fettle.trace.analyses.critical import critical_path, path_events, path_shares
+    from fettle.trace.analyses.critical_ranks import critical_path_of_ranks
+    from fettle.trace.report import charts
+    from fettle.trace.report.perfetto import augment
 
-    traces = open_traces(source, fresh)
+    traces = open_traces(source, fresh, own_end)
     frames: dict[str, pl.DataFrame] = {}
     for trace in traces:
         path = critical_path(trace, step)
         prefix = f"rank_{trace.rank}_" if len(traces) > 1 else ""
-        summary = path.summary()
+        summary = path_shares(trace, path)
         frames |= {f"{prefix}summary": summary, f"{prefix}events": path_events(trace, path)}
         if as_json:
             frames[f"{prefix}pieces"] = path.pieces
@@ -50,7 +66,7 @@ def critical(
             write_chart(chart, lambda summary=summary: charts.bar_chart(summary, "category", "time_ns"))  # type: ignore[misc]
             if overlay is not None:
                 augment(trace, overlay, path=path)
-    notes: dict[str, Any] = {}
+    notes: dict[str, Any] = step_windows(own_end)
     if len(traces) > 1:
         try:
             joined = critical_path_of_ranks(traces, step)
@@ -71,6 +87,7 @@ def whatif(
     as_json: Json = False,
     chart: Chart = None,
     fresh: Fresh = False,
+    own_end: OwnEnd = False,
     kernels: Annotated[
         str | None, typer.Option(help="kernels that match this expression take --factor of their time")
     ] = None,
@@ -86,14 +103,14 @@ def whatif(
 
       fettle trace whatif trace.json.gz --kernels gemm --factor 0.5 --chart whatif.html
     """
-    from fettle.trace import charts
-    from fettle.trace.critical import critical_path
-    from fettle.trace.whatif import what_if
+    from fettle.trace.analyses.critical import critical_path
+    from fettle.trace.analyses.whatif import what_if
+    from fettle.trace.report import charts
 
     rows, questions = [], []
-    notes: dict[str, Any] = {}
+    notes: dict[str, Any] = step_windows(own_end)
     uncertain: list[int] = []
-    traces = open_traces(source, fresh)
+    traces = open_traces(source, fresh, own_end)
     for trace in traces:
         path = critical_path(trace, step)
         changes = ["kernels"] if kernels is not None else ["no_syncs", "perfect_overlap", "graph", "data_ready"]
@@ -113,7 +130,7 @@ def whatif(
         doubtful = doubts({f"rank {trace.rank}": trace for trace in traces})
         for rank in sorted(set(uncertain)):
             doubtful[f"rank {rank}"] = [*doubtful.get(f"rank {rank}", []), "what-if"]
-        notes = {"uncertain": doubtful}
+        notes["uncertain"] = doubtful
     show({"what_if": pl.DataFrame(rows)}, as_json, 1000, notes)
 
 
@@ -135,8 +152,8 @@ def compare(
 
       fettle trace compare before.json.gz after.json.gz --skip 1
     """
-    from fettle.trace import charts
-    from fettle.trace.compare import compare as compare_traces
+    from fettle.trace.analyses.compare import compare as compare_traces
+    from fettle.trace.report import charts
 
     first, second = open_traces(before, fresh)[0], open_traces(after, fresh)[0]
     result = compare_traces(
@@ -162,7 +179,7 @@ def compare(
     text = {
         "mean step": f"{result.before_ns / 1e6:,.3f} -> {result.after_ns / 1e6:,.3f} ms, "
         f"change {result.change_ns / 1e6:+,.3f} ms ({interval}); "
-        f"{result.steps_before} and {result.steps_after} steps",
+        f"{result.steps_before} and {count_text(result.steps_after, 'step')}",
         **({"notes": "; ".join(result.notes)} if result.notes else {}),
     }
     if as_json:

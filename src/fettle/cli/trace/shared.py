@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,12 +29,15 @@ Chart = Annotated[Path | None, typer.Option("--chart", help="write a chart to th
 Fresh = Annotated[
     bool, typer.Option("--fresh", help="read the trace itself, not the columns kept from its last opening")
 ]
+OwnEnd = Annotated[
+    bool, typer.Option("--own-end", help="a step ends with its own annotation, not where the next one begins")
+]
 Step = Annotated[int | None, typer.Option("--step", help="one step's number; all steps where left out")]
 
 
 def read_traces(path: Path, fresh: bool = False) -> list[Trace]:
     """Read a trace or a folder; people see how far it is and how long it will take."""
-    from fettle.trace.reader import load_all
+    from fettle.trace.io.reader import load_all
 
     console = Console(stderr=True)
     columns = (
@@ -48,12 +52,12 @@ def read_traces(path: Path, fresh: bool = False) -> list[Trace]:
         return load_all(path, use_sidecar=not fresh, on_progress=lambda share: progress.update(task, completed=share))
 
 
-def open_traces(path: Path, fresh: bool = False) -> list[Trace]:
+def open_traces(path: Path, fresh: bool = False, own_end: bool = False) -> list[Trace]:
     """Read a trace or a folder, and say what was left out of it and which answers are uncertain."""
-    from fettle.trace.health import trace_health
+    from fettle.trace.analyses.health import trace_health
 
     console = Console(stderr=True)
-    traces = read_traces(path, fresh)
+    traces = [replace(trace, own_end=own_end) for trace in read_traces(path, fresh)]
     for trace in traces:
         for note in trace.facts.notes:
             console.print(f"[yellow]rank {trace.rank}: {escape(note)}[/]", highlight=False)
@@ -64,6 +68,11 @@ def open_traces(path: Path, fresh: bool = False) -> list[Trace]:
                 highlight=False,
             )
     return traces
+
+
+def step_windows(own_end: bool) -> dict[str, str]:
+    """What a step's window is, as a note."""
+    return {"a step ends": "with its own annotation" if own_end else "where the next one begins"}
 
 
 def show(
@@ -95,20 +104,20 @@ def show(
 
 def doubts(traces: dict[str, Trace]) -> dict[str, list[str]]:
     """Which analyses are uncertain for each trace; traces without any are left out."""
-    from fettle.trace.health import trace_health
+    from fettle.trace.analyses.health import trace_health
 
     found = {name: list(trace_health(trace).uncertain) for name, trace in traces.items()}
     return {name: analyses for name, analyses in found.items() if analyses}
 
 
-_CLOCK = ("start_ns", "end_ns", "ts_ns", "first_ns", "peak_ts_ns")
+_CLOCK = ("start_ns", "end_ns", "ts_ns", "first_ns")
 _MIN_TEXT = 24
 """Fewest characters that a column of longer text is given."""
 
 
 def _print_table(console: Console, title: str, frame: pl.DataFrame, rows: int) -> None:
     """One table; columns that say nothing are left out, and so are the last ones where the terminal has no room."""
-    from fettle.trace.report.section import cell, heading
+    from fettle.trace.report.section import cell, heading, unit
 
     clocks = [c for c in _CLOCK if c in frame.columns]
     if clocks:  # a person wants the time since the first, not a clock's
@@ -119,8 +128,8 @@ def _print_table(console: Console, title: str, frame: pl.DataFrame, rows: int) -
     told = ", ".join(f"{c} {frame[c][0]}" for c in same if frame[c][0] != -1)
     frame = frame.drop(same, empty)
     shown = frame.head(rows)
-    texts = [[cell(v, c) for v in shown[c]] for c in shown.columns]
-    heads = [heading(c) for c in shown.columns]
+    texts = [[cell(v, c, unit(frame[c])) for v in shown[c]] for c in shown.columns]
+    heads = [heading(frame[c]) for c in shown.columns]
     number = [shown[c].dtype.is_numeric() for c in shown.columns]
     needed, wanted = [], []
     for head, column, is_number in zip(heads, texts, number, strict=True):
@@ -165,7 +174,7 @@ def _plain(value: Any) -> Any:
 
 def write_chart(path: Path | None, make: Callable[[], Any]) -> None:
     if path is not None:
-        from fettle.trace import charts
+        from fettle.trace.report import charts
 
         charts.save(make(), path)
         Console(stderr=True).print(f"wrote {path}", highlight=False)

@@ -20,7 +20,7 @@ from fettle.diagnose.collectors.training import as_workload, device_type
 from fettle.diagnose.collectors.variants import timed
 from fettle.errors import UsageError
 from fettle.memory import record as record_memory
-from fettle.trace.record import record as record_trace  # mypy takes the room's `record` for the module
+from fettle.trace.io.record import record as record_trace  # mypy takes the room's `record` for the module
 from fettle.train import TrainingWorkload
 from fettle.workload import Workload
 

@@ -1,7 +1,4 @@
-"""One self-contained HTML page about a trace or a folder of ranks: evidence first, no network, nothing executed from
-the trace. `page` writes it; each other module holds a few of its sections, `section` what a section is made of.
+"""What people see: charts, one self-contained HTML page (evidence first, no network, nothing executed from the trace),
+and the trace written again for Perfetto. `page` writes the page; each other module holds a few of its sections,
+`section` what a section is made of.
 """
-
-from fettle.trace.report.page import write_report
-
-__all__ = ["write_report"]

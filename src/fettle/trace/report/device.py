@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import polars as pl
 
-from fettle.trace import charts
-from fettle.trace.arrival import arrival, clock_offsets, match_collectives, stragglers
-from fettle.trace.communication import collective_table, collectives
-from fettle.trace.communication import overlap as overlap_of
-from fettle.trace.kernels import kernel_classes, kernel_table, kernels_across_ranks
+from fettle.trace.analyses.arrival import arrival, clock_offsets, match_collectives, stragglers
+from fettle.trace.analyses.communication import collective_table, collectives
+from fettle.trace.analyses.communication import overlap as overlap_of
+from fettle.trace.analyses.flops import limits_of, product_summary, product_table
+from fettle.trace.analyses.kernels import kernel_classes, kernel_table, kernels_across_ranks
+from fettle.trace.analyses.launches import call_table, launch_stats
+from fettle.trace.analyses.queue import bandwidth_summary, copy_bandwidth, queue_length, queue_summary
 from fettle.trace.kinds import short_kernel_name
-from fettle.trace.launches import call_table, launch_stats
 from fettle.trace.model import Trace
-from fettle.trace.queue import bandwidth_summary, copy_bandwidth, queue_length, queue_summary
+from fettle.trace.report import charts
 from fettle.trace.report.section import Section
 
 SHOWN_RANKS = 3
@@ -29,7 +30,7 @@ def kernels(traces: list[Trace]) -> Section | None:
     by_name = short.group_by("function", "class").agg(pl.col("sum_ns").sum())
     section.chart("Longest kernels, by function", charts.bar_chart(by_name, "function", "sum_ns", color="class"))
     classes = pl.concat([kernel_classes(t) for t in traces])
-    together = classes.with_columns(where=pl.format("rank {} device {}", "rank", "device"), ms=pl.col("time_ns") / 1e6)
+    together = classes.with_columns(where=charts.PLACE, ms=pl.col("time_ns") / 1e6)
     section.chart("What ran together", charts.stacked(together, "where", "classes", "ms"))
     first = ["rank", "device", "name", "sum_ns", "share", "count"]
     ordered = frame.select(*first, *(c for c in frame.columns if c not in (*first, "class")), "class")
@@ -37,6 +38,28 @@ def kernels(traces: list[Trace]) -> Section | None:
     section.table("What ran together", classes, rows=32)
     if len(traces) > 1:
         section.table("Across ranks", kernels_across_ranks(traces))
+    return section
+
+
+def products(traces: list[Trace]) -> Section | None:
+    """FLOPs of products and how near they come to the roofline."""
+    table = pl.concat([product_table(t) for t in traces])
+    if not table.height:
+        return None
+    limits = limits_of(traces[0])
+    section = Section(
+        "How near do products come to what the device can do?",
+        "Matrix products, convolutions and attention whose shapes were recorded; bytes are the least to be moved. "
+        + (
+            "The roof is the device's data sheet: " if limits is not None
+            else "The device's limits are not known: 'fettle trace flops' takes --peak and --bandwidth."
+        )
+        + (f"{limits.gb_per_s:,.0f} GB/s and up to {max(limits.tflop_per_s.values()):,.0f} TFLOP/s." if limits else ""),
+    )  # fmt: skip
+    if table["intensity"].null_count() < table.height:
+        section.chart("Rate by intensity", charts.roofline_chart(table, limits))
+    section.table("By operator", product_summary(table))
+    section.table("By distinct shapes", table, rows=20)
     return section
 
 
@@ -50,7 +73,8 @@ def launches(traces: list[Trace]) -> Section | None:
         "Long delays mean that work queued behind other work (the device is busy); delays of a few microseconds with "
         "kernels shorter than their launch mean that the host cannot keep up: fuse, compile, or launch a graph.",
     )
-    section.chart("Delay from launch to start", charts.delay_chart(frame))
+    for caption, chart in charts.launch_charts(frame).items():
+        section.chart(caption, charts.sized(chart, 180))
     section.table("Launch calls", call_table(frame), rows=20)
     return section
 
@@ -61,12 +85,8 @@ def communication(traces: list[Trace]) -> Section | None:
     if not hidden.height or hidden["communication_ns"].sum() == 0:
         return None
     section = Section("Communication", "Bandwidths of one rank include its waiting for the others: lower bounds.")
-    parts = hidden.with_columns(where=pl.format("rank {} device {}", "rank", "device")).unpivot(
-        index="where", on=["hidden_ns", "exposed_ns"], variable_name="part", value_name="ns"
-    )
-    names = {"hidden_ns": "hidden communication", "exposed_ns": "exposed communication"}
-    parts = parts.with_columns(pl.col("part").replace_strict(names), ms=pl.col("ns") / 1e6)
-    section.chart("Communication hidden behind compute", charts.stacked(parts, "where", "part", "ms"))
+    parts = {"hidden_ns": "hidden communication", "exposed_ns": "exposed communication"}
+    section.chart("Communication hidden behind compute", charts.split_bars(hidden, charts.PLACE, parts))
     each = pl.concat([collectives(t) for t in traces])
     if each.filter((pl.col("bytes") > 0) & (pl.col("bus_gb_per_s") > 0)).height:
         section.chart("Bus bandwidth by message size", charts.collective_chart(each))
@@ -79,10 +99,9 @@ def communication(traces: list[Trace]) -> Section | None:
             section.text += " No collective could be matched between the ranks: no stragglers, no skew."
             return section
         late = stragglers(traces)
-        section.chart(
-            "Waiting of the other ranks, by the rank that came last",
-            charts.bar_chart(late.with_columns(who=pl.format("rank {}: {}", "rank", "reason")), "who", "caused_ns"),
-        )
+        who = late.with_columns(who=pl.format("rank {}: {}", "rank", "reason"))
+        caption = "Waiting of the other ranks, by the rank that came last"
+        section.chart(caption, charts.bar_chart(who, "who", "caused_ns"))
         section.chart("Arrival skew over time", charts.arrival_chart(skews))
         section.table("Who was waited for", late, rows=64, keep="rank")
         section.table("Largest arrival skews", skews.sort("skew_ns", descending=True).drop("key", "first_ns"))
@@ -105,18 +124,14 @@ def queues(traces: list[Trace]) -> Section | None:
     )
     for trace in traces[:SHOWN_RANKS]:
         rank = f", rank {trace.rank}" if len(traces) > 1 else ""
-        series = queue_length(trace)
+        series = queue_length(trace).with_columns(name=pl.format("device {} stream {}", "device", "stream"))
         if series.height:
-            named = series.with_columns(stream_name=pl.format("device {} stream {}", "device", "stream"))
-            section.chart(
-                f"Queue length{rank}",
-                charts.step_line(named, "length", series="stream_name", unit="launched, not started"),
-            )
-        bandwidth = copy_bandwidth(trace)
-        if bandwidth.height:
-            section.chart(
-                f"Bandwidth of copies{rank}", charts.step_line(bandwidth, "gb_per_s", series="name", unit="GB/s")
-            )
+            line = charts.step_line(series, "length", series="name", unit="launched, not started")
+            section.chart(f"Queue length{rank}", line)
+        series = copy_bandwidth(trace)
+        if series.height:
+            line = charts.step_line(series, "gb_per_s", series="name", unit="GB/s")
+            section.chart(f"Bandwidth of copies{rank}", line)
     section.table("Queue length, weighted by time", frame, rows=32)
     section.table("Copies", copies)
     return section

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import polars as pl
 
-from fettle.trace import charts
-from fettle.trace import host as host_side
-from fettle.trace.attribution import attribute_kernels
-from fettle.trace.host import host_summary, parallel_operators, threads
-from fettle.trace.model import Trace
-from fettle.trace.operators import (
+from fettle.trace.analyses import host as host_side
+from fettle.trace.analyses.attribution import attribute_kernels
+from fettle.trace.analyses.host import host_summary, parallel_operators, threads
+from fettle.trace.analyses.operators import (
     annotation_table,
     call_blocks,
     counters_by_operator,
     kernel_sequences,
     operator_table,
 )
+from fettle.trace.analyses.stacks import CAUSES_OF_HOST
+from fettle.trace.model import Trace
+from fettle.trace.report import charts
 from fettle.trace.report.section import Section
-from fettle.trace.stacks import CAUSES_OF_HOST
 
 
 def operators(traces: list[Trace]) -> Section | None:
@@ -36,28 +36,22 @@ def operators(traces: list[Trace]) -> Section | None:
     section.chart(f"{'Device' if device else 'Self'} time by operator", charts.bar_chart(by_name, "operator", cost))
     flame = call_blocks(traces[0], device)
     if flame.height:
-        section.chart(
-            f"Calls merged by path, as wide as their {'device' if device else 'host'} time",
-            charts.blocks(flame, "milliseconds"),
-        )
+        caption = f"Calls merged by path, as wide as their {'device' if device else 'host'} time"
+        section.chart(caption, charts.blocks(flame, "milliseconds"))
     shown = table.sort(cost, "host_ns", descending=True)
     section.table("Operators", shown if device else shown.drop("device_ns", "kernels"), rows=20)
     work = pl.concat([attribute_kernels(t) for t in traces])
-    for column, caption in (
-        ("module", "Modules"),
-        ("line", "Source lines"),
-        ("forward_operator", "Backward work, by forward operator"),
-        ("generated", "Generated kernels, by their graph's file"),
-    ):
-        if work.height and work[column].null_count() < work.height:
-            known = work.filter(pl.col(column).is_not_null())
-            grouped = known.group_by("rank", column).agg(device_ns=pl.col("duration_ns").sum(), kernels=pl.len())
-            whole = work["duration_ns"].sum()
-            section.table(
-                caption,
-                grouped.with_columns(share=pl.col("device_ns") / whole).sort("device_ns", descending=True),
-                rows=12,
-            )
+    captions = {
+        "module": "Modules",
+        "line": "Source lines",
+        "forward_operator": "Backward work, by forward operator",
+        "generated": "Generated kernels, by their graph's file",
+    }
+    for column, caption in captions.items():
+        known = work.filter(pl.col(column).is_not_null())
+        sums = known.group_by("rank", column).agg(device_ns=pl.col("duration_ns").sum(), kernels=pl.len())
+        shares = sums.with_columns(share=pl.col("device_ns") / max(int(work["duration_ns"].sum()), 1))
+        section.table(caption, shares.sort("device_ns", descending=True), rows=12)
     top = table.filter(pl.col("kernels") >= 3).sort("device_ns", descending=True)
     if top.height:
         name = str(top["operator"][0])
@@ -77,44 +71,25 @@ def host(traces: list[Trace]) -> Section:
     section = Section(
         "The host", "Time of each thread is that of its innermost event; questions do not exclude each other."
     )
-    summary = pl.concat([host_summary(t) for t in traces])
-    used = pl.concat([threads(t) for t in traces], how="diagonal_relaxed")
-    if used.height and "label" in used.columns:
-        causes = [f"{c}_ns" for c in CAUSES_OF_HOST if f"{c}_ns" in used.columns]
-        busiest = used.head(10).with_columns(
-            where=pl.format("rank {}, {}", "rank", "label") if len(traces) > 1 else pl.col("label")
-        )
-        parts = busiest.unpivot(index="where", on=causes, variable_name="cause", value_name="ns").filter(
-            pl.col("ns") > 0
-        )
-        parts = parts.with_columns(pl.col("cause").str.strip_suffix("_ns"), ms=pl.col("ns") / 1e6)
-        if parts.height:
-            section.chart(
-                "What the threads did", charts.stacked(charts.main_parts(parts, "cause", "ms"), "where", "cause", "ms")
-            )
-    together = pl.concat([parallel_operators(t) for t in traces])
+    used = pl.concat([threads(t) for t in traces])
+    if used.height:
+        where = pl.format("rank {}, {}", "rank", "label") if len(traces) > 1 else pl.col("label")
+        causes = {f"{cause}_ns": cause for cause in CAUSES_OF_HOST}
+        section.chart("What the threads did", charts.split_bars(used.head(10), where, causes))
+    together = pl.concat([parallel_operators(t) for t in traces]).filter(pl.col("time_ns") > 0)
     if together.height:
-        shown = together.filter(pl.col("time_ns") > 0).with_columns(
-            label=pl.when(pl.col("threads") == 0)
-            .then(pl.lit("no thread in an operator"))
-            .otherwise(pl.format("{} at once", "threads"))
-        )
-        section.chart(
-            "Threads inside operators",
-            charts.bar_chart(shown.group_by("label").agg(pl.col("time_ns").sum()), "label", "time_ns"),
-        )
-    sizes = (
-        pl.concat([host_side.operator_sizes(t) for t in traces])
-        .group_by("power")
-        .agg(pl.col("count", "time_ns").sum())
-        .sort("power")
-    )
+        at_once = pl.format("{} at once", "threads")
+        label = pl.when(pl.col("threads") == 0).then(pl.lit("no thread in an operator")).otherwise(at_once)
+        shown = together.group_by(label.alias("label")).agg(pl.col("time_ns").sum())
+        section.chart("Threads inside operators", charts.bar_chart(shown, "label", "time_ns"))
+    sizes = pl.concat([host_side.operator_sizes(t) for t in traces])
     if sizes.height:
-        section.chart("Innermost operators by their length", charts.size_chart(sizes))
-    section.table("Questions of a slow host", summary, rows=40)
+        summed = sizes.group_by("power").agg(pl.col("count", "time_ns").sum()).sort("power")
+        section.chart("Innermost operators by their length", charts.size_chart(summed))
+    section.table("Questions of a slow host", pl.concat([host_summary(t) for t in traces]), rows=40)
     section.table("Small operators", pl.concat([host_side.small_operators(t) for t in traces]), rows=10)
     section.table("Conversions and copies", pl.concat([host_side.conversions(t) for t in traces]), rows=10)
     section.table("Data loading", pl.concat([host_side.data_loading(t) for t in traces]), rows=10)
-    wanted = ["rank", "label", "events", "busy_ns", "busy_share", "operator_ns"]
-    section.table("Threads", used.select([c for c in wanted if c in used.columns]), rows=16)
+    wanted = ("rank", "label", "events", "busy_ns", "busy_share", "operators_ns")
+    section.table("Threads", used.select(wanted), rows=16)
     return section

@@ -22,6 +22,7 @@ BUILDERS: list[Builder] = [
     path.critical,
     path.slow_steps,
     device.kernels,
+    device.products,
     device.launches,
     device.communication,
     device.queues,

@@ -9,17 +9,20 @@ import numpy as np
 import polars as pl
 
 from fettle.errors import UsageError
-from fettle.trace import charts
-from fettle.trace.compare import Comparison, compare
-from fettle.trace.critical import critical_path, path_events
-from fettle.trace.critical_ranks import critical_path_of_ranks
-from fettle.trace.kernels import class_of_row
+from fettle.trace.analyses.arrival import clock_shifts
+from fettle.trace.analyses.compare import Comparison, compare
+from fettle.trace.analyses.critical import critical_path, path_events, path_shares
+from fettle.trace.analyses.critical_ranks import critical_path_of_ranks
+from fettle.trace.analyses.kernels import CLASSES, class_of_row
+from fettle.trace.analyses.memory_timeline import memory_peak, memory_timeline
+from fettle.trace.analyses.stacks import host_stacks
+from fettle.trace.analyses.steps import steps
+from fettle.trace.analyses.whatif import what_if
+from fettle.trace.frames import frame_of
 from fettle.trace.kinds import Kind, short_kernel_name
-from fettle.trace.memory_timeline import memory_peak, memory_timeline
 from fettle.trace.model import Ints, Trace
+from fettle.trace.report import charts
 from fettle.trace.report.section import Section, ms
-from fettle.trace.steps import steps
-from fettle.trace.whatif import what_if
 from fettle.units import size_text
 
 SHOWN_RANKS = 4
@@ -44,12 +47,9 @@ def critical(traces: list[Trace]) -> Section:
             frame = pl.DataFrame([{**asdict(a), "answer": a.answer, "saving_share": a.saving_share} for a in answers])
             said = [f"if {a.question}  ·  {'cannot tell' if a.cannot_tell else ms(a.estimate_ns)}" for a in answers]
             section.chart(f"What if ...{rank}", charts.what_if_chart(frame.with_columns(question=pl.Series(said))))
-            section.table(
-                f"What if{rank}",
-                frame.select(
-                    "change", "answer", "wall_ns", "estimate_ns", "low_ns", "high_ns", "saving_share", "replay_error"
-                ),
-            )
+            shown = ("wall_ns", "estimate_ns", "low_ns", "high_ns", "saving_share", "replay_error")
+            section.table(f"What if{rank}", frame.select("change", "answer", *shown))
+        section.table(f"Shares of the path{rank}, and their range where two reasons tie", path_shares(trace, path))
         section.table(f"Events on the path{rank}", path_events(trace, path))
     if len(traces) > 1:
         try:
@@ -57,9 +57,8 @@ def critical(traces: list[Trace]) -> Section:
         except UsageError as error:
             section.text += f" Across ranks: unknown, {error}."
         else:
-            pieces = joined.pieces.with_columns(
-                where=pl.format("on rank {}", "rank"), ms=(pl.col("end_ns") - pl.col("start_ns")) / 1e6
-            )
+            length = (pl.col("end_ns") - pl.col("start_ns")) / 1e6
+            pieces = joined.pieces.with_columns(where=pl.format("on rank {}", "rank"), ms=length)
             chart = charts.stacked(charts.main_parts(pieces, "category", "ms").sort("rank"), "where", "category", "ms")
             section.chart("One path through all ranks", chart)
     return section
@@ -83,122 +82,126 @@ def slow_steps(traces: list[Trace]) -> Section | None:
         return None
     fast, slow = frame["step"][:third].to_list(), frame["step"][-third:].to_list()
     result = compare(trace, trace, steps_before=fast, steps_after=slow)
-    return _comparison(
-        "Why are slow steps slower than fast ones?",
-        result,
-        f"The {third} fastest and the {third} slowest steps of rank {trace.rank}. ",
-    )
+    text = f"The {third} fastest and the {third} slowest steps of rank {trace.rank}. "
+    return _comparison("Why are slow steps slower than fast ones?", result, text)
 
 
 def _comparison(title: str, result: Comparison, text: str = "") -> Section:
-    section = Section(
-        title,
-        f"{text}The mean step went from {ms(result.before_ns)} to {ms(result.after_ns)}. " + "; ".join(result.notes),
-    )
+    text += f"The mean step went from {ms(result.before_ns)} to {ms(result.after_ns)}. "
+    section = Section(title, text + "; ".join(result.notes))
     leaves = result.parts.filter(~pl.col("sums"))
     section.chart("The change, booked to its causes", charts.change_chart(leaves, result.before_ns, result.after_ns))
-    section.table(
-        "Parts",
-        result.parts.filter(pl.col("change_ns").abs() >= 0.5)
-        .drop("sums")
-        .sort(pl.col("change_ns").abs(), descending=True),
-    )
-    work = result.work.filter(pl.col("change_ns").abs() >= 0.5)
-    section.table(
-        "Device work",
-        work.select("name", "operator", "class", "count", "count_after", "time_ns", "time_ns_after", "change_ns"),
-        rows=12,
-    )
+    changed = pl.col("change_ns").abs()
+    parts, work = (frame.filter(changed >= 0.5) for frame in (result.parts.drop("sums"), result.work))
+    section.table("Parts", parts.sort(changed, descending=True))
+    columns = ("name", "operator", "class", "count", "count_after", "time_ns", "time_ns_after", "change_ns")
+    section.table("Device work", work.select(columns), rows=12)
     if work.height:
-        changed = result.operators.filter(pl.col("change") != "same")
-        section.table("Operators added, removed or called another number of times", changed, rows=12)
+        others = result.operators.filter(pl.col("change") != "same")
+        section.table("Operators added, removed or called another number of times", others, rows=12)
     else:
         section.table("Operators, by the change of their own time in a step", result.operators, rows=15)
     return section
 
 
 def timeline(traces: list[Trace]) -> Section | None:
-    """One step as it ran."""
+    """One step as it ran: devices and threads of the first rank, and the devices of all ranks in one picture."""
     trace = traces[0]
-    frame, text = timeline_frame(trace)
-    if not frame.height:
-        return None
-    section = Section("Timeline of one step", text + " Scroll or pinch to zoom, drag to move.")
-    section.chart("Device streams, then host threads with their nesting", charts.blocks(frame, "milliseconds"))
-    return section
-
-
-def timeline_frame(trace: Trace) -> tuple[pl.DataFrame, str]:
-    """The step of median length: columns row, name, start, end, length (ms), kind; and what it shows, in words."""
     table = steps(trace).sort("wall_ns")
     chosen = table.row(table.height // 2, named=True)
     low, high = int(chosen["start_ns"]), int(chosen["end_ns"])
-    inside = (trace.ts < high) & (trace.end > low)
-    rows: list[tuple[int, str, int, int, str]] = []
-    titles: list[tuple[int, str]] = []
-    stream, device, thread = trace.column("stream"), trace.column("device"), trace.column("thread")
-    work = _longest(trace, np.flatnonzero(trace.is_device & inside))
-    lanes = sorted({(int(device[r]), int(stream[r])) for r in work.tolist()})
-    at = 0
-    for lane in lanes:
-        mine = work[(device[work] == lane[0]) & (stream[work] == lane[1])]
-        if at + 2 > TIMELINE_ROWS:
-            break
-        titles.append((at, f"device {lane[0]} stream {lane[1]}"))
-        kinds = [("compute", "communication", "copy")[c] for c in class_of_row(trace, mine).tolist()]
-        rows += [
-            (at + 1, short_kernel_name(n), int(trace.ts[r]), int(trace.end[r]), k)
-            for r, n, k in zip(mine, trace.name_of(mine), kinds, strict=True)
-        ]
-        at += 2
-    host = np.flatnonzero(
-        inside & ((trace.kind == Kind.OPERATOR) | (trace.kind == Kind.RUNTIME) | (trace.kind == Kind.ANNOTATION))
+    lanes = Lanes(low, high)
+    lanes.devices(trace)
+    lanes.threads(trace)
+    if not lanes.cells:
+        return None
+    what = f"Step {chosen['step']}, of median length," if chosen["step"] >= 0 else "The whole trace,"
+    section = Section(
+        "Timeline of one step",
+        f"{what} the {TIMELINE_EVENTS:,} longest events of device and host. Scroll or pinch to zoom, drag to move.",
     )
-    host = (
-        host[[not trace.names[c].startswith("ProfilerStep#") for c in trace.column("name")[host].tolist()]]
-        if len(host)
-        else host
-    )
-    host = _longest(trace, host)
-    for one in sorted(np.unique(thread[host]).tolist(), key=lambda t: -int(trace.dur[host[thread[host] == t]].sum())):
-        mine = host[thread[host] == one]
-        # Python functions between operators are not drawn: rows are the depths that are.
-        levels = _levels(trace, mine)
-        if at + 2 + int(levels.max()) > TIMELINE_ROWS:
-            break
-        titles.append((at, trace.thread_label(one)))
-        kinds = [
-            {Kind.OPERATOR: "operator", Kind.RUNTIME: "runtime_call"}.get(Kind(int(k)), "annotation")
-            for k in trace.kind[mine]
-        ]
-        rows += [
-            (at + 1 + level, n, int(trace.ts[r]), int(trace.end[r]), k)
-            for r, n, k, level in zip(mine.tolist(), trace.name_of(mine), kinds, levels.tolist(), strict=True)
-        ]
-        at += 2 + int(levels.max())
-    cells = [
-        (row, name[:100], (max(a, low) - low) / 1e6, (min(b, high) - low) / 1e6, kind) for row, name, a, b, kind in rows
-    ]
-    cells += [(row, name, 0.0, 0.0, "title") for row, name in titles]
-    schema = {"row": pl.Int64(), "name": pl.String(), "start": pl.Float64(), "end": pl.Float64(), "kind": pl.String()}
-    frame = pl.DataFrame(cells, schema=schema, orient="row").with_columns(length=pl.col("end") - pl.col("start"))
-    what = f"step {chosen['step']}, of median length," if chosen["step"] >= 0 else "the whole trace"
-    return (
-        frame if rows else frame.clear()
-    ), f"Rank {trace.rank}, {what} the {TIMELINE_EVENTS} longest events of device and host."
+    rank = f" of rank {trace.rank}" if len(traces) > 1 else ""
+    caption = f"Device streams, then host threads with their nesting{rank}"
+    section.chart(caption, charts.blocks(lanes.frame(), "milliseconds"))
+    if len(traces) > 1:
+        together = Lanes(low, high)
+        for one, shift in zip(traces, clock_shifts(traces).values(), strict=True):
+            together.devices(one, shift, f"rank {one.rank} ", TIMELINE_EVENTS // min(len(traces), 4))
+        section.chart("Device streams of all ranks at that time", charts.blocks(together.frame(), "milliseconds"))
+    return section
 
 
-def _longest(trace: Trace, rows: Ints) -> Ints:
-    return np.sort(rows[np.argsort(-trace.dur[rows], kind="stable")][:TIMELINE_EVENTS])
+class Lanes:
+    """Rows of blocks under their titles, between two moments of the first rank's clock, for `charts.blocks`."""
+
+    def __init__(self, low: int, high: int) -> None:
+        self.low, self.high, self.at = low, high, 0
+        self.cells: list[tuple[int, str, float, float, str]] = []
+        self.titles: list[tuple[int, str, float, float, str]] = []
+
+    def frame(self) -> pl.DataFrame:
+        """Columns row, name, start, end, length (ms), kind."""
+        cells = [*self.cells, *self.titles]
+        return frame_of(cells, row=int, name=str, start=float, end=float, kind=str).with_columns(
+            length=pl.col("end") - pl.col("start")
+        )
+
+    def devices(self, trace: Trace, shift: int = 0, prefix: str = "", most: int = TIMELINE_EVENTS) -> None:
+        """A row for each stream of each device; `shift` is what the trace's clock is ahead."""
+        stream, device = trace.column("stream"), trace.column("device")
+        inside = (trace.ts < self.high + shift) & (trace.end > self.low + shift)
+        work = _longest(trace, np.flatnonzero(trace.is_device & inside), most)
+        for one in sorted({(int(device[r]), int(stream[r])) for r in work.tolist()}):
+            mine = work[(device[work] == one[0]) & (stream[work] == one[1])]
+            kinds = [CLASSES[c] for c in class_of_row(trace, mine).tolist()]
+            names = [short_kernel_name(n) for n in trace.name_of(mine)]
+            self._lane(f"{prefix}device {one[0]} stream {one[1]}", trace, mine, names, kinds, shift=shift)
+
+    def threads(self, trace: Trace) -> None:
+        """Rows for each host thread, as many as its events are deep: Python functions between them are not drawn."""
+        kinds = (Kind.OPERATOR, Kind.RUNTIME, Kind.ANNOTATION)
+        steps_of = np.array([n.startswith("ProfilerStep#") for n in trace.names], dtype=bool)[trace.column("name")]
+        inside = (trace.ts < self.high) & (trace.end > self.low) & np.isin(trace.kind, kinds) & ~steps_of
+        host, thread = _longest(trace, np.flatnonzero(inside), TIMELINE_EVENTS), trace.column("thread")
+        busy = np.bincount(thread[host], weights=trace.dur[host]) if len(host) else np.zeros(0)
+        for one in np.argsort(-busy, kind="stable")[: np.count_nonzero(busy)].tolist():
+            mine = host[thread[host] == one]
+            named = {Kind.OPERATOR: "operator", Kind.RUNTIME: "runtime_call", Kind.ANNOTATION: "annotation"}
+            told = [named[Kind(int(k))] for k in trace.kind[mine]]
+            self._lane(trace.thread_label(one), trace, mine, trace.name_of(mine), told, _levels(trace, mine))
+
+    def _lane(
+        self,
+        title: str,
+        trace: Trace,
+        rows: Ints,
+        names: list[str],
+        kinds: list[str],
+        levels: Ints | None = None,
+        shift: int = 0,
+    ) -> None:
+        depth = np.zeros(len(rows), dtype=np.int64) if levels is None else levels
+        if self.at + 2 + int(depth.max()) > TIMELINE_ROWS:
+            return
+        self.titles.append((self.at, title, 0.0, 0.0, "title"))
+        start = np.maximum(trace.ts[rows] - shift, self.low) - self.low
+        end = np.minimum(trace.end[rows] - shift, self.high) - self.low
+        cells = zip(depth.tolist(), names, (start / 1e6).tolist(), (end / 1e6).tolist(), kinds, strict=True)
+        self.cells += [(self.at + 1 + level, name[:100], a, b, kind) for level, name, a, b, kind in cells]
+        self.at += 2 + int(depth.max())
+
+
+def _longest(trace: Trace, rows: Ints, most: int) -> Ints:
+    return np.sort(rows[np.argsort(-trace.dur[rows], kind="stable")][:most])
 
 
 def _levels(trace: Trace, rows: Ints) -> Ints:
     """How deep each event lies among the given ones of its thread."""
     drawn = {int(r): -1 for r in rows}
-    for row in rows[np.argsort(trace.stacks.depth[rows], kind="stable")].tolist():
-        above = int(trace.stacks.parent[row])
+    for row in rows[np.argsort(host_stacks(trace).depth[rows], kind="stable")].tolist():
+        above = int(host_stacks(trace).parent[row])
         while above >= 0 and above not in drawn:
-            above = int(trace.stacks.parent[above])
+            above = int(host_stacks(trace).parent[above])
         drawn[row] = drawn[above] + 1 if above >= 0 else 0
     return np.array([drawn[int(r)] for r in rows], dtype=np.int64)
 
@@ -218,5 +221,5 @@ def memory(traces: list[Trace]) -> Section | None:
                 charts.step_line(series, "mib", series="device", unit="MiB", area=True),
             )
     peaks = pl.concat([memory_peak(t) for t in traces])
-    section.table("At the peak, by the operator that took it", peaks.drop("peak_ts_ns"))
+    section.table("At the peak, by the operator that took it", peaks)
     return section if peaks.height else None

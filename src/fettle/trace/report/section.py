@@ -9,11 +9,10 @@ from typing import Any
 import polars as pl
 
 from fettle.page import Cell, Figure, Table, as_spec
-from fettle.trace.model import Trace
 from fettle.units import size_text
 
 CUT_CHARS = 110
-_NANOSECONDS = re.compile(r"_ns(?=_|$)")
+_TIME = re.compile(r"_(ns|us)(?=_|$)")
 
 
 @dataclass
@@ -37,9 +36,10 @@ class Section:
             return
         frame = frame.select([c for c in frame.columns if c == keep or not _says_nothing(frame[c], c)])
         shown = frame.head(rows)
-        cells = [[_cell(v, c) for v, c in zip(row, frame.columns, strict=True)] for row in shown.iter_rows()]
-        numbers = [heading(c) for c in frame.columns if frame[c].dtype.is_numeric()]
-        columns = [heading(c) for c in frame.columns]
+        units = {c: unit(frame[c]) for c in frame.columns}
+        cells = [[_cell(v, c, units[c]) for v, c in zip(row, frame.columns, strict=True)] for row in shown.iter_rows()]
+        columns = [heading(frame[c]) for c in frame.columns]
+        numbers = [title for title, c in zip(columns, frame.columns, strict=True) if frame[c].dtype.is_numeric()]
         self.tables.append(Table(columns, cells, numbers, caption, frame.height - shown.height))
 
 
@@ -51,33 +51,47 @@ def _says_nothing(column: pl.Series, name: str) -> bool:
     )
 
 
-def heading(column: str) -> str:
-    """A column's title: times are shown in milliseconds."""
-    return _NANOSECONDS.sub("", column).replace("_", " ") + (" (ms)" if _NANOSECONDS.search(column) else "")
+def unit(column: pl.Series) -> str:
+    """What a column is shown in: times in milliseconds, in microseconds where all are below one; else empty."""
+    found = _TIME.search(column.name)
+    if found is None:
+        return ""
+    largest = column.abs().max() if column.dtype.is_numeric() else 0
+    small = isinstance(largest, (int, float)) and 0 < largest < 1e6
+    return "µs" if found.group(1) == "us" or small else "ms"
 
 
-def cell(value: Any, column: str) -> str:
-    """One cell for people."""
+def heading(column: pl.Series) -> str:
+    """A column's title."""
+    told, largest = unit(column), column.max() if column.dtype.is_numeric() else 0
+    title = _TIME.sub("", column.name).replace("_", " ") + (f" ({told})" if told else "")
+    beyond = column.name.endswith("share") and isinstance(largest, (int, float)) and largest > 1.0005
+    return f"{title} (of several at once)" if beyond else title
+
+
+def cell(value: Any, column: str, told: str = "") -> str:
+    """One cell for people; `told` is the column's unit."""
     if value is None:
         return "-"
-    if _NANOSECONDS.search(column) and isinstance(value, (int, float)):
-        return f"{value / 1e6:,.3f}"
+    if told and isinstance(value, (int, float)):
+        factor = 1 if "_us" in column else 1e3 if told == "µs" else 1e6
+        return f"{value / factor:,.3f}"
     if column.endswith("share"):
         return f"{value:.1%}"
     if isinstance(value, float):
         return f"{value:,.3f}"
     if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}" if "bytes" in column or "count" in column or "kernels" in column else str(value)
+        return f"{value:,}" if any(w in column for w in ("bytes", "count", "kernels", "flops")) else str(value)
     text = str(value)
     return text if len(text) <= 160 else text[:157] + "..."
 
 
-def _cell(value: Any, column: str) -> Cell | str:
+def _cell(value: Any, column: str, told: str) -> Cell | str:
     if column.endswith("share") and isinstance(value, (int, float)):
         return Cell(cell(value, column), bar=max(0.0, min(100.0, value * 100)))
     if isinstance(value, int) and "bytes" in column:
         return Cell(size_text(value), f"{value:,} bytes")
-    text = str(value) if isinstance(value, str) else cell(value, column)
+    text = str(value) if isinstance(value, str) else cell(value, column, told)
     return text if len(text) <= CUT_CHARS else Cell(text[: CUT_CHARS - 1] + "…", text[:2000])
 
 
@@ -85,9 +99,4 @@ def ms(nanoseconds: float) -> str:
     """A time with a unit that leaves two to four digits."""
     if abs(nanoseconds) >= 1e9:
         return f"{nanoseconds / 1e9:,.2f} s"
-    return f"{nanoseconds / 1e6:,.2f} ms" if abs(nanoseconds) >= 1e5 else f"{nanoseconds / 1e3:,.1f} us"
-
-
-def place(trace: Trace, device: int) -> str:
-    """A device of a rank, as charts call it."""
-    return f"rank {trace.rank} device {device}" if device >= 0 else f"rank {trace.rank} host"
+    return f"{nanoseconds / 1e6:,.2f} ms" if abs(nanoseconds) >= 1e5 else f"{nanoseconds / 1e3:,.1f} µs"

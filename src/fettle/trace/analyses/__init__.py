@@ -1,0 +1,1 @@
+"""The questions: one file each, functions over a loaded trace that return frames."""

@@ -1,0 +1,132 @@
+"""Where did the time go? Every nanosecond of a step, on every device, booked exactly once.
+
+Compute comes first; communication and copies count only where nothing computes (they are exposed); what is left is
+idle, by cause. The columns of a row add up to its wall time, which is asserted, not hoped for.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from fettle.trace.analyses.idle import idle_pieces
+from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
+from fettle.trace.analyses.steps import steps
+from fettle.trace.analyses.stops import main_thread
+from fettle.trace.analyses.waits import CAUSES
+from fettle.trace.frames import frame_of
+from fettle.trace.intervals import Intervals, length_within, merge
+from fettle.trace.kinds import Kind
+from fettle.trace.model import Ints, Trace
+
+
+def device_classes(trace: Trace, device: int) -> tuple[Intervals, Intervals, Intervals]:
+    """Compute, communication and copies (with memory sets) of one device, each as disjoint intervals that may overlap
+    others.
+    """
+    on_device = (trace.column("device") == device) & trace.is_device
+    collective = on_device & trace.is_collective
+    compute = on_device & (trace.kind == Kind.KERNEL) & ~collective
+    copies = on_device & ((trace.kind == Kind.MEMCPY) | (trace.kind == Kind.MEMSET))
+    compute_set, comm_set, copy_set = (
+        merge(trace.ts[flags], trace.end[flags]) for flags in (compute, collective, copies)
+    )
+    return compute_set, comm_set, copy_set
+
+
+def time_account(trace: Trace, annotation: str | None = None) -> pl.DataFrame:
+    """The time account: one row a step and device; for a trace without device work one row a step and device -1, the
+    host.
+
+    Columns, all in ns unless said: rank, device, step, start_ns, wall_ns, compute_ns, exposed_communication_ns,
+    exposed_copy_ns, idle_ns, and idle_<cause>_ns for every cause in `fettle.trace.CAUSES`. compute + exposed
+    communication + exposed copies + idle = wall, and the causes add up to idle, exactly.
+
+    On the host row, compute is time inside operators of the main thread, idle what the host did besides.
+    """
+    windows = steps(trace, annotation)
+    low, high = windows["start_ns"].to_numpy(), windows["end_ns"].to_numpy()
+    parts = []
+    for device in trace.device_keys:
+        parts.append(_device_rows(trace, device, low, high, windows))
+    if not parts:
+        parts.append(_host_rows(trace, low, high, windows))
+    frame = pl.concat(parts)
+    check_account(frame)
+    return frame
+
+
+def _device_rows(trace: Trace, device: int, low: np.ndarray, high: np.ndarray, windows: pl.DataFrame) -> pl.DataFrame:
+    compute, comm, copy = device_classes(trace, device)
+    compute_or_comm = merge(np.concatenate([compute[0], comm[0]]), np.concatenate([compute[1], comm[1]]))
+    busy = merge(np.concatenate([compute_or_comm[0], copy[0]]), np.concatenate([compute_or_comm[1], copy[1]]))
+    compute_ns = length_within(compute, low, high)
+    comm_ns = length_within(compute_or_comm, low, high) - compute_ns
+    busy_ns = length_within(busy, low, high)
+    pieces = idle_pieces(trace, device)
+    start, end = pieces["start_ns"].to_numpy(), pieces["end_ns"].to_numpy()
+    number = pieces["cause"].to_physical().to_numpy()
+    sums = np.zeros((len(CAUSES), len(low)), dtype=np.int64)
+    firsts, lasts = np.searchsorted(end, low, side="right"), np.searchsorted(start, high, side="left")
+    for i, (first, last) in enumerate(zip(firsts.tolist(), lasts.tolist(), strict=True)):
+        inside = np.minimum(end[first:last], high[i]) - np.maximum(start[first:last], low[i])
+        # Sums below 2**53 ns (104 days) are exact in the float64 that `bincount` adds in.
+        sums[:, i] = np.bincount(number[first:last], weights=inside, minlength=len(CAUSES))
+    by_cause = dict(zip(CAUSES, sums, strict=True))
+    return _rows(trace, device, windows, compute_ns, comm_ns, busy_ns - compute_ns - comm_ns, by_cause)
+
+
+def _host_rows(trace: Trace, low: np.ndarray, high: np.ndarray, windows: pl.DataFrame) -> pl.DataFrame:
+    by_cause = {cause: np.zeros(len(low), dtype=np.int64) for cause in CAUSES}
+    compute = np.zeros(len(low), dtype=np.int64)
+    start, end, row, window = host_stacks(trace).over(main_thread(trace), low, high)
+    cause = np.where(row >= 0, host_stacks(trace).cause[row], 0) if trace.events.height else np.zeros(0, np.int64)
+    for code, name in enumerate(CAUSES_OF_HOST):
+        mine = cause == code
+        target = compute if name == "operator" else by_cause[name]
+        np.add.at(target, window[mine], (end - start)[mine])
+    zero = np.zeros(len(low), dtype=np.int64)
+    return _rows(trace, -1, windows, compute, zero, zero, by_cause)
+
+
+def _rows(
+    trace: Trace, device: int, windows: pl.DataFrame, compute: Ints, comm: Ints, copy: Ints, by_cause: dict[str, Ints]
+) -> pl.DataFrame:
+    parts = {"compute_ns": compute, "exposed_communication_ns": comm, "exposed_copy_ns": copy}
+    parts["idle_ns"] = np.sum(list(by_cause.values()), axis=0)
+    parts |= {f"idle_{cause}_ns": ns for cause, ns in by_cause.items()}
+    place = windows.select("rank", pl.lit(device, dtype=pl.Int64()).alias("device"), "step", "start_ns", "wall_ns")
+    return place.with_columns(**{name: pl.Series(ns, dtype=pl.Int64()) for name, ns in parts.items()})
+
+
+def check_account(frame: pl.DataFrame) -> None:
+    """Raise AssertionError where a row's parts do not add up to its wall time to the nanosecond."""
+    parts = pl.col("compute_ns") + pl.col("exposed_communication_ns") + pl.col("exposed_copy_ns") + pl.col("idle_ns")
+    causes = pl.sum_horizontal([pl.col(f"idle_{cause}_ns") for cause in CAUSES])
+    wrong = frame.filter((parts != pl.col("wall_ns")) | (causes != pl.col("idle_ns")))
+    if wrong.height:
+        raise AssertionError(f"the time account of {wrong.height} steps does not add up to the wall time")
+
+
+def account_total(frame: pl.DataFrame) -> pl.DataFrame:
+    """The account summed over steps: one row a rank and device, same columns without step and start_ns."""
+    return frame.drop("step", "start_ns").group_by("rank", "device").sum().sort("rank", "device")
+
+
+def account_parts(total: pl.DataFrame) -> pl.DataFrame:
+    """`account_total` as one row a part that is not 0: columns rank, device, part, time_ns, share (of the wall time),
+    meaning. On the host's row (device -1) compute is called operators.
+    """
+    names = ["compute_ns", "exposed_communication_ns", "exposed_copy_ns", *(f"idle_{cause}_ns" for cause in CAUSES)]
+    parts = []
+    for row in total.iter_rows(named=True):
+        for column in names:
+            name = column.removesuffix("_ns")
+            if row[column]:
+                cause = name.removeprefix("idle_")
+                part = "operators" if row["device"] == -1 and name == "compute" else name.replace("_", " ")
+                meaning = CAUSES[cause] if name.startswith("idle_") else ""
+                share = row[column] / max(row["wall_ns"], 1)
+                parts.append((row["rank"], row["device"], part, row[column], share, meaning))
+        parts.append((row["rank"], row["device"], "wall time", row["wall_ns"], 1.0, "the sum of the above"))
+    return frame_of(parts, rank=int, device=int, part=str, time_ns=int, share=float, meaning=str)

@@ -1,0 +1,106 @@
+"""What is around each host event: its operators, module, source line and annotation."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from fettle.trace.analyses.stacks import host_stacks
+from fettle.trace.analyses.stops import autograd_threads, main_thread
+from fettle.trace.kinds import Kind
+from fettle.trace.model import Ints, Trace, per_trace
+
+_MODULE = re.compile(r"^nn\.Module: ")
+_LINE = re.compile(r"^(.+)\((\d+)\): (.+)$")
+LIBRARY = re.compile(
+    r"site-packages|dist-packages|/torch/|^torch/|<frozen|<built-in|/lib/python3|^(threading|runpy|contextlib)\.py"
+)
+
+
+@dataclass(frozen=True)
+class Ancestors:
+    """For host events by row, the nearest enclosing event of each sort (itself included); -1 where there is none."""
+
+    operator: Ints
+    top_operator: Ints
+    module: Ints
+    line: Ints
+    annotation: Ints
+
+
+def ancestors(trace: Trace) -> Ancestors:
+    """Find them for all host events at once."""
+    kind, code = trace.kind, trace.column("name")
+    names = trace.names
+    is_module = np.array([bool(_MODULE.match(n)) for n in names], dtype=bool)
+    is_line = np.array([bool(_LINE.match(n)) and not LIBRARY.search(n) for n in names], dtype=bool)
+    is_step = np.array([n.startswith("ProfilerStep#") for n in names], dtype=bool)
+    rows = np.flatnonzero(trace.is_host)
+    python = kind == Kind.PYTHON
+    return Ancestors(
+        operator=nearest(trace, kind == Kind.OPERATOR, rows),
+        top_operator=outermost(trace, kind == Kind.OPERATOR, rows),
+        module=nearest(trace, python & is_module[code], rows),
+        line=nearest(trace, python & is_line[code], rows),
+        annotation=nearest(trace, (kind == Kind.ANNOTATION) & ~is_step[code], rows),
+    )
+
+
+@per_trace
+def called_from(trace: Trace) -> Ints:
+    """The event that each host event was called from, by row; -1 for none: what it lies in on its thread, and for the
+    outermost ones on autograd's threads what the main thread was in meanwhile.
+    """
+    parent, main = host_stacks(trace).parent.copy(), main_thread(trace)
+    thread = trace.column("thread")
+    apart = [t for t in autograd_threads(trace) if t != main]
+    roots = np.flatnonzero(trace.is_host & np.isin(thread, apart) & (parent < 0))
+    parent[roots] = host_stacks(trace).innermost(np.full(len(roots), main), trace.ts[roots])
+    return parent
+
+
+def outer_first(trace: Trace, rows: Ints) -> Ints:
+    """Host events in an order in which each comes after what it was called from."""
+    main = trace.column("thread")[rows] != main_thread(trace)
+    ordered: Ints = rows[np.lexsort((host_stacks(trace).depth[rows], main, trace.ts[rows]))]
+    return ordered
+
+
+def nearest(trace: Trace, flags: np.ndarray, rows: Ints, parent: Ints | None = None) -> Ints:
+    """The nearest event at or above each row that is flagged: parents (the stacks' own, or those given) followed in
+    doubling steps.
+    """
+    answer = np.where(flags, np.arange(len(flags)), -1)
+    above = (host_stacks(trace).parent if parent is None else parent).copy()
+    active = rows[(answer[rows] < 0) & (above[rows] >= 0)]
+    while len(active):
+        found = answer[above[active]]
+        hit = found >= 0
+        # The whole stretch above has been searched only once its own answer is settled, so take the nearest known one.
+        answer[active[hit]] = found[hit]
+        rest = active[~hit]
+        above[rest] = above[above[rest]]
+        active = rest[above[rest] >= 0]
+    return answer
+
+
+def outermost(trace: Trace, flags: np.ndarray, rows: Ints) -> Ints:
+    """The outermost flagged event at or above each row: level by level from the top."""
+    answer = np.full(len(flags), -1, dtype=np.int64)
+    depth, parent = host_stacks(trace).depth, host_stacks(trace).parent
+    order = rows[np.argsort(depth[rows], kind="stable")]
+    levels = depth[order]
+    for begin, stop in runs(levels):
+        level = order[begin:stop]
+        up = parent[level]
+        above = np.where(up >= 0, answer[np.maximum(up, 0)], -1)
+        answer[level] = np.where(above >= 0, above, np.where(flags[level], level, -1))
+    return answer
+
+
+def runs(values: Ints) -> list[tuple[int, int]]:
+    """Where equal neighbours begin and stop."""
+    begins = np.flatnonzero(np.diff(values, prepend=values[0] - 1 if len(values) else 0)).tolist()
+    return list(zip(begins, [*begins[1:], len(values)][: len(begins)], strict=True)) if begins else []

@@ -1,0 +1,232 @@
+"""Collectives over the ranks: clocks aligned by them, who arrived late, and which rank the others waited for."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from fettle.trace.analyses.account import device_classes
+from fettle.trace.analyses.communication import bus_factor, collectives
+from fettle.trace.analyses.idle import idle_pieces
+from fettle.trace.frames import frame_of, with_rank
+from fettle.trace.intervals import length_within, split
+from fettle.trace.kinds import Kind, short_kernel_name, without_address
+from fettle.trace.model import Trace
+
+
+def clock_offsets(matched: pl.DataFrame) -> pl.DataFrame:
+    """How far each rank's clock is from the first rank's, judged by the ends of collectives they share.
+
+    A collective ends on all its ranks at nearly one time. Columns: rank, offset_ns (to subtract from that rank's
+    clock), uncertainty_ns (1.4826 x median absolute deviation), pairs (collectives used).
+    """
+    if not matched.height:
+        return _offsets([])
+    reference = int(matched["rank"].min())  # type: ignore[arg-type]
+    ends = matched.with_columns(end_ns=pl.col("start_ns") + pl.col("duration_ns"))
+    base = ends.filter(pl.col("rank") == reference).select("key", base_ns="end_ns")
+    parts = []
+    for rank in sorted(ends["rank"].unique().to_list()):
+        shift = (
+            ends.filter(pl.col("rank") == rank)
+            .join(base, on="key")
+            .select(d=pl.col("end_ns") - pl.col("base_ns"))["d"]
+            .to_numpy()
+        )
+        middle = float(np.median(shift)) if len(shift) else 0.0
+        spread = float(np.median(np.abs(shift - middle))) * 1.4826 if len(shift) else float("nan")
+        parts.append((rank, round(middle), round(spread) if np.isfinite(spread) else -1, len(shift)))
+    return _offsets(parts)
+
+
+def _offsets(rows: list[tuple[int, int, int, int]]) -> pl.DataFrame:
+    return frame_of(rows, rank=int, offset_ns=int, uncertainty_ns=int, pairs=int)
+
+
+def match_collectives(traces: list[Trace]) -> pl.DataFrame:
+    """The same collective on every rank, matched by process group and kind, in order, with sizes as a check.
+
+    Columns of `collectives`, with start_ns on a clock shared by the files where they tell their base time, and key
+    (one a collective). Ranks that saw fewer of a group's collectives are matched from the end, which is where traces
+    agree; send-receive kernels, whose partner is not named, count only where every rank has the same number of them.
+    Only keys seen on two ranks or more are kept.
+    """
+    bases = [int(t.metadata.get("baseTimeNanoseconds", 0) or 0) for t in traces]
+    frames = []
+    for trace, base in zip(traces, bases, strict=True):
+        frame = collectives(trace).filter(pl.col("collective") != "unknown")
+        short = pl.Series([short_kernel_name(n) for n in frame["name"]], dtype=pl.String())
+        frame = frame.with_columns(
+            start_ns=pl.col("start_ns") + (base - bases[0]),
+            family=pl.format("{}|{}|{}", "group", "collective", pl.coalesce(pl.col("bytes").cast(pl.String()), short)),
+        )
+        order = pl.len().over("family") - 1 - pl.int_range(pl.len()).over("family")
+        frames.append(frame.with_columns(key=pl.col("family") + "|" + order.cast(pl.String())).drop("family"))
+    if not frames:
+        return pl.DataFrame()
+    both = pl.concat(frames)
+    if not both.height:
+        return both.with_columns(key=pl.lit("", dtype=pl.String()))
+    if (both["group"] == "").all():
+        both = _match_by_ends(both)
+    else:
+        counts = both.filter(pl.col("collective") == "sendrecv").group_by("rank").len()
+        if counts.height and (counts.height != len(traces) or counts["len"].n_unique() != 1):
+            both = both.filter(pl.col("collective") != "sendrecv")
+    return both.filter(pl.col("rank").n_unique().over("key") > 1)
+
+
+def _match_by_ends(frame: pl.DataFrame) -> pl.DataFrame:
+    """Old traces name no groups, and a rank may belong to several: order says nothing there.
+
+    Collectives of one kernel on one stream are the same where their ends are each other's nearest, within a
+    millisecond. That takes clocks for nearly aligned; what it cannot match has a key of its own and drops out.
+    """
+    reference = int(frame["rank"].min())  # type: ignore[arg-type]
+    ends = (frame["start_ns"] + frame["duration_ns"]).to_numpy()
+    rank, stream, names = frame["rank"].to_numpy(), frame["stream"].to_numpy(), frame["name"].to_numpy()
+    keys = [f"alone {i}" for i in range(frame.height)]
+    base = np.flatnonzero(rank == reference)
+    for one in np.unique(rank[rank != reference]):
+        for i in np.flatnonzero(rank == one).tolist():
+            same = base[(stream[base] == stream[i]) & (names[base] == names[i])]
+            if not len(same):
+                continue
+            best = int(same[np.abs(ends[same] - ends[i]).argmin()])
+            back = np.flatnonzero((rank == one) & (stream == stream[i]) & (names == names[i]))
+            if abs(int(ends[best] - ends[i])) <= 1_000_000 and back[np.abs(ends[back] - ends[best]).argmin()] == i:
+                keys[i] = keys[best] = f"end {best}"
+    return frame.with_columns(key=pl.Series(keys, dtype=pl.String()))
+
+
+def clock_shifts(traces: list[Trace]) -> dict[int, int]:
+    """By rank: what its clock shows, ns, where the first rank's shows 0; by what the traces say of their clocks, and by
+    the ends of shared collectives where there are any.
+    """
+    clocks = clock_offsets(match_collectives(traces))
+    told = dict(zip(clocks["rank"], clocks["offset_ns"], strict=True))
+    base = [int(t.metadata.get("baseTimeNanoseconds", 0) or 0) for t in traces]
+    return {t.rank: int(told.get(t.rank, 0)) - (b - base[0]) for t, b in zip(traces, base, strict=True)}
+
+
+def arrival(traces: list[Trace]) -> pl.DataFrame:
+    """Arrival skew of every matched collective, on aligned clocks.
+
+    Columns: key, collective, group, bytes, ranks, first_ns (earliest start), skew_ns (latest start minus earliest),
+    last_rank (who arrived last), waited_ns (summed over ranks: time from own start to the last start), transfer_ns
+    (from the last start to the median end), bus_gb_per_s (over transfer_ns: without waiting).
+    """
+    matched = match_collectives(traces)
+    if not matched.height:
+        texts, ints = ("collective", "group"), ("bytes", "ranks", "first_ns", "skew_ns", "last_rank", "waited_ns")
+        columns = dict.fromkeys(("key", *texts), str) | dict.fromkeys(ints, int)
+        return frame_of([], **columns, transfer_ns=float, clear=bool, bus_gb_per_s=float)
+    clocks = clock_offsets(matched)
+    uncertainty = int(clocks["uncertainty_ns"].max())  # type: ignore[arg-type]
+    offsets = clocks.select("rank", "offset_ns")
+    aligned = matched.join(offsets, on="rank").with_columns(start_ns=pl.col("start_ns") - pl.col("offset_ns"))
+    start = pl.col("start_ns")
+    frame = aligned.group_by("key").agg(
+        collective=pl.col("collective").first(),
+        group=pl.col("group").first(),
+        group_size=pl.col("group_size").first(),
+        bytes=pl.col("bytes").first(),
+        ranks=pl.len(),
+        first_ns=start.min(),
+        skew_ns=start.max() - start.min(),
+        last_rank=pl.col("rank").sort_by("start_ns").last(),
+        waited_ns=(start.max() - start).sum(),
+        transfer_ns=(start + pl.col("duration_ns")).median() - start.max(),
+    )
+    factor = pl.Series(
+        [bus_factor(k, n) for k, n in zip(frame["collective"], frame["group_size"], strict=True)], dtype=pl.Float64()
+    )
+    rate = pl.when(pl.col("transfer_ns") > 0).then(pl.col("bytes") / pl.col("transfer_ns")) * factor
+    frame = frame.with_columns(clear=pl.col("skew_ns") > 2 * uncertainty)
+    return frame.with_columns(bus_gb_per_s=rate).drop("group_size").sort("first_ns")
+
+
+def stragglers(traces: list[Trace]) -> pl.DataFrame:
+    """Which ranks the others wait for, and what held those ranks up before the collectives they came last to.
+
+    Ranks leave a shared collective together and run apart until the next one. In the stretches that end with a clearly
+    last arrival, the time that the late rank spent computing, and idle by cause, is compared with the mean of the other
+    ranks in the same stretches; the first collective has no such stretch unless it is the only one.
+
+    Columns: rank, last_times (collectives it arrived last at), caused_ns (waiting of other ranks for it), share (of
+    all waiting), compute_excess_ns and idle_excess_ns (in those stretches, over the others), reason (the largest
+    excess, by name). Empty for fewer than two ranks, or without collectives that match.
+    """
+    skews = arrival(traces)
+    if len(traces) < 2:
+        skews = skews.clear()
+    matched = match_collectives(traces) if skews.height else pl.DataFrame(schema={"rank": pl.Int64()})
+    before = [_upstream(t, matched.filter(pl.col("rank") == t.rank)) for t in traces if skews.height]
+    whole = int(skews["waited_ns"].sum()) or 1
+    caused = skews.group_by("last_rank").agg(last_times=pl.len(), caused_ns=pl.col("waited_ns").sum())
+    parts = []
+    for rank, times, waiting in caused.sort("caused_ns", descending=True).iter_rows():
+        keys = skews.filter((pl.col("last_rank") == rank) & pl.col("clear")).select("key", "ranks")
+        some = pl.concat(before).join(keys, on="key")
+        # The others' mean, rank by rank: a rank that spent nothing on something has no row for it.
+        own = pl.col("rank") == rank
+        weight = pl.when(own).then(pl.col("ns")).otherwise(-pl.col("ns") / (pl.col("ranks") - 1))
+        excess = some.group_by("part", "name").agg(ns=weight.sum()).sort("ns", "name", descending=[True, False])
+        compute = int(excess.filter(pl.col("part") == "compute")["ns"].sum())
+        idle = int(excess.filter(~pl.col("part").is_in(["compute", "kernel"]))["ns"].sum())
+        reason = _reason(excess, keys.height)
+        parts.append((rank, times, waiting, waiting / whole, compute, idle, reason))
+    parts_ns = {"caused_ns": int, "share": float, "compute_excess_ns": int, "idle_excess_ns": int}
+    return frame_of(parts, rank=int, last_times=int, **parts_ns, reason=str)
+
+
+def _reason(excess: pl.DataFrame, times: int) -> str:
+    """The largest excess in words."""
+    if not times:
+        return "no arrival was later than the clocks are uncertain"
+    by_part = excess.filter(pl.col("part") != "kernel").group_by("part").agg(pl.col("ns").sum())
+    largest = by_part.sort("ns", "part", descending=[True, False])
+    if not largest.height or largest["ns"][0] <= 0:
+        return "unknown: before these collectives it neither computes nor idles longer than the others"
+    part, ns = str(largest["part"][0]), float(largest["ns"][0])
+    details = excess.filter((pl.col("part") == ("kernel" if part == "compute" else part)) & (pl.col("name") != ""))
+    which = f", mostly {details['name'][0][:120]}" if details.height and details["ns"][0] > 0 else ""
+    what = "it computes longer" if part == "compute" else f"it idles longer in {part}"
+    return f"{what} ({ns / 1e6:.3f} ms){which}"
+
+
+def _upstream(trace: Trace, shared: pl.DataFrame) -> pl.DataFrame:
+    """What a rank did from the end of each shared collective to the start of the next.
+
+    Columns: rank, key (of the next one), part (compute, kernel: the same by name and summed over streams, or an idle
+    cause), name, ns.
+    """
+    rows = shared["row"].to_numpy()
+    order = np.argsort(trace.ts[rows], kind="stable")
+    rows, keys = rows[order], shared["key"].gather(pl.Series(order)).to_list()
+    left = np.maximum.accumulate(np.concatenate([[trace.span[0]], trace.end[rows]]))[:-1]
+    first = 1 if len(rows) > 1 else 0
+    low = left[first:]
+    high, keys = np.maximum(trace.ts[rows][first:], low), keys[first:]
+    found: list[tuple[str, str, str, int]] = []
+    names = trace.column("name")
+    for device in trace.device_keys:
+        compute = length_within(device_classes(trace, device)[0], low, high)
+        found += [(key, "compute", "", ns) for key, ns in zip(keys, compute.tolist(), strict=True)]
+        on = (trace.column("device") == device) & (trace.kind == Kind.KERNEL) & ~trace.is_collective
+        work = np.flatnonzero(on)
+        at = np.searchsorted(low, trace.ts[work], side="right") - 1
+        work, at = work[at >= 0], at[at >= 0]
+        inside = np.minimum(trace.end[work], high[at]) - trace.ts[work]
+        for row, window, ns in zip(names[work].tolist(), at.tolist(), inside.tolist(), strict=True):
+            if ns > 0:
+                found.append((keys[window], "kernel", short_kernel_name(trace.names[row]), ns))
+        pieces = idle_pieces(trace, device)
+        start, end, piece, window_of = split((pieces["start_ns"].to_numpy(), pieces["end_ns"].to_numpy()), (low, high))
+        cause, detail = pieces["cause"].cast(pl.String()).gather(pl.Series(piece)), pieces["detail"].to_numpy()[piece]
+        for one, what, window, ns in zip(
+            cause, detail.tolist(), window_of.tolist(), (end - start).tolist(), strict=True
+        ):
+            found.append((keys[window], one, without_address(trace.names[what]) if what >= 0 else "", ns))
+    frame = frame_of(found, key=str, part=str, name=str, ns=int)
+    return with_rank(trace, frame.group_by("key", "part", "name").agg(pl.col("ns").sum()))

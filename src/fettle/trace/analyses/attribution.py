@@ -1,0 +1,161 @@
+"""Which operator, module and source line a piece of device work belongs to.
+
+It belongs to the innermost operator around its launch. Backward operators are tied to the forward operator with the
+same autograd sequence number, whose module and source line they inherit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+import numpy as np
+import polars as pl
+
+from fettle.trace.analyses.ancestry import LIBRARY, Ancestors, ancestors, nearest
+from fettle.trace.analyses.launches import launch_links, text_column
+from fettle.trace.kinds import Kind
+from fettle.trace.model import Ints, Trace
+
+
+def forward_of_backward(trace: Trace) -> dict[int, int]:
+    """Backward operators to their forward operators, by autograd sequence number: row to row.
+
+    The forward operator is the last one with the number on another thread, or without a forward thread of its own, that
+    began earlier. Operators without a partner are absent.
+    """
+    table = trace.side["autograd"].filter(pl.col("sequence") >= 0)
+    rows = table["row"].to_numpy()
+    sequence = table["sequence"].to_numpy()
+    is_engine = np.array([n.startswith("autograd::engine::evaluate_function") for n in trace.names], dtype=bool)
+    is_backward_name = np.array([bool(re.search(r"Backward\d*$", n)) for n in trace.names], dtype=bool)
+    code = trace.column("name")[rows]
+    backward = is_engine[code] | is_backward_name[code]
+    # Of the forward operators with one number, the innermost made the graph node; its outermost carries the same place.
+    forward_rows, forward_numbers = rows[~backward], sequence[~backward]
+    order = np.lexsort((trace.ts[forward_rows], forward_numbers))
+    forward_rows, forward_numbers = forward_rows[order], forward_numbers[order]
+    answer = {}
+    left = np.searchsorted(forward_numbers, sequence[backward], side="left")
+    right = np.searchsorted(forward_numbers, sequence[backward], side="right")
+    for row, low, high in zip(rows[backward].tolist(), left.tolist(), right.tolist(), strict=True):
+        same = forward_rows[low:high]
+        same = same[trace.ts[same] < trace.ts[row]]
+        if len(same):
+            answer[row] = int(same[-1])
+    return answer
+
+
+def attribute_kernels(trace: Trace) -> pl.DataFrame:
+    """One row a piece of device work: where it came from.
+
+    Columns: rank, device, row, name, duration_ns, operator, top_operator, shapes (of the innermost operator),
+    forward_operator (of backward work), module, line (source file, line and function outside libraries), annotation,
+    generated (the file of a generated Triton kernel), launch_row. Null where the trace does not tell.
+    """
+    links = launch_links(trace)
+    rows, calls = links.device_rows, links.launch_rows
+    up = ancestors(trace)
+    has = calls >= 0
+
+    def at_call(table: Ints) -> Ints:
+        return np.where(has, table[np.maximum(calls, 0)], -1)
+
+    operator, top = at_call(up.operator), at_call(up.top_operator)
+    _by_external_id(trace, rows, operator, top, up)
+    forward = _forward_rows(trace, operator)
+    module, line = at_call(up.module), at_call(up.line)
+    lacks = (forward >= 0) & (module < 0)
+    module[lacks] = up.module[forward[lacks]]
+    lacks = forward >= 0  # a backward kernel belongs to the line that made it, not to the line that called backward
+    line = np.where(lacks & (up.line[np.maximum(forward, 0)] >= 0), up.line[np.maximum(forward, 0)], line)
+    shape_code = np.where(operator >= 0, trace.column("shape")[np.maximum(operator, 0)], 0)
+    stacks = dict(trace.side["stacks"].select("row", "stack").iter_rows())
+    line_text = names_of_rows(trace, line)
+    if stacks:
+        pairs = zip(forward.tolist(), operator.tolist(), strict=True)
+        told = [_own_line(stacks.get(f if f >= 0 else o, "")) for f, o in pairs]
+        line_text = line_text.fill_null(pl.Series(told, dtype=pl.String()))
+    generated = dict(trace.side["generated"].select("row", "file").iter_rows())
+    shapes = pl.Series(trace.shapes, dtype=pl.String()).gather(pl.Series(shape_code, dtype=pl.UInt32()))
+    return pl.DataFrame(
+        {
+            "rank": np.full(len(rows), trace.rank),
+            "device": trace.column("device")[rows].astype(np.int64),
+            "row": rows,
+            "name": text_column(trace, trace.column("name")[rows]),
+            "duration_ns": trace.dur[rows],
+            "operator": names_of_rows(trace, operator),
+            "top_operator": names_of_rows(trace, top),
+            "shapes": shapes.set(shapes == "", None),
+            "forward_operator": names_of_rows(trace, forward),
+            "module": names_of_rows(trace, module),
+            "line": line_text,
+            "annotation": names_of_rows(trace, at_call(up.annotation)),
+            "generated": pl.Series([generated.get(o) for o in operator.tolist()], dtype=pl.String()),
+            "launch_row": calls,
+        }
+    )
+
+
+def _by_external_id(trace: Trace, rows: Ints, operator: Ints, top: Ints, up: Ancestors) -> None:
+    """Work whose launch is unknown can still name its operator by the id that they share."""
+    missing = np.flatnonzero(operator < 0)
+    if not len(missing):
+        return
+    external = trace.column("external")
+    operators = np.flatnonzero((trace.kind == Kind.OPERATOR) & (external > 0))
+    by_id = dict(zip(external[operators].tolist(), operators.tolist(), strict=True))
+    for i in missing.tolist():
+        found = by_id.get(int(external[rows[i]]), -1)
+        operator[i] = found
+        top[i] = up.top_operator[found] if found >= 0 else -1
+
+
+def _forward_rows(trace: Trace, operator: Ints) -> Ints:
+    """The forward operator of the nearest backward operator around each operator row; -1 for none."""
+    pairs = forward_of_backward(trace)
+    partner = np.full(trace.events.height, -1, dtype=np.int64)
+    if pairs:
+        partner[list(pairs)] = list(pairs.values())
+    around = nearest(trace, partner >= 0, np.flatnonzero(trace.is_host))
+    here = np.where(operator >= 0, around[np.maximum(operator, 0)], -1)
+    answer: Ints = np.where(here >= 0, partner[np.maximum(here, 0)], -1)
+    return answer
+
+
+def _own_line(stack: str) -> str | None:
+    """The innermost line of a recorded call stack that is not a library's."""
+    for frame in stack.split(";"):
+        if frame and not LIBRARY.search(frame):
+            return frame.strip()
+    return None
+
+
+def names_of_rows(trace: Trace, rows: Ints) -> pl.Series:
+    codes = pl.Series(np.where(rows >= 0, trace.column("name")[np.maximum(rows, 0)].astype(np.int64), -1))
+    return pl.Series(trace.names, dtype=pl.String()).gather(codes.set(codes < 0, None).cast(pl.UInt32()))
+
+
+def kernels_under(trace: Trace, operators: Collection[str]) -> pl.DataFrame:
+    """Kernels by the innermost of these operators (`aten::mm`) around their launch, longest first.
+
+    Columns: name, operator, count, sum_ns. Work that none of them launched is left out.
+    """
+    named = np.array([name in operators for name in trace.names], dtype=bool)
+    wanted = (trace.kind == Kind.OPERATOR) & named[trace.column("name")]
+    rows, calls = launch_links(trace).known
+    owner = nearest(trace, wanted, np.flatnonzero(trace.is_host))[calls]
+    known = (owner >= 0) & (trace.kind[rows] == Kind.KERNEL)
+    return (
+        pl.DataFrame(
+            {
+                "name": text_column(trace, trace.column("name")[rows[known]]),
+                "operator": names_of_rows(trace, owner[known]),
+                "ns": trace.dur[rows[known]],
+            }
+        )
+        .group_by("name", "operator")
+        .agg(count=pl.len(), sum_ns=pl.col("ns").sum())
+        .sort("sum_ns", "name", descending=[True, False])
+    )

@@ -1,0 +1,265 @@
+"""Why is this trace slower than that one? The change of the step time, booked to causes that add up to it.
+
+Each step of each trace has a time account that adds up to its wall time, so the difference of the means does too. The
+change of compute (and of communication and copies) is split further by matching work: the same work that takes
+longer, more or fewer launches of it, work that only one side has. Work is matched by operator path and shapes first,
+so that a kernel which only changed its name still matches; then by operator; then by kernel name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from fettle.errors import UsageError
+from fettle.trace.analyses.account import time_account
+from fettle.trace.analyses.attribution import attribute_kernels
+from fettle.trace.analyses.kernels import CLASSES, class_of_row
+from fettle.trace.analyses.launches import text_column
+from fettle.trace.analyses.stacks import host_stacks
+from fettle.trace.analyses.steps import steps
+from fettle.trace.analyses.waits import CAUSES
+from fettle.trace.frames import frame_of
+from fettle.trace.kinds import Kind, short_kernel_name
+from fettle.trace.model import Trace
+
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`parts` add up to the change of the mean step time; `work` and `operators` list what changed."""
+
+    before_ns: float
+    after_ns: float
+    low_ns: float
+    high_ns: float
+    steps_before: int
+    steps_after: int
+    parts: pl.DataFrame
+    work: pl.DataFrame
+    operators: pl.DataFrame
+    notes: tuple[str, ...]
+
+    @property
+    def change_ns(self) -> float:
+        return self.after_ns - self.before_ns
+
+
+def compare(
+    before: Trace,
+    after: Trace,
+    *,
+    skip: int = 0,
+    steps_before: list[int] | None = None,
+    steps_after: list[int] | None = None,
+) -> Comparison:
+    """Compare two traces, or two sets of steps of one trace.
+
+    Args:
+        skip: Leave out that many first steps of each.
+        steps_before, steps_after: Step numbers to use; None takes all.
+
+    Returns:
+        parts: part, change_ns (of the mean step), low_ns and high_ns (95% bootstrap over steps; null with fewer than 3
+        steps on a side). work: matched device work with counts and time per step on both sides. operators: likewise
+        for host operators.
+    """
+    notes: list[str] = []
+    a, b = _account(before, skip, steps_before), _account(after, skip, steps_after)
+    columns = ["compute_ns", "exposed_communication_ns", "exposed_copy_ns", *(f"idle_{c}_ns" for c in CAUSES)]
+    one, two = a.select(columns).to_numpy().astype(float), b.select(columns).to_numpy().astype(float)
+    wall_a, wall_b = a["wall_ns"].to_numpy().astype(float), b["wall_ns"].to_numpy().astype(float)
+    if min(len(one), len(two)) < 3:
+        notes.append("fewer than three steps on a side: no intervals")
+    if len(before.device_keys) > 1 or len(after.device_keys) > 1:
+        notes.append("several devices in one trace: the busiest one is compared")
+    work = _match_work(before, after, a, b)
+    parts = _parts(columns, one, two, work if before.device_keys or after.device_keys else None)
+    low, high = _interval(wall_a, wall_b)
+    return Comparison(
+        float(wall_a.mean()),
+        float(wall_b.mean()),
+        low,
+        high,
+        len(wall_a),
+        len(wall_b),
+        parts,
+        work,
+        _match_operators(before, after, a, b),
+        tuple(notes),
+    )
+
+
+def _account(trace: Trace, skip: int, wanted: list[int] | None) -> pl.DataFrame:
+    frame = time_account(trace)
+    busiest = frame.group_by("device").agg(pl.col("compute_ns").sum()).sort("compute_ns", descending=True)["device"][0]
+    frame = frame.filter(pl.col("device") == busiest).sort("start_ns")
+    if wanted is not None:
+        frame = frame.filter(pl.col("step").is_in(wanted))
+    frame = frame[skip:]
+    if not frame.height:
+        raise UsageError(f"no such steps in {trace.path.name}: it has {steps(trace)['step'].to_list()[:20]}")
+    return frame
+
+
+def _interval(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> tuple[float, float]:
+    """95% bootstrap interval of the difference of means; (nan, nan) with fewer than three steps on a side."""
+    if min(len(a), len(b)) < 3:
+        return float("nan"), float("nan")
+    random = np.random.default_rng(0)
+    left = a[random.integers(0, len(a), (RESAMPLES, len(a)))].mean(axis=1)
+    right = b[random.integers(0, len(b), (RESAMPLES, len(b)))].mean(axis=1)
+    low, high = np.percentile(right - left, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def _parts(
+    columns: list[str], one: npt.NDArray[np.float64], two: npt.NDArray[np.float64], work: pl.DataFrame | None
+) -> pl.DataFrame:
+    """The change of each column of the account, split further where there is device work to match."""
+    rows: list[tuple[str, float, float | None, float | None]] = []
+    for i, column in enumerate(columns):
+        change = float(two[:, i].mean() - one[:, i].mean())
+        low, high = _interval(one[:, i], two[:, i])
+        if column in _CLASS_OF and work is not None:
+            mine = work.filter(pl.col("class") == _CLASS_OF[column])
+            labels = ("slower or faster", "more or fewer launches", "only before or after")
+            sums = mine.select(pl.col("slower_ns", "launches_ns", "only_ns").sum()).row(0)
+            split = dict(zip(labels, map(float, sums), strict=True))
+            name = column.removesuffix("_ns").replace("_", " ")
+            rows += [(f"{name}: {label}", value, None, None) for label, value in split.items()]
+            # Work that ran beside other work is in the sums above and not in the exposed time: the rest is overlap.
+            rows.append((f"{name}: overlap gained or lost", change - sum(split.values()), None, None))
+            rows.append((f"{name} (sum of the above)", change, low, high))
+        else:
+            # On the host, what the account calls compute is time inside operators.
+            told = "operators" if column == "compute_ns" else column.removesuffix("_ns").replace("_", " ")
+            rows.append((told, change, low, high))
+    frame = frame_of(rows, part=str, change_ns=float, low_ns=float, high_ns=float)
+    sums = pl.col("part").str.ends_with("(sum of the above)").alias("sums")
+    return frame.with_columns(sums, pl.col("low_ns", "high_ns").fill_nan(None))
+
+
+_CLASS_OF = {"compute_ns": "compute", "exposed_communication_ns": "communication", "exposed_copy_ns": "copy"}
+
+
+def _match_work(before: Trace, after: Trace, a: pl.DataFrame, b: pl.DataFrame) -> pl.DataFrame:
+    """Device work per step, matched; slower_ns + launches_ns + only_ns is the change of its time per step."""
+    left, right = _work(before, a), _work(after, b)
+    matched = []
+    # From the most certain key to the least; what has matched leaves the pool.
+    for level in ("path_kernel", "path", "operator_kernel", "operator", "kernel"):
+        common = set(left[level].to_list()) & set(right[level].to_list())
+        common.discard(None)
+        mine, yours = left.filter(pl.col(level).is_in(list(common))), right.filter(pl.col(level).is_in(list(common)))
+        matched.append(_paired(mine, yours, level, level))
+        rest = ~pl.col(level).is_in(list(common)).fill_null(False)
+        left, right = left.filter(rest), right.filter(rest)
+    matched.append(_paired(left, right, "kernel", "nothing"))
+    numbers = ["count", "time_ns", "count_after", "time_ns_after"]
+    frame = pl.concat(matched).with_columns(pl.col(numbers).fill_null(0.0))
+    names = ("name", "kernel_after", "renamed", "operator", "class", "matched_by")
+    changes = ("change_ns", "slower_ns", "launches_ns", "only_ns")
+    before_n, after_n = pl.col("count"), pl.col("count_after")
+    both, mean_a, mean_b = (
+        (before_n > 0) & (after_n > 0),
+        pl.col("time_ns") / before_n,
+        pl.col("time_ns_after") / after_n,
+    )
+    return (
+        frame.with_columns(
+            change_ns=pl.col("time_ns_after") - pl.col("time_ns"),
+            # Slower at the launches that both have in common on average, more launches at the mean length of both.
+            slower_ns=pl.when(both).then((mean_b - mean_a) * (before_n + after_n) / 2).otherwise(0.0),
+            launches_ns=pl.when(both).then((after_n - before_n) * (mean_a + mean_b) / 2).otherwise(0.0),
+            only_ns=pl.when(both).then(0.0).otherwise(pl.col("time_ns_after") - pl.col("time_ns")),
+            name=pl.coalesce("kernel", "kernel_after"),
+            renamed=both & (pl.col("kernel") != pl.col("kernel_after")),
+        )
+        .sort(pl.col("change_ns").abs(), "name", "key", descending=[True, False, False], nulls_last=True)
+        .select(*names, "count", "count_after", "time_ns", "time_ns_after", *changes)
+    )
+
+
+def _work(trace: Trace, account: pl.DataFrame) -> pl.DataFrame:
+    """Device work inside the compared steps (by when it ran), clipped to them, with keys from most to least certain."""
+    frame = attribute_kernels(trace)
+    rows = frame["row"].to_numpy()
+    start, end = trace.ts[rows], trace.end[rows]
+    low, high = account["start_ns"].to_numpy(), (account["start_ns"] + account["wall_ns"]).to_numpy()
+    inside = np.zeros(len(rows), dtype=np.int64)
+    count = np.zeros(len(rows))
+    for a, b in zip(low.tolist(), high.tolist(), strict=True):
+        piece = np.maximum(np.minimum(end, b) - np.maximum(start, a), 0)
+        inside += piece
+        count += (start >= a) & (start < b)
+    kernel = pl.Series("kernel", [short_kernel_name(n) for n in frame["name"]], dtype=pl.String())
+    frame = frame.with_columns(
+        kernel=kernel,
+        inside=pl.Series(inside / len(low)),
+        launches=pl.Series(count / len(low)),
+        **{"class": pl.Series([CLASSES[c] for c in class_of_row(trace, rows).tolist()], dtype=pl.String())},
+    ).filter((pl.col("inside") > 0) | (pl.col("launches") > 0))
+    path = pl.concat_str(
+        pl.col("top_operator"), pl.lit(" > "), pl.col("operator"), pl.lit(" "), pl.col("shapes").fill_null("")
+    )
+    return frame.with_columns(
+        path_kernel=pl.concat_str(path, pl.lit(" "), pl.col("kernel")),
+        path=path,
+        operator_kernel=pl.concat_str(pl.col("operator"), pl.lit(" "), pl.col("kernel")),
+    )
+
+
+def _paired(left: pl.DataFrame, right: pl.DataFrame, level: str, matched_by: str) -> pl.DataFrame:
+    both, on = [_per_key(side, level) for side in (left, right)], ["key", "class"]
+    joined = both[0].join(both[1], on=on, how="full", coalesce=True, suffix="_after")
+    return joined.with_columns(matched_by=pl.lit(matched_by))
+
+
+def _per_key(frame: pl.DataFrame, level: str) -> pl.DataFrame:
+    return (
+        frame.with_columns(operator_name=pl.col("operator"), key=pl.col(level).fill_null(""))
+        .group_by("key", "class")
+        .agg(
+            kernel=pl.col("kernel").sort_by("inside", descending=True).first(),
+            operator=pl.col("operator_name").first(),
+            count=pl.col("launches").sum(),
+            time_ns=pl.col("inside").sum(),
+        )
+    )
+
+
+def _match_operators(before: Trace, after: Trace, a: pl.DataFrame, b: pl.DataFrame) -> pl.DataFrame:
+    """Host operators by name: calls and self time per step on both sides.
+
+    Columns: operator, count, count_after, self_ns, self_ns_after, change (added, removed, changed, same: by count).
+    """
+    left, right = _host(before, a), _host(after, b)
+    frame = left.join(right, on="operator", how="full", coalesce=True, suffix="_after").with_columns(
+        pl.col("count", "self_ns", "count_after", "self_ns_after").fill_null(0.0)
+    )
+    count, after = pl.col("count"), pl.col("count_after")
+    change = pl.when(count == 0).then(pl.lit("added")).when(after == 0).then(pl.lit("removed"))
+    change = change.when((count - after).abs() > 1e-9).then(pl.lit("changed")).otherwise(pl.lit("same"))
+    changed = frame.with_columns(change=change, change_ns=pl.col("self_ns_after") - pl.col("self_ns"))
+    return changed.sort(pl.col("change_ns").abs(), "operator", descending=[True, False])
+
+
+def _host(trace: Trace, account: pl.DataFrame) -> pl.DataFrame:
+    self_ns = host_stacks(trace).self_ns
+    rows = np.flatnonzero(trace.kind == Kind.OPERATOR)
+    low, high = account["start_ns"].to_numpy(), (account["start_ns"] + account["wall_ns"]).to_numpy()
+    inside = np.zeros(len(rows), dtype=bool)
+    for a, b in zip(low.tolist(), high.tolist(), strict=True):
+        inside |= (trace.ts[rows] >= a) & (trace.ts[rows] < b)
+    rows = rows[inside]
+    frame = (
+        pl.DataFrame({"code": trace.column("name")[rows], "self": self_ns[rows]})
+        .group_by("code")
+        .agg(count=pl.len() / len(low), self_ns=pl.col("self").sum() / len(low))
+    )
+    return frame.select(operator=text_column(trace, frame["code"].to_numpy()), count="count", self_ns="self_ns")

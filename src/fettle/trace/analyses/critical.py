@@ -1,0 +1,281 @@
+"""The critical path: the chain of waiting that made a step as long as it was. It covers the wall clock without a hole.
+
+The path is walked backwards from what ends last in the window. At every moment one place holds the step up: a host
+thread, or a piece of device work. From there the question is what that place itself had been waiting for:
+
+- device work had waited for its launch, for its stream, or for an event (`waits`); what passes before it
+  begins has the same causes as idle time;
+- a host thread is never free, so its time counts as it is, until it waits (`stops`): in a call that
+  blocks, for the work that ended last inside it; in a launch call while the queue is full, for the work whose begin
+  freed a slot; where it shows nothing while autograd's thread works (or the other way round), for that thread.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from fettle.errors import UsageError
+from fettle.trace.analyses.kernels import CLASSES, class_of_row
+from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
+from fettle.trace.analyses.steps import step_thread, steps
+from fettle.trace.analyses.stops import host_stops, main_thread
+from fettle.trace.analyses.waits import CAUSES, Held, Waits, blocking_calls, device_waits
+from fettle.trace.frames import frame_of
+from fettle.trace.kinds import without_address
+from fettle.trace.model import Trace
+
+CAUSE_NAMES = tuple(CAUSES)
+CATEGORIES = (*CLASSES, *CAUSES)
+
+
+@dataclass(frozen=True)
+class CriticalPath:
+    """Pieces that cover [start_ns, end_ns) exactly, in order.
+
+    `pieces` columns: start_ns, end_ns, category (one of `CATEGORIES`), row (the event; -1 for none), place (`device
+    0` or a thread's number).
+    """
+
+    start_ns: int
+    end_ns: int
+    pieces: pl.DataFrame
+
+    def __post_init__(self) -> None:
+        covered = int((self.pieces["end_ns"] - self.pieces["start_ns"]).sum())
+        if covered != self.wall_ns:
+            raise AssertionError(f"the critical path covers {covered} of {self.wall_ns} ns")
+
+    @property
+    def wall_ns(self) -> int:
+        return self.end_ns - self.start_ns
+
+    def summary(self) -> pl.DataFrame:
+        """Columns: category, time_ns, share; adds up to the wall time."""
+        return (
+            self.pieces.group_by("category")
+            .agg(time_ns=(pl.col("end_ns") - pl.col("start_ns")).sum())
+            .with_columns(share=pl.col("time_ns") / max(self.wall_ns, 1))
+            .sort("time_ns", descending=True)
+        )
+
+
+def window_of(trace: Trace, step: int | None = None) -> tuple[int, int]:
+    """The window of one step, or of all steps; the trace's whole span where there are none.
+
+    Raises:
+        UsageError: There is no such step.
+    """
+    frame = steps(trace)
+    if step is not None:
+        frame = frame.filter(pl.col("step") == step)
+        if not frame.height:
+            known = steps(trace)["step"].to_list()
+            there = f"it has {known[0]} to {known[-1]}" if known[-1] >= 0 else "no steps are marked in it"
+            raise UsageError(f"no step {step} in {trace.path.name}: {there}")
+    return int(frame["start_ns"].min()), int(frame["end_ns"].max())  # type: ignore[arg-type]
+
+
+def critical_path(trace: Trace, step: int | None = None) -> CriticalPath:
+    """The critical path of one step, or of all steps together."""
+    low, high = window_of(trace, step)
+    walk = _Walk(trace, low, high)
+    walk.run(step_thread(trace))
+    return CriticalPath(low, high, walk.frame())
+
+
+def path_shares(trace: Trace, path: CriticalPath) -> pl.DataFrame:
+    """What the path is made of, and how sure that is.
+
+    Where two reasons let go of some work at about the same time, either may have been the one that held it, and
+    shortening one alone gains nothing. Columns: category, time_ns, share, and low_share and high_share over the paths
+    that follow such rivals: all of them of a launch, of a stream, or of an event.
+    """
+    waits, found = device_waits(trace), path.summary()
+    on_path = np.isin(trace.device_rows, path.pieces["row"].to_numpy())
+    shares = [found.select("category", "share")]
+    for sort in (Held.LAUNCH, Held.STREAM, Held.EVENT):
+        if (on_path & (waits.rival == sort)).any():
+            walk = _Walk(trace, path.start_ns, path.end_ns, waits.preferring(sort))
+            walk.run(step_thread(trace))
+            other = CriticalPath(path.start_ns, path.end_ns, walk.frame())
+            shares.append(other.summary().select("category", "share"))
+    number = len(shares)
+    spread = (
+        pl.concat(shares)
+        .group_by("category")
+        .agg(
+            low_share=pl.when(pl.len() == number).then(pl.col("share").min()).otherwise(0.0),
+            high_share=pl.col("share").max(),
+        )
+    )
+    both = spread.join(found, on="category", how="left").with_columns(pl.col("time_ns", "share").fill_null(0))
+    columns = ("category", "time_ns", "share", "low_share", "high_share")
+    return both.select(columns).sort("time_ns", "category", descending=[True, False])
+
+
+class _Walk:
+    """State of one backward walk."""
+
+    def __init__(self, trace: Trace, low: int, high: int, waits: Waits | None = None) -> None:
+        self.trace, self.low, self.high = trace, low, high
+        self.stretches: list[tuple[int, int, int]] = []  # host time: thread, start, end
+        self.pieces: list[tuple[int, int, str, int]] = []  # device time and waits: start, end, category, row
+        self.seen: set[int] = set()
+        self.stopped: set[int] = set()
+        rows, waits = trace.device_rows, waits or device_waits(trace)
+        self.rows = rows.tolist()
+        self.start, self.end = trace.ts[rows].tolist(), trace.end[rows].tolist()
+        self.label = [CLASSES[c] for c in class_of_row(trace, rows).tolist()]
+        self.position = {row: i for i, row in enumerate(self.rows)}
+        self.since, self.cause = waits.since.tolist(), waits.cause.tolist()
+        self.source, self.previous = waits.source().tolist(), waits.previous.tolist()
+        linked = waits.launch >= 0
+        self.call_thread = np.where(linked, trace.column("thread")[np.maximum(waits.launch, 0)], -1).tolist()
+        calls_start, calls_end, _ = blocking_calls(trace)
+        self.blocked = calls_start.tolist(), calls_end.tolist()
+        self._stops()
+
+    def _stops(self) -> None:
+        """By thread and end: what a thread waited for, as (end, start, number)."""
+        stops = host_stops(self.trace)
+        self.stop_of: dict[int, list[tuple[int, int, int]]] = {}
+        for i in np.lexsort((stops.start, stops.end)).tolist():
+            if stops.met[i]:
+                entry = (int(stops.end[i]), int(stops.start[i]), i)
+                self.stop_of.setdefault(int(stops.thread[i]), []).append(entry)
+        self.stop_ends = {thread: [e for e, _, _ in entries] for thread, entries in self.stop_of.items()}
+        self.stop_work, self.stop_other = stops.work.tolist(), stops.other.tolist()
+        self.stop_when, self.stop_row = stops.when.tolist(), stops.row.tolist()
+
+    def run(self, marks: int) -> None:
+        """Loop, not recursion: device work and host stretches follow each other until the window's start."""
+        place, time = self.begin(marks), self.high
+        while time > self.low:
+            place, time = self.take(place, time)
+
+    def begin(self, marks: int) -> tuple[str, int]:
+        """Where the walk starts: on what ends last in the window, device work before host calls. A step ends with the
+        thread that marks it (`marks`; -1: no steps), unless work ends at that very moment.
+        """
+        trace, rows = self.trace, self.trace.device_rows
+        ends, inside = np.minimum(trace.end, self.high), trace.ts < self.high
+        work, host = np.flatnonzero(inside[rows]), np.flatnonzero(inside & trace.is_host)
+        last_work = int(work[np.argmin(np.abs(trace.end[rows[work]] - self.high))]) if len(work) else -1
+        last_host = ends[host].max() if len(host) else -1
+        if last_work >= 0 and trace.end[rows[last_work]] == self.high:
+            return "device", last_work
+        if marks >= 0:
+            return "host", marks
+        if last_work >= 0 and ends[rows[last_work]] >= last_host:
+            return "device", last_work
+        if not len(host):
+            return "host", main_thread(trace)
+        host = host[ends[host] == last_host]
+        waiting = host_stacks(trace).cause[host] == CAUSES_OF_HOST.index("blocking_call")
+        return "host", int(trace.column("thread")[host[np.lexsort((trace.ts[host], waiting))[-1]]])
+
+    def take(self, place: tuple[str, int], time: int) -> tuple[tuple[str, int], int]:
+        """One stretch back: what held up `place` until `time`."""
+        return self._device_step(place[1], time) if place[0] == "device" else self._host_step(place[1], time)
+
+    def _device_step(self, index: int, time: int) -> tuple[tuple[str, int], int]:
+        self.seen.add(index)
+        start = min(self.start[index], time)
+        self._add(start, time, self.label[index], self.rows[index])
+        if start <= self.low:
+            return ("device", index), self.low
+        since, source = min(self.since[index], start), self.source[index]
+        if source in self.seen:  # clocks that contradict each other: no work is gone through twice
+            source = -1
+        self._waited(since, start, CAUSE_NAMES[self.cause[index]], self.rows[index])
+        if source >= 0:
+            return ("device", source), since
+        if self.call_thread[index] >= 0:
+            return ("host", self.call_thread[index]), since
+        before = self.previous[index]
+        if before >= 0 and before not in self.seen:
+            return ("device", before), since
+        return ("host", main_thread(self.trace)), since
+
+    def _host_step(self, thread: int, time: int) -> tuple[tuple[str, int], int]:
+        """Host time back to the last place where this thread waited for someone else."""
+        entries = self.stop_of.get(thread, [])
+        at = bisect_left(self.stop_ends.get(thread, []), time)
+        # A call that is still running at `time` comes first, then those that ended before.
+        for i in (*range(at, min(at + 2, len(entries))), *range(at - 1, -1, -1)):
+            end, start, number = entries[i]
+            if end <= self.low:
+                break
+            work, when = self.stop_work[number], self.stop_when[number]
+            if start >= time or when > time or number in self.stopped or work in self.seen:
+                continue
+            self.stopped.add(number)
+            stop = min(end, time)
+            self._stretch(thread, stop, time)
+            if work >= 0:
+                waited = CAUSES_OF_HOST[host_stacks(self.trace).cause[self.stop_row[number]]]
+                self._add(when, stop, waited, self.stop_row[number])
+                return ("device", work), when
+            self._stretch(thread, when, stop)
+            return ("host", self.stop_other[number]), when
+        self._stretch(thread, self.low, time)
+        return ("host", thread), self.low
+
+    def _waited(self, start: int, end: int, cause: str, row: int) -> None:
+        """A wait of device work; what nothing explains is a call's that blocks meanwhile, as it is in the gaps."""
+        if cause == "queued_unknown":
+            starts, stops = self.blocked
+            for i in range(bisect_right(stops, start), bisect_left(starts, end)):
+                self._add(start, max(starts[i], start), cause, row)
+                self._add(max(starts[i], start), min(stops[i], end), "blocking_call", row)
+                start = max(start, min(stops[i], end))
+        self._add(start, end, cause, row)
+
+    def _add(self, start: int, end: int, category: str, row: int) -> None:
+        start, end = max(start, self.low), min(end, self.high)
+        if end > start:
+            self.pieces.append((start, end, category, row))
+
+    def _stretch(self, thread: int, start: int, end: int) -> None:
+        start = max(start, self.low)
+        if end > start:
+            self.stretches.append((thread, start, end))
+
+    def frame(self) -> pl.DataFrame:
+        """All pieces in order of time."""
+        stacks, device = host_stacks(self.trace), self.trace.column("device")
+        found: list[tuple[int, int, str, int, str]] = []
+        for start, end, category, row in self.pieces:
+            on_device = row >= 0 and bool(self.trace.is_device[row])
+            place = f"device {device[row]}" if on_device else f"thread {self.trace.column('thread')[row]}"
+            found.append((start, end, category, row, place))
+        for thread in {t for t, _, _ in self.stretches}:
+            mine = np.array(sorted((s, e) for t, s, e in self.stretches if t == thread))
+            begins, stops, owner = mine[:, 0], mine[:, 1], np.full(len(mine), -1)
+            if thread >= 0:
+                begins, stops, owner, _ = stacks.over(thread, begins, stops)
+            causes = [CAUSES_OF_HOST[stacks.cause[row]] if row >= 0 else "host_untraced" for row in owner.tolist()]
+            places = [f"thread {thread}"] * len(owner)
+            found += zip(begins.tolist(), stops.tolist(), causes, owner.tolist(), places, strict=True)
+        return frame_of(found, start_ns=int, end_ns=int, category=str, row=int, place=str).sort("start_ns")
+
+
+def path_events(trace: Trace, path: CriticalPath) -> pl.DataFrame:
+    """What the critical path consists of, by category and event name.
+
+    Columns: category, name, count, time_ns, share.
+    """
+    code, lasts = trace.column("name"), pl.col("end_ns") - pl.col("start_ns")
+    codes = pl.Series("code", [int(code[row]) if row >= 0 else -1 for row in path.pieces["row"]], dtype=pl.Int64())
+    grouped = path.pieces.with_columns(codes).group_by("category", "code").agg(count=pl.len(), time_ns=lasts.sum())
+    names = ["" if c < 0 else without_address(trace.names[c]) for c in grouped["code"]]
+    by_name = grouped.with_columns(name=pl.Series(names, dtype=pl.String())).group_by("category", "name")
+    return (
+        by_name.agg(pl.col("count", "time_ns").sum())
+        .with_columns(share=pl.col("time_ns") / max(path.wall_ns, 1))
+        .sort("time_ns", "category", "name", descending=[True, False, False])
+    )

@@ -1,0 +1,221 @@
+"""The host's side: how threads were used, what operators cost besides their work, small operators, conversions, data
+loading.
+
+For a trace without a device this is the whole answer; with one it explains the idle time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from fettle.trace.analyses.ancestry import ancestors
+from fettle.trace.analyses.launches import text_column
+from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks, inherit
+from fettle.trace.analyses.steps import steps
+from fettle.trace.analyses.stops import main_thread
+from fettle.trace.frames import frame_of, with_rank
+from fettle.trace.intervals import merge, total
+from fettle.trace.kinds import Kind
+from fettle.trace.model import Bools, Ints, Trace
+
+SMALL_NS = 10_000
+CONVERSIONS = (
+    "aten::to",
+    "aten::_to_copy",
+    "aten::copy_",
+    "aten::contiguous",
+    "aten::clone",
+    "aten::type_as",
+    "aten::item",
+    "aten::_local_scalar_dense",
+)
+
+
+def threads(trace: Trace) -> pl.DataFrame:
+    """How each host thread spent the trace.
+
+    Columns: rank, thread, label, events, busy_ns (any event), busy_share (of the trace's span), operators_ns (inside
+    any operator), and <cause>_ns: time whose innermost event stands for that cause.
+    """
+    stacks = host_stacks(trace)
+    low, high = trace.span
+    thread_of = trace.column("thread")
+    rows = []
+    length = stacks.segment_end - stacks.segment_start
+    cause = stacks.cause[stacks.segment_row] if len(length) else np.zeros(0, np.int64)
+    operators = np.flatnonzero(trace.kind == Kind.OPERATOR)
+    for thread in np.unique(thread_of[trace.is_host]).tolist():
+        part = stacks.thread_slice(thread)
+        mine = operators[thread_of[operators] == thread]
+        sums = np.bincount(cause[part], weights=length[part], minlength=len(CAUSES_OF_HOST)).astype(np.int64)
+        busy = int(length[part].sum())
+        inside, events = (
+            total(merge(trace.ts[mine], trace.end[mine])),
+            int((trace.is_host & (thread_of == thread)).sum()),
+        )
+        share = busy / max(high - low, 1)
+        rows.append((trace.rank, thread, trace.thread_label(thread), events, busy, share, inside, *sums.tolist()))
+    columns = {"label": str, "events": int, "busy_ns": int, "busy_share": float, "operators_ns": int}
+    causes = dict.fromkeys((f"{name}_ns" for name in CAUSES_OF_HOST), int)
+    return frame_of(rows, rank=int, thread=int, **columns, **causes).sort("busy_ns", descending=True)
+
+
+def parallel_operators(trace: Trace) -> pl.DataFrame:
+    """How many threads were inside operators at once: columns rank, threads, time_ns, share of the trace's span."""
+    thread_of = trace.column("thread")
+    operators = np.flatnonzero(trace.kind == Kind.OPERATOR)
+    starts, ends = [], []
+    for thread in np.unique(thread_of[operators]):
+        one = merge(
+            trace.ts[operators[thread_of[operators] == thread]], trace.end[operators[thread_of[operators] == thread]]
+        )
+        starts.append(one[0])
+        ends.append(one[1])
+    if not starts:
+        return frame_of([], rank=int, threads=int, time_ns=int, share=float)
+    points = np.concatenate([*starts, *ends])
+    change = np.concatenate([np.ones(sum(map(len, starts)), np.int64), -np.ones(sum(map(len, ends)), np.int64)])
+    order = np.argsort(points, kind="stable")
+    points, level = points[order], np.cumsum(change[order])
+    low, high = trace.span
+    sums = np.bincount(level[:-1], weights=np.diff(points)) if len(points) > 1 else np.zeros(1)
+    sums[0] = (high - low) - sums[1:].sum()
+    rows = [(trace.rank, n, int(ns), float(ns) / max(high - low, 1)) for n, ns in enumerate(sums)]
+    return frame_of(rows, rank=int, threads=int, time_ns=int, share=float)
+
+
+def innermost_operators(trace: Trace) -> tuple[Ints, Ints]:
+    """Rows of operators that call no other operator or runtime function, and of those that do."""
+    operators = np.flatnonzero(trace.kind == Kind.OPERATOR)
+    calls = np.zeros(trace.events.height, dtype=bool)
+    parents = host_stacks(trace).parent[trace.is_host]
+    calls[parents[parents >= 0]] = True
+    return operators[~calls[operators]], operators[calls[operators]]
+
+
+def operator_sizes(trace: Trace) -> pl.DataFrame:
+    """Innermost operators by their length, in powers of two.
+
+    Columns: rank, power (0: under 1 us; n: from 2**(n-1) up to 2**n us), count, time_ns.
+    """
+    leaf, _ = innermost_operators(trace)
+    us = trace.dur[leaf] // 1000
+    power = np.where(us > 0, np.floor(np.log2(np.maximum(us, 1))) + 1, 0).astype(np.int64)
+    frame = pl.DataFrame({"power": power, "dur": trace.dur[leaf]}).group_by("power").agg(
+        count=pl.len(), time_ns=pl.col("dur").sum()
+    )  # fmt: skip
+    return with_rank(trace, frame.sort("power"))
+
+
+def small_operators(trace: Trace) -> pl.DataFrame:
+    """Innermost operators under `SMALL_NS`, by name: what fusing or compiling would save most calls of.
+
+    Columns: rank, operator, count, time_ns, mean_ns, share (of all such operators' time). Longest first.
+    """
+    leaf, _ = innermost_operators(trace)
+    return _by_name(trace, leaf[trace.dur[leaf] < SMALL_NS])
+
+
+def conversions(trace: Trace) -> pl.DataFrame:
+    """Conversions, copies and reads of single values (`CONVERSIONS`), the outermost of each chain, by name.
+
+    Columns as `small_operators`.
+    """
+    named = np.array([n in CONVERSIONS for n in trace.names], dtype=bool)
+    rows = np.flatnonzero((trace.kind == Kind.OPERATOR) & named[trace.column("name")])
+    return _by_name(trace, rows[~_inside(trace, rows)])
+
+
+def data_loading(trace: Trace) -> pl.DataFrame:
+    """Host time in data loading, by thread and outermost event.
+
+    Columns: rank, thread (its label), main (bool: the thread that runs the steps), operator (the event's name), count,
+    time_ns, share (of the trace's span). Longest first.
+    """
+    loads = host_stacks(trace).cause == CAUSES_OF_HOST.index("data_loading")
+    rows = np.flatnonzero(trace.is_host & loads)
+    parent = host_stacks(trace).parent[rows]
+    rows = rows[(parent < 0) | ~loads[np.maximum(parent, 0)]]
+    thread = trace.column("thread")[rows].astype(np.int64)
+    low, high = trace.span
+    frame = pl.DataFrame({"thread": thread, "code": trace.column("name")[rows], "dur": trace.dur[rows]})
+    grouped = frame.group_by("thread", "code").agg(count=pl.len(), time_ns=pl.col("dur").sum())
+    named = grouped.select(
+        thread=pl.Series([trace.thread_label(t) for t in grouped["thread"]], dtype=pl.String()),
+        main=pl.col("thread") == main_thread(trace),
+        operator=text_column(trace, grouped["code"].to_numpy()),
+        count="count",
+        time_ns="time_ns",
+        share=pl.col("time_ns") / max(high - low, 1),
+    )
+    return with_rank(trace, named.sort("time_ns", "operator", descending=[True, False]))
+
+
+def loader_waits(trace: Trace) -> pl.DataFrame:
+    """How long each step waits in a DataLoader's own range for the next batch.
+
+    Columns: step, wall_ns, wait_ns. No rows where the trace has no such range.
+    """
+    codes = [code for code, name in enumerate(trace.names) if name.startswith("enumerate(DataLoader)")]
+    rows = np.flatnonzero(np.isin(trace.column("name"), codes) & trace.is_host)
+    begins, ends = trace.ts[rows], trace.end[rows]
+    frame = steps(trace)
+    if not len(rows):
+        frame = frame.clear()
+    waits = [
+        int(np.clip(np.minimum(ends, end) - np.maximum(begins, start), 0, None).sum())
+        for start, end in frame.select("start_ns", "end_ns").iter_rows()
+    ]
+    return frame.select("step", "wall_ns", wait_ns=pl.Series(waits, dtype=pl.Int64()))
+
+
+def _by_name(trace: Trace, rows: Ints) -> pl.DataFrame:
+    frame = pl.DataFrame({"code": trace.column("name")[rows], "dur": trace.dur[rows]})
+    grouped = frame.group_by("code").agg(count=pl.len(), time_ns=pl.col("dur").sum(), mean_ns=pl.col("dur").mean())
+    share = pl.col("time_ns") / pl.max_horizontal(pl.col("time_ns").sum(), 1)
+    operator = text_column(trace, grouped["code"].to_numpy()).alias("operator")
+    named = grouped.select(operator, "count", "time_ns", "mean_ns", share=share)
+    return with_rank(trace, named.sort("time_ns", "operator", descending=[True, False]))
+
+
+def host_summary(trace: Trace) -> pl.DataFrame:
+    """The questions of a slow host, one row each.
+
+    Columns: rank, question, count, time_ns, share (of the trace's span), means. Times are the main costs' own: nested
+    operators are not counted twice.
+    """
+    low, high = trace.span
+    span = max(high - low, 1)
+    stacks = host_stacks(trace)
+    length = stacks.self_ns
+    operators = np.flatnonzero(trace.kind == Kind.OPERATOR)
+    top = operators[ancestors(trace).top_operator[operators] == operators]
+    leaf, inner = innermost_operators(trace)
+    small = leaf[trace.dur[leaf] < SMALL_NS]
+    converted = conversions(trace)
+    data = np.flatnonzero(trace.is_host & (stacks.cause == CAUSES_OF_HOST.index("data_loading")))
+    main = main_thread(trace)
+    data_main = data[trace.column("thread")[data] == main]
+    cover, some = total(merge(trace.ts[operators], trace.end[operators])), ", ".join(CONVERSIONS[:4]) + ", ..."
+    rows = [
+        ("outermost operators", len(top), int(trace.dur[top].sum()), "what the program asked for"),
+        ("innermost operators", len(leaf), int(length[leaf].sum()), "where work is done (or launched)"),
+        ("overhead of operators that call others", len(inner), int(length[inner].sum()), "dispatch and checks"),
+        (f"innermost operators under {SMALL_NS // 1000} µs", len(small), int(length[small].sum()), "fuse or compile"),
+        ("conversions and copies", *map(int, converted.select(pl.col("count", "time_ns").sum()).row(0)), some),
+        ("data loading on the main thread", len(data_main), int(length[data_main].sum()), "the loop waits for input"),
+        ("no operator on any thread", 1, span - cover, "Python, other libraries, or waiting"),
+    ]
+    cells = [(trace.rank, question, count, ns, ns / span, means) for question, count, ns, means in rows]
+    return frame_of(cells, rank=int, question=str, count=int, time_ns=int, share=float, means=str)
+
+
+def _inside(trace: Trace, rows: Ints) -> Bools:
+    """Whether each row lies inside another of the rows."""
+    marked = np.zeros(trace.events.height, dtype=bool)
+    marked[rows] = True
+    above = inherit(marked, host_stacks(trace).parent, np.flatnonzero(trace.is_host))
+    parent = host_stacks(trace).parent[rows]
+    answer: Bools = np.where(parent >= 0, above[np.maximum(parent, 0)], False)
+    return answer

@@ -1,0 +1,328 @@
+"""Why was the device idle? Each gap is cut into the pieces that different causes held, never given one label.
+
+A gap is time in which no stream of a device works. The work that ends it was launched by a host call:
+
+    work ends        host does other things        launch call        launch latency        work starts
+    |----------------------------------------------|------------------|---------------------|
+
+What the host did before the call is read from the launching thread, piece by piece: the innermost operator, Python
+function or call. Where that thread shows nothing, the main thread is asked, then autograd's. Where the work had been
+launched before the gap began, the host is not the cause.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from fettle.trace.analyses.slots import slot_waits
+from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
+from fettle.trace.analyses.stops import autograd_threads, main_thread
+from fettle.trace.analyses.waits import CAUSES, NUMBER, Held, blocking_calls, device_waits
+from fettle.trace.frames import with_rank
+from fettle.trace.intervals import Intervals, gaps, merge, split
+from fettle.trace.kinds import Kind, without_address
+from fettle.trace.model import Bools, Ints, Trace, per_trace
+
+PIECES_AT_ONCE = 1 << 20
+EXPLAINED = 0.10
+SAMPLED = 0.02
+"""A whole trace has at least this share of the calls that its correlation numbers count: 0.03 to 1 were seen."""
+Causes = npt.NDArray[np.uint8]  # numbers in the order of `CAUSES`
+Numbers = npt.NDArray[np.integer[Any]]
+_PIECE_TYPES = (np.int64, np.int64, np.uint8, np.int32, np.int32)  # start, end, cause, detail, gap
+_OF_HOST = np.array([NUMBER.get(cause, 0) for cause in CAUSES_OF_HOST], dtype=np.uint8)
+_NAMES = pl.Series(list(CAUSES), dtype=pl.Enum(list(CAUSES)))
+_NONE = np.zeros(0, np.int64)
+
+
+@per_trace
+def idle_pieces(trace: Trace, device: int) -> pl.DataFrame:
+    """All idle time of one device within the trace, cut by cause; pieces are disjoint, in order, and add up to the
+    idle time.
+
+    Columns: start_ns, end_ns, cause (a key of `CAUSES`), detail (event name number; -1: none), gap (number of the gap),
+    next_row (the work that ended the gap; -1: none came).
+    """
+    place = np.flatnonzero(trace.column("device")[trace.device_rows] == device)
+    rows = trace.device_rows[place]
+    busy = merge(trace.ts[rows], trace.end[rows])
+    low, high = trace.span
+    starts, ends = gaps(busy, low, high)
+    pieces = _Pieces()
+    if not len(starts):
+        return pieces.frame(_NONE)
+    after = _next_work(trace, rows, ends)
+    next_row = np.where(after >= 0, rows[np.maximum(after, 0)], -1)
+    number, waits = np.arange(len(starts)), device_waits(trace)
+    ended = np.flatnonzero(after >= 0)
+    position = place[after[ended]]
+
+    # What passed once nothing known held the work any more.
+    since = np.clip(waits.since[position], starts[ended], ends[ended])
+    pieces.add(since, ends[ended], waits.cause[position], -1, number[ended])
+    # Until then it waited for its launch; for work of another device; or nobody knows.
+    held = waits.held[position]
+    for one, cause in ((Held.EVENT, "stream_event"), (Held.STREAM, "between_kernels"), (Held.NOTHING, "unlinked")):
+        some = held == one
+        pieces.add(starts[ended][some], since[some], cause, -1, number[ended][some])
+    launched = held == Held.LAUNCH
+    mine, launch = ended[launched], waits.launch[position[launched]]
+    l0 = np.clip(waits.called[position[launched]], starts[mine], since[launched])
+    cause = _OF_HOST[host_stacks(trace).cause[launch]]
+    pieces.add(l0, since[launched], cause, trace.column("name")[launch].astype(np.int32), mine)
+    # What the host did until it launched; behind the last work, what the main thread did.
+    main, tail = main_thread(trace), np.flatnonzero(next_row < 0)
+    _host_time(
+        trace,
+        pieces,
+        np.concatenate([starts[mine], starts[tail]]),
+        np.concatenate([l0, ends[tail]]),
+        np.concatenate([trace.column("thread")[launch], np.full(len(tail), main)]),
+        np.concatenate([mine, number[tail]]),
+    )
+    names = trace.column("name").astype(np.int32)
+    pieces = _cut(pieces, "launch_call", *_full(trace), "full_queue")
+    start, end, calls = blocking_calls(trace)
+    return _cut(pieces, "queued_unknown", (start, end), names[calls], "blocking_call").frame(next_row)
+
+
+def _full(trace: Trace) -> tuple[Intervals, npt.NDArray[np.int32]]:
+    """When launch calls waited for a slot in a full queue, and the names of the work whose begin freed it."""
+    calls, freed = slot_waits(trace)
+    start, end = trace.ts[calls], trace.ts[trace.device_rows[freed]]
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], np.maximum.accumulate(end[order])
+    start = np.maximum(start, np.concatenate([start[:1], end[:-1]]))  # several threads may wait at once
+    names = trace.column("name")[trace.device_rows[freed[order]]].astype(np.int32)
+    return (start, np.maximum(end, start)), names
+
+
+def _cut(pieces: _Pieces, cause: str, windows: Intervals, names: npt.NDArray[np.int32], inside: str) -> _Pieces:
+    """The pieces, with what of one cause lies in disjoint windows given to another, under the windows' names."""
+    if not len(windows[0]):
+        return pieces
+    cut = _Pieces()
+    for begin, stop, causes, detail, gap in pieces.parts:
+        mine = causes == NUMBER[cause]
+        rest = ~mine
+        cut.add(begin[rest], stop[rest], causes[rest], detail[rest], gap[rest])
+        if mine.any():
+            order = np.flatnonzero(mine)[np.argsort(begin[mine], kind="stable")]
+            pair, what, of = (begin[order], stop[order]), detail[order], gap[order]
+            begins, stops, piece, window = split(pair, windows)
+            cut.add(begins, stops, inside, names[window], of[piece])
+            begins, stops, piece, _ = split(pair, gaps(merge(*windows), int(pair[0].min()), int(pair[1].max())))
+            cut.add(begins, stops, cause, what[piece], of[piece])
+    return cut
+
+
+class _Pieces:
+    """Pieces of idle time as they are found, in no order.
+
+    Millions of them: they are copied into few large arrays, because what many small ones of them leave between
+    themselves is handed back to the system and asked for again, which costs more than finding them.
+    """
+
+    def __init__(self) -> None:
+        self.full: list[list[npt.NDArray[Any]]] = []
+        self.columns: list[npt.NDArray[Any]] = [np.empty(0, dtype) for dtype in _PIECE_TYPES]
+        self.used = 0
+
+    @property
+    def parts(self) -> list[list[npt.NDArray[Any]]]:
+        """All pieces: sets of columns, in the order of `_PIECE_TYPES`."""
+        return [*self.full, [column[: self.used] for column in self.columns]]
+
+    def add(self, start: Ints, end: Ints, cause: Causes | str, detail: Numbers | int, gap: Numbers) -> None:
+        values = (start, end, NUMBER[cause] if isinstance(cause, str) else cause, detail, gap)
+        done, count = 0, len(start)
+        while done < count:
+            if self.used == len(self.columns[0]):
+                self.full.append(self.columns)
+                self.columns, self.used = [np.empty(PIECES_AT_ONCE, dtype) for dtype in _PIECE_TYPES], 0
+            more = min(count - done, len(self.columns[0]) - self.used)
+            for column, value in zip(self.columns, values, strict=True):
+                piece = value[done : done + more] if isinstance(value, np.ndarray) else value
+                column[self.used : self.used + more] = piece
+            done += more
+            self.used += more
+
+    def frame(self, next_row: Ints) -> pl.DataFrame:
+        start, end, cause, detail, gap = (np.concatenate(column) for column in zip(*self.parts, strict=True))
+        some = np.argsort(start, kind="stable")  # a few runs that are in order already: merged, not sorted
+        if not (end > start).all():
+            some = some[end[some] > start[some]]
+        gap = gap[some]
+        return pl.DataFrame(
+            {
+                "start_ns": start[some],
+                "end_ns": end[some],
+                "cause": _NAMES.gather(pl.Series(cause[some], dtype=pl.UInt32())),
+                "detail": detail[some],
+                "gap": gap,
+                "next_row": next_row[gap],
+            }
+        )
+
+
+def _next_work(trace: Trace, rows: Ints, ends: Ints) -> Ints:
+    """Which of some work, in order of its start, is the first that starts at each gap's end; -1 behind the last."""
+    starts, lasts = trace.ts[rows], trace.dur[rows] > 0
+    at = np.searchsorted(starts, ends, side="left")
+    there = at < len(rows)
+    there[there] = starts[at[there]] == ends[there]
+    # Work of no length does not end a gap: the next that lasts does, if it starts at the same instant.
+    lasting = np.append(np.flatnonzero(lasts), len(rows))
+    first = lasting[np.searchsorted(lasting, at)]
+    same = first < len(rows)
+    same[same] = starts[first[same]] == ends[same]
+    answer: Ints = np.where(there, np.where(same, first, at), -1)
+    return answer
+
+
+def _host_time(trace: Trace, pieces: _Pieces, start: Ints, end: Ints, thread: Ints, gap: Ints) -> None:
+    keep = end > start
+    start, end, thread, gap = start[keep], end[keep], thread[keep], gap[keep]
+    fallbacks = [t for t in [main_thread(trace), *autograd_threads(trace)] if t >= 0]
+    names = trace.column("name")
+    asked: set[int] = set()
+    while len(start):
+        next_round: list[tuple[Ints, Ints, Ints, Ints]] = []
+        for one in np.unique(thread):
+            mine = np.flatnonzero(thread == one)
+            mine = mine[np.argsort(start[mine], kind="stable")]
+            for block in host_stacks(trace).blocks(int(one), start[mine], end[mine]):
+                some = mine[block]
+                s, e, row, window = host_stacks(trace).over(int(one), start[some], end[some])
+                owner = gap[some][window]
+                cause = np.where(row >= 0, host_stacks(trace).cause[row], 0)
+                name = np.where(row >= 0, names[row].astype(np.int32), np.int32(-1))
+                silent = np.flatnonzero(cause == 0)
+                if not len(silent):
+                    pieces.add(s, e, _OF_HOST[cause], name, owner)
+                else:
+                    known = np.flatnonzero(cause)
+                    pieces.add(s[known], e[known], _OF_HOST[cause[known]], name[known], owner[known])
+                    next_round.append((s[silent], e[silent], owner[silent], name[silent]))
+        if not next_round:
+            return
+        start, end, gap, name = (np.concatenate([part[i] for part in next_round]) for i in range(4))
+        order = np.argsort(start, kind="stable")
+        start, end, gap, name = start[order], end[order], gap[order], name[order]
+        remaining = [t for t in fallbacks if t not in asked]
+        if not remaining:
+            pieces.add(start, end, "host_untraced", name, gap)
+            return
+        asked.add(remaining[0])
+        thread = np.full(len(start), remaining[0])
+
+
+def idle_streams(trace: Trace) -> pl.DataFrame:
+    """Idle time of each stream between its first and its last work, cut where its reason changes.
+
+    Columns: rank, device, stream, work (pieces), idle_ns, and its parts: host_ns (until the launch had arrived),
+    event_ns (then until the work of another stream had ended), latency_ns (from a launch to its work), gap_ns (the
+    usual gap, and inside graphs), unknown_ns.
+    """
+    waits, rows = device_waits(trace), trace.device_rows
+    has = waits.previous >= 0
+    start, free = trace.ts[rows[has]], trace.end[rows[np.maximum(waits.previous, 0)]][has]
+    since = np.clip(waits.since[has], np.minimum(free, start), start)
+    rest, held = start - since, waits.held[has]
+    of_cause = {"latency_ns": ("launch_latency",), "gap_ns": ("between_kernels", "inside_graph", "stream_event")}
+    parts = {
+        "host_ns": np.where(held == Held.LAUNCH, np.maximum(since - free, 0), 0),
+        "event_ns": np.where(held == Held.EVENT, np.maximum(since - free, 0), 0),
+        **{
+            name: np.where(np.isin(waits.cause[has], [NUMBER[c] for c in causes]), rest, 0)
+            for name, causes in of_cause.items()
+        },
+    }
+    idle = np.maximum(start - free, 0)
+    frame = pl.DataFrame(
+        {
+            "device": trace.column("device")[rows[has]].astype(np.int64),
+            "stream": trace.column("stream")[rows[has]],
+            "idle_ns": idle,
+            **parts,
+            "unknown_ns": idle - sum(parts.values()),
+        }
+    )
+    summed = frame.group_by("device", "stream").agg((pl.len() + 1).alias("work"), pl.all().sum())
+    return with_rank(trace, summed.sort("device", "stream"))
+
+
+def missing_information(trace: Trace, device: int) -> str:
+    """What a trace lacks where more than `EXPLAINED` of a device's idle time is unknown or unlinked; else empty."""
+    pieces = idle_pieces(trace, device)
+    length, after = (pieces["end_ns"] - pieces["start_ns"]).to_numpy(), pieces["next_row"].to_numpy()
+    number, whole = pieces["cause"].to_physical().to_numpy(), max(int(length.sum()), 1)
+    correlation = trace.column("correlation")
+    calls = np.unique(correlation[(trace.kind == Kind.RUNTIME) & (correlation > 0)])
+
+    def share(some: Bools) -> float:
+        return float(length[some].sum() / whole)
+
+    said = []
+    unlinked, unknown = number == NUMBER["unlinked"], number == NUMBER["queued_unknown"]
+    if share(unlinked) > EXPLAINED:
+        early = unlinked & (correlation[after] < (calls[0] if len(calls) else 0)) & (correlation[after] > 0)
+        said.append(
+            f"{share(unlinked):.0%} ends with work whose launch is not in the trace: {share(early):.0%} with work that "
+            "was launched before recording began (its number is below every call's), the rest with lost launches"
+        )
+    if share(unknown) > EXPLAINED:
+        first = unknown & (pieces["gap"] == 0).to_numpy() & (pieces["start_ns"][0] == trace.span[0])
+        text = f"{share(unknown):.0%} is queued work that launch and stream allowed to begin"
+        if share(first) > EXPLAINED:
+            text += f"; {share(first):.0%} is before the first work, behind what was launched before recording began"
+        if len(calls) and len(calls) < SAMPLED * (calls[-1] - calls[0]):
+            text += (
+                f"; of the calls that correlation numbers count, only {len(calls) / (calls[-1] - calls[0]):.1%} are in "
+                "the trace: it was sampled, or events were lost, and work that is not in it fills these gaps"
+            )
+        elif not trace.side["syncs"].height and share(unknown & ~first) > EXPLAINED:
+            text += "; which events streams waited for is not in it (enable_cuda_sync_events=True records them)"
+        said.append(text)
+    return "; ".join(said)
+
+
+def idle_summary(trace: Trace, device: int, windows: Intervals | None = None) -> pl.DataFrame:
+    """Idle time of a device by cause, with what held the host longest.
+
+    Columns: rank, device, cause, idle_ns, share (of this device's idle time), gaps (pieces), what (the three longest
+    details with their ns), meaning.
+    """
+    frame = idle_pieces(trace, device)
+    if windows is not None:
+        start, end, piece, _ = split((frame["start_ns"].to_numpy(), frame["end_ns"].to_numpy()), windows)
+        frame = frame[piece].with_columns(start_ns=pl.Series(start), end_ns=pl.Series(end))
+    frame = frame.select("cause", "detail", idle_ns=pl.col("end_ns") - pl.col("start_ns"))
+    told = frame.filter(pl.col("detail") >= 0).group_by("cause", "detail").agg(pl.col("idle_ns").sum())
+    names = [without_address(trace.names[d]) for d in told["detail"]]
+    by_name = told.with_columns(name=pl.Series(names, dtype=pl.String())).group_by("cause", "name")
+    longest = by_name.agg(pl.col("idle_ns").sum()).sort("idle_ns", "name", descending=[True, False])
+    what = {
+        str(cause[0]): "; ".join(f"{name[:120]} ({ns / 1e6:.3f} ms)" for _, name, ns in part.head(3).iter_rows())
+        for cause, part in longest.group_by("cause", maintain_order=True)
+    }
+    total = int(frame["idle_ns"].sum())
+    summary = frame.group_by("cause").agg(pl.col("idle_ns").sum(), gaps=pl.len()).sort("idle_ns", descending=True)
+    summary = summary.with_columns(pl.col("cause").cast(pl.String()))
+    causes = summary["cause"].to_list()
+    return with_rank(
+        trace,
+        summary.select(
+            pl.lit(device, dtype=pl.Int64()).alias("device"),
+            "cause",
+            "idle_ns",
+            pl.Series("share", summary["idle_ns"] / max(total, 1), dtype=pl.Float64()),
+            "gaps",
+            pl.Series("what", [what.get(c, "") for c in causes], dtype=pl.String()),
+            pl.Series("meaning", [CAUSES[c] for c in causes], dtype=pl.String()),
+        ),
+    )

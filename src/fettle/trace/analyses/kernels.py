@@ -1,0 +1,107 @@
+"""Which kernels took the time, with statistics over their launches."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from fettle.trace.analyses.account import device_classes
+from fettle.trace.analyses.launches import launch_stats, text_column
+from fettle.trace.frames import frame_of, with_rank
+from fettle.trace.intervals import combinations, total
+from fettle.trace.kinds import Kind
+from fettle.trace.model import Ints, Trace
+
+CLASSES = ("compute", "communication", "copy")
+SHORT_NS = 10_000
+
+
+def class_of_row(trace: Trace, rows: Ints) -> Ints:
+    """0 compute, 1 communication, 2 copy or memory set, for rows of device work."""
+    kind = trace.kind[rows]
+    answer: Ints = np.where(kind == Kind.KERNEL, np.where(trace.is_collective[rows], 1, 0), 2).astype(np.int64)
+    return answer
+
+
+def kernel_classes(trace: Trace) -> pl.DataFrame:
+    """Device time by what ran together: exclusive combinations of compute, communication and copies.
+
+    Columns: rank, device, classes (such as `compute+communication`), time_ns, share (of the device's busy time).
+    """
+    parts = []
+    for device in trace.device_keys:
+        found = combinations(list(device_classes(trace, device)))
+        busy = sum(total(pair) for pair in found.values()) or 1
+        for key, pair in found.items():
+            label = "+".join(name for i, name in enumerate(CLASSES) if key >> i & 1)
+            parts.append((trace.rank, device, label, total(pair), total(pair) / busy))
+    frame = frame_of(parts, rank=int, device=int, classes=str, time_ns=int, share=float)
+    return frame.sort("rank", "device", "time_ns", descending=[False, False, True])
+
+
+def kernel_table(trace: Trace, rows: Ints | None = None) -> pl.DataFrame:
+    """One row a kernel name and device, longest first.
+
+    Columns: rank, device, name, class, count, sum_ns, share (of the summed device work of that device), mean_ns,
+    median_ns, std_ns (of the launches; 0 for one), min_ns, max_ns, short (launches under 10 us), call_ns (mean launch
+    call), delay_ns (median from the end of the launch call to the start).
+    """
+    rows = trace.device_rows if rows is None else rows
+    frame = pl.DataFrame(
+        {
+            "row": rows,
+            "device": trace.column("device")[rows].astype(np.int64),
+            "code": trace.column("name")[rows],
+            "class": class_of_row(trace, rows),
+            "dur": trace.dur[rows],
+        }
+    )
+    links = launch_stats(trace).select("row", "call_ns", "delay_ns")
+    dur = pl.col("dur")
+    table = (
+        frame.join(links, on="row", how="left")
+        .group_by("device", "code", "class")
+        .agg(
+            count=pl.len(),
+            sum_ns=dur.sum(),
+            mean_ns=dur.mean(),
+            median_ns=dur.median(),
+            std_ns=dur.std().fill_null(0.0),
+            min_ns=dur.min(),
+            max_ns=dur.max(),
+            short=(dur < SHORT_NS).sum(),
+            call_ns=pl.col("call_ns").mean(),
+            delay_ns=pl.col("delay_ns").median(),
+        )
+        .sort("sum_ns", "code", descending=[True, False])
+    )
+    named = table.with_columns(
+        name=text_column(trace, table["code"].to_numpy()),
+        share=pl.col("sum_ns") / pl.col("sum_ns").sum().over("device"),
+        **{"class": pl.col("class").replace_strict(dict(enumerate(CLASSES)), return_dtype=pl.String())},
+    )
+    columns = ("device", "name", "class", "count", "sum_ns", "share")
+    return with_rank(trace, named.select(*columns, pl.exclude(*columns, "code")))
+
+
+def kernels_across_ranks(traces: list[Trace]) -> pl.DataFrame:
+    """Each kernel name over all ranks.
+
+    Columns: name, class, ranks, count, sum_ns, min_rank_ns and max_rank_ns (the smallest and largest sum of a rank),
+    spread (their ratio), slowest_rank.
+    """
+    table = pl.concat([kernel_table(t) for t in traces])
+    by_rank = table.group_by("name", "class", "rank").agg(pl.col("sum_ns").sum(), pl.col("count").sum())
+    return (
+        by_rank.group_by("name", "class")
+        .agg(
+            ranks=pl.len(),
+            count=pl.col("count").sum(),
+            min_rank_ns=pl.col("sum_ns").min(),
+            max_rank_ns=pl.col("sum_ns").max(),
+            slowest_rank=pl.col("rank").sort_by("sum_ns").last(),
+            sum_ns=pl.col("sum_ns").sum(),
+        )
+        .with_columns(spread=pl.col("max_rank_ns") / pl.col("min_rank_ns"))
+        .sort("sum_ns", "name", descending=[True, False])
+    )

@@ -1,0 +1,116 @@
+"""Which host call launched which device work, and how long the work then waited.
+
+Calls and work are tied by the profiler's correlation number. Every runtime or driver call counts that has work of its
+number: kernel launches of any API, copies, memory sets, and graphs, where one call starts hundreds of kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+
+from fettle.trace.kinds import Kind, is_graph_launch
+from fettle.trace.model import Ints, Trace, per_trace
+from fettle.trace.ordering import order_by
+
+LONG_CALL_NS = 50_000
+LATE_NS = 100_000
+
+
+@dataclass(frozen=True)
+class LaunchLinks:
+    """For each piece of device work (rows in start order) the row of its launch, -1 where none is known."""
+
+    device_rows: Ints
+    launch_rows: Ints
+
+    @property
+    def known(self) -> tuple[Ints, Ints]:
+        """The work whose launch is known, and those launches, row by row."""
+        has = self.launch_rows >= 0
+        return self.device_rows[has], self.launch_rows[has]
+
+
+@per_trace
+def launch_links(trace: Trace) -> LaunchLinks:
+    """Tie device work to launches; where a number is used twice, the last call before the work counts."""
+    device_rows = trace.device_rows
+    correlation = trace.column("correlation")
+    calls = np.flatnonzero((trace.kind == Kind.RUNTIME) & (correlation > 0))
+    calls = calls[order_by(correlation[calls], trace.ts[calls])]
+    numbers = correlation[calls]
+    wanted = correlation[device_rows]
+    left = np.searchsorted(numbers, wanted, side="left")
+    right = np.searchsorted(numbers, wanted, side="right")
+    launch = np.full(len(device_rows), -1, dtype=np.int64)
+    has = (right > left) & (wanted > 0)
+    launch[has] = calls[left[has]]
+    several = np.flatnonzero(has & (right - left > 1))
+    if len(several):
+        number = np.concatenate([numbers, wanted[several]])
+        time = np.concatenate([trace.ts[calls], trace.ts[device_rows[several]]])
+        order = order_by(number, time, (np.arange(len(number)) >= len(calls)).astype(np.int64))
+        last_call = np.empty(len(order), dtype=np.int64)
+        last_call[order] = np.maximum.accumulate(np.where(order < len(calls), order, -1))
+        launch[several] = calls[np.maximum(last_call[len(calls) :], left[several])]
+    return LaunchLinks(device_rows, launch)
+
+
+def launch_stats(trace: Trace) -> pl.DataFrame:
+    """One row a piece of device work with a known launch.
+
+    Columns: rank, device, stream, row, call_row, name, call, graph (bool), call_ns (length of the launch call),
+    duration_ns (of the work), delay_ns (end of the call to start of the work; negative: it started inside the call, or
+    clocks differ), short (bool: the work is shorter than the call that launched it; null for graphs).
+    """
+    rows, calls = launch_links(trace).known
+    names = np.array([is_graph_launch(n) for n in trace.names], dtype=bool)
+    call_codes = trace.column("name")[calls]
+    graph = names[call_codes] if len(calls) else np.zeros(0, dtype=bool)
+    frame = pl.DataFrame(
+        {
+            "rank": np.full(len(rows), trace.rank),
+            "device": trace.column("device")[rows],
+            "stream": trace.column("stream")[rows],
+            "row": rows,
+            "call_row": calls,
+            "name": text_column(trace, trace.column("name")[rows]),
+            "call": text_column(trace, call_codes),
+            "graph": graph,
+            "call_ns": trace.dur[calls],
+            "duration_ns": trace.dur[rows],
+            "delay_ns": trace.ts[rows] - trace.end[calls],
+        }
+    )
+    return frame.with_columns(short=pl.when(~pl.col("graph")).then(pl.col("duration_ns") < pl.col("call_ns")))
+
+
+def call_table(launches: pl.DataFrame) -> pl.DataFrame:
+    """`launch_stats` by launch call.
+
+    Columns: rank, call, graph, calls, work (pieces of device work), calls_ns (sum of the calls), median_call_ns,
+    median_delay_ns, short (pieces shorter than their call), long_calls (over `LONG_CALL_NS`), late (pieces that start
+    more than `LATE_NS` after their call). Longest sum first. A graph's call counts once.
+    """
+    once = pl.col("call_ns").filter(pl.col("call_row").is_first_distinct())
+    return (
+        launches.group_by("rank", "call", "graph")
+        .agg(
+            calls=pl.col("call_row").n_unique(),
+            work=pl.len(),
+            calls_ns=once.sum(),
+            median_call_ns=once.median(),
+            median_delay_ns=pl.col("delay_ns").median(),
+            short=pl.col("short").sum(),
+            long_calls=(once > LONG_CALL_NS).sum(),
+            late=(pl.col("delay_ns") > LATE_NS).sum(),
+        )
+        .sort("calls_ns", "call", descending=[True, False])
+    )
+
+
+def text_column(trace: Trace, codes: Ints) -> pl.Series:
+    """Names of the given name numbers, each text stored once."""
+    return pl.Series(trace.names, dtype=pl.String()).gather(pl.Series(codes, dtype=pl.UInt32()))

@@ -1,0 +1,84 @@
+"""Memory over time, joined to the operators that took and gave it back."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from fettle.trace.analyses.ancestry import ancestors
+from fettle.trace.analyses.launches import text_column
+from fettle.trace.analyses.stacks import host_stacks
+from fettle.trace.frames import frame_of, with_rank
+from fettle.trace.model import Ints, Trace
+
+# In the order of c10::DeviceType, whose numbers the profiler writes.
+DEVICE_TYPES = (
+    *("cpu", "cuda", "mkldnn", "opengl", "opencl", "ideep", "hip", "fpga", "maia", "xla", "vulkan", "metal", "xpu"),
+    *("mps", "meta", "hpu", "ve", "lazy", "ipu", "mtia", "privateuseone"),
+)
+
+
+def memory_timeline(trace: Trace) -> pl.DataFrame:
+    """One row an allocation (bytes > 0) or release (< 0), in order of time.
+
+    Columns: rank, ts_ns, device (such as `cuda:0`), bytes, address (-1: not told), allocated_bytes and reserved_bytes
+    (totals of the allocator after it; -1: not told), operator, top_operator (null: outside any).
+    """
+    frame = trace.side["memory"].sort("ts_ns", maintain_order=True)
+    up = ancestors(trace)
+    row = host_stacks(trace).innermost(frame["thread"].to_numpy().astype(np.int64), frame["ts_ns"].to_numpy())
+    names = trace.column("name")
+
+    def text(table: Ints) -> pl.Series:
+        if not len(names):  # nothing but allocations in this trace
+            return pl.Series([None] * len(row), dtype=pl.String())
+        rows = np.where(row >= 0, table[np.maximum(row, 0)], -1)
+        return text_column(trace, names[np.maximum(rows, 0)]).set(pl.Series(rows < 0), None)
+
+    device = pl.Series(
+        "device",
+        [
+            (DEVICE_TYPES[t] if 0 <= t < len(DEVICE_TYPES) else f"device type {t}")
+            + ("" if t == 0 or d < 0 else f":{d}")
+            for t, d in zip(frame["device_type"], frame["device"], strict=True)
+        ],
+        dtype=pl.String(),
+    )
+    timeline = frame.select("ts_ns", device, "bytes", "address", "allocated_bytes", "reserved_bytes")
+    owners = timeline.with_columns(operator=text(up.operator), top_operator=text(up.top_operator))
+    return with_rank(trace, owners)
+
+
+def memory_peak(trace: Trace) -> pl.DataFrame:
+    """What was held at each device's peak, by the operator that had taken it.
+
+    Only memory taken inside the trace has an owner; what was there before is the row with operator null. Columns:
+    rank, device, operator, bytes, allocations, peak_bytes (the device's), peak_at_ns (from the trace's start).
+    """
+    timeline = memory_timeline(trace)
+    begin = min((int(t) for t in (timeline["ts_ns"].min(), trace.span[0] or None) if t is not None), default=0)  # type: ignore[call-overload]
+    rows: list[tuple[int, str, str | None, int, int, int, int]] = []
+    for key, part in timeline.group_by("device", maintain_order=True):
+        told = part["allocated_bytes"].to_numpy()
+        running = told if (told >= 0).all() else np.cumsum(part["bytes"].to_numpy())
+        at = int(running.argmax())
+        peak, when = int(running[at]), int(part["ts_ns"][at]) - begin
+        held: dict[int, tuple[str | None, int]] = {}
+        for address, size, operator in part[: at + 1].select("address", "bytes", "operator").iter_rows():
+            if size > 0:
+                held[address] = (operator, size)
+            else:
+                held.pop(address, None)
+        by_owner: dict[str | None, list[int]] = {}
+        # Without addresses releases cannot be matched, and nothing is said about owners.
+        for operator, size in held.values() if (part["address"] != -1).all() else ():
+            cell = by_owner.setdefault(operator, [0, 0])
+            cell[0] += size
+            cell[1] += 1
+        known = sum(cell[0] for cell in by_owner.values())
+        cell = by_owner.setdefault(None, [0, 0])
+        cell[0] += max(peak - known, 0)
+        rows += [(trace.rank, str(key[0]), name, cell[0], cell[1], peak, when) for name, cell in by_owner.items()]
+    texts, numbers = {"device": str, "operator": str}, ("bytes", "allocations", "peak_bytes", "peak_at_ns")
+    frame = frame_of(rows, rank=int, **texts, **dict.fromkeys(numbers, int))
+    return frame.sort("device", "bytes", descending=[False, True])

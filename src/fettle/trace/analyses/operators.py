@@ -1,0 +1,267 @@
+"""What operators, annotations and the kernels they launch cost: tables by name, path and sequence."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from fettle.trace.analyses.ancestry import ancestors, called_from, nearest, outer_first, outermost, runs
+from fettle.trace.analyses.attribution import names_of_rows
+from fettle.trace.analyses.launches import launch_links, text_column
+from fettle.trace.analyses.stacks import host_stacks
+from fettle.trace.frames import frame_of, with_rank
+from fettle.trace.kinds import Kind, without_address
+from fettle.trace.model import Ints, Trace
+
+_MOST_BLOCKS = 600
+_PREFIXES = {"aten::": "operator", "autograd::": "backward"}
+
+
+def operator_table(trace: Trace) -> pl.DataFrame:
+    """Operators by name and shapes.
+
+    Columns: rank, operator, shapes, count, host_ns (with what they call), self_ns (without nested operators and runtime
+    calls), device_ns (of kernels launched inside, counted at the innermost operator), kernels. Longest device time
+    first.
+    """
+    rows = np.flatnonzero(trace.kind == Kind.OPERATOR)
+    self_ns = host_stacks(trace).self_ns
+    host = (
+        pl.DataFrame(
+            {
+                "name": trace.column("name")[rows],
+                "shape": trace.column("shape")[rows],
+                "dur": trace.dur[rows],
+                "self": self_ns[rows],
+            }
+        )
+        .group_by("name", "shape")
+        .agg(count=pl.len(), host_ns=pl.col("dur").sum(), self_ns=pl.col("self").sum())
+    )
+    launched, calls = launch_links(trace).known
+    operator = ancestors(trace).operator[calls]
+    known = operator >= 0
+    work = (
+        pl.DataFrame(
+            {
+                "name": trace.column("name")[operator[known]],
+                "shape": trace.column("shape")[operator[known]],
+                "dur": trace.dur[launched[known]],
+            }
+        )
+        .group_by("name", "shape")
+        .agg(kernels=pl.len(), device_ns=pl.col("dur").sum())
+    )
+    table = host.join(work, on=["name", "shape"], how="left").with_columns(pl.col("kernels", "device_ns").fill_null(0))
+    operator = text_column(trace, table["name"].to_numpy()).alias("operator")
+    shapes = pl.Series("shapes", trace.shapes, dtype=pl.String()).gather(table["shape"])
+    named = table.select(operator, shapes, "count", "host_ns", "self_ns", "device_ns", "kernels")
+    order = ("device_ns", "self_ns", "operator", "shapes")
+    return with_rank(trace, named.sort(order, descending=[True, True, False, False]))
+
+
+def call_tree(trace: Trace, *, max_depth: int = 6, python: bool = False) -> pl.DataFrame:
+    """Calls merged by path: what calls what, how often, and what it costs on host and device.
+
+    Columns: rank, path (names joined by ` > `), depth, count, host_ns, device_ns (of work launched anywhere below).
+    Backward operators on autograd's threads are below what waited for them. Python functions are left out unless asked
+    for: paths then explain modules and lines, at many more rows. All steps are one path, `ProfilerStep#`.
+    """
+    wanted = (trace.kind == Kind.OPERATOR) | (trace.kind == Kind.ANNOTATION)
+    if python:
+        wanted |= trace.kind == Kind.PYTHON
+    rows = np.flatnonzero(wanted)
+    parent = parent_among(trace, wanted)
+    device, _, _ = device_time(trace, wanted, parent)
+    paths: dict[tuple[int, int], int] = {}
+    texts: list[str] = []
+    depths: list[int] = []
+    path_of = np.full(trace.events.height, -1, dtype=np.int64)
+    names, texts_of = _merged_names(trace)
+    for row in outer_first(trace, rows).tolist():
+        above = int(path_of[parent[row]]) if parent[row] >= 0 else -1
+        level = depths[above] + 1 if above >= 0 else 0
+        if level >= max_depth or (parent[row] >= 0 and above < 0):
+            continue
+        key = (above, int(names[row]))
+        if key not in paths:
+            paths[key] = len(paths)
+            texts.append((texts[above] + " > " if above >= 0 else "") + texts_of[key[1]])
+            depths.append(level)
+        path_of[row] = paths[key]
+    kept = rows[path_of[rows] >= 0]
+    grouped = (
+        pl.DataFrame({"path": path_of[kept], "host": trace.dur[kept], "device": device[kept]})
+        .group_by("path")
+        .agg(count=pl.len(), host_ns=pl.col("host").sum(), device_ns=pl.col("device").sum())
+    )
+    path = pl.Series("path", [texts[p] for p in grouped["path"]], dtype=pl.String())
+    depth = pl.Series("depth", [depths[p] for p in grouped["path"]], dtype=pl.Int64())
+    return with_rank(trace, grouped.select(path, depth, "count", "host_ns", "device_ns").sort("path"))
+
+
+def call_blocks(trace: Trace, device: bool, depth: int = 12, python: bool = False) -> pl.DataFrame:
+    """`call_tree` as blocks as wide as their device (else host) time, children below their parent from its start on.
+
+    Columns: row (depth), name, start, end, length (ms), kind. Only the paths with the longest times.
+    """
+    cost = "device_ns" if device else "host_ns"
+    tree = call_tree(trace, max_depth=depth, python=python).filter(pl.col(cost) > 0)
+    kept = set(tree.sort(cost, "path", descending=[True, False]).head(_MOST_BLOCKS)["path"].to_list())
+    rows: list[tuple[int, str, float, float, str]] = []
+    start_of: dict[str, float] = {}
+    used: dict[str, float] = {}
+    for path, level, ns in (
+        tree.sort("depth", cost, "path", descending=[False, True, False]).select("path", "depth", cost).iter_rows()
+    ):
+        parent, _, name = path.rpartition(" > ") if level else ("", "", path)
+        if path not in kept or (level and parent not in start_of):
+            continue
+        start = start_of.get(parent, 0.0) + used.get(parent, 0.0)
+        start_of[path], used[parent] = start, used.get(parent, 0.0) + ns
+        kind = next((kind for prefix, kind in _PREFIXES.items() if name.startswith(prefix)), "annotation")
+        rows.append((level, name[:100], start / 1e6, (start + ns) / 1e6, kind))
+    return frame_of(rows, row=int, name=str, start=float, end=float, kind=str).with_columns(
+        length=pl.col("end") - pl.col("start")
+    )
+
+
+def _merged_names(trace: Trace) -> tuple[Ints, list[str]]:
+    """A number for each event's name and the text of each number: steps are one name, objects' addresses are cut."""
+    cut = ["ProfilerStep#" if n.startswith("ProfilerStep#") else without_address(n) for n in trace.names]
+    number = {name: i for i, name in enumerate(dict.fromkeys(cut))}
+    table = np.array([number[n] for n in cut], dtype=np.int64)
+    return table[trace.column("name")], list(number)
+
+
+def parent_among(trace: Trace, wanted: np.ndarray) -> Ints:
+    """The nearest wanted event strictly above each event."""
+    up = called_from(trace)
+    around = nearest(trace, wanted, np.flatnonzero(trace.is_host), up)
+    answer: Ints = np.where(up >= 0, around[np.maximum(up, 0)], -1)
+    return answer
+
+
+def kernel_sequences(trace: Trace, operator: str = "", *, min_kernels: int = 3, top: int = 10) -> pl.DataFrame:
+    """The sequences of kernels that operators whose name contains `operator` (empty: any) launch, counted.
+
+    Only the outermost matching operators count, and sequences of `min_kernels` kernels or more. Columns: rank,
+    operator, kernels (names in launch order, joined by ` -> `), length, count, device_ns, host_ns (of the operators).
+    """
+    matches = np.array([operator in n for n in trace.names], dtype=bool)
+    flags = (trace.kind == Kind.OPERATOR) & matches[trace.column("name")]
+    outer = outermost(trace, flags, np.flatnonzero(trace.is_host))
+    rows, calls = launch_links(trace).known
+    roots = outer[calls]
+    inside = roots >= 0
+    order = np.lexsort((trace.ts[rows[inside]], trace.ts[calls[inside]], roots[inside]))
+    rows, roots = rows[inside][order], roots[inside][order]
+    counted: dict[tuple[int, ...], list[int]] = {}
+    code = trace.column("name")
+    for begin, stop in runs(roots):
+        if stop - begin < min_kernels:
+            continue
+        root = int(roots[begin])
+        key = (int(code[root]), *code[rows[begin:stop]].tolist())
+        cell = counted.setdefault(key, [0, 0, 0])
+        cell[0] += 1
+        cell[1] += int(trace.dur[rows[begin:stop]].sum())
+        cell[2] += int(trace.dur[root])
+    best = sorted(counted.items(), key=lambda item: (-item[1][1], item[0]))[:top]
+    rows = [
+        (trace.rank, trace.names[key[0]], " -> ".join(trace.names[k] for k in key[1:]), len(key) - 1, *cell)
+        for key, cell in best
+    ]
+    return frame_of(rows, rank=int, operator=str, kernels=str, length=int, count=int, device_ns=int, host_ns=int)
+
+
+def annotation_table(trace: Trace) -> pl.DataFrame:
+    """User annotations: time on the host, and of the device work launched inside them, on any thread: a range around
+    `backward()` has the backward's work. Steps are one, `ProfilerStep#`.
+
+    Columns: rank, annotation, count, host_inclusive_ns, host_exclusive_ns (without annotations inside),
+    device_inclusive_ns, device_exclusive_ns (work counts at its innermost annotation), kernels (inclusive). Inclusive
+    times are those of `call_tree`; a range inside another of its name is not counted again.
+    """
+    flags = trace.kind == Kind.ANNOTATION
+    rows = np.flatnonzero(flags)
+    name, texts = _merged_names(trace)
+    parent = parent_among(trace, flags)
+    inclusive, exclusive, kernels = device_time(trace, flags, parent)
+    nested = np.zeros(trace.events.height, dtype=np.int64)
+    np.add.at(nested, parent[rows][parent[rows] >= 0], trace.dur[rows][parent[rows] >= 0])
+    above = parent[rows]
+    again = np.zeros(len(rows), dtype=bool)
+    while (has := above >= 0).any():
+        again |= has & (name[rows] == name[np.maximum(above, 0)])
+        above = np.where(has, parent[np.maximum(above, 0)], -1)
+    outer = ~again
+    table = (
+        pl.DataFrame(
+            {
+                "name": name[rows],
+                "host": trace.dur[rows] * outer,
+                "alone": np.maximum(trace.dur[rows] - nested[rows], 0),
+                "device": inclusive[rows] * outer,
+                "own": exclusive[rows],
+                "kernels": kernels[rows] * outer,
+            }
+        )
+        .group_by("name")
+        .agg(pl.len().alias("count"), pl.all().sum())
+    )
+    named = table.select(
+        annotation=pl.Series([texts[n] for n in table["name"]], dtype=pl.String()),
+        count="count",
+        host_inclusive_ns="host",
+        host_exclusive_ns="alone",
+        device_inclusive_ns="device",
+        device_exclusive_ns="own",
+        kernels="kernels",
+    )
+    order = ("device_inclusive_ns", "host_inclusive_ns", "annotation")
+    return with_rank(trace, named.sort(order, descending=[True, True, False]))
+
+
+def device_time(trace: Trace, wanted: np.ndarray, parent: Ints) -> tuple[Ints, Ints, Ints]:
+    """Device time of each wanted event: of all work launched below it, and of what no other one is nearer to; and how
+    many pieces of work the former is. `parent` is the nearest wanted event strictly above each.
+    """
+    exclusive, kernels = np.zeros(trace.events.height, dtype=np.int64), np.zeros(trace.events.height, dtype=np.int64)
+    work, calls = launch_links(trace).known
+    owner = nearest(trace, wanted, np.flatnonzero(trace.is_host), called_from(trace))[calls]
+    known = owner >= 0
+    np.add.at(exclusive, owner[known], trace.dur[work][known])
+    np.add.at(kernels, owner[known], 1)
+    inclusive = exclusive.copy()
+    for row in outer_first(trace, np.flatnonzero(wanted))[::-1].tolist():
+        if parent[row] >= 0:
+            inclusive[parent[row]] += inclusive[row]
+            kernels[parent[row]] += kernels[row]
+    return inclusive, exclusive, kernels
+
+
+def counters_by_operator(trace: Trace) -> pl.DataFrame | None:
+    """Hardware counters (CUPTI ranges) by operator; None where ranges and launches cannot be paired.
+
+    The profiler records ranges without any link to launches; they are paired by order, which is only valid where
+    there are as many of one as of the other. Columns: rank, kernel, operator, top_operator, counter, value.
+    """
+    ranges = np.flatnonzero(trace.kind == Kind.COUNTER_RANGE)
+    kernels = np.array(["LaunchKernel" in n for n in trace.names], dtype=bool)
+    calls = np.flatnonzero((trace.kind == Kind.RUNTIME) & kernels[trace.column("name")])
+    if not len(ranges) or len(ranges) != len(calls):
+        return None
+    ranges = ranges[np.argsort(trace.ts[ranges], kind="stable")]
+    calls = calls[np.argsort(trace.ts[calls], kind="stable")]
+    up = ancestors(trace)
+    pairs = pl.DataFrame(
+        {
+            "row": ranges,
+            "kernel": text_column(trace, trace.column("name")[ranges]),
+            "operator": names_of_rows(trace, up.operator[calls]),
+            "top_operator": names_of_rows(trace, up.top_operator[calls]),
+        }
+    )
+    joined = trace.side["counters"].join(pairs, on="row").sort("row", "counter")
+    return with_rank(trace, joined.select("kernel", "operator", "top_operator", "counter", "value"))

@@ -1,0 +1,120 @@
+"""How much work was queued on each stream over time, and how long the host was held by a full queue."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from fettle.trace.analyses.launches import launch_links, text_column
+from fettle.trace.analyses.slots import queues, waited_ns
+from fettle.trace.frames import frame_of, with_rank
+from fettle.trace.model import Trace
+from fettle.trace.ordering import order_by
+
+
+def queue_length(trace: Trace) -> pl.DataFrame:
+    """The number of launched but not yet started pieces of work on each stream: a step function.
+
+    A launch adds the work it launches (a graph: all its kernels) at the call's start; work leaves when it starts.
+    Columns: rank, device, stream, ts_ns, length. Rows in order of device, stream and time.
+    """
+    rows, calls = launch_links(trace).known
+    device = trace.column("device")[rows].astype(np.int64)
+    stream = trace.column("stream")[rows]
+    time = np.concatenate([trace.ts[calls], np.maximum(trace.ts[rows], trace.ts[calls])])
+    change = np.concatenate([np.ones(len(rows), np.int64), -np.ones(len(rows), np.int64)])
+    device, stream = np.concatenate([device, device]), np.concatenate([stream, stream])
+    order = order_by(device, stream, time, -change)
+    device, stream, time, change = device[order], stream[order], time[order], change[order]
+    length = np.cumsum(change)  # every stream's changes add up to zero, so the next one starts at zero
+    return with_rank(trace, pl.DataFrame({"device": device, "stream": stream, "ts_ns": time, "length": length}))
+
+
+def queue_summary(trace: Trace) -> pl.DataFrame:
+    """Queue length of each stream, weighted by time.
+
+    Columns: rank, device, stream, mean, median, p95, max (pieces of work), empty_share and full_share of the time from
+    the stream's first launch to its last start, depth (where the trace shows how long the queue can be), full_ns (time
+    that launch calls waited for a slot). A queue that all streams of a device share is told on each of them.
+    """
+    full_of = {(q.device, q.stream): q for q in queues(trace)}
+    series = queue_length(trace)
+    parts = []
+    for key, part in series.group_by("device", "stream", maintain_order=True):
+        time, length = part["ts_ns"].to_numpy(), part["length"].to_numpy()
+        weight, value = np.diff(time), length[:-1]
+        whole = int(weight.sum())
+        if whole == 0:
+            weight, whole = np.ones_like(weight), max(len(weight), 1)
+        order = np.argsort(value, kind="stable")
+        value, weight = value[order], weight[order]
+        reach = np.minimum(np.searchsorted(np.cumsum(weight), [0.5 * whole, 0.95 * whole]), len(value) - 1)
+        middle, high = value[reach].tolist() if len(value) else (0, 0)
+        one = full_of.get((int(key[0]), int(key[1])), full_of.get((int(key[0]), -1)))
+        full = waited_ns(trace, one) if one is not None else 0
+        mean, empty = float((weight * value).sum() / whole), float(weight[value == 0].sum() / whole)
+        lengths = (mean, middle, high, int(length.max()))
+        depth = None if one is None else one.depth
+        parts.append((trace.rank, int(key[0]), int(key[1]), *lengths, empty, full / whole, depth, full))
+    places, lengths = ("rank", "device", "stream"), {"mean": float, "median": int, "p95": int, "max": int}
+    shares = {"empty_share": float, "full_share": float}
+    return frame_of(parts, **dict.fromkeys(places, int), **lengths, **shares, depth=int, full_ns=int)
+
+
+def copy_bandwidth(trace: Trace) -> pl.DataFrame:
+    """Bandwidth of copies and memory sets over time, summed over what runs together: a step function for each name.
+
+    Columns: rank, device, name, ts_ns, gb_per_s (10**9 bytes a second). Copies whose bandwidth the profiler did not
+    tell use bytes / duration; without bytes they are left out. Kernels' own memory traffic is not in a trace.
+    """
+    facts = trace.side["copies"]
+    rows = facts["row"].to_numpy()
+    told = facts["gb_per_s"].cast(pl.Float64()).to_numpy().astype(float)
+    size = facts["bytes"].to_numpy()
+    length = np.maximum(trace.dur[rows], 1)
+    rate = np.where(np.isfinite(told), told, np.where(size >= 0, size / length, np.nan))
+    good = np.isfinite(rate)
+    rows, rate, length = rows[good], rate[good], length[good]
+    code = trace.column("name")[rows].astype(np.int64)
+    device = trace.column("device")[rows].astype(np.int64)
+    time = np.concatenate([trace.ts[rows], trace.ts[rows] + length])
+    change = np.concatenate([rate, -rate])
+    code, device = np.concatenate([code, code]), np.concatenate([device, device])
+    order = np.lexsort((change, time, code, device))
+    frame = pl.DataFrame(
+        {
+            "rank": np.full(len(order), trace.rank),
+            "device": device[order],
+            "name": text_column(trace, code[order]),
+            "ts_ns": time[order],
+            "gb_per_s": change[order],
+        }
+    )
+    return frame.with_columns(gb_per_s=pl.col("gb_per_s").cum_sum().over("device", "name").clip(0.0))
+
+
+def bandwidth_summary(trace: Trace) -> pl.DataFrame:
+    """Copies by name: count, time and bandwidth weighted by time.
+
+    Columns: rank, device, name, count, bytes (null where not told), busy_ns, mean_gb_per_s (bytes over busy time; the
+    time-weighted mean of the rates where bytes are not told), max_gb_per_s.
+    """
+    facts = trace.side["copies"]
+    rows = facts["row"].to_numpy()
+    frame = facts.with_columns(
+        device=pl.Series(trace.column("device")[rows].astype(np.int64)),
+        name=text_column(trace, trace.column("name")[rows]),
+        dur=pl.Series(trace.dur[rows]),
+        bytes=pl.when(pl.col("bytes") >= 0).then(pl.col("bytes")),
+    )
+    grouped = frame.group_by("device", "name").agg(
+        count=pl.len(),
+        bytes=pl.when(pl.col("bytes").null_count() == 0).then(pl.col("bytes").sum()),
+        busy_ns=pl.col("dur").sum(),
+        weighted=(pl.col("gb_per_s") * pl.col("dur")).sum() / pl.col("dur").sum(),
+        max_gb_per_s=pl.col("gb_per_s").max(),
+    )
+    told = pl.when(pl.col("bytes").is_not_null() & (pl.col("busy_ns") > 0)).then(pl.col("bytes") / pl.col("busy_ns"))
+    rated = grouped.with_columns(mean_gb_per_s=told.otherwise(pl.col("weighted")))
+    columns = ("device", "name", "count", "bytes", "busy_ns", "mean_gb_per_s", "max_gb_per_s")
+    return with_rank(trace, rated.select(columns).sort("device", "busy_ns", descending=[False, True]))

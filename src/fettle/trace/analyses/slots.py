@@ -1,0 +1,217 @@
+"""How deep a device's queue is, and which launch calls waited for a slot in it: both found from the trace.
+
+A queue holds work that is launched and has not begun. Once it is full, a launch call returns only when some work has
+begun: such calls are long, begin before that work and end right after it, and leave the queue as long as it can be.
+That length is the depth. It differs between devices and drivers (1,022 on one, 970 beside other entries that traces do
+not show on another), and belongs to one stream or to all of a device's, whichever explains more of the waiting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fettle.trace.analyses.launches import launch_links
+from fettle.trace.kinds import Kind, is_graph_launch
+from fettle.trace.model import Bools, Ints, Trace, per_trace
+
+FEWEST_WAITS = 5
+SAME_NS, CLEAR_RETURN_NS = 100, 2_000
+"""Fewer are enough where no other call is as long: two that return the same time after a slot came free, three soon."""
+LONG_NS = 15_000
+RETURN_NS = 20_000
+"""Longest time from the begin of the work that freed a slot to the return of the call that waited for it."""
+SPREAD = 0.06
+"""How far below the longest queue the length may be, as entries that the trace does not show come and go."""
+
+
+@dataclass(frozen=True)
+class Queue:
+    """One queue: `stream` is -1 where it is shared by all of the device's streams.
+
+    The other fields are by launch call, in order of their begin: `released` is the work (position in
+    `trace.device_rows`) whose begin freed the slot that the call waited for, -1 where it did not wait; `bound` the work
+    that has to have begun before the call can return if the queue never holds more than `depth`, -1 for the first ones.
+    """
+
+    device: int
+    stream: int
+    depth: int
+    calls: Ints
+    released: Ints
+    bound: Ints
+
+
+@dataclass(frozen=True)
+class _Launches:
+    """The launch calls of one queue in order: their rows and times, how much had been launched when each returned, the
+    begins of all their work in order, and how many of them each return saw.
+    """
+
+    calls: Ints
+    start: Ints
+    end: Ints
+    launched: Ints
+    begins: Ints
+    order: Ints
+    seen: Ints
+    plain: Bools
+
+    @property
+    def length(self) -> Ints:
+        return self.launched - self.seen
+
+    @property
+    def freed(self) -> Bools:
+        """Whether a slot came free while the call ran, and it returned soon after."""
+        at = np.maximum(self.seen - 1, 0)
+        free: Bools = (self.seen > 0) & (self.begins[at] > self.start) & (self.end - self.begins[at] <= RETURN_NS)
+        return free & self.plain
+
+
+@per_trace
+def queues(trace: Trace) -> list[Queue]:
+    """The queues that were full at some time, with the launch calls that waited; empty where none was."""
+    work, calls = launch_links(trace).known
+    device, stream = trace.column("device")[work].astype(np.int64), trace.column("stream")[work]
+    found = []
+    for one in np.unique(device).tolist():
+        mine = device == one
+        streams = np.unique(stream[mine]).tolist()
+        alone = [q for s in streams if (q := _queue(trace, work, calls, mine & (stream == s), one, s))]
+        shared = _queue(trace, work, calls, mine, one, -1) if len(streams) > 1 else None
+        if shared is not None and waited_ns(trace, shared) > 1.05 * sum(waited_ns(trace, q) for q in alone):
+            alone = [shared]
+        found += alone
+    return found
+
+
+def slot_waits(trace: Trace) -> tuple[Ints, Ints]:
+    """Rows of the launch calls that waited for a slot, and the work whose begin freed it (position in
+    `trace.device_rows`).
+    """
+    parts = [(q.calls[q.released >= 0], q.released[q.released >= 0]) for q in queues(trace)]
+    nothing = np.zeros(0, dtype=np.int64)
+    if not parts:
+        return nothing, nothing
+    calls, released = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return calls, released
+
+
+def waited_ns(trace: Trace, queue: Queue) -> int:
+    """How long launch calls waited for a slot, summed."""
+    waits = queue.released >= 0
+    begins = trace.ts[trace.device_rows[queue.released[waits]]]
+    return int((begins - trace.ts[queue.calls[waits]]).sum())
+
+
+def _queue(trace: Trace, work: Ints, calls: Ints, mine: Bools, device: int, stream: int) -> Queue | None:
+    """One stream's queue, or a whole device's, if it was ever full. A graph is as many entries as it has kernels, or
+    one that its first kernel frees, whichever explains more of the waiting.
+    """
+    work, calls = work[mine], calls[mine]
+    found = _counted(trace, work, calls, device, stream)
+    if len(np.unique(calls)) == len(calls):
+        return found
+    order = np.lexsort((trace.ts[work], calls))
+    first = order[np.diff(calls[order], prepend=-1) != 0]
+    by_call = _counted(trace, work[first], calls[first], device, stream)
+    if by_call is None or (found is not None and waited_ns(trace, found) >= waited_ns(trace, by_call)):
+        return found
+    return by_call
+
+
+def _counted(trace: Trace, work: Ints, calls: Ints, device: int, stream: int) -> Queue | None:
+    if len(work) < FEWEST_WAITS:
+        return None
+    one = _launches(trace, work, calls)
+    depth = _depth(one)
+    if depth is None:
+        return None
+    position = np.empty(trace.events.height, dtype=np.int64)
+    position[trace.device_rows] = np.arange(len(trace.device_rows))
+    order = position[one.order]
+    at, begins = one.launched - 1 - depth, _bound(one, depth)
+    bound = np.where(at >= 0, order[np.maximum(at, 0)], -1)
+    in_time = begins <= one.end
+    near = one.length >= depth - max(2, SPREAD * depth)
+    just = (begins > one.start) & in_time
+    waits = one.freed & near & (just | _long(one))
+    released = np.where(waits, order[np.maximum(one.seen - 1, 0)], -1)
+    return Queue(device, stream, depth, one.calls, released, np.where(in_time, bound, -1))
+
+
+def _counts(calls: Ints, distinct: Ints) -> Ints:
+    """Pieces of work of each distinct call."""
+    order = np.sort(calls)
+    counts: Ints = np.searchsorted(order, distinct, side="right") - np.searchsorted(order, distinct, side="left")
+    return counts
+
+
+def _launches(trace: Trace, work: Ints, calls: Ints) -> _Launches:
+    distinct = np.unique(calls)
+    distinct = distinct[np.argsort(trace.ts[distinct], kind="stable")]
+    start, end = trace.ts[distinct], trace.end[distinct]
+    order = work[np.argsort(trace.ts[work], kind="stable")]
+    begins = trace.ts[order]
+    seen = np.searchsorted(begins, end, side="right")
+    launched = np.cumsum(_counts(calls, distinct))
+    # A graph's call is as long as it has kernels, and a copy that waits for itself waits for no slot.
+    graphs = np.array([is_graph_launch(n) for n in trace.names], dtype=bool)
+    itself = calls[(trace.end[work] <= trace.end[calls]) & (trace.kind[work] != Kind.KERNEL)]
+    plain = ~graphs[trace.column("name")[distinct]] & ~np.isin(distinct, itself)
+    return _Launches(distinct, start, end, launched, begins, order, seen, plain)
+
+
+def _bound(one: _Launches, depth: int) -> Ints:
+    """When the work began that has to have begun before each call can return from a queue of this depth; -1: none."""
+    at = one.launched - 1 - depth
+    begins: Ints = np.where(at >= 0, one.begins[np.maximum(at, 0)], -1)
+    return begins
+
+
+def _long(one: _Launches) -> Bools:
+    """Calls far longer than the shortest ones."""
+    lasts = one.end - one.start
+    few = np.sort(lasts[one.plain])[:FEWEST_WAITS]
+    usual = float(np.median(few)) if len(few) else 0.0
+    long: Bools = lasts > max(LONG_NS, 4 * usual)
+    return long & one.plain
+
+
+def _depth(one: _Launches) -> int | None:
+    """The length at which launch calls wait; None where they never do."""
+    lasts, full = one.end - one.start, int(one.length[one.plain].max(initial=0))
+    if full < 2:
+        return None
+    top = one.plain & (one.length >= full - 1)
+    below = one.plain & (one.length < 0.9 * full)
+    if top.sum() >= 20 and below.any():  # calls at the top are longer than below it, be they ever so short
+        longer = np.median(lasts[top]) > 1.5 * np.median(lasts[below])
+        if longer and one.freed[top].mean() >= 0.7:
+            return full
+    freed = _bound(one, full)
+    waits = one.plain & (freed > one.start)
+    if waits.any() and (one.plain & ~waits).any():  # as long as no other, and over right after the slot came free
+        clear = waits & (lasts > 1.1 * np.percentile(lasts[one.plain & ~waits], 99))
+        lag = (one.end - freed)[clear]
+        if len(lag) >= 2 and (np.ptp(lag) <= SAME_NS or (len(lag) > 2 and (lag <= CLEAR_RETURN_NS).mean() >= 0.9)):
+            return full
+    waits = np.flatnonzero(_long(one) & one.freed & (one.length >= 2))
+    if len(waits) < FEWEST_WAITS:
+        return None
+    order = waits[np.argsort(one.length[waits], kind="stable")]
+    weight = np.cumsum(lasts[order])
+    depth = int(one.length[order[np.searchsorted(weight, weight[-1] / 2)]])
+    near = np.abs(one.length - depth) <= max(2, SPREAD * depth)
+    # Most of what is long has to be there, most of what is there long or freed, and little may lie above it.
+    at_it = near[waits]
+    concentrated = lasts[waits[at_it]].sum() >= 0.6 * lasts[waits].sum() and at_it.sum() >= FEWEST_WAITS
+    above = (one.length > depth + max(2, SPREAD * depth)) & one.plain
+    rare = above.sum() <= 0.3 * (near & one.plain).sum()
+    rate = at_it.sum() / max((near & one.plain).sum(), 1)
+    elsewhere = (~at_it).sum() / max((~near & one.plain).sum(), 1)
+    if not (concentrated and rare and rate > 3 * elsewhere):
+        return None
+    return int(one.length[waits[at_it]].max()) if (one.length[waits[at_it]] >= depth).any() else depth

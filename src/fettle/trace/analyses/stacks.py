@@ -1,0 +1,389 @@
+"""Who called whom on the host: the nesting of operators, Python functions, annotations and runtime calls in each
+thread.
+
+Computed for all threads at once with array operations. An event's parent is the last event of its thread that began
+before it and has not ended; candidates are followed through each other's candidates, which takes a few rounds even for
+deep stacks. Events that overlap without nesting (clocks of whole microseconds make them) are cut at their parent's end,
+in order, each before what it contains.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fettle.trace.analyses.launches import launch_links
+from fettle.trace.intervals import ranges
+from fettle.trace.kinds import Kind
+from fettle.trace.model import Bools, Ints, Trace, per_trace
+from fettle.trace.ordering import order_by
+
+# Outer to inner, for events with the same start and length.
+_NESTING = {Kind.ANNOTATION: 0, Kind.PYTHON: 1, Kind.OPERATOR: 2, Kind.RUNTIME: 3, Kind.OVERHEAD: 4}
+_GIVE_WAY = ("operator", "python", "runtime_call", "host_untraced")
+BLOCK = 1 << 16
+Segments = tuple[npt.NDArray[np.int32], Ints, Ints, Ints]  # thread, start, end, row
+LONG_COPY_NS = 20_000
+ENTERING_EVENTS = 64  # functions and their calls on the way into a range
+CAUSES_OF_HOST = (
+    "host_untraced",
+    "operator",
+    "python",
+    "runtime_call",
+    "launch_call",
+    "blocking_call",
+    "allocator",
+    "compile_or_load",
+    "data_loading",
+    "garbage_collection",
+    "profiler",
+    "other_rank",
+)
+
+
+@dataclass(frozen=True)
+class HostStacks:
+    """Nesting of host events.
+
+    `parent` and `depth` are indexed by event row (-1 and 0 where there is none). Segments say which event is
+    innermost on a thread at a time: sorted by thread and start, disjoint within a thread; time with no event at all
+    has no segment.
+    """
+
+    parent: Ints
+    depth: Ints
+    cause: npt.NDArray[np.uint8]  # by event row: index into CAUSES_OF_HOST
+    rows: Ints  # host events by thread and start
+    segment_thread: npt.NDArray[np.int32]
+    segment_start: Ints
+    segment_end: Ints
+    segment_row: Ints
+    overlaps_cut: int
+
+    @cached_property
+    def self_ns(self) -> Ints:
+        """By event row: time in which the event was the innermost one."""
+        own = np.zeros(len(self.parent), dtype=np.int64)
+        np.add.at(own, self.segment_row, self.segment_end - self.segment_start)
+        return own
+
+    def thread_slice(self, thread: int) -> slice:
+        """The segments of one thread."""
+        low, high = np.searchsorted(self.segment_thread, np.array([thread, thread + 1], dtype=np.int32))
+        return slice(int(low), int(high))
+
+    def innermost(self, thread: Ints, time: Ints) -> Ints:
+        """The row of the innermost event on each thread at each time; -1 for none."""
+        answer = np.full(len(thread), -1, dtype=np.int64)
+        for one in np.unique(thread):
+            part = self.thread_slice(int(one))
+            starts = self.segment_start[part]
+            mine = np.flatnonzero(thread == one)
+            at = np.searchsorted(starts, time[mine], side="right") - 1
+            found = at >= 0
+            inside = found.copy()
+            inside[found] = self.segment_end[part][at[found]] > time[mine][found]
+            answer[mine[inside]] = self.segment_row[part][at[inside]]
+        return answer
+
+    def blocks(self, thread: int, start: Ints, end: Ints) -> Iterator[slice]:
+        """Disjoint windows, in order, cut into runs that hold few enough segments of a thread to stay in the cache."""
+        part = self.thread_slice(thread)
+        before = np.searchsorted(self.segment_end[part], start, side="right")
+        until = np.searchsorted(self.segment_start[part], end, side="left")
+        block = np.cumsum(np.maximum(until - before, 0) + 1) // BLOCK
+        edges = [0, *(np.flatnonzero(block[1:] != block[:-1]) + 1).tolist(), len(start)]
+        return (slice(low, high) for low, high in itertools.pairwise(edges))
+
+    def over(self, thread: int, start: Ints, end: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """What a thread did in each of some disjoint windows, in order.
+
+        Returns start, end, innermost row (-1: nothing traced) and window index of every piece; the pieces of a window
+        add up to it exactly.
+        """
+        if not len(start):
+            return start, end, start, start
+        edge, owner = self._cover(thread, int(start[0]), int(end.max()))
+        first = np.searchsorted(edge, start, side="right") - 1
+        count = np.where(end > start, np.searchsorted(edge, end, side="left") - first, 0)
+        window = np.repeat(np.arange(len(start)), count)
+        cell = ranges(first, count)
+        begins, stops, rows = edge[cell], edge[cell + 1], owner[cell]
+        some = count > 0
+        behind = np.cumsum(count)[some]
+        begins[behind - count[some]] = start[some]
+        stops[behind - 1] = end[some]
+        return begins, stops, rows, window
+
+    def _cover(self, thread: int, low: int, high: int) -> tuple[Ints, Ints]:
+        """All time cut at the edges of a thread's segments in [low, high): edges, and the row (-1: none) from each to
+        the next.
+        """
+        whole = self.thread_slice(thread)
+        first = int(np.searchsorted(self.segment_end[whole], low, side="right"))
+        last = max(first, int(np.searchsorted(self.segment_start[whole], high, side="left")))
+        part = slice(whole.start + first, whole.start + last)
+        start, end, row = self.segment_start[part], self.segment_end[part], self.segment_row[part]
+        free = np.ones(len(start) + 1, dtype=bool)  # before each segment, and behind the last
+        free[1:-1] = start[1:] > end[:-1]
+        at = np.arange(len(start)) + np.cumsum(free[:-1])
+        owner = np.full(len(start) + int(free.sum()), -1, dtype=np.int64)
+        edge = np.empty(len(owner) + 1, dtype=np.int64)
+        edge[at], owner[at] = start, row
+        edge[at + 1] = end
+        edge[0], edge[-1] = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+        return edge, owner
+
+
+@per_trace
+def host_stacks(trace: Trace) -> HostStacks:
+    """Nest the host events of a trace."""
+    count = trace.events.height
+    thread = trace.column("thread")
+    all_rows = np.flatnonzero(trace.is_host)
+    lasting = trace.dur[all_rows] > 0
+    begin = trace.ts
+    rows = _outer_first(trace, all_rows[lasting], begin)
+    late = _begin_after_entering(trace, rows)
+    if len(late[0]):
+        begin = begin.copy()
+        begin[late[0]] = late[1]
+        rows = _outer_first(trace, rows, begin)
+    parent, depth = np.full(count, -1, dtype=np.int64), np.zeros(count, dtype=np.int64)
+    segments, cut = _nest(trace, rows, begin, parent, depth)
+    partial = HostStacks(parent, depth, np.zeros(0, np.uint8), rows, *segments, cut)
+    instants = all_rows[~lasting]
+    if len(instants):
+        around = partial.innermost(thread[instants], trace.ts[instants])
+        parent[instants] = around
+        depth[instants[around >= 0]] = depth[around[around >= 0]] + 1
+    return replace(partial, cause=_causes(trace, parent, all_rows))
+
+
+def _begin_after_entering(trace: Trace, rows: Ints) -> tuple[Ints, Ints]:
+    """Annotations that outlive the Python function which opened them, and when those functions ended.
+
+    `with record_function(...)` opens its range inside `__enter__`, and the profiler opens a step inside `step`: to
+    nest, the range has to begin where they end. Rows are in order, so these functions are the few events before it.
+    """
+    if not (trace.kind[rows] == Kind.PYTHON).any():
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    at = np.flatnonzero(trace.kind[rows] == Kind.ANNOTATION)
+    thread, ours = trace.column("thread"), rows[at]
+    begin = trace.ts[ours].copy()
+    open_ = np.arange(len(at))
+    for back in range(1, ENTERING_EVENTS):
+        open_ = open_[at[open_] >= back]
+        mine = ours[open_]
+        before = rows[at[open_] - back]
+        around = trace.end[before] > trace.ts[mine]
+        ends_first = around & (trace.end[before] < trace.end[mine]) & (trace.kind[before] == Kind.PYTHON)
+        same = thread[before] == thread[mine]
+        some = open_[ends_first & same]
+        begin[some] = np.maximum(begin[some], trace.end[before[ends_first & same]])
+        open_ = open_[same & (ends_first | ~around)]  # whatever else is around it is what it lies in
+        if not len(open_):
+            break
+    moved = np.flatnonzero(begin > trace.ts[ours])
+    return ours[moved], begin[moved]
+
+
+def _nest(trace: Trace, rows: Ints, begin: Ints, parent_by_row: Ints, depth_by_row: Ints) -> tuple[Segments, int]:
+    """Fill in parents and depths; returns the segments' columns, and how many events were cut.
+
+    Block by block, so that the arrays stay in the cache and no large ones are made only to be thrown away, which costs
+    several times the arithmetic. What is open where a block ends begins the next one; events that begin together stay
+    together, so that what is open has lasted.
+    """
+    thread_of, cut = trace.column("thread"), 0
+    open_rows, open_ends = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    # A segment ends where an event begins or ends, and where a block does; of room that stays free no page is touched.
+    room = 2 * len(rows) + len(rows) // BLOCK + 1
+    columns: list[npt.NDArray[Any]] = [np.empty(room, dtype) for dtype in (np.int32, np.int64, np.int64, np.int64)]
+    found = low = high = 0
+    while high < len(rows):
+        low, high = high, min(high + BLOCK, len(rows))
+        while high < len(rows) and begin[rows[high]] == begin[rows[high - 1]]:
+            high += 1
+        new = rows[low:high]
+        kept, mine = len(open_rows), np.concatenate([open_rows, new])
+        start, end = begin[mine], np.concatenate([open_ends, trace.ts[new] + trace.dur[new]])
+        start[:kept] = start[kept]
+        thread = thread_of[mine].astype(np.int64)
+        parent = _parents(start, end, thread)
+        cut += _cut_overlaps(start, end, thread, parent)
+        open_rows = open_ends = np.zeros(0, np.int64)
+        if high < len(rows) and thread_of[rows[high]] == thread[-1]:
+            until = int(begin[rows[high]])
+            chain = [len(mine) - 1]
+            while parent[chain[-1]] >= 0:
+                chain.append(int(parent[chain[-1]]))
+            still = np.array([i for i in reversed(chain) if end[i] > until], dtype=np.int64)
+            open_rows, open_ends = mine[still], end[still]
+            end[still] = until
+        depth, more = _sweep(start, end, parent, thread, mine)
+        for column, piece in zip(columns, more, strict=True):
+            column[found : found + len(piece)] = piece
+        found += len(more[0])
+        depth_by_row[new] = depth[kept:]
+        inner = np.flatnonzero(parent[kept:] >= 0)
+        parent_by_row[new[inner]] = mine[parent[kept:][inner]]
+    of_thread, starts, ends, of_row = (column[:found] for column in columns)
+    return (of_thread, starts, ends, of_row), cut
+
+
+def _outer_first(trace: Trace, rows: Ints, begin: Ints) -> Ints:
+    """Rows by thread and start, of those that start together the longest first, then by what usually nests in what."""
+    rows = rows[order_by(trace.column("thread")[rows], begin[rows])]
+    start, thread = begin[rows], trace.column("thread")[rows]
+    together = (start[1:] == start[:-1]) & (thread[1:] == thread[:-1])
+    if not together.any():
+        return rows
+    rank_of_kind = np.full(256, 5, dtype=np.int64)
+    for kind, rank in _NESTING.items():
+        rank_of_kind[kind] = rank
+    group = np.concatenate([[0], np.cumsum(~together)])
+    tied = np.flatnonzero(np.concatenate([[False], together]) | np.concatenate([together, [False]]))
+    some = rows[tied]
+    # Within a group the same row numbers come out in another order: only tied rows are sorted again.
+    rows[tied] = some[np.lexsort((rank_of_kind[trace.kind[some]] - trace.dur[some] * 8, group[tied]))]
+    return rows
+
+
+def _parents(start: Ints, end: Ints, thread: Ints) -> Ints:
+    """Index of each event's parent (-1: none); events sorted by thread and start, outer before inner."""
+    candidate = np.arange(-1, len(start) - 1, dtype=np.int64)
+    if len(candidate):
+        first = np.ones(len(start), dtype=bool)
+        first[1:] = thread[1:] != thread[:-1]
+        candidate[first] = -1
+    active = np.flatnonzero(candidate >= 0)
+    while len(active):
+        # A candidate that has ended is replaced by its own candidate: all in between have ended too.
+        ended = end[candidate[active]] <= start[active]
+        active = active[ended]
+        candidate[active] = candidate[candidate[active]]
+        active = active[candidate[active] >= 0]
+    return candidate
+
+
+def _cut_overlaps(start: Ints, end: Ints, thread: Ints, parent: Ints) -> int:
+    """End every event with its parent at the latest, in place, ends and parents; returns how many were cut.
+
+    A cut changes the parents only of what begins before the event's old end: from each event that is too long, events
+    are gone through one by one until there.
+    """
+    inner = np.flatnonzero(parent >= 0)
+    too_long = inner[end[inner] > end[parent[inner]]].tolist()
+    starts, ends, above = start.data, end.data, parent.data  # give plain integers, several times faster
+    cut, at = 0, 0
+    for first in too_long:
+        if first < at:
+            continue
+        at, reach = first, ends[first]
+        behind = int(np.searchsorted(thread, thread[first], side="right"))
+        while at < behind and starts[at] < reach:
+            around = at - 1 if at > first else above[first]
+            while around >= 0 and ends[around] <= starts[at]:
+                around = above[around]
+            above[at] = around
+            if around >= 0 and ends[at] > ends[around]:
+                reach = max(reach, ends[at])
+                ends[at] = ends[around]
+                cut += 1
+            at += 1
+    return cut
+
+
+def _sweep(
+    start: Ints, end: Ints, parent: Ints, thread: Ints, rows: Ints
+) -> tuple[Ints, tuple[Ints, Ints, Ints, Ints]]:
+    """Depth of each event, and the segments: who is innermost between one begin or end of an event and the next.
+
+    Events are in order of thread and start, outer before inner. At one instant events end before others begin; inner
+    ones end first, outer ones begin first.
+    """
+    count = len(start)
+    if not count:
+        nothing = np.zeros(0, dtype=np.int64)
+        return nothing, (nothing, nothing, nothing, nothing)
+    # Of 2n turns, ends carry n - 1 - index and begins n + index: this number alone says which event begins or ends.
+    index = np.arange(count, dtype=np.int64)
+    turn_bits, low = (2 * count - 1).bit_length(), int(start.min())
+    time_bits = (int(end.max()) - low).bit_length()
+    if int(thread.max()).bit_length() + time_bits + turn_bits <= 63:
+        turn = np.empty(2 * count, dtype=np.int64)
+        for half, moment, number in ((turn[:count], start, index + count), (turn[count:], end, count - 1 - index)):
+            np.subtract(moment, low, out=half)
+            half |= thread << time_bits
+            half <<= turn_bits
+            half |= number
+        turn.sort()
+        time = turn >> turn_bits
+        time &= (1 << time_bits) - 1
+        time += low
+        turn &= (1 << turn_bits) - 1
+    else:
+        turn = np.concatenate([index + count, count - 1 - index])
+        time = np.concatenate([start, end])
+        order = np.lexsort((turn, time, np.concatenate([thread, thread])))
+        turn, time = turn[order], time[order]
+    begins = turn >= count
+    level = np.cumsum(begins.view(np.int8) * np.int8(2) - np.int8(1), dtype=np.int32)
+    depth = level[begins].astype(np.int64) - 1  # events begin in their own order
+    turn -= count
+    event = np.bitwise_xor(turn, turn >> 63, out=turn)  # n + i becomes i, and so does n - 1 - i
+    owner = np.where(begins, event, parent[event])
+    keep = np.flatnonzero((owner[:-1] >= 0) & (time[1:] > time[:-1]))
+    owner = owner[keep]
+    return depth, (thread[owner], time[keep], time[keep + 1], rows[owner])
+
+
+def inherit(flags: Bools, parent: Ints, rows: Ints) -> Bools:
+    """Mark everything inside a marked event: flags and parents are indexed by event row."""
+    flags = flags.copy()
+    above = parent.copy()
+    while True:
+        has = rows[above[rows] >= 0]
+        if not len(has):
+            return flags
+        flags[has] |= flags[above[has]]
+        above[has] = above[above[has]]
+
+
+def _causes(trace: Trace, parent: Ints, host_rows: Ints) -> npt.NDArray[np.uint8]:
+    number = {cause: i for i, cause in enumerate(CAUSES_OF_HOST)}
+    table = np.zeros(len(trace.names) * 256, dtype=np.uint8)
+    for (name, kind), one in trace.cause_of_name.items():
+        table[name * 256 + kind] = number[one]
+    names, kinds = trace.column("name"), trace.kind
+    cause = np.zeros(trace.events.height, dtype=np.uint8)
+    for low in range(0, len(host_rows), BLOCK):
+        rows = host_rows[low : low + BLOCK]
+        cause[rows] = table[names[rows].astype(np.int64) * 256 + kinds[rows]]
+    # Whatever starts device work launches it: copies, memory sets, graphs.
+    work, calls = launch_links(trace).known
+    cause[calls[cause[calls] == number["runtime_call"]]] = number["launch_call"]
+    # A copy that is done when its call returns has made the host wait, whatever its name promises; one that has begun
+    # by then has, too, where the call is long.
+    copies = trace.kind[work] == Kind.MEMCPY
+    work, calls = work[copies], calls[copies]
+    stop = trace.ts[calls] + trace.dur[calls]
+    waited = trace.ts[work] + trace.dur[work] <= stop
+    waited |= (trace.ts[work] < stop) & (trace.dur[calls] > LONG_COPY_NS)
+    cause[calls[waited]] = number["blocking_call"]
+    # Data loading and compilation own what runs inside them, save calls that block and the profiler's own time.
+    for owner in ("compile_or_load", "data_loading"):
+        marked = np.zeros(trace.events.height, dtype=bool)
+        marked[host_rows] = cause[host_rows] == number[owner]
+        if marked.any():
+            inside = inherit(marked, parent, host_rows)
+            gives = np.isin(np.arange(len(CAUSES_OF_HOST)), [number[c] for c in _GIVE_WAY])
+            cause[inside & gives[cause] & trace.is_host] = number[owner]
+    return cause

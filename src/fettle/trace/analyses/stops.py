@@ -1,0 +1,210 @@
+"""Where host threads waited: for device work, for a slot in a full queue, for one another."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from fettle.trace.analyses.launches import launch_links
+from fettle.trace.analyses.slots import slot_waits
+from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
+from fettle.trace.kinds import Kind
+from fettle.trace.model import Bools, Ints, Trace, per_trace
+
+# Old versions had no `autograd::engine` range: there the operators themselves tell.
+_BACKWARD = re.compile(r"^autograd::engine::evaluate_function|Backward\d*$")
+_WHOLE_DEVICE = re.compile(r"(Device|Ctx|Context)Synchronize")
+CLOCKS_NS = 5_000
+"""Work may end this much later than the call that waited for it, as clocks differ."""
+
+
+class Why(IntEnum):
+    """What a host thread waited in."""
+
+    SYNC = 0  # a call that blocks
+    COPY = 1  # a copy that makes the host wait for itself
+    SLOT = 2  # a launch call, for a slot in a full queue
+    THREAD = 3  # silence: for another thread
+
+
+@dataclass(frozen=True)
+class Stops:
+    """Stretches in which a host thread waited, in no order; columns of one length.
+
+    A stretch goes from `start` to `end` on `thread`; `row` is the call, -1 where the thread was silent. What it waited
+    for came at `when`: the end of device work (`work`, a position in `trace.device_rows`), its begin (where `begins`),
+    or another thread (`other`, -1 for none). A call that blocks and met nothing to wait for has a `work` too, and `met`
+    is false: with other times it would wait. `whole`: for all work of all streams.
+    """
+
+    thread: Ints
+    start: Ints
+    end: Ints
+    row: Ints
+    work: Ints
+    why: Ints
+    begins: Bools
+    other: Ints
+    when: Ints
+    met: Bools
+    whole: Bools
+
+
+@per_trace
+def main_thread(trace: Trace) -> int:
+    """The thread that runs the steps; else the one that launches most; else the one with most host events; -1: none."""
+    thread = trace.column("thread")
+    step_codes = np.array([n.startswith("ProfilerStep#") for n in trace.names], dtype=bool)
+    for rows in (
+        np.flatnonzero((trace.kind == Kind.ANNOTATION) & step_codes[trace.column("name")]),
+        launch_links(trace).known[1],
+        np.flatnonzero(trace.is_host),
+    ):
+        if len(rows):
+            return int(np.bincount(thread[rows]).argmax())
+    return -1
+
+
+@per_trace
+def autograd_threads(trace: Trace) -> list[int]:
+    """Threads that run backward operators."""
+    engine = np.array([bool(_BACKWARD.search(n)) for n in trace.names], dtype=bool)
+    rows = np.flatnonzero((trace.kind == Kind.OPERATOR) & engine[trace.column("name")])
+    return [int(t) for t in np.unique(trace.column("thread")[rows])]
+
+
+@per_trace
+def host_stops(trace: Trace) -> Stops:
+    """All of them."""
+    copies = _own_copies(trace)
+    rows = [*copies, *_blocking(trace, copies), *_hand_overs(trace)]
+    calls, freed = slot_waits(trace)
+    begins = trace.ts[trace.device_rows[freed]]
+    thread = trace.column("thread")[calls]
+    for values in zip(thread, trace.ts[calls], trace.end[calls], calls, freed, begins, strict=True):
+        *place, work, when = (int(v) for v in values)
+        rows.append((*place, work, Why.SLOT, 1, -1, when, 1, 0))
+    table = np.array(rows, dtype=np.int64).reshape(-1, 11)
+    columns: list[Ints] = list(table.T)
+    where, start, end, call, waited, why, at_begin, other, came, met, whole = columns
+    return Stops(where, start, end, call, waited, why, at_begin > 0, other, came, met > 0, whole > 0)
+
+
+def _own_copies(trace: Trace) -> list[tuple[int, ...]]:
+    """Copies that return only when they are done or have begun: pageable memory is staged inside the call."""
+    stacks, links = host_stacks(trace), launch_links(trace)
+    has = np.flatnonzero(links.launch_rows >= 0)
+    calls, work = links.launch_rows[has], links.device_rows[has]
+    waited = (stacks.cause[calls] == CAUSES_OF_HOST.index("blocking_call")) & (trace.kind[work] == Kind.MEMCPY)
+    waited &= trace.ts[work] < trace.end[calls]
+    thread = trace.column("thread")
+    found: list[tuple[int, ...]] = []
+    for i in np.flatnonzero(waited).tolist():
+        call, start, end = int(calls[i]), int(trace.ts[work[i]]), int(trace.end[work[i]])
+        stop = int(trace.end[call])
+        place = (int(thread[call]), int(trace.ts[call]), stop, call)
+        begins = end > stop
+        found.append((*place, int(has[i]), Why.COPY, int(begins), -1, start if begins else end, 1, 0))
+    return found
+
+
+def _blocking(trace: Trace, copies: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Calls that block: until the work that ended last inside them, of what had been launched before they began."""
+    blocking = host_stacks(trace).cause == CAUSES_OF_HOST.index("blocking_call")
+    calls = np.flatnonzero(blocking & (trace.kind == Kind.RUNTIME) & (trace.dur > 0))
+    copied = {row[3] for row in copies}
+    device_rows = trace.device_rows
+    end = trace.end[device_rows]
+    by_end = np.argsort(end, kind="stable")
+    launch = launch_links(trace).launch_rows
+    called = np.where(launch >= 0, trace.ts[np.maximum(launch, 0)], np.iinfo(np.int64).min)
+    by = np.where(launch >= 0, trace.column("thread")[np.maximum(launch, 0)], -1)
+    by_call = np.argsort(called, kind="stable")
+    whole = np.array([bool(_WHOLE_DEVICE.search(n)) for n in trace.names], dtype=bool)
+    streams, names, thread = _told_streams(trace), trace.column("name"), trace.column("thread")
+    stream, correlation = trace.column("stream")[device_rows], trace.column("correlation")
+    last_launched = np.searchsorted(called[by_call], trace.ts[calls], side="left") - 1
+    last_ended = np.searchsorted(end[by_end], trace.end[calls] + CLOCKS_NS, side="right") - 1
+    found: list[tuple[int, ...]] = []
+    for call, at, ended in zip(calls.tolist(), last_launched.tolist(), last_ended.tolist(), strict=True):
+        if call in copied:
+            continue
+        start, stop = int(trace.ts[call]), int(trace.end[call])
+        told = streams.get(int(correlation[call]), -1)
+        place = (int(thread[call]), start, stop, call)
+        mine = any_one = -1
+        while ended >= 0 and end[by_end[ended]] > start and mine < 0:
+            work = int(by_end[ended])
+            if called[work] <= start and told in (-1, int(stream[work])):
+                any_one = work if any_one < 0 else any_one
+                if told >= 0 or whole[names[call]] or by[work] == thread[call]:
+                    mine = work
+            ended -= 1
+        work = mine if mine >= 0 else any_one  # a stream's synchronising waits for what the thread itself launched
+        if work >= 0:
+            when = min(int(end[work]), stop)
+            found.append((*place, work, Why.SYNC, 0, -1, when, 1, int(whole[names[call]])))
+        else:
+            while at >= 0 and told not in (-1, int(stream[by_call[at]])):
+                at -= 1
+            if at >= 0 and end[by_call[at]] <= stop:
+                found.append((*place, int(by_call[at]), Why.SYNC, 0, -1, start, 0, int(whole[names[call]])))
+    return found
+
+
+def _told_streams(trace: Trace) -> dict[int, int]:
+    """The stream that each synchronising call waits for, by correlation number, where sync events tell."""
+    table = trace.side["syncs"]
+    if not table.height:
+        return {}
+    rows = table.filter(table["sync"].str.contains("Stream Sync"))["row"].to_numpy()
+    return dict(zip(trace.column("correlation")[rows].tolist(), trace.column("stream")[rows].tolist(), strict=True))
+
+
+def _hand_overs(trace: Trace) -> list[tuple[int, ...]]:
+    """Silence on one of the threads that share the step's work, while another of them works."""
+    stacks, names = host_stacks(trace), trace.column("name")
+    group = sorted({*autograd_threads(trace), main_thread(trace)} - {-1})
+    if len(group) < 2:
+        return []
+    silent_python = np.array(["run_backward" in n or "_engine_run" in n for n in trace.names], dtype=bool)
+    thread_of = trace.column("thread")
+    works = (trace.kind == Kind.OPERATOR) | (trace.kind == Kind.RUNTIME)
+    events = np.flatnonzero(works & np.isin(thread_of, group))
+    low, high = trace.span
+    silences: dict[int, tuple[Ints, Ints]] = {}
+    for thread in group:
+        start, end, row, _ = stacks.over(thread, np.array([low]), np.array([high]))
+        kind = np.where(row >= 0, trace.kind[row], 0)
+        silent = (row < 0) | (kind == Kind.ANNOTATION) | ((kind == Kind.PYTHON) & silent_python[names[row]])
+        silences[thread] = _joined(start[silent], end[silent])
+    found: list[tuple[int, ...]] = []
+    for thread, (start, end) in silences.items():
+        others = events[thread_of[events] != thread]
+        if not len(others):
+            continue
+        others = others[np.argsort(trace.end[others], kind="stable")]
+        ends = trace.end[others]
+        at = np.searchsorted(ends, end, side="right") - 1
+        for i in np.flatnonzero((at >= 0) & (ends[np.maximum(at, 0)] > start)).tolist():
+            other = int(thread_of[others[at[i]]])
+            begins, stops = silences[other]  # events that were cut may end in their own thread's silence
+            when = int(ends[at[i]])
+            around = int(np.searchsorted(begins, when, side="right")) - 1
+            if around >= 0 and stops[around] > when:
+                when = int(begins[around])
+            place = (thread, int(start[i]), int(end[i]), -1, -1)
+            found.append((*place, Why.THREAD, 0, other, when, 1, 0))
+    return found
+
+
+def _joined(start: Ints, end: Ints) -> tuple[Ints, Ints]:
+    """Stretches that touch as one."""
+    if not len(start):
+        return start, end
+    opens = np.concatenate([[True], start[1:] > end[:-1]])
+    first = np.flatnonzero(opens)
+    return start[first], end[np.append(first[1:], len(start)) - 1]

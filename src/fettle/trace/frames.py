@@ -1,0 +1,20 @@
+"""How answers become frames: rows under typed columns, and the rank in front."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import polars as pl
+
+from fettle.trace.model import Trace
+
+
+def frame_of(rows: Sequence[Sequence[Any]], **columns: type) -> pl.DataFrame:
+    """Rows under named columns of plain types, which an empty frame has too."""
+    return pl.DataFrame(rows, schema=columns, orient="row")
+
+
+def with_rank(trace: Trace, frame: pl.DataFrame) -> pl.DataFrame:
+    """The frame with the trace's rank as its first column."""
+    return frame.select(pl.lit(trace.rank, dtype=pl.Int64()).alias("rank"), pl.all())

@@ -1,0 +1,56 @@
+"""What the columns leave out, read from the file once more where it is asked for: types and values of inputs."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection
+from contextlib import suppress
+
+import msgspec
+
+from fettle.errors import UsageError
+from fettle.trace.io.stream import FIRST_KEY, Counted, boundary_of, chunks, find_start, open_text
+from fettle.trace.model import Trace
+
+_Texts = tuple[tuple[str, ...], tuple[str, ...]]
+
+
+class _Inputs(msgspec.Struct, gc=False):
+    types: msgspec.Raw = msgspec.field(name="Input type", default=msgspec.Raw(b"[]"))
+    values: msgspec.Raw = msgspec.field(name="Concrete Inputs", default=msgspec.Raw(b"[]"))
+
+
+class _Call(msgspec.Struct, gc=False):
+    ph: str = ""
+    name: str | None = None
+    args: _Inputs | None = None
+
+
+_decode = msgspec.json.Decoder(list[_Call]).decode
+_texts = msgspec.json.Decoder(tuple[str, ...]).decode
+
+
+def operator_inputs(trace: Trace, operators: Collection[str]) -> dict[str, list[_Texts]]:
+    """By operator, for each of its calls in the file's order: the types of its inputs, and their values as text (empty
+    for tensors). Nothing where the file is gone, and fewer calls than the trace has where parts cannot be read.
+    """
+    found: dict[str, list[_Texts]] = {name: [] for name in operators}
+    known: dict[tuple[bytes, bytes], _Texts] = {}
+    try:
+        with open_text(trace.path) as file:
+            source = Counted(file)
+            _, text = find_start(source)
+            first = FIRST_KEY.match(text) or FIRST_KEY.match(text := text + source.read())
+            for chunk, last in chunks(source, text, boundary_of(first.group(1) if first else b"ph"), []):
+                whole = chunk[: chunk.rfind(b"}", 0, chunk.rfind(b"]")) + 1] if last else chunk
+                with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
+                    for call in _decode(b"[" + whole + b"]"):
+                        if call.ph == "X" and call.name in found:
+                            inputs = call.args or _Inputs()
+                            key = bytes(inputs.types), bytes(inputs.values)
+                            if key not in known:
+                                known[key] = _texts(key[0]), _texts(key[1])
+                            found[call.name].append(known[key])
+    except (OSError, EOFError, zlib.error, UsageError):
+        return {}
+    return found

@@ -1,0 +1,304 @@
+"""Bytes of trace events to columns, one chunk at a time.
+
+A chunk is the text of some whole events. msgspec decodes it into typed structs (`events`); what does not decode is
+mended step by step: bad UTF-8 and control characters replaced, then fields of an unexpected type accepted, then event
+by event (`mend`), skipping what cannot be read and counting it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from fettle.trace.io.events import NO_ARGS, decode_exact, decode_fast
+from fettle.trace.io.fields import (
+    integer,
+    integers,
+    is_wide,
+    plain_or,
+    say,
+    small_number,
+    stream_number,
+    to_array,
+    to_ns,
+    whole_ns,
+)  # fmt: skip
+from fettle.trace.io.mend import lenient, read_event_by_event
+from fettle.trace.io.side import SideTables
+from fettle.trace.kinds import DEVICE_KINDS, Kind, kind_of_category
+from fettle.trace.model import EVENT_COLUMNS
+
+MAX_NAME_CHARS = 8192
+MAX_SHAPES = 1_000_000
+MAX_SHAPE_BYTES = 4096
+_DAY_NS = 86_400 * 10**9
+# Below 2**43 us neighbouring float64 are less than a nanosecond apart: rounding gives the written nanosecond back.
+# Above, fractional clocks need decimal decoding.
+_EXACT_US = 2.0**43
+_IS_DEVICE = np.isin(np.arange(256), DEVICE_KINDS)
+_IS_OPERATOR = np.isin(np.arange(256), (Kind.OPERATOR, Kind.ANNOTATION))
+_COMPLETE_OR_FLOW = frozenset(("X", "s", "f", "t"))
+_CONTROL = bytes.maketrans(bytes(range(32)), b" " * 32)
+
+
+class Interner(dict[Any, int]):
+    """Text to a dense number; new text gets the next one."""
+
+    def __missing__(self, key: Any) -> int:
+        code = len(self)
+        self[key] = code
+        return code
+
+
+@dataclass
+class Tally:
+    """What decoding met so far; becomes `ReadFacts`."""
+
+    events_seen: int = 0
+    skipped_events: int = 0
+    repaired_bytes_chunks: int = 0
+    negative_durations: int = 0
+    absurd_times: int = 0
+    missing_duration: int = 0
+    wide_clock_chunks: int = 0
+    flow_events: int = 0
+    unknown_categories: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, other: Tally) -> None:
+        for field_ in fields(self):
+            mine, theirs = getattr(self, field_.name), getattr(other, field_.name)
+            if isinstance(mine, int):
+                setattr(self, field_.name, mine + theirs)
+        self.unknown_categories |= other.unknown_categories
+        self.notes += [note for note in other.notes if note not in self.notes]
+
+
+class Columns:
+    """Grows column arrays chunk by chunk; `side` collects the sparse facts."""
+
+    def __init__(self) -> None:
+        self.names = Interner()
+        self.categories = Interner()
+        self.category_kind: list[int] = []
+        self.threads = Interner()
+        self.shapes = Interner({b"": 0})
+        self.chunks: list[dict[str, npt.NDArray[Any]]] = []
+        self.side = SideTables()
+        self.names_seen = 0
+        self.step_names: list[int] = []
+        self.thread_names: dict[str, str] = {}
+        self.tally = Tally()
+        self.rows = 0
+
+    def add(self, chunk: bytes) -> bytes:
+        """Decode the events in `chunk` (no brackets around them) and append them.
+
+        Returns the bytes at the end that were not whole events: empty where all went well.
+        """
+        text = b"[" + chunk + b"]"
+        rest = b""
+        events: list[Any]
+        try:
+            events = decode_fast(text)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError, ValueError):
+            events, rest = self._mend(chunk)
+        self._append(events, chunk)
+        return rest
+
+    def _mend(self, chunk: bytes) -> tuple[list[Any], bytes]:
+        self.tally.repaired_bytes_chunks += 1
+        clean = chunk.decode("utf-8", "replace").encode().translate(_CONTROL)
+        try:
+            return decode_fast(b"[" + clean + b"]"), b""
+        except (msgspec.DecodeError, RecursionError, OverflowError, ValueError):
+            pass
+        events: list[Any] = []
+        raw, rest, skipped = read_event_by_event(clean)
+        self.tally.skipped_events += skipped
+        for item in raw:
+            event = lenient(item)
+            if event is None:
+                self.tally.skipped_events += 1
+            else:
+                events.append(event)
+        return events, rest
+
+    def _append(self, events: list[Any], chunk: bytes) -> None:
+        self.tally.events_seen += len(events)
+        complete = [e for e in events if e.ph == "X"]
+        if len(complete) != len(events):
+            others = [e for e in events if e.ph not in _COMPLETE_OR_FLOW]
+            self.tally.flow_events += len(events) - len(complete) - len(others)
+            if others:
+                self._append_others(others)
+        if not complete:
+            return
+        ts_ns, dur_ns, keep = self._clocks(complete, chunk)
+        if keep is not None:
+            complete = [complete[i] for i in np.flatnonzero(keep)]
+            ts_ns, dur_ns = ts_ns[keep], dur_ns[keep]
+            if not complete:
+                return
+        self._append_complete(complete, ts_ns, dur_ns, chunk)
+
+    def _clocks(
+        self, events: list[Any], chunk: bytes
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_] | None]:
+        """Start and duration in ns, and which rows to keep (None: all)."""
+        ts, dur = to_array([e.ts for e in events]), to_array([e.dur for e in events])
+        keep = None
+        if ts.dtype == object or dur.dtype == object:
+            ts, dur, keep = self._odd_clocks(ts, dur)
+        elif ts.dtype == np.float64:
+            fractional_and_wide = bool(np.any((np.abs(ts) >= _EXACT_US) & np.isfinite(ts)))
+            if fractional_and_wide and b"." in chunk:
+                exact = self._exact_clocks(chunk, len(events))
+                if exact is not None:
+                    ts, dur = exact
+                    self.tally.wide_clock_chunks += 1
+        ts_ns, bad_ts = to_ns(ts)
+        dur_ns, bad_dur = to_ns(dur)
+        bad = bad_ts | bad_dur | (dur_ns > _DAY_NS)
+        if bad.any():
+            self.tally.absurd_times += int(bad.sum())
+            keep = ~bad if keep is None else keep & ~bad
+        negative = dur_ns < 0
+        if negative.any():
+            self.tally.negative_durations += int(negative.sum())
+            dur_ns = np.maximum(dur_ns, 0)
+        return ts_ns, dur_ns, keep
+
+    def _odd_clocks(self, ts: npt.NDArray[Any], dur: npt.NDArray[Any]) -> tuple[Any, Any, npt.NDArray[np.bool_]]:
+        """Clocks that are missing or wider than 64 bits: rows without a start or duration are dropped and counted."""
+        missing = np.array([a is None or b is None for a, b in zip(ts, dur, strict=True)])
+        self.tally.missing_duration += int(missing.sum())
+
+        def plain(values: npt.NDArray[Any]) -> npt.NDArray[np.float64] | npt.NDArray[np.int64]:
+            cells = [0 if v is None or abs(v) > 2**53 else v for v in values.tolist()]
+            return np.array(cells)
+
+        wide = np.array([is_wide(a) or is_wide(b) for a, b in zip(ts, dur, strict=True)])
+        self.tally.absurd_times += int((wide & ~missing).sum())
+        return plain(ts), plain(dur), ~missing & ~wide
+
+    def _exact_clocks(self, chunk: bytes, count: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
+        try:
+            events = [e for e in decode_exact(b"[" + chunk + b"]") if e.ph == "X"]
+        except (msgspec.DecodeError, UnicodeDecodeError, ValueError, ArithmeticError):
+            return None
+        if len(events) != count or any(e.ts is None or e.dur is None for e in events):
+            return None
+        # Whole nanoseconds as integers; `to_ns` leaves object arrays of this kind alone.
+        try:
+            ts = np.array([whole_ns(e.ts) for e in events], dtype=np.int64)
+            dur = np.array([whole_ns(e.dur) for e in events], dtype=np.int64)
+        except (OverflowError, ArithmeticError, ValueError):
+            return None
+        return ts.view("timedelta64[ns]"), dur.view("timedelta64[ns]")
+
+    def _append_complete(
+        self, events: list[Any], ts_ns: npt.NDArray[np.int64], dur_ns: npt.NDArray[np.int64], chunk: bytes
+    ) -> None:
+        count, base = len(events), self.rows
+        args = [e.args or NO_ARGS for e in events]
+        categories = np.fromiter(map(self.categories.__getitem__, [e.cat or "" for e in events]), np.int32, count)
+        self._learn_categories()
+        kind = np.array(self.category_kind, dtype=np.uint8)[categories]
+        names = [e.name or "" for e in events]
+        if max(map(len, names)) > MAX_NAME_CHARS:
+            names = [name[:MAX_NAME_CHARS] for name in names]
+        name = np.fromiter(map(self.names.__getitem__, names), np.uint32, count)
+        thread = np.fromiter(map(self.threads.__getitem__, [(e.pid, e.tid) for e in events]), np.int32, count)
+        correlation = integers([a.correlation for a in args])
+        external = integers([a.external for a in args])
+        if count and external.max() < 0:
+            external = integers([a.external_old for a in args])
+        # Old traces know a step only by its name; new ones call it an annotation.
+        self._learn_steps()
+        if self.step_names:
+            kind[np.isin(name, self.step_names) & (kind == Kind.OPERATOR)] = Kind.ANNOTATION
+        device, stream = self._places(events, args, kind)
+        operators = np.flatnonzero(_IS_OPERATOR[kind]).tolist()
+        shape = np.zeros(count, np.uint32)
+        if operators:
+            shape[operators] = self._shapes(args, operators)
+        self.side.of_chunk(args, kind, operators, chunk, base)
+        columns = (ts_ns, dur_ns, name, kind, thread, device, stream, correlation, external, shape)
+        self.chunks.append(dict(zip(EVENT_COLUMNS, columns, strict=True)))
+        self.rows += count
+
+    def _places(
+        self, events: list[Any], args: list[Any], kind: npt.NDArray[np.uint8]
+    ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
+        """Device and stream of each event; -1 for none."""
+        count = len(events)
+        device, stream = np.full(count, -1, np.int16), np.full(count, -1, np.int64)
+        told = [a.stream for a in args]
+        told_elsewhere = count - told.count(None)
+        work = np.flatnonzero(_IS_DEVICE[kind])
+        if len(work):
+            rows = work.tolist()
+            chosen = [args[i] for i in rows]
+            told_elsewhere -= sum(a.stream is not None for a in chosen)
+            devices = [a.device if a.device is not None else events[i].pid for i, a in zip(rows, chosen, strict=True)]
+            streams = [a.stream if a.stream is not None else events[i].tid for i, a in zip(rows, chosen, strict=True)]
+            device[work], stream[work] = plain_or(devices, small_number), plain_or(streams, stream_number)
+        # What else carries a stream: sync events, and the host-side operators of generated kernels.
+        if told_elsewhere:
+            is_work = _IS_DEVICE[kind]
+            for i in [i for i, one in enumerate(told) if one is not None and not is_work[i]]:
+                device[i] = small_number(args[i].device if kind[i] == Kind.SYNC else None)
+                stream[i] = integer(told[i]) if isinstance(told[i], int) else stream[i]
+        return device, stream
+
+    def _shapes(self, args: list[Any], operators: list[int]) -> list[int]:
+        shapes = self.shapes
+        raws = [bytes(args[i].dims) for i in operators]
+        if len(shapes) + len(raws) > MAX_SHAPES or max(map(len, raws)) > MAX_SHAPE_BYTES:
+            raws = [raw if raw in shapes or len(shapes) < MAX_SHAPES // 2 else b"" for raw in raws]
+            raws = [raw if len(raw) <= MAX_SHAPE_BYTES else b"" for raw in raws]
+        return list(map(shapes.__getitem__, raws))
+
+    def _learn_categories(self) -> None:
+        for category in itertools.islice(self.categories, len(self.category_kind), None):
+            kind = kind_of_category(category)
+            if kind == Kind.OTHER and category not in ("Trace", "") and len(self.tally.unknown_categories) < 50:
+                self.tally.unknown_categories.add(say(category, 100))
+            self.category_kind.append(int(kind))
+
+    def _learn_steps(self) -> None:
+        if self.names_seen < len(self.names):
+            new = itertools.islice(reversed(self.names.items()), len(self.names) - self.names_seen)
+            self.step_names += [code for name, code in new if name.startswith("ProfilerStep#")]
+            self.names_seen = len(self.names)
+
+    def _append_others(self, events: list[Any]) -> None:
+        """Metadata (thread names), and instants of the memory allocator."""
+        memory = []
+        for e in events:
+            if e.ph == "M" and e.name in ("thread_name", "process_name") and e.args is not None:
+                key = say(f"{e.pid}/{e.tid}" if e.name == "thread_name" else f"{e.pid}", 200)
+                if len(self.thread_names) < 100_000:
+                    self.thread_names[key] = say(e.args.name, 200)
+            elif e.ph == "i" and e.name == "[memory]" and e.args is not None and e.ts is not None:
+                memory.append(e)
+        if memory:
+            ts_ns, bad = to_ns(to_array([e.ts for e in memory]))
+            memory = [e for e, b in zip(memory, bad, strict=True) if not b]
+            self.side.put(
+                "memory",
+                ts_ns=ts_ns[~bad].tolist(),
+                thread=[self.threads[(e.pid, e.tid)] for e in memory],
+                device_type=[integer(e.args.memory_device_type) for e in memory],
+                device=[integer(e.args.memory_device) for e in memory],
+                bytes=[integer(e.args.memory_bytes, missing=0) for e in memory],
+                address=[integer(e.args.address) for e in memory],
+                allocated_bytes=[integer(e.args.allocated) for e in memory],
+                reserved_bytes=[integer(e.args.reserved) for e in memory],
+            )

@@ -1,0 +1,116 @@
+"""What does not decode as a whole: event by event, and fields of an unexpected type made to fit."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import msgspec
+
+from fettle.trace.io.events import Args, Event
+from fettle.trace.io.fields import integer
+
+
+def read_event_by_event(text: bytes) -> tuple[list[dict[str, Any]], bytes, int]:
+    """Salvage events from a chunk that does not decode as a whole.
+
+    Returns the events that could be read, the unread end (an event that has only begun, or what follows the array's
+    closing bracket, which is then its first character), and how many events had to be skipped.
+    """
+    decoder = json.JSONDecoder(strict=False)
+    source = text.decode("utf-8", "replace")
+    events: list[dict[str, Any]] = []
+    skipped = 0
+    at, size = 0, len(source)
+    next_event = re.compile(r'\}\s*,\s*(?=\{\s*"(?:ph|name|cat)"\s*:)')
+    while at < size:
+        while at < size and source[at] in " \t\r\n,":
+            at += 1
+        if at >= size or source[at] == "]":
+            break
+        try:
+            item, at = decoder.raw_decode(source, at)
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, json.JSONDecodeError) and (
+                error.pos >= size - 8 or error.msg.startswith("Unterminated string")
+            ):
+                break  # not broken, only not finished: more text may follow
+            found = next_event.search(source, at)
+            if found is None:
+                break
+            skipped += 1
+            at = found.end()
+            continue
+        if isinstance(item, dict):
+            events.append(item)
+        else:
+            skipped += 1
+    return events, source[at:].encode(), skipped
+
+
+def lenient(item: dict[str, Any]) -> Event | None:
+    """An event whose fields have the wrong type, made to fit; None where it has no meaning left."""
+    args = item.get("args")
+    known = None
+    if isinstance(args, dict):
+        cells: dict[str, Any] = {
+            field_name: args[encoded]
+            for field_name, encoded in zip(Args.__struct_fields__, Args.__struct_encode_fields__, strict=True)
+            if encoded in args and encoded not in _TYPED_ARGS
+        }
+        cells |= {name: _integer_or_none(args.get(encoded)) for name, encoded in _INTEGER_ARGS}
+        known = Args(**cells)
+        if "stream" in args and isinstance(args["stream"], (int, str)):
+            known.stream = args["stream"]
+        if "device" in args and isinstance(args["device"], (int, str)):
+            known.device = args["device"]
+        if isinstance(args.get("Input Dims"), list):
+            known.dims = msgspec.Raw(msgspec.json.encode(args["Input Dims"]))
+    ph = item.get("ph")
+    if not isinstance(ph, str):
+        return None
+    return Event(
+        ph=ph,
+        cat=_text(item.get("cat")),
+        name=_text(item.get("name")),
+        pid=_text_or_integer(item.get("pid")),
+        tid=_text_or_integer(item.get("tid")),
+        ts=_clock(item.get("ts")),
+        dur=_clock(item.get("dur")),
+        args=known,
+    )
+
+
+_INTEGER_ARGS = [
+    ("correlation", "correlation"),
+    ("external", "External id"),
+    ("external_old", "external id"),
+    ("sequence", "Sequence number"),
+    ("forward_thread", "Fwd thread id"),
+]
+_TYPED_ARGS = {"stream", "device", "Input Dims", *(encoded for _, encoded in _INTEGER_ARGS)}
+
+
+def _text(value: Any) -> str | None:
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else None
+
+
+def _text_or_integer(value: Any) -> str | int | None:
+    return value if isinstance(value, int) else _text(value)
+
+
+def _integer_or_none(value: Any) -> int | None:
+    number = integer(value, missing=-(2**62))
+    return None if number == -(2**62) else number
+
+
+def _clock(value: Any) -> float | int | None:
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, (int, float)):
+        return value
+    try:
+        return float(value) if isinstance(value, str) else None
+    except ValueError:
+        return None

@@ -1,0 +1,214 @@
+"""Several processes decode one large file, a span of whole events each at a time.
+
+The spans are planned once and claimed one by one, by this process and by helpers of its own, whoever is free: a claim
+is a file that only one can create. Helpers are plain interpreters that import this module and nothing of the caller's
+program (multiprocessing would run the caller's main script again, which fails where that is not guarded). A span whose
+helper died is decoded here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pickle
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from fettle.errors import UsageError
+from fettle.procs.process import Process
+from fettle.trace.io.decode import Columns
+from fettle.trace.io.stream import (
+    BLOCK_BYTES,
+    FIRST_KEY,
+    Counted,
+    boundary_of,
+    chunks,
+    drain,
+    find_start,
+    last_chunk,
+    parse_metadata,
+)  # fmt: skip
+from fettle.trace.model import EVENT_COLUMNS
+
+SPAN_BYTES = 16 << 20
+_PROBE_BYTES = max(BLOCK_BYTES, 8 << 20)
+_HELPER = (
+    "import sys; sys.path[:] = sys.argv[2:]; from fettle.trace.io.parallel import help_with as run; run(sys.argv[1])"
+)
+
+
+@dataclass
+class Span:
+    """What one stretch of the file came to, and what follows the events where they ended in it."""
+
+    columns: Columns
+    trailer: bytes = b""
+    truncated: bool = False
+    ended: bool = False
+
+
+def read_in_parallel(
+    path: Path,
+    size: int,
+    count: int,
+    max_events: int,
+    span_bytes: int = SPAN_BYTES,
+    on_progress: Callable[[float], None] | None = None,
+) -> tuple[Columns, dict[str, Any], dict[str, Any]]:
+    """Decode an uncompressed file with `count` processes, this one included."""
+    with path.open("rb") as file:
+        header, text = find_start(Counted(file))
+        start = size if not text else file.tell() - len(text)
+        first = FIRST_KEY.match(text)
+        boundary = boundary_of(first.group(1) if first else b"ph")
+        cuts = [start]
+        wanted = max(count, (size - start) // span_bytes)
+        for i in range(1, wanted):
+            at = start + (size - start) * i // wanted
+            file.seek(at)
+            found = _event_start(file.read(_PROBE_BYTES), boundary)
+            if found is not None and at + found > cuts[-1]:
+                cuts.append(at + found)
+    cuts.append(size)
+    plan = {"path": str(path.resolve()), "cuts": cuts, "pattern": boundary.pattern.hex(), "max_events": max_events}
+    with tempfile.TemporaryDirectory(prefix="fettle-trace-") as scratch:
+        (Path(scratch) / "plan.json").write_text(json.dumps(plan))
+        helpers = [Process(["-c", _HELPER, scratch, *sys.path]) for _ in range(count - 1)] if sys.executable else []
+        try:
+            parts = {}
+            for i in _claims(Path(scratch), len(cuts) - 1):  # in order: what comes before i is taken
+                if on_progress is not None:
+                    on_progress(i / (len(cuts) - 1))
+                parts[i] = _decode(plan, i)
+            for helper in helpers:
+                helper.wait()
+        finally:
+            for helper in helpers:
+                helper.close()
+        for i in range(len(cuts) - 1):
+            if i not in parts:
+                parts[i] = _fetch(Path(scratch), i) or _decode(plan, i)
+        columns, trailer, truncated = _join([parts[i] for i in range(len(cuts) - 1)])
+    if columns.tally.events_seen > max_events:
+        raise UsageError(f"more than {max_events} events: cut the trace, or raise max_events")
+    metadata = parse_metadata(header, trailer, columns.tally)
+    return columns, metadata, {"file_bytes": size, "text_bytes": size, "truncated": truncated}
+
+
+def help_with(scratch: str) -> None:
+    """What a helper does: decode spans as long as there are any, and leave their columns in files."""
+    folder = Path(scratch)
+    plan = json.loads((folder / "plan.json").read_text())
+    for i in _claims(folder, len(plan["cuts"]) - 1):
+        part = _decode(plan, i)
+        pieces, part.columns.chunks = part.columns.chunks, []
+        for name in EVENT_COLUMNS:
+            arrays = [piece.pop(name) for piece in pieces]
+            np.save(folder / f"{i}-{name}.npy", np.concatenate(arrays) if arrays else np.zeros(0, np.int64))
+        (folder / f"{i}.writing").write_bytes(pickle.dumps(part))
+        (folder / f"{i}.writing").rename(folder / f"{i}.part")  # last, and at once: what is there is whole
+
+
+def _claims(folder: Path, count: int) -> Iterator[int]:
+    for i in range(count):
+        try:
+            os.close(os.open(folder / f"{i}.claim", os.O_CREAT | os.O_EXCL))
+        except OSError:  # another has it; or the folder is gone, because nobody waits any more
+            continue
+        yield i
+
+
+def _fetch(folder: Path, i: int) -> Span | None:
+    """What a helper left of a span; None where it did not finish. The folder is this process's own."""
+    if not (folder / f"{i}.part").exists():
+        return None
+    part: Span = pickle.loads((folder / f"{i}.part").read_bytes())
+    part.columns.chunks = [{name: np.load(folder / f"{i}-{name}.npy", mmap_mode="r") for name in EVENT_COLUMNS}]
+    return part
+
+
+def _decode(plan: dict[str, Any], i: int) -> Span:
+    start, stop = plan["cuts"][i : i + 2]
+    return decode_span(plan["path"], start, stop, bytes.fromhex(plan["pattern"]), plan["max_events"])
+
+
+def _event_start(text: bytes, boundary: re.Pattern[bytes]) -> int | None:
+    """Where an event starts in a piece of the file: a boundary behind which an event can be read, not a part of its
+    arguments.
+    """
+    decoder = json.JSONDecoder(strict=False)
+    for found in itertools.islice(boundary.finditer(text), 1000):
+        try:
+            event, _ = decoder.raw_decode(text[found.end() : found.end() + (1 << 17)].decode("utf-8", "replace"))
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(event, dict) and "ph" in event and "pid" in event:
+            return found.end()
+    return None
+
+
+def decode_span(path: str, start: int, stop: int, pattern: bytes, max_events: int) -> Span:
+    """Decode bytes [start, stop) of a file: whole events."""
+    columns, boundary = Columns(), re.compile(pattern)
+    span = Span(columns)
+    with open(path, "rb") as file:
+        file.seek(start)
+        source = Counted(file, stop - start)
+        at_end = stop == os.path.getsize(path)
+        unread: list[bytes] = []
+        for chunk, last in chunks(source, b"", boundary, unread):
+            if last and at_end:
+                span.trailer, span.truncated = last_chunk(chunk, columns)
+                span.ended = True
+                continue
+            text = chunk.rstrip().rstrip(b",") if last else chunk
+            rest = columns.add(text)
+            if rest.startswith(b"]"):
+                span.trailer, span.ended = rest + b"," + drain(source), True
+                break
+            if rest and not last:
+                unread.append(rest)
+            if columns.tally.events_seen > max_events:
+                raise UsageError(f"more than {max_events} events: cut the trace, or raise max_events")
+    columns.side.settled()
+    return span
+
+
+def _join(parts: list[Span]) -> tuple[Columns, bytes, bool]:
+    """Put the spans' columns behind one another, their text numbers translated into common ones."""
+    joined = Columns()
+    trailer, truncated = b"", False
+    for part in parts:
+        mine = part.columns
+        names = np.array([joined.names[n] for n in mine.names], dtype=np.uint32)
+        threads = np.array([joined.threads[t] for t in mine.threads], dtype=np.int32)
+        shapes = np.array([joined.shapes[s] for s in mine.shapes], dtype=np.uint32)
+        for chunk in mine.chunks:
+            if len(chunk["ts_ns"]):
+                chunk["name"] = names[chunk["name"]]
+                chunk["thread"] = threads[chunk["thread"]]
+                chunk["shape"] = shapes[chunk["shape"]]
+                joined.chunks.append(chunk)
+        for table, frames in mine.side.frames.items():
+            for frame in frames:
+                if "row" in frame.columns:
+                    frame = frame.with_columns(pl.col("row") + joined.rows)
+                if "thread" in frame.columns:
+                    frame = frame.with_columns(thread=pl.Series(threads[frame["thread"].to_numpy()], dtype=pl.Int32()))
+                joined.side.frames.setdefault(table, []).append(frame)
+        joined.side.notes += mine.side.notes
+        joined.rows += mine.rows
+        joined.thread_names.update(mine.thread_names)
+        joined.tally.add(mine.tally)
+        if part.ended:
+            trailer, truncated = part.trailer, part.truncated
+    return joined, trailer, truncated

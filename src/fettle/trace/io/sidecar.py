@@ -1,0 +1,112 @@
+"""The columns of a trace kept from its last opening, so that the next one is instant.
+
+A sidecar is used only where the file is still the same: name, size, modification and change times, and a hash of its
+content (whole for files up to 64 MiB, of blocks spread over larger ones). It lives in the user's cache folder, not
+beside the trace, and holds plain Arrow columns: nothing in it is executed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from fettle.trace.model import EVENT_COLUMNS, SIDE_TABLES, ReadFacts, Trace
+
+FORMAT = 1
+KEEP = 30
+_AS_JSON = ("rank", "names", "threads", "shapes", "metadata", "thread_names")
+_WHOLE_BYTES = 64 << 20
+_SAMPLE_BYTES = 1 << 20
+
+
+def folder() -> Path:
+    """Where sidecars live: $FETTLE_CACHE or the user's cache folder."""
+    root = os.environ.get("FETTLE_CACHE") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(root) / "fettle" / "traces"
+
+
+def key_of(path: Path) -> dict[str, Any] | None:
+    """What identifies a file's very content; None where it cannot be read."""
+    try:
+        stat = path.stat()
+        digest = hashlib.blake2b(digest_size=20)
+        with path.open("rb") as file:
+            if stat.st_size <= _WHOLE_BYTES:
+                while block := file.read(1 << 20):
+                    digest.update(block)
+            else:
+                for i in range(33):
+                    file.seek((stat.st_size - _SAMPLE_BYTES) * i // 32)
+                    digest.update(file.read(_SAMPLE_BYTES))
+    except OSError:
+        return None
+    return {
+        "format": FORMAT,
+        "path": str(path.resolve()),
+        "size": stat.st_size,
+        "mtime_ns": stat.st_mtime_ns,
+        "ctime_ns": stat.st_ctime_ns,
+        "hash": digest.hexdigest(),
+    }
+
+
+def _place(key: dict[str, Any]) -> Path:
+    return folder() / hashlib.blake2b(key["path"].encode("utf-8", "replace"), digest_size=16).hexdigest()
+
+
+def read(path: Path, key: dict[str, Any], rank: int | None) -> Trace | None:
+    """The kept columns where they belong to exactly this content; None otherwise, whatever is wrong with them."""
+    place = _place(key)
+    try:
+        facts = json.loads((place / "facts.json").read_text())
+        if facts["key"] != key:
+            return None
+        events = pl.read_ipc(place / "events.arrow")
+        side = {table: pl.read_ipc(place / f"{table}.arrow") for table in SIDE_TABLES}
+        if dict(events.schema) != EVENT_COLUMNS or any(dict(side[t].schema) != s for t, s in SIDE_TABLES.items()):
+            return None
+        told = facts["facts"]
+        told["unknown_categories"], told["notes"] = tuple(told["unknown_categories"]), tuple(told["notes"])
+        kept = {name: facts[name] for name in _AS_JSON} | {"threads": [(p, t) for p, t in facts["threads"]]}
+        trace = Trace(path=path, events=events, side=side, **kept, facts=replace(ReadFacts(**told), from_sidecar=True))
+        return trace if rank is None else replace(trace, rank=rank)
+    except (OSError, ValueError, KeyError, TypeError, pl.exceptions.PolarsError):
+        return None
+
+
+def write(trace: Trace, key: dict[str, Any]) -> None:
+    """Keep the columns; a folder that cannot be written is no error, the trace is only slower to open next time."""
+    place = _place(key)
+    scratch = None
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        scratch = Path(tempfile.mkdtemp(dir=place.parent, prefix=".writing-"))
+        trace.events.write_ipc(scratch / "events.arrow")
+        for table, frame in trace.side.items():
+            frame.write_ipc(scratch / f"{table}.arrow")
+        facts = {name: getattr(trace, name) for name in _AS_JSON} | {"key": key, "facts": asdict(trace.facts)}
+        (scratch / "facts.json").write_text(json.dumps(facts))
+        shutil.rmtree(place, ignore_errors=True)
+        scratch.rename(place)
+        _forget_old(place.parent)
+    except (OSError, ValueError, pl.exceptions.PolarsError):
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _forget_old(root: Path) -> None:
+    """Keep the newest sidecars only."""
+    places = [p for p in root.iterdir() if p.is_dir()]
+    places.sort(key=lambda p: p.stat().st_mtime, reverse=True)
+    for old in places[KEEP:]:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(old)

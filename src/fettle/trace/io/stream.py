@@ -1,0 +1,213 @@
+"""The text of a trace as a stream of chunks of whole events; never held whole.
+
+A chunk ends where one event ends and the next begins: at `}`, a comma, and `{` followed by the key that events of this
+file begin with. Inside a JSON string a quote is escaped, so that sequence cannot occur there; inside an event's
+arguments it can, which is why every chunk is verified by decoding it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from fettle.errors import UsageError
+from fettle.trace.io.decode import Columns, Tally
+from fettle.trace.io.mend import read_event_by_event
+
+# Small enough that a block, its events and its arrays stay in memory that the process already has: with 8 MiB, handing
+# memory back and taking it again cost as much as decoding.
+BLOCK_BYTES = 512 << 10
+MAX_CARRY_BYTES = 64 << 20
+MAX_HEADER_BYTES = 64 << 20
+
+_START = re.compile(rb'"traceEvents"\s*:\s*\[')
+FIRST_KEY = re.compile(rb'\s*\{\s*"([^"\\]{1,40})"')
+
+
+class Inflate:
+    """Gzip as a stream that hands out all that can be inflated before it says that the end is missing."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.inflate, self.waiting = file, zlib.decompressobj(31), b""
+
+    def read(self, wanted: int) -> bytes:
+        parts: list[bytes] = []
+        have = 0
+        while have < wanted:
+            data = self.waiting or self.file.read(1 << 18)
+            self.waiting = b""
+            if not data:
+                if not self.inflate.eof and not parts:
+                    raise EOFError("the compressed file ends in the middle")
+                break
+            if self.inflate.eof:  # another member, or padding
+                data = data.lstrip(b"\0")
+                if not data:
+                    continue
+                self.inflate = zlib.decompressobj(31)
+            try:
+                part = self.inflate.decompress(data, wanted - have)
+            except zlib.error:
+                if not parts:
+                    raise
+                self.waiting = data  # met again by the next call, which has nothing to hand out
+                break
+            self.waiting = self.inflate.unused_data or self.inflate.unconsumed_tail
+            parts.append(part)
+            have += len(part)
+        return b"".join(parts)
+
+
+class Counted:
+    """Reads blocks, counts them, and ends quietly where a compressed stream is cut off."""
+
+    def __init__(self, stream: BinaryIO, limit: int | None = None, on_read: Callable[[], None] | None = None) -> None:
+        self.stream, self.limit, self.on_read = stream, limit, on_read
+        self.bytes, self.broken = 0, False
+
+    def read(self) -> bytes:
+        wanted = BLOCK_BYTES if self.limit is None else min(BLOCK_BYTES, self.limit - self.bytes)
+        if wanted <= 0 or self.broken:
+            return b""
+        try:
+            block = self.stream.read(wanted)
+        except (EOFError, zlib.error):
+            if self.bytes == 0:
+                raise
+            self.broken = True
+            return b""
+        self.bytes += len(block)
+        if self.on_read is not None:
+            self.on_read()
+        return block
+
+
+def find_start(source: Counted) -> tuple[bytes, bytes]:
+    """The text before the first event, and what was read beyond it."""
+    text = source.read()
+    if text.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        at = text.index(b"[") + 1
+        return b"{", text[at:]
+    while True:
+        found = _START.search(text)
+        if found is not None:
+            return text[: found.start()], text[found.end() :]
+        more = source.read()
+        if not more or len(text) > MAX_HEADER_BYTES:
+            raise UsageError('not a profiler trace: no "traceEvents" array in the file')
+        text += more
+
+
+def boundary_of(first_key: bytes) -> re.Pattern[bytes]:
+    keys = b"|".join(re.escape(k) for k in {first_key, b"ph", b"name"})
+    return re.compile(rb"\}\s*,\s*(?=\{\s*\"(?:" + keys + rb")\"\s*:)")
+
+
+def stream_events(source: Counted, columns: Columns, max_events: int) -> tuple[bytes, bytes, bool]:
+    """Feed all events to `columns`. Returns the text before and after the event array, and whether the end is
+    missing.
+    """
+    header, text = find_start(source)
+    first = FIRST_KEY.match(text) or FIRST_KEY.match(text := text + source.read())
+    boundary = boundary_of(first.group(1) if first else b"ph")
+    unread: list[bytes] = []
+    for chunk, last in chunks(source, text, boundary, unread):
+        if last:
+            return header, *last_chunk(chunk, columns)
+        rest = columns.add(chunk)
+        if columns.tally.events_seen > max_events:
+            raise UsageError(f"more than {max_events} events: cut the trace, or raise max_events")
+        if rest.startswith(b"]"):
+            return header, rest + b"," + drain(source), False
+        if rest:
+            unread.append(rest)
+    return header, b"", True
+
+
+def chunks(
+    source: Counted, text: bytes, boundary: re.Pattern[bytes], unread: list[bytes]
+) -> Iterator[tuple[bytes, bool]]:
+    """Whole events, about a block at a time; the last piece (from the last event's start) is marked.
+
+    What the caller could not read of a piece, because it was cut inside an event, it puts into `unread`: it then
+    comes first in the next piece.
+    """
+    carry, ended = text, False
+    while True:
+        block = b"" if ended else source.read()
+        ended = not block
+        carry += block
+        cut = _last_boundary(carry, boundary)
+        if cut is not None:
+            separator, rest = carry[cut[0] : cut[1]], carry[cut[1] :]
+            yield carry[: cut[0]], False
+            carry = (unread.pop() + separator if unread else b"") + rest
+        if len(carry) > MAX_CARRY_BYTES:
+            raise UsageError(f"no end of an event within {MAX_CARRY_BYTES >> 20} MiB: not a profiler trace")
+        if ended:
+            yield carry, True
+            return
+
+
+def _last_boundary(text: bytes, boundary: re.Pattern[bytes]) -> tuple[int, int] | None:
+    """(end of the last whole event, start of the next) in `text`."""
+    window = 2 << 10
+    while True:
+        start = max(0, len(text) - window)
+        last = None
+        for last in boundary.finditer(text, start):  # noqa: B007 - the last match is what we want
+            pass
+        if last is not None:
+            return last.start() + 1, last.end()
+        if start == 0:
+            return None
+        window *= 8
+
+
+def last_chunk(chunk: bytes, columns: Columns) -> tuple[bytes, bool]:
+    """The last event and what follows the array: returns (text after the array, whether its end is missing)."""
+    raw, rest, skipped = read_event_by_event(chunk)
+    columns.tally.skipped_events += skipped
+    if raw:
+        # From the text itself where possible: decoded numbers would have lost digits of fractional clocks since 1970.
+        whole = chunk[: len(chunk) - len(rest)].rstrip().rstrip(b",") if chunk.endswith(rest) and not skipped else b""
+        columns.add(whole or json.dumps(raw).encode()[1:-1])
+    return rest, not rest.startswith(b"]")
+
+
+def drain(source: Counted) -> bytes:
+    """What is left of the file after the event array, up to a bound: the metadata that some writers put there."""
+    parts: list[bytes] = []
+    while sum(map(len, parts)) < MAX_HEADER_BYTES and (block := source.read()):
+        parts.append(block)
+    return b"".join(parts)
+
+
+def parse_metadata(header: bytes, trailer: bytes, tally: Tally) -> dict[str, Any]:
+    """The top-level keys around the events; {} and a note where they do not parse."""
+    merged: dict[str, Any] = {}
+    before = header.strip().lstrip(b"\xef\xbb\xbf").rstrip(b", \r\n\t")
+    after = trailer.strip()[1:].strip(b", \r\n\t")
+    for text in (before + b"}", b"{" + (after or b"}")):
+        try:
+            value = json.loads(text.decode("utf-8", "replace"), strict=False)
+        except (ValueError, RecursionError):
+            if len(text.strip(b"{} \n")) > 0:
+                tally.notes.append("some of the trace's metadata could not be read")
+            continue
+        if isinstance(value, dict):
+            merged.update(value)
+    return merged
+
+
+def open_text(path: Path) -> io.BufferedIOBase:
+    """The bytes of a trace's JSON, plain or gzipped."""
+    with path.open("rb") as file:
+        compressed = file.read(2) == b"\x1f\x8b"
+    return gzip.open(path) if compressed else path.open("rb")

@@ -1,0 +1,117 @@
+"""What all charts share: as wide as what holds them, the same colour for the same meaning, and ways to a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+import polars as pl
+
+from fettle.errors import UsageError
+from fettle.files import write_bytes
+from fettle.page import as_spec, shell
+from fettle.trace.analyses.stacks import CAUSES_OF_HOST
+from fettle.trace.analyses.waits import CAUSES
+
+MAX_ROWS = 4000
+MAX_SERIES = 20
+TOP_PARTS = 8
+_WORDS = {cause: cause.replace("_", " ") for cause in (*CAUSES, *CAUSES_OF_HOST)}
+PARTS = ("compute", "exposed communication", "exposed copy", *(_WORDS[cause] for cause in CAUSES))
+_COLOURS = {
+    "compute": "#1f8a99",
+    "communication": "#7d6bc4",
+    "exposed communication": "#7d6bc4",
+    "hidden communication": "#c3bbe4",
+    "copy": "#d27a22",
+    "exposed copy": "#d27a22",
+    "operator": "#c24d4d",
+    "python": "#a48a17",
+    "launch call": "#e08e8e",
+    "launch latency": "#eab6a6",
+    "blocking call": "#8c2f39",
+    "data loading": "#2f9a6c",
+    "other rank": "#4f5fb0",
+    "host untraced": "#9aa4ad",
+    "between kernels": "#c8ced3",
+    "queued unknown": "#6d7780",
+    "profiler": "#b4588e",
+    "allocator": "#8a6d3b",
+    "compile or load": "#5c8d2f",
+    "runtime call": "#d9a05b",
+    "rest": "#e2e5e8",
+}
+# The room that a chart has, not the width that fitting leaves it: that would change the legend's rows after their
+# height has been counted. Naming `width` has it looked up again when the window changes.
+_ROOM = "(width ? containerSize()[0] || width : width)"
+_SPARE = ("#1f77a8", "#2f9a6c", "#b4588e", "#a48a17", "#5c8d2f", "#8c2f39", "#4f5fb0", "#d9a05b")
+
+
+def save(chart: Any, path: Path) -> None:
+    """Write a chart as self-contained HTML, PNG, SVG or JSON, by the file's suffix.
+
+    Raises:
+        UsageError: Another suffix, a place that cannot be written, or a chart of nothing.
+    """
+    kind = path.suffix.removeprefix(".")
+    if kind not in ("html", "png", "svg", "json"):
+        raise UsageError(f"charts are .html, .png, .svg or .json files, not '{path.suffix}'")
+    if not any(frame.height for frame in _frames(chart)):
+        raise UsageError(f"no {path.name}: the answer is empty, and there is nothing to draw")
+    made = as_spec(chart)
+    content = json.dumps(made, default=str).encode() if kind == "json" else shell.draw(made, kind)
+    write_bytes(path, content)
+
+
+def _frames(chart: Any) -> Iterator[pl.DataFrame]:
+    """What a chart and its layers draw."""
+    if isinstance(getattr(chart, "data", None), pl.DataFrame):
+        yield chart.data
+    for name in ("layer", "vconcat"):
+        parts = getattr(chart, name, None)
+        for part in parts if isinstance(parts, list) else ():
+            yield from _frames(part)
+
+
+def colour(field: str, values: list[str], title: str | None = None) -> alt.Color:
+    """A colour for each value, the same for the same meaning in every chart; a legend that fits a phone."""
+    spare = iter(_SPARE * (1 + len(values) // len(_SPARE)))
+    return alt.Color(
+        f"{field}:N",
+        title=title,
+        sort=values,
+        scale=alt.Scale(domain=values, range=[_COLOURS.get(v) or next(spare) for v in values]),
+        legend=alt.Legend(columns=alt.ExprRef(f"max(1, floor({_ROOM} / 200))"), labelLimit=180),
+    )
+
+
+def sized(chart: Any, height: Any) -> Any:
+    return chart.properties(
+        width="container", height=height, autosize=alt.AutoSizeParams(type="fit-x", contains="padding")
+    )
+
+
+def milliseconds(field: str, title: str = "milliseconds") -> alt.X:
+    return alt.X(f"{field}:Q", title=title, axis=alt.Axis(tickCount=alt.ExprRef("ceil(width / 110)")))
+
+
+def words(column: str) -> pl.Expr:
+    """Causes as words, anything else as it is."""
+    return pl.col(column).cast(pl.String()).replace(_WORDS)
+
+
+def main_parts(long: pl.DataFrame, part: str, value: str) -> pl.DataFrame:
+    """The longest parts by name, all others as `rest`: a legend of twenty causes is none."""
+    long = long.with_columns(words(part))
+    order = long.group_by(part).agg(pl.col(value).sum()).sort(value, descending=True)[part].to_list()
+    return long.with_columns(
+        pl.when(pl.col(part).is_in(order[:TOP_PARTS])).then(part).otherwise(pl.lit("rest")).alias(part)
+    )
+
+
+def ordered(found: list[str]) -> list[str]:
+    known = [p for p in (*PARTS, "rest") if p in found]
+    return [*[p for p in known if p != "rest"], *sorted(set(found) - set(known)), *[p for p in known if p == "rest"]]

@@ -1,0 +1,82 @@
+"""Write the trace again with what was found, for Perfetto or chrome://tracing: counters, and the critical path as
+tracks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from fettle.errors import UsageError
+from fettle.files import whole
+from fettle.trace.analyses.critical import CriticalPath
+from fettle.trace.analyses.queue import copy_bandwidth, queue_length
+from fettle.trace.io.stream import open_text
+from fettle.trace.model import Trace
+
+_START = re.compile(rb'"traceEvents"\s*:\s*\[')
+MAX_POINTS = 1_000_000
+
+
+def augment(trace: Trace, target: Path, *, path: CriticalPath | None = None) -> int:
+    """Copy the trace to `target` (JSON) with counters of queue length and copy bandwidth, and the critical path if
+    given.
+
+    Returns the number of added events. The source is copied as it is, byte for byte, around the added events.
+
+    Raises:
+        UsageError: `target` is the trace itself, or the trace's event list was not found.
+    """
+    if target.exists() and target.resolve() == trace.path.resolve():
+        raise UsageError("the augmented trace must not overwrite the trace")
+    added = 0
+    with open_text(trace.path) as source, whole(target) as partial, partial.open("wb") as out:
+        head = source.read(1 << 20)
+        found = _START.search(head)
+        while found is None:
+            more = source.read(1 << 20)
+            if not more or len(head) > 64 << 20:
+                if not head.lstrip().startswith(b"["):
+                    raise UsageError(f'no "traceEvents" in {trace.path}')
+                break
+            head += more
+            found = _START.search(head)
+        at = found.end() if found else head.index(b"[") + 1
+        out.write(head[:at])
+        for event in _events(trace, path):
+            out.write(json.dumps(event).encode() + b",\n")
+            added += 1
+        out.write(head[at:])
+        while block := source.read(1 << 20):
+            out.write(block)
+    return added
+
+
+def _events(trace: Trace, path: CriticalPath | None) -> Iterator[dict[str, Any]]:
+    lengths = queue_length(trace).with_columns(name=pl.format("queue length, stream {}", "stream"))
+    rates = copy_bandwidth(trace).with_columns(pl.col("gb_per_s").round(3))
+    for frame, column, unit in ((lengths, "length", "length"), (rates, "gb_per_s", "GB/s")):
+        for name, device, ts, value in _thinned(frame).select("name", "device", "ts_ns", column).iter_rows():
+            yield {"ph": "C", "name": name, "pid": f"fettle: device {device}", "ts": ts / 1000, "args": {unit: value}}
+    for row in path.pieces.iter_rows(named=True) if path is not None else ():
+        name = trace.names[int(trace.events["name"][row["row"]])] if row["row"] >= 0 else row["category"]
+        yield {
+            "ph": "X",
+            "cat": "critical_path",
+            "name": name,
+            "pid": "fettle: critical path",
+            "tid": row["place"],
+            "ts": row["start_ns"] / 1000,
+            "dur": (row["end_ns"] - row["start_ns"]) / 1000,
+            "args": {"category": row["category"], "event row": row["row"]},
+        }
+
+
+def _thinned(frame: pl.DataFrame) -> pl.DataFrame:
+    """At most a million points: every n-th."""
+    return frame.gather_every(max(1, -(-frame.height // MAX_POINTS))) if frame.height else frame

@@ -1,0 +1,105 @@
+"""FLOPs, bytes and rooflines of products: every number by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fettle.trace import product_summary, product_table
+from fettle.trace.analyses.flops import Cost, Limits, attention_cost, call_cost, convolution_cost, matrix_cost
+from tests.conftest import Run
+from tests.trace.build import Build
+
+HALF = ["c10::BFloat16"] * 3
+
+
+def products(folder: Path, **metadata: object) -> Build:
+    """Two equal calls of a product of (8, 16) and (16, 4) around a kernel of 2 us each, and one of another shape."""
+    build = Build(**metadata)
+    for i, n in enumerate((4, 4, 32)):
+        t = 100 + 50 * i
+        told = {"Input Dims": [[n], [8, 16], [16, n]], "Input type": HALF, "Concrete Inputs": ["", "", ""]}
+        build.op("aten::linear", t, 20).op("aten::addmm", t + 2, 15, **told)
+        build.kernel("gemm", t + 25, 2, call=t + 5)
+    return build
+
+
+def test_costs_of_products() -> None:
+    assert matrix_cost([8, 16], [16, 4]) == Cost(1, 8, 4, 16, 2 * 8 * 16 * 4, 8 * 16 + 16 * 4 + 8 * 4)
+    assert matrix_cost([3, 8, 16], [3, 16, 4]) == Cost(3, 8, 4, 16, 3 * 1024, 3 * 224)
+    assert matrix_cost([8, 16], [16]) == Cost(1, 8, 1, 16, 256, 8 * 16 + 16 + 8)
+    assert matrix_cost([8, 16], [15, 4]) is None
+    # Two images of 3 x 9 x 9, four filters of 3 x 3 x 3: each of 2 * 7 * 7 places costs 4 * 27 multiplications.
+    assert convolution_cost([2, 3, 9, 9], [4, 3, 3, 3], [7, 7], 1) == Cost(
+        1, 98, 4, 27, 2 * 98 * 4 * 27, 2 * 3 * 81 + 4 * 27 + 98 * 4
+    )
+    one = attention_cost([1, 2, 10, 8], [1, 2, 20, 8], [1, 2, 20, 8])
+    assert one is not None
+    assert one.flops == 2 * 2 * 2 * 10 * 20 * 8
+
+
+@pytest.mark.parametrize(
+    ("strides", "groups", "flops"),
+    [
+        (["[1, 1]", "[0, 0]", "[1, 1]"], "1", 2 * 2 * 49 * 4 * 27),
+        (["[2]", "[1]", "[1]"], "1", 2 * 2 * 25 * 4 * 27),  # one number for both directions
+        (["[1, 1]", "[2, 2]", "[2, 2]"], "1", 2 * 2 * 81 * 4 * 27),
+    ],
+)
+def test_a_convolution_takes_its_strides_from_the_values(strides: list[str], groups: str, flops: int) -> None:
+    values = ["", "", "", *strides, "False", "[0, 0]", groups]
+    cost = call_cost("aten::convolution", [[2, 3, 9, 9], [4, 3, 3, 3]], values)
+    assert cost is not None
+    assert cost.flops == flops
+    backward = ["", "", "", "[0]", *strides, "False", "[0, 0]", groups, "[False, True, False]"]
+    space = flops // (2 * 2 * 4 * 27)
+    side = round(space**0.5)
+    back = call_cost("aten::convolution_backward", [[2, 4, side, side], [2, 3, 9, 9], [4, 3, 3, 3]], backward)
+    assert back is not None
+    assert back.flops == flops  # of the weight's gradient alone
+
+
+@pytest.mark.parametrize(
+    "values", [[], ["", "", "", "x", "[0", "{}", "1"], ["", "", "", "[0]", "[0]", "[1]", "False", "", "1"]]
+)
+def test_what_was_not_recorded_costs_nothing(values: list[str]) -> None:
+    cost = call_cost("aten::convolution", [[2, 3, 9, 9], [4, 3, 3, 3]], values)
+    assert cost is None or cost.flops == 0
+    assert call_cost("aten::mm", [[2**70, 3], [3, 4]], []) is None
+    assert call_cost("aten::mm", [{"a": 1}, "b"], []) is None
+
+
+def test_the_table_is_by_shapes_and_types(tmp_path: Path) -> None:
+    trace = products(tmp_path).load(tmp_path)
+    small, large = Limits({2: 1.0}, 1e9), product_table(trace)
+    assert large["count"].to_list() == [2, 1]
+    assert large["types"].to_list() == ["c10::BFloat16"] * 2
+    assert large["flops"].to_list() == [1024, 8192]
+    assert large["bytes"].to_list() == [2 * 224, 2 * (128 + 512 + 256)]
+    assert large["time_ns"].to_list() == [4_000, 2_000]
+    assert large["tflop_per_s"].to_list() == pytest.approx([2048 / 4_000 / 1e3, 8192 / 2_000 / 1e3])
+    assert large["bound"].to_list() == [None, None]
+    table = product_table(trace, small)
+    assert table["bound"].to_list() == ["compute", "compute"]
+    assert table["roof_share"].to_list() == pytest.approx([2048 / 4_000 / 1e3, 8192 / 2_000 / 1e3])
+    starved = product_table(trace, Limits({2: 1e9}, 1.0))
+    assert starved["bound"].to_list() == ["memory", "memory"]
+    assert starved["roof_share"][0] == pytest.approx(448 * 2 / 4_000)
+    assert product_summary(table)["count"].to_list() == [3]
+    known = products(tmp_path, deviceProperties=[{"name": "NVIDIA H100 80GB HBM3"}]).load(tmp_path, "h100.json")
+    assert product_table(known)["bound"].to_list() == ["memory", "memory"]
+
+
+def test_the_command(tmp_path: Path, run_fettle: Run) -> None:
+    path = products(tmp_path).write(tmp_path / "t.json")
+    said = run_fettle(
+        "trace", "flops", path, "--json", "--peak", "100", "--bandwidth", "1000", "--chart", tmp_path / "c.json"
+    )
+    assert json.loads(said.out)["operators"][0]["flops"] == 2 * 1024 + 8192
+    assert (tmp_path / "c.json").exists()
+    assert "give --peak and --bandwidth" in run_fettle("trace", "flops", path).out
+    assert run_fettle("trace", "flops", path, "--peak", "100").code == 2
+    none = Build().op("aten::relu", 0, 5).write(tmp_path / "none.json")
+    assert run_fettle("trace", "flops", none).code == 2
