@@ -334,7 +334,9 @@ def _takes(factory: Callable[..., object], name: str) -> bool:
     """Whether it can be called with an argument of that name."""
     try:
         parameters = inspect.signature(factory).parameters
-        return name in parameters or (name != "seed" and any(one.kind is one.VAR_KEYWORD for one in parameters.values()))
+        return name in parameters or (
+            name != "seed" and any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        )
     except (TypeError, ValueError):  # a built-in, or something else without a signature
         return False
 

@@ -45,9 +45,7 @@ class Analysis:
 
 def analyse(table: Table, *, confidence: float = 0.95) -> list[Analysis]:
     """Analyse each group and response of a table. Raises `UsageError` where statsmodels is not installed."""
-    return [
-        _analyse(table, group, response, confidence) for group in table.groups for response in table.responses
-    ]
+    return [_analyse(table, group, response, confidence) for group in table.groups for response in table.responses]
 
 
 def _analyse(table: Table, group: str, response: Response, confidence: float) -> Analysis:

@@ -1,4 +1,5 @@
-"""Whether the fit is to be believed: what its residuals say, and how well it predicts experiments that it has not seen."""
+"""Whether the fit is to be believed: what its residuals say, and how well it predicts experiments that it has not
+seen."""
 
 from __future__ import annotations
 
@@ -102,8 +103,8 @@ def _doubts(model: Model, held_out: HeldOut) -> Iterator[Doubt]:
         yield Doubt(f"only {left} experiments more than effects: their scatter says little of how sure the effects are")
     if held_out.cells and not held_out.off < held_out.mean_off:
         yield Doubt(
-            f"a combination that the fit has not seen is predicted to within {held_out.off:.2f}x, no better than by the "
-            f"mean of the others ({held_out.mean_off:.2f}x)", serious=True,
+            f"a combination that the fit has not seen is predicted to within {held_out.off:.2f}x, no better than by "
+            f"the mean of the others ({held_out.mean_off:.2f}x)", serious=True,
         )  # fmt: skip
     yield from _lack_of_fit(model)
     residuals = np.asarray(model.results.resid)
@@ -128,8 +129,9 @@ def _lack_of_fit(model: Model) -> Iterator[Doubt]:
         p = float(fdtrc(missing, repeated, lack / (pure / repeated)))
         size = math.sqrt(max(0.0, lack - pure / repeated) * missing / len(cells))
         yield from _lacking(p, size)
-    elif left > 0 and np.isfinite(errors).all():
-        squares = float(np.sum((residuals / np.maximum(errors, 1e-9)) ** 2))
+    elif left > 0 and np.isfinite(errors).all() and errors.any():
+        errors = np.maximum(errors, float(np.median(errors)))  # none claims to be surer than most
+        squares = float(np.sum((residuals / errors) ** 2))
         size = math.sqrt(max(0.0, float(residuals @ residuals) / left - float(np.mean(errors**2))))
         yield from _lacking(float(chdtrc(left, squares)), size)
 
@@ -138,8 +140,8 @@ def _lacking(p: float, size: float) -> Iterator[Doubt]:
     if p < _SURE and size > _LACK:
         off = math.exp(min(700.0, size))
         yield Doubt(
-            f"effects and pairs do not explain what was measured: combinations are {off:.2f}x off where repeats agree, so "
-            "three factors act together or something else changed", serious=off > 1.1,
+            f"effects and pairs do not explain what was measured: combinations are {off:.2f}x off where repeats agree, "
+            "so three factors act together or something else changed", serious=off > 1.1,
         )  # fmt: skip
 
 
@@ -154,8 +156,8 @@ def _shape(model: Model, residuals: Vector) -> Iterator[Doubt]:
         p = float(het_breuschpagan(residuals, np.column_stack([np.ones(len(residuals)), model.x[:, varying]]))[1])
         if p < _SURE:
             yield Doubt(
-                f"experiments do not scatter alike everywhere (Breusch-Pagan p = {p:.1g}): intervals are too wide in some "
-                "places and too narrow in others"
+                f"experiments do not scatter alike everywhere (Breusch-Pagan p = {p:.1g}): intervals are too wide in "
+                "some places and too narrow in others"
             )
     told = np.asarray(model.results.get_influence().resid_studentized_external)
     left = float(len(model.rows) - len(model.columns) - 1)
@@ -170,6 +172,6 @@ def _shape(model: Model, residuals: Vector) -> Iterator[Doubt]:
     p = float(2 * stdtr(left, -abs(slope) * math.sqrt(left / max(1e-12, 1 - slope**2))))
     if p < _SURE:
         yield Doubt(
-            f"residuals change with the order of the experiments (correlation {slope:+.2f}): the machine drifted, or something "
-            "that is no factor here changed"
+            f"residuals change with the order of the experiments (correlation {slope:+.2f}): the machine drifted, or "
+            "something that is no factor here changed"
         )

@@ -1,9 +1,9 @@
 """Effects: what each level brings, which pairs bring more or less together than apart, and how sure that is.
 
 Several things are asked of one table, so some would look real by chance: what is claimed (`Effect.reading`) goes by
-p-values after Holm (*Scand. J. Statist.* 6, 1979), which bounds the chance of even one false claim in a fit. It is preferred
-to Benjamini and Hochberg's rate of false discoveries because each claim here becomes a sentence that somebody acts on, and a
-fit has tens of effects, not thousands. Intervals are each for itself, at the level that they name.
+p-values after Holm (*Scand. J. Statist.* 6, 1979), which bounds the chance of even one false claim in a fit. It is
+preferred to Benjamini and Hochberg's rate of false discoveries because each claim here becomes a sentence that somebody
+acts on, and a fit has tens of effects, not thousands. Intervals are each for itself, at the level that they name.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Effect:
 def effects(
     model: Model, *, apart: frozenset[str] = frozenset(), confidence: float = 0.95, zone: float = ZONE
 ) -> list[Effect]:
-    """Main effects, then two-way interactions. Those of factors in `apart` alone have no interval: their levels never ran
-    side by side."""
+    """Main effects, then two-way interactions. Those of factors in `apart` alone have no interval: their levels never
+    ran side by side."""
     mains: list[Term] = [((name, level),) for name, levels in model.levels.items() for level in levels[1:]]
     pairs: list[Term] = [
         ((a, one), (b, two))
@@ -87,9 +87,7 @@ def _effect(model: Model, term: Term, gain: Estimate | None, confidence: float) 
     return Effect(term, _interval(gain, confidence), "cannot tell", count, p=gain.p())
 
 
-def _read(
-    found: Sequence[Effect], gains: Sequence[Estimate | None], confidence: float, zone: float
-) -> list[Effect]:
+def _read(found: Sequence[Effect], gains: Sequence[Estimate | None], confidence: float, zone: float) -> list[Effect]:
     """The effects with p-values after Holm and what may be claimed by them."""
     asked = [effect.p for effect in found if math.isfinite(effect.p)]
     adjusted = iter(_holm(asked))

@@ -1,9 +1,10 @@
 """The model of one response in one group: the logarithm as a sum of main effects and two-way interactions.
 
-Each level but the given one has a column, and so has each pair of them (treatment coding: Montgomery, *Design and Analysis
-of Experiments*). A main effect stands before any interaction that it is part of (strong heredity), and interactions come
-in the order of their parents' main effects: this choice does not look at the interactions themselves, so it does not
-bend their intervals. A column that the experiments cannot tell from those before it is left out, with the reason.
+Each level but the given one has a column, and so has each pair of them (treatment coding: Montgomery, *Design and
+Analysis of Experiments*). A main effect stands before any interaction that it is part of (strong heredity), and
+interactions come in the order of their parents' main effects: this choice does not look at the interactions themselves,
+so it does not bend their intervals. A column that the experiments cannot tell from those before it is left out, with
+the reason.
 """
 
 from __future__ import annotations
@@ -202,18 +203,16 @@ def _by_parents(chosen: _Columns, levels: Mapping[str, Sequence[str]], y: Vector
     """The order of interactions: by the smaller, then the larger of their factors' main effects, largest first."""
     terms = list(chosen.values)
     solved = np.linalg.lstsq(np.column_stack(list(chosen.values.values())), y, rcond=None)[0]
-    size = {name: 0.0 for name in levels}
+    size = dict.fromkeys(levels, 0.0)
     for term, value in zip(terms, solved, strict=True):
         if term:
             size[term[0][0]] = max(size[term[0][0]], abs(float(value)))
     return lambda pair: tuple(-round(value, 12) for value in sorted((size[pair[0]], size[pair[1]])))
 
 
-def _covariance(
-    results: RegressionResults, x: Vector, measured: Vector | None, freedom: float
-) -> tuple[Vector, float]:
-    """Of the coefficients, and its degrees of freedom: from what the experiments scatter about the fit, or where too few
-    are left over for that from what measuring says of each."""
+def _covariance(results: RegressionResults, x: Vector, measured: Vector | None, freedom: float) -> tuple[Vector, float]:
+    """Of the coefficients, and its degrees of freedom: from what the experiments scatter about the fit, or where too
+    few are left over for that from what measuring says of each."""
     inverse = np.asarray(results.normalized_cov_params)
     if freedom >= LEAST_FREEDOM:
         return np.asarray(results.cov_params()), freedom

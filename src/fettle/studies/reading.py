@@ -7,6 +7,7 @@ import io
 import math
 import re
 from collections.abc import Mapping, Sequence
+from itertools import dropwhile
 from pathlib import Path
 
 from fettle.errors import UsageError
@@ -19,7 +20,9 @@ MOST_LEVELS = 12
 MOST_NAMED_LEVELS = 60
 _GIVEN = ("", "as given", "none", "false", "no", "off", "0", "baseline", "default", "float32", "fp32", "torch.float32")
 """Levels that usually stand for nothing done, the likeliest first."""
-_LARGER = re.compile(r"throughput|/s\b|per.second|speed.?up|\bfps\b|accuracy|\bmiou\b|samples_s|tokens_s", re.IGNORECASE)
+_LARGER = re.compile(
+    r"throughput|/s\b|per.second|speed.?up|\bfps\b|accuracy|\bmiou\b|samples_s|tokens_s", re.IGNORECASE
+)
 
 Row = Mapping[str, str]
 
@@ -29,19 +32,20 @@ def read_csv(
 ) -> Table:
     """The table in a CSV file with a header.
 
-    `response` are the columns that came out: ``time_ms``, or ``throughput:larger`` and ``time:smaller`` where the name does
-    not say which is better. `factors` are the columns that were set, ``compile`` or ``compile=False`` with the level
-    that stands for how it was given; without any, all that vary within a group and look like settings. Rows are analysed
-    apart by the columns of `group_by`. Raises `UsageError` with one line for a file that is no such table.
+    `response` are the columns that came out: ``time_ms``, or ``throughput:larger`` and ``time:smaller`` where the name
+    does not say which is better. `factors` are the columns that were set, ``compile`` or ``compile=False`` with the
+    level that stands for how it was given; without any, all that vary within a group and look like settings. Rows are
+    analysed apart by the columns of `group_by`. Raises `UsageError` with one line for a file that is no such table.
     """
     rows = _rows(path)
     columns = list(rows[0])
-    responses = [_response(text, columns) for text in response]
+    responses = [_response(text, columns) for text in _names(response, columns)]
     if not responses:
         raise UsageError(f"`response`: say which column came out; there are {_some(columns)}")
+    group_by = _names(group_by, columns)
     for name in group_by:
         _known(name, columns, "group_by")
-    given = dict(_factor(text, columns) for text in factors)
+    given = dict(_factor(text, columns) for text in _names(factors, columns))
     taken = {*group_by, *(one.name for one in responses)}
     if both := taken & given.keys():
         raise UsageError(f"`factors`: {sorted(both)[0]} is a response or a group already")
@@ -70,6 +74,11 @@ def read_csv(
     return Table(levels, tuple(responses), experiments, notes=tuple(notes))
 
 
+def _names(texts: Sequence[str], columns: Sequence[str]) -> list[str]:
+    """``a,b`` as two, unless a column has that name."""
+    return [name.strip() for text in texts for name in ([text] if text in columns else text.split(",")) if name.strip()]
+
+
 def _rows(path: Path) -> list[Row]:
     try:
         if path.stat().st_size > MOST_BYTES:
@@ -83,7 +92,7 @@ def _rows(path: Path) -> list[Row]:
         lines = list(csv.reader(io.StringIO(text, newline="")))
     except csv.Error as error:
         raise UsageError(f"{path} is no CSV file: {error}") from error
-    lines = [line for line in lines if line]
+    lines = list(dropwhile(lambda line: line[0].startswith("#"), filter(None, lines)))  # where it came from
     if len(lines) < 2:
         raise UsageError(f"{path} has no rows below a header")
     header = [name.strip() for name in lines[0]]

@@ -1,8 +1,8 @@
 """What a fit says, in sentences: each number is a contrast of the fit, and surprises come first.
 
-A surprise is what top-N lists do not tell: a level that hurts, one that helps only beside another, one that brings nothing
-more once another is there. They are put in the order of what their intervals vouch for, so that a large effect that might
-be chance does not come before a smaller one that is sure.
+A surprise is what top-N lists do not tell: a level that hurts, one that helps only beside another, one that brings
+nothing more once another is there. They are put in the order of what their intervals vouch for, so that a large effect
+that might be chance does not come before a smaller one that is sure.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def _average(model: Model, effect: Effect) -> Sentence:
 
 
 def _pair(model: Model, effect: Effect, apart: frozenset[str], confidence: float) -> Sentence:
-    """Of the two ways to say it, the one that says most: what needs, what turns, what cancels, what grows or shrinks."""
+    """Of the two ways to say it, the one that says most: what needs, what turns, what cancels, what grows or
+    shrinks."""
     one, two = effect.levels
     ways = [_way(model, effect, a, b, apart, confidence) for a, b in ((one, two), (two, one)) if a[0] not in apart]
     order: list[Kind] = ["needs", "turns", "cancels", "more", "less"]
@@ -71,7 +72,8 @@ def _way(
     model: Model, effect: Effect, level: Level, other: Level, apart: frozenset[str], confidence: float
 ) -> Sentence:
     alone, beside = model.beside(level, None), model.beside(level, other)
-    assert alone is not None and beside is not None  # a pair stands in the model only after both of its levels
+    assert alone is not None  # a pair stands in the model only after both of its levels
+    assert beside is not None
     name, stage = "=".join(level), "=".join(other)
     before, after = _ratio(alone), _ratio(beside)
     when = "at" if other[0] in apart else "after"
