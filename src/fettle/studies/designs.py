@@ -14,8 +14,8 @@ from fettle.studies.model import LEAST_FREEDOM
 
 STEPS = ("ladder", "ablation")
 """Designs whose next recipe depends on what the ones before showed."""
-MOST = 5_000
-"""Combinations of a factorial; a space that has more is measured as a fraction of them."""
+MOST = 20_000
+"""Combinations that are written out; of a space that has more a random part stands for the whole."""
 
 
 def cells(design: str, space: Space, start: Recipe, most: int | None = None) -> list[Recipe]:

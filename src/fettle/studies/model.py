@@ -95,7 +95,7 @@ class Model:
     def main(self, level: Level) -> Estimate | None:
         """What a level brings over how the factor was given, on average over the levels of the others that it was seen
         with, each counting alike however often it was tried."""
-        weights = {(level,): 1.0}
+        weights: dict[Term, float] = {(level,): 1.0}
         for name in self.levels:
             if name == level[0]:
                 continue
@@ -156,18 +156,29 @@ def fit(table: Table, group: str, response: Response) -> Model | None:
     errors = [row.errors.get(response.name, math.nan) for row in rows]
     measured = np.array(errors) if all(map(math.isfinite, errors)) else None
 
-    chosen = _Columns(rows, most=len(rows) if measured is not None else len(rows) - LEAST_FREEDOM)
-    chosen.add([()])
-    for name, known in levels.items():
-        chosen.add([((name, level),) for level in known[1:]])
-    for one, two in sorted(combinations(levels, 2), key=_by_parents(chosen, levels, y)):
-        chosen.add([((one, a), (two, b)) for a in levels[one][1:] for b in levels[two][1:]])
+    mains = [[((name, level),) for level in known[1:]] for name, known in levels.items()]
+    pairs = {
+        (one, two): [((one, a), (two, b)) for a in levels[one][1:] for b in levels[two][1:]]
+        for one, two in combinations(levels, 2)
+    }
+    asked = {_column(rows, term).tobytes() for terms in [*mains, *pairs.values()] for term in terms}
+    # Nothing need be left over where each experiment comes with its error, and there are enough for all that is asked.
+    spare = 0 if measured is not None and len(asked) < len(rows) else LEAST_FREEDOM
+    chosen = _Columns(rows, most=len(rows) - spare)
+    for terms in [[()], *mains]:
+        chosen.add(terms)
+    for pair in sorted(pairs, key=_by_parents(chosen, levels, y)):
+        chosen.add(pairs[pair])
 
     x = np.column_stack([chosen.values[term] for term in chosen.values])
     results = _least_squares(y, x)
     freedom = float(len(rows) - x.shape[1])
     covariance, left = _covariance(results, x, measured, freedom)
     return Model(response, levels, rows, tuple(chosen.values), chosen.left_out, x, y, results, covariance, left)
+
+
+def _column(rows: Sequence[Experiment], term: Term) -> Vector:
+    return np.array([holds(row, term) for row in rows], dtype=np.float64)
 
 
 class _Columns:
@@ -182,8 +193,7 @@ class _Columns:
     def add(self, terms: Sequence[Term]) -> None:
         """Take in what can be told apart from all before, while there is room."""
         for term in terms:
-            column = np.array([holds(row, term) for row in self.rows], dtype=np.float64)
-            rest = column
+            rest = column = _column(self.rows, term)
             for _ in range(2):  # a second time for what rounding left
                 for unit in self._basis:
                     rest = rest - (unit @ rest) * unit
