@@ -87,7 +87,7 @@ def test_larger_is_better_is_a_gain_too():
 
 def test_too_few_experiments_cannot_tell():
     made = table(ABC, switches("abc"), noise=0.002)
-    few = Table(made.factors, made.responses, made.experiments[:4])
+    few = Table(made.factors, made.responses, made.experiments[:3])
     assert {effect.reading for effect in effects(fit(few, "", TIME))} == {"cannot tell"}
     assert fit(Table(made.factors, made.responses, made.experiments[:2]), "", TIME) is None
 

@@ -118,7 +118,6 @@ def test_a_ladder_shows_every_step_of_two_targets(work: Path, tmp_path: Path, ru
         (["w.py", "--response", "y"], "are for a table, --from-csv"),
         (["w.py", "--design", "all"], "unknown design 'all'"),
         (["w.py", "--factor", "batch=1"], "write NAME=VALUE,VALUE"),
-        (["w.py", "--factor", "precision=1,2", "--technique", "precision=bf16"], "a technique has that name"),
         (["w.py", "--order", "precison"], "there is no technique 'precison'"),
         (["w.py", "--technique", "precision=bf17"], "bf17"),
         (["w.py", "--recipe", "nonsense"], "is no TECHNIQUE=LEVEL"),

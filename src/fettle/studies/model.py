@@ -161,14 +161,15 @@ def fit(table: Table, group: str, response: Response) -> Model | None:
         (one, two): [((one, a), (two, b)) for a in levels[one][1:] for b in levels[two][1:]]
         for one, two in combinations(levels, 2)
     }
-    asked = {_column(rows, term).tobytes() for terms in [*mains, *pairs.values()] for term in terms}
+    columns = [_column(rows, term) for terms in [*mains, *pairs.values()] for term in terms]
+    asked = {column.tobytes() for column in columns if column.any()}
     # Nothing need be left over where each experiment comes with its error, and there are enough for all that is asked.
     spare = 0 if measured is not None and len(asked) < len(rows) else LEAST_FREEDOM
-    chosen = _Columns(rows, most=len(rows) - spare)
+    chosen = _Columns(rows)
     for terms in [[()], *mains]:
-        chosen.add(terms)
+        chosen.add(terms, len(rows))
     for pair in sorted(pairs, key=_by_parents(chosen, levels, y)):
-        chosen.add(pairs[pair])
+        chosen.add(pairs[pair], len(rows) - spare)
 
     x = np.column_stack([chosen.values[term] for term in chosen.values])
     results = _least_squares(y, x)
@@ -184,14 +185,14 @@ def _column(rows: Sequence[Experiment], term: Term) -> Vector:
 class _Columns:
     """The columns of the model, as they are taken in."""
 
-    def __init__(self, rows: Sequence[Experiment], most: int) -> None:
-        self.rows, self.most = rows, most
+    def __init__(self, rows: Sequence[Experiment]) -> None:
+        self.rows = rows
         self.values: dict[Term, Vector] = {}
         self.left_out: dict[Term, str] = {}
         self._basis: list[Vector] = []
 
-    def add(self, terms: Sequence[Term]) -> None:
-        """Take in what can be told apart from all before, while there is room."""
+    def add(self, terms: Sequence[Term], most: int) -> None:
+        """Take in what can be told apart from all before, as long as there are fewer than `most`."""
         for term in terms:
             rest = column = _column(self.rows, term)
             for _ in range(2):  # a second time for what rounding left
@@ -202,7 +203,7 @@ class _Columns:
                 self.left_out[term] = "never tried together"
             elif length <= _SAME * max(1.0, float(np.linalg.norm(column))):
                 self.left_out[term] = "never varied apart from other levels"
-            elif len(self.values) >= max(self.most, 2):
+            elif len(self.values) >= most:
                 self.left_out[term] = "too few experiments for so many effects"
             else:
                 self._basis.append(rest / length)

@@ -48,11 +48,13 @@ def page(
 
 
 def headline(analyses: Sequence[Analysis]) -> str:
-    """The surest surprise of all, or the largest gain where there is none."""
+    """The surest surprise in the first response that has any, or its largest gain where nothing is surprising."""
     said = [(sentence, analysis) for analysis in analyses for sentence in analysis.sentences]
     if not said:
         return "What was measured"
-    sentence, analysis = max(said, key=lambda item: (item[0].is_surprise, item[0].size))
+    first = next(analysis.response for analysis in analyses if analysis.sentences)
+    leading = [item for item in said if item[1].response == first]
+    sentence, analysis = max(leading, key=lambda item: (item[0].is_surprise, item[0].size))
     return sentence.text + (f" ({analysis.group})" if analysis.group else "")
 
 

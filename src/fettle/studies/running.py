@@ -25,7 +25,7 @@ from fettle.studies.plan import Part, Plan
 from fettle.studies.table import Table
 from fettle.studies.trials import Measured, table_of
 from fettle.study import storage_url
-from fettle.techniques import check_names
+from fettle.techniques import CATALOGUE, check_names
 from fettle.tuning import Event, Options, Session, Tell, check_techniques, space_for, writable
 from fettle.workload import AUTO, Target, check_mode, find_target
 
@@ -179,25 +179,14 @@ def _check(settings: Settings) -> None:
     check_techniques(settings.techniques)
     if settings.start is not None:
         check_names(settings.start)
-    known = check_order(settings)
-    if clash := sorted(known & settings.arguments.keys()):
-        raise UsageError(f"`factor={clash[0]}`: a technique has that name; call the factory's argument otherwise")
+    known = {technique.name for technique in CATALOGUE}
+    if unknown := [name for name in settings.order if name not in known]:
+        raise UsageError(f"`order`: there is no technique {unknown[0]!r}")
     if settings.rounds < 3:
         raise UsageError(f"`rounds={settings.rounds}`: a time needs three at least")
     for name, values in settings.arguments.items():
         if len(set(values)) < 2 or not name.isidentifier():
             raise UsageError(f"`factor={name}`: write NAME=VALUE,VALUE with an argument of the factory and two values")
-
-
-def check_order(settings: Settings) -> set[str]:
-    """The names of all techniques, among which those of the order and of the allowed ones must be."""
-    from fettle.techniques import CATALOGUE
-
-    known = {technique.name for technique in CATALOGUE}
-    for name in settings.order:
-        if name not in known:
-            raise UsageError(f"`order`: there is no technique {name!r}")
-    return known & settings.techniques.keys()
 
 
 def _targets(texts: Sequence[str], settings: Settings) -> list[_Target]:
@@ -251,6 +240,11 @@ def _open(workload: _Workload, folder: Path, settings: Settings, machine: Machin
     space, _ = space_for(session.facts, check_techniques(settings.techniques), session.plan.rules_out, session.cost)
     names = sorted(space.choices, key=lambda name: _place(name, settings.order))
     workload.space = replace(space, choices={name: space.choices[name] for name in names})
+    if clash := [name for name in settings.arguments if len(space.choices.get(name, ())) > 1]:
+        raise UsageError(
+            f"`factor={clash[0]}`: a technique of that name is varied too: pin it, `technique='{clash[0]}=LEVEL'`, or "
+            "call the argument otherwise"
+        )
     if settings.design not in designs.STEPS:
         workload.cells = designs.cells(settings.design, workload.space, settings.start or Recipe(), settings.cells)
     if not session.measure([Recipe()])[0].ok:

@@ -52,7 +52,8 @@ def sentences(
 def _average(model: Model, effect: Effect) -> Sentence:
     assert effect.ratio is not None
     kind: Kind = "hurts" if effect.reading == "hurt" else "helps"
-    where = f"{_times(effect.ratio.estimate)} [{effect.ratio.low:.2f}, {effect.ratio.high:.2f}]"
+    low, high = _times(effect.ratio.low)[:-1], _times(effect.ratio.high)[:-1]
+    where = f"{_times(effect.ratio.estimate)} [{low}, {high}]"
     worth = f"{effect.label} hurts: {where}" if kind == "hurts" else f"{effect.label} is worth {where}"
     text = f"{worth} on average" if len(model.levels) > 1 else worth
     return Sentence(kind, text, effect.levels, (effect.ratio.estimate,), effect.certain)
