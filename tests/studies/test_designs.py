@@ -99,4 +99,4 @@ def test_the_plan_says_how_many_and_how_long():
     )
     assert plan.is_long
     assert not Plan("ladder", (Part("one", 9, 0, 80.0),)).is_long
-    assert str(Plan("ladder", (Part("one", 9, 0, 80.0),))).startswith("ladder: at most 9 combinations; the rest")
+    assert str(Plan("ladder", (Part("one", 9, 0, 80.0),))).startswith("ladder: about 9 combinations; the rest")

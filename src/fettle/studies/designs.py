@@ -31,8 +31,8 @@ def cells(design: str, space: Space, start: Recipe, most: int | None = None) -> 
     return found
 
 
-def most_steps(design: str, space: Space, start: Recipe | None) -> int:
-    """The most recipes that a ladder or an ablation measures."""
+def about(design: str, space: Space, start: Recipe | None) -> int:
+    """About how many recipes a ladder or an ablation measures: the levels, or what the recipe has of them."""
     if design == "ablation" and start is not None:
         return 2 + len(start.levels)
     return 2 + sum(len(levels) - 1 for levels in space.choices.values())

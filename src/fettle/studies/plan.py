@@ -14,7 +14,7 @@ class Part:
 
     name: str
     cells: int
-    """Combinations; of a ladder or an ablation the most."""
+    """Combinations; of a ladder or an ablation about how many."""
     known: int
     """How many of them are measured already."""
     seconds: float
@@ -41,9 +41,9 @@ class Plan:
     def __str__(self) -> str:
         cells, known = (sum(getattr(part, name) for part in self.parts) for name in ("cells", "known"))
         many = f"{cells} combinations" + (f" of {len(self.parts)} workloads" if len(self.parts) > 1 else "")
-        most = "at most " if self.design in ("ladder", "ablation") else ""
+        about = "about " if self.design in ("ladder", "ablation") else ""
         seen = f", {known} of them measured already" if known else ""
-        return f"{self.design}: {most}{many}{seen}; the rest takes about {_duration(self.seconds)}"
+        return f"{self.design}: {about}{many}{seen}; the rest takes about {_duration(self.seconds)}"
 
 
 def _duration(seconds: float) -> str:

@@ -112,15 +112,19 @@ class _Workload:
     def name(self) -> str:
         return " ".join([self.group, *(f"{name}={value}" for name, value in self.arguments.items())])
 
-    def trials(self) -> Mapping[Recipe, Trial]:
-        """All that is known of recipes in the space, from this run or an earlier one."""
+    @property
+    def known(self) -> Mapping[Recipe, Trial]:
+        """All that was measured, by this run or an earlier one."""
+        return self.session.known
+
+    def trials(self) -> list[Trial]:
+        """What is known of recipes in the space."""
         allowed = {(name, level) for name, levels in self.space.choices.items() for level in levels}
-        known = self.session.known.items()
-        return {recipe: trial for recipe, trial in known if recipe.levels.items() <= allowed}
+        return [trial for recipe, trial in self.known.items() if recipe.levels.items() <= allowed]
 
     def unknown(self) -> list[Recipe]:
         """Cells that are not measured."""
-        return [recipe for recipe in self.cells if recipe not in self.session.known]
+        return [recipe for recipe in self.cells if recipe not in self.known]
 
 
 def study(targets: Sequence[str], settings: Settings, tell: Tell, *, agreed: bool = True) -> Done | Plan:
@@ -144,7 +148,7 @@ def study(targets: Sequence[str], settings: Settings, tell: Tell, *, agreed: boo
             _open(workload, folder, settings, machine)
         _none_failed(workloads)
         plan = _plan(workloads, settings, began)
-        if not agreed and plan.is_long:
+        if plan.is_long and not agreed and settings.budget_s is None:
             return plan
         telling.seconds = time.monotonic() - began + plan.seconds
         for workload in workloads:
@@ -156,7 +160,7 @@ def study(targets: Sequence[str], settings: Settings, tell: Tell, *, agreed: boo
     finally:
         close_all()
     notes = (*(plan.notes if plan else ()), *_failures(workloads), *(n for w in workloads for n in w.session.notes))
-    measured = [_measured(workload) for workload in workloads if workload.failure or workload.session.known]
+    measured = [_measured(workload) for workload in workloads if workload.failure or workload.known]
     if not measured:
         raise KeyboardInterrupt
     return Done(
@@ -248,7 +252,7 @@ def _open(workload: _Workload, folder: Path, settings: Settings, machine: Machin
     if settings.design not in designs.STEPS:
         workload.cells = designs.cells(settings.design, workload.space, settings.start or Recipe(), settings.cells)
     if not session.measure([Recipe()])[0].ok:
-        workload.failure = f"as given it does not run: {session.known[Recipe()].reason}"
+        workload.failure = f"as given it does not run: {workload.known[Recipe()].reason}"
     session.held.close()  # the next workload may need the memory
 
 
@@ -273,7 +277,7 @@ def _plan(workloads: Sequence[_Workload], settings: Settings, began: float) -> P
     for place, workload in enumerate(running):
         session = workload.session
         if settings.design in designs.STEPS:
-            most = designs.most_steps(settings.design, workload.space, settings.start)
+            most = designs.about(settings.design, workload.space, settings.start)
             each_s = session.seconds_for(Recipe(), settings.rounds)
             seconds = most * each_s if settings.budget_s is None else min(most * each_s, settings.budget_s)
             parts.append(Part(workload.name, most, len(workload.trials()), seconds))
@@ -313,24 +317,23 @@ def _measure(workload: _Workload, settings: Settings, began: float) -> None:
         workload.steps = removals(space, session, start)
         return
     while left := workload.unknown():
+        before = len(left)
         if settings.budget_s is not None:
             fit = designs.fitting(_seconds(workload, settings), settings.budget_s - (time.monotonic() - began))
             left = left[:fit]
-        if not left:
-            break
-        if not session.measure(left[:HEAT]):
+        if not session.measure(left[:HEAT]) or len(workload.unknown()) == before:
             break
 
 
 def _measured(workload: _Workload) -> Measured:
     if workload.failure:
         return Measured(workload.group, workload.arguments, {}, [Trial(Recipe(), "failed", reason=workload.failure)])
-    return Measured(workload.group, workload.arguments, workload.space.choices, list(workload.trials().values()))
+    return Measured(workload.group, workload.arguments, workload.space.choices, workload.trials())
 
 
 def _rungs(workload: _Workload) -> list[Rung]:
     """The steps with what all races say of them together."""
-    known = workload.session.known
+    known = workload.known
     given = known[Recipe()]
     rungs = []
     for step in workload.steps:
