@@ -60,7 +60,7 @@ def test_every_picture_is_drawn_from_its_data(study, tmp_path):
         assert step in svg, step
     scatter = (tmp_path / "scatter-0.svg").read_text()
     assert scatter.count('aria-roledescription="point"') == len(study.experiments) - 1
-    assert "b = on" in scatter  # split by the second
+    assert "a = on" in scatter  # split by the second
     assert "a=on × b=on" in (tmp_path / "forest-0-0.svg").read_text()
     assert "2.01" in (tmp_path / "matrix-0-0.svg").read_text() or "2.0" in (tmp_path / "matrix-0-0.svg").read_text()
 

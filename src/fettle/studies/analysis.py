@@ -34,8 +34,12 @@ class Analysis:
 
     @property
     def dominant(self) -> list[str]:
-        """The factors by the share of variance that each explains, largest first."""
-        return [term[0] for term in self.shares if len(term) == 1]
+        """The factors by the share of variance that each explains, half of each of its pairs with it, largest first."""
+        found: dict[str, float] = {}
+        for names, share in self.shares.items():
+            for name in names:
+                found[name] = found.get(name, 0.0) + share / len(names)
+        return sorted(found, key=lambda name: -found[name])
 
     @property
     def surprises(self) -> list[Sentence]:

@@ -88,8 +88,8 @@ class Model:
         if any(term not in self.columns for term, weight in weights.items() if weight):
             return None
         contrast = np.array([weights.get(term, 0.0) for term in self.columns])
-        variance = float(contrast @ self.covariance @ contrast)
-        error = math.sqrt(max(0.0, variance)) if math.isfinite(variance) else math.inf
+        known = self.freedom > 0
+        error = math.sqrt(max(0.0, float(contrast @ self.covariance @ contrast))) if known else math.inf
         return Estimate(-float(contrast @ self.results.params), error, self.freedom)
 
     def main(self, level: Level) -> Estimate | None:

@@ -15,6 +15,9 @@ from typing import Literal
 from fettle.studies.effects import ZONE, Effect
 from fettle.studies.model import Estimate, Level, Model, Term
 
+_PART = 1 / 3
+"""Of what a level gains in one place: if it gains less than this in the other, it is said to need that, or to be
+cancelled."""
 Kind = Literal["hurts", "needs", "cancels", "turns", "more", "less", "helps"]
 
 
@@ -80,11 +83,11 @@ def _way(
     when = "at" if other[0] in apart else "after"
     numbers = f"{_times(before)} alone, {_times(after)} {when} {stage}"
     kind: Kind
-    if _helps(beside, confidence) and not _helps(alone, confidence):
+    if _helps(beside, confidence) and not _helps(alone, confidence) and alone.gain < _PART * beside.gain:
         kind, text = "needs", f"{name} needs {stage}: worth {numbers}"
     elif _helps(alone, confidence) and _hurts(beside, confidence):
         kind, text = "turns", f"{name} helps alone and hurts {when} {stage}: worth {numbers}"
-    elif _helps(alone, confidence) and not _helps(beside, confidence):
+    elif _helps(alone, confidence) and not _helps(beside, confidence) and beside.gain < _PART * alone.gain:
         kind, text = "cancels", f"{name} brings nothing more {when} {stage}: worth {numbers}"
     else:
         kind, text = "more" if after > before else "less", f"{name} is worth {numbers}"
