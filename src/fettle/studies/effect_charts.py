@@ -34,7 +34,7 @@ def _told(analysis: Analysis) -> list[Effect]:
 
 def _forest(name: str, analysis: Analysis) -> Figure | None:
     shown = _told(analysis)[:_MOST]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for effect in shown:
         assert effect.ratio is not None
         kind = "together" if len(effect.levels) > 1 else "alone"

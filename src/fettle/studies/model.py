@@ -156,8 +156,8 @@ def fit(table: Table, group: str, response: Response) -> Model | None:
     errors = [row.errors.get(response.name, math.nan) for row in rows]
     measured = np.array(errors) if all(map(math.isfinite, errors)) else None
 
-    mains = [[((name, level),) for level in known[1:]] for name, known in levels.items()]
-    pairs = {
+    mains: list[list[Term]] = [[((name, level),) for level in known[1:]] for name, known in levels.items()]
+    pairs: dict[tuple[str, str], list[Term]] = {
         (one, two): [((one, a), (two, b)) for a in levels[one][1:] for b in levels[two][1:]]
         for one, two in combinations(levels, 2)
     }
@@ -166,7 +166,8 @@ def fit(table: Table, group: str, response: Response) -> Model | None:
     # Nothing need be left over where each experiment comes with its error, and there are enough for all that is asked.
     spare = 0 if measured is not None and len(asked) < len(rows) else LEAST_FREEDOM
     chosen = _Columns(rows)
-    for terms in [[()], *mains]:
+    chosen.add([()], len(rows))
+    for terms in mains:
         chosen.add(terms, len(rows))
     for pair in sorted(pairs, key=_by_parents(chosen, levels, y)):
         chosen.add(pairs[pair], len(rows) - spare)
