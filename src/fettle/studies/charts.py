@@ -11,7 +11,7 @@ import altair as alt
 
 from fettle.files import write_bytes, write_text
 from fettle.page import Figure, as_spec, clean, theme
-from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, Drawn
+from fettle.page.theme import ACCENT, LEVERS, QUIET, Drawn
 from fettle.studies import effect_charts, ladder_chart
 from fettle.studies.analysis import Analysis
 from fettle.studies.running import Rung
@@ -54,7 +54,7 @@ def _figure(name: str, title: str, words: str, chart: Drawn | alt.Chart | alt.Fa
     return Figure(name, clean(title), clean(words), clean(as_spec(chart)))  # type: ignore[arg-type]
 
 
-def of(group: str) -> str:
+def _of(group: str) -> str:
     """The group as it ends a title."""
     return f": {group}" if group else ""
 
@@ -90,7 +90,7 @@ def _scatter(name: str, table: Table, lead: Analysis) -> Figure:
             y=alt.Y("place:N", title=None, axis=alt.Axis(labelLimit=180)),
             yOffset=alt.YOffset("jitter:Q"),
             color=alt.Color("coloured:N", scale=alt.Scale(range=list(LEVERS)),
-                            legend=alt.Legend(title=f"colour (at first {varied[0]}; click to pick one)", columns=4)),
+                            legend=alt.Legend(title=None, columns=4, labelLimit=160)),
             opacity=alt.condition(picked, alt.value(0.85), alt.value(0.12)),
             tooltip=[alt.Tooltip("recipe:N"), alt.Tooltip("value:Q", title=response.name, format=".4~g")],
         )
@@ -101,7 +101,7 @@ def _scatter(name: str, table: Table, lead: Analysis) -> Figure:
         f"Scatter of {len(rows)} experiments by {response.name}, coloured by {varied[0]} and split by {second}: the "
         "two factors that explain most."
     )
-    return _figure(name, f"Every experiment{of(lead.group)}", words, chart)
+    return _figure(name, f"Every experiment by {varied[0]}{_of(lead.group)}", words, chart)
 
 
 def _front(name: str, table: Table, group: str) -> Figure | None:
@@ -119,6 +119,7 @@ def _front(name: str, table: Table, group: str) -> Figure | None:
         {"recipe": table.label(row), "x": x, "y": y, "front": place in front, "status": row.reason or "kept the limits"}
         for place, (row, x, y) in enumerate(known)
     ]
+    rows.sort(key=lambda row: bool(row["front"]))  # drawn last, on top
     base = alt.Chart(theme.data(rows)).encode(x=_log("x:Q", one), y=_log("y:Q", two))
     kinds = alt.Scale(domain=[True, False], range=[ACCENT, QUIET])
     line = base.transform_filter("datum.front").mark_line(color=ACCENT, strokeWidth=1, interpolate="step-after")
@@ -131,7 +132,7 @@ def _front(name: str, table: Table, group: str) -> Figure | None:
     chart = alt.layer(line, dots).properties(width="container", height=_HEIGHT)
     best = "; ".join(str(row["recipe"]) for row in rows if row["front"])
     words = f"{len(rows)} experiments, {one.name} against {two.name}. On the Pareto front: {best[:400]}."
-    return _figure(name, f"{one.name} against {two.name}{of(group)}", words, chart)
+    return _figure(name, f"{one.name} against {two.name}{_of(group)}", words, chart)
 
 
 def pareto(points: Sequence[tuple[float, float]], one: Response, two: Response) -> set[int]:
@@ -172,7 +173,7 @@ def _runs(name: str, table: Table, group: str, lead: Analysis | None) -> Figure 
         ).properties(width="container", height=180)
     )  # fmt: skip
     words = f"What the fit leaves over of {len(rows)} experiments in their order, {min(off):+.0f}% to {max(off):+.0f}%."
-    return _figure(name, f"Off the fit, in the order of the table{of(group)}", words, chart)
+    return _figure(name, f"Off the fit, in the order of the table{_of(group)}", words, chart)
 
 
 def _rounds(name: str, table: Table, group: str, timed: Sequence[Experiment]) -> Figure:
@@ -200,12 +201,9 @@ def _rounds(name: str, table: Table, group: str, timed: Sequence[Experiment]) ->
         f"Time by round of {len(shown)} of {len(timed)} configurations, those that swing most first, as percent off "
         f"each one's median; the first swings by {100 * swings[id(shown[0])]:.0f}%."
     )
-    return _figure(name, f"Time by round, % off the median{of(group)}", words, chart)
+    return _figure(name, f"Time by round, % off the median{_of(group)}", words, chart)
 
 
 def _swing(row: Experiment) -> float:
     values = sorted(value for _, value in row.rounds)
     return values[-1] / values[0] - 1
-
-
-__all__ = ["WARN", "figures", "of", "pareto", "write_charts"]

@@ -67,10 +67,11 @@ def _forest(name: str, analysis: Analysis) -> Figure | None:
 def _matrix(name: str, analysis: Analysis) -> Figure | None:
     """Levels against levels: what two bring beyond the product of each; a main effect where a level meets itself."""
     rows: list[dict[str, Any]] = []
-    order: list[str] = []
-    for effect in analysis.effects:
+    known = {level for effect in analysis.effects if effect.ratio is not None for level in effect.levels}
+    shown = [effect for effect in analysis.effects if known.issuperset(effect.levels)]
+    order = ["=".join(effect.levels[0]) for effect in shown if len(effect.levels) == 1]
+    for effect in shown:
         names = ["=".join(level) for level in effect.levels]
-        order += [one for one in names if one not in order]
         told = effect.ratio is not None
         gain = math.log(effect.ratio.estimate) if effect.ratio is not None else None
         text = f"{effect.ratio.estimate:.2f}" if effect.ratio is not None else "?"
@@ -78,7 +79,7 @@ def _matrix(name: str, analysis: Analysis) -> Figure | None:
             "effect": effect.label, "gain": None if gain is None else max(-1.0, min(1.0, gain)), "text": text,
             "claimed": effect.is_told, "reading": effect.reading if told else effect.why or "cannot tell",
         }  # fmt: skip
-        for a, b in {(names[0], names[-1]), (names[-1], names[0])}:
+        for a, b in sorted({(names[0], names[-1]), (names[-1], names[0])}):
             rows.append({**row, "a": a, "b": b})
     if len(order) < 2 or len(order) > 30 or not any(len(effect.levels) > 1 for effect in analysis.effects):
         return None
