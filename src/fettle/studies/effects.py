@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from fettle.measure import Interval
-from fettle.studies.model import Estimate, Model, Term, statsmodels
+from fettle.studies.model import Estimate, Model, Term
 
 Reading = Literal["helped", "hurt", "same", "cannot tell"]
 ZONE = 0.01
@@ -108,12 +108,12 @@ def _read(found: Sequence[Effect], gains: Sequence[Estimate | None], confidence:
 
 
 def _holm(p: Sequence[float]) -> list[float]:
-    if not p:
-        return []
-    statsmodels()
-    from statsmodels.stats.multitest import multipletests
-
-    return [float(value) for value in multipletests(p, method="holm")[1]]
+    """Holm's adjusted p-values. That of statsmodels runs the garbage collector at each call, a hundred times the work."""
+    order = np.argsort(p)
+    scaled = np.array(p)[order] * np.arange(len(p), 0, -1)
+    adjusted = np.empty(len(p))
+    adjusted[order] = np.minimum(1.0, np.maximum.accumulate(scaled))
+    return [float(value) for value in adjusted]
 
 
 def _interval(gain: Estimate, confidence: float) -> Interval:
