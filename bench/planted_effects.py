@@ -4,8 +4,7 @@ Each made-up study has known main effects and two-way interactions, one of them 
 code that analyses a study reads it. Three designs (every combination of four switches; of three with every cell twice,
 one factor of three levels; a balanced two thirds of six switches, 43 cells) times three noises: normal, Student's t
 with 4 degrees of freedom, and real: drawn from the log ratios of 100 races of a model against itself
-(`measurement.json`). Each at 1% and at 3%: two processes of the same
-code differ by about as much.
+(`measurement.json`). Each at 1% and at 3%: two processes of the same code differ by about as much.
 
     python bench/planted_effects.py              # 1,000 studies of each design and noise; three minutes
 """

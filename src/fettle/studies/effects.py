@@ -108,7 +108,7 @@ def _read(found: Sequence[Effect], gains: Sequence[Estimate | None], confidence:
 
 
 def _holm(p: Sequence[float]) -> list[float]:
-    """Holm's adjusted p-values. That of statsmodels runs the garbage collector at each call, a hundred times the work."""
+    """Holm's adjusted p-values (that of statsmodels collects garbage at each call, a hundred times the work)."""
     order = np.argsort(p)
     scaled = np.array(p)[order] * np.arange(len(p), 0, -1)
     adjusted = np.empty(len(p))
