@@ -177,6 +177,8 @@ class Target:
     mode: str = AUTO
     """``inference`` for a `Workload`, ``training`` for a `fettle.TrainingWorkload`, ``auto`` for what the factory
     returns."""
+    arguments: Mapping[str, int | float | str] = field(default_factory=dict, hash=False)
+    """What the factory is called with, by name."""
 
     @property
     def is_live(self) -> bool:
@@ -189,15 +191,19 @@ class Target:
         return self._named(workload_from(self.make() if made is None else made, self.reference))
 
     def make(self, seed: int = 0) -> object:
-        """What the factory returns, unchecked. A factory with an argument ``seed`` is given it."""
+        """What the factory returns, unchecked. A factory with a parameter ``seed`` is given it."""
         for entry in reversed(self.search_path):
             if entry not in sys.path:
                 sys.path.insert(0, entry)
         if self.is_live:
             return _load_live(Path(self.reference))
         factory = _find_factory(self.reference)
+        for name in self.arguments:
+            if not _takes(factory, name):
+                raise UsageError(f"the factory {self.reference} has no parameter {name!r}")
+        arguments = {"seed": seed, **self.arguments} if _takes(factory, "seed") else self.arguments
         try:
-            return factory(seed=seed) if _takes_seed(factory) else factory()
+            return factory(**arguments)
         except UsageError:
             raise
         except (Exception, SystemExit) as error:  # a script without a main guard may leave
@@ -324,9 +330,13 @@ def _some_bytes(value: torch.Tensor, most: int = 4096) -> bytes:
         return b"?"
 
 
-def _takes_seed(factory: Callable[..., object]) -> bool:
+def _takes(factory: Callable[..., object], name: str) -> bool:
+    """Whether it can be called with an argument of that name."""
     try:
-        return "seed" in inspect.signature(factory).parameters
+        parameters = inspect.signature(factory).parameters
+        return name in parameters or (
+            name != "seed" and any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        )
     except (TypeError, ValueError):  # a built-in, or something else without a signature
         return False
 

@@ -6,13 +6,11 @@ in eval mode (train mode gives other answers); the best of a cell is the largest
 so the numbers are taken as they are, without noise.
 """
 
-import dataclasses
-
 import pytest
 from recorded import Recorded, cells, space_of
 
 from fettle.recipe import Recipe
-from fettle.search import auto, effects
+from fettle.search import auto
 
 CELLS = cells()
 
@@ -54,15 +52,3 @@ def test_exclusive_techniques_are_exchanged_without_the_precondition_too():
     found = auto(space_of(cell, eval_required=False), session_over(cell))
     assert found is not None
     assert found.recipe == Recipe.parse("compile=default cudnn_benchmark=on mode=eval precision=autocast-fp16")
-
-
-def test_a_null_factor_reads_same():
-    """cudnn.benchmark cannot matter to a model without convolutions: pooled over the 18 transformer cells."""
-    pooled = []
-    for key, cell in CELLS.items():
-        if not key[0].startswith("resnet"):
-            trials = session_over(cell).measure(list(cell))
-            pooled += [dataclasses.replace(t, recipe=t.recipe.with_levels(cell="-".join(key))) for t in trials]
-    main = {effect.label: effect.reading for effect in effects(pooled)}
-    assert main["cudnn_benchmark=on"] == "same"
-    assert main["precision=autocast-fp16"] == "helped"

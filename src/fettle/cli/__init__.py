@@ -24,6 +24,7 @@ COMMANDS = {
     "Make it fast": {
         "tune": "find the fastest recipe within limits",
         "bench": "compare named recipes in one interleaved race",
+        "study": "every combination, and how techniques interact",
         "check": "is a recipe still faster, and still right, here?",
         "report": "draw the report of a study again, charts as PNG and SVG",
         "techniques": "the catalogue, and why a level cannot be used here",

@@ -28,6 +28,8 @@ _BY_SUFFIX = {
     ("serve load", "--markdown"): ".md",
     ("serve load", "--csv"): ".csv",
     ("serve slo", "--csv"): ".csv",
+    ("study", "--csv"): ".csv",
+    ("study", "--parquet"): ".parquet",
 }
 """Options that wrote to a file of any name; what has the suffix is an ``--output``, the rest goes on as it is."""
 _ARGUMENT = re.compile(r"`([a-z][a-z_]*)(=(?:'[^'`]*'|\"[^\"`]*\"|[^`'\"]*))?`")

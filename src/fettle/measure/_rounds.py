@@ -50,7 +50,7 @@ class Rounds:
         rules = self.rules
         self.watch.restart()
         self.own |= {runner.worker.pid for entrant in entrants for runner in entrant.runners}
-        for count in range(1, rules.max_rounds + 1):
+        for count in range(1, (rules.equal_rounds or rules.max_rounds) + 1):
             turns = [(entrant, runner) for entrant in entrants if entrant.live for runner in entrant.runners]
             self.order.shuffle(turns)
             for entrant, runner in turns:
@@ -61,7 +61,7 @@ class Rounds:
                 except WorkerError as error:
                     entrant.live, runner.failure = False, str(error)
             self.tell(Progress("round", round=before + count, live=sum(entrant.live for entrant in entrants)))
-            if count in LOOKS and decided(entrants, anchor, rules):
+            if not rules.equal_rounds and count in LOOKS and decided(entrants, anchor, rules):
                 return
             if time.monotonic() > rules.deadline and count >= LOOKS[0]:
                 return

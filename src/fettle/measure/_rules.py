@@ -41,6 +41,9 @@ class Rules:
     max_rounds: int = 48
     confidence: float = 0.95
     """Of the whole race: the looks share what is left."""
+    equal_rounds: int = 0
+    """So many rounds for every entry, and none dropped before: what effects are estimated from. 0: as many as it takes
+    to know the leader."""
     indifference: float = 0.01
     """Differences below this are not worth more rounds."""
     precision: float | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -63,18 +65,22 @@ def config(dark: bool) -> Spec:
 
 def svg(spec: Spec, width: int, dark: bool = False) -> str:
     """The chart as an SVG, light unless asked otherwise: for paper and for readers without scripts."""
-    import vl_convert
-
-    return str(vl_convert.vegalite_to_svg(_sized(spec, width), vl_version=VEGALITE, config=config(dark)))
+    return _svg(json.dumps(_sized(spec, width)), dark)
 
 
 def png(spec: Spec, width: int, scale: float = 2.0) -> bytes:
     """The chart as a light PNG."""
     import vl_convert
 
-    return bytes(
-        vl_convert.vegalite_to_png(_sized(spec, width), vl_version=VEGALITE, config=config(dark=False), scale=scale)
-    )
+    return bytes(vl_convert.svg_to_png(svg(spec, width), scale=scale))
+
+
+@lru_cache(maxsize=64)
+def _svg(spec: str, dark: bool) -> str:
+    """Drawn once for a page and for the files beside it."""
+    import vl_convert
+
+    return str(vl_convert.vegalite_to_svg(spec, vl_version=VEGALITE, config=config(dark)))
 
 
 def _sized(spec: Spec, width: int) -> Spec:

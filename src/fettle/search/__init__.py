@@ -9,10 +9,10 @@ from typing import Protocol
 
 from fettle.measure import Trial
 from fettle.recipe import Recipe
+from fettle.search._moves import moved, valid, with_required
 from fettle.search._space import Session, Space
 from fettle.search.ablation import ablation, removals
 from fettle.search.auto import auto
-from fettle.search.effects import Effect, effects
 from fettle.search.factorial import combinations_of, factorial
 from fettle.search.ladder import Step, ladder, steps
 
@@ -31,6 +31,6 @@ class Design(Protocol):
 DESIGNS: Mapping[str, Design] = {"auto": auto, "ladder": ladder, "factorial": factorial, "ablation": ablation}
 
 __all__ = [
-    "DESIGNS", "Design", "Effect", "Session", "Space", "Step", "ablation", "auto", "combinations_of", "effects",
-    "factorial", "ladder", "removals", "steps",
+    "DESIGNS", "Design", "Session", "Space", "Step", "ablation", "auto", "combinations_of", "factorial", "ladder",
+    "moved", "removals", "steps", "valid", "with_required",
 ]  # fmt: skip

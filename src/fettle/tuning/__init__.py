@@ -3,11 +3,13 @@
 Other rooms use `tune` with its `Options`, the `Session` that a study measures with, and what reads a caller's workload.
 """
 
-from fettle.tuning._arguments import check_limits, target_of, workload_of
+from fettle.tuning._arguments import check_limits, check_techniques, target_of, workload_of, writable
 from fettle.tuning.options import Effort, Options
 from fettle.tuning.session import WAITING, Event, Session, Tell
+from fettle.tuning.space import space_for
 from fettle.tuning.tune import tune
 
 __all__ = [
-    "WAITING", "Effort", "Event", "Options", "Session", "Tell", "check_limits", "target_of", "tune", "workload_of",
+    "WAITING", "Effort", "Event", "Options", "Session", "Tell", "check_limits", "check_techniques", "space_for",
+    "target_of", "tune", "workload_of", "writable",
 ]  # fmt: skip

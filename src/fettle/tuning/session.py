@@ -275,6 +275,11 @@ class Session:
                 return number
         return len(recipes)
 
+    def seconds_for(self, recipe: Recipe, rounds: int) -> float:
+        """Seconds that a recipe should take to start and to run so many rounds. The baseline must be known."""
+        baseline = self.known[Recipe()]
+        return self._start_s(recipe, baseline) + rounds * turn_s(baseline)
+
     def _start_s(self, recipe: Recipe, baseline: Trial) -> float:
         """What starting a recipe has typically cost where it was as dear; where none was, a guess on the low side."""
         cost = level_cost(recipe)

@@ -1,0 +1,219 @@
+"""fettle study TARGET: every combination, and how techniques interact."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as Grid
+
+from fettle.cli import _options
+from fettle.errors import UsageError
+from fettle.files import check_writable, write_text
+
+if TYPE_CHECKING:
+    from fettle.studies import Analysis, Done, Settings, Table
+    from fettle.studies.running import Rung
+
+_FOLDER = Path("fettle-study")
+_SAID = 6
+
+
+def command(
+    targets: Annotated[
+        list[str] | None,
+        typer.Argument(help="path/to/file.py:factory or package.module:factory; several make one study"),
+    ] = None,
+    from_csv: Annotated[
+        Path | None, typer.Option(help="instead of targets: a table of experiments that were made, one row each")
+    ] = None,
+    response: Annotated[
+        list[str] | None,
+        typer.Option(help="column that came out; NAME:larger or NAME:smaller says which is better. May be repeated"),
+    ] = None,
+    factors: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="columns that were set, NAME,NAME or NAME=LEVEL with how it was given; default all that look so"
+        ),
+    ] = None,
+    group_by: Annotated[
+        list[str] | None, typer.Option(help="columns by which rows are analysed apart, such as model")
+    ] = None,
+    design: Annotated[
+        str, typer.Option(help="ladder, factorial, fraction, ablation, pairs or sensitivity")
+    ] = "factorial",
+    technique: Annotated[
+        list[str] | None, typer.Option(help="levels to vary, NAME=LEVEL,LEVEL; one level pins it. May be repeated")
+    ] = None,
+    factor: Annotated[
+        list[str] | None,
+        typer.Option(help="vary an argument of the factory, NAME=VALUE,VALUE, the usual value first. May be repeated"),
+    ] = None,
+    order: Annotated[str, typer.Option(help="techniques in the order of the ladder, NAME,NAME")] = "",
+    recipe: Annotated[
+        str | None, typer.Option(help="what an ablation takes apart, a sensitivity is asked around, a ladder stands on")
+    ] = None,
+    cells: Annotated[int | None, typer.Option(help="most combinations of each workload")] = None,
+    rounds: Annotated[int, typer.Option(help="rounds of each race, the same for every combination")] = 12,
+    budget: Annotated[
+        str, typer.Option(help="time to spend, for example 30m; the best fraction that fits. 0: all")
+    ] = "0",
+    yes: Annotated[bool, typer.Option("--yes", help="begin also where it takes more than an hour")] = False,
+    mode: Annotated[str, typer.Option(help=_options.MODE)] = "auto",
+    max_error: Annotated[float, typer.Option(help="relative L2 error above which a trial is marked inaccurate")] = 0.02,
+    output: Annotated[
+        list[Path] | None,
+        typer.Option("--output", "-o", help="folder, and .csv or .parquet for the table; may be repeated"),
+    ] = None,
+    storage: Annotated[str | None, typer.Option(help="Optuna storage URL; default study.db in the folder")] = None,
+    trial_timeout: Annotated[str, typer.Option(help="longest time for one recipe to get ready")] = "15m",
+    under_load: Annotated[bool, typer.Option(help="the fastest beside whatever else this machine does")] = False,
+    polite: Annotated[bool, typer.Option(help="never go before other processes' work")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the study as JSON")] = False,
+) -> None:
+    """Measure combinations of techniques, or read a table of them, and say what helps, what hurts and what needs what.
+
+    Writes study.html, study.json, study.csv and pictures. Killed or interrupted, the same command goes on where it was.
+    Exit code 2: also a study of more than an hour without --yes, which prints its plan.
+
+    [bold]Examples[/]
+
+      fettle study model.py --technique precision=fp32,bf16 --technique compile=off,default
+
+      fettle study model.py other.py --design pairs --factor batch=1,4,16 --budget 30m
+
+      fettle study model.py --design ladder --order mode,precision,channels_last,compile
+
+      fettle study --from-csv cube.csv --response "throughput (it/s)" --group-by model-arch
+    """
+    from fettle.studies import Plan, analyse, read_csv, study
+    from fettle.studies.output import study_json
+
+    wanted = _options.outputs(output, ".csv", ".parquet", folder=True)
+    folder = wanted.get("", _FOLDER)
+    check_writable(folder / "study.html", *(path for suffix, path in wanted.items() if suffix))
+    done = None
+    if from_csv is not None:
+        if targets:
+            raise UsageError("`from_csv` reads what was measured: leave the targets out, or the table")
+        table = read_csv(from_csv, response=response or (), factors=factors or (), group_by=group_by or ())
+    else:
+        from fettle.report import progress
+
+        if response or factors or group_by:
+            raise UsageError("`response`, `factors` and `group_by` are for a table, `from_csv`")
+        settings = _settings(design, technique, factor, order, recipe, cells, rounds, budget, mode, max_error, folder,
+                             storage, trial_timeout, under_load, polite)  # fmt: skip
+        with progress(quiet=as_json) as tell:
+            made = study(targets or (), settings, tell, agreed=yes)
+        if isinstance(made, Plan):
+            raise UsageError(f"{made}: add `yes` to run it, or `budget='30m'` for the best fraction that fits")
+        done, table = made, made.table
+    steps = done.steps if done is not None else {}
+    analyses = [] if steps else analyse(table)
+    name = from_csv.name if from_csv is not None else f"{design} of {', '.join(table.groups)}"
+    paths = _write(folder, wanted, name, table, analyses, done)
+    if as_json:
+        print(json.dumps(study_json(table, analyses, done)))
+    else:
+        _print(Console(), table, analyses, done)
+        print("\nwrote " + ", ".join(str(path) for path in paths))
+    if done is not None and done.interrupted:
+        raise typer.Exit(130)
+
+
+def _settings(
+    design: str, technique: list[str] | None, factor: list[str] | None, order: str, recipe: str | None,
+    cells: int | None, rounds: int, budget: str, mode: str, max_error: float, folder: Path, storage: str | None,
+    trial_timeout: str, under_load: bool, polite: bool,
+) -> Settings:  # fmt: skip
+    from fettle.recipe import Recipe
+    from fettle.studies import Settings
+
+    return Settings(
+        design=design, techniques=_options.technique_levels(technique or []), arguments=_arguments(factor or []),
+        order=tuple(name.strip() for name in order.split(",") if name.strip()),
+        start=None if recipe is None else Recipe.parse(recipe), cells=cells, rounds=rounds,
+        budget_s=_options.duration_s(budget, "--budget") or None, mode=mode, max_error=max_error, output=folder,
+        storage=storage, trial_timeout_s=_options.duration_s(trial_timeout, "--trial-timeout"), under_load=under_load,
+        polite=polite,
+    )  # fmt: skip
+
+
+def _arguments(options: Sequence[str]) -> dict[str, list[str]]:
+    """``["batch=1,4,16"]`` as values by argument."""
+    found: dict[str, list[str]] = {}
+    for option in options:
+        name, equals, values = option.partition("=")
+        levels = list(dict.fromkeys(value.strip() for value in values.split(",") if value.strip()))
+        if not equals or not name.strip().isidentifier() or len(levels) < 2 or name.strip() in found:
+            raise UsageError(
+                f"--factor {option!r}: write NAME=VALUE,VALUE once for each argument, for example batch=1,4"
+            )
+        found[name.strip()] = levels
+    return found
+
+
+def _write(
+    folder: Path, wanted: dict[str, Path], name: str, table: Table, analyses: Sequence[Analysis], done: Done | None
+) -> list[Path]:
+    from fettle.studies.charts import figures, write_charts
+    from fettle.studies.output import study_json, write_table
+    from fettle.studies.page import page
+
+    drawn = figures(table, analyses, dict(done.steps) if done is not None else {})
+    notes = [*table.notes, *(done.notes if done is not None else ())]
+    written = [folder / "study.html", folder / "study.json", folder / "study.csv"]
+    write_text(written[0], page(name, table, analyses, drawn, notes))
+    write_text(written[1], json.dumps(study_json(table, analyses, done), indent=1))
+    for path in [written[2], *(path for suffix, path in wanted.items() if suffix)]:
+        write_table(table, path)
+    write_charts(drawn, folder / "pictures")
+    return [*written, *(path for suffix, path in wanted.items() if suffix), folder / "pictures"]
+
+
+def _print(console: Console, table: Table, analyses: Sequence[Analysis], done: Done | None) -> None:
+    from fettle.studies.page import lead
+
+    for note in [*table.notes, *(done.notes if done is not None else ())]:
+        console.print(f"[dim]{escape(note)}[/]", highlight=False)
+    for name, rungs in (done.steps if done is not None else {}).items():
+        console.print(_ladder(name, rungs))
+    for analysis in analyses:
+        title = f"{analysis.group}: {analysis.response.name}" if analysis.group else analysis.response.name
+        console.print(f"\n[bold]{escape(title)}[/]", highlight=False)
+        console.print(escape(lead(analysis)), highlight=False)
+        for doubt in analysis.checks.doubts if analysis.checks is not None else ():
+            console.print(f"[yellow]! {escape(doubt.text)}[/]", highlight=False)
+        helps = [sentence for sentence in analysis.sentences if not sentence.is_surprise]
+        for mark, said in (("surprise", analysis.surprises), ("helps", helps)):
+            for sentence in said[:_SAID]:
+                console.print(f"  {mark}: {escape(sentence.text)}", highlight=False)
+            if len(said) > _SAID:
+                console.print(f"  [dim]and {len(said) - _SAID} more on the page[/]", highlight=False)
+
+
+def _ladder(name: str, rungs: Sequence[Rung]) -> Grid:
+    from fettle.units import size_text
+
+    grid = Grid(title=name, box=None, title_justify="left", title_style="bold", header_style="dim", pad_edge=False)
+    grid.add_column("step")
+    for column in ("per second", "speed-up", "memory", "error"):
+        grid.add_column(column, justify="right")
+    grid.add_column("")
+    for rung in rungs:
+        known = rung.speedup is not None
+        error = f"{rung.error:.1e}" if math.isfinite(rung.error) else "–"
+        grid.add_row(
+            escape(rung.label), f"{rung.per_second:.4g}" if known else "–", str(rung.speedup) if known else "–",
+            size_text(rung.peak_bytes) if rung.peak_bytes else "–", error,
+            "" if rung.kept else escape(rung.reason or "left out"), style="" if rung.kept else "yellow",
+        )  # fmt: skip
+    return grid

@@ -1,0 +1,67 @@
+"""The analysis of a study: for each group and each response a fit, what it says, and whether to believe it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fettle.studies.checks import Checks, check
+from fettle.studies.effects import Effect, effects, shares
+from fettle.studies.model import Model, fit
+from fettle.studies.sentences import Sentence, sentences
+from fettle.studies.table import Response, Table
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """One response of one group."""
+
+    group: str
+    response: Response
+    experiments: int
+    """How many have the response."""
+    missing: int
+    """How many have not: they failed, and are nowhere in the fit."""
+    effects: tuple[Effect, ...] = ()
+    shares: Mapping[tuple[str, ...], float] = field(default_factory=dict)
+    """By factor or pair: share of variance explained."""
+    sentences: tuple[Sentence, ...] = ()
+    checks: Checks | None = None
+    """None where there is no fit."""
+    why_not: str = ""
+    """Why there is no fit."""
+    model: Model | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def dominant(self) -> list[str]:
+        """The factors by the share of variance that each explains, half of each of its pairs with it, largest first."""
+        found: dict[str, float] = {}
+        for names, share in self.shares.items():
+            for name in names:
+                found[name] = found.get(name, 0.0) + share / len(names)
+        return sorted(found, key=lambda name: -found[name])
+
+    @property
+    def surprises(self) -> list[Sentence]:
+        """What hurts, what needs what, what cancels: largest first."""
+        return [sentence for sentence in self.sentences if sentence.is_surprise]
+
+
+def analyse(table: Table, *, confidence: float = 0.95) -> list[Analysis]:
+    """Analyse each group and response of a table. Raises `UsageError` where statsmodels is not installed."""
+    return [_analyse(table, group, response, confidence) for group in table.groups for response in table.responses]
+
+
+def _analyse(table: Table, group: str, response: Response, confidence: float) -> Analysis:
+    rows = table.of(group)
+    known = sum(row.value(response.name) is not None for row in rows)
+    missing = len(rows) - known
+    model = fit(table, group, response)
+    if model is None:
+        why = "nothing was measured" if not known else "it does not vary, or too few experiments tell of it"
+        return Analysis(group, response, known, missing, why_not=why)
+    found = effects(model, apart=table.apart, confidence=confidence)
+    return Analysis(
+        group, response, known, missing, tuple(found), shares(model),
+        tuple(sentences(model, found, apart=table.apart, confidence=confidence)), check(model), model=model,
+    )  # fmt: skip

@@ -1,0 +1,209 @@
+"""The pictures of a study, each with its title and a text for those who cannot see it; as data, PNG and SVG."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+
+from fettle.files import write_bytes, write_text
+from fettle.page import Figure, as_spec, clean, theme
+from fettle.page.theme import ACCENT, LEVERS, QUIET, Drawn
+from fettle.studies import effect_charts, ladder_chart
+from fettle.studies.analysis import Analysis
+from fettle.studies.running import Rung
+from fettle.studies.table import Experiment, Response, Table
+from fettle.studies.trials import ERROR
+
+_HEIGHT = 320
+_MOST_RUNS = 24
+"""Configurations whose rounds are drawn."""
+Rows = list[dict[str, Any]]
+
+
+def figures(table: Table, analyses: Sequence[Analysis], steps: dict[str, Sequence[Rung]]) -> list[Figure]:
+    """The pictures that this study has data for, by group in the order of the page."""
+    made = [ladder_chart.figure(f"ladder-{n}", name, rungs) for n, (name, rungs) in enumerate(steps.items())]
+    first = table.responses[0]
+    for place, group in enumerate(table.groups):
+        of_group = [analysis for analysis in analyses if analysis.group == group]
+        lead = next((analysis for analysis in of_group if analysis.response == first), None)
+        if lead is not None and lead.model is not None:
+            made.append(_scatter(f"scatter-{place}", table, lead))
+        for analysis in of_group:
+            made += effect_charts.figures(f"{place}-{table.responses.index(analysis.response)}", analysis)
+        made += [_front(f"front-{place}", table, group), _runs(f"runs-{place}", table, group, lead)]
+    return [figure for figure in made if figure is not None]
+
+
+def write_charts(drawn: Sequence[Figure], folder: Path) -> list[Path]:
+    """Write every picture to `folder` as PNG and as SVG, and return the paths of the PNGs."""
+    written = []
+    for figure in drawn:
+        write_text(folder / f"{figure.name}.svg", figure.svg())
+        path = folder / f"{figure.name}.png"
+        write_bytes(path, figure.png())
+        written.append(path)
+    return written
+
+
+def _figure(name: str, title: str, words: str, chart: Drawn | alt.Chart | alt.FacetChart) -> Figure:
+    return Figure(name, clean(title), clean(words), clean(as_spec(chart)))  # type: ignore[arg-type]
+
+
+def _of(group: str) -> str:
+    """The group as it ends a title."""
+    return f": {group}" if group else ""
+
+
+def _scatter(name: str, table: Table, lead: Analysis) -> Figure:
+    """One dot an experiment; which factor colours it and which one splits it can be chosen on the page."""
+    response = lead.response
+    ranked = [*lead.dominant, *(factor for factor in table.factors if factor not in lead.dominant)]
+    varied = [factor for factor in ranked if len({row.levels[factor] for row in table.of(lead.group)}) > 1]
+    rows: Rows = []
+    for number, row in enumerate(table.of(lead.group)):
+        value = row.value(response.name)
+        if value is not None:
+            rows.append({
+                "recipe": table.label(row), "value": value, "jitter": (number * 7919 % 101) / 101,
+                "levels": {factor: row.levels[factor] for factor in varied},
+            })  # fmt: skip
+    second = varied[1] if len(varied) > 1 else varied[0]
+    colour = alt.param(name=f"colour_{name.replace('-', '_')}", value=varied[0],
+                       bind=alt.binding_select(options=varied, name="colour: "))  # fmt: skip
+    split = alt.param(name=f"split_{name.replace('-', '_')}", value=second,
+                      bind=alt.binding_select(options=varied, name="split by: "))  # fmt: skip
+    picked = alt.selection_point(name=f"pick_{name.replace('-', '_')}", fields=["coloured"], bind="legend")
+    chart = (
+        alt.Chart(theme.data(rows))
+        .transform_calculate(
+            coloured=f"datum.levels[{colour.name}]", place=f"{split.name} + ' = ' + datum.levels[{split.name}]"
+        )
+        .mark_point(filled=True, size=60, strokeWidth=0)
+        .encode(
+            x=alt.X("value:Q", title=f"{response.name} (log)", scale=alt.Scale(type="log", nice=False, padding=12),
+                    axis=alt.Axis(tickCount=6, format="~s")),
+            y=alt.Y("place:N", title=None, axis=alt.Axis(labelLimit=180)),
+            yOffset=alt.YOffset("jitter:Q"),
+            color=alt.Color("coloured:N", scale=alt.Scale(range=list(LEVERS)),
+                            legend=alt.Legend(title=None, columns=4, labelLimit=160)),
+            opacity=alt.condition(picked, alt.value(0.85), alt.value(0.12)),
+            tooltip=[alt.Tooltip("recipe:N"), alt.Tooltip("value:Q", title=response.name, format=".4~g")],
+        )
+        .add_params(colour, split, picked)
+        .properties(width="container", height=_HEIGHT)
+    )  # fmt: skip
+    words = (
+        f"Scatter of {len(rows)} experiments by {response.name}, coloured by {varied[0]} and split by {second}: the "
+        "two factors that explain most."
+    )
+    return _figure(name, f"Every experiment by {varied[0]}{_of(lead.group)}", words, chart)
+
+
+def _front(name: str, table: Table, group: str) -> Figure | None:
+    """Speed against error, or the first response against the second, with the Pareto front."""
+    if len(table.responses) < 2:
+        return None
+    one = table.responses[0]
+    two = next((response for response in table.responses if response.name == ERROR), table.responses[1])
+    points = [(row, row.value(one.name), row.value(two.name)) for row in table.of(group)]
+    known = [(row, x, y) for row, x, y in points if x is not None and y is not None]
+    if len(known) < 2:
+        return None
+    front = pareto([(x, y) for _, x, y in known], one, two)
+    rows = [
+        {"recipe": table.label(row), "x": x, "y": y, "front": place in front, "status": row.reason or "kept the limits"}
+        for place, (row, x, y) in enumerate(known)
+    ]
+    rows.sort(key=lambda row: bool(row["front"]))  # drawn last, on top
+    base = alt.Chart(theme.data(rows)).encode(x=_log("x:Q", one), y=_log("y:Q", two))
+    kinds = alt.Scale(domain=[True, False], range=[ACCENT, QUIET])
+    line = base.transform_filter("datum.front").mark_line(color=ACCENT, strokeWidth=1, interpolate="step-after")
+    dots = base.mark_point(filled=True, size=70).encode(
+        color=alt.Color("front:N", scale=kinds, legend=None),
+        opacity=alt.condition("datum.front", alt.value(0.95), alt.value(0.4)),
+        tooltip=[alt.Tooltip("recipe:N"), alt.Tooltip("x:Q", title=one.name, format=".4~g"),
+                 alt.Tooltip("y:Q", title=two.name, format=".3~g"), alt.Tooltip("status:N")],
+    )  # fmt: skip
+    chart = alt.layer(line, dots).properties(width="container", height=_HEIGHT)
+    best = "; ".join(str(row["recipe"]) for row in rows if row["front"])
+    words = f"{len(rows)} experiments, {one.name} against {two.name}. On the Pareto front: {best[:400]}."
+    return _figure(name, f"{one.name} against {two.name}{_of(group)}", words, chart)
+
+
+def pareto(points: Sequence[tuple[float, float]], one: Response, two: Response) -> set[int]:
+    """The places of the points that no other beats in both."""
+    signs = [-1.0 if response.larger_is_better else 1.0 for response in (one, two)]
+    costs = [(signs[0] * x, signs[1] * y) for x, y in points]
+    return {
+        place for place, (x, y) in enumerate(costs)
+        if not any((a <= x and b <= y) and (a < x or b < y) for a, b in costs)
+    }  # fmt: skip
+
+
+def _log(field: str, response: Response) -> Any:
+    channel = alt.X if field.startswith("x") else alt.Y
+    better = "larger" if response.larger_is_better else "smaller"
+    return channel(
+        field, title=f"{response.name} (log, {better} is better)", axis=alt.Axis(tickCount=5, format="~g"),
+        scale=alt.Scale(type="log", nice=False, padding=14),
+    )  # fmt: skip
+
+
+def _runs(name: str, table: Table, group: str, lead: Analysis | None) -> Figure | None:
+    """Each configuration's rounds over time; where nobody kept those, what the fit leaves over in the order of rows."""
+    timed = [row for row in table.of(group) if len(row.rounds) > 2]
+    if timed:
+        return _rounds(name, table, group, timed)
+    if lead is None or lead.model is None:
+        return None
+    off = [100 * (math.exp(min(50.0, float(value))) - 1) for value in lead.model.results.resid]
+    rows = [
+        {"order": place + 1, "off": value, "recipe": table.label(row)}
+        for place, (row, value) in enumerate(zip(lead.model.rows, off, strict=True))
+    ]
+    chart = (
+        alt.Chart(theme.data(rows)).mark_point(filled=True, size=36, color=ACCENT, opacity=0.7).encode(
+            x=alt.X("order:Q", title="row of the table", scale=alt.Scale(nice=False, padding=6)),
+            y=alt.Y("off:Q", title="off the fit, %"), tooltip=["recipe:N", alt.Tooltip("off:Q", format="+.1f")],
+        ).properties(width="container", height=180)
+    )  # fmt: skip
+    words = f"What the fit leaves over of {len(rows)} experiments in their order, {min(off):+.0f}% to {max(off):+.0f}%."
+    return _figure(name, f"Off the fit, in the order of the table{_of(group)}", words, chart)
+
+
+def _rounds(name: str, table: Table, group: str, timed: Sequence[Experiment]) -> Figure:
+    swings = {id(row): _swing(row) for row in timed}
+    shown = sorted(timed, key=lambda row: -swings[id(row)])[:_MOST_RUNS]
+    rows: Rows = []
+    for place, row in enumerate(shown):
+        middle = sorted(value for _, value in row.rounds)[len(row.rounds) // 2]
+        label = table.label(row)
+        for number, (_, value) in enumerate(row.rounds):
+            title = f"{place + 1}. {label if len(label) < 34 else label[:33] + '…'}"
+            rows.append({"recipe": title, "whole": label, "round": number + 1, "off": 100 * (value / middle - 1)})
+    chart = (
+        alt.Chart(theme.data(rows)).mark_line(point=alt.OverlayMarkDef(size=14), strokeWidth=1, color=ACCENT)
+        .encode(
+            x=alt.X("round:Q", title=None, axis=alt.Axis(tickCount=4)),
+            y=alt.Y("off:Q", title=None, axis=alt.Axis(tickCount=3)),
+            tooltip=["whole:N", "round:Q", alt.Tooltip("off:Q", format="+.1f")],
+        )
+        .properties(width=200, height=70)
+        .facet(facet=alt.Facet("recipe:N", title=None, sort=[row["recipe"] for row in rows],
+                               header=alt.Header(labelLimit=200, labelAnchor="start", labelFontSize=10)), columns=3)
+    )  # fmt: skip
+    words = (
+        f"Time by round of {len(shown)} of {len(timed)} configurations, those that swing most first, as percent off "
+        f"each one's median; the first swings by {100 * swings[id(shown[0])]:.0f}%."
+    )
+    return _figure(name, f"Time by round, % off the median{_of(group)}", words, chart)
+
+
+def _swing(row: Experiment) -> float:
+    values = sorted(value for _, value in row.rounds)
+    return values[-1] / values[0] - 1

@@ -1,0 +1,111 @@
+"""Which combinations a study measures."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
+
+from fettle.errors import UsageError
+from fettle.recipe import Recipe
+from fettle.search import Space, combinations_of, moved, valid, with_required
+from fettle.studies.model import LEAST_FREEDOM
+
+STEPS = ("ladder", "ablation")
+"""Designs whose next recipe depends on what the ones before showed."""
+MOST = 20_000
+"""Combinations that are written out; of a space that has more a random part stands for the whole."""
+
+
+def cells(design: str, space: Space, start: Recipe, most: int | None = None) -> list[Recipe]:
+    """The recipes of a design, the workload as given first, each with what every recipe must have; no more than `most`.
+
+    `start` is what the sensitivity to each level is asked around. Any beginning of a fraction is itself balanced.
+    Raises `UsageError` where nothing can be varied.
+    """
+    found = [Recipe(), *(recipe for recipe in _DESIGNS[design](space, start, most) if recipe.levels)]
+    found = list(dict.fromkeys(found))[:most]
+    if len(found) < 2:
+        raise UsageError("there is nothing to vary: no level of these techniques can be used here")
+    return found
+
+
+def about(design: str, space: Space, start: Recipe | None) -> int:
+    """About how many recipes a ladder or an ablation measures: the levels, or what the recipe has of them."""
+    if design == "ablation" and start is not None:
+        return 2 + len(start.levels)
+    return 2 + sum(len(levels) - 1 for levels in space.choices.values())
+
+
+def _factorial(space: Space, start: Recipe, most: int | None) -> list[Recipe]:
+    """Every valid combination, in random order: what changes while a study runs must not look like a factor."""
+    whole = combinations_of(space, MOST)
+    if most is not None and most < len(whole):
+        return _balanced(space, most)
+    random.Random(0).shuffle(whole)
+    return whole
+
+
+def _fraction(space: Space, start: Recipe, most: int | None) -> list[Recipe]:
+    """As few combinations as tell main effects and two-way interactions, and how sure they are."""
+    counts = [len(levels) - 1 for levels in space.choices.values()]
+    columns = 1 + sum(counts) + sum(one * two for one, two in combinations(counts, 2))
+    return _balanced(space, most or min(MOST, columns + 2 * LEAST_FREEDOM))
+
+
+def _balanced(space: Space, most: int) -> list[Recipe]:
+    return combinations_of(space, most)
+
+
+def _pairs(space: Space, start: Recipe, most: int | None) -> list[Recipe]:
+    """Each level alone, and each two together: interactions about the workload as given, with nothing averaged."""
+    alone = _sensitivity(space, Recipe(), most)
+    both = []
+    for one, two in combinations(_levels(space), 2):
+        first = moved(space, Recipe(), *one) if one[0] != two[0] else None
+        recipe = moved(space, first, *two) if first is not None else None
+        if recipe is not None and {one, two} <= set(recipe.levels.items()):
+            both.append(recipe)
+    random.Random(0).shuffle(both)
+    return alone + both
+
+
+def _sensitivity(space: Space, start: Recipe, most: int | None) -> list[Recipe]:
+    """One level changed at a time, about the workload as given or a recipe."""
+    middle = with_required(space, start)
+    if not valid(space, middle):
+        raise UsageError(f"the recipe {middle} cannot work here: {space.conflict(middle)}")
+    about = (moved(space, middle, *level) for level in _levels(space))
+    return [middle, *(recipe for recipe in about if recipe is not None)]
+
+
+def _levels(space: Space) -> list[tuple[str, str]]:
+    return [(name, level) for name, levels in space.choices.items() for level in levels[1:]]
+
+
+_DESIGNS: Mapping[str, Callable[[Space, Recipe, int | None], Sequence[Recipe]]] = {
+    "factorial": _factorial,
+    "fraction": _fraction,
+    "pairs": _pairs,
+    "sensitivity": _sensitivity,
+}
+NAMES = ("ladder", "factorial", "fraction", "ablation", "pairs", "sensitivity")
+
+
+def check(design: str, most: int | None) -> None:
+    """Raise `UsageError` for a design that there is none of, and for a number of combinations that cannot be."""
+    if design not in NAMES:
+        raise UsageError(f"unknown design {design!r}: there are {', '.join(NAMES)}")
+    if most is not None and most < 2:
+        raise UsageError(f"`cells={most}`: a study needs two combinations at least")
+
+
+def fitting(seconds: Sequence[float], budget_s: float) -> int:
+    """How many of these, in their order, fit into a budget."""
+    spent = 0.0
+    for count, each in enumerate(seconds):
+        spent += each
+        if spent > budget_s or math.isnan(spent):
+            return count
+    return len(seconds)

@@ -1,0 +1,247 @@
+"""The model of one response in one group: the logarithm as a sum of main effects and two-way interactions.
+
+Each level but the given one has a column, and so has each pair of them (treatment coding: Montgomery, *Design and
+Analysis of Experiments*). A main effect stands before any interaction that it is part of (strong heredity), and
+interactions come in the order of their parents' main effects: this choice does not look at the interactions themselves,
+so it does not bend their intervals. A column that the experiments cannot tell from those before it is left out, with
+the reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fettle.errors import UsageError
+from fettle.studies.table import Experiment, Response, Table
+
+if TYPE_CHECKING:
+    from statsmodels.regression.linear_model import RegressionResults
+
+Vector = npt.NDArray[np.float64]
+Level = tuple[str, str]
+"""A factor and one of its levels."""
+Term = tuple[Level, ...]
+"""What a column stands for: nothing (the mean), one level, or two of different factors."""
+
+LEAST_FREEDOM = 4
+"""Experiments beyond the number of columns from which their scatter says how sure the effects are."""
+_SAME = 1e-8
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A contrast of the fit, on the scale of logarithms; above 0 is a gain."""
+
+    gain: float
+    error: float
+    """Standard error; infinite where nothing tells it."""
+    freedom: float
+    """Degrees of freedom of that."""
+
+    def reach(self, confidence: float) -> float:
+        """Half the confidence interval, by Student's t."""
+        from scipy.special import stdtrit
+
+        if not (math.isfinite(self.error) and self.freedom > 0):
+            return math.inf
+        return float(stdtrit(min(self.freedom, 1e9), 0.5 + confidence / 2)) * self.error
+
+    def p(self) -> float:
+        """Probability of a gain or loss as large by chance alone; NaN where nothing tells it."""
+        from scipy.special import stdtr
+
+        if not (math.isfinite(self.error) and self.freedom > 0):
+            return math.nan
+        if self.error == 0:
+            return 1.0 if self.gain == 0 else 0.0
+        return float(2 * stdtr(min(self.freedom, 1e9), -abs(self.gain) / self.error))
+
+
+@dataclass(frozen=True)
+class Model:
+    """The fit, and what it was fitted to."""
+
+    response: Response
+    levels: Mapping[str, tuple[str, ...]]
+    """The factors that vary, with the levels that were seen; the first stands for `given`."""
+    rows: Sequence[Experiment]
+    columns: Sequence[Term]
+    left_out: Mapping[Term, str]
+    """Why the experiments cannot tell an effect."""
+    x: Vector
+    y: Vector
+    """Cost: the logarithm of the response, with its sign changed where larger is better."""
+    results: RegressionResults
+    covariance: Vector
+    freedom: float
+    """Of `covariance`; infinite where it is from the errors of measuring, as too few experiments are left over."""
+
+    def gain(self, weights: Mapping[Term, float]) -> Estimate | None:
+        """The gain that a weighted sum of columns stands for; None where one of them was left out."""
+        if any(term not in self.columns for term, weight in weights.items() if weight):
+            return None
+        contrast = np.array([weights.get(term, 0.0) for term in self.columns])
+        known = self.freedom > 0
+        error = math.sqrt(max(0.0, float(contrast @ self.covariance @ contrast))) if known else math.inf
+        return Estimate(-float(contrast @ self.results.params), error, self.freedom)
+
+    def main(self, level: Level) -> Estimate | None:
+        """What a level brings over how the factor was given, on average over the levels of the others that it was seen
+        with, each counting alike however often it was tried."""
+        weights: dict[Term, float] = {(level,): 1.0}
+        for name in self.levels:
+            if name == level[0]:
+                continue
+            seen = {row.levels[name] for row in self.rows if row.levels[level[0]] == level[1]}
+            for other in seen - {self.levels[name][0]}:
+                term = self.pair(level, (name, other))
+                if term in self.columns:
+                    weights[term] = 1 / len(seen)
+        return self.gain(weights)
+
+    def beside(self, level: Level, other: Level | None) -> Estimate | None:
+        """What a level brings with all other factors as given, or all but one."""
+        weights: dict[Term, float] = {(level,): 1.0}
+        if other is not None:
+            weights[self.pair(level, other)] = 1.0
+        return self.gain(weights)
+
+    def pair(self, one: Level, two: Level) -> Term:
+        """Two levels in the order of their factors."""
+        names = list(self.levels)
+        return (one, two) if names.index(one[0]) < names.index(two[0]) else (two, one)
+
+    def count(self, term: Term) -> int:
+        """How many experiments held all levels of it."""
+        return sum(holds(row, term) for row in self.rows)
+
+    def cells(self) -> list[list[int]]:
+        """The places of the rows that are alike in all factors, by cell."""
+        found: dict[tuple[str, ...], list[int]] = {}
+        for place, row in enumerate(self.rows):
+            found.setdefault(tuple(row.levels[name] for name in self.levels), []).append(place)
+        return list(found.values())
+
+
+def holds(row: Experiment, term: Term) -> bool:
+    """Whether an experiment had all these levels."""
+    return all(row.levels[name] == level for name, level in term)
+
+
+def fit(table: Table, group: str, response: Response) -> Model | None:
+    """Fit the model by least squares. None where nothing varied, or too little was measured to say anything.
+
+    Raises `UsageError` where statsmodels is not installed.
+    """
+    rows = [row for row in table.of(group) if row.value(response.name) is not None]
+    seen = {name: {row.levels[name] for row in rows} for name in table.factors}
+    levels = {
+        name: tuple(level for level in all_of if level in seen[name])
+        for name, all_of in table.factors.items()
+        if len(seen[name]) > 1
+    }
+    if not levels or len(rows) < 3:
+        return None
+    sign = -1.0 if response.larger_is_better else 1.0
+    y = sign * np.log([row.value(response.name) or math.nan for row in rows])
+    if float(np.ptp(y)) < _SAME:
+        return None
+    errors = [row.errors.get(response.name, math.nan) for row in rows]
+    measured = np.array(errors) if all(map(math.isfinite, errors)) else None
+
+    mains: list[list[Term]] = [[((name, level),) for level in known[1:]] for name, known in levels.items()]
+    pairs: dict[tuple[str, str], list[Term]] = {
+        (one, two): [((one, a), (two, b)) for a in levels[one][1:] for b in levels[two][1:]]
+        for one, two in combinations(levels, 2)
+    }
+    columns = [_column(rows, term) for terms in [*mains, *pairs.values()] for term in terms]
+    asked = {column.tobytes() for column in columns if column.any()}
+    # Nothing need be left over where each experiment comes with its error, and there are enough for all that is asked.
+    spare = 0 if measured is not None and len(asked) < len(rows) else LEAST_FREEDOM
+    chosen = _Columns(rows)
+    chosen.add([()], len(rows))
+    for terms in mains:
+        chosen.add(terms, len(rows))
+    for pair in sorted(pairs, key=_by_parents(chosen, levels, y)):
+        chosen.add(pairs[pair], len(rows) - spare)
+
+    x = np.column_stack([chosen.values[term] for term in chosen.values])
+    results = _least_squares(y, x)
+    freedom = float(len(rows) - x.shape[1])
+    covariance, left = _covariance(results, x, measured, freedom)
+    return Model(response, levels, rows, tuple(chosen.values), chosen.left_out, x, y, results, covariance, left)
+
+
+def _column(rows: Sequence[Experiment], term: Term) -> Vector:
+    return np.array([holds(row, term) for row in rows], dtype=np.float64)
+
+
+class _Columns:
+    """The columns of the model, as they are taken in."""
+
+    def __init__(self, rows: Sequence[Experiment]) -> None:
+        self.rows = rows
+        self.values: dict[Term, Vector] = {}
+        self.left_out: dict[Term, str] = {}
+        self._basis: list[Vector] = []
+
+    def add(self, terms: Sequence[Term], most: int) -> None:
+        """Take in what can be told apart from all before, as long as there are fewer than `most`."""
+        for term in terms:
+            rest = column = _column(self.rows, term)
+            for _ in range(2):  # a second time for what rounding left
+                for unit in self._basis:
+                    rest = rest - (unit @ rest) * unit
+            length = float(np.linalg.norm(rest))
+            if not column.any():
+                self.left_out[term] = "never tried together"
+            elif length <= _SAME * max(1.0, float(np.linalg.norm(column))):
+                self.left_out[term] = "never varied apart from other levels"
+            elif len(self.values) >= most:
+                self.left_out[term] = "too few experiments for so many effects"
+            else:
+                self._basis.append(rest / length)
+                self.values[term] = column
+
+
+def _by_parents(chosen: _Columns, levels: Mapping[str, Sequence[str]], y: Vector) -> Any:
+    """The order of interactions: by the smaller, then the larger of their factors' main effects, largest first."""
+    terms = list(chosen.values)
+    solved = np.linalg.lstsq(np.column_stack(list(chosen.values.values())), y, rcond=None)[0]
+    size = dict.fromkeys(levels, 0.0)
+    for term, value in zip(terms, solved, strict=True):
+        if term:
+            size[term[0][0]] = max(size[term[0][0]], abs(float(value)))
+    return lambda pair: tuple(-round(value, 12) for value in sorted((size[pair[0]], size[pair[1]])))
+
+
+def _covariance(results: RegressionResults, x: Vector, measured: Vector | None, freedom: float) -> tuple[Vector, float]:
+    """Of the coefficients, and its degrees of freedom: from what the experiments scatter about the fit, or where too
+    few are left over for that from what measuring says of each."""
+    inverse = np.asarray(results.normalized_cov_params)
+    if freedom >= LEAST_FREEDOM:
+        return np.asarray(results.cov_params()), freedom
+    if measured is not None:
+        half = inverse @ x.T
+        return half @ np.diag(measured**2) @ half.T, math.inf
+    return (np.asarray(results.cov_params()), freedom) if freedom > 0 else (np.full_like(inverse, math.inf), 0.0)
+
+
+def _least_squares(y: Vector, x: Vector) -> RegressionResults:
+    return statsmodels().api.OLS(y, x).fit()
+
+
+def statsmodels() -> Any:
+    """The library, imported where a study is analysed. Raises `UsageError` where it is not installed."""
+    try:
+        import statsmodels.api
+    except ImportError as error:
+        raise UsageError("effects need statsmodels: pip install 'torch-fettle[study]'") from error
+    return statsmodels

@@ -1,0 +1,72 @@
+"""A study as data: JSON for machines, one long table for CSV and Parquet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import polars
+
+from fettle.files import finite, whole
+from fettle.studies.analysis import Analysis
+from fettle.studies.running import Done
+from fettle.studies.table import Table
+
+
+def analysis_json(analyses: Sequence[Analysis]) -> list[dict[str, Any]]:
+    """What the fits say, as plain data."""
+    return [
+        finite({
+            "group": one.group, "response": one.response.name, "larger_is_better": one.response.larger_is_better,
+            "experiments": one.experiments, "missing": one.missing, "why_not": one.why_not,
+            "dominant": one.dominant,
+            "effects": [{**msgspec.to_builtins(effect), "levels": [list(level) for level in effect.levels]}
+                        for effect in one.effects],
+            "shares": [{"factors": list(names), "share": share} for names, share in one.shares.items()],
+            "sentences": [{"kind": sentence.kind, "text": sentence.text, "surprise": sentence.is_surprise,
+                           "levels": [list(level) for level in sentence.levels], "ratios": list(sentence.ratios)}
+                          for sentence in one.sentences],
+            "checks": None if one.checks is None else {**msgspec.to_builtins(one.checks),
+                                                       "believed": one.checks.believed},
+        })
+        for one in analyses
+    ]  # fmt: skip
+
+
+def study_json(table: Table, analyses: Sequence[Analysis], done: Done | None = None) -> dict[str, Any]:
+    """A whole study as plain data; `done` where it was measured here."""
+    data: dict[str, Any] = {
+        "factors": {name: list(levels) for name, levels in table.factors.items()},
+        "experiments": rows(table),
+        "analyses": analysis_json(analyses),
+        "notes": list(table.notes),
+    }
+    if done is not None:
+        data |= {
+            "design": done.design, "seconds": done.seconds, "interrupted": done.interrupted,
+            "machine": msgspec.to_builtins(done.machine), "notes": [*table.notes, *done.notes],
+            "steps": {name: msgspec.to_builtins(list(rungs)) for name, rungs in done.steps.items()},
+        }  # fmt: skip
+    return finite(data)  # type: ignore[no-any-return]
+
+
+def rows(table: Table) -> list[dict[str, Any]]:
+    """One flat row an experiment; what is missing is None, never zero."""
+    found = []
+    for row in table.experiments:
+        found.append({
+            "group": row.group, **row.levels,
+            **{one.name: row.value(one.name) for one in table.responses}, "reason": row.reason,
+        })  # fmt: skip
+    return found
+
+
+def write_table(table: Table, path: Path) -> None:
+    """Write the experiments to `path`, as CSV or as Parquet by its suffix. Raises `UsageError` where it cannot be."""
+    schema: dict[str, Any] = {"group": polars.String, **dict.fromkeys(table.factors, polars.String)}
+    schema |= {**dict.fromkeys((one.name for one in table.responses), polars.Float64), "reason": polars.String}
+    frame = polars.DataFrame(rows(table), schema=schema)
+    with whole(path) as partial:
+        frame.write_parquet(partial) if path.suffix.lower() == ".parquet" else frame.write_csv(partial)

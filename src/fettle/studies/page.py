@@ -1,0 +1,123 @@
+"""The page of a study: one HTML file that needs no network."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fettle.page import Cell, Figure, Table, clean, shell
+from fettle.studies import table as studied
+from fettle.studies.analysis import Analysis
+from fettle.studies.checks import HeldOut
+
+_MOST = 60
+MISSING = "–"
+
+
+@dataclass(frozen=True)
+class Section:
+    """One response of one group, as text and tables."""
+
+    title: str
+    lead: str
+    warnings: Sequence[str]
+    surprises: Sequence[str]
+    helps: Sequence[str]
+    numbers: Table
+    shares: Table
+    figures: Sequence[str]
+
+
+def page(
+    name: str,
+    table: studied.Table,
+    analyses: Sequence[Analysis],
+    drawn: Sequence[Figure],
+    notes: Sequence[str] = (),
+) -> str:
+    """The page as text."""
+    sections = [_section(place, table, analysis) for place, analysis in enumerate(analyses)]
+    lost = [row for row in table.experiments if row.reason and not row.values]
+    failed = [Cell(table.label(row), rest=f": {row.reason}") for row in lost]
+    return shell.render(
+        "fettle.studies", "page.html.j2", clean(name), drawn, name=clean(name), headline=clean(headline(analyses)),
+        sections=clean(sections), ladders=[figure.name for figure in drawn if figure.name.startswith("ladder")],
+        notes=clean(list(notes)), failed=clean(failed[:_MOST]), experiments=len(table.experiments),
+    )  # fmt: skip
+
+
+def headline(analyses: Sequence[Analysis]) -> str:
+    """The surest surprise in the first response that has any, or its largest gain where nothing is surprising."""
+    said = [(sentence, analysis) for analysis in analyses for sentence in analysis.sentences]
+    if not said:
+        return "What was measured"
+    first = next(analysis.response for analysis in analyses if analysis.sentences)
+    leading = [item for item in said if item[1].response == first]
+    sentence, analysis = max(leading, key=lambda item: (item[0].is_surprise, item[0].size))
+    return sentence.text + (f" ({analysis.group})" if analysis.group else "")
+
+
+def _section(place: int, table: studied.Table, analysis: Analysis) -> Section:
+    group = table.groups.index(analysis.group)
+    response = table.responses.index(analysis.response)
+    title = f"{analysis.group}: {analysis.response.name}" if analysis.group else analysis.response.name
+    names = [f"forest-{group}-{response}", f"matrix-{group}-{response}"]
+    if response == 0:
+        names = [f"scatter-{group}", *names]
+    if response == len(table.responses) - 1:
+        names += [f"front-{group}", f"runs-{group}"]
+    checks = analysis.checks
+    return Section(
+        title, lead(analysis), [doubt.text for doubt in checks.doubts] if checks else [],
+        [sentence.text for sentence in analysis.surprises],
+        [sentence.text for sentence in analysis.sentences if not sentence.is_surprise],
+        effects_table(analysis), shares_table(analysis), names,
+    )  # fmt: skip
+
+
+def lead(analysis: Analysis) -> str:
+    """How good the fit is, in a sentence or two."""
+    if analysis.checks is None:
+        return f"No fit: {analysis.why_not}."
+    checks = analysis.checks
+    believed = "" if checks.believed else "Do not believe these effects: see what speaks against the fit. "
+    missing = f" ({analysis.missing} more have none)" if analysis.missing else ""
+    return (
+        f"{believed}{analysis.experiments} experiments{missing}; effects and pairs explain {checks.explained:.1%} of "
+        f"the variance of log {analysis.response.name}. {_held_out(checks.held_out)}"
+    )
+
+
+def _held_out(held: HeldOut) -> str:
+    if not held.cells:
+        return "No combination can be predicted without having been measured."
+    alone = f"; {held.alone} combinations cannot be predicted without being measured" if held.alone else ""
+    return (
+        f"Held out in turn, {held.cells} combinations are predicted to within {held.off:.3g}x (root mean square), "
+        f"where the mean of the others is {held.mean_off:.3g}x off{alone}."
+    )
+
+
+def effects_table(analysis: Analysis) -> Table:
+    """Every effect with its interval; what cannot be told with the reason."""
+    ordered = sorted(analysis.effects, key=lambda one: (-one.certain, one.ratio is None, len(one.levels)))
+    rows = []
+    for effect in ordered[:_MOST]:
+        ratio = effect.ratio
+        known = ratio is not None and ratio.low > 0 and math.isfinite(ratio.high)
+        interval = f"[{ratio.low:.3f}, {ratio.high:.3f}]" if ratio is not None and known else MISSING
+        estimate = f"{ratio.estimate:.3f}x" if ratio is not None else MISSING
+        p = f"{effect.p:.2g}" if math.isfinite(effect.p) else MISSING
+        reading = effect.reading + (f": {effect.why}" if effect.why else "")
+        rows.append((Cell(effect.label, code=True), estimate, interval, p, str(effect.experiments), reading))
+    columns = ("effect", f"times {analysis.response.better}", "95% interval", "p (Holm)", "experiments", "reading")
+    return Table(columns, rows, numbers=columns[1:5], more=max(0, len(ordered) - _MOST), stack=True)
+
+
+def shares_table(analysis: Analysis) -> Table:
+    """What each factor and pair explains of the variance."""
+    shown: Mapping[tuple[str, ...], float] = dict(list(analysis.shares.items())[:12])
+    rows = [(Cell(" × ".join(names), code=True), Cell(f"{share:.1%}", bar=100 * min(1.0, share)))
+            for names, share in shown.items() if share >= 0.0005]  # fmt: skip
+    return Table(("factor or pair", "share of variance"), rows, numbers=("share of variance",))

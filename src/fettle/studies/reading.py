@@ -1,0 +1,167 @@
+"""A study that somebody else made: a CSV file with one row an experiment. It is hostile until parsed."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from itertools import dropwhile
+from pathlib import Path
+
+from fettle.errors import UsageError
+from fettle.studies.table import Experiment, Response, Table
+
+MOST_BYTES = 256 << 20
+MOST_COLUMNS = 1_000
+MOST_LEVELS = 12
+"""Levels from which a column of numbers that nobody named a factor is taken for something measured."""
+MOST_NAMED_LEVELS = 60
+_GIVEN = ("", "as given", "none", "false", "no", "off", "0", "baseline", "default", "float32", "fp32", "torch.float32")
+"""Levels that usually stand for nothing done, the likeliest first."""
+_LARGER = re.compile(
+    r"throughput|/s\b|per.second|speed.?up|\bfps\b|accuracy|\bmiou\b|samples_s|tokens_s", re.IGNORECASE
+)
+
+Row = Mapping[str, str]
+
+
+def read_csv(
+    path: Path, *, response: Sequence[str] = (), factors: Sequence[str] = (), group_by: Sequence[str] = ()
+) -> Table:
+    """The table in a CSV file with a header.
+
+    `response` are the columns that came out: ``time_ms``, or ``throughput:larger`` and ``time:smaller`` where the name
+    does not say which is better. `factors` are the columns that were set, ``compile`` or ``compile=False`` with the
+    level that stands for how it was given; without any, all that vary within a group and look like settings. Rows are
+    analysed apart by the columns of `group_by`. Raises `UsageError` with one line for a file that is no such table.
+    """
+    rows = _rows(path)
+    columns = list(rows[0])
+    responses = [_response(text, columns) for text in _names(response, columns)]
+    if not responses:
+        raise UsageError(f"`response`: say which column came out; there are {_some(columns)}")
+    group_by = _names(group_by, columns)
+    for name in group_by:
+        _known(name, columns, "group_by")
+    given = dict(_factor(text, columns) for text in _names(factors, columns))
+    taken = {*group_by, *(one.name for one in responses)}
+    if both := taken & given.keys():
+        raise UsageError(f"`factors`: {sorted(both)[0]} is a response or a group already")
+    groups = [" ".join(row[name] for name in group_by) for row in rows]
+    names = list(given) or [name for name in columns if name not in taken and _is_setting(name, rows, groups)]
+    if not names:
+        raise UsageError("no column looks like a setting that was varied: name them, `factors`")
+    levels = {name: _levels(name, rows, given.get(name)) for name in names}
+    rest = [name for name in columns if name not in names and name not in taken]
+    experiments = tuple(
+        Experiment(
+            levels={name: row[name] for name in names},
+            values={one.name: _number(row[one.name]) for one in responses},
+            group=group,
+            values_text={name: row[name] for name in rest},
+        )
+        for row, group in zip(rows, groups, strict=True)
+    )
+    notes = [] if given else ["factors, as no others were named: " + ", ".join(names)]
+    for one in responses:
+        lost = sum(experiment.value(one.name) is None for experiment in experiments)
+        if lost == len(experiments):
+            raise UsageError(f"the column {one.name!r} has no positive number")
+        if lost:
+            notes.append(f"{lost} of {len(rows)} rows have no positive number in {one.name!r}: they stay missing")
+    return Table(levels, tuple(responses), experiments, notes=tuple(notes))
+
+
+def _names(texts: Sequence[str], columns: Sequence[str]) -> list[str]:
+    """``a,b`` as two, unless a column has that name."""
+    return [name.strip() for text in texts for name in ([text] if text in columns else text.split(",")) if name.strip()]
+
+
+def _rows(path: Path) -> list[Row]:
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise UsageError(f"{path} is larger than {MOST_BYTES >> 20} MiB: no table of experiments")
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is no text in UTF-8") from error
+    try:
+        lines = list(csv.reader(io.StringIO(text, newline="")))
+    except csv.Error as error:
+        raise UsageError(f"{path} is no CSV file: {error}") from error
+    lines = list(dropwhile(lambda line: line[0].startswith("#"), filter(None, lines)))  # where it came from
+    if len(lines) < 2:
+        raise UsageError(f"{path} has no rows below a header")
+    header = [name.strip() for name in lines[0]]
+    if len(header) > MOST_COLUMNS:
+        raise UsageError(f"{path} has {len(header)} columns: no table of experiments")
+    if len(set(header)) < len(header) or "" in header:
+        raise UsageError(f"{path}: a column has no name, or two have the same")
+    for number, line in enumerate(lines[1:], 2):
+        if len(line) != len(header):
+            raise UsageError(f"{path}: row {number} has {len(line)} cells, the header {len(header)}")
+    return [dict(zip(header, (cell.strip() for cell in line), strict=True)) for line in lines[1:]]
+
+
+def _response(text: str, columns: Sequence[str]) -> Response:
+    name, colon, better = text.rpartition(":")
+    if not colon or better not in ("larger", "smaller") or text in columns:
+        name, better = text, ""
+    _known(name, columns, "response")
+    larger = better == "larger" or (not better and bool(_LARGER.search(name)))
+    return Response(name, larger)
+
+
+def _factor(text: str, columns: Sequence[str]) -> tuple[str, str | None]:
+    name, equals, level = text.rpartition("=")
+    if not equals or text in columns:
+        name, level = text, ""
+    _known(name, columns, "factors")
+    return name, level if equals and text not in columns else None
+
+
+def _known(name: str, columns: Sequence[str], option: str) -> None:
+    if name not in columns:
+        raise UsageError(f"`{option}`: there is no column {name!r}; there are {_some(columns)}")
+
+
+def _some(columns: Sequence[str]) -> str:
+    return ", ".join(columns[:12]) + (f" and {len(columns) - 12} more" if len(columns) > 12 else "")
+
+
+def _is_setting(name: str, rows: Sequence[Row], groups: Sequence[str]) -> bool:
+    """Whether it varies within a group, in few levels; a number that takes another value in most rows was measured."""
+    levels: dict[str, set[str]] = {}
+    for row, group in zip(rows, groups, strict=True):
+        levels.setdefault(group, set()).add(row[name])
+    count = len(set().union(*levels.values()))
+    return max(map(len, levels.values())) > 1 and count <= min(MOST_LEVELS, max(2, len(rows) // 4))
+
+
+def _levels(name: str, rows: Sequence[Row], given: str | None) -> tuple[str, ...]:
+    """The levels, how it was given first, numbers in their order."""
+    found = {row[name] for row in rows}
+    if len(found) > MOST_NAMED_LEVELS:
+        raise UsageError(f"`factors`: {name} has {len(found)} levels: it looks measured, not set")
+    if given is not None and given not in found:
+        raise UsageError(f"`factors`: no row has {name}={given}")
+    if given is None:
+        usual = [level for word in _GIVEN for level in found if level.lower() == word]
+        given = usual[0] if usual else min(found, key=_order)
+    return (given, *sorted(found - {given}, key=_order))
+
+
+def _order(level: str) -> tuple[bool, float, str]:
+    number = _number(level)
+    return math.isnan(number), 0.0 if math.isnan(number) else number, level
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        return math.nan
+    return value if math.isfinite(value) else math.nan

@@ -1,0 +1,359 @@
+"""A study of one's own: open the workloads, plan, measure. Read `study` and you know the order of things.
+
+Each target with each combination of its factory's arguments is a workload of its own, with its own reference and its
+own trials in the storage: so a study that is killed goes on where it stopped, and what an earlier design measured
+counts too.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+
+from fettle.errors import UsageError
+from fettle.machine import Machine, this_machine
+from fettle.measure import Interval, Trial, close_all
+from fettle.recipe import Recipe
+from fettle.result import Limits
+from fettle.search import Space, Step, auto, removals, steps
+from fettle.studies import designs
+from fettle.studies.plan import Part, Plan
+from fettle.studies.table import Table
+from fettle.studies.trials import Measured, table_of
+from fettle.study import storage_url
+from fettle.techniques import CATALOGUE, check_names
+from fettle.tuning import Event, Options, Session, Tell, check_techniques, space_for, writable
+from fettle.workload import AUTO, Target, check_mode, find_target
+
+HEAT = 6
+"""Recipes of one race beside the workload as given."""
+ROUNDS = 12
+"""Rounds of a race. How much two processes of the same code differ is more than what so many leave open."""
+REPLICATES = 2
+"""Processes of each recipe where a design has no repeats hidden in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a study is told."""
+
+    design: str = "factorial"
+    techniques: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
+    """Levels that are varied, by technique; of techniques that are not named all. One level pins it."""
+    arguments: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Factors outside of the recipe: values by argument of the factory, the usual one first."""
+    order: Sequence[str] = ()
+    """Techniques in the order of the ladder's steps; those that are not named come after them as the field has them."""
+    start: Recipe | None = None
+    """What an ablation takes apart, a sensitivity is asked around and a ladder stands on."""
+    cells: int | None = None
+    """Most combinations of each workload. None: as many as the design has."""
+    rounds: int = ROUNDS
+    budget_s: float | None = None
+    """Seconds: of a design that takes longer, the best fraction that fits."""
+    mode: str = AUTO
+    max_error: float = 0.02
+    """Above it a trial is marked as inaccurate; its time counts."""
+    confidence: float = 0.95
+    output: Path = Path("fettle-study")
+    storage: str | None = None
+    trial_timeout_s: float = 900.0
+    under_load: bool = False
+    polite: bool = False
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A step of a ladder or of an ablation."""
+
+    label: str
+    recipe: str
+    kept: bool
+    """It helped, and is part of what comes next; of an ablation: the recipe is worse without it."""
+    status: str
+    reason: str
+    speedup: Interval | None
+    per_second: float
+    peak_bytes: int | None
+    error: float
+
+
+@dataclass(frozen=True)
+class Done:
+    """What was measured."""
+
+    design: str
+    table: Table
+    steps: Mapping[str, Sequence[Rung]]
+    """By workload; of a ladder or an ablation only."""
+    machine: Machine
+    seconds: float
+    interrupted: bool
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class _Workload:
+    """One target with its arguments, opened."""
+
+    group: str
+    arguments: Mapping[str, str]
+    session: Session
+    space: Space = field(default_factory=lambda: Space({}, lambda recipe: ""))
+    cells: Sequence[Recipe] = ()
+    failure: str = ""
+    steps: Sequence[Step] = ()
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.group, *(f"{name}={value}" for name, value in self.arguments.items())])
+
+    @property
+    def known(self) -> Mapping[Recipe, Trial]:
+        """All that was measured, by this run or an earlier one."""
+        return self.session.known
+
+    def trials(self) -> list[Trial]:
+        """What is known of recipes in the space."""
+        allowed = {(name, level) for name, levels in self.space.choices.items() for level in levels}
+        return [trial for recipe, trial in self.known.items() if recipe.levels.items() <= allowed]
+
+    def unknown(self) -> list[Recipe]:
+        """Cells that are not measured."""
+        return [recipe for recipe in self.cells if recipe not in self.known]
+
+
+def study(targets: Sequence[str], settings: Settings, tell: Tell, *, agreed: bool = True) -> Done | Plan:
+    """Measure what the design says on each target, or what of it fits into the budget.
+
+    The plan alone is returned where it takes more than `plan.LONG_S` and nobody has `agreed` to that. Raises
+    `UsageError` for bad input; a workload that cannot be built with some of its arguments is a failed experiment,
+    unless all are.
+    """
+    began = time.monotonic()
+    _check(settings)
+    folder, machine = writable(settings.output), this_machine()
+    telling = _Progress(tell, began)
+    workloads = [
+        _Workload(target.group, target.arguments, _session(target.target, folder, settings, began, telling))
+        for target in _targets(targets, settings)
+    ]
+    interrupted, plan = False, None
+    try:
+        for workload in workloads:
+            _open(workload, folder, settings, machine)
+        _none_failed(workloads)
+        plan = _plan(workloads, settings, began)
+        if plan.is_long and not agreed and settings.budget_s is None:
+            return plan
+        telling.seconds = time.monotonic() - began + plan.seconds
+        for workload in workloads:
+            if not workload.failure:
+                _measure(workload, settings, began)
+                close_all()
+    except KeyboardInterrupt:
+        interrupted = True  # what is done is kept, and shown
+    finally:
+        close_all()
+    notes = (*(plan.notes if plan else ()), *_failures(workloads), *(n for w in workloads for n in w.session.notes))
+    measured = [_measured(workload) for workload in workloads if workload.failure or workload.known]
+    if not measured:
+        raise KeyboardInterrupt
+    return Done(
+        settings.design, table_of(measured, settings.arguments),
+        {workload.name: _rungs(workload) for workload in workloads if workload.steps},
+        machine, time.monotonic() - began, interrupted, notes,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Target:
+    group: str
+    arguments: Mapping[str, str]
+    target: Target
+
+
+def _check(settings: Settings) -> None:
+    designs.check(settings.design, settings.cells)
+    check_mode(settings.mode)
+    check_techniques(settings.techniques)
+    if settings.start is not None:
+        check_names(settings.start)
+    known = {technique.name for technique in CATALOGUE}
+    if unknown := [name for name in settings.order if name not in known]:
+        raise UsageError(f"`order`: there is no technique {unknown[0]!r}")
+    if settings.rounds < 3:
+        raise UsageError(f"`rounds={settings.rounds}`: a time needs three at least")
+    for name, values in settings.arguments.items():
+        if len(set(values)) < 2 or not name.isidentifier():
+            raise UsageError(f"`factor={name}`: write NAME=VALUE,VALUE with an argument of the factory and two values")
+
+
+def _targets(texts: Sequence[str], settings: Settings) -> list[_Target]:
+    """Every target with every combination of arguments."""
+    if not texts:
+        raise UsageError("name a target, path/to/file.py:factory, or a table with `from_csv`")
+    found = []
+    groups: list[str] = []
+    for text in dict.fromkeys(texts):
+        target = replace(find_target(text), mode=settings.mode)
+        alike = sum(group == target.name or group.startswith(f"{target.name}#") for group in groups)
+        groups.append(f"{target.name}#{alike + 1}" if alike else target.name)
+        for values in product(*settings.arguments.values()):
+            arguments = dict(zip(settings.arguments, values, strict=True))
+            name = "-".join([groups[-1], *(f"{key}{value}" for key, value in arguments.items())])
+            typed = {key: _typed(value) for key, value in arguments.items()}
+            found.append(_Target(groups[-1], arguments, replace(target, name=name, arguments=typed)))
+    return found
+
+
+def _typed(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _session(target: Target, folder: Path, settings: Settings, began: float, tell: Tell) -> Session:
+    options = Options(limits=Limits(max_error=settings.max_error))
+    budget_s = settings.budget_s if settings.design in designs.STEPS else None
+    return Session(
+        target, folder, options.limits, "throughput", budget_s, began, tell, settings.confidence,
+        settings.trial_timeout_s, training_limits=options.training_limits, under_load=settings.under_load,
+        polite=settings.polite,
+    )  # fmt: skip
+
+
+def _open(workload: _Workload, folder: Path, settings: Settings, machine: Machine) -> None:
+    """Probe the workload, measure it as given, and say which recipes are to be measured."""
+    session = workload.session
+    try:
+        session.tell(f"building {workload.name} and its reference")
+        session.open("", storage_url(settings.storage, folder), machine, allow_batch=False)
+    except UsageError as error:
+        workload.failure = str(error)
+        return
+    replicates = REPLICATES if settings.design in designs.STEPS else 1
+    session.rules = replace(session.rules, equal_rounds=settings.rounds, replicates=replicates)
+    space, _ = space_for(session.facts, check_techniques(settings.techniques), session.plan.rules_out, session.cost)
+    names = sorted(space.choices, key=lambda name: _place(name, settings.order))
+    workload.space = replace(space, choices={name: space.choices[name] for name in names})
+    if clash := [name for name in settings.arguments if len(space.choices.get(name, ())) > 1]:
+        raise UsageError(
+            f"`factor={clash[0]}`: a technique of that name is varied too: pin it, `technique='{clash[0]}=LEVEL'`, or "
+            "call the argument otherwise"
+        )
+    if settings.design not in designs.STEPS:
+        workload.cells = designs.cells(settings.design, workload.space, settings.start or Recipe(), settings.cells)
+    if not session.measure([Recipe()])[0].ok:
+        workload.failure = f"as given it does not run: {workload.known[Recipe()].reason}"
+    session.held.close()  # the next workload may need the memory
+
+
+def _place(name: str, order: Sequence[str]) -> int:
+    return order.index(name) if name in order else len(order)
+
+
+def _none_failed(workloads: Sequence[_Workload]) -> None:
+    if all(workload.failure for workload in workloads):
+        raise UsageError(workloads[0].failure)
+
+
+def _failures(workloads: Sequence[_Workload]) -> list[str]:
+    return [f"{workload.name} was not measured: {workload.failure}" for workload in workloads if workload.failure]
+
+
+def _plan(workloads: Sequence[_Workload], settings: Settings, began: float) -> Plan:
+    """How many recipes are to be measured and how long that takes; with a budget no more than fit."""
+    running = [workload for workload in workloads if not workload.failure]
+    parts = []
+    notes = []
+    for place, workload in enumerate(running):
+        session = workload.session
+        if settings.design in designs.STEPS:
+            most = designs.about(settings.design, workload.space, settings.start)
+            each_s = session.seconds_for(Recipe(), settings.rounds)
+            seconds = most * each_s if settings.budget_s is None else min(most * each_s, settings.budget_s)
+            parts.append(Part(workload.name, most, len(workload.trials()), seconds))
+            continue
+        whole = len(workload.cells)
+        if settings.budget_s is not None:
+            spent_s = time.monotonic() - began + sum(part.seconds for part in parts)
+            left_s = (settings.budget_s - spent_s) / (len(running) - place)
+            fit = designs.fitting(_seconds(workload, settings), left_s)
+            if fit < len(workload.unknown()):
+                most = max(2, len(workload.cells) - len(workload.unknown()) + fit)
+                workload.cells = designs.cells(settings.design, workload.space, settings.start or Recipe(), most)
+                notes.append(f"{workload.name}: {len(workload.cells)} of {whole} combinations fit into the budget")
+        left = workload.unknown()
+        parts.append(Part(workload.name, len(workload.cells), len(workload.cells) - len(left),
+                          sum(_seconds(workload, settings))))  # fmt: skip
+    return Plan(settings.design, tuple(parts), tuple(notes))
+
+
+def _seconds(workload: _Workload, settings: Settings) -> list[float]:
+    """What each unknown cell is expected to take, its share of what runs in each race beside it in it."""
+    session, replicates = workload.session, workload.session.rules.replicates
+    beside_s = 2 * settings.rounds * (session.seconds_for(Recipe(), 1) - session.seconds_for(Recipe(), 0)) / HEAT
+    return [replicates * session.seconds_for(recipe, settings.rounds) + beside_s for recipe in workload.unknown()]
+
+
+def _measure(workload: _Workload, settings: Settings, began: float) -> None:
+    session, space = workload.session, workload.space
+    if settings.design == "ladder":
+        workload.steps = steps(space, session, start=settings.start)
+        return
+    if settings.design == "ablation":
+        start = settings.start
+        if start is None:
+            found = auto(space, session)
+            start = found.recipe if found else Recipe()
+        workload.steps = removals(space, session, start)
+        return
+    while left := workload.unknown():
+        before = len(left)
+        if settings.budget_s is not None:
+            fit = designs.fitting(_seconds(workload, settings), settings.budget_s - (time.monotonic() - began))
+            left = left[:fit]
+        if not session.measure(left[:HEAT]) or len(workload.unknown()) == before:
+            break
+
+
+def _measured(workload: _Workload) -> Measured:
+    if workload.failure:
+        return Measured(workload.group, workload.arguments, {}, [Trial(Recipe(), "failed", reason=workload.failure)])
+    return Measured(workload.group, workload.arguments, workload.space.choices, workload.trials())
+
+
+def _rungs(workload: _Workload) -> list[Rung]:
+    """The steps with what all races say of them together."""
+    known = workload.known
+    given = known[Recipe()]
+    rungs = []
+    for step in workload.steps:
+        trial = known.get(step.trial.recipe, step.trial)
+        ratio = trial.speedup if trial.recipe.levels else Interval(1.0, 1.0, 1.0)
+        rate = given.throughput * ratio.estimate if ratio is not None else math.nan
+        rungs.append(Rung(
+            step.label, str(trial.recipe), step.kept, trial.status, trial.reason,
+            None if trial.status == "failed" else ratio, rate, trial.peak_bytes, trial.accuracy.error,
+        ))  # fmt: skip
+    return rungs
+
+
+@dataclass
+class _Progress:
+    """Passes events on with the plan's seconds, so that a bar shows how much is left."""
+
+    tell: Tell
+    began: float
+    seconds: float | None = None
+
+    def __call__(self, event: Event) -> None:
+        self.tell(replace(event, elapsed_s=time.monotonic() - self.began, budget_s=self.seconds))

@@ -1,0 +1,110 @@
+"""What a fit says, in sentences: each number is a contrast of the fit, and surprises come first.
+
+A surprise is what top-N lists do not tell: a level that hurts, one that helps only beside another, one that brings
+nothing more once another is there. They are put in the order of what their intervals vouch for, so that a large effect
+that might be chance does not come before a smaller one that is sure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fettle.studies.effects import ZONE, Effect
+from fettle.studies.model import Estimate, Level, Model, Term
+
+_PART = 1 / 3
+"""Of what a level gains in one place: if it gains less than this in the other, it is said to need that, or to be
+cancelled."""
+Kind = Literal["hurts", "needs", "cancels", "turns", "more", "less", "helps"]
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """One thing that the fit says."""
+
+    kind: Kind
+    text: str
+    levels: Term
+    """What it is about. Of two levels the first is what is said to be worth something."""
+    ratios: tuple[float, ...]
+    """The numbers in the text: on average; or alone, and after the other level."""
+    size: float
+    """The part of it, as a logarithm, that the interval vouches for."""
+
+    @property
+    def is_surprise(self) -> bool:
+        """Whether it is anything but a gain."""
+        return self.kind != "helps"
+
+
+def sentences(
+    model: Model, effects: Sequence[Effect], *, apart: frozenset[str] = frozenset(), confidence: float = 0.95
+) -> list[Sentence]:
+    """Surprises, the surest and largest first, then what helps."""
+    found = []
+    for effect in effects:
+        if effect.is_told:
+            alone = len(effect.levels) == 1
+            found.append(_average(model, effect) if alone else _pair(model, effect, apart, confidence))
+    return sorted(found, key=lambda sentence: (not sentence.is_surprise, -sentence.size))
+
+
+def _average(model: Model, effect: Effect) -> Sentence:
+    assert effect.ratio is not None
+    kind: Kind = "hurts" if effect.reading == "hurt" else "helps"
+    low, high = _times(effect.ratio.low)[:-1], _times(effect.ratio.high)[:-1]
+    where = f"{_times(effect.ratio.estimate)} [{low}, {high}]"
+    worth = f"{effect.label} hurts: {where}" if kind == "hurts" else f"{effect.label} is worth {where}"
+    text = f"{worth} on average" if len(model.levels) > 1 else worth
+    return Sentence(kind, text, effect.levels, (effect.ratio.estimate,), effect.certain)
+
+
+def _pair(model: Model, effect: Effect, apart: frozenset[str], confidence: float) -> Sentence:
+    """Of the two ways to say it, the one that says most: what needs, what turns, what cancels, what grows or
+    shrinks."""
+    one, two = effect.levels
+    ways = [_way(model, effect, a, b, apart, confidence) for a, b in ((one, two), (two, one)) if a[0] not in apart]
+    order: list[Kind] = ["needs", "turns", "cancels", "more", "less"]
+    # Of the same kind, that of the level which is worth less alone: the other is the stage, not the actor.
+    return min(ways, key=lambda way: (order.index(way.kind), abs(way.ratios[0] - 1)))
+
+
+def _way(
+    model: Model, effect: Effect, level: Level, other: Level, apart: frozenset[str], confidence: float
+) -> Sentence:
+    alone, beside = model.beside(level, None), model.beside(level, other)
+    assert alone is not None  # a pair stands in the model only after both of its levels
+    assert beside is not None
+    name, stage = "=".join(level), "=".join(other)
+    before, after = _ratio(alone), _ratio(beside)
+    when = "at" if other[0] in apart else "after"
+    numbers = f"{_times(before)} alone, {_times(after)} {when} {stage}"
+    kind: Kind
+    if _helps(beside, confidence) and not _helps(alone, confidence) and alone.gain < _PART * beside.gain:
+        kind, text = "needs", f"{name} needs {stage}: worth {numbers}"
+    elif _helps(alone, confidence) and _hurts(beside, confidence):
+        kind, text = "turns", f"{name} helps alone and hurts {when} {stage}: worth {numbers}"
+    elif _helps(alone, confidence) and not _helps(beside, confidence) and beside.gain < _PART * alone.gain:
+        kind, text = "cancels", f"{name} brings nothing more {when} {stage}: worth {numbers}"
+    else:
+        kind, text = "more" if after > before else "less", f"{name} is worth {numbers}"
+    return Sentence(kind, text, (level, other), (before, after), effect.certain)
+
+
+def _helps(gain: Estimate, confidence: float) -> bool:
+    return gain.gain > max(ZONE, gain.reach(confidence))
+
+
+def _hurts(gain: Estimate, confidence: float) -> bool:
+    return -gain.gain > max(ZONE, gain.reach(confidence))
+
+
+def _ratio(gain: Estimate) -> float:
+    return math.exp(max(-700.0, min(700.0, gain.gain)))
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}x" if 0.1 <= ratio < 100 else f"{ratio:.3g}x"

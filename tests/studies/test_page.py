@@ -1,0 +1,120 @@
+"""The page and the pictures: drawn of what there is, escaped, without network."""
+
+import math
+import re
+from dataclasses import replace
+
+import polars
+import pytest
+
+from fettle.measure import Interval
+from fettle.studies.analysis import analyse
+from fettle.studies.charts import figures, pareto, write_charts
+from fettle.studies.output import rows, study_json, write_table
+from fettle.studies.page import headline, page
+from fettle.studies.running import Rung
+from fettle.studies.table import Response, Table
+from tests.studies.made_up import switches, table
+
+GAINS = {"a=on": 0.1, "b=on": 0.4, "a=on b=on": 0.7, "c=on": -0.2}
+HOSTILE = "</script><script>alert(1)</script>"
+
+
+@pytest.fixture(scope="module")
+def study():
+    made = table(GAINS, switches("abc"), noise=0.01, repeats=2)
+    experiments = [
+        replace(row, values={**row.values, "error": 1e-3 if row.levels["b"] == "on" else 1e-6},
+                rounds=[(n, row.values["time_ms"] * (1 + 0.01 * n)) for n in range(5)])
+        for row in made.experiments
+    ]  # fmt: skip
+    experiments[3] = replace(experiments[3], values={}, reason=f"out of memory {HOSTILE}", rounds=())
+    return Table(made.factors, (*made.responses, Response("error", better="less error")), tuple(experiments))
+
+
+RUNGS = [
+    Rung("as given", "baseline", True, "measured", "", Interval(1, 1, 1), 100.0, 1 << 20, 0.0),
+    Rung("a=on", "a=on", True, "measured", "", Interval(2, 1.9, 2.1), 200.0, 2 << 20, 1e-3),
+    Rung("b=on", "a=on b=on", False, "measured", "", Interval(1.5, 1.4, 1.6), 150.0, 2 << 20, 1e-3),
+    Rung("c=on", "a=on c=on", False, "failed", "does not compile", None, math.nan, None, math.nan),
+]
+
+
+def test_every_picture_is_drawn_from_its_data(study, tmp_path):
+    drawn = figures(study, analyse(study), {"model": RUNGS})
+    names = [figure.name for figure in drawn]
+    assert names == [
+        "ladder-0",
+        "scatter-0",
+        "forest-0-0",
+        "matrix-0-0",
+        "forest-0-1",
+        "matrix-0-1",
+        "front-0",
+        "runs-0",
+    ]
+    paths = write_charts(drawn, tmp_path)
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
+    svg = (tmp_path / "ladder-0.svg").read_text()
+    for step in ("as given", "a=on", "b=on (left out)", "c=on (failed)", "does not compile", "1.50x", "error 1.0e-03"):
+        assert step in svg, step
+    scatter = (tmp_path / "scatter-0.svg").read_text()
+    assert scatter.count('aria-roledescription="point"') == len(study.experiments) - 1
+    assert "a = on" in scatter  # split by the second
+    assert "a=on × b=on" in (tmp_path / "forest-0-0.svg").read_text()
+    assert "2.01" in (tmp_path / "matrix-0-0.svg").read_text() or "2.0" in (tmp_path / "matrix-0-0.svg").read_text()
+
+
+def test_the_page_stands_alone_and_escapes_what_is_in_it(study):
+    hostile = replace(study, notes=(HOSTILE,))
+    analyses = analyse(hostile)
+    text = page(HOSTILE, hostile, analyses, figures(hostile, analyses, {HOSTILE: RUNGS}), hostile.notes)
+    assert HOSTILE not in text
+    assert not re.search(r"(src|href)=[\"']https?:", text)
+    assert "Content-Security-Policy" in text
+    assert "out of memory &lt;/script&gt;" in text
+    assert "a=on needs b=on" in text or "a=on is worth" in text
+
+
+def test_surprises_stand_before_what_helps(study):
+    analyses = analyse(study)
+    text = page("x", study, analyses, [], ())
+    assert text.index("Surprises, the surest") < text.index("What helps") < text.index("share of variance")
+    assert headline(analyses) in text.replace("&#34;", '"')
+    assert headline([]) == "What was measured"
+
+
+def test_what_failed_is_nowhere_and_never_zero(study):
+    analyses = analyse(study)
+    assert (analyses[0].experiments, analyses[0].missing) == (15, 1)
+    flat = rows(study)[3]
+    assert flat["time_ms"] is None
+    assert flat["reason"].startswith("out of memory")
+    data = study_json(study, analyses)
+    assert data["analyses"][0]["missing"] == 1
+    assert data["analyses"][0]["sentences"][0]["surprise"]
+
+
+def test_the_table_goes_to_csv_and_parquet_and_back(study, tmp_path):
+    for name, read in (("t.csv", polars.read_csv), ("t.parquet", polars.read_parquet)):
+        write_table(study, tmp_path / name)
+        frame = read(tmp_path / name)
+        assert frame.height == 16
+        assert frame["time_ms"].null_count() == 1
+        assert set(frame.columns) == {"group", "a", "b", "c", "time_ms", "error", "reason"}
+
+
+def test_the_front_is_what_no_other_beats_in_both():
+    faster, more = Response("time"), Response("rate", larger_is_better=True)
+    points = [(1.0, 9.0), (2.0, 5.0), (3.0, 5.0), (3.0, 6.0), (4.0, 1.0)]
+    assert pareto(points, faster, faster) == {0, 1, 4}
+    assert pareto(points, faster, more) == {0}
+
+
+def test_a_table_of_one_response_that_does_not_vary_says_why_there_is_no_fit(study):
+    flat = Table(
+        study.factors, (Response("error"),), tuple(replace(row, values={"error": 1.0}) for row in study.experiments)
+    )
+    analyses = analyse(flat)
+    assert analyses[0].checks is None
+    assert "it does not vary" in page("x", flat, analyses, figures(flat, analyses, {}), ())

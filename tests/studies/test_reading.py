@@ -1,0 +1,86 @@
+"""A table from outside is hostile until parsed: one clear line for what is wrong."""
+
+import pytest
+
+from fettle.errors import UsageError
+from fettle.studies.reading import read_csv
+
+CUBE = """# Source: made up
+model,eval,autocast-dtype,batch,params,throughput (it/s),first-batch (ms)
+small,False,float32,1,10,100,311
+small,True,float32,1,10,101,212
+small,False,float16,1,10,150,313
+small,True,float16,1,10,152,414
+small,False,float32,16,10,300,115
+small,True,float32,16,10,305,116
+small,False,float16,16,10,460,217
+small,True,float16,16,10,,118
+large,False,float32,1,99,10,919
+large,True,float32,1,99,12,920
+large,False,float16,1,99,15,721
+large,True,float16,1,99,15,722
+"""
+
+
+def read(tmp_path, text=CUBE, **options):
+    path = tmp_path / "cube.csv"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return read_csv(path, **{"response": ["throughput (it/s)"], "group_by": ["model"], **options})
+
+
+def test_factors_are_found_and_what_was_given_comes_first(tmp_path):
+    made = read(tmp_path)
+    assert made.factors == {"eval": ("False", "True"), "autocast-dtype": ("float32", "float16"), "batch": ("1", "16")}
+    assert made.responses[0].larger_is_better
+    assert made.groups == ["small", "large"]
+    assert any("1 of 12 rows have no positive number" in note for note in made.notes)
+    assert made.experiments[7].value("throughput (it/s)") is None
+    assert made.label(made.experiments[7]) == "eval=True autocast-dtype=float16 batch=16"
+
+
+def test_factors_can_be_named_with_what_was_given(tmp_path):
+    made = read(tmp_path, factors=["eval=True,batch"], response=["throughput (it/s):smaller", "first-batch (ms)"])
+    assert made.factors == {"eval": ("True", "False"), "batch": ("1", "16")}
+    assert [response.larger_is_better for response in made.responses] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "says"),
+    [
+        (CUBE, {"response": []}, "`response`: say which column came out; there are model, eval"),
+        (CUBE, {"response": ["time"]}, "`response`: there is no column 'time'"),
+        (CUBE, {"response": ["model"], "group_by": []}, "the column 'model' has no positive number"),
+        (CUBE, {"group_by": ["arch"]}, "`group_by`: there is no column 'arch'"),
+        (CUBE, {"factors": ["evil"]}, "`factors`: there is no column 'evil'"),
+        (CUBE, {"factors": ["eval=maybe"]}, "`factors`: no row has eval=maybe"),
+        (CUBE, {"factors": ["model"]}, "`factors`: model is a response or a group already"),
+        ("", {}, "has no rows below a header"),
+        ("a,b\n", {}, "has no rows below a header"),
+        ("a,a\n1,2\n", {}, "a column has no name, or two have the same"),
+        ("a,\n1,2\n", {}, "a column has no name, or two have the same"),
+        ("a,b\n1,2\n3\n", {}, "row 3 has 1 cells, the header 2"),
+        (b"\xff\xfe\x00", {}, "is no text in UTF-8"),
+        ('a,b\n"1\n' + "x" * 200_000 + '",2\n', {}, "is no CSV file"),
+        ("a\n1\n2\n", {"response": ["a"], "group_by": []}, "no column looks like a setting that was varied"),
+        ("a,y\n" + "".join(f"{n},1\n" for n in range(80)), {"response": ["y"], "group_by": [], "factors": ["a"]},
+         "a has 80 levels: it looks measured, not set"),
+    ],
+)  # fmt: skip
+def test_what_is_no_table_is_said_in_one_line(tmp_path, text, options, says):
+    with pytest.raises(UsageError) as raised:
+        read(tmp_path, text, **options)
+    assert says in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(UsageError, match=r"cannot read .*absent\.csv: No such file"):
+        read_csv(tmp_path / "absent.csv", response=["y"])
+
+
+def test_numbers_that_have_no_logarithm_are_missing(tmp_path):
+    text = "a,y\n" + "".join(
+        f"{'on' if n % 2 else 'off'},{value}\n" for n, value in enumerate(["0", "-1", "nan", "inf", "2", "3"])
+    )
+    made = read(tmp_path, text, response=["y"], group_by=[])
+    assert [row.value("y") for row in made.experiments] == [None, None, None, None, 2.0, 3.0]

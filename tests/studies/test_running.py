@@ -1,0 +1,182 @@
+"""A study from end to end on a model of milliseconds, without compilers; killed, resumed, and its failures."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import optuna
+import pytest
+
+from fettle.errors import UsageError
+from fettle.studies.running import Settings, study
+from tests.conftest import Run
+
+WORK = """
+import torch
+from torch import nn
+
+def workload(batch=4):
+    if batch > 8:
+        raise ValueError("too large a batch")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
+    return model.eval(), [torch.randn(batch, 64) for _ in range(4)]
+
+def other():
+    return nn.Sequential(nn.Linear(32, 16)).eval(), [torch.ones(2, 32)]
+"""
+TWO = ["--technique=grad=grad,inference_mode", "--technique=precision=fp32,bf16"]
+PINNED = [f"--technique={name}={level}" for name, level in {
+    "channels_last": "off", "matmul": "highest", "threads": "as-given", "allocator": "default", "attention": "as-is",
+    "quantize": "none", "compile": "off", "runtime": "torch",
+}.items()]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("studies") / "work.py"
+    path.write_text(WORK)
+    return path
+
+
+def test_a_study_killed_goes_on_and_what_cannot_be_built_is_a_failed_cell(work: Path, tmp_path: Path, run_fettle: Run):
+    out = tmp_path / "out"
+    words = ["study", f"{work}", *TWO, *PINNED, "--factor=batch=4,2,16", "--rounds=3", "-o", f"{out}"]
+    first = subprocess.Popen([sys.executable, "-m", "fettle", *words], cwd=tmp_path, stderr=subprocess.DEVNULL,
+                             stdout=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
+    try:
+        kept = _wait_for_trials(out, 3)
+    finally:
+        os.killpg(first.pid, signal.SIGKILL)
+        first.wait()
+    said = run_fettle(*words, "-o", out / "all.parquet", "--json")
+    assert said.code == 0, said.err
+    data = json.loads(said.out)
+    again = {number: attrs for number, attrs in _trials(out).items() if number in kept}
+    assert again == kept  # measured once
+    rows = data["experiments"]
+    assert [row["reason"] for row in rows if row["batch"] == "16"] == [
+        reason for reason in [row["reason"] for row in rows if row["batch"] == "16"] if "too large a batch" in reason
+    ]
+    assert {(row["grad"], row["precision"], row["batch"]) for row in rows if row["batch"] != "16"} == {
+        (grad, precision, batch)
+        for grad in ("grad", "inference_mode") for precision in ("fp32", "bf16") for batch in ("4", "2")
+    }  # fmt: skip
+    assert all(row["ms_per_sample"] > 0 for row in rows if row["batch"] != "16")
+    assert {one["response"] for one in data["analyses"]} == {"ms_per_sample", "peak_mib", "error"}
+    time_of = next(one for one in data["analyses"] if one["response"] == "ms_per_sample")
+    assert (time_of["experiments"], time_of["missing"]) == (8, 1)
+    assert set(os.listdir(out)) >= {"study.html", "study.json", "study.csv", "study.db", "all.parquet"}
+    assert list((out / "pictures").glob("scatter-0.png"))
+
+
+def _trials(out: Path) -> dict[str, dict[str, str]]:
+    found = {}
+    storage = f"sqlite:///{out / 'study.db'}"
+    for name in optuna.get_all_study_names(storage):
+        for trial in optuna.load_study(study_name=name, storage=storage).trials:
+            found[f"{name} {trial.number}"] = dict(trial.user_attrs)
+    return found
+
+
+def _wait_for_trials(out: Path, count: int, timeout_s: float = 300.0) -> dict[str, dict[str, str]]:
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        try:
+            found = _trials(out)
+        except Exception:  # not yet made
+            found = {}
+        if len(found) >= count:
+            return found
+        time.sleep(0.2)
+    raise AssertionError("no trials")
+
+
+def test_a_ladder_shows_every_step_of_two_targets(work: Path, tmp_path: Path, run_fettle: Run):
+    said = run_fettle("study", work, f"{work}:other", "--design=ladder", "--order=precision,grad", *TWO, *PINNED,
+                      "--rounds=3", "-o", tmp_path / "out", "--json")  # fmt: skip
+    assert said.code == 0, said.err
+    data = json.loads(said.out)
+    assert set(data["steps"]) == {"work", "work-other"}
+    for rungs in data["steps"].values():
+        labels = [rung["label"] for rung in rungs]
+        assert labels[0] == "as given"
+        assert labels[1:] == ["precision=bf16", "grad=inference_mode"]
+        assert all(rung["per_second"] > 0 and rung["peak_bytes"] is not None for rung in rungs)
+    assert (tmp_path / "out" / "pictures" / "ladder-1.svg").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "name a target, path/to/file.py:factory, or a table with --from-csv"),
+        (["w.py", "--from-csv", "t.csv"], "--from-csv reads what was measured"),
+        (["w.py", "--response", "y"], "are for a table, --from-csv"),
+        (["w.py", "--design", "all"], "unknown design 'all'"),
+        (["w.py", "--factor", "batch=1"], "write NAME=VALUE,VALUE"),
+        (["w.py", "--order", "precison"], "there is no technique 'precison'"),
+        (["w.py", "--technique", "precision=bf17"], "bf17"),
+        (["w.py", "--recipe", "nonsense"], "is no TECHNIQUE=LEVEL"),
+        (["w.py", "--rounds", "1"], "--rounds 1"),
+        (["w.py", "--cells", "1"], "--cells 1"),
+        (["w.py", "--budget", "soon"], "is no duration"),
+        (["absent.py"], "no such file: absent.py"),
+        (["--from-csv", "absent.csv", "--response", "y"], "cannot read absent.csv"),
+        (["w.py", "-o", "x.txt/y.parquet/z.csv", "-o", "a.csv"], "is named for the same"),
+    ],
+)
+def test_bad_usage_is_one_line(words: list[str], says: str, tmp_path: Path, monkeypatch, run_fettle: Run):
+    monkeypatch.chdir(tmp_path)
+    Path("w.py").write_text(WORK)
+    said = run_fettle("study", *words)
+    assert said.code == 2
+    assert says in said.err, said.err
+    assert len(said.err.strip().splitlines()) == 1
+
+
+def test_a_factory_without_that_argument_fails_in_one_line(work: Path, tmp_path: Path):
+    with pytest.raises(UsageError, match="has no parameter 'size'"):
+        study([str(work)], Settings(arguments={"size": ["1", "2"]}, output=tmp_path), lambda event: None)
+
+
+def test_a_study_of_more_than_an_hour_asks_first(work: Path, tmp_path: Path, monkeypatch, run_fettle: Run):
+    from fettle.studies import plan
+
+    monkeypatch.setattr(plan, "LONG_S", 0.1)
+    words = ["study", work, *TWO, *PINNED, "--rounds=3", "-o", tmp_path / "out"]
+    said = run_fettle(*words)
+    assert said.code == 2
+    assert "factorial: 4 combinations, 1 of them measured already; the rest takes about" in said.err
+    assert "add --yes to run it, or --budget 30m" in said.err
+    part = run_fettle(*words, "--cells=2", "--yes", "--json")
+    assert part.code == 0
+    assert len(json.loads(part.out)["experiments"]) == 2
+
+
+def test_without_statsmodels_one_line_says_so(tmp_path: Path, monkeypatch, run_fettle: Run):
+    table = tmp_path / "t.csv"
+    table.write_text("a,b,y\n" + "".join(f"{a},{b},{1 + a + b}\n" for a in (0, 1) for b in (0, 1)) * 3)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "statsmodels"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "statsmodels", None)
+    said = run_fettle("study", "--from-csv", table, "--response", "y", "-o", tmp_path / "out")
+    assert said.code == 2
+    assert said.err.strip() == "fettle: effects need statsmodels: pip install 'torch-fettle[study]'"
+
+
+def test_a_table_of_somebody_else_becomes_a_page(tmp_path: Path, run_fettle: Run):
+    from tests.studies.test_reading import CUBE
+
+    table = tmp_path / "cube.csv"
+    table.write_text(CUBE)
+    said = run_fettle("study", "--from-csv", table, "--response", "throughput (it/s)", "--group-by", "model",
+                      "--parquet", tmp_path / "t.parquet", "-o", tmp_path / "out")  # fmt: skip
+    assert said.code == 0, said.err
+    assert "autocast-dtype=float16 is worth" in said.out
+    assert "--parquet is now --output" in said.err
+    assert (tmp_path / "out" / "study.html").is_file()
+    assert (tmp_path / "t.parquet").is_file()
