@@ -115,7 +115,7 @@ class _Workload:
     @property
     def known(self) -> Mapping[Recipe, Trial]:
         """All that was measured, by this run or an earlier one."""
-        return self.session.known
+        return self.session.standings.known
 
     def trials(self) -> list[Trial]:
         """What is known of recipes in the space."""

@@ -277,7 +277,7 @@ class Session:
 
     def seconds_for(self, recipe: Recipe, rounds: int) -> float:
         """Seconds that a recipe should take to start and to run so many rounds. The baseline must be known."""
-        baseline = self.known[Recipe()]
+        baseline = self.standings.known[Recipe()]
         return self._start_s(recipe, baseline) + rounds * turn_s(baseline)
 
     def _start_s(self, recipe: Recipe, baseline: Trial) -> float:
