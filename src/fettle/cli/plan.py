@@ -17,7 +17,7 @@ from fettle.cli import _options, _quiet
 from fettle.units import size_text
 
 if TYPE_CHECKING:
-    from fettle.train.plan import Plan
+    from fettle.parallel.plan import Plan
 
 
 def command(
@@ -50,9 +50,9 @@ def command(
       fettle plan train.py --world-size 16 --strategy "zero3 checkpoint=block" --strategy ddp --output plan.html
     """
     from fettle.errors import UsageError
-    from fettle.train import plan as planning
-    from fettle.train.plan_report import check_path, write_plan
-    from fettle.train.strategies import parse_strategy
+    from fettle.parallel import plan as planning
+    from fettle.parallel.report import check_path, write_plan
+    from fettle.parallel.strategies import parse_strategy
     from fettle.units import parse_size
     from fettle.workload import find_target
 
@@ -97,7 +97,7 @@ def command(
 
 def _print(console: Console, made: Plan, note: str) -> None:
     """Three tables, each narrow enough for a terminal of 80 columns."""
-    from fettle.train.plan_report import basis, verdict
+    from fettle.parallel.report import basis, verdict
 
     console.print(f"\n[bold]{escape(verdict(made))}[/]", highlight=False)
     for table in (_peaks(made), _sent(made), _states(made)):
@@ -123,7 +123,7 @@ def _table(title: str, *names: str) -> Table:
 
 def _peaks(made: Plan) -> Table:
     """All in one unit, which the title names: with a unit in each cell the table would be too wide."""
-    from fettle.train.plan_timeline import PARTS
+    from fettle.parallel.timeline import PARTS
 
     highest = max(item.peak_bytes for item in made.predictions)
     unit, scale = next(

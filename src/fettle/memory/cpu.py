@@ -52,8 +52,8 @@ class CpuTimeline:
         if results is None:
             return
         categories = _Categories(running)
-        for event in sorted(_walk(results.experimental_event_tree()), key=lambda event: event.start_time_ns):
-            self._take(event, categories)
+        for kind, event in events_in_time(results.experimental_event_tree()):
+            self._take(kind, event, categories)
         for address, size, category in categories.preexisting():
             self.alive.setdefault(address, _block(address, size, [], category))
 
@@ -86,8 +86,7 @@ class CpuTimeline:
             "allocator_settings": {},
         }
 
-    def _take(self, event: Any, categories: _Categories) -> None:
-        kind = str(event.tag).rsplit(".", 1)[-1]
+    def _take(self, kind: str, event: Any, categories: _Categories) -> None:
         if kind == "TorchOp" and event.name.startswith(("Optimizer.", "ProfilerStep")):
             for stage, at_ns in (("START", event.start_time_ns), ("END", event.end_time_ns)):
                 self.annotations.append({"stage": stage, "name": event.name, "device": 0, "time_us": at_ns // 1000})
@@ -146,12 +145,18 @@ class _Categories:
         return ""
 
 
-def _walk(roots: list[Any]) -> Iterator[Any]:
-    left = list(roots)
+def events_in_time(roots: list[Any]) -> list[tuple[str, Any]]:
+    """All events of a profiler's tree by their starts, each with its kind: ``TorchOp``, ``Allocation``, ..."""
+    found: list[Any] = []
+    left = list(reversed(roots))
     while left:
-        event = left.pop()
-        yield event
-        left.extend(event.children)
+        found.append(left.pop())
+        left.extend(reversed(found[-1].children))
+    return [(_kind(event), event) for event in sorted(found, key=lambda event: event.start_time_ns)]
+
+
+def _kind(event: Any) -> str:
+    return str(event.tag).rsplit(".", 1)[-1]
 
 
 def _block(address: int, size: int, frames: list[dict[str, Any]], category: str) -> dict[str, Any]:
@@ -170,7 +175,7 @@ def _frames(event: Any) -> list[dict[str, Any]]:
     frames: list[dict[str, Any]] = []
     parent, in_python = event.parent, False
     while parent is not None and len(frames) < _DEEPEST_STACK:
-        kind = str(parent.tag).rsplit(".", 1)[-1]
+        kind = _kind(parent)
         if kind in ("PyCall", "PyCCall"):
             calls = parent.extra_fields
             if not in_python and kind == "PyCall":

@@ -19,6 +19,8 @@ RESERVE = 0.04
 memory, before the kernel ends whatever it likes. A small one is not to blame for what others hold."""
 TICK_S = 0.5
 """How often whoever waits for an answer looks around."""
+_VARIABLES = {"KINETO_LOG_LEVEL": "99"}
+"""The profiler writes to standard error otherwise, and the last line there is a dead child's last word."""
 T = TypeVar("T")
 
 
@@ -66,7 +68,7 @@ class Child(Process):
         with theirs:
             super().__init__(
                 ["-m", module, str(theirs.fileno())], pass_fds=(theirs.fileno(),), log=log,
-                environment={**os.environ, "PYTHONUNBUFFERED": "1", **(variables or {})},
+                environment={**_VARIABLES, **os.environ, "PYTHONUNBUFFERED": "1", **(variables or {})},
             )  # fmt: skip
         self._doing = self._stage = ""
 

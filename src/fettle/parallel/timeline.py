@@ -3,7 +3,7 @@
 Under fake tensors an operation computes shapes only, yet its results live exactly as long as real ones would: autograd
 keeps what it saves, modules drop what they are done with. `Timeline` watches these lives. What an operation allocates
 and frees inside itself, below PyTorch's dispatcher, is not seen: it can be handed a function that knows
-(`fettle.train.plan_workspace`).
+(`fettle.parallel.workspace`).
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from typing import Any
 from fettle.errors import UsageError
 from fettle.files import check_writable, whole, write_text
 from fettle.page import Table, as_spec, shell, still
-from fettle.train.plan import Plan, Prediction
-from fettle.train.plan_timeline import PARTS
+from fettle.parallel.plan import Plan, Prediction
+from fettle.parallel.timeline import PARTS
 from fettle.units import size_text
 
 _COLOURS = ("#1f77a8", "#2f9a6c", "#7d6bc4", "#d27a22", "#8a949e")
@@ -87,7 +87,7 @@ def page(made: Plan) -> str:
     peaks = ("strategy", "peak", *PARTS, "fits")
     sent = ("strategy", "sent a step", "between nodes", "collectives", "note")
     return shell.render(
-        "fettle.train",
+        "fettle.parallel",
         "plan.html.j2",
         f"Memory plan: {made.name}",
         made=made,

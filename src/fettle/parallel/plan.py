@@ -23,12 +23,12 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from fettle.errors import UsageError, first_line
-from fettle.train import plan_formulas as formulas
-from fettle.train.plan_ddp import collectives_of_ddp, ddp_buckets
-from fettle.train.plan_fake import fake_model, fake_tensors, fake_world, fsdp_marks
-from fettle.train.plan_timeline import Timeline, peak_of
-from fettle.train.plan_workspace import Workspaces
-from fettle.train.strategies import Strategy, apply, mesh_shape, precision_context, units_of, usual_strategies
+from fettle.parallel import formulas
+from fettle.parallel.ddp import collectives_of_ddp, ddp_buckets
+from fettle.parallel.fake import fake_model, fake_tensors, fake_world, fsdp_marks
+from fettle.parallel.strategies import Strategy, apply, mesh_shape, precision_context, units_of, usual_strategies
+from fettle.parallel.timeline import Timeline, peak_of
+from fettle.parallel.workspace import Workspaces
 from fettle.train.workload import TrainingWorkload, load_training
 from fettle.workload import Target
 
@@ -176,7 +176,7 @@ def _predict(
         trained_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         units = [sum(p.numel() * p.element_size() for p in unit.parameters()) for unit in units_of(model, strategy)]
         rest = all_bytes - sum(units)
-        called = apply(model, replace(strategy, compile="off"), mesh, ddp=False)
+        called = apply(model, replace(strategy, compile="off"), mesh)
         timeline, states, optimizer = _step(called, workload, batch, strategy, ranks, ranks_per_node, device, round_to)
     host, extra = 0, 0
     peak = peak_of(timeline)

@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from fettle.errors import UsageError, first_line
-from fettle.train.plan_timeline import Timeline
+from fettle.parallel.timeline import Timeline
 
 
 @contextmanager
