@@ -35,8 +35,8 @@ from scipy.stats import binom
 from fettle.inputs import Measured, Setting, measure_and_search
 from fettle.inputs.contest import Contest
 from fettle.inputs.from_trace import compare_text, waits_in_trace
-from fettle.inputs.guard import room
 from fettle.inputs.journal import Journal
+from fettle.inputs.limits import room
 from fettle.inputs.setting import WITHIN, ratio
 from fettle.machine import this_machine
 

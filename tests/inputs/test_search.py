@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 
 from fettle.errors import UsageError
 from fettle.inputs import Measured, Setting, measure_and_search
+from fettle.inputs._messages import Faults
 from fettle.inputs.contest import PAIRS, ROUNDS, Contest
 from fettle.inputs.found import cannot_help
-from fettle.inputs.guard import Room
 from fettle.inputs.journal import Journal
+from fettle.inputs.limits import Room
 from fettle.inputs.search import _search
 from fettle.inputs.setting import AS_GIVEN, BATCH_INDEX, Facts, Slice, ratio, smallest_of_the_best
+from fettle.procs.child import ChildError
 
 HERE = Path(__file__).parent
 
@@ -55,8 +57,8 @@ class MadeUp(Contest):
     def alone(self) -> float:
         return self.step_s
 
-    def lints(self) -> dict:
-        return {"lints": [], "notes": []}
+    def faults(self) -> Faults:
+        return Faults()
 
     def true_rate(self, setting: Setting) -> float:
         make_s = self.make_s / (20 if setting.fetch == BATCH_INDEX else 1)
@@ -69,19 +71,15 @@ class MadeUp(Contest):
         crowded = 1 + 0.01 * max(0, setting.num_workers - self.here.cores) * (self.cpu > 0.5)
         return min(at_once / (make_s * crowded), 1 / (self.step_s + self.hand_s))
 
-    def _slice(self, setting: Setting) -> dict:
-        import msgspec
-
-        from fettle.measure import WorkerError
-
+    def _slice(self, setting: Setting) -> Slice:
         self.asked.append(setting)
         if setting.num_workers in self.fails:
-            raise WorkerError("out of memory: it is made up", "memory")
+            raise ChildError("out of memory: it is made up", "memory")
         rate = self.true_rate(setting) * next(self.noise)
         waiting = 1 - self.step_s * rate if self.step_s else 1.0
         fresh = self.fresh if setting.num_workers and not setting.keep_memory else 0.0
-        return msgspec.to_builtins(a_slice(rate, max(0.0, min(1.0, waiting)), self.make_s, self.cpu,
-                                           fetch_system=fresh, fetch_pages=1e6 * fresh))  # fmt: skip
+        return a_slice(rate, max(0.0, min(1.0, waiting)), self.make_s, self.cpu,
+                       fetch_system=fresh, fetch_pages=1e6 * fresh)  # fmt: skip
 
     def search(self):
         return _search(self, "cpu", True, 0.0)
@@ -218,9 +216,7 @@ def test_a_setting_that_dies_after_it_was_the_best_is_not_taken() -> None:
     class Dies(MadeUp):
         def _slice(self, setting):
             if setting.num_workers == 4 and self.asked.count(setting) == 3:
-                from fettle.measure import WorkerError
-
-                raise WorkerError("a worker exited unexpectedly with code 3", "crash")
+                raise ChildError("a worker exited unexpectedly with code 3", "crash")
             return super()._slice(setting)
 
     found = Dies(cores=4).search()

@@ -78,10 +78,11 @@ def command(
     if not 0.01 <= slice_s <= 600:
         raise UsageError(f"--slice {slice_}: between 10ms and 10m")
     around = Surroundings()
-    with _progress(quiet=as_json) as tell:
+    with _progress(quiet=as_json) as show:
         found = measure_and_search(
             target, slice_s=slice_s, timeout_s=_options.duration_s(timeout, "--timeout"), ranks=ranks or _ranks(),
-            device=_options.one_device(device, ("auto",)), keep=keep or default_path(target), lints=lints, tell=tell,
+            device=_options.one_device(device, ("auto",)), keep=keep or default_path(target), lints=lints,
+            on_progress=show,
         )  # fmt: skip
     busy = around.sentence()
     if output is not None:

@@ -13,16 +13,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from fettle.errors import UsageError
-from fettle.inputs import guard
-from fettle.inputs.contest import Contest, Tell
+from fettle.inputs._messages import Faults
+from fettle.inputs.contest import Contest, OnProgress
 from fettle.inputs.found import Found, cannot_help, verdict
 from fettle.inputs.journal import Journal, content_hash
-from fettle.inputs.lint import Lint
+from fettle.inputs.limits import room
 from fettle.inputs.setting import (
     AS_GIVEN,
     WITHIN,
@@ -51,7 +50,7 @@ def measure_and_search(
     device: str = "auto",
     keep: Path | None = None,
     lints: bool = True,
-    tell: Tell = lambda doing, done, of: None,
+    on_progress: OnProgress = lambda doing, done, of: None,
 ) -> Found:
     """Measure the pipeline of `target` (``file.py:factory``) and search its setting.
 
@@ -64,13 +63,13 @@ def measure_and_search(
     `KeyboardInterrupt` when interrupted before there is anything to tell.
     """
     began = time.monotonic()
-    here = guard.room(ranks)
+    here = room(ranks)
     journal = Journal(
         keep,
         {"target": target, "content": content_hash(target), "slice_s": slice_s, "ranks": ranks, "device": device,
          "cores": here.cores, "torch": str(torch.__version__), "lints": lints},
     )  # fmt: skip
-    contest = Contest(target, slice_s, timeout_s, _device(device), here, journal, tell)
+    contest = Contest(target, slice_s, timeout_s, _device(device), here, journal, on_progress)
     done = False
     try:
         found = _search(contest, device, lints, began)
@@ -103,7 +102,7 @@ def _search(contest: Contest, device: str, lints: bool, began: float) -> Found:
     given = contest.measured[given_setting]
     notes = [*facts.notes, *_not_tried(facts)]
     why = cannot_help(plain, step_s, contest.here.cores)
-    best, looked, search_s = plain, dict[str, Any](), 0.0
+    best, faults, search_s = plain, Faults(), 0.0
     with _interruptible() as state:
         if not why:
             climb(contest, facts, scores, step_s)
@@ -113,7 +112,7 @@ def _search(contest: Contest, device: str, lints: bool, began: float) -> Found:
         search_s = time.monotonic() - began
     if not state.interrupted and lints:
         with _interruptible() as state:
-            looked = contest.lints()
+            faults = contest.faults()
     interrupted = state.interrupted
     if interrupted and best is plain:
         best = smallest_of_the_best([contest.measured[setting] for setting in _near(contest, scores)])
@@ -122,12 +121,10 @@ def _search(contest: Contest, device: str, lints: bool, began: float) -> Found:
     measured = list(contest.measured.values())
     if not given.able:
         notes.append(f"As given it fails: {given.failure}.")
-    if "error" in looked:
-        notes.append(f"Looking for faults ended early: {looked['error']}.")
-    notes += looked.get("notes", [])
+    notes += faults.notes
     found = Found(
         contest.target, given, plain, best, measured, step_s, contest.here.cores, contest.here.why, "", notes,
-        [Lint(**item) for item in looked.get("lints", [])], search_s, time.monotonic() - began, interrupted,
+        faults.lints, search_s, time.monotonic() - began, interrupted,
         contest.reused,
     )  # fmt: skip
     return replace(found, verdict=verdict(found, why))

@@ -8,7 +8,7 @@ import socket
 
 import msgspec
 
-from fettle.procs.cores import usable_cores
+from fettle.procs.limits import usable_cores
 
 LAUNCHER = "fettle.procs.launcher"
 """The module that starts a node's ranks."""
