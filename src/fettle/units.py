@@ -1,7 +1,8 @@
-"""Sizes for people: 1.5 GiB for a reader, and "1.5GiB" from a command line."""
+"""Sizes and times for people: 1.5 GiB for a reader, and "1.5GiB" from a command line."""
 
 from __future__ import annotations
 
+import math
 import re
 
 from fettle.errors import UsageError
@@ -22,6 +23,15 @@ def size_text(size_bytes: float) -> str:
         return f"{sign}{value:.0f} B"
     digits = 2 if value < 10 else 1 if value < 100 else 0
     return f"{sign}{value:.{digits}f} {unit}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds with a unit and three digits: ``12.3 ms``; a dash where there is no number."""
+    if not math.isfinite(seconds):
+        return "-"
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def parse_size(text: str, option: str = "") -> int:

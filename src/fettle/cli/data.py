@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
-from fettle.cli import _options
+from fettle.cli import _options, _show
 
 if TYPE_CHECKING:
     from fettle.inputs import Found
@@ -69,16 +65,17 @@ def command(
 
     from fettle.inputs import measure_and_search
     from fettle.inputs.journal import default_path
-    from fettle.inputs.report import as_data, check_path, write_report
+    from fettle.inputs.report import as_data, write_report
     from fettle.measure import Surroundings
+    from fettle.page import drawn
 
     if output is not None:
-        check_path(output)
+        drawn.check_path(output)
     slice_s = _options.duration_s(slice_, "--slice")
     if not 0.01 <= slice_s <= 600:
         raise UsageError(f"--slice {slice_}: between 10ms and 10m")
     around = Surroundings()
-    with _progress(quiet=as_json) as show:
+    with _show.bar("starting", quiet=as_json, lines=True) as show:
         found = measure_and_search(
             target, slice_s=slice_s, timeout_s=_options.duration_s(timeout, "--timeout"), ranks=ranks or _ranks(),
             device=_options.one_device(device, ("auto",)), keep=keep or default_path(target), lints=lints,
@@ -120,41 +117,13 @@ def _ranks() -> int:
     return max(1, int(text)) if text.isdigit() else 1
 
 
-@contextmanager
-def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """What runs now and the time left, on stderr; a line for each slice where that is no terminal."""
-    console = Console(stderr=True)
-    if quiet:
-        yield lambda doing, done, of: None
-    elif not console.is_terminal:
-        yield lambda doing, done, of: console.print(f"[{done}/{of}] {doing}", highlight=False, markup=False)
-    else:
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=18), TimeElapsedColumn(), TextColumn("left"),
-                   TimeRemainingColumn())  # fmt: skip
-        with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task("starting", total=None)
-            yield lambda doing, done, of: bar.update(task, description=escape(doing[:70]), completed=done, total=of)
-
-
 def _print(found: Found, console: Console) -> None:
-    from fettle.inputs.report import facts, rows
+    from fettle.inputs.report import facts, settings
 
     console.print(f"[bold]{escape(found.verdict)}[/]\n", highlight=False)
     for line in facts(found):
         console.print(escape(line), highlight=False)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    shown = [{name: cell for name, cell in row.items() if name != "first"} for row in rows(found)]
-    for name in [name for name in shown[0] if name != "note" and not any(row[name] for row in shown)]:
-        for row in shown:
-            del row[name]
-    for name in shown[0]:
-        left = name in ("also", "note")
-        table.add_column(name, justify="left" if left else "right", no_wrap=name != "note", overflow="fold")
-    for row in shown:
-        style = "green" if "take this" in row["note"] else "red" if row["note"].startswith("failed") else ""
-        table.add_row(*(escape(cell) for cell in row.values()), style=style)
-    console.print()
-    console.print(table)
+    _show.print_table(console, settings(found))
     for lint in found.lints:
         console.print(
             f"\n[yellow]{escape(lint.says)}[/] {escape(lint.evidence)}\n  → {escape(lint.advice)}", highlight=False

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from fettle.cli import _options
+from fettle.cli import _options, _show
 from fettle.errors import UsageError
 from fettle.files import check_writable
 
@@ -68,7 +68,7 @@ def command(
 
     allowed = _allowed(fail_on)
     check_writable(output)
-    with _options.telling("starting", quiet=as_json) as tell:
+    with _show.telling("starting", quiet=as_json) as tell:
         found = diagnose(
             target,
             seconds=_options.duration_s(seconds, "--seconds"),

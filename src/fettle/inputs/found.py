@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fettle.inputs.lint import Lint
 from fettle.inputs.setting import WITHIN, Measured, ratio
-from fettle.units import size_text
+from fettle.units import seconds_text, size_text
 
 
 @dataclass(frozen=True)
@@ -121,16 +121,12 @@ def _why_workers_lost(found: Found) -> str:
     if seen.fetch_p50_s * seen.rate < 0.5 * fastest.setting.num_workers:
         handing = max(1 / seen.rate - found.step_s, 0.0)
         return (
-            f"Workers cannot help: making a batch of {size_text(seen.batch_bytes)} takes {_time(found.batch_p50_s)}, "
-            f"getting it from a worker {_time(handing)}; {beside}."
+            f"Workers cannot help: making a batch of {size_text(seen.batch_bytes)} takes "
+            f"{seconds_text(found.batch_p50_s)}, getting it from a worker {seconds_text(handing)}; {beside}."
         )
     if found.plain.last.cpu_share > 0.9 * found.cores:
         return f"Workers cannot help: the loop keeps all {found.cores} cores busy without them; {beside}."
     return f"Workers cannot help: {beside}."
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
 
 
 def _first(item: Measured, name: str) -> float:

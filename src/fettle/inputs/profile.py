@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from fettle.errors import is_program
 from fettle.inputs.lint import ROWS, Lint, rows_of
 
 _LEAST_S = 2e-4
@@ -173,20 +174,13 @@ def _users_caller(stats: dict[Place, Any], place: Place) -> Place | None:
     """Up the callers that took most of the time, the first that is a line of the user's own file."""
     here = place
     for _ in range(12):
-        if _is_users(here):
+        if is_program(here[0]):
             return here
         callers: dict[Place, Any] = stats[here][4] if here in stats else {}
         if not callers:
             return None
         here = max(callers.items(), key=lambda item: item[1][3])[0]
     return None
-
-
-def _is_users(place: Place) -> bool:
-    file = place[0]
-    if file in ("~", "") or file[0] == "<" or _is_ours(place):
-        return False
-    return "site-packages" not in file and "/lib/python" not in file
 
 
 def _is_ours(place: Place) -> bool:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from fettle.errors import UsageError
-from fettle.files import check_writable, finite, write_bytes, write_text
+import msgspec
+
+from fettle.files import finite
 from fettle.inputs.found import Found
 from fettle.inputs.setting import BATCH_INDEX, ONE_BY_ONE, Measured, ratio
-from fettle.page import Table, clean, shell, still, theme
-from fettle.units import size_text
-
-SUFFIXES = (".html", ".png", ".svg")
+from fettle.page import Table, clean, drawn, shell, still, theme
+from fettle.units import seconds_text, size_text
 
 
 def facts(found: Found) -> list[str]:
@@ -24,8 +22,8 @@ def facts(found: Found) -> list[str]:
     if found.step_s:
         which = "As given" if found.given.able else "Without workers (as given it fails)"
         lines.append(
-            f"A step alone takes {_time(found.step_s)}. {which}, {found.waiting:.1%} of the time is waiting for data: "
-            f"removing it brings at most {bound_text(found)}; {_reached(found)}."
+            f"A step alone takes {seconds_text(found.step_s)}. {which}, {found.waiting:.1%} of the time is waiting for "
+            f"data: removing it brings at most {bound_text(found)}; {_reached(found)}."
         )
     else:
         lines.append(
@@ -33,14 +31,16 @@ def facts(found: Found) -> list[str]:
             "Return (loader, step) to learn it."
         )
     lines.append(
-        f"One batch ({size_text(plain.batch_bytes)}) takes one process {_time(plain.fetch_p50_s)} (95%: "
-        f"{_time(plain.fetch_p95_s)}), {plain.fetch_busy:.0%} of it computing (the rest waits for files or others)."
+        f"One batch ({size_text(plain.batch_bytes)}) takes one process {seconds_text(plain.fetch_p50_s)} (95%: "
+        f"{seconds_text(plain.fetch_p95_s)}), {plain.fetch_busy:.0%} of it computing (the rest waits for files or "
+        "others)."
     )
     if found.best.setting.num_workers:
         seen, workers = found.best.last, found.best.setting.num_workers
+        where = "the worker" if workers == 1 else f"each of {workers} workers"
         lines.append(
-            f"In {'the worker' if workers == 1 else f'each of {workers} workers'} it takes {_time(seen.fetch_p50_s)} "
-            f"(95%: {_time(seen.fetch_p95_s)}); a worker holds {size_text(seen.worker_bytes)} of its own, and up to "
+            f"In {where} it takes {seconds_text(seen.fetch_p50_s)} (95%: {seconds_text(seen.fetch_p95_s)}); a worker "
+            f"holds {size_text(seen.worker_bytes)} of its own, and up to "
             f"{size_text(workers * found.best.setting.prefetch_factor * seen.batch_bytes)} of "
             "batches are in flight."
         )
@@ -97,7 +97,8 @@ def rows(found: Found) -> list[dict[str, str]]:
             cells = {
                 "batches/s": f"{item.level:,.1f}" if item.level < 1000 else f"{item.level:,.0f}",
                 "waiting": f"{item.waiting:.0%}",
-                "batch 50%": _time(seen.fetch_p50_s), "95%": _time(seen.fetch_p95_s), "first": _time(item.start_s),
+                "batch 50%": seconds_text(seen.fetch_p50_s),
+                "95%": seconds_text(seen.fetch_p95_s), "first": seconds_text(item.start_s),
             }  # fmt: skip
         workers = bool(setting.num_workers)
         listed.append({
@@ -115,7 +116,7 @@ def as_data(found: Found) -> dict[str, Any]:
             "setting": asdict(item.setting), "code": item.setting.code, "rates": item.rates,
             "level": item.level or None,
             "failure": item.failure, "left_out": item.left_out,
-            "slices": {str(number): _plain(part) for number, part in item.slices.items()},
+            "slices": {str(number): msgspec.to_builtins(part) for number, part in item.slices.items()},
         }
         for item in found.settings
     ]  # fmt: skip
@@ -130,26 +131,9 @@ def as_data(found: Found) -> dict[str, Any]:
     return data
 
 
-def check_path(path: Path) -> None:
-    """Raises `UsageError` for a suffix that is not drawn, or a place that cannot be written."""
-    if path.suffix not in SUFFIXES:
-        raise UsageError(f"{path}: the report is written as .html, .png or .svg")
-    check_writable(path)
-
-
 def write_report(found: Found, path: Path) -> None:
     """Write the page (.html, needs no network) or the curve alone (.png, .svg), whole or not at all."""
-    check_path(path)
-    if path.suffix == ".html":
-        write_text(path, page(found))
-        return
-    import vl_convert
-
-    svg = theme.svg(curve(found), 640)
-    if path.suffix == ".svg":
-        write_text(path, svg)
-    else:
-        write_bytes(path, vl_convert.svg_to_png(svg, scale=2))
+    drawn.write(path, lambda: page(found), lambda: curve(found))
 
 
 def page(found: Found) -> str:
@@ -161,7 +145,7 @@ def page(found: Found) -> str:
         f"Input pipeline: {found.target}",
         found=found,
         facts=facts(found),
-        settings=_settings(found),
+        settings=settings(found),
         drawn=still(found.verdict, lambda narrow: curve(found, 280 if narrow else 320)),
         tiles=_tiles(found),
         limit=_limit_text(found),
@@ -178,7 +162,7 @@ def _tiles(found: Found) -> list[tuple[str, str, str]]:
             f"batches a second, over {'given' if able else 'no workers: as given it fails'}",
         ),
         ("workers", str(found.best.setting.num_workers), f"given {given.num_workers}, {found.cores} cores"),
-        ("one batch in one process", _time(found.batch_p50_s), f"95%: {_time(found.batch_p95_s)}"),
+        ("one batch in one process", seconds_text(found.batch_p50_s), f"95%: {seconds_text(found.batch_p95_s)}"),
     ]
     if not found.step_s:
         return tiles
@@ -189,7 +173,7 @@ def _tiles(found: Found) -> list[tuple[str, str, str]]:
     ]
 
 
-def _settings(found: Found) -> Table:
+def settings(found: Found) -> Table:
     """Every setting tried."""
     listed = rows(found)
     kinds = [
@@ -220,37 +204,24 @@ def curve(found: Found, height: int = 300) -> dict[str, Any]:
     y = alt.Y("rate:Q", title="batches a second", scale=alt.Scale(zero=True))
     shape = alt.Color("variant:N", title=None, sort=_order(points), scale=alt.Scale(range=list(theme.LEVERS)),
                       legend=alt.Legend(columns=1, labelLimit=280) if len(_order(points)) > 1 else None)  # fmt: skip
-    dotted = alt.Chart(alt.Data(values=points))  # type: ignore[no-untyped-call]
-    levels = [point for point in points if point["first"]]
-    line = (
-        alt.Chart(alt.Data(values=levels))  # type: ignore[no-untyped-call]
-        .mark_line(size=2, point=True)
-        .encode(x=x, y=alt.Y("level:Q", title="batches a second"), color=shape)
-    )
-    dots = dotted.mark_circle(size=22, opacity=0.3).encode(x=x, y=y, color=shape, tooltip=["setting:N", "rate:Q"])
-    marked = _marked(found)
-    rings = alt.Chart(alt.Data(values=marked)).mark_point(size=190, strokeWidth=2, color=theme.ACCENT).encode(x=x, y=y)  # type: ignore[no-untyped-call]
-    names = (
-        alt.Chart(alt.Data(values=marked))  # type: ignore[no-untyped-call]
-        .mark_text(dy=-16, fontWeight="bold", align=alt.ExprRef(f"datum.workers == {ticks[0]} ? 'left' : 'center'"))
-        .encode(x=x, y=y, text="name:N")
-    )
-    layers = [line, dots, rings, names]
+    levels = alt.Chart(theme.data([point for point in points if point["first"]])).encode(x=x, color=shape)
+    dots = alt.Chart(theme.data(points)).encode(x=x, y=y, color=shape, tooltip=["setting:N", "rate:Q"])
+    marked = alt.Chart(theme.data(_marked(found))).encode(x=x, y=y)
+    align = alt.ExprRef(f"datum.workers == {ticks[0]} ? 'left' : 'center'")
+    layers = [
+        levels.mark_line(size=2, point=True).encode(y=alt.Y("level:Q", title="batches a second")),
+        dots.mark_circle(size=22, opacity=0.3),
+        marked.mark_point(size=190, strokeWidth=2, color=theme.ACCENT),
+        marked.mark_text(dy=-16, fontWeight="bold", align=align).encode(text="name:N"),
+    ]
     if limit_is_near(found):
-        limit = [{"rate": 1 / found.step_s, "name": "the step alone"}]
-        rule = alt.Chart(alt.Data(values=limit)).mark_rule(strokeDash=[5, 3], size=1.5).encode(y=y)  # type: ignore[no-untyped-call]
-        name = (
-            alt.Chart(alt.Data(values=limit))  # type: ignore[no-untyped-call]
-            .mark_text(align="right", dy=-7, x="width")
-            .encode(y=y, text="name:N")
-        )
-        layers += [rule, name]
+        limit = alt.Chart(theme.data([{"rate": 1 / found.step_s, "name": "the step alone"}])).encode(y=y)
+        layers.append(limit.mark_rule(strokeDash=[5, 3], size=1.5))
+        layers.append(limit.mark_text(align="right", dy=-7, x="width").encode(text="name:N"))
     if failed:
-        cross = alt.Chart(alt.Data(values=failed)).mark_point(shape="cross", angle=45, size=110, color=theme.WARN,  # type: ignore[no-untyped-call]
-                                                              filled=True)  # fmt: skip
-        layers.append(cross.encode(x=x, y=y, tooltip=["setting:N", "failure:N"]))
-    chart = alt.layer(*layers).properties(height=height, width="container")
-    return chart.to_dict()
+        crosses = alt.Chart(theme.data(failed)).encode(x=x, y=y, tooltip=["setting:N", "failure:N"])
+        layers.append(crosses.mark_point(shape="cross", angle=45, size=110, color=theme.WARN, filled=True))
+    return alt.layer(*layers).properties(height=height, width="container").to_dict()
 
 
 def same(item: Measured, other: Measured) -> bool:
@@ -302,17 +273,3 @@ def _reached(found: Found) -> str:
     if same(found.best, found.before):
         return "nothing smaller or faster was found"
     return f"{found.gain:.2f}x was reached"
-
-
-def _time(seconds: float) -> str:
-    if not math.isfinite(seconds):
-        return "-"
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.3g} us"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
-def _plain(part: Any) -> dict[str, Any]:
-    import msgspec
-
-    return msgspec.to_builtins(part)  # type: ignore[no-any-return]

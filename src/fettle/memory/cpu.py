@@ -21,16 +21,21 @@ _DEEPEST_STACK = 64
 
 
 class CpuTimeline:
-    """Profiles in pieces and keeps the last `max_events` events; `piece()` ends one piece and begins the next."""
+    """Profiles in pieces of about `max_events` events, and keeps the last so many."""
+
+    allocator = "cpu"
 
     def __init__(self, max_events: int) -> None:
+        self.max_events = max_events
         self.events: deque[dict[str, Any]] = deque(maxlen=max_events)
         self.annotations: deque[dict[str, Any]] = deque(maxlen=max_events)
         self.alive: dict[int, dict[str, Any]] = {}
         self.seen = 0
+        self._begun, self._steps, self._events_per_step = 0, 0, 0.0
         self._running: profile | None = None
 
     def start(self) -> None:
+        """Begin a piece."""
         import torch  # late: reading a snapshot must not wait for torch
         from torch.profiler import ProfilerActivity, profile
 
@@ -41,8 +46,23 @@ class CpuTimeline:
             activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True, with_stack=True
         )
         self._running.start()
+        self._begun, self._steps = self.seen, 0
 
-    def stop(self) -> None:
+    def step(self) -> None:
+        """The profiler has no ring: end the piece once it may hold as many events as the ring takes."""
+        self._steps += 1
+        if self._events_per_step and self._steps * self._events_per_step < self.max_events:
+            return
+        self._end()
+        self._events_per_step = max((self.seen - self._begun) / self._steps, 1.0)
+        self.start()
+
+    def stop(self, error: BaseException | None) -> dict[str, Any]:
+        """The history, as a snapshot holds it."""
+        self._end()
+        return self._snapshot()
+
+    def _end(self) -> None:
         """End the profiler and take over what it saw."""
         running, self._running = self._running, None
         if running is None:
@@ -57,12 +77,7 @@ class CpuTimeline:
         for address, size, category in categories.preexisting():
             self.alive.setdefault(address, _block(address, size, [], category))
 
-    def piece(self) -> None:
-        self.stop()
-        self.start()
-
-    def snapshot(self) -> dict[str, Any]:
-        """The history so far, as a snapshot holds it."""
+    def _snapshot(self) -> dict[str, Any]:
         segments = [
             {
                 "device": 0,

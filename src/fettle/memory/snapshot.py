@@ -150,6 +150,4 @@ class Snapshot:
 
     def block_rows(self, device: int) -> Ints:
         """Rows of `blocks` that lie on a device."""
-        if len(self.blocks) == 0:
-            return np.empty(0, np.int64)
         return np.flatnonzero(self.segments.device[self.blocks.segment] == device)

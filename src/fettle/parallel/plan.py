@@ -92,7 +92,7 @@ def plan(
     device: str = "cuda",
     headroom: float = HEADROOM,
     mode: FakeTensorMode | None = None,
-    tell: Callable[[int, int, str], None] = lambda done, of, doing: None,
+    on_progress: Callable[[str, int, int], None] = lambda doing, done, of: None,
 ) -> Plan:
     """Predict the peak of each strategy. The workload's model is left as it is; none of its weights is read.
 
@@ -101,7 +101,7 @@ def plan(
         device: ``cuda`` or ``cpu``: which defaults the optimizer has there (foreach on CUDA), how sizes are rounded,
             and whether gloo's copies are counted, which NCCL does not make.
         mode: The fake mode that the workload was built under, if it was.
-        tell: Called with (strategies done, of how many, the next one).
+        on_progress: Called with (the next strategy, how many are done, of how many).
 
     Raises:
         UsageError: A wrong number, a process group that exists already, or a step that fake tensors cannot take.
@@ -112,7 +112,7 @@ def plan(
     made: list[Prediction] = []
     with fake_world(world_size):
         for number, strategy in enumerate(asked):
-            tell(number, len(asked), str(strategy))
+            on_progress(str(strategy), number, len(asked))
             ranks = 1 if strategy.kind == "single" else world_size
             try:
                 made.append(_predict(workload, strategy, ranks, ranks_per_node, device, mode))

@@ -12,12 +12,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from fettle.errors import is_program
 from fettle.files import write_text
 
 _MOST_SAMPLES = 20_000
 _SELDOM_S = 0.05
 """Every wake-up takes the interpreter's lock, and a core, from the loop."""
-_HERE = str(Path(__file__).parent)
 
 Sample = tuple[int, tuple[tuple[str, str, int], ...]]
 """perf_counter_ns, and frames from the outermost in: function, file, line."""
@@ -80,11 +80,7 @@ def hottest(samples: list[Sample]) -> str | None:
     seen: dict[str, int] = {}
     for _, frames in samples:
         for _, file, line in reversed(frames):
-            if (
-                "site-packages" not in file
-                and not file.startswith(_HERE)
-                and not file.startswith((sys.base_prefix + "/lib", "<"))
-            ):
+            if is_program(file):
                 seen[f"{file}:{line}"] = seen.get(f"{file}:{line}", 0) + 1
                 break
     if not seen:

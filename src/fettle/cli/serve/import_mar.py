@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fettle.cli import _options, _quiet
+from fettle.cli import _quiet, _show
 from fettle.cli.serve.package import add_files, as_handler, show, toml_settings
 
 
@@ -50,7 +50,7 @@ def command(
     from fettle.workload import find_target
 
     mar = read_mar(file)
-    with _options.telling("reading the archive", quiet=as_json) as tell, _quiet.users_code_quiet():
+    with _show.telling("reading the archive", quiet=as_json) as tell, _quiet.users_code_quiet():
         package = import_mar(
             mar, output or Path(f"{name or mar.name}-{mar.version}"), trust=trust.lower(),
             workload=find_target(target).load() if target else None, inputs=inputs or (),

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fettle.cli import _options
+from fettle.cli import _options, _show
 from fettle.errors import UsageError
 from fettle.files import check_writable, finite, write_text
 
@@ -112,7 +112,7 @@ def command(
     from fettle.serve.run import as_data
 
     earlier = read_baseline(baseline) if baseline is not None else []
-    with _options.telling("starting", quiet=as_json) as show:
+    with _show.telling("starting", quiet=as_json) as show:
         runs = run(_all(shots, plans, seconds, limit_s, show))
     interrupted = any(run.interrupted for run in runs)
     changes = compare([as_data(run) for run in runs], earlier) if earlier and not interrupted else []

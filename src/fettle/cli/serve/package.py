@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from fettle.cli import _options, _quiet
+from fettle.cli import _quiet, _show
 from fettle.errors import UsageError, first_line
 from fettle.recipe import Recipe
 
@@ -69,7 +69,7 @@ def command(
     tuned = load_recipe(recipe) if recipe is not None else RecipeFile()
     called = name or found.name
     path = output or Path(f"{called}-{version}")
-    with _options.telling("building the workload", quiet=as_json) as tell, _quiet.users_code_quiet():
+    with _show.telling("building the workload", quiet=as_json) as tell, _quiet.users_code_quiet():
         package = write_package(
             found.load(), tuned.recipe, path, name=called, version=version, settings=ServeSettings(max_rows=max_rows),
             handler=as_handler(handler), handler_settings=toml_settings(handler_settings),

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fettle.cli import _options, _quiet
+from fettle.cli import _options, _quiet, _show
 from fettle.errors import UsageError
 from fettle.files import check_writable
 
@@ -117,7 +117,7 @@ def command(
     work = _Work.of(target, recipe or [], storage, study, recipes)
     folder = wanted.get("", Path(f"slo-{work.name}"))
     around = Surroundings()
-    with _options.telling("starting", quiet=as_json) as tell, _quiet.users_code_quiet():
+    with _show.telling("starting", quiet=as_json) as tell, _quiet.users_code_quiet():
 
         async def run() -> Found:
             stop = asyncio.Event()

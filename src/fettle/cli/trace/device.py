@@ -4,11 +4,12 @@ from typing import Any
 
 import polars as pl
 
-from fettle.cli.trace.shared import Chart, Fresh, Json, Rows, Source, app, joined, open_traces, show, write_chart
+from fettle.cli.trace.shared import Answer, joined, question
+from fettle.trace.model import Trace
 
 
-@app.command()
-def kernels(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False) -> None:
+@question
+def kernels(traces: list[Trace]) -> Answer:
     """Kernels by type and name, per rank and across ranks.
 
     [bold]Examples[/]
@@ -20,17 +21,15 @@ def kernels(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart
     from fettle.trace import charts
     from fettle.trace import kernels as k
 
-    traces = open_traces(source, fresh)
     table = joined(traces, k.kernel_table)
-    write_chart(chart, lambda: charts.bar_chart(table, "name", "sum_ns", color="class"))
     frames = {"classes": joined(traces, k.kernel_classes), "kernels": table}
     if len(traces) > 1:
         frames["across_ranks"] = k.kernels_across_ranks(traces)
-    show(frames, as_json, rows, traces=traces)
+    return Answer(frames, chart=lambda: charts.bar_chart(table, "name", "sum_ns", color="class"))
 
 
-@app.command()
-def launches(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False) -> None:
+@question
+def launches(traces: list[Trace]) -> Answer:
     """Launch calls and delays: every launch of every runtime, graphs too.
 
     [bold]Example[/]
@@ -40,15 +39,14 @@ def launches(source: Source, as_json: Json = False, rows: Rows = 30, chart: Char
     from fettle.trace import charts
     from fettle.trace.launches import call_table, launch_stats
 
-    traces = open_traces(source, fresh)
     frame = joined(traces, launch_stats)
-    write_chart(chart, lambda: charts.delay_chart(frame))
-    summary = call_table(frame)
-    show({"summary": summary, **({"launches": frame} if as_json else {})}, as_json, rows, traces=traces)
+    return Answer(
+        {"summary": call_table(frame)}, chart=lambda: charts.delay_chart(frame), long=lambda: {"launches": frame}
+    )
 
 
-@app.command()
-def comm(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False) -> None:
+@question
+def comm(traces: list[Trace]) -> Answer:
     """Communication: overlap, collectives with bandwidths, arrival skew, stragglers and clocks.
 
     [bold]Examples[/]
@@ -61,8 +59,8 @@ def comm(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = 
     from fettle.trace import communication as c
     from fettle.trace.arrival import arrival, clock_offsets, match_collectives, stragglers
 
-    traces = open_traces(source, fresh)
-    frames = {"overlap": joined(traces, c.overlap), "collectives": joined(traces, c.collective_table)}
+    collectives = joined(traces, c.collective_table)
+    frames = {"overlap": joined(traces, c.overlap), "collectives": collectives}
     notes = {}
     if len(traces) > 1:
         frames |= {
@@ -72,12 +70,11 @@ def comm(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = 
         }
     else:
         notes["stragglers"] = "unknown: one rank only; give a folder of ranks"
-    write_chart(chart, lambda: charts.bar_chart(frames["collectives"], "collective", "sum_ns"))
-    show(frames, as_json, rows, notes, traces)
+    return Answer(frames, notes, lambda: charts.bar_chart(collectives, "collective", "sum_ns"))
 
 
-@app.command()
-def queue(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False) -> None:
+@question
+def queue(traces: list[Trace]) -> Answer:
     """Queue length of each stream over time, and time on a full queue.
 
     [bold]Example[/]
@@ -87,21 +84,17 @@ def queue(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart =
     from fettle.trace import charts
     from fettle.trace.queue import queue_length, queue_summary
 
-    traces = open_traces(source, fresh)
-
     def line() -> Any:
         series = queue_length(traces[0]).with_columns(name=pl.format("device {} stream {}", "device", "stream"))
         return charts.step_line(series, "length", series="name", unit="launched, not started")
 
-    write_chart(chart, line)
-    frames = {"queue": joined(traces, queue_summary)}
-    show(frames | ({"series": joined(traces, queue_length)} if as_json else {}), as_json, rows, traces=traces)
+    return Answer(
+        {"queue": joined(traces, queue_summary)}, chart=line, long=lambda: {"series": joined(traces, queue_length)}
+    )
 
 
-@app.command()
-def bandwidth(
-    source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False
-) -> None:
+@question
+def bandwidth(traces: list[Trace]) -> Answer:
     """Bandwidth of copies and memory sets.
 
     [bold]Example[/]
@@ -111,12 +104,8 @@ def bandwidth(
     from fettle.trace import charts
     from fettle.trace.queue import bandwidth_summary, copy_bandwidth
 
-    traces = open_traces(source, fresh)
-    write_chart(chart, lambda: charts.step_line(copy_bandwidth(traces[0]), "gb_per_s", series="name", unit="GB/s"))
-    show(
-        {"bandwidth": joined(traces, bandwidth_summary)}
-        | ({"series": joined(traces, copy_bandwidth)} if as_json else {}),
-        as_json,
-        rows,
-        traces=traces,
+    return Answer(
+        {"bandwidth": joined(traces, bandwidth_summary)},
+        chart=lambda: charts.step_line(copy_bandwidth(traces[0]), "gb_per_s", series="name", unit="GB/s"),
+        long=lambda: {"series": joined(traces, copy_bandwidth)},
     )

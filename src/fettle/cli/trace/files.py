@@ -8,13 +8,14 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from fettle.cli.trace.shared import Fresh, Json, Rows, Source, app, joined, open_traces, show
+from fettle.cli.trace.shared import Answer, Fresh, Json, Rows, Source, app, joined, listing, open_traces
 from fettle.errors import UsageError, first_line
 from fettle.files import check_writable
+from fettle.trace.model import Trace
 
 
-@app.command()
-def hta(source: Source, as_json: Json = False, rows: Rows = 30, fresh: Fresh = False) -> None:
+@listing
+def hta(traces: list[Trace]) -> Answer:
     """The numbers of Holistic Trace Analysis, under its definitions and rounding (see the docs for where they
     mislead).
 
@@ -24,7 +25,6 @@ def hta(source: Source, as_json: Json = False, rows: Rows = 30, fresh: Fresh = F
     """
     from fettle.trace import hta as h
 
-    traces = open_traces(source, fresh)
     frames = {
         name: joined(traces, getattr(h, name))
         for name in ("temporal_breakdown", "kernel_types", "idle_breakdown", "queue_summary", "kernel_statistics")
@@ -33,17 +33,15 @@ def hta(source: Source, as_json: Json = False, rows: Rows = 30, fresh: Fresh = F
     breakdown = frames["temporal_breakdown"]
     if (breakdown["non_compute_us"] < 0).any() or (breakdown["compute_us"] < 0).any():
         notes["negative times"] = "rounding both ends of events inward makes short ones negative, as it does there"
-    show(frames, as_json, rows, notes, traces)
+    return Answer(frames, notes)
 
 
-@app.command()
+@listing
 def sql(
-    source: Source,
+    traces: list[Trace],
     text: Annotated[str, typer.Argument(help="such as: select name, sum(dur_ns) from events group by name")],
-    as_json: Json = False,
     rows: Rows = 50,
-    fresh: Fresh = False,
-) -> None:
+) -> Answer:
     """Ask your own: SQL over events, steps, account, idle, kernels, launches, work, operators, collectives, queue,
     memory.
 
@@ -53,8 +51,7 @@ def sql(
     """
     from fettle.trace.sql import query
 
-    traces = open_traces(source, fresh)
-    show({"result": query(traces, text)}, as_json, rows, traces=traces)
+    return Answer({"result": query(traces, text)})
 
 
 @app.command()

@@ -6,20 +6,9 @@ from typing import Annotated
 import polars as pl
 import typer
 
-from fettle.cli.trace.shared import (
-    Chart,
-    Fresh,
-    Json,
-    Rows,
-    Source,
-    app,
-    joined,
-    open_traces,
-    read_traces,
-    show,
-    write_chart,
-)
+from fettle.cli.trace.shared import Answer, Fresh, Json, Rows, Source, app, joined, listing, question, read_traces, show
 from fettle.errors import UsageError
+from fettle.trace.model import Trace
 
 
 @app.command()
@@ -50,8 +39,8 @@ def health(source: Source, as_json: Json = False, fresh: Fresh = False) -> None:
         show({"findings": frame}, False, 100, notes)
 
 
-@app.command()
-def check(source: Source, as_json: Json = False, fresh: Fresh = False) -> None:
+@listing
+def check(traces: list[Trace], rows: Rows = 1000) -> Answer:
     """Do the answers agree with each other? What must add up, as a table; exit code 1 where it does not.
 
     [bold]Example[/]
@@ -60,15 +49,12 @@ def check(source: Source, as_json: Json = False, fresh: Fresh = False) -> None:
     """
     from fettle.trace.check import identities
 
-    traces = open_traces(source, fresh)
     frame = joined(traces, identities)
-    show({"identities": frame}, as_json, frame.height, traces=traces)
-    if not frame["holds"].all():
-        raise typer.Exit(1)
+    return Answer({"identities": frame}, failed=not frame["holds"].all())
 
 
-@app.command()
-def steps(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False) -> None:
+@question
+def steps(traces: list[Trace], as_json: Json = False) -> Answer:
     """The steps: medians, outliers, drift.
 
     [bold]Example[/]
@@ -79,14 +65,12 @@ def steps(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart =
     from fettle.trace.steps import step_summary
     from fettle.trace.steps import steps as find
 
-    traces = open_traces(source, fresh)
     frame = joined(traces, find)
     summaries = {f"rank {t.rank}": step_summary(find(t)) for t in traces}
     far = [(t.rank, n) for t, s in zip(traces, summaries.values(), strict=True) for n in s["outliers"]]  # type: ignore[union-attr]
     outliers = pl.DataFrame(far, schema={"rank": pl.Int64(), "step": frame.schema["step"]}, orient="row")
-    write_chart(chart, lambda: charts.step_chart(frame, outliers))
     notes = summaries if as_json else {k: _in_words(s) for k, s in summaries.items()}
-    show({"steps": frame}, as_json, rows, notes, traces)
+    return Answer({"steps": frame}, notes, lambda: charts.step_chart(frame, outliers))
 
 
 def _in_words(summary: dict[str, float | int | list[int]]) -> str:
@@ -106,15 +90,12 @@ def _in_words(summary: dict[str, float | int | list[int]]) -> str:
     )
 
 
-@app.command()
+@question
 def account(
-    source: Source,
+    traces: list[Trace],
     as_json: Json = False,
-    rows: Rows = 30,
-    chart: Chart = None,
-    fresh: Fresh = False,
     annotation: Annotated[str | None, typer.Option(help="take annotations of this name for steps")] = None,
-) -> None:
+) -> Answer:
     """Where did the time go? Every nanosecond of each step, booked once.
 
     [bold]Examples[/]
@@ -126,18 +107,17 @@ def account(
     from fettle.trace import charts
     from fettle.trace.account import account_parts, account_total, time_account
 
-    traces = open_traces(source, fresh)
     frame = joined(traces, lambda t: time_account(t, annotation))
-    write_chart(chart, lambda: charts.account_chart(frame))
     total = account_total(frame)
-    if not as_json:  # for people, the sum is a list of its parts
-        show({"where the time went": account_parts(total)}, False, 1000)
-        frame = frame.select(pl.exclude("^idle_.*_ns$"))
-    show({"total": total, "steps": frame} if as_json else {"steps": frame}, as_json, rows, traces=traces)
+    # For people the sum is a list of its parts.
+    frames = {"total": total, "steps": frame} if as_json else {
+        "where the time went": account_parts(total), "steps": frame.select(pl.exclude("^idle_.*_ns$")),
+    }  # fmt: skip
+    return Answer(frames, chart=lambda: charts.account_chart(frame))
 
 
-@app.command()
-def idle(source: Source, as_json: Json = False, chart: Chart = None, fresh: Fresh = False) -> None:
+@question
+def idle(traces: list[Trace], as_json: Json = False, rows: Rows = 100) -> Answer:
     """Why was the device idle? Each gap cut into the pieces that different causes held.
 
     [bold]Examples[/]
@@ -149,13 +129,11 @@ def idle(source: Source, as_json: Json = False, chart: Chart = None, fresh: Fres
     from fettle.trace import charts
     from fettle.trace.idle import idle_summary, missing_information
 
-    traces = open_traces(source, fresh)
     frames = [idle_summary(t, d) for t in traces for d in t.device_keys]
     if not frames:
         raise UsageError("no device work in this trace: 'fettle trace host' answers for the CPU")
     frame = pl.concat(frames)
-    write_chart(chart, lambda: charts.bar_chart(frame, "cause", "idle_ns"))
     missing = {f"rank {t.rank} device {d}": missing_information(t, d) for t in traces for d in t.device_keys}
     missing = {place: text for place, text in missing.items() if text}
     notes = {"missing": missing} if as_json else {f"missing for {place}": text for place, text in missing.items()}
-    show({"idle": frame}, as_json, 100, notes, traces)
+    return Answer({"idle": frame}, notes, lambda: charts.bar_chart(frame, "cause", "idle_ns"))

@@ -8,22 +8,33 @@ from typing import Annotated, Any
 import polars as pl
 import typer
 
-from fettle.cli.trace.shared import Chart, Fresh, Json, Rows, Source, Step, app, doubts, open_traces, show, write_chart
+from fettle.cli.trace.shared import (
+    Answer,
+    Chart,
+    Fresh,
+    Json,
+    Rows,
+    Source,
+    Step,
+    app,
+    doubts,
+    open_traces,
+    question,
+    show,
+    write_chart,
+)
 from fettle.errors import UsageError
+from fettle.trace.model import Trace
 
 
-@app.command()
+@question
 def critical(
-    source: Source,
+    traces: list[Trace],
     step: Step = None,
-    as_json: Json = False,
-    rows: Rows = 30,
-    chart: Chart = None,
-    fresh: Fresh = False,
     overlay: Annotated[
         Path | None, typer.Option(help="write the (first rank's) trace with its path as a track (JSON)")
     ] = None,
-) -> None:
+) -> Answer:
     """The critical path: what held the step up, over all of its wall clock.
 
     [bold]Examples[/]
@@ -37,19 +48,15 @@ def critical(
     from fettle.trace.critical_ranks import critical_path_of_ranks
     from fettle.trace.perfetto import augment
 
-    traces = open_traces(source, fresh)
     frames: dict[str, pl.DataFrame] = {}
-    for trace in traces:
-        path = critical_path(trace, step)
+    pieces: dict[str, pl.DataFrame] = {}
+    paths = [critical_path(trace, step) for trace in traces]
+    for trace, path in zip(traces, paths, strict=True):
         prefix = f"rank_{trace.rank}_" if len(traces) > 1 else ""
-        summary = path.summary()
-        frames |= {f"{prefix}summary": summary, f"{prefix}events": path_events(trace, path)}
-        if as_json:
-            frames[f"{prefix}pieces"] = path.pieces
-        if trace is traces[0]:
-            write_chart(chart, lambda summary=summary: charts.bar_chart(summary, "category", "time_ns"))  # type: ignore[misc]
-            if overlay is not None:
-                augment(trace, overlay, path=path)
+        frames |= {f"{prefix}summary": path.summary(), f"{prefix}events": path_events(trace, path)}
+        pieces[f"{prefix}pieces"] = path.pieces
+    if overlay is not None:
+        augment(traces[0], overlay, path=paths[0])
     notes: dict[str, Any] = {}
     if len(traces) > 1:
         try:
@@ -61,7 +68,7 @@ def critical(
                 time_ns=(pl.col("end_ns") - pl.col("start_ns")).sum()
             )
             frames["across_ranks"] = by_rank.sort("time_ns", descending=True)
-    show(frames, as_json, rows, notes, traces)
+    return Answer(frames, notes, lambda: charts.bar_chart(paths[0].summary(), "category", "time_ns"), lambda: pieces)
 
 
 @app.command()

@@ -1,8 +1,11 @@
 """What the trace commands share: options, opening, showing."""
 
+import functools
+import inspect
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,9 +13,9 @@ import polars as pl
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from fettle.cli import _show
 from fettle.trace.model import Trace
 
 app = typer.Typer(
@@ -31,21 +34,58 @@ Fresh = Annotated[
 Step = Annotated[int | None, typer.Option("--step", help="one step's number; all steps where left out")]
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What a question about traces came to."""
+
+    frames: Mapping[str, pl.DataFrame]
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    chart: Callable[[], Any] | None = None
+    long: Callable[[], Mapping[str, pl.DataFrame]] = dict
+    """For machines only: too long to be read."""
+    failed: bool = False
+    """Whether something that must hold does not: exit code 1."""
+
+
+def question(look: Callable[..., Answer], *, charted: bool = True) -> Callable[..., None]:
+    """Make a command of a function that is given traces: it opens them, and shows, draws or prints the answer.
+
+    Its further parameters are options of its own. One that is named as an option of all commands (`as_json`, `rows`) is
+    handed on, and its default stands above the usual one.
+    """
+    shared = [("as_json", Json, False), ("rows", Rows, 30), ("chart", Chart, None), ("fresh", Fresh, False)]
+    shared = [option for option in shared if charted or option[0] != "chart"]
+    own = dict(list(inspect.signature(look).parameters.items())[1:])
+    usual = {
+        name: inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=kind)
+        for name, kind, default in (("source", Source, inspect.Parameter.empty), *shared)
+    }
+
+    @functools.wraps(look)
+    def command(**given: Any) -> None:
+        traces = open_traces(given["source"], given["fresh"])
+        answer = look(traces, **{name: given[name] for name in own})
+        if answer.chart is not None:
+            write_chart(given["chart"], answer.chart)
+        as_json = given["as_json"]
+        show({**answer.frames, **(answer.long() if as_json else {})}, as_json, given["rows"], answer.notes, traces)
+        if answer.failed:
+            raise typer.Exit(1)
+
+    command.__signature__ = inspect.Signature(list({**usual, **own}.values()))  # type: ignore[attr-defined]
+    return app.command()(command)
+
+
+listing = functools.partial(question, charted=False)
+"""The same without a chart."""
+
+
 def read_traces(path: Path, fresh: bool = False) -> list[Trace]:
     """Read a trace or a folder; people see how far it is and how long it will take."""
     from fettle.trace.reader import load_all
 
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"reading {path}", total=1.0)
-        return load_all(path, use_sidecar=not fresh, on_progress=lambda share: progress.update(task, completed=share))
+    with _show.bar(f"reading {path}") as show:
+        return load_all(path, use_sidecar=not fresh, on_progress=lambda share: show(f"reading {path}", share, 1.0))
 
 
 def open_traces(path: Path, fresh: bool = False) -> list[Trace]:
@@ -67,10 +107,10 @@ def open_traces(path: Path, fresh: bool = False) -> list[Trace]:
 
 
 def show(
-    frames: dict[str, pl.DataFrame],
+    frames: Mapping[str, pl.DataFrame],
     as_json: bool,
     rows: int = 30,
-    notes: dict[str, Any] | None = None,
+    notes: Mapping[str, Any] | None = None,
     traces: Sequence[Trace] = (),
 ) -> None:
     """Print frames as JSON ({name: rows}) or as tables, times in milliseconds.
@@ -78,7 +118,7 @@ def show(
     JSON also says which answers are uncertain for each of the `traces` (people were told when they were opened).
     """
     if as_json:
-        data = {name: frame.to_dicts() for name, frame in frames.items()} | (notes or {})
+        data = {name: frame.to_dicts() for name, frame in frames.items()} | dict(notes or {})
         if traces:
             data["uncertain"] = doubts({f"rank {trace.rank}": trace for trace in traces})
         print(json.dumps(_plain(data), default=str))

@@ -1,0 +1,70 @@
+"""What commands share in what they show: how far they are, and tables."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table as RichTable
+
+if TYPE_CHECKING:
+    from fettle.page import Table
+
+_STYLES = {"winner": "green", "failed": "red"}
+
+
+@contextmanager
+def telling(first: str, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
+    """A line that says what is going on, and changes in place: on standard error, where that is a terminal."""
+    console = Console(file=sys.stderr)  # this one, also while a factory has another
+    if quiet or not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status(escape(first)) as status:
+        yield lambda text: status.update(escape(text))
+
+
+@contextmanager
+def bar(first: str, *, quiet: bool = False, lines: bool = False) -> Iterator[Callable[[str, float, float], None]]:
+    """What runs now, how much is done, of how much, and the time left: on standard error, where that is a terminal.
+
+    Elsewhere nothing, or with `lines` one for each.
+    """
+    console = Console(file=sys.stderr)
+    if quiet or not (console.is_terminal or lines):
+        yield lambda doing, done, of: None
+    elif not console.is_terminal:
+        yield lambda doing, done, of: console.print(f"[{done}/{of}] {doing}", highlight=False, markup=False)
+    else:
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=18), TimeElapsedColumn(), TextColumn("left"),
+                   TimeRemainingColumn())  # fmt: skip
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task(escape(first), total=None)
+            yield lambda doing, done, of: progress.update(
+                task, description=escape(doing[:70]), completed=done, total=of
+            )
+
+
+def print_table(console: Console, table: Table, title: str = "") -> None:
+    """A page's table for the terminal: columns without any text are left out, and no word is cut in two."""
+    texts = [[cell if isinstance(cell, str) else cell.text for cell in row] for row in table.rows]
+    known = range(len(table.columns))
+    kept = [index for index in known if any(row[index] for row in texts if index < len(row))] or list(known)
+    shown = RichTable(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim", title=title or table.caption,
+                      title_justify="left", title_style="bold")  # fmt: skip
+    for index in kept:
+        name = table.columns[index]
+        words = [word for row in texts for text in row[index : index + 1] for word in text.split()]
+        shown.add_column(
+            name, justify="right" if name in table.numbers else "left", overflow="fold",
+            min_width=min(24, max(map(len, (*words, *name.split())))),
+        )  # fmt: skip
+    for row, kind in zip(texts, table.kinds or [""] * len(texts), strict=True):
+        shown.add_row(*(escape(row[index]) if index < len(row) else "" for index in kept), style=_STYLES.get(kind, ""))
+    console.print()
+    console.print(shown)
