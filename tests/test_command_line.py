@@ -186,8 +186,8 @@ def test_an_interrupt_is_one_line(run_fettle, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["join", "nowhere"], "is no address: write HOST:PORT"),
-        (["join", "10.0.0.1:99999"], "is no address: write HOST:PORT"),
+        (["join", "nowhere"], "is not an address: write HOST:PORT"),
+        (["join", "10.0.0.1:99999"], "is not an address: write HOST:PORT"),
         (["join", "127.0.0.1:29400"], "set FETTLE_KEY"),
     ],
 )

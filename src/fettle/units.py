@@ -39,7 +39,7 @@ def parse_size(text: str, option: str = "") -> int:
     names the option."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     factor = _FACTORS.get(match.group(2).upper()) if match else None
-    if match is None or factor is None or len(match.group(1)) > 18:  # more digits are no size of anything
+    if match is None or factor is None or len(match.group(1)) > 18:  # nothing has a size of more digits
         where = f"{option}: " if option else ""
-        raise UsageError(f"{where}{text!r} is no size: write 512, 80MiB, 1.5GiB or 2GB")
+        raise UsageError(f"{where}{text!r} is not a size: write 512, 80MiB, 1.5GiB or 2GB")
     return int(float(match.group(1)) * factor)

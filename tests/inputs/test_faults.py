@@ -94,7 +94,7 @@ def test_a_worker_that_dies_is_one_failed_run(run) -> None:
 
 def test_out_of_memory_is_told_as_such(run) -> None:
     assert run("out_of_memory", 1).startswith("out of memory in the batch of items 0 to 31")
-    assert run("is_killed", 1) == "out of memory, or ended by somebody: a worker was killed by signal SIGKILL"
+    assert run("is_killed", 1) == "out of memory, or killed from outside: a worker was killed by signal SIGKILL"
 
 
 def test_a_real_dev_shm_that_is_full() -> None:

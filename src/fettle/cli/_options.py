@@ -22,7 +22,7 @@ def duration_s(text: str, option: str, bare: str = "s") -> float:
     """``90s``, ``10m``, ``1h``, ``100ms`` as seconds; a `bare` number has that unit."""
     match = _DURATION.fullmatch(text)
     if not match:
-        raise UsageError(f"{option}: {text!r} is no duration, for example 90s, 10m, 1h, 100ms")
+        raise UsageError(f"{option}: {text!r} is not a duration, for example 90s, 10m, 1h, 100ms")
     return float(match[1]) * _SECONDS[match[2] or bare]
 
 
@@ -33,7 +33,7 @@ def share(text: str, option: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < 0.95:
-        raise UsageError(f"{option}: {text!r} is no share, for example 20% or 0.2")
+        raise UsageError(f"{option}: {text!r} is not a share, for example 20% or 0.2")
     return value
 
 

@@ -47,7 +47,7 @@ def command(
         raise UsageError(f"--confidence is a share from 0.5 to below 1, not {confidence:g}")
     if rounds < 3:
         raise UsageError("--rounds must be 3 or more: an interval needs them")
-    with progress(quiet=as_json) as tell:
+    with progress(quiet=as_json) as show:
         comparison = bench(
             target,
             recipe or ["baseline"],
@@ -58,7 +58,7 @@ def command(
             budget_s=_options.duration_s(budget, "--budget") or None,
             under_load=under_load,
             polite=polite,
-            tell=tell,
+            tell=show,
         )
     if as_json:
         print(json.dumps(comparison_json(comparison)))

@@ -39,8 +39,8 @@ def command(
         foreign = warn_if_foreign(found)
     if foreign and not as_json:
         Console(stderr=True).print(f"[yellow]{foreign}; measuring it here[/]", highlight=False)
-    with progress(quiet=as_json) as tell:
-        comparison = check(target, found, mode=mode, force=force, tell=tell)
+    with progress(quiet=as_json) as show:
+        comparison = check(target, found, mode=mode, force=force, tell=show)
     if as_json:
         print(json.dumps(comparison_json(comparison)))
     else:

@@ -68,7 +68,7 @@ def command(
 
     allowed = _allowed(fail_on)
     check_writable(output)
-    with _show.telling("starting", quiet=as_json) as tell:
+    with _show.telling("starting", quiet=as_json) as show:
         found = diagnose(
             target,
             seconds=_options.duration_s(seconds, "--seconds"),
@@ -76,7 +76,7 @@ def command(
             record=not no_record,
             beside=output,
             mode=mode,
-            tell=tell,
+            on_progress=show,
         )
         checked = []
         if verify:
@@ -86,7 +86,7 @@ def command(
                 raise UsageError("--verify is for inference: of a training loop fettle tune tries what is named here")
             budget_s = _options.duration_s(budget, "--budget")
             checked = race_fixes(
-                target, [*found.findings, *found.opportunities], found.evidence.facts, budget_s=budget_s, tell=tell
+                target, [*found.findings, *found.opportunities], found.evidence.facts, budget_s=budget_s, tell=show
             )
         if output is not None:
             from fettle.diagnose.report import write_report
@@ -95,7 +95,7 @@ def command(
     over = []
     for rule, most in allowed.items():
         count = found.count(rule)
-        if count is None or count > most:  # what nobody looked for has not passed
+        if count is None or count > most:  # what was not looked for has not passed
             over.append(f"{rule}: {'not known' if count is None else count}, allowed {most}")
     if as_json:
         data = diagnosis_json(found)

@@ -51,16 +51,16 @@ def command(
     check_writable(output)
     number = None if device is None else _device(device)
 
-    with _show.telling("reading the snapshot", quiet=as_json_) as tell:
+    with _show.telling("reading the snapshot", quiet=as_json_) as show:
         first = read(snapshot, max_file_bytes=limit)
-        tell("analysing")
+        show("analysing")
         analysis = analyse(first, number, request_bytes=request_bytes, device_free_bytes=free_bytes, top=top)
         difference = None
         if second is not None:
             later = read(second, max_file_bytes=limit)
             difference = compare(first, later, analysis.device, top=top)
         if output is not None:
-            tell("writing the report")
+            show("writing the report")
             write_report(analysis, output, difference=difference)
 
     if as_json_:

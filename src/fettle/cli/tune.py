@@ -108,8 +108,8 @@ def command(
         under_load=under_load,
         polite=polite,
     )
-    with progress(quiet=as_json) as tell:
-        result = tune(target, options=options, tell=tell, command=shlex.join(["fettle", *sys.argv[1:]]))
+    with progress(quiet=as_json) as show:
+        result = tune(target, options=options, tell=show, command=shlex.join(["fettle", *sys.argv[1:]]))
     paths = save(result, output)
     if as_json:
         print(json.dumps(to_json(result)))

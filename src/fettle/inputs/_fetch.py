@@ -46,7 +46,7 @@ _SLOW_S = 1e-3
 
 
 class Board:
-    """Shared memory: a ring of batches for each process, since when they count, and last words.
+    """Shared memory: a ring of batches for each process, since when they count, and the error of one that ended.
 
     Of a batch: seconds on the wall, seconds on a processor or in the queue for one (what is left waits for something
     else), seconds in the kernel, and pages of memory that the kernel gave.

@@ -214,7 +214,7 @@ def explain(error: BaseException, last_words: str = "") -> Failure:
     if any(word in text for word in ("No space left", "Bus error", "SIGBUS")):
         text = f"/dev/shm is full: {text}"
     elif "SIGKILL" in text:
-        text = f"out of memory, or ended by somebody: {text}"
+        text = f"out of memory, or killed from outside: {text}"
     elif memory and "out of memory" not in text:
         text = f"out of memory: {text}"
     return Failure(text, "memory" if memory else "error")

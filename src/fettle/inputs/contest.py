@@ -96,7 +96,7 @@ class Contest:
         """How much faster `one` is than `other`, side by side: the median over rounds of both; 0 where `one` fails.
 
         Rounds are added to those that both have until they say whether the larger of the two is worth its size; with
-        `rough` two are enough: somebody else holds them against each other where it matters.
+        `rough` two are enough: a later comparison decides where it matters.
         """
         line = 1 - WITHIN if one.size < other.size else 1 / (1 - WITHIN)
         while True:

@@ -19,7 +19,7 @@ from fettle.errors import is_program
 from fettle.inputs.lint import ROWS, Lint, rows_of
 
 _LEAST_S = 2e-4
-"""A row that takes less is no matter for a profile."""
+"""A row that takes less is not worth a profile."""
 _PICTURES = 8
 _LARGEST_PICTURE = 32 << 20
 Place = tuple[str, int, str]

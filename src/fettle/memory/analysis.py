@@ -110,7 +110,7 @@ def analyse(
 
 
 def verdict(analysis: Analysis) -> str:
-    """The two or three sentences that somebody in a hurry needs."""
+    """The most important answers, in two or three sentences."""
     window = analysis.replay
     said = [f"Peak {size_text(window.peak_bytes)} in use"]
     if analysis.pools:

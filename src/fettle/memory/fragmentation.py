@@ -81,7 +81,7 @@ class Fit:
     request_bytes: int
     rounded_bytes: int
     answer: str
-    """cache, device, after_release, no, or unknown (it depends on the device's free memory, which nobody said)."""
+    """cache, device, after_release, no, or unknown (it depends on the device's free memory, which is not known)."""
     sentence: str
     fragmented: bool
     """Enough is free in the request's own pool, but in pieces that are all too small."""

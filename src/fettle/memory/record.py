@@ -130,7 +130,7 @@ class _CudaHistory:
         self.active = True
 
         def out_of_memory(device: int, alloc: int, device_alloc: int, device_free: int) -> None:
-            # Observers cannot be taken off again, so this one goes quiet by itself. Only the first failure is
+            # Observers cannot be removed, so this one stops by itself. Only the first failure is
             # written: a program that catches it and goes on has its snapshot at the end.
             if self.active and not self.written_at_oom:
                 self.written_at_oom = self.write(torch.cuda.memory._snapshot())

@@ -63,7 +63,7 @@ class Strategy:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise UsageError(f"{self.kind!r} is no parallel strategy: use one of {', '.join(KINDS)}")
+            raise UsageError(f"{self.kind!r} is not a parallel strategy: use one of {', '.join(KINDS)}")
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
@@ -88,7 +88,9 @@ def parse_strategy(text: str) -> Strategy:
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals or name not in _CHOICES or name in values:
-            raise UsageError(f"strategy {text!r}: {setting!r} is no setting, write one of {', '.join(_CHOICES)}=VALUE")
+            raise UsageError(
+                f"strategy {text!r}: {setting!r} is not a setting: write one of {', '.join(_CHOICES)}=VALUE"
+            )
         values[name] = value
     return Strategy(kind, **values)
 

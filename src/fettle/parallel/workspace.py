@@ -21,7 +21,7 @@ from fettle.parallel.allocations import allocations, taken_by
 
 _PROBED = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 _LARGEST_BYTES = 1 << 30
-"""Operands above this in all are not tried: a plan is no place to fill the memory."""
+"""Operands above this in all are not tried: a plan should not fill the memory."""
 
 
 class Workspaces:

@@ -16,9 +16,9 @@ from fettle.procs.process import Process, how_it_ended
 
 RESERVE = 0.04
 """Share of the machine's memory that must stay free: below it a child that holds a quarter of all is ended as out of
-memory, before the kernel ends whatever it likes. A small one is not to blame for what others hold."""
+memory, before the kernel chooses a process to end. A small child is not the cause."""
 TICK_S = 0.5
-"""How often whoever waits for an answer looks around."""
+"""How often a wait for an answer is interrupted to look at the memory and the other nodes."""
 _VARIABLES = {"KINETO_LOG_LEVEL": "99"}
 """The profiler writes to standard error otherwise, and the last line there is a dead child's last word."""
 T = TypeVar("T")

@@ -59,7 +59,7 @@ def address_of(text: str, option: str) -> tuple[str, int]:
     """Host and port of ``HOST:PORT``; `UsageError` for anything else, which names the option."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UsageError(f"{option} {text!r} is no address: write HOST:PORT, such as 10.0.0.1:29400")
+        raise UsageError(f"{option} {text!r} is not an address: write HOST:PORT, such as 10.0.0.1:29400")
     return host, int(port)
 
 
@@ -73,11 +73,11 @@ class Nodes:
         self.port = self._listener.address[1]
         self._others: list[Connection] = []
 
-    def gather(self, tell: Callable[[str], None]) -> None:
+    def gather(self, on_progress: Callable[[str], None]) -> None:
         """Wait until all have joined. Those with another version of fettle or torch are told so and sent away."""
         while len(self._others) < self.count - 1:
             left = self.count - 1 - len(self._others)
-            tell(f"waiting for {left} more node{'s' if left > 1 else ''}: "
+            on_progress(f"waiting for {left} more node{'s' if left > 1 else ''}: "
                  f"{KEY}={self.key} fettle join {self.host}:{self.port}")  # fmt: skip
             visitor = self._listener.accept(1.0)
             if visitor is None:
@@ -114,15 +114,15 @@ class Nodes:
         self._others.clear()
 
 
-def join(host: str, port: int, tell: Callable[[str], None]) -> int:
+def join(host: str, port: int, on_progress: Callable[[str], None]) -> int:
     """Lend this machine to the study that listens there, until it ends; the number of children that ran here.
 
     Waits for the study to begin. Raises `UsageError` for a wrong key and for other versions than the study's.
     """
     key = os.environ.get(KEY, "")
     if not key:
-        raise UsageError(f"set {KEY} to the key that 'fettle tune --nodes' shows")
-    study = _connect(host, port, key.encode(), tell)
+        raise UsageError(f"set {KEY} to the key that the study shows")
+    study = _connect(host, port, key.encode(), on_progress)
     running: dict[str, Child] = {}
     ran = 0
     with tempfile.TemporaryDirectory(prefix="fettle-node-") as cache, contextlib.closing(study):
@@ -131,7 +131,7 @@ def join(host: str, port: int, tell: Callable[[str], None]) -> int:
             welcome = _received(study, Welcome)
             if welcome.error:
                 raise UsageError(welcome.error)
-            tell(f"node {welcome.node + 1} of {welcome.nodes} of the study on {host}:{port}")
+            on_progress(f"node {welcome.node + 1} of {welcome.nodes} of the study on {host}:{port}")
             while True:
                 message = _received(study, Begin | End)
                 if isinstance(message, Begin):
@@ -156,8 +156,8 @@ def _received(other: Connection, message: Any) -> Any:
     return msgspec.json.decode(other.recv_bytes(_LONGEST), type=message)
 
 
-def _connect(host: str, port: int, key: bytes, tell: Callable[[str], None]) -> Connection:
-    tell(f"waiting for a study on {host}:{port}")
+def _connect(host: str, port: int, key: bytes, on_progress: Callable[[str], None]) -> Connection:
+    on_progress(f"waiting for a study on {host}:{port}")
     while True:
         try:
             return Client((host, port), authkey=key)

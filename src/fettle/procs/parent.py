@@ -1,4 +1,4 @@
-"""The child's side: what a process of fettle's does first, and how it answers whoever started it."""
+"""The child's side: what a process of fettle's does first, and how it answers its parent."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL, pipe: int | None = 
     """Have the kernel send this signal when the parent ends, even while this process is stopped (Linux).
 
     A parent that ended before the kernel was asked is not heard of. `pipe` is a descriptor whose other end only the
-    parent holds: where that is closed already, this process ends at once. Needed by whoever does not read it soon.
+    parent holds: where that is closed already, this process ends at once. Needed where it is not read soon.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, number)
@@ -46,7 +46,7 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL, pipe: int | None = 
 class Parent:
     """Who asks this process: it sends requests and gets replies, one each.
 
-    Without a link it is whoever started us as a `fettle.procs.child.Child`. Of several nodes the first is 0.
+    Without a link it is the process that started us as a `fettle.procs.child.Child`. Of several nodes the first is 0.
     """
 
     def __init__(self, link: Connection | None = None, node: int = 0) -> None:

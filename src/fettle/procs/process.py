@@ -50,7 +50,7 @@ class Process:
 
     @property
     def returncode(self) -> int | None:
-        """Exit code, negative for a signal; None where it has not ended or nobody has waited for it."""
+        """Exit code, negative for a signal; None where it has not ended or was not waited for."""
         return self._process.returncode
 
     def wait(self, timeout_s: float | None = None) -> int | None:

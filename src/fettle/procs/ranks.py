@@ -14,7 +14,7 @@ from fettle.procs.nodes import Nodes
 from fettle.procs.rendezvous import LAUNCHER, Rendezvous, free_ports, variables_of
 
 _WORD_S = 10.0
-"""When a node leaves, the ranks that are left say so; where its ranks had not come yet, nobody would. Wait so long."""
+"""When a node leaves, the ranks that are left say so; where its ranks had not come yet, no one would. Wait so long."""
 
 
 class Ranks(Child):

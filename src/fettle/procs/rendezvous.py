@@ -48,7 +48,7 @@ def variables_of(rendezvous: Rendezvous) -> dict[str, str]:
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """Different ports that nobody listens on at this moment."""
+    """Different ports that are free at this moment."""
     with contextlib.ExitStack() as held:
         probes = [held.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:

@@ -73,7 +73,7 @@ def _loader_next(steps: Steps, original: Callable[[Any], Any]) -> Callable[[Any]
         started = time.perf_counter_ns()
         if not getattr(self, "_fettle_first", True):
             steps._end(started)
-        else:  # what ran before the loop is no step of it
+        else:  # what ran before the loop is not a step of it
             self._fettle_first = False
             if steps._count == 0:
                 steps._begin_again(started)

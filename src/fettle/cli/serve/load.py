@@ -146,13 +146,13 @@ async def _all(shots: Any, plans: list[tuple[str, Any]], seconds: float, limit_s
     for number, (mode, plan) in enumerate(plans, 1):
         end = seconds if mode == "closed" else float(plan[-1])
 
-        def tell(now: float, waiting: int, number: int = number, end: float = end) -> None:
+        def on_progress(now: float, waiting: int, number: int = number, end: float = end) -> None:
             show(f"run {number} of {len(plans)}: {max(0.0, end - now):.0f} s left, {waiting} requests on their way")
 
         if mode == "closed":
-            runs.append(await closed_loop(shots, plan, seconds, limit_s=limit_s, tell=tell, stop=stop))
+            runs.append(await closed_loop(shots, plan, seconds, limit_s=limit_s, tell=on_progress, stop=stop))
         else:
-            runs.append(await open_loop(shots, plan, limit_s=limit_s, tell=tell, stop=stop))
+            runs.append(await open_loop(shots, plan, limit_s=limit_s, tell=on_progress, stop=stop))
         if stop.is_set():
             break
     return runs

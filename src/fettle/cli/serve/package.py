@@ -69,12 +69,12 @@ def command(
     tuned = load_recipe(recipe) if recipe is not None else RecipeFile()
     called = name or found.name
     path = output or Path(f"{called}-{version}")
-    with _show.telling("building the workload", quiet=as_json) as tell, _quiet.users_code_quiet():
+    with _show.telling("building the workload", quiet=as_json) as progress, _quiet.users_code_quiet():
         package = write_package(
             found.load(), tuned.recipe, path, name=called, version=version, settings=ServeSettings(max_rows=max_rows),
             handler=as_handler(handler), handler_settings=toml_settings(handler_settings),
             files=add_files(labels, tokenizer), requires=requires or (), evidence=tuned.evidence,
-            tell=tell,
+            tell=progress,
         )  # fmt: skip
     show(package, path, as_json)
 

@@ -117,14 +117,14 @@ def command(
     work = _Work.of(target, recipe or [], storage, study, recipes)
     folder = wanted.get("", Path(f"slo-{work.name}"))
     around = Surroundings()
-    with _show.telling("starting", quiet=as_json) as tell, _quiet.users_code_quiet():
+    with _show.telling("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
 
         async def run() -> Found:
             stop = asyncio.Event()
             asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
             try:
                 variants, failures = await asyncio.to_thread(
-                    work.variants, folder, max_rows, max_error, tell, stop.is_set
+                    work.variants, folder, max_rows, max_error, progress, stop.is_set
                 )
             except Stopped:
                 raise typer.Exit(130) from None
@@ -133,7 +133,7 @@ def command(
             return await search(
                 variants, limit_s, rate=rate, head_room=room, most_rows=max_rows, cores=cores or usable_cores(),
                 devices=chosen, seconds=test_s, confirm=confirm, prices=prices, keep=folder / "measured.json",
-                failures=failures, tell=tell, stop=stop,
+                failures=failures, tell=progress, stop=stop,
             )  # fmt: skip
 
         found = run_loop(run())
@@ -197,7 +197,12 @@ class _Work:
         return cls(found.name, None, text, found, tuple(levels or [Recipe()]))
 
     def variants(
-        self, folder: Path, max_rows: int, max_error: float, tell: Callable[[str], None], stopped: Callable[[], bool]
+        self,
+        folder: Path,
+        max_rows: int,
+        max_error: float,
+        on_progress: Callable[[str], None],
+        stopped: Callable[[], bool],
     ) -> tuple[list[Variant], list[Failure]]:
         """The packages to choose among, made where they are not there yet."""
         from fettle.serve.points import Variant
@@ -209,7 +214,7 @@ class _Work:
             return made, []
         made, failures = package_all(
             self.text, self.target, self.recipes, folder / "packages", max_rows=max_rows, max_error=max_error,
-            tell=tell, stopped=stopped,
+            tell=on_progress, stopped=stopped,
         )  # fmt: skip
         self.packages = tuple(made)
         return made, failures
@@ -240,7 +245,7 @@ def _prices(texts: list[str]) -> dict[str, float]:
         except ValueError:
             value = -1.0
         if not 0 <= value < 1e9 or (equals and not re.fullmatch(r"cpu|cuda(:\d{1,3})?", device)):
-            raise UsageError(f"--price-per-hour: {text!r} is no price, for example 0.40 or cuda=2.50")
+            raise UsageError(f"--price-per-hour: {text!r} is not a price, for example 0.40 or cuda=2.50")
         found[device] = value
     return found
 

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import track
 
+from fettle.cli import _quiet, _show
 from fettle.cli.trace.shared import Answer, Fresh, Json, Rows, Source, app, joined, listing, open_traces
 from fettle.errors import UsageError, first_line
 from fettle.files import check_writable
@@ -118,7 +118,7 @@ def record(
     memory: Annotated[bool, typer.Option("--memory", help="with every allocation")] = False,
     as_json: Json = False,
 ) -> None:
-    """Run a function step by step under the profiler and keep the trace.
+    """Run a function step by step under the profiler and keep the trace. What the function prints is not shown.
 
     [bold]Example[/]
 
@@ -127,15 +127,16 @@ def record(
     from fettle.trace.record import load_target
     from fettle.trace.record import record as record_trace
 
-    step, screen = load_target(target), Console(stderr=True)
-    with record_trace(output, warmup=warmup, active=active, stacks=stacks, memory=memory) as profiler:
-        numbers = range(warmup + active)
-        for number in track(numbers, "recording", console=screen, transient=True, disable=not screen.is_terminal):
-            try:
-                step()
-            except Exception as error:
-                raise UsageError(f"{target} raised in step {number}: {first_line(error)}") from error
-            profiler.step()
+    with _show.bar("recording") as show, _quiet.users_code_quiet():
+        step = load_target(target)
+        with record_trace(output, warmup=warmup, active=active, stacks=stacks, memory=memory) as profiler:
+            for number in range(warmup + active):
+                show("recording", number, warmup + active)
+                try:
+                    step()
+                except Exception as error:
+                    raise UsageError(f"{target} raised in step {number}: {first_line(error)}") from error
+                profiler.step()
     print(json.dumps({"file": str(output), "steps": active})) if as_json else Console().print(
         f"wrote {output}", highlight=False
     )
