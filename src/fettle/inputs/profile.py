@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from fettle.errors import is_program
 from fettle.inputs.lint import ROWS, Lint, rows_of
+from fettle.patches import replaced
 
 _LEAST_S = 2e-4
 """A row that takes less is not worth a profile."""
@@ -133,29 +134,30 @@ def _watch_pillow() -> Iterator[Pictures]:
     except ImportError:
         yield seen
         return
-    load, resize = ImageFile.ImageFile.load, Image.Image.resize
 
-    def loading(self: Any, *args: Any, **kwargs: Any) -> Any:
-        fresh = getattr(self, "tile", None)
-        if fresh:
-            seen.decoded.append(self.size)
-            if len(seen.files) < _PICTURES:
-                _keep_file(self, seen)
-        return load(self, *args, **kwargs)
+    def load(original: Any) -> Any:
+        def loading(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if getattr(self, "tile", None):  # else it is decoded already
+                seen.decoded.append(self.size)
+                if len(seen.files) < _PICTURES:
+                    _keep_file(self, seen)
+            return original(self, *args, **kwargs)
 
-    def resizing(self: Any, size: Any, *args: Any, **kwargs: Any) -> Any:
-        self.load()  # `resize` would: the picture's size is known only then
-        box = kwargs.get("box") or (args[1] if len(args) > 1 else None)
-        source = (box[2] - box[0], box[3] - box[1]) if box else self.size
-        if len(size) == 2 and min(size) > 0:
-            seen.shrunk.append((min(source[0] / size[0], source[1] / size[1]), tuple(source), tuple(size)))
-        return resize(self, size, *args, **kwargs)
+        return loading
 
-    ImageFile.ImageFile.load, Image.Image.resize = loading, resizing  # type: ignore[method-assign]
-    try:
+    def resize(original: Any) -> Any:
+        def resizing(self: Any, size: Any, *args: Any, **kwargs: Any) -> Any:
+            self.load()  # `resize` would: the picture's size is known only then
+            box = kwargs.get("box") or (args[1] if len(args) > 1 else None)
+            source = (box[2] - box[0], box[3] - box[1]) if box else self.size
+            if len(size) == 2 and min(size) > 0:
+                seen.shrunk.append((min(source[0] / size[0], source[1] / size[1]), tuple(source), tuple(size)))
+            return original(self, size, *args, **kwargs)
+
+        return resizing
+
+    with replaced(ImageFile.ImageFile, "load", load), replaced(Image.Image, "resize", resize):
         yield seen
-    finally:
-        ImageFile.ImageFile.load, Image.Image.resize = load, resize  # type: ignore[method-assign]
 
 
 def _keep_file(image: Any, seen: Pictures) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,17 +102,17 @@ def _search(contest: Contest, device: str, lints: bool, began: float) -> Found:
     notes = [*facts.notes, *_not_tried(facts)]
     why = cannot_help(plain, step_s, contest.here.cores)
     best, faults, search_s = plain, Faults(), 0.0
-    with _interruptible() as state:
+    interrupted = True
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the search and nothing else: what is measured is kept
         if not why:
             climb(contest, facts, scores, step_s)
         variants(contest, facts, scores, bool(step_s and why), notes)
         best = contest.measured[settle(contest, scores)]
         best = never_slower(contest, best, given, plain)
         search_s = time.monotonic() - began
-    if not state.interrupted and lints:
-        with _interruptible() as state:
+        if lints:
             faults = contest.faults()
-    interrupted = state.interrupted
+        interrupted = False
     if interrupted and best is plain:
         best = smallest_of_the_best([contest.measured[setting] for setting in _near(contest, scores)])
     search_s = search_s or time.monotonic() - began
@@ -336,17 +335,3 @@ def _device(device: str) -> str:
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("`device='cuda'`: there is no CUDA device here; without it batches stay on the CPU")
     return "cuda" if device == "cuda" else "cpu"
-
-
-class _State:
-    interrupted = False
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[_State]:
-    """Ctrl-C ends the block and nothing else: what is measured is kept and told."""
-    state = _State()
-    try:
-        yield state
-    except KeyboardInterrupt:
-        state.interrupted = True

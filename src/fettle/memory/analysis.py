@@ -204,8 +204,7 @@ def _choose(snapshot: Snapshot, device: int | None) -> int:
         raise UsageError(f"{snapshot.name}: holds neither segments nor events, there is nothing to analyse")
     if device is None:
         return max(known, key=lambda number: replay(snapshot, number).peak_bytes) if len(known) > 1 else known[0]
-    if device not in known:
-        raise UsageError(f"{snapshot.name}: holds nothing of device {device} (devices: {', '.join(map(str, known))})")
+    snapshot.check_device(device)
     return device
 
 
