@@ -14,7 +14,7 @@ from rich.markup import escape
 from fettle.cli import _options, _show
 
 if TYPE_CHECKING:
-    from fettle.inputs import Found
+    from fettle.inputs import PipelineResult
 
 
 def command(
@@ -76,23 +76,23 @@ def command(
         raise UsageError(f"--slice {slice_}: between 10ms and 10m")
     around = Surroundings()
     with _show.bar("starting", quiet=as_json, lines=True) as show:
-        found = measure_and_search(
+        result = measure_and_search(
             target, slice_s=slice_s, timeout_s=_options.duration_s(timeout, "--timeout"), ranks=ranks or _ranks(),
             device=_options.one_device(device, ("auto",)), keep=keep or default_path(target), lints=lints,
             on_progress=show,
         )  # fmt: skip
     busy = around.sentence()
     if output is not None:
-        write_report(found, output)
+        write_report(result, output)
     if as_json:
-        typer.echo(json.dumps({**as_data(found), "busy": busy}))
+        typer.echo(json.dumps({**as_data(result), "busy": busy}))
     else:
         if busy:
             Console().print(f"[yellow]{escape(busy)}[/]\n", highlight=False)
-        _print(found, Console())
+        _print(result, Console())
         if output is not None:
             Console().print(f"\nreport: {escape(str(output))}", highlight=False)
-    if found.interrupted:
+    if result.interrupted:
         raise typer.Exit(130)
 
 
@@ -117,18 +117,18 @@ def _ranks() -> int:
     return max(1, int(text)) if text.isdigit() else 1
 
 
-def _print(found: Found, console: Console) -> None:
+def _print(result: PipelineResult, console: Console) -> None:
     from fettle.inputs.report import facts, settings
 
-    console.print(f"[bold]{escape(found.verdict)}[/]\n", highlight=False)
-    for line in facts(found):
+    console.print(f"[bold]{escape(result.verdict)}[/]\n", highlight=False)
+    for line in facts(result):
         console.print(escape(line), highlight=False)
-    _show.print_table(console, settings(found))
-    for lint in found.lints:
+    _show.print_table(console, settings(result))
+    for lint in result.lints:
         console.print(
             f"\n[yellow]{escape(lint.says)}[/] {escape(lint.evidence)}\n  → {escape(lint.advice)}", highlight=False
         )
-    for note in found.notes:
+    for note in result.notes:
         console.print(f"[dim]{escape(note)}[/]", highlight=False)
-    if found.best.setting != found.given.setting:
-        console.print(f"\n{escape(found.code)}", style="green", highlight=False, soft_wrap=True)
+    if result.best.setting != result.given.setting:
+        console.print(f"\n{escape(result.code)}", style="green", highlight=False, soft_wrap=True)

@@ -18,9 +18,9 @@ import torch
 from fettle.errors import UsageError
 from fettle.inputs._messages import Faults
 from fettle.inputs.contest import Contest, OnProgress
-from fettle.inputs.found import Found, cannot_help, verdict
 from fettle.inputs.journal import Journal, content_hash
 from fettle.inputs.limits import room
+from fettle.inputs.result import PipelineResult, cannot_help, verdict
 from fettle.inputs.setting import (
     AS_GIVEN,
     WITHIN,
@@ -50,7 +50,7 @@ def measure_and_search(
     keep: Path | None = None,
     lints: bool = True,
     on_progress: OnProgress = lambda doing, done, of: None,
-) -> Found:
+) -> PipelineResult:
     """Measure the pipeline of `target` (``file.py:factory``) and search its setting.
 
     The factory returns a DataLoader, a dataset, or (either, step): `step` is called with each batch and stands for the
@@ -71,9 +71,9 @@ def measure_and_search(
     contest = Contest(target, slice_s, timeout_s, _device(device), here, journal, on_progress)
     done = False
     try:
-        found = _search(contest, device, lints, began)
-        done = not found.interrupted
-        return found
+        result = _search(contest, device, lints, began)
+        done = not result.interrupted
+        return result
     except UsageError:
         done = True
         raise
@@ -82,7 +82,7 @@ def measure_and_search(
         journal.close(done)
 
 
-def _search(contest: Contest, device: str, lints: bool, began: float) -> Found:
+def _search(contest: Contest, device: str, lints: bool, began: float) -> PipelineResult:
     """The search in its visible order."""
     facts = contest.open()
     if facts.cuda and device == "auto" and not facts.has_step:
@@ -121,12 +121,12 @@ def _search(contest: Contest, device: str, lints: bool, began: float) -> Found:
     if not given.able:
         notes.append(f"As given it fails: {given.failure}.")
     notes += faults.notes
-    found = Found(
+    result = PipelineResult(
         contest.target, given, plain, best, measured, step_s, contest.here.cores, contest.here.why, "", notes,
         faults.lints, search_s, time.monotonic() - began, interrupted,
         contest.reused,
     )  # fmt: skip
-    return replace(found, verdict=verdict(found, why))
+    return replace(result, verdict=verdict(result, why))
 
 
 def climb(contest: Contest, facts: Facts, scores: dict[Setting, float], step_s: float) -> None:
