@@ -84,8 +84,8 @@ class Loop:
 
     def last_words(self) -> str:
         """What a worker that ended said, or how it ended."""
-        if said := self.board.said():
-            return said
+        if error := self.board.error():
+            return error
         codes = [worker.exitcode for worker in getattr(self.batches, "_workers", ()) if worker.exitcode]
         if not codes:
             return ""
