@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table as RichTable
 
 if TYPE_CHECKING:
+    from fettle.comparing import Comparison
     from fettle.page import Table
 
 _STYLES = {"winner": "green", "failed": "red"}
@@ -48,6 +52,34 @@ def bar(first: str, *, quiet: bool = False, lines: bool = False) -> Iterator[Cal
             yield lambda doing, done, of: progress.update(
                 task, description=escape(doing[:70]), completed=done, total=of
             )
+
+
+def answer(
+    as_json: bool, data: Callable[[], Any], say: Callable[[Console], object], report: Path | None = None
+) -> None:
+    """What a command found: as JSON for machines, else said to people, with the place of its report."""
+    if as_json:
+        print(json.dumps(data(), default=str))
+        return
+    console = Console()
+    say(console)
+    if report is not None:
+        console.print(f"\nreport: {escape(str(report))}", highlight=False, soft_wrap=True)
+
+
+def leave(*, interrupted: bool = False, missed: bool = False) -> None:
+    """Leave with exit code 130 where a command was interrupted, and 1 where its limits were not met."""
+    if interrupted or missed:
+        raise typer.Exit(130 if interrupted else 1)
+
+
+def print_comparison(console: Console, comparison: Comparison, under_load: bool = False) -> None:
+    """Recipes beside the workload as given, and what other programs took of the machine meanwhile."""
+    from fettle.report import comparison_table, load_lines
+
+    console.print(comparison_table(comparison.trials, comparison.verdicts))
+    for line in load_lines(comparison.trials, under_load):
+        console.print(line)
 
 
 def print_table(console: Console, table: Table, title: str = "") -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from fettle.cli import _options
+from fettle.cli import _options, _show
 
 
 def command(
@@ -40,7 +38,7 @@ def command(
     """
     from fettle.comparing import bench, comparison_json
     from fettle.errors import UsageError
-    from fettle.report import comparison_table, load_lines, progress
+    from fettle.report import progress
     from fettle.result import Limits
 
     if not 0.5 <= confidence < 1:
@@ -60,12 +58,9 @@ def command(
             polite=polite,
             tell=show,
         )
-    if as_json:
-        print(json.dumps(comparison_json(comparison)))
-    else:
-        console = Console()
-        console.print(comparison_table(comparison.trials, comparison.verdicts))
-        for line in load_lines(comparison.trials, under_load):
-            console.print(line)
-    if comparison.failed:
-        raise typer.Exit(1)
+    _show.answer(
+        as_json,
+        lambda: comparison_json(comparison),
+        lambda console: _show.print_comparison(console, comparison, under_load),
+    )
+    _show.leave(missed=comparison.failed)

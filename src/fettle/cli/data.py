@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -84,16 +83,10 @@ def command(
     busy = around.sentence()
     if output is not None:
         write_report(result, output)
-    if as_json:
-        typer.echo(json.dumps({**as_data(result), "busy": busy}))
-    else:
-        if busy:
-            Console().print(f"[yellow]{escape(busy)}[/]\n", highlight=False)
-        _print(result, Console())
-        if output is not None:
-            Console().print(f"\nreport: {escape(str(output))}", highlight=False)
-    if result.interrupted:
-        raise typer.Exit(130)
+    _show.answer(
+        as_json, lambda: {**as_data(result), "busy": busy}, lambda console: _print(result, busy, console), output
+    )
+    _show.leave(interrupted=result.interrupted)
 
 
 def _trace(before: Path, after: Path | None, as_json: bool) -> None:
@@ -103,13 +96,11 @@ def _trace(before: Path, after: Path | None, as_json: bool) -> None:
     from fettle.inputs.from_trace import compare_text, waits_in_trace
 
     waits = [waits_in_trace(path) for path in ((before,) if after is None else (before, after))]
-    if as_json:
-        told = [{**asdict(item), "bound": item.bound} for item in waits]
-        achieved = waits[0].step_s / waits[1].step_s if after is not None else None
-        typer.echo(json.dumps({"before": told[0], "after": told[1] if after else None, "achieved": achieved}))
-        return
-    for line in compare_text(waits):
-        Console().print(escape(line), highlight=False)
+    rows = [{**asdict(item), "bound": item.bound} for item in waits]
+    achieved = waits[0].step_s / waits[1].step_s if after is not None else None
+    data = {"before": rows[0], "after": rows[1] if after else None, "achieved": achieved}
+    text = "\n".join(compare_text(waits))
+    _show.answer(as_json, lambda: data, lambda console: console.print(escape(text), highlight=False))
 
 
 def _ranks() -> int:
@@ -117,9 +108,11 @@ def _ranks() -> int:
     return max(1, int(text)) if text.isdigit() else 1
 
 
-def _print(result: PipelineResult, console: Console) -> None:
+def _print(result: PipelineResult, busy: str, console: Console) -> None:
     from fettle.inputs.report import facts, settings
 
+    if busy:
+        console.print(f"[yellow]{escape(busy)}[/]\n", highlight=False)
     console.print(f"[bold]{escape(result.verdict)}[/]\n", highlight=False)
     for line in facts(result):
         console.print(escape(line), highlight=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import sys
@@ -97,19 +96,11 @@ def command(
         count = found.count(rule)
         if count is None or count > most:  # what was not looked for has not passed
             over.append(f"{rule}: {'not known' if count is None else count}, allowed {most}")
-    if as_json:
-        data = diagnosis_json(found)
-        data["verified"] = [_verified_json(item) for item in checked]
-        data["over_the_limit"] = over
-        print(json.dumps(data))
-    else:
-        _print(found, checked, Console())
-        if output is not None:
-            print(f"\nreport: {output}")
-        for line in over:
-            Console(stderr=True).print(f"[bold red]limit not kept[/]: {line}", highlight=False)
-    if over:
-        raise typer.Exit(1)
+    more = {"verified": [_verified_json(item) for item in checked], "over_the_limit": over}
+    _show.answer(as_json, lambda: diagnosis_json(found) | more, lambda console: _print(found, checked, console), output)
+    for line in () if as_json else over:
+        Console(stderr=True).print(f"[bold red]limit not kept[/]: {line}", highlight=False)
+    _show.leave(missed=bool(over))
 
 
 def _allowed(text: str | None) -> dict[str, int]:

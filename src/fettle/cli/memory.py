@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +12,7 @@ from rich.markup import escape
 from fettle.cli import _options, _show
 from fettle.errors import UsageError
 from fettle.files import check_writable
-from fettle.memory import Analysis, Snapshot, analyse, as_json, compare, read, tables, verdict, write_report
+from fettle.memory import Analysis, Difference, analyse, as_json, compare, read, tables, verdict, write_report
 from fettle.memory.analysis import plain
 from fettle.units import parse_size, size_text
 
@@ -63,23 +62,12 @@ def command(
             show("writing the report")
             write_report(analysis, output, difference=difference)
 
-    if as_json_:
-        data = as_json(analysis)
-        if difference is not None:
-            data["difference"] = plain(difference)
-        typer.echo(json.dumps(data, indent=2))
-        return
-    console = Console()
-    _print_notes(console, first, analysis)
-    if difference is not None:
-        for note in difference.notes:
-            console.print(f"[yellow]note:[/] {escape(note)}")
-        for table in tables.changes(difference):
-            _show.print_table(console, table)
-    else:
-        _print_analysis(console, analysis)
-    if output is not None:
-        console.print(f"report: {escape(str(output))}", highlight=False)
+    _show.answer(
+        as_json_,
+        lambda: {**as_json(analysis), **({} if difference is None else {"difference": plain(difference)})},
+        lambda console: _print(console, analysis, difference),
+        output,
+    )
 
 
 def _device(text: str) -> int:
@@ -90,13 +78,20 @@ def _device(text: str) -> int:
     return int(name.partition(":")[2] or 0)
 
 
-def _print_notes(console: Console, snapshot: Snapshot, analysis: Analysis) -> None:
-    for note in snapshot.notes:
+def _print(console: Console, analysis: Analysis, difference: Difference | None) -> None:
+    for note in analysis.snapshot.notes:
         console.print(f"[yellow]note:[/] {escape(note)}")
     if analysis.violations:
         console.print(f"[yellow]the file contradicts itself in {len(analysis.violations)} place(s)[/], for instance:")
         for row in analysis.violations[:3]:
             console.print(f"  {escape(str(row))}", highlight=False)
+    if difference is None:
+        _print_analysis(console, analysis)
+        return
+    for note in difference.notes:
+        console.print(f"[yellow]note:[/] {escape(note)}")
+    for table in tables.changes(difference):
+        _show.print_table(console, table)
 
 
 def _print_analysis(console: Console, analysis: Analysis) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -77,14 +76,13 @@ def command(
         )
         if output is not None:
             write_plan(made, output)
-    if as_json:
-        typer.echo(json.dumps(planning.as_json(made) | {"note": note}))
-    else:
-        _print(Console(), made, note)
-        if output is not None:
-            Console().print(f"report: {escape(str(output))}", highlight=False)
-    if memory is not None and not any(item.fits for item in made.predictions):
-        raise typer.Exit(1)
+    _show.answer(
+        as_json,
+        lambda: planning.as_json(made) | {"note": note},
+        lambda console: _print(console, made, note),
+        output,
+    )
+    _show.leave(missed=memory is not None and not any(item.fits for item in made.predictions))
 
 
 def _print(console: Console, made: Plan, note: str) -> None:

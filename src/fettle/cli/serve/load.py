@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import signal
 from dataclasses import asdict
@@ -116,25 +115,19 @@ def command(
         runs = run(_all(shots, plans, seconds, limit_s, show))
     interrupted = any(run.interrupted for run in runs)
     changes = compare([as_data(run) for run in runs], earlier) if earlier and not interrupted else []
-    if as_json and baseline is not None:
-        told = [finite(asdict(change)) for change in changes]
-        print(json.dumps({"runs": [as_data(run) for run in runs], "changes": told}))
-    elif as_json:
-        print(json.dumps([as_data(run) for run in runs]))
-    else:
-        _print(runs, Console())
-        _print_changes(changes, Console())
+    data: Any = [as_data(run) for run in runs]
+    if baseline is not None:
+        data = {"runs": data, "changes": [finite(asdict(change)) for change in changes]}
+    _show.answer(as_json, lambda: data, lambda console: _print(runs, changes, console))
     if markdown is not None:
         write_text(markdown, _markdown(runs))
     if csv_file is not None:
         _options.write_csv(csv_file, TORCHSERVE_COLUMNS, (as_torchserve_row(run, url) for run in runs))
-    if interrupted:
-        raise typer.Exit(130)
     # What was refused or failed was not answered within the limit either.
     worse = any(change.verdict == "worse" for change in changes)
     missed = worse or (limit_s and any(run.within < 0.99 for run in runs))
-    if missed or any(run.void or not run.stable or not run.answered for run in runs):
-        raise typer.Exit(1)
+    failed = missed or any(run.void or not run.stable or not run.answered for run in runs)
+    _show.leave(interrupted=interrupted, missed=bool(failed))
 
 
 async def _all(shots: Any, plans: list[tuple[str, Any]], seconds: float, limit_s: float, show: Any) -> list[Run]:
@@ -198,7 +191,7 @@ def _row(run: Run) -> list[str]:
             f"{run.little:.2f}", "; ".join(notes)]  # fmt: skip
 
 
-def _print(runs: list[Run], console: Console) -> None:
+def _print(runs: list[Run], changes: list[Change], console: Console) -> None:
     """A column for each run: so many measures side by side would not fit a terminal."""
     loads, *measures, notes = zip(*(_row(run) for run in runs), strict=True)
     table = Table(_COLUMNS[0], box=None, header_style="bold")
@@ -211,12 +204,12 @@ def _print(runs: list[Run], console: Console) -> None:
     for load, note in zip(loads, notes, strict=True):
         if note:
             console.print(f"{load}: {note}", style="yellow", highlight=False, markup=False)
+    if changes:
+        _print_changes(changes, console)
 
 
 def _print_changes(changes: list[Change], console: Console) -> None:
     """Now over then, with what may be said of it."""
-    if not changes:
-        return
     table = Table(box=None, header_style="bold", title="against the baseline", title_justify="left")
     for name in ("load", "measure", "now / then", "95% interval", ""):
         table.add_column(name, justify="left" if name in ("load", "measure", "") else "right")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +16,7 @@ from fettle.errors import UsageError, first_line
 from fettle.recipe import Recipe
 
 if TYPE_CHECKING:
-    from fettle.serve.package import Package
+    from fettle.serve.package import Manifest, Package
 
 
 def command(
@@ -82,10 +81,14 @@ def command(
 def show(package: Package, path: Path, as_json: bool) -> None:
     """What was written, for people or as JSON."""
     manifest = package.manifest
-    if as_json:
-        print(json.dumps({"path": str(path), **msgspec.to_builtins(manifest)}))
-        return
-    out = Console()
+    _show.answer(
+        as_json,
+        lambda: {"path": str(path), **msgspec.to_builtins(manifest)},
+        lambda console: _print(manifest, path, console),
+    )
+
+
+def _print(manifest: Manifest, path: Path, out: Console) -> None:
     for label, specs in (("inputs", manifest.inputs), ("outputs", manifest.outputs)):
         text = ", ".join(f"{spec.name} {spec.datatype}{list(spec.shape)}" for spec in specs)
         out.print(f"{label:8} {text}", markup=False, highlight=False)

@@ -146,16 +146,13 @@ def command(
     write_slo_report(data, folder / "report.html")
     if csv_file is not None:
         _options.write_csv(csv_file, TORCHSERVE_COLUMNS, torchserve_rows(found, work.name))
-    if as_json:
-        print(json.dumps(data))
-    else:
-        if busy:
-            Console().print(f"[yellow]{busy}[/]\n", highlight=False)
-        _print(found, Console(), folder, written)
-    if found.interrupted:
-        raise typer.Exit(130)
-    if not found.met:
-        raise typer.Exit(1)
+    _show.answer(
+        as_json,
+        lambda: data,
+        lambda console: _print(found, busy, written, console),
+        folder / "report.html",
+    )
+    _show.leave(interrupted=found.interrupted, missed=not found.met)
 
 
 @dataclass
@@ -260,9 +257,11 @@ def _machine() -> str:
     return f"{cpu()}, {cores()} cores, torch {metadata.version('torch')}, Python {platform.python_version()}"
 
 
-def _print(found: Found, console: Console, folder: Path, written: Path | None) -> None:
+def _print(found: Found, busy: str, written: Path | None, console: Console) -> None:
     from fettle.serve.search import HEAD_ROOM
 
+    if busy:
+        console.print(f"[yellow]{busy}[/]\n", highlight=False)
     console.print(f"requests a second with p99 within {found.limit_s * 1e3:.4g} ms, Poisson arrivals", highlight=False)
     console.print(_table(found))
     for line in found.why:
@@ -289,7 +288,6 @@ def _print(found: Found, console: Console, folder: Path, written: Path | None) -
         device = best.setting.device if best is not None else "cpu"
         more = f" --device {device}" if device != "cpu" else ""
         console.print(f"written to {written}/serve.toml: fettle serve {written}{more}", highlight=False, markup=False)
-    console.print(f"report: {folder}/report.html", highlight=False, markup=False)
 
 
 def _table(found: Found, most: int = 12) -> Table:

@@ -1,11 +1,9 @@
 """To and from files, and questions of one's own: record, report, augment, SQL, the numbers of another tool."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from fettle.cli import _quiet, _show
 from fettle.cli.trace.shared import Answer, Fresh, Json, Rows, Source, app, joined, listing, open_traces
@@ -72,9 +70,8 @@ def augment(
 
     trace = open_traces(source, fresh)[0]
     added = write(trace, target, path=critical_path(trace))
-    print(json.dumps({"file": str(target), "added_events": added})) if as_json else Console().print(
-        f"wrote {target}: {added} events added"
-    )
+    data = {"file": str(target), "added_events": added}
+    _show.answer(as_json, lambda: data, lambda console: console.print(f"wrote {target}: {added} events added"))
 
 
 @app.command()
@@ -98,12 +95,9 @@ def report(
     check_writable(output)
     earlier = open_traces(before, fresh)[0] if before is not None else None
     failed = write_report(open_traces(source, fresh), output, before=earlier)
-    if as_json:
-        print(json.dumps({"file": str(output), "not_answered": failed}))
-    else:
-        Console().print(
-            f"wrote {output}" + "".join(f"\nnot answered: {line}" for line in failed), highlight=False, markup=False
-        )
+    text = f"wrote {output}" + "".join(f"\nnot answered: {line}" for line in failed)
+    data = {"file": str(output), "not_answered": failed}
+    _show.answer(as_json, lambda: data, lambda console: console.print(text, highlight=False, markup=False))
 
 
 @app.command()
@@ -137,6 +131,5 @@ def record(
                 except Exception as error:
                     raise UsageError(f"{target} raised in step {number}: {first_line(error)}") from error
                 profiler.step()
-    print(json.dumps({"file": str(output), "steps": active})) if as_json else Console().print(
-        f"wrote {output}", highlight=False
-    )
+    data = {"file": str(output), "steps": active}
+    _show.answer(as_json, lambda: data, lambda console: console.print(f"wrote {output}", highlight=False))

@@ -3,7 +3,6 @@
 import functools
 import inspect
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fettle.cli import _show
+from fettle.files import finite
 from fettle.trace.model import Trace
 
 app = typer.Typer(
@@ -53,13 +53,11 @@ def question(look: Callable[..., Answer], *, charted: bool = True) -> Callable[.
     Its further parameters are options of its own. One that is named as an option of all commands (`as_json`, `rows`) is
     handed on, and its default stands above the usual one.
     """
-    shared = [("as_json", Json, False), ("rows", Rows, 30), ("chart", Chart, None), ("fresh", Fresh, False)]
-    shared = [option for option in shared if charted or option[0] != "chart"]
-    own = dict(list(inspect.signature(look).parameters.items())[1:])
-    usual = {
-        name: inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=kind)
-        for name, kind, default in (("source", Source, inspect.Parameter.empty), *shared)
-    }
+    usual: dict[str, tuple[Any, Any]] = {
+        "source": (Source, inspect.Parameter.empty), "as_json": (Json, False), "rows": (Rows, 30),
+        **({"chart": (Chart, None)} if charted else {}), "fresh": (Fresh, False),
+    }  # fmt: skip
+    own = {name: (one.annotation, one.default) for name, one in list(inspect.signature(look).parameters.items())[1:]}
 
     @functools.wraps(look)
     def command(**given: Any) -> None:
@@ -72,7 +70,12 @@ def question(look: Callable[..., Answer], *, charted: bool = True) -> Callable[.
         if answer.failed:
             raise typer.Exit(1)
 
-    command.__signature__ = inspect.Signature(list({**usual, **own}.values()))  # type: ignore[attr-defined]
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
+            for name, (kind, default) in {**usual, **own}.items()
+        ]
+    )
     return app.command()(command)
 
 
@@ -121,7 +124,7 @@ def show(
         data = {name: frame.to_dicts() for name, frame in frames.items()} | dict(notes or {})
         if traces:
             data["uncertain"] = doubts({f"rank {trace.rank}": trace for trace in traces})
-        print(json.dumps(_plain(data), default=str))
+        print(json.dumps(finite(data), default=str))
         return
     console = Console()
     for key, value in (notes or {}).items():
@@ -192,15 +195,6 @@ def _print_table(console: Console, title: str, frame: pl.DataFrame, rows: int) -
         )
     if frame.height > rows:
         console.print(f"{frame.height - rows} more rows: --rows {frame.height}", highlight=False)
-
-
-def _plain(value: Any) -> Any:
-    """NaN and infinities are not JSON: null."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def write_chart(path: Path | None, make: Callable[[], Any]) -> None:
