@@ -11,7 +11,7 @@ from fettle.procs.rendezvous import LAUNCHER
 from fettle.workload import find_target
 from tests.processes import alive, left_behind
 
-HERE = Path(__file__).parent / "planned.py"
+HERE = Path(__file__).parents[1] / "train" / "planned.py"
 pytestmark = pytest.mark.slow
 
 

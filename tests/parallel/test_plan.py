@@ -21,7 +21,7 @@ from fettle.parallel.timeline import PARTS
 from fettle.techniques import repeated_blocks
 from fettle.workload import find_target
 
-HERE = Path(__file__).parent / "planned.py"
+HERE = Path(__file__).parents[1] / "train" / "planned.py"
 
 
 def planned(*texts: str, world_size: int = 8, device: str = "cpu", **options):
