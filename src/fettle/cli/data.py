@@ -36,7 +36,7 @@ def command(
     ] = None,
     lints: Annotated[bool, typer.Option(help="look for faults beyond the setting")] = True,
     after: Annotated[
-        Path | None, typer.Option(help="TARGET is a profiler trace; this is one after a change, to hold against it")
+        Path | None, typer.Option(help="TARGET is a profiler trace; this is one after a change, to compare with it")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
 ) -> None:

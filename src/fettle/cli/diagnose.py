@@ -29,7 +29,7 @@ def command(
         typer.Argument(help="path/to/file.py:factory, a trace (.json, .json.gz), a snapshot (.pickle), or a folder"),
     ],
     verify: Annotated[
-        bool, typer.Option("--verify", help="race each finding's fix, and hold it against its bound")
+        bool, typer.Option("--verify", help="race each finding's fix, and compare it with its bound")
     ] = False,
     fail_on: Annotated[
         str | None,
@@ -183,7 +183,7 @@ def _checked(item: Verified) -> str:
     words = {
         True: "[green]within the bound[/]",
         False: "[bold red]beyond the bound: the rule is wrong[/]",
-        None: "[yellow]too uncertain to hold against the bound: give a longer --budget[/]",
+        None: "[yellow]too uncertain to compare with the bound: give a longer --budget[/]",
     }
     word = words[item.bound_kept]
     over = f" over {escape(item.beside)}" if item.beside else ""

@@ -72,7 +72,7 @@ def record(
 ) -> tuple[list[Recording], list[Finding], list[str]]:
     """Record a trace and an allocator's history; what was recorded, what their rules say, and what failed, a line each.
 
-    With `beside`, the path of a report, the files are kept next to it under its name. Kernels are told by `operators`.
+    With `beside`, the path of a report, the files are kept next to it under its name. Kernels are those of `operators`.
     """
     made: list[Recording] = []
     found: list[Finding] = []

@@ -82,8 +82,8 @@ class Loop:
             except StopIteration:
                 raise UsageError("the loader gives no batch in its second epoch: its source is used up") from None
 
-    def last_words(self) -> str:
-        """What a worker that ended said, or how it ended."""
+    def ended(self) -> str:
+        """The error of a worker that ended, or how it ended."""
         if error := self.board.error():
             return error
         codes = [worker.exitcode for worker in getattr(self.batches, "_workers", ()) if worker.exitcode]
@@ -198,8 +198,8 @@ class Process:
         )  # fmt: skip
 
 
-def explain(error: BaseException, last_words: str = "") -> Failure:
-    """An error as the parent will tell it: one line."""
+def explain(error: BaseException, ended: str = "") -> Failure:
+    """An error as the parent will show it: one line."""
     if isinstance(error, UsageError):
         return Failure(str(error), "usage")
     text = first_line(error)
@@ -207,8 +207,8 @@ def explain(error: BaseException, last_words: str = "") -> Failure:
         # A worker's traceback arrives as the text of an exception; its last line says what was wrong.
         text = [line for line in str(error).strip().splitlines() if line.strip()][-1].strip()
         text = text.removeprefix(f"{_fetch.ItemError.__module__}.").removeprefix("ItemError: ")
-    elif last_words:
-        text = last_words
+    elif ended:
+        text = ended
     text = re.sub(r"\s+", " ", text)[:400]
     memory = isinstance(error, MemoryError) or any(word in text for word in _MEMORY)
     if any(word in text for word in ("No space left", "Bus error", "SIGBUS")):
@@ -223,7 +223,7 @@ def explain(error: BaseException, last_words: str = "") -> Failure:
 def main(parent: Parent) -> None:
     """Answer requests until the parent goes."""
     process = Process()
-    parent.serve(Asked, process.answer, lambda error: explain(error, process.loop.last_words() if process.loop else ""))
+    parent.serve(Asked, process.answer, lambda error: explain(error, process.loop.ended() if process.loop else ""))
 
 
 def _to_device(batch: Any, non_blocking: bool) -> Any:

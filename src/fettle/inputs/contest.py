@@ -21,7 +21,7 @@ from fettle.procs.child import Child, ChildError
 _MODULE = "fettle.inputs._run"
 """What the processes run."""
 PAIRS, ROUNDS = 3, 6
-"""Pairs of slices in which two settings are held against each other, and the most where they are near the line."""
+"""Pairs of slices in which two settings are compared, and the most where they are near the line."""
 _CLEAR, _NEAR = 1.15, 0.025
 """Two pairs that are both this far beyond the line are enough; a median this near to it wants more of them."""
 OnProgress = Callable[[str, int, int], None]
@@ -197,5 +197,5 @@ def _decided(found: list[float], line: float) -> bool:
 def _reason(error: ChildError) -> str:
     if error.kind == "timeout":
         return f"{error}: a worker may hang"
-    told = str(error).startswith(("out of memory", "/dev/shm is full"))
-    return f"out of memory: {error}" if error.kind == "memory" and not told else str(error)
+    named = str(error).startswith(("out of memory", "/dev/shm is full"))
+    return f"out of memory: {error}" if error.kind == "memory" and not named else str(error)

@@ -56,7 +56,7 @@ def profile_rows(loader: DataLoader[Any]) -> list[Lint]:
 
 
 def slow_function(profiler: cProfile.Profile, count: int) -> Lint | None:
-    """The function with the largest time of its own, told where that is 40% of a row's time or more."""
+    """The function with the largest time of its own, where that is 40% of a row's time or more."""
     stats: dict[Place, Any] = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
     own = {place: row[2] for place, row in stats.items() if row[2] > 0 and not _is_ours(place)}
     total = sum(own.values())

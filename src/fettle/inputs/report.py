@@ -92,7 +92,7 @@ def rows(result: PipelineResult) -> list[dict[str, str]]:
         )
         if item.failure:
             note = item.failure if item.left_out else f"failed: {item.failure}"
-        # What was taken for a comparison is told by it: rates of different minutes are not alike.
+        # The level is what comparisons gave: rates of different minutes do not compare.
         cells = dict.fromkeys(("batches/s", "waiting", "batch 50%", "95%", "first"), "-")
         if item.slices:
             seen = next(iter(item.slices.values()))

@@ -37,7 +37,7 @@ class PipelineResult:
 
     @property
     def before(self) -> Measured:
-        """What a gain is told against: the setting as given, or no workers where that fails."""
+        """What a gain is relative to: the setting as given, or no workers where that fails."""
         return self.given if self.given.able else self.plain
 
     @property
@@ -108,8 +108,8 @@ def _why_workers_lost(result: PipelineResult) -> str:
     tried = [item for item in result.settings if item.setting.num_workers and item.able]
     failed = [item for item in result.settings if item.setting.num_workers and item.failure and not item.left_out]
     if not tried:
-        told = failed or [item for item in result.settings if item.left_out]
-        return f"Workers do not run: {told[0].failure}." if told else ""
+        reasons = failed or [item for item in result.settings if item.left_out]
+        return f"Workers do not run: {reasons[0].failure}." if reasons else ""
     fastest = max(tried, key=lambda item: ratio(item, result.plain))
     seen, reached = next(iter(fastest.slices.values())), ratio(fastest, result.plain)
     many = fastest.setting.num_workers

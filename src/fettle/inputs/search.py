@@ -1,8 +1,8 @@
 """The search for a loader setting: each setting in a process of its own, in interleaved rounds.
 
 First the costs: how long a batch takes to make, how long a step takes alone. They say whether workers can help at all
-and how many are worth trying. Then upwards while it pays, and down again: the smallest within 3% of the best, each held
-directly against that one; then the other dimensions in the same way.
+and how many are worth trying. Then upwards while it pays, and down again: the smallest within 3% of the best, each
+compared directly with that one; then the other dimensions in the same way.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def measure_and_search(
     a killed search goes on from; it is gone when the search has come to its end.
 
     Raises `UsageError` for a target that is none of these, or that cannot be iterated without workers;
-    `KeyboardInterrupt` when interrupted before there is anything to tell.
+    `KeyboardInterrupt` when interrupted before there is a result.
     """
     began = time.monotonic()
     here = room(ranks)
@@ -97,7 +97,7 @@ def _search(contest: Contest, device: str, lints: bool, began: float) -> Pipelin
     given_setting = _given(facts)
     scores = {Setting(): 1.0}
     if given_setting not in scores:
-        _hold(contest, scores, given_setting, Setting())
+        _pair(contest, scores, given_setting, Setting())
     given = contest.measured[given_setting]
     notes = [*facts.notes, *_not_tried(facts)]
     why = cannot_help(plain, step_s, contest.here.cores)
@@ -130,7 +130,7 @@ def _search(contest: Contest, device: str, lints: bool, began: float) -> Pipelin
 
 
 def climb(contest: Contest, facts: Facts, scores: dict[Setting, float], step_s: float) -> None:
-    """Numbers of workers that the costs point to, then upwards while it pays; each held against the best so far.
+    """Numbers of workers that the costs point to, then upwards while it pays; each compared with the best so far.
 
     One worker first: what it needs for a batch, its hand-over included, says how many would keep up with the step, or
     would fill the cores. Whether fewer do as well is for `settle`. What it fetches of memory for each batch says
@@ -143,7 +143,7 @@ def climb(contest: Contest, facts: Facts, scores: dict[Setting, float], step_s: 
     def run(number: int, rough: bool = False) -> bool:
         if number not in settings:
             settings[number] = replace(base, num_workers=number)
-            _hold(contest, scores, settings[number], _top(scores), rough)
+            _pair(contest, scores, settings[number], _top(scores), rough)
         return scores[settings[number]] > 0
 
     if not run(1, rough=True):
@@ -153,7 +153,7 @@ def climb(contest: Contest, facts: Facts, scores: dict[Setting, float], step_s: 
         return  # slower, and the worker idles more than half of its time: handing over is what takes the time
     if facts.glibc and seen.fetch_fresh > _FRESH:
         keeps = replace(settings[1], keep_memory=True)
-        if _hold(contest, scores, keeps, settings[1]) > 1 / (1 - WITHIN):
+        if _pair(contest, scores, keeps, settings[1]) > 1 / (1 - WITHIN):
             base, seen = replace(base, keep_memory=True), contest.measured[keeps].last
             settings = {0: Setting(), 1: keeps}  # as many workers as were given are worth another look
     waits = seen.fetch_busy < 0.5
@@ -175,7 +175,7 @@ def climb(contest: Contest, facts: Facts, scores: dict[Setting, float], step_s: 
 def settle(contest: Contest, scores: dict[Setting, float]) -> Setting:
     """The smallest setting within 3% of the best.
 
-    Every candidate is held directly against the same one, the best: were each held against the next, the noise of all
+    Every candidate is compared with the same one, the best: were each compared with the next, the noise of all
     steps between them would add up. Where fewer workers are too few, the numbers between them and those that are enough
     are searched.
     """
@@ -184,16 +184,16 @@ def settle(contest: Contest, scores: dict[Setting, float]) -> Setting:
         near = [one for one, score in scores.items() if one.size < top.size and score >= _KEEP * scores[top]]
         enough = top
         for setting in sorted(near, key=lambda one: one.size):
-            if _hold(contest, scores, setting, top) >= 1 - WITHIN:
+            if _pair(contest, scores, setting, top) >= 1 - WITHIN:
                 enough = setting
                 break
         if scores[enough] > scores[top] / (1 - WITHIN):
-            top = enough  # what is smaller was held against one that is not the best
+            top = enough  # what is smaller was compared with one that is not the best
             continue
         middle = _between(scores, enough, top, halve=accepted)
         if middle is None:
             return enough
-        accepted = _hold(contest, scores, middle, top) >= 1 - WITHIN
+        accepted = _pair(contest, scores, middle, top) >= 1 - WITHIN
 
 
 def _between(scores: dict[Setting, float], enough: Setting, top: Setting, *, halve: bool) -> Setting | None:
@@ -220,8 +220,8 @@ def _alike(one: Setting, other: Setting) -> bool:
     )
 
 
-def _hold(contest: Contest, scores: dict[Setting, float], one: Setting, other: Setting, rough: bool = False) -> float:
-    """Hold a setting against another one whose score is known; gives how much faster it is, 0 where it fails."""
+def _pair(contest: Contest, scores: dict[Setting, float], one: Setting, other: Setting, rough: bool = False) -> float:
+    """Compare a setting with another one whose score is known: how much faster it is, 0 where it fails."""
     level = contest.pairs(one, other, rough)
     if math.isinf(level):  # the other one has failed since
         scores[one], scores[other] = scores[other], 0.0
@@ -231,12 +231,12 @@ def _hold(contest: Contest, scores: dict[Setting, float], one: Setting, other: S
 
 
 def variants(contest: Contest, facts: Facts, scores: dict[Setting, float], useless: bool, notes: list[str]) -> None:
-    """The other dimensions, each held against the best number of workers."""
+    """The other dimensions, each compared with the best number of workers."""
     setting = settle(contest, scores)
 
     def run(other: Setting, against: Setting) -> bool:
         """Whether it is worth being larger."""
-        return other not in scores and _hold(contest, scores, other, against) > 1 / (1 - WITHIN)
+        return other not in scores and _pair(contest, scores, other, against) > 1 / (1 - WITHIN)
 
     for fetch in facts.fetches:
         if fetch != AS_GIVEN and not useless:

@@ -3,7 +3,7 @@
 Free memory is not all alike. A free block serves only requests of its own stream and its own pool (small up to 1 MiB,
 large above; a private pool belongs to its CUDA graph), and memory can go back to the device only as whole segments.
 So "reserved minus allocated" is not fragmentation: most of it is usually cache that the next request, or
-``empty_cache()``, takes at once. What is told apart here, per pool:
+``empty_cache()``, takes at once. What is distinguished here, per pool:
 
 - *releasable*: segments without any block in use;
 - *non-releasable*: free blocks in segments that are partly in use (PyTorch's ``inactive_split_bytes``). Expandable

@@ -1,4 +1,4 @@
-"""A process that is asked: one request at a time, one answer each, each with a deadline."""
+"""A child process that answers requests, one at a time, each within a deadline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ memory, before the kernel chooses a process to end. A small child is not the cau
 TICK_S = 0.5
 """How often a wait for an answer is interrupted to look at the memory and the other nodes."""
 _VARIABLES = {"KINETO_LOG_LEVEL": "99"}
-"""The profiler writes to standard error otherwise, and the last line there is a dead child's last word."""
+"""The profiler writes to standard error otherwise, and the last line there is shown where a child has died."""
 T = TypeVar("T")
 
 
@@ -34,7 +34,7 @@ class ChildError(Exception):
 
 
 class Request(msgspec.Struct, tag_field="do", tag=str.lower):
-    """What a child is asked, called by its class."""
+    """A request to a child, tagged with the name of its class."""
 
 
 class Failure(msgspec.Struct):
@@ -49,7 +49,7 @@ class Failure(msgspec.Struct):
 
 
 class Reply(msgspec.Struct, omit_defaults=True):
-    """What a child says: an answer, why there is none, or only what it is about."""
+    """A reply of a child: an answer, a failure, or only the stage it is in."""
 
     answer: msgspec.Raw = msgspec.Raw(b"null")
     failure: Failure | None = None
@@ -59,7 +59,7 @@ class Reply(msgspec.Struct, omit_defaults=True):
 class Child(Process):
     """A process that runs `module` and answers, alive from construction to `close`: a context manager.
 
-    The module is given a file descriptor, of which `fettle.procs.parent` makes what it answers with. `variables` are
+    The module is given a file descriptor, on which `fettle.procs.parent` answers. `variables` are
     added to our environment.
     """
 
@@ -139,8 +139,7 @@ class Child(Process):
         self.close()
         if code is None:
             return ChildError(f"it does not answer any more in {self._doing}", "crash")
-        told = f": {words}" if words else ""
-        return ChildError(how_it_ended(code) + told, "memory" if code == -9 else "crash")
+        return ChildError(how_it_ended(code) + (f": {words}" if words else ""), "memory" if code == -9 else "crash")
 
 
 def what(request: bytes) -> str:

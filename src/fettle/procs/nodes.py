@@ -74,7 +74,7 @@ class Nodes:
         self._others: list[Connection] = []
 
     def gather(self, on_progress: Callable[[str], None]) -> None:
-        """Wait until all have joined. Those with another version of fettle or torch are told so and sent away."""
+        """Wait until all have joined. Those with another version of fettle or torch are refused, with the reason."""
         while len(self._others) < self.count - 1:
             left = self.count - 1 - len(self._others)
             on_progress(f"waiting for {left} more node{'s' if left > 1 else ''}: "
@@ -91,7 +91,9 @@ class Nodes:
 
     def why_fewer(self) -> str:
         """Which other node has left, as a sentence; empty where all are there."""
-        left = [node for node, other in enumerate(self._others, 2) if other.poll()]  # it says nothing but that it ends
+        left = [
+            node for node, other in enumerate(self._others, 2) if other.poll()
+        ]  # it sends nothing: what can be read is its end
         return f"node {left[0]} has left: start 'fettle join' there and this again, which goes on" if left else ""
 
     def begin(self, rendezvous: Rendezvous, variables: Mapping[str, str]) -> None:
@@ -148,7 +150,7 @@ def join(host: str, port: int, on_progress: Callable[[str], None]) -> int:
 
 
 def _send(other: Connection, message: Begin | End) -> None:
-    with contextlib.suppress(OSError):  # it has gone: the ranks that are missing tell it
+    with contextlib.suppress(OSError):  # it has gone: its missing ranks will show that
         other.send_bytes(msgspec.json.encode(message))
 
 

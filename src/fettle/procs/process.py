@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Process:
     """Python with these arguments, in a session of its own, alive from construction to `close`: a context manager.
 
-    What it prints goes to the end of `log`, else to a file without a name that keeps its last words; with `shows` to
+    What it prints goes to the end of `log`, else to an unnamed file, for its last line; with `shows` to
     where ours goes. `environment` is all that it inherits, ours where it is None. Raises OSError where none can be had.
     """
 

@@ -1,4 +1,4 @@
-"""How the ranks of one child find each other: what torchrun's engine needs to be told, on each node."""
+"""How the ranks of one child find each other: what torchrun's engine needs to know, on each node."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     each: int
     """Ranks of a node."""
     host: str
-    """Of the first node,"""
+    """Address of the first node."""
     store_port: int
-    """where torchrun's engine meets, and"""
+    """Where torchrun's engine meets."""
     port: int
-    """where requests come from, for those who know the"""
+    """Where requests come from."""
     secret: str
+    """What a rank must know to be sent any."""
     nodes: int = 1
     node: int = 0
     """Of this process."""

@@ -109,8 +109,8 @@ def whatif(
             notes[f"rank {trace.rank}"] = "no device work: only the data's part can be asked"
         for change in changes:
             answer = what_if(trace, change, kernels=kernels or "", factor=factor, path=path)
-            told = {"answer": answer.answer, "saving_share": answer.saving_share}
-            rows.append({"rank": trace.rank, "change": change, **told, **asdict(answer)})
+            first = {"answer": answer.answer, "saving_share": answer.saving_share}
+            rows.append({"rank": trace.rank, "change": change, **first, **asdict(answer)})
             if answer.cannot_tell:
                 uncertain.append(trace.rank)
             questions.append(f"rank {trace.rank}: if {answer.question}")

@@ -118,7 +118,7 @@ def show(
 ) -> None:
     """Print frames as JSON ({name: rows}) or as tables, times in milliseconds.
 
-    JSON also says which answers are uncertain for each of the `traces` (people were told when they were opened).
+    JSON also says which answers are uncertain for each of the `traces` (people saw it when they were opened).
     """
     if as_json:
         data = {name: frame.to_dicts() for name, frame in frames.items()} | dict(notes or {})
@@ -159,7 +159,7 @@ def _print_table(console: Console, title: str, frame: pl.DataFrame, rows: int) -
         frame = frame.with_columns(pl.col(clocks) - zero)
     same = [c for c in ("rank", "device") if c in frame.columns and frame[c].n_unique() == 1]
     empty = [c for c in frame.columns if c.startswith("idle_") and frame[c].dtype.is_numeric() and not frame[c].sum()]
-    told = ", ".join(f"{c} {frame[c][0]}" for c in same if frame[c][0] != -1)
+    shared = ", ".join(f"{c} {frame[c][0]}" for c in same if frame[c][0] != -1)
     frame = frame.drop(same, empty)
     shown = frame.head(rows)
     texts = [[cell(v, c) for v in shown[c]] for c in shown.columns]
@@ -176,7 +176,7 @@ def _print_table(console: Console, title: str, frame: pl.DataFrame, rows: int) -
             break
         room -= width + 3
         kept += 1
-    table = Table(title=title + (f" ({told})" if told else ""), title_justify="left")
+    table = Table(title=title + (f" ({shared})" if shared else ""), title_justify="left")
     for i, head in enumerate(heads[:kept]):  # what room is left goes to the columns in their order
         more = max(0, min(room, wanted[i] - needed[i]))
         room -= more

@@ -151,17 +151,17 @@ class CoreClock:
 
 
 def _all_threads() -> tuple[float, float]:
-    told = [_schedule(path) for path in Path("/proc/self/task").glob("*/schedstat")]
-    return sum(ran for ran, _ in told), sum(waited for _, waited in told)
+    threads = [_schedule(path) for path in Path("/proc/self/task").glob("*/schedstat")]
+    return sum(ran for ran, _ in threads), sum(waited for _, waited in threads)
 
 
 def _run_and_wait_s() -> float | None:
-    """Seconds that this thread ran or waited for a core (Linux); None where the system does not tell."""
+    """Seconds that this thread ran or waited for a core (Linux); None where the system does not say."""
     return sum(_schedule(Path("/proc/thread-self/schedstat"))) or None
 
 
 def _schedule(path: Path) -> tuple[float, float]:
-    """Seconds that a thread ran, and that it waited for a core; zeros where the system does not tell."""
+    """Seconds that a thread ran, and that it waited for a core; zeros where the system does not say."""
     try:
         ran, waited, *_ = path.read_text().split()
         return int(ran) / 1e9, int(waited) / 1e9

@@ -230,11 +230,11 @@ def debugging(call: Evidence) -> Finding | None:
     if not on:
         return None
     tried = [call.variants[name] for name in ("anomaly=off", "deterministic=off") if name in call.variants]
-    told = [f"the same call without took {saved:.0%} less" for saved, _, _ in tried if saved > 0]
+    saved = [f"the same call without took {share:.0%} less" for share, _, _ in tried if share > 0]
     return cause(
         f"{' and '.join(on)} left on.",
         bound=max((high for _, _, high in tried), default=0.9),
-        evidence=(*(f"{text} is on after the workload is built" for text in on), *told),
+        evidence=(*(f"{text} is on after the workload is built" for text in on), *saved),
         advice="switch it off outside debugging",
         formula="upper end of what switching it off saved when it was tried",
         before="torch.autograd.set_detect_anomaly(True)",
