@@ -228,12 +228,12 @@ def test_the_journal(tmp_path: Path) -> None:
     with path.open("ab") as file:
         file.write(b'{"key":"two","ans')  # the process ended here
     again = Journal(path, {"target": "a"})
-    assert json.loads(again.get("one").answer) == {"x": 1}
+    assert json.loads(bytes(again.get("one").answer)) == {"x": 1}
     assert again.get("two") is None
     again.put("two", {"x": 2})
     again.close(done=False)
     third = Journal(path, {"target": "a"})
-    assert json.loads(third.get("two").answer) == {"x": 2}
+    assert json.loads(bytes(third.get("two").answer)) == {"x": 2}
     third.close(done=False)
     changed = Journal(path, {"target": "b"})  # of another pipeline: measured anew
     assert changed.get("one") is None
