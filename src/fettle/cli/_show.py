@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,11 +82,14 @@ def print_comparison(console: Console, comparison: Comparison, under_load: bool 
         console.print(line)
 
 
-def print_table(console: Console, table: Table, title: str = "") -> None:
-    """A page's table for the terminal: columns without any text are left out, and no word is cut in two."""
+def print_table(console: Console, table: Table, title: str = "", without: Collection[str] = ()) -> None:
+    """A page's table for the terminal, `without` the columns for which there is no room.
+
+    Columns that hold no text are left out, and no word is cut in two.
+    """
     texts = [[cell if isinstance(cell, str) else cell.text for cell in row] for row in table.rows]
-    known = range(len(table.columns))
-    kept = [index for index in known if any(row[index] for row in texts if index < len(row))] or list(known)
+    known = [index for index, name in enumerate(table.columns) if name not in without]
+    kept = [index for index in known if any(row[index] for row in texts if index < len(row))] or known
     shown = RichTable(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim", title=title or table.caption,
                       title_justify="left", title_style="bold")  # fmt: skip
     for index in kept:

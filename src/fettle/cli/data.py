@@ -116,7 +116,7 @@ def _print(result: PipelineResult, busy: str, console: Console) -> None:
     console.print(f"[bold]{escape(result.verdict)}[/]\n", highlight=False)
     for line in facts(result):
         console.print(escape(line), highlight=False)
-    _show.print_table(console, settings(result))
+    _show.print_table(console, settings(result), without=("first",))
     for lint in result.lints:
         console.print(
             f"\n[yellow]{escape(lint.says)}[/] {escape(lint.evidence)}\n  → {escape(lint.advice)}", highlight=False
