@@ -29,7 +29,7 @@ OnProgress = Callable[[str, int, int], None]
 T = TypeVar("T")
 
 
-class Contest:
+class Race:
     """Measures slices and keeps them. Close it: processes are alive until then."""
 
     def __init__(
