@@ -4,6 +4,7 @@ import itertools
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -170,9 +171,9 @@ def test_deeper_queues_are_tried_where_batches_take_unlike_times() -> None:
         idle = 0.5
 
         def _slice(self, setting):
-            told = super()._slice(setting)
-            return {**told, "fetch_p99_s": 0.1,
-                    "fetch_mean_s": (1 - self.idle) * setting.num_workers / told["rate"]}  # fmt: skip
+            made = super()._slice(setting)
+            mean_s = (1 - self.idle) * setting.num_workers / made.rate
+            return msgspec.structs.replace(made, fetch_p99_s=0.1, fetch_mean_s=mean_s)
 
     race = Uneven()
     assert race.search().best.setting.prefetch_factor == 8

@@ -7,12 +7,12 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from fettle.diagnose.compile_worker import compile_health
-from fettle.diagnose.evidence import GROUPS, Cost, Evidence
+from fettle.diagnose.evidence import GROUPS, Evidence
 from fettle.diagnose.examiner import Examiner
 from fettle.diagnose.files import of_files, traces_and_snapshots
 from fettle.diagnose.finding import Finding
@@ -30,14 +30,25 @@ from fettle.workload import AUTO, Target, check_mode, find_target
 OnProgress = Callable[[str], None]
 
 
-class Watching(NamedTuple):
+@dataclass(frozen=True)
+class Watching:
     """A collector, for people."""
 
     what: str
-    cost: str
+    slowdown: float
+    """How many times as long a call took under it; 1 where none did."""
     says: str = ""
     command: str = ""
     """What opens the file that it kept."""
+    seconds: float = 0.0
+    """It took; 0 where only the slowdown is known."""
+
+    @property
+    def cost(self) -> str:
+        """What it cost, in words."""
+        slower = f"a call took {self.slowdown:.1f}x as long" if self.slowdown > 1 or not self.seconds else ""
+        took = f"{self.seconds:.2g} s" if self.seconds >= 0.01 else "under 0.01 s" if self.seconds else ""
+        return ", ".join(filter(None, (took, slower)))
 
 
 @dataclass(frozen=True)
@@ -89,14 +100,14 @@ class Diagnosis:
         """What the evidence was gathered with, and what each collector cost."""
         found = []
         if self.evidence is not None:
-            found = [Watching(name, _in_words(cost)) for name, cost in self.evidence.costs.items()]
+            found = [Watching(name, cost.slowdown, seconds=cost.seconds) for name, cost in self.evidence.costs.items()]
             if self.evidence.compile is not None:
-                cost = Cost(self.evidence.compile.wall_s)
-                found.append(Watching("torch.compile, in a process of its own", _in_words(cost)))
+                found.append(
+                    Watching("torch.compile, in a process of its own", 1.0, seconds=self.evidence.compile.wall_s)
+                )
         for item in self.recordings:
             calls = f"{item.cost.calls} call{'s' if item.cost.calls > 1 else ''}"
-            cost = Cost(0.0, item.cost.slowdown)
-            found.append(Watching(f"{item.kind} of {calls}", _in_words(cost), item.says, item.command))
+            found.append(Watching(f"{item.kind} of {calls}", item.cost.slowdown, item.says, item.command))
         return found
 
     def count(self, rule: str) -> int | None:
@@ -205,13 +216,6 @@ def _of_workload(
         notes=notes,
         recordings=made,
     )
-
-
-def _in_words(cost: Cost) -> str:
-    """What a collector cost; without seconds only its slowdown is known."""
-    slower = f"a call took {cost.slowdown:.1f}x as long" if cost.slowdown > 1 or not cost.seconds else ""
-    took = f"{cost.seconds:.2g} s" if cost.seconds >= 0.01 else "under 0.01 s" if cost.seconds else ""
-    return ", ".join(filter(None, (took, slower)))
 
 
 def _apart(found: Sequence[Finding]) -> tuple[list[Finding], list[Finding]]:
