@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fettle.comparing import Comparison
     from fettle.page import Table
 
+_MOST_OF_A_WORD = 24
 _STYLES = {"winner": "green", "failed": "red"}
 
 
@@ -83,23 +84,34 @@ def print_comparison(console: Console, comparison: Comparison, under_load: bool 
 
 
 def print_table(console: Console, table: Table, title: str = "", without: Collection[str] = ()) -> None:
-    """A page's table for the terminal, `without` the columns for which there is no room.
+    """A page's table for the terminal, `without` some of its columns.
 
-    Columns that hold no text are left out, and no word is cut in two.
+    Columns that hold no text are left out, and so are the last ones where there is no room: no number is cut in two.
     """
-    texts = [[cell if isinstance(cell, str) else cell.text for cell in row] for row in table.rows]
-    known = [index for index, name in enumerate(table.columns) if name not in without]
-    kept = [index for index in known if any(row[index] for row in texts if index < len(row))] or known
+    blank = [""] * len(table.columns)
+    rows = [[cell if isinstance(cell, str) else cell.text for cell in (*row, *blank[len(row) :])] for row in table.rows]
+    columns = [(name, [row[i] for row in rows]) for i, name in enumerate(table.columns) if name not in without]
+    columns = [(name, texts) for name, texts in columns if any(texts)] or columns
     shown = RichTable(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim", title=title or table.caption,
                       title_justify="left", title_style="bold")  # fmt: skip
-    for index in kept:
-        name = table.columns[index]
-        words = [word for row in texts for text in row[index : index + 1] for word in text.split()]
-        shown.add_column(
-            name, justify="right" if name in table.numbers else "left", overflow="fold",
-            min_width=min(24, max(map(len, (*words, *name.split())))),
-        )  # fmt: skip
-    for row, kind in zip(texts, table.kinds or [""] * len(texts), strict=True):
-        shown.add_row(*(escape(row[index]) if index < len(row) else "" for index in kept), style=_STYLES.get(kind, ""))
+    needed = [_least_width(name, texts, name in table.numbers) for name, texts in columns]
+    fit = max(1, sum(sum(needed[: i + 1]) + i < console.width for i in range(len(columns))))
+    room = console.width - sum(needed[:fit]) - fit
+    for (name, texts), width in zip(columns[:fit], needed, strict=False):  # what room is left goes to them in order
+        more = max(0, min(room, max(map(len, (name, *texts))) - width))
+        room -= more
+        right = name in table.numbers
+        shown.add_column(name, justify="right" if right else "left", overflow="fold", width=width + more)
+    for number, kind in enumerate(table.kinds or [""] * len(rows)):
+        shown.add_row(*(escape(texts[number]) for _, texts in columns[:fit]), style=_STYLES.get(kind, ""))
     console.print()
     console.print(shown)
+    if fit < len(columns):
+        left = ", ".join(name for name, _ in columns[fit:])
+        console.print(f"no room for: {left} (a wider window, or --json)", highlight=False, markup=False)
+
+
+def _least_width(name: str, texts: Sequence[str], is_number: bool) -> int:
+    """Of a number all of it, of text its longest word, up to 24 characters of it."""
+    longest = max((len(word) for text in texts for word in ([text] if is_number else text.split())), default=0)
+    return max(1, *map(len, name.split()), longest if is_number else min(longest, _MOST_OF_A_WORD))

@@ -12,7 +12,6 @@ import polars as pl
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from fettle.cli import _show
 from fettle.files import finite
@@ -145,12 +144,11 @@ def doubts(traces: dict[str, Trace]) -> dict[str, list[str]]:
 
 
 _CLOCK = ("start_ns", "end_ns", "ts_ns", "first_ns", "peak_ts_ns")
-_MIN_TEXT = 24
-"""Fewest characters that a column of longer text is given."""
 
 
 def _print_table(console: Console, title: str, frame: pl.DataFrame, rows: int) -> None:
-    """One table; columns that say nothing are left out, and so are the last ones where the terminal has no room."""
+    """One table; columns that say nothing are left out."""
+    from fettle.page import Table
     from fettle.trace.report.section import cell, heading
 
     clocks = [c for c in _CLOCK if c in frame.columns]
@@ -162,37 +160,11 @@ def _print_table(console: Console, title: str, frame: pl.DataFrame, rows: int) -
     shared = ", ".join(f"{c} {frame[c][0]}" for c in same if frame[c][0] != -1)
     frame = frame.drop(same, empty)
     shown = frame.head(rows)
-    texts = [[cell(v, c) for v in shown[c]] for c in shown.columns]
     heads = [heading(c) for c in shown.columns]
-    number = [shown[c].dtype.is_numeric() for c in shown.columns]
-    needed, wanted = [], []
-    for head, column, is_number in zip(heads, texts, number, strict=True):
-        longest = max((len(text) for text in column), default=0)
-        needed.append(max(0, *map(len, head.split()), longest if is_number else min(longest, _MIN_TEXT)))
-        wanted.append(max(len(head), longest))
-    room, kept = console.width - 1, 0
-    for width in needed:
-        if room < width + 3 and kept:
-            break
-        room -= width + 3
-        kept += 1
-    table = Table(title=title + (f" ({shared})" if shared else ""), title_justify="left")
-    for i, head in enumerate(heads[:kept]):  # what room is left goes to the columns in their order
-        more = max(0, min(room, wanted[i] - needed[i]))
-        room -= more
-        table.add_column(
-            head,
-            justify="right" if number[i] else "left",
-            overflow="fold",
-            width=min(needed[i] + more, console.width - 4),
-        )
-    for row in zip(*texts[:kept], strict=True):
-        table.add_row(*(escape(text) for text in row))
-    console.print(table)
-    if kept < len(heads):
-        console.print(
-            f"no room for: {', '.join(heads[kept:])} (a wider window, or --json)", highlight=False, markup=False
-        )
+    texts = zip(*([cell(v, c) for v in shown[c]] for c in shown.columns), strict=True)
+    numbers = [head for head, c in zip(heads, shown.columns, strict=True) if shown[c].dtype.is_numeric()]
+    caption = escape(title + (f" ({shared})" if shared else ""))
+    _show.print_table(console, Table(heads, list(texts), numbers), caption)
     if frame.height > rows:
         console.print(f"{frame.height - rows} more rows: --rows {frame.height}", highlight=False)
 
