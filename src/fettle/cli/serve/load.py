@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from fettle.cli import _options, _show
 from fettle.errors import UsageError
 from fettle.files import check_writable, finite, write_text
 
 if TYPE_CHECKING:
+    from fettle.page import Table
     from fettle.serve.compare import Change
     from fettle.serve.run import Run
 
@@ -193,36 +193,31 @@ def _row(run: Run) -> list[str]:
 
 def _print(runs: list[Run], changes: list[Change], console: Console) -> None:
     """A column for each run: so many measures side by side would not fit a terminal."""
+    from fettle.page import Table
+
     loads, *measures, notes = zip(*(_row(run) for run in runs), strict=True)
-    table = Table(_COLUMNS[0], box=None, header_style="bold")
-    for load in loads:
-        table.add_column(load, justify="right")
-    for name, cells in zip(_COLUMNS[1:-1], measures, strict=True):
-        if any(cells):
-            table.add_row(name, *cells)
-    console.print(table)
+    rows = [[name, *cells] for name, cells in zip(_COLUMNS[1:-1], measures, strict=True) if any(cells)]
+    _show.print_table(console, Table((_COLUMNS[0], *loads), rows, loads))
     for load, note in zip(loads, notes, strict=True):
         if note:
             console.print(f"{load}: {note}", style="yellow", highlight=False, markup=False)
     if changes:
-        _print_changes(changes, console)
+        _show.print_table(console, _changes(changes))
 
 
-def _print_changes(changes: list[Change], console: Console) -> None:
+def _changes(changes: list[Change]) -> Table:
     """Now over then, with what may be said of it."""
-    table = Table(box=None, header_style="bold", title="against the baseline", title_justify="left")
-    for name in ("load", "measure", "now / then", "95% interval", ""):
-        table.add_column(name, justify="left" if name in ("load", "measure", "") else "right")
-    colours = {"better": "green", "worse": "red", "same": "", "cannot tell": "yellow"}
+    from fettle.page import Table
+
+    rows = []
     for change in changes:
         known = math.isfinite(change.ratio)
-        table.add_row(
-            change.load, change.measure, f"{change.ratio:.3f}x" if known else "",
-            f"{change.low:.3f} to {change.high:.3f}" if known else "",
-            change.verdict + (f": {change.why}" if change.why else ""), style=colours[change.verdict],
-        )  # fmt: skip
-    console.print()
-    console.print(table)
+        ratio, interval = f"{change.ratio:.3f}x", f"{change.low:.3f} to {change.high:.3f}"
+        verdict = change.verdict + (f": {change.why}" if change.why else "")
+        rows.append([change.load, change.measure, ratio if known else "", interval if known else "", verdict])
+    columns = ("load", "measure", "now / then", "95% interval", "verdict")
+    kinds = [{"better": "winner", "worse": "failed"}.get(change.verdict, "") for change in changes]
+    return Table(columns, rows, columns[2:4], "against the baseline", kinds=kinds)
 
 
 def _markdown(runs: list[Run]) -> str:

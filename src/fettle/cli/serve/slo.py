@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from fettle.cli import _options, _quiet, _show
 from fettle.errors import UsageError
 from fettle.files import check_writable
 
 if TYPE_CHECKING:
+    from fettle.page import Table
     from fettle.recipe import Recipe
     from fettle.serve.package import Package
     from fettle.serve.points import Failure, Found, Point, Variant
@@ -263,7 +263,7 @@ def _print(found: Found, busy: str, written: Path | None, console: Console) -> N
     if busy:
         console.print(f"[yellow]{busy}[/]\n", highlight=False)
     console.print(f"requests a second with p99 within {found.limit_s * 1e3:.4g} ms, Poisson arrivals", highlight=False)
-    console.print(_table(found))
+    _show.print_table(console, _table(found))
     for line in found.why:
         console.print(f"  {line}", highlight=False, markup=False)
     for measured in found.branches.values():
@@ -292,30 +292,28 @@ def _print(found: Found, busy: str, written: Path | None, console: Console) -> N
 
 def _table(found: Found, most: int = 12) -> Table:
     """What was measured, then what no other setting beats in all respects."""
+    from fettle.page import Table
+
     shown = [point for point in found.points if point.tests]
     shown += [point for point in found.points if point.front and not point.tests]
     shown = (shown or found.points)[:most]
-    priced, several = any(p.cost is not None for p in shown), len({p.setting.variant for p in shown}) > 1
-    table = Table(box=None, header_style="bold")
+    several = len({point.setting.variant for point in shown}) > 1
     at = f"p99 ms at {found.reference_rate:.4g}/s" if found.reference_rate else "p99 ms"
-    names = ["predicted/s", "measured/s", at, "memory", *(["error"] if several else []),
-             *(["per million"] if priced else [])]  # fmt: skip
-    for name in names:
-        table.add_column(name, justify="right")
-    table.add_column("setting", overflow="fold", ratio=1)
-    for point in shown:
-        table.add_row(*_cells(point, several, priced), style="bold" if point is found.best else None)
-    return table
+    columns = ("predicted/s", "measured/s", at, "memory", "error", "per million", "setting")
+    kinds = ["winner" if point is found.best else "" for point in shown]
+    return Table(columns, [_cells(point, several) for point in shown], columns[:-1], kinds=kinds)
 
 
-def _cells(point: Point, several: bool, priced: bool) -> list[str]:
-    cells = [
-        f"{point.predicted:.4g}", "" if point.measured is None else f"{point.measured:.4g}" if point.measured
-        else f"under {point.lowest:.4g}",
+def _cells(point: Point, several: bool) -> list[str]:
+    measured = (
+        "" if point.measured is None else f"{point.measured:.4g}" if point.measured else f"under {point.lowest:.4g}"
+    )
+    return [
+        f"{point.predicted:.4g}",
+        measured,
         f"{point.p99_s * 1e3:.1f}" if point.p99_s < 1e3 else "",
         f"{point.memory_bytes >> 20} MiB" if point.memory_bytes else "",
-    ]  # fmt: skip
-    return [
-        *cells, *([f"{point.error:.2g}"] if several else []),
-        *([f"{point.cost:.3g}" if point.cost is not None else ""] if priced else []), str(point.setting),
-    ]  # fmt: skip
+        f"{point.error:.2g}" if several else "",
+        f"{point.cost:.3g}" if point.cost is not None else "",
+        str(point.setting),
+    ]
