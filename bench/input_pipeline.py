@@ -33,10 +33,10 @@ from pathlib import Path
 from scipy.stats import binom
 
 from fettle.inputs import Measured, Setting, measure_and_search
-from fettle.inputs.contest import Contest
 from fettle.inputs.from_trace import compare_text, waits_in_trace
-from fettle.inputs.guard import room
 from fettle.inputs.journal import Journal
+from fettle.inputs.limits import room
+from fettle.inputs.race import Race
 from fettle.inputs.setting import WITHIN, ratio
 from fettle.machine import this_machine
 
@@ -123,9 +123,9 @@ def run(name: str, slice_s: float, sweep_rounds: int, rounds: int) -> dict:
 
 def sweep(target: str, slice_s: float, rounds: int, cores: int, keep: bool) -> list[Measured]:
     """Every setting, in interleaved rounds of random order; `keep`: also with workers that keep freed memory."""
-    contest = _contest(target, slice_s)
+    race = _race(target, slice_s)
     try:
-        facts = contest.open()
+        facts = race.open()
         settings = [Setting(fetch=fetch) for fetch in facts.fetches]
         for number, prefetch, persist, fetch, keeps in itertools.product(
             range(1, 2 * cores + 1), (2, 4, 8), (True, False), facts.fetches, (False, True) if keep else (False,)
@@ -136,10 +136,10 @@ def sweep(target: str, slice_s: float, rounds: int, cores: int, keep: bool) -> l
         for number in range(rounds):
             random.Random(number).shuffle(settings)
             for setting in settings:
-                contest.run(setting, number)
-        return list(contest.measured.values())
+                race.run(setting, number)
+        return list(race.measured.values())
     finally:
-        contest.close()
+        race.close()
 
 
 def face_off(target: str, slice_s: float, settings: list[Setting], rounds: int) -> dict[Setting, Measured]:
@@ -147,18 +147,18 @@ def face_off(target: str, slice_s: float, settings: list[Setting], rounds: int) 
 
     Every few rounds so do all processes: one may be a tenth faster than another of the same setting, for life.
     """
-    contest = _contest(target, slice_s)
+    race = _race(target, slice_s)
     try:
-        contest.open()
+        race.open()
         for number in range(rounds):
             if number % LIFE == 0:
-                contest.close()
+                race.close()
             random.Random(number).shuffle(settings)
             for setting in settings:
-                contest.run(setting, number)
-        return {setting: contest.measured[setting] for setting in settings}
+                race.run(setting, number)
+        return {setting: race.measured[setting] for setting in settings}
     finally:
-        contest.close()
+        race.close()
 
 
 def interval(one: Measured, other: Measured) -> list[float]:
@@ -187,8 +187,8 @@ def traces(one: Path, other: Path) -> dict:
     }  # fmt: skip
 
 
-def _contest(target: str, slice_s: float) -> Contest:
-    return Contest(target, slice_s, 120.0, "cpu", room(), Journal(None, {}), _tell)
+def _race(target: str, slice_s: float) -> Race:
+    return Race(target, slice_s, 120.0, "cpu", room(), Journal(None, {}), _tell)
 
 
 def _tell(doing: str, done: int, of: int) -> None:

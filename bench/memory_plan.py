@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 import torch
+from strategy_launch import launch
 from torch import nn
 
 HERE = Path(__file__).resolve()
@@ -141,9 +142,8 @@ def _llama(width: int, inner: int, layers: int, heads: int, vocabulary: int, bat
 
 def compare(model: str, strategy: str, steps: int) -> dict[str, object]:
     """One cell: both peaks, their ratio, and whether the states agree to the byte."""
-    from fettle.train.plan import build_fake, plan
-    from fettle.train.strategies import parse_strategy
-    from fettle.train.strategies_launch import launch
+    from fettle.parallel.plan import build_fake, plan
+    from fettle.parallel.strategies import parse_strategy
     from fettle.workload import find_target
 
     target, asked = find_target(f"{HERE}:{model}"), parse_strategy(strategy)
@@ -169,7 +169,7 @@ def compare(model: str, strategy: str, steps: int) -> dict[str, object]:
 def big_plan() -> dict[str, object]:
     """The 64-rank plan of a 7B model in this process: seconds and peak resident bytes, imports included."""
     began = time.perf_counter()
-    from fettle.train.plan import as_json, build_fake, plan
+    from fettle.parallel.plan import as_json, build_fake, plan
     from fettle.workload import find_target
 
     workload, mode, note = build_fake(find_target(f"{HERE}:llama_7b"))

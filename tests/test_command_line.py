@@ -77,6 +77,7 @@ def test_errors_of_the_library_are_told_in_the_commands_words() -> None:
         "--nproc 2 is for training: write --mode training"
     )
     assert as_options("choose another `study`, or `max_metric_drop`") == "choose another --study, or --max-metric-drop"
+    assert as_options("raise `max_file_bytes`") == "raise --max-file-size"
     assert as_options("no 'quotes' here") == "no 'quotes' here"
 
 
@@ -95,6 +96,9 @@ def workload(seed=0):
 def served():
     made = workload()
     return made["model"].eval(), made["data"]
+
+def step():
+    workload()
 """
 
 
@@ -103,6 +107,7 @@ def served():
     [
         ["plan", "loud.py", "--world-size", "2", "--strategy", "ddp", "--json"],
         ["serve", "package", "loud.py:served", "--json"],
+        ["trace", "record", "loud.py:step", "--active", "1", "--warmup", "1", "--json"],
     ],
 )
 def test_what_libraries_print_does_not_reach_the_terminal(tmp_path: Path, arguments: list[str]) -> None:
@@ -186,8 +191,8 @@ def test_an_interrupt_is_one_line(run_fettle, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["join", "nowhere"], "is no address: write HOST:PORT"),
-        (["join", "10.0.0.1:99999"], "is no address: write HOST:PORT"),
+        (["join", "nowhere"], "is not an address: write HOST:PORT"),
+        (["join", "10.0.0.1:99999"], "is not an address: write HOST:PORT"),
         (["join", "127.0.0.1:29400"], "set FETTLE_KEY"),
     ],
 )

@@ -17,7 +17,7 @@ def test_sizes_are_read(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "big", "-3MB", "3 XB", "1e3", "9" * 400])
 def test_other_words_are_not_sizes(text: str) -> None:
-    with pytest.raises(UsageError, match="is no size"):
+    with pytest.raises(UsageError, match="is not a size"):
         parse_size(text)
 
 

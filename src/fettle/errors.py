@@ -8,6 +8,7 @@ import re
 import traceback
 
 _HERE = os.path.dirname(__file__) + os.sep
+_INSTALLED = ("/site-packages/", "/dist-packages/", "/lib/python3", "/Lib/")
 _COLOURS = re.compile("\x1b\\[[0-9;]*m")
 
 
@@ -20,14 +21,18 @@ class UsageError(Exception):
 
 def place(error: BaseException) -> str:
     """Where the caller's code went wrong, `` at model.py:12``: the innermost line that is not installed, if any."""
-    told = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in told if is_users(frame.filename) and "/site-packages/" not in frame.filename]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_program(frame.filename)]
     return f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
 
 
 def is_users(file: str) -> bool:
     """Whether a line of this file is the caller's to change: not torch's, not fettle's, not made up in memory."""
     return "/torch/" not in file and not file.startswith((_HERE, "<"))
+
+
+def is_program(file: str) -> bool:
+    """Whether a file is the program's own, and not of an installed package or the standard library."""
+    return is_users(file) and file not in ("", "~") and not any(part in file for part in _INSTALLED)
 
 
 def first_line(error: BaseException) -> str:

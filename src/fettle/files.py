@@ -70,7 +70,7 @@ def finite(value: Any) -> Any:
     """The same data with None for NaN and infinity, which JSON has not, also inside dicts and lists."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, (list, tuple)):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 

@@ -1,7 +1,8 @@
-"""Sizes and counts for people: 1.5 GiB for a reader, and "1.5GiB" from a command line."""
+"""Sizes, counts and times for people: 1.5 GiB for a reader, and "1.5GiB" from a command line."""
 
 from __future__ import annotations
 
+import math
 import re
 
 from fettle.errors import UsageError
@@ -29,12 +30,21 @@ def count_text(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
+def seconds_text(seconds: float) -> str:
+    """Seconds with a unit and three digits: ``12.3 ms``; a dash where there is no number."""
+    if not math.isfinite(seconds):
+        return "-"
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
 def parse_size(text: str, option: str = "") -> int:
     """Bytes from ``512``, ``1.5GiB``, ``2 GB`` (2 * 10**9) or ``80M`` (MiB); `UsageError` for anything else, which
     names the option."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     factor = _FACTORS.get(match.group(2).upper()) if match else None
-    if match is None or factor is None or len(match.group(1)) > 18:  # more digits are no size of anything
+    if match is None or factor is None or len(match.group(1)) > 18:  # nothing has a size of more digits
         where = f"{option}: " if option else ""
-        raise UsageError(f"{where}{text!r} is no size: write 512, 80MiB, 1.5GiB or 2GB")
+        raise UsageError(f"{where}{text!r} is not a size: write 512, 80MiB, 1.5GiB or 2GB")
     return int(float(match.group(1)) * factor)

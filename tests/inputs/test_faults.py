@@ -13,10 +13,12 @@ import psutil
 import pytest
 
 from fettle.errors import UsageError
-from fettle.inputs import Setting, contest, measure_and_search
-from fettle.inputs.contest import Contest
-from fettle.inputs.guard import Room, room
+from fettle.inputs import Setting, measure_and_search, race
+from fettle.inputs._messages import TakeSlice
 from fettle.inputs.journal import Journal
+from fettle.inputs.limits import Room, room
+from fettle.inputs.race import Race
+from fettle.inputs.setting import Slice
 
 HERE = Path(__file__).parent
 LOADERS = HERE / "loaders.py"
@@ -29,7 +31,7 @@ def run() -> Iterator[object]:
     made = []
 
     def slice_of(factory: str, workers: int, timeout_s: float = 60.0) -> str:
-        here = Contest(
+        here = Race(
             f"{LOADERS}:{factory}", 0.1, timeout_s, "cpu", room(), Journal(None, {}), lambda doing, done, of: None
         )
         made.append(here)
@@ -72,7 +74,7 @@ def test_a_worker_that_hangs_is_one_failed_run_and_leaves_no_orphan(run, tmp_pat
     mark = tmp_path / "pid"
     monkeypatch.setenv("MARK", str(mark))
 
-    class Timed(contest.Worker):
+    class Timed(race.Child):
         """Its time is over as soon as it hangs, however long it took to get there."""
 
         def _next(self, deadline, timeout_s, do):
@@ -81,7 +83,7 @@ def test_a_worker_that_hangs_is_one_failed_run_and_leaves_no_orphan(run, tmp_pat
                 deadline = time.monotonic() + 0.2
             return super()._next(deadline, timeout_s, do)
 
-    monkeypatch.setattr(contest, "Worker", Timed)
+    monkeypatch.setattr(race, "Child", Timed)
     assert "timed out after 300 s in slice: a worker may hang" in run("hangs", 1, timeout_s=300.0)
     assert gone([int(mark.read_text())])
 
@@ -92,15 +94,15 @@ def test_a_worker_that_dies_is_one_failed_run(run) -> None:
 
 def test_out_of_memory_is_told_as_such(run) -> None:
     assert run("out_of_memory", 1).startswith("out of memory in the batch of items 0 to 31")
-    assert run("is_killed", 1) == "out of memory, or ended by somebody: a worker was killed by signal SIGKILL"
+    assert run("is_killed", 1) == "out of memory, or killed from outside: a worker was killed by signal SIGKILL"
 
 
 def test_a_real_dev_shm_that_is_full() -> None:
     """In a mount namespace of its own, with 4 MiB for batches of 8 MiB."""
     script = (
-        "from fettle.inputs.contest import Contest; from fettle.inputs.guard import Room; "
+        "from fettle.inputs.race import Race; from fettle.inputs.limits import Room; "
         "from fettle.inputs.journal import Journal; from fettle.inputs import Setting; "
-        f"c = Contest('{LOADERS}:larger_than_shm', 0.1, 60.0, 'cpu', Room(2, 1 << 40, 1 << 40), Journal(None, {{}}), "
+        f"c = Race('{LOADERS}:larger_than_shm', 0.1, 60.0, 'cpu', Room(2, 1 << 40, 1 << 40), Journal(None, {{}}), "
         "lambda *a: None); print(c.run(Setting(1), 0).failure); print(c.refused(Setting(2))); c.close()"
     )
     inside = 'mount -t tmpfs -o size=4m tmpfs /dev/shm && exec "$@"'
@@ -115,7 +117,7 @@ def test_a_real_dev_shm_that_is_full() -> None:
 
 
 def test_what_would_not_fit_is_never_started() -> None:
-    here = Contest("x:y", 0.1, 1.0, "cpu", Room(4, 1 << 40, 1 << 20), Journal(None, {}), lambda doing, done, of: None)
+    here = Race("x:y", 0.1, 1.0, "cpu", Room(4, 1 << 40, 1 << 20), Journal(None, {}), lambda doing, done, of: None)
     here.journal.put("0 num_workers=0", _slice(batch_bytes=1 << 20))
     assert here.run(Setting(), 0).able
     item = here.run(Setting(4), 0)
@@ -145,16 +147,21 @@ def test_a_search_that_is_killed_goes_on_and_leaves_no_process(tmp_path: Path, m
     assert len(known) >= 8
 
     asked = []
-    ask = contest.Worker.ask
+    call = race.Child.call
 
-    def counted(self, do, timeout_s, **fields):
-        asked.append(do)
-        return ask(self, do, timeout_s, **fields)
+    def counted(self, request, answer, timeout_s):
+        asked.append(request)
+        return call(self, request, answer, timeout_s)
 
     put = Journal.put
     measured = []
-    monkeypatch.setattr(contest.Worker, "ask", counted)
-    monkeypatch.setattr(Journal, "put", lambda self, key, answer: (measured.append(key), put(self, key, answer))[1])
+    monkeypatch.setattr(race.Child, "call", counted)
+
+    def noted(self, key, *said, **more):
+        measured.append(key)
+        return put(self, key, *said, **more)
+
+    monkeypatch.setattr(Journal, "put", noted)
     found = measure_and_search(target, slice_s=0.2, keep=kept, lints=False)
     assert found.reused == len(known)
     assert not known & set(measured)  # nothing is measured twice
@@ -221,12 +228,12 @@ def test_the_journal(tmp_path: Path) -> None:
     with path.open("ab") as file:
         file.write(b'{"key":"two","ans')  # the process ended here
     again = Journal(path, {"target": "a"})
-    assert again.get("one") == {"x": 1}
+    assert json.loads(bytes(again.get("one").answer)) == {"x": 1}
     assert again.get("two") is None
     again.put("two", {"x": 2})
     again.close(done=False)
     third = Journal(path, {"target": "a"})
-    assert third.get("two") == {"x": 2}
+    assert json.loads(bytes(third.get("two").answer)) == {"x": 2}
     third.close(done=False)
     changed = Journal(path, {"target": "b"})  # of another pipeline: measured anew
     assert changed.get("one") is None
@@ -263,7 +270,7 @@ def test_a_batch_that_was_stopped_on_its_way_is_not_timed() -> None:
 
 def test_workers_that_keep_memory_fetch_less() -> None:
     """A real worker each: pages that the kernel gives it for a batch, with and without."""
-    here = Contest(f"{LOADERS}:wasteful", 0.1, 60.0, "cpu", room(), Journal(None, {}), lambda doing, done, of: None)
+    here = Race(f"{LOADERS}:wasteful", 0.1, 60.0, "cpu", room(), Journal(None, {}), lambda doing, done, of: None)
     try:
         gives, keeps = (here.run(Setting(1, keep_memory=keep), 0).last.fetch_pages for keep in (False, True))
     finally:
@@ -274,11 +281,11 @@ def test_workers_that_keep_memory_fetch_less() -> None:
 
 def test_nothing_is_made_between_slices() -> None:
     """What workers make while a slice is summed up would be had for nothing in the next, more so by deeper queues."""
-    here = Contest(f"{LOADERS}:waiting", 0.1, 60.0, "cpu", room(), Journal(None, {}), lambda doing, done, of: None)
+    here = Race(f"{LOADERS}:waiting", 0.1, 60.0, "cpu", room(), Journal(None, {}), lambda doing, done, of: None)
     try:
         process = here._process(Setting(2))
         for _ in range(2):
-            assert process.ask("slice", 60.0, seconds=0.05)["batches"]
+            assert process.call(TakeSlice(0.05), Slice, 60.0).batches
             workers = [child for child in psutil.Process(process.pid).children() if child.name() == "pt_data_worker"]
             assert len(workers) == 2
             assert {worker.status() for worker in workers} == {psutil.STATUS_STOPPED}
@@ -286,9 +293,7 @@ def test_nothing_is_made_between_slices() -> None:
         here.close()
 
 
-def _slice(**other: object) -> dict:
-    import msgspec
-
+def _slice(**other: object) -> Slice:
     from tests.inputs.test_search import a_slice
 
-    return msgspec.to_builtins(a_slice(10.0, **other))
+    return a_slice(10.0, **other)

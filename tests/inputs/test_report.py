@@ -9,9 +9,11 @@ import pytest
 
 from fettle.errors import UsageError
 from fettle.inputs import Setting
+from fettle.inputs._messages import Faults
 from fettle.inputs.from_trace import compare_text, waits_in_trace
 from fettle.inputs.lint import Lint
-from fettle.inputs.report import as_data, check_path, curve, facts, page, rows, write_report
+from fettle.inputs.report import as_data, curve, facts, page, rows, write_report
+from fettle.page import drawn
 from tests.inputs.test_search import MadeUp
 
 HERE = Path(__file__).parent
@@ -23,9 +25,9 @@ def found():
     """A search with a failed setting, a step, and a lint whose text is hostile."""
 
     class WithLint(MadeUp):
-        def lints(self):
+        def faults(self):
             evil = Lint("slow-transform", "<script>alert(1)</script>", "99%\x1b[31m", "do it once")
-            return {"lints": [vars(evil)], "notes": ["a note"]}
+            return Faults([evil], ["a note"])
 
     return WithLint(make_s=0.04, step_s=0.008, cores=4, fails=(6,), given=Setting(6)).search()
 
@@ -73,10 +75,10 @@ def test_files(found, tmp_path: Path, suffix: str) -> None:
 
 def test_a_report_that_cannot_be_is_refused_before_the_search(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="written as"):
-        check_path(tmp_path / "curve.pdf")
+        drawn.check_path(tmp_path / "curve.pdf")
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="cannot write"):
-        check_path(tmp_path / "file" / "curve.svg")
+        drawn.check_path(tmp_path / "file" / "curve.svg")
 
 
 def test_the_command(tmp_path: Path) -> None:

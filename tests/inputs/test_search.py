@@ -4,18 +4,21 @@ import itertools
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fettle.errors import UsageError
 from fettle.inputs import Measured, Setting, measure_and_search
-from fettle.inputs.contest import PAIRS, ROUNDS, Contest
-from fettle.inputs.found import cannot_help
-from fettle.inputs.guard import Room
+from fettle.inputs._messages import Faults
 from fettle.inputs.journal import Journal
+from fettle.inputs.limits import Room
+from fettle.inputs.race import PAIRS, ROUNDS, Race
+from fettle.inputs.result import cannot_help
 from fettle.inputs.search import _search
 from fettle.inputs.setting import AS_GIVEN, BATCH_INDEX, Facts, Slice, ratio, smallest_of_the_best
+from fettle.procs.child import ChildError
 
 HERE = Path(__file__).parent
 
@@ -30,7 +33,7 @@ def a_slice(rate: float, waiting: float = 0.5, fetch_s: float = 0.01, cpu: float
     return Slice(**{**values, **other})  # type: ignore[arg-type]
 
 
-class MadeUp(Contest):
+class MadeUp(Race):
     """A pipeline that is a formula: what a worker needs for a batch, what handing it over costs, a step, cores."""
 
     def __init__(self, make_s=0.02, hand_s=0.0005, step_s=0.0, cores=4, cpu=1.0, noise=(1.0,), given=None, fails=(),
@@ -55,8 +58,8 @@ class MadeUp(Contest):
     def alone(self) -> float:
         return self.step_s
 
-    def lints(self) -> dict:
-        return {"lints": [], "notes": []}
+    def faults(self) -> Faults:
+        return Faults()
 
     def true_rate(self, setting: Setting) -> float:
         make_s = self.make_s / (20 if setting.fetch == BATCH_INDEX else 1)
@@ -69,19 +72,15 @@ class MadeUp(Contest):
         crowded = 1 + 0.01 * max(0, setting.num_workers - self.here.cores) * (self.cpu > 0.5)
         return min(at_once / (make_s * crowded), 1 / (self.step_s + self.hand_s))
 
-    def _slice(self, setting: Setting) -> dict:
-        import msgspec
-
-        from fettle.measure import WorkerError
-
+    def _slice(self, setting: Setting) -> Slice:
         self.asked.append(setting)
         if setting.num_workers in self.fails:
-            raise WorkerError("out of memory: it is made up", "memory")
+            raise ChildError("out of memory: it is made up", "memory")
         rate = self.true_rate(setting) * next(self.noise)
         waiting = 1 - self.step_s * rate if self.step_s else 1.0
         fresh = self.fresh if setting.num_workers and not setting.keep_memory else 0.0
-        return msgspec.to_builtins(a_slice(rate, max(0.0, min(1.0, waiting)), self.make_s, self.cpu,
-                                           fetch_system=fresh, fetch_pages=1e6 * fresh))  # fmt: skip
+        return a_slice(rate, max(0.0, min(1.0, waiting)), self.make_s, self.cpu,
+                       fetch_system=fresh, fetch_pages=1e6 * fresh)  # fmt: skip
 
     def search(self):
         return _search(self, "cpu", True, 0.0)
@@ -94,15 +93,15 @@ class MadeUp(Contest):
     noise=st.lists(st.floats(0.99, 1.01), min_size=3, max_size=11),
 )  # fmt: skip
 def test_what_is_found_is_near_the_best_there_is(make_s, hand_s, step_s, cores, cpu, noise) -> None:
-    contest = MadeUp(make_s, hand_s, step_s, cores, cpu, noise)
-    found = contest.search()
+    race = MadeUp(make_s, hand_s, step_s, cores, cpu, noise)
+    found = race.search()
     most = 8 * cores if cpu < 0.5 else 2 * cores
-    best = max(contest.true_rate(Setting(number, persistent_workers=True)) for number in range(most + 1))
-    assert contest.true_rate(found.best.setting) >= 0.93 * best  # 3% and what 1% of noise hides, twice
-    assert contest.true_rate(found.best.setting) >= 0.97 * contest.true_rate(Setting())
+    best = max(race.true_rate(Setting(number, persistent_workers=True)) for number in range(most + 1))
+    assert race.true_rate(found.best.setting) >= 0.93 * best  # 3% and what 1% of noise hides, twice
+    assert race.true_rate(found.best.setting) >= 0.97 * race.true_rate(Setting())
     enough = min(
         number for number in range(most + 1)
-        if contest.true_rate(Setting(number, persistent_workers=True)) >= 0.995 * best
+        if race.true_rate(Setting(number, persistent_workers=True)) >= 0.995 * best
     )  # fmt: skip
     assert found.best.setting.num_workers <= 1.25 * enough + 1  # one step of the climb: noise hides a percent or two
 
@@ -117,28 +116,28 @@ def test_noise_of_one_sign_does_not_double_the_workers() -> None:
     make_s=st.floats(5e-3, 0.2), cores=st.integers(2, 32), noise=st.lists(st.floats(0.97, 1.03), min_size=5, max_size=9)
 )
 def test_the_search_takes_a_fraction_of_a_sweep(make_s, cores, noise) -> None:
-    contest = MadeUp(make_s, cores=cores, noise=noise)
-    contest.search()
+    race = MadeUp(make_s, cores=cores, noise=noise)
+    race.search()
     settings = 1 + 2 * cores * 6  # workers up to twice the cores, three depths of queue, workers that stay or end
-    assert len(contest.asked) <= 0.25 * 6 * settings + 6
-    assert len(set(contest.asked)) <= 0.25 * settings + 1
+    assert len(race.asked) <= 0.25 * 6 * settings + 6
+    assert len(set(race.asked)) <= 0.25 * settings + 1
 
 
 def test_workers_are_said_not_to_help_where_a_batch_is_nothing_beside_the_step() -> None:
-    contest = MadeUp(make_s=0.0005, step_s=0.1)
-    found = contest.search()
+    race = MadeUp(make_s=0.0005, step_s=0.1)
+    found = race.search()
     assert found.verdict.startswith("Workers cannot help: making a batch takes 0.5% of a step")
     assert "at most 1.01x" in found.verdict
-    assert set(contest.asked) == {Setting()}  # the costs alone say so
+    assert set(race.asked) == {Setting()}  # the costs alone say so
     assert found.best.setting == Setting()
 
 
 def test_workers_are_said_not_to_help_where_handing_over_is_the_cost() -> None:
-    contest = MadeUp(make_s=0.0002, hand_s=0.001)
-    found = contest.search()
+    race = MadeUp(make_s=0.0002, hand_s=0.001)
+    found = race.search()
     assert "making a batch" in found.verdict
     assert "getting it from a worker 1 ms" in found.verdict
-    assert max(setting.num_workers for setting in contest.asked) == 1
+    assert max(setting.num_workers for setting in race.asked) == 1
 
 
 def test_one_busy_core_says_so() -> None:
@@ -154,9 +153,9 @@ def test_more_workers_than_cores_only_where_loading_waits() -> None:
 
 
 def test_batch_fetching_may_beat_workers() -> None:
-    contest = MadeUp(cores=4)
-    contest.fetches = [AS_GIVEN, BATCH_INDEX]
-    found = contest.search()
+    race = MadeUp(cores=4)
+    race.fetches = [AS_GIVEN, BATCH_INDEX]
+    found = race.search()
     assert found.best.setting.fetch == BATCH_INDEX
     assert "batch_size=None" in found.code
     assert "BatchSampler" in found.code
@@ -172,21 +171,21 @@ def test_deeper_queues_are_tried_where_batches_take_unlike_times() -> None:
         idle = 0.5
 
         def _slice(self, setting):
-            told = super()._slice(setting)
-            return {**told, "fetch_p99_s": 0.1,
-                    "fetch_mean_s": (1 - self.idle) * setting.num_workers / told["rate"]}  # fmt: skip
+            made = super()._slice(setting)
+            mean_s = (1 - self.idle) * setting.num_workers / made.rate
+            return msgspec.structs.replace(made, fetch_p99_s=0.1, fetch_mean_s=mean_s)
 
-    contest = Uneven()
-    assert contest.search().best.setting.prefetch_factor == 8
-    assert {setting.prefetch_factor for setting in contest.asked} == {2, 4, 8}
-    contest = Uneven()
-    contest.deeper = 0.0
-    contest.search()
-    assert {setting.prefetch_factor for setting in contest.asked} == {2, 4}  # where 4 brings nothing, 8 does not
-    contest = Uneven()
-    contest.idle = 0.02
-    assert "workers make batches 98% of the time" in " ".join(contest.search().notes)
-    assert {setting.prefetch_factor for setting in contest.asked} == {2}  # no worker ever waits for room
+    race = Uneven()
+    assert race.search().best.setting.prefetch_factor == 8
+    assert {setting.prefetch_factor for setting in race.asked} == {2, 4, 8}
+    race = Uneven()
+    race.deeper = 0.0
+    race.search()
+    assert {setting.prefetch_factor for setting in race.asked} == {2, 4}  # where 4 brings nothing, 8 does not
+    race = Uneven()
+    race.idle = 0.02
+    assert "workers make batches 98% of the time" in " ".join(race.search().notes)
+    assert {setting.prefetch_factor for setting in race.asked} == {2}  # no worker ever waits for room
 
 
 def test_workers_keep_memory_where_fetching_it_anew_takes_their_time() -> None:
@@ -203,9 +202,9 @@ def test_workers_keep_memory_where_fetching_it_anew_takes_their_time() -> None:
     assert given.gain == pytest.approx(2)
     # Nothing of it where it does not bring what it could, is no matter, or where the C library knows no such thing.
     for other in ({"fresh": 0.5, "kept": 0.0}, {"fresh": 0.04}, {"fresh": 0.5, "glibc": False}):
-        contest = MadeUp(make_s=0.03, cores=2, **other)
-        assert not contest.search().best.setting.keep_memory
-        assert any(setting.keep_memory for setting in contest.asked) == ("kept" in other)
+        race = MadeUp(make_s=0.03, cores=2, **other)
+        assert not race.search().best.setting.keep_memory
+        assert any(setting.keep_memory for setting in race.asked) == ("kept" in other)
 
 
 def test_pages_that_a_batch_lies_in_are_not_fetched_in_vain() -> None:
@@ -218,9 +217,7 @@ def test_a_setting_that_dies_after_it_was_the_best_is_not_taken() -> None:
     class Dies(MadeUp):
         def _slice(self, setting):
             if setting.num_workers == 4 and self.asked.count(setting) == 3:
-                from fettle.measure import WorkerError
-
-                raise WorkerError("a worker exited unexpectedly with code 3", "crash")
+                raise ChildError("a worker exited unexpectedly with code 3", "crash")
             return super()._slice(setting)
 
     found = Dies(cores=4).search()
@@ -229,14 +226,14 @@ def test_a_setting_that_dies_after_it_was_the_best_is_not_taken() -> None:
 
 
 def test_running_out_of_memory_is_one_failed_trial_and_nothing_larger_is_tried() -> None:
-    contest = MadeUp(cores=8, fails=(8,))
-    found = contest.search()
+    race = MadeUp(cores=8, fails=(8,))
+    found = race.search()
     failed = [item for item in found.settings if item.failure]
     assert [item.failure for item in failed if not item.left_out] == ["out of memory: it is made up"]
     assert found.best.able
     assert found.best.setting.num_workers == 7
     assert found.gain > 1
-    assert contest.refused(Setting(9)) == "left out: 8 workers already ran out of memory"
+    assert race.refused(Setting(9)) == "left out: 8 workers already ran out of memory"
 
 
 def test_a_given_setting_that_fails_is_told_and_another_found() -> None:
@@ -291,8 +288,8 @@ def test_ctrl_c_keeps_what_is_known() -> None:
 
 
 def test_rounds_are_bounded() -> None:
-    contest = MadeUp(noise=[1.0, 0.98, 1.02, 0.99, 1.01, 0.97, 1.03])
-    found = contest.search()
+    race = MadeUp(noise=[1.0, 0.98, 1.02, 0.99, 1.01, 0.97, 1.03])
+    found = race.search()
     assert max(len(item.slices) for item in found.settings if item.setting.num_workers > 4) <= ROUNDS + 3 * PAIRS
 
 

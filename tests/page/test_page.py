@@ -22,7 +22,7 @@ def html_of(call: str, **context: object) -> str:
 
 
 def test_a_page_without_figures_runs_no_script_and_one_with_them_brings_all_it_needs() -> None:
-    bare = shell.render("fettle.train", "plan.html.j2", HOSTILE, made={}, drawn=still("", lambda narrow: BAR))
+    bare = shell.render("fettle.parallel", "plan.html.j2", HOSTILE, made={}, drawn=still("", lambda narrow: BAR))
     assert "script-src" not in bare
     assert "<script" not in bare
     assert bare.count("<svg") == 4  # wide and narrow, light and dark

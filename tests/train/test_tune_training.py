@@ -198,7 +198,7 @@ def _kept(folder):
 
 def test_the_plan_leaves_out_what_cannot_fit(tmp_path):
     """Before anything is launched: a strategy that needs more than a device has is no trial."""
-    from fettle.train.study_plan import rules_out
+    from fettle.parallel.study import rules_out
 
     def row(strategy, peak, states):
         return {"strategy": strategy, "peak_bytes": peak, "states": {"all": states}, "host_bytes": 0, "failed": ""}

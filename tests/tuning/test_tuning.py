@@ -260,7 +260,7 @@ def test_a_budget_that_the_probe_used_up_still_measures_the_workload_as_given(wo
         (["work.py", "--goal", "beauty"], "unknown goal"),
         (["work.py", "--max-error", "-1"], "impossible limit"),
         (["work.py", "--min-agreement", "2"], "impossible limit"),
-        (["work.py", "--max-latency", "soon"], "is no duration"),
+        (["work.py", "--max-latency", "soon"], "is not a duration"),
         (["work.py", "--max-metric-drop", "0.1"], "needs a metric"),
         (["work.py", "--storage", "sqlite:////nowhere/at/all.db"], "cannot open the storage"),
         (["work.py", "--design", "magic"], "unknown design"),

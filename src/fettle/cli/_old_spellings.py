@@ -60,11 +60,15 @@ def renewed(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return found, said
 
 
+_SPELLED = {"max_file_bytes": "max_file_size"}
+"""Arguments of the library whose option has another name."""
+
+
 def as_options(text: str) -> str:
     """A message of the library in the command's words: `nproc=2` in back-quotes as --nproc 2."""
 
     def option(match: re.Match[str]) -> str:
         name, value = match[1], (match[2] or "")[1:].strip("'\"")
-        return f"--{name.replace('_', '-')}" + (f" {value}" if value else "")
+        return f"--{_SPELLED.get(name, name).replace('_', '-')}" + (f" {value}" if value else "")
 
     return _ARGUMENT.sub(option, text)

@@ -1,18 +1,13 @@
-"""What commands share: reading options, saying what is going on, writing tables."""
+"""What commands share in what they read and write: options, and tables of commas."""
 
 from __future__ import annotations
 
 import csv
 import io
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.markup import escape
 
 from fettle.errors import UsageError
 from fettle.files import write_text
@@ -27,7 +22,7 @@ def duration_s(text: str, option: str, bare: str = "s") -> float:
     """``90s``, ``10m``, ``1h``, ``100ms`` as seconds; a `bare` number has that unit."""
     match = _DURATION.fullmatch(text)
     if not match:
-        raise UsageError(f"{option}: {text!r} is no duration, for example 90s, 10m, 1h, 100ms")
+        raise UsageError(f"{option}: {text!r} is not a duration, for example 90s, 10m, 1h, 100ms")
     return float(match[1]) * _SECONDS[match[2] or bare]
 
 
@@ -38,7 +33,7 @@ def share(text: str, option: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < 0.95:
-        raise UsageError(f"{option}: {text!r} is no share, for example 20% or 0.2")
+        raise UsageError(f"{option}: {text!r} is not a share, for example 20% or 0.2")
     return value
 
 
@@ -85,17 +80,6 @@ def technique_levels(options: Sequence[str]) -> dict[str, list[str]]:
             )
         found.setdefault(name.strip(), []).extend(level.strip() for level in levels.split(",") if level.strip())
     return found
-
-
-@contextmanager
-def telling(first: str, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
-    """A line that says what is going on, and changes in place: on standard error, where that is a terminal."""
-    console = Console(file=sys.stderr)  # this one, also while a factory has another
-    if quiet or not console.is_terminal:
-        yield lambda text: None
-        return
-    with console.status(escape(first)) as status:
-        yield lambda text: status.update(escape(text))
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:

@@ -1,7 +1,7 @@
 """What libraries print, kept off the user's terminal: there is only what fettle says.
 
 Warnings, logs and progress bars are switched off, and what C++ code writes to standard error goes to a file that
-nobody reads. fettle's own lines go to the terminal as before. A crash of the process itself is still shown.
+is not read. fettle's own lines go to the terminal as before. A crash of the process itself is still shown.
 """
 
 from __future__ import annotations

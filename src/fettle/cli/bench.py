@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from fettle.cli import _options
+from fettle.cli import _options, _show
 
 
 def command(
@@ -40,14 +38,14 @@ def command(
     """
     from fettle.comparing import bench, comparison_json
     from fettle.errors import UsageError
-    from fettle.report import comparison_table, load_lines, progress
+    from fettle.report import progress
     from fettle.result import Limits
 
     if not 0.5 <= confidence < 1:
         raise UsageError(f"--confidence is a share from 0.5 to below 1, not {confidence:g}")
     if rounds < 3:
         raise UsageError("--rounds must be 3 or more: an interval needs them")
-    with progress(quiet=as_json) as tell:
+    with progress(quiet=as_json) as show:
         comparison = bench(
             target,
             recipe or ["baseline"],
@@ -58,14 +56,11 @@ def command(
             budget_s=_options.duration_s(budget, "--budget") or None,
             under_load=under_load,
             polite=polite,
-            tell=tell,
+            tell=show,
         )
-    if as_json:
-        print(json.dumps(comparison_json(comparison)))
-    else:
-        console = Console()
-        console.print(comparison_table(comparison.trials, comparison.verdicts))
-        for line in load_lines(comparison.trials, under_load):
-            console.print(line)
-    if comparison.failed:
-        raise typer.Exit(1)
+    _show.answer(
+        as_json,
+        lambda: comparison_json(comparison),
+        lambda console: _show.print_comparison(console, comparison, under_load),
+    )
+    _show.leave(missed=comparison.failed)

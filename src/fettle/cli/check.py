@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from fettle.cli import _options
+from fettle.cli import _options, _show
 
 
 def command(
@@ -31,7 +30,7 @@ def command(
     from fettle.applying import warn_if_foreign
     from fettle.comparing import check, comparison_json
     from fettle.recipe_file import load_recipe
-    from fettle.report import comparison_table, load_lines, progress
+    from fettle.report import progress
 
     found = load_recipe(recipe)
     with warnings.catch_warnings():
@@ -39,14 +38,9 @@ def command(
         foreign = warn_if_foreign(found)
     if foreign and not as_json:
         Console(stderr=True).print(f"[yellow]{foreign}; measuring it here[/]", highlight=False)
-    with progress(quiet=as_json) as tell:
-        comparison = check(target, found, mode=mode, force=force, tell=tell)
-    if as_json:
-        print(json.dumps(comparison_json(comparison)))
-    else:
-        console = Console()
-        console.print(comparison_table(comparison.trials, comparison.verdicts))
-        for line in load_lines(comparison.trials):
-            console.print(line)
-    if comparison.failed or comparison.verdicts[1] == "slower":
-        raise typer.Exit(1)
+    with progress(quiet=as_json) as show:
+        comparison = check(target, found, mode=mode, force=force, tell=show)
+    _show.answer(
+        as_json, lambda: comparison_json(comparison), lambda console: _show.print_comparison(console, comparison)
+    )
+    _show.leave(missed=comparison.failed or comparison.verdicts[1] == "slower")

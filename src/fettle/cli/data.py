@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
-from fettle.cli import _options
+from fettle.cli import _options, _show
 
 if TYPE_CHECKING:
-    from fettle.inputs import Found
+    from fettle.inputs import PipelineResult
 
 
 def command(
@@ -41,7 +36,7 @@ def command(
     ] = None,
     lints: Annotated[bool, typer.Option(help="look for faults beyond the setting")] = True,
     after: Annotated[
-        Path | None, typer.Option(help="TARGET is a profiler trace; this is one after a change, to hold against it")
+        Path | None, typer.Option(help="TARGET is a profiler trace; this is one after a change, to compare with it")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
 ) -> None:
@@ -69,33 +64,29 @@ def command(
 
     from fettle.inputs import measure_and_search
     from fettle.inputs.journal import default_path
-    from fettle.inputs.report import as_data, check_path, write_report
+    from fettle.inputs.report import as_data, write_report
     from fettle.measure import Surroundings
+    from fettle.page import drawn
 
     if output is not None:
-        check_path(output)
+        drawn.check_path(output)
     slice_s = _options.duration_s(slice_, "--slice")
     if not 0.01 <= slice_s <= 600:
         raise UsageError(f"--slice {slice_}: between 10ms and 10m")
     around = Surroundings()
-    with _progress(quiet=as_json) as tell:
-        found = measure_and_search(
+    with _show.bar("starting", quiet=as_json, lines=True) as show:
+        result = measure_and_search(
             target, slice_s=slice_s, timeout_s=_options.duration_s(timeout, "--timeout"), ranks=ranks or _ranks(),
-            device=_options.one_device(device, ("auto",)), keep=keep or default_path(target), lints=lints, tell=tell,
+            device=_options.one_device(device, ("auto",)), keep=keep or default_path(target), lints=lints,
+            on_progress=show,
         )  # fmt: skip
     busy = around.sentence()
     if output is not None:
-        write_report(found, output)
-    if as_json:
-        typer.echo(json.dumps({**as_data(found), "busy": busy}))
-    else:
-        if busy:
-            Console().print(f"[yellow]{escape(busy)}[/]\n", highlight=False)
-        _print(found, Console())
-        if output is not None:
-            Console().print(f"\nreport: {escape(str(output))}", highlight=False)
-    if found.interrupted:
-        raise typer.Exit(130)
+        write_report(result, output)
+    _show.answer(
+        as_json, lambda: {**as_data(result), "busy": busy}, lambda console: _print(result, busy, console), output
+    )
+    _show.leave(interrupted=result.interrupted)
 
 
 def _trace(before: Path, after: Path | None, as_json: bool) -> None:
@@ -105,13 +96,11 @@ def _trace(before: Path, after: Path | None, as_json: bool) -> None:
     from fettle.inputs.from_trace import compare_text, waits_in_trace
 
     waits = [waits_in_trace(path) for path in ((before,) if after is None else (before, after))]
-    if as_json:
-        told = [{**asdict(item), "bound": item.bound} for item in waits]
-        achieved = waits[0].step_s / waits[1].step_s if after is not None else None
-        typer.echo(json.dumps({"before": told[0], "after": told[1] if after else None, "achieved": achieved}))
-        return
-    for line in compare_text(waits):
-        Console().print(escape(line), highlight=False)
+    rows = [{**asdict(item), "bound": item.bound} for item in waits]
+    achieved = waits[0].step_s / waits[1].step_s if after is not None else None
+    data = {"before": rows[0], "after": rows[1] if after else None, "achieved": achieved}
+    text = "\n".join(compare_text(waits))
+    _show.answer(as_json, lambda: data, lambda console: console.print(escape(text), highlight=False))
 
 
 def _ranks() -> int:
@@ -119,46 +108,20 @@ def _ranks() -> int:
     return max(1, int(text)) if text.isdigit() else 1
 
 
-@contextmanager
-def _progress(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """What runs now and the time left, on stderr; a line for each slice where that is no terminal."""
-    console = Console(stderr=True)
-    if quiet:
-        yield lambda doing, done, of: None
-    elif not console.is_terminal:
-        yield lambda doing, done, of: console.print(f"[{done}/{of}] {doing}", highlight=False, markup=False)
-    else:
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=18), TimeElapsedColumn(), TextColumn("left"),
-                   TimeRemainingColumn())  # fmt: skip
-        with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task("starting", total=None)
-            yield lambda doing, done, of: bar.update(task, description=escape(doing[:70]), completed=done, total=of)
+def _print(result: PipelineResult, busy: str, console: Console) -> None:
+    from fettle.inputs.report import facts, settings
 
-
-def _print(found: Found, console: Console) -> None:
-    from fettle.inputs.report import facts, rows
-
-    console.print(f"[bold]{escape(found.verdict)}[/]\n", highlight=False)
-    for line in facts(found):
+    if busy:
+        console.print(f"[yellow]{escape(busy)}[/]\n", highlight=False)
+    console.print(f"[bold]{escape(result.verdict)}[/]\n", highlight=False)
+    for line in facts(result):
         console.print(escape(line), highlight=False)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    shown = [{name: cell for name, cell in row.items() if name != "first"} for row in rows(found)]
-    for name in [name for name in shown[0] if name != "note" and not any(row[name] for row in shown)]:
-        for row in shown:
-            del row[name]
-    for name in shown[0]:
-        left = name in ("also", "note")
-        table.add_column(name, justify="left" if left else "right", no_wrap=name != "note", overflow="fold")
-    for row in shown:
-        style = "green" if "take this" in row["note"] else "red" if row["note"].startswith("failed") else ""
-        table.add_row(*(escape(cell) for cell in row.values()), style=style)
-    console.print()
-    console.print(table)
-    for lint in found.lints:
+    _show.print_table(console, settings(result), without=("first",))
+    for lint in result.lints:
         console.print(
             f"\n[yellow]{escape(lint.says)}[/] {escape(lint.evidence)}\n  → {escape(lint.advice)}", highlight=False
         )
-    for note in found.notes:
+    for note in result.notes:
         console.print(f"[dim]{escape(note)}[/]", highlight=False)
-    if found.best.setting != found.given.setting:
-        console.print(f"\n{escape(found.code)}", style="green", highlight=False, soft_wrap=True)
+    if result.best.setting != result.given.setting:
+        console.print(f"\n{escape(result.code)}", style="green", highlight=False, soft_wrap=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import sys
@@ -14,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from fettle.cli import _options
+from fettle.cli import _options, _show
 from fettle.errors import UsageError
 from fettle.files import check_writable
 
@@ -30,7 +29,7 @@ def command(
         typer.Argument(help="path/to/file.py:factory, a trace (.json, .json.gz), a snapshot (.pickle), or a folder"),
     ],
     verify: Annotated[
-        bool, typer.Option("--verify", help="race each finding's fix, and hold it against its bound")
+        bool, typer.Option("--verify", help="race each finding's fix, and compare it with its bound")
     ] = False,
     fail_on: Annotated[
         str | None,
@@ -68,7 +67,7 @@ def command(
 
     allowed = _allowed(fail_on)
     check_writable(output)
-    with _options.telling("starting", quiet=as_json) as tell:
+    with _show.telling("starting", quiet=as_json) as show:
         found = diagnose(
             target,
             seconds=_options.duration_s(seconds, "--seconds"),
@@ -76,7 +75,7 @@ def command(
             record=not no_record,
             beside=output,
             mode=mode,
-            tell=tell,
+            on_progress=show,
         )
         checked = []
         if verify:
@@ -86,7 +85,7 @@ def command(
                 raise UsageError("--verify is for inference: of a training loop fettle tune tries what is named here")
             budget_s = _options.duration_s(budget, "--budget")
             checked = race_fixes(
-                target, [*found.findings, *found.opportunities], found.evidence.facts, budget_s=budget_s, tell=tell
+                target, [*found.findings, *found.opportunities], found.evidence.facts, budget_s=budget_s, tell=show
             )
         if output is not None:
             from fettle.diagnose.report import write_report
@@ -95,21 +94,13 @@ def command(
     over = []
     for rule, most in allowed.items():
         count = found.count(rule)
-        if count is None or count > most:  # what nobody looked for has not passed
+        if count is None or count > most:  # what was not looked for has not passed
             over.append(f"{rule}: {'not known' if count is None else count}, allowed {most}")
-    if as_json:
-        data = diagnosis_json(found)
-        data["verified"] = [_verified_json(item) for item in checked]
-        data["over_the_limit"] = over
-        print(json.dumps(data))
-    else:
-        _print(found, checked, Console())
-        if output is not None:
-            print(f"\nreport: {output}")
-        for line in over:
-            Console(stderr=True).print(f"[bold red]limit not kept[/]: {line}", highlight=False)
-    if over:
-        raise typer.Exit(1)
+    more = {"verified": [_verified_json(item) for item in checked], "over_the_limit": over}
+    _show.answer(as_json, lambda: diagnosis_json(found) | more, lambda console: _print(found, checked, console), output)
+    for line in () if as_json else over:
+        Console(stderr=True).print(f"[bold red]limit not kept[/]: {line}", highlight=False)
+    _show.leave(missed=bool(over))
 
 
 def _allowed(text: str | None) -> dict[str, int]:
@@ -192,7 +183,7 @@ def _checked(item: Verified) -> str:
     words = {
         True: "[green]within the bound[/]",
         False: "[bold red]beyond the bound: the rule is wrong[/]",
-        None: "[yellow]too uncertain to hold against the bound: give a longer --budget[/]",
+        None: "[yellow]too uncertain to compare with the bound: give a longer --budget[/]",
     }
     word = words[item.bound_kept]
     over = f" over {escape(item.beside)}" if item.beside else ""

@@ -14,7 +14,7 @@ def command(
     """Lend this machine to a training study that runs on another: its ranks of each trial are started here.
 
     The study shows the whole command, with the key that both sides need. What is trained must lie at the same place on
-    every node. The study's node may run code here: give the key to nobody else. Ends when the study does.
+    every node. The study's node may run code here: give the key to no one else. Ends when the study does.
 
     [bold]Example[/]
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from fettle.cli import _options
+from fettle.cli import _options, _show
 from fettle.errors import UsageError
 from fettle.files import check_writable
-from fettle.memory import Analysis, Difference, Snapshot, analyse, as_json, compare, read, verdict, write_report
+from fettle.memory import Analysis, Difference, analyse, as_json, compare, read, tables, verdict, write_report
 from fettle.memory.analysis import plain
 from fettle.units import count_text, parse_size, size_text
 
@@ -52,32 +50,24 @@ def command(
     check_writable(output)
     number = None if device is None else _device(device)
 
-    with _options.telling("reading the snapshot", quiet=as_json_) as tell:
+    with _show.telling("reading the snapshot", quiet=as_json_) as show:
         first = read(snapshot, max_file_bytes=limit)
-        tell("analysing")
+        show("analysing")
         analysis = analyse(first, number, request_bytes=request_bytes, device_free_bytes=free_bytes, top=top)
         difference = None
         if second is not None:
             later = read(second, max_file_bytes=limit)
             difference = compare(first, later, analysis.device, top=top)
         if output is not None:
-            tell("writing the report")
+            show("writing the report")
             write_report(analysis, output, difference=difference)
 
-    if as_json_:
-        data = as_json(analysis)
-        if difference is not None:
-            data["difference"] = plain(difference)
-        typer.echo(json.dumps(data, indent=2))
-        return
-    console = Console()
-    _print_notes(console, first, analysis)
-    if difference is not None:
-        _print_difference(console, difference)
-    else:
-        _print_analysis(console, analysis)
-    if output is not None:
-        console.print(f"report: {escape(str(output))}", highlight=False)
+    _show.answer(
+        as_json_,
+        lambda: {**as_json(analysis), **({} if difference is None else {"difference": plain(difference)})},
+        lambda console: _print(console, analysis, difference),
+        output,
+    )
 
 
 def _device(text: str) -> int:
@@ -88,8 +78,8 @@ def _device(text: str) -> int:
     return int(name.partition(":")[2] or 0)
 
 
-def _print_notes(console: Console, snapshot: Snapshot, analysis: Analysis) -> None:
-    for note in snapshot.notes:
+def _print(console: Console, analysis: Analysis, difference: Difference | None) -> None:
+    for note in analysis.snapshot.notes:
         console.print(f"[yellow]note:[/] {escape(note)}")
     if analysis.violations:
         console.print(
@@ -97,6 +87,13 @@ def _print_notes(console: Console, snapshot: Snapshot, analysis: Analysis) -> No
         )
         for row in analysis.violations[:3]:
             console.print(f"  {escape(str(row))}", highlight=False)
+    if difference is None:
+        _print_analysis(console, analysis)
+        return
+    for note in difference.notes:
+        console.print(f"[yellow]note:[/] {escape(note)}")
+    for table in tables.changes(difference):
+        _show.print_table(console, table)
 
 
 def _print_analysis(console: Console, analysis: Analysis) -> None:
@@ -108,44 +105,16 @@ def _print_analysis(console: Console, analysis: Analysis) -> None:
             f"{window.end_bytes:,} bytes; {count_text(window.frees_from_before, 'free')} of blocks from before it",
             highlight=False,
         )
-    _print_holders(console, analysis)
-    _print_spikes(console, analysis)
+    _show.print_table(console, tables.holders(analysis), "Who holds the peak" if window.has_events else "Who holds it")
+    if analysis.spikes:
+        _show.print_table(console, tables.spikes(analysis), "Spikes")
     _print_leaks(console, analysis)
-    _print_pools(console, analysis)
+    if analysis.pools:
+        _show.print_table(console, tables.pools(analysis), "Reserved memory")
     _print_churn(console, analysis)
     for advice in analysis.advice:
         console.print(f"\n[bold]{escape(advice.setting)}[/]: {escape(advice.why)}", highlight=False)
         console.print(f"  not when: {escape('; '.join(advice.not_when))}", highlight=False)
-
-
-def _print_holders(console: Console, analysis: Analysis) -> None:
-    title = "Who holds the peak" if analysis.replay.has_events else "Who holds it"
-    table = _table(title, "bytes", "share", "blocks", "since / until", "lives", "phase", "where")
-    for row in analysis.holders:
-        since = "before" if row.from_before == row.count else "mixed" if row.from_before else "window"
-        until = "end" if row.until_end == row.count else "mixed" if row.until_end else "freed"
-        lives = f"{row.median_lifetime_ms:.1f} ms" if row.median_lifetime_ms is not None else ""
-        table.add_row(
-            size_text(row.bytes),
-            f"{row.share:.1%}",
-            str(row.count),
-            f"{since} / {until}",
-            lives,
-            row.category or row.phase,
-            escape(row.own_line),
-        )
-    console.print(table)
-
-
-def _print_spikes(console: Console, analysis: Analysis) -> None:
-    if not analysis.spikes:
-        return
-    table = _table("Spikes", "times", "above plateau", "top", "lasts", "mostly from")
-    for spike in analysis.spikes:
-        who = spike.contributors[0].own_line if spike.contributors else ""
-        lasts = f"{spike.duration_ms:.2f} ms" if spike.duration_ms is not None else ""
-        table.add_row(str(spike.count), size_text(spike.height_bytes), size_text(spike.top_bytes), lasts, escape(who))
-    console.print(table)
 
 
 def _print_leaks(console: Console, analysis: Analysis) -> None:
@@ -162,30 +131,7 @@ def _print_leaks(console: Console, analysis: Analysis) -> None:
             f"{leak.growing_share:.0%} of steps grew. {escape(leak.what_to_do)}",
             highlight=False,
         )
-        table = _table("Survivors", "each", "count", "steps in a row", "phase", "where")
-        for row in leak.survivors:
-            table.add_row(size_text(row.size_bytes), str(row.count), str(row.steps), row.phase, escape(row.own_line))
-        console.print(table)
-
-
-def _print_pools(console: Console, analysis: Analysis) -> None:
-    if not analysis.pools:
-        return
-    table = _table(
-        "Reserved memory", "pool", "reserved", "in use", "releasable", "stuck", "largest free", "external", "rounding"
-    )
-    for pool in analysis.pools[:10]:
-        table.add_row(
-            pool.name,
-            size_text(pool.reserved_bytes),
-            f"{pool.utilisation:.0%}",
-            size_text(pool.releasable_bytes),
-            size_text(pool.non_releasable_bytes),
-            size_text(pool.largest_free_bytes),
-            f"{pool.external:.2f}",
-            f"{pool.internal:.1%}",
-        )
-    console.print(table)
+        _show.print_table(console, tables.survivors(leak), "Survivors")
 
 
 def _print_churn(console: Console, analysis: Analysis) -> None:
@@ -198,31 +144,3 @@ def _print_churn(console: Console, analysis: Analysis) -> None:
             f"{escape(row.what_to_do)}",
             highlight=False,
         )
-
-
-def _print_difference(console: Console, difference: Difference) -> None:
-    for note in difference.notes:
-        console.print(f"[yellow]note:[/] {escape(note)}")
-    for title, before, after, changes in (
-        ("At the peak", difference.peak_before_bytes, difference.peak_after_bytes, difference.at_peak),
-        ("At the end", difference.end_before_bytes, difference.end_after_bytes, difference.at_end),
-    ):
-        heading = f"{title}: {size_text(before)} -> {size_text(after)} ({size_text(after - before)})"
-        table = _table(heading, "change", "before", "after", "blocks", "where")
-        for row in changes:
-            table.add_row(
-                size_text(row.change_bytes),
-                size_text(row.before_bytes),
-                size_text(row.after_bytes),
-                f"{row.before_count} -> {row.after_count}",
-                escape(row.own_line),
-            )
-        console.print(table)
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
-    for column in columns:
-        textual = column in ("where", "mostly from", "pool", "phase", "since / until")
-        table.add_column(column, justify="left" if textual else "right", overflow="fold")
-    return table

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-from fettle.cli import _options, _quiet
-from fettle.units import size_text
+from fettle.cli import _options, _quiet, _show
 
 if TYPE_CHECKING:
-    from fettle.train.plan import Plan
+    from fettle.parallel.plan import Plan
 
 
 def command(
@@ -50,9 +45,10 @@ def command(
       fettle plan train.py --world-size 16 --strategy "zero3 checkpoint=block" --strategy ddp --output plan.html
     """
     from fettle.errors import UsageError
-    from fettle.train import plan as planning
-    from fettle.train.plan_report import check_path, write_plan
-    from fettle.train.strategies import parse_strategy
+    from fettle.page import drawn
+    from fettle.parallel import plan as planning
+    from fettle.parallel.report import write_plan
+    from fettle.parallel.strategies import parse_strategy
     from fettle.units import parse_size
     from fettle.workload import find_target
 
@@ -63,14 +59,9 @@ def command(
         raise UsageError("--device-memory 0: give the memory of one device, for example 80GiB")
     strategies = [parse_strategy(text) for text in strategy or ()]
     if output is not None:
-        check_path(output)
+        drawn.check_path(output)
     found = find_target(target)
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=18), TextColumn("left"), TimeRemainingColumn())
-    with (
-        Progress(*columns, console=Console(file=sys.stderr), transient=True, disable=as_json) as bar,
-        _quiet.users_code_quiet(),
-    ):
-        task = bar.add_task("building the workload", total=None)
+    with _show.bar("building the workload", quiet=as_json) as show, _quiet.users_code_quiet():
         workload, mode, note = planning.build_fake(found)
         made = planning.plan(
             workload,
@@ -81,82 +72,28 @@ def command(
             device=kind,
             headroom=free,
             mode=mode,
-            tell=lambda done, of, doing: bar.update(task, completed=done, total=of, description=doing[:60]),
+            on_progress=show,
         )
         if output is not None:
             write_plan(made, output)
-    if as_json:
-        typer.echo(json.dumps(planning.as_json(made) | {"note": note}))
-    else:
-        _print(Console(), made, note)
-        if output is not None:
-            Console().print(f"report: {escape(str(output))}", highlight=False)
-    if memory is not None and not any(item.fits for item in made.predictions):
-        raise typer.Exit(1)
+    _show.answer(
+        as_json,
+        lambda: planning.as_json(made) | {"note": note},
+        lambda console: _print(console, made, note),
+        output,
+    )
+    _show.leave(missed=memory is not None and not any(item.fits for item in made.predictions))
 
 
 def _print(console: Console, made: Plan, note: str) -> None:
-    """Three tables, each narrow enough for a terminal of 80 columns."""
-    from fettle.train.plan_report import basis, verdict
+    from fettle.parallel.report import basis, notes, tables, verdict
 
     console.print(f"\n[bold]{escape(verdict(made))}[/]", highlight=False)
-    for table in (_peaks(made), _sent(made), _states(made)):
-        console.print()
-        console.print(table)
+    for table in tables(made):
+        _show.print_table(console, table)
     console.print()
-    for item in made.predictions:
-        if item.failed or item.note:
-            console.print(f"[yellow]{escape(item.strategy)}[/]: {escape(item.failed or item.note)}", highlight=False)
+    for line in notes(made):
+        console.print(f"[yellow]{escape(line)}[/]", highlight=False)
     for text in (note, basis(made)):
         if text:
             console.print(f"[dim]{escape(text)}[/]", highlight=False)
-
-
-def _table(title: str, *names: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim", title=title,
-                  title_justify="left", title_style="bold")  # fmt: skip
-    table.add_column("strategy", overflow="fold", min_width=20)
-    for name in names:
-        table.add_column(name, justify="right", overflow="fold")
-    return table
-
-
-def _peaks(made: Plan) -> Table:
-    """All in one unit, which the title names: with a unit in each cell the table would be too wide."""
-    from fettle.train.plan_timeline import PARTS
-
-    highest = max(item.peak_bytes for item in made.predictions)
-    unit, scale = next(
-        ((name, 1 << power) for name, power in (("GiB", 30), ("MiB", 20)) if highest >= 1 << power), ("KiB", 1 << 10)
-    )
-    names = ("params", "grads", "optimizer", "activations", "transients")  # PARTS, short
-    table = _table(f"The fullest rank's peak, {unit}", "peak", *names, "fits")
-    for item in made.predictions:
-        sizes = [item.peak_bytes, *(item.parts.get(part, 0) for part in PARTS)]
-        cells = ["failed"] if item.failed else [f"{size / scale:#.3g}" if size else "0" for size in sizes]
-        cells += [] if item.failed or item.fits is None else ["yes" if item.fits else "no"]
-        style = "green" if item.strategy == made.cheapest else "red" if item.fits is False else ""
-        table.add_row(escape(item.strategy), *cells, style=style)
-    return table
-
-
-def _sent(made: Plan) -> Table:
-    table = _table("What is sent in a step", "by a rank", "between nodes")
-    table.add_column("collectives", overflow="fold")
-    for item in made.predictions:
-        if not item.failed:
-            counts = ", ".join(f"{count} {name}" for name, count in item.collectives.items())
-            table.add_row(
-                escape(item.strategy), size_text(item.sent_bytes), size_text(item.between_nodes_bytes), counts or "none"
-            )
-    return table
-
-
-def _states(made: Plan) -> Table:
-    table = _table("The states beside the closed formula", "predicted", "formula", "bytes/parameter")
-    for item in made.predictions:
-        if not item.failed:
-            held = sum(item.states.values())
-            formula = "none known" if item.formula_bytes is None else size_text(item.formula_bytes)
-            table.add_row(escape(item.strategy), size_text(held), formula, f"{held / max(made.parameters, 1):.2f}")
-    return table

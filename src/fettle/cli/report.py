@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from fettle.cli import _options
+from fettle.cli import _options, _show
 
 
 def command(
@@ -36,10 +34,7 @@ def command(
     wanted = _options.outputs(output, ".html", folder=True)
     path = source / "result.json" if source.is_dir() else source
     result = load_result(path)
-    if as_json:
-        print(json.dumps(to_json(result)))
-    else:
-        print_result(result, Console())
+    _show.answer(as_json, lambda: to_json(result), lambda console: print_result(result, console))
     page = wanted.get(".html", path.parent / "report.html")
     write_report(result, page)
     written = [page, *(write_charts(result, wanted[""]) if "" in wanted else [])]

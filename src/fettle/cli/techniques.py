@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from fettle.cli import _options
+from fettle.cli import _options, _show
 
 
 def command(
@@ -47,17 +45,15 @@ def command(
         except WorkerError as error:
             raise UsageError(f"the workload could not be probed: {error}") from error
     catalogue = [technique for technique in CATALOGUE if facts.mode in technique.modes]
-    if as_json:
-        rows = [
-            {"technique": t.name, "title": t.title, "given": t.default, "levels": msgspec.to_builtins(t.levels(facts))}
-            for t in catalogue
-        ]
-        print(json.dumps({"facts": msgspec.to_builtins(facts), "techniques": rows}))
-        return
+    rows = [
+        {"technique": t.name, "title": t.title, "given": t.default, "levels": msgspec.to_builtins(t.levels(facts))}
+        for t in catalogue
+    ]
     table = Table("technique", "level", "what it does", "here", box=None, header_style="bold", pad_edge=False)
     for technique in catalogue:
         for index, level in enumerate(technique.levels(facts)):
             state = "as given" if level.name == technique.default else level.why_not or "yes"
             style = "dim" if level.why_not else None
             table.add_row(technique.name if index == 0 else "", level.name, level.summary, state, style=style)
-    Console().print(table)
+    data = {"facts": msgspec.to_builtins(facts), "techniques": rows}
+    _show.answer(as_json, lambda: data, lambda console: console.print(table))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from fettle.cli import _options
+from fettle.cli import _options, _show
 from fettle.errors import UsageError
 from fettle.units import parse_size
 
@@ -108,15 +106,10 @@ def command(
         under_load=under_load,
         polite=polite,
     )
-    with progress(quiet=as_json) as tell:
-        result = tune(target, options=options, tell=tell, command=shlex.join(["fettle", *sys.argv[1:]]))
+    with progress(quiet=as_json) as show:
+        result = tune(target, options=options, tell=show, command=shlex.join(["fettle", *sys.argv[1:]]))
     paths = save(result, output)
-    if as_json:
-        print(json.dumps(to_json(result)))
-    else:
-        print_result(result, Console())
+    _show.answer(as_json, lambda: to_json(result), lambda console: print_result(result, console))
+    if not as_json:
         print("\nwrote " + ", ".join(str(path) for path in paths))
-    if result.interrupted:
-        raise typer.Exit(130)
-    if result.winner is None:
-        raise typer.Exit(1)
+    _show.leave(interrupted=result.interrupted, missed=result.winner is None)

@@ -2,7 +2,7 @@
 
 Evidence is gathered in worker processes (`collect`, by the functions of `collectors`; `compile_worker`) or read from
 traces and snapshots; `rules` turn it into findings, the costliest first. A finding states the most that mending it
-could bring, and `fettle.verifying` holds that bound against what the fix then brought.
+could bring, and `fettle.verifying` compares that bound with what the fix then brought.
 """
 
 from __future__ import annotations

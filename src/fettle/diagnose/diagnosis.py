@@ -27,7 +27,7 @@ from fettle.machine import this_machine
 from fettle.measure import WorkerError
 from fettle.workload import AUTO, Target, check_mode, find_target
 
-Tell = Callable[[str], None]
+OnProgress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Diagnosis:
         return found
 
     def count(self, rule: str) -> int | None:
-        """How often a rule's cause happens: what `--fail-on` limits. None where nobody looked for it."""
+        """How often a rule's cause happens: what `--fail-on` limits. None where it was not looked for."""
         every = (*self.findings, *self.opportunities)
         count = sum(max(finding.count, 1) for finding in every if finding.rule == rule)
         needed = self.evidence and (self.evidence.compile if rule in ("graph-breaks", "recompiles") else self.evidence)
@@ -126,7 +126,7 @@ def diagnose(
     record: bool = True,
     beside: Path | None = None,
     mode: str = AUTO,
-    tell: Tell = lambda text: None,
+    on_progress: OnProgress = lambda text: None,
 ) -> Diagnosis:
     """Diagnose a workload (``file.py:factory``), a profiler trace, an allocator snapshot, or a folder of them.
 
@@ -137,14 +137,14 @@ def diagnose(
     """
     check_mode(mode)
     if isinstance(target, Target):
-        return _of_workload(target, seconds, compile_check, record, beside, tell)
+        return _of_workload(target, seconds, compile_check, record, beside, on_progress)
     path = Path(target)
     if str(target) and (path.is_dir() or traces_and_snapshots(path)):
-        read = of_files(traces_and_snapshots(path), tell)
+        read = of_files(traces_and_snapshots(path), on_progress)
         faults, opportunities = _apart(read.findings)
         return Diagnosis(str(path), faults, read.budget, opportunities=opportunities, notes=read.notes)
     target = replace(find_target(str(target)), mode=mode)
-    return _of_workload(target, seconds, compile_check, record, beside, tell)
+    return _of_workload(target, seconds, compile_check, record, beside, on_progress)
 
 
 def diagnosis_json(diagnosis: Diagnosis) -> dict[str, Any]:
@@ -172,13 +172,13 @@ def diagnosis_json(diagnosis: Diagnosis) -> dict[str, Any]:
 
 
 def _of_workload(
-    target: Target, seconds: float, compile_check: bool, record: bool, beside: Path | None, tell: Tell
+    target: Target, seconds: float, compile_check: bool, record: bool, beside: Path | None, on_progress: OnProgress
 ) -> Diagnosis:
     made: list[Recording] = []
     more: list[Finding] = []
     notes: list[str] = []
     with Examiner(target) as examiner:
-        tell("building the workload; timing operators, and what switches bring")
+        on_progress("building the workload; timing operators, and what switches bring")
         try:
             answer = examiner.examine("collect:collect", seconds)
         except WorkerError as error:
@@ -187,14 +187,14 @@ def _of_workload(
         if record:
             operators = {op.name for op in evidence.operations}
             try:
-                made, more, notes = recorded(examiner, 0.25 * seconds, beside, tell, operators)
+                made, more, notes = recorded(examiner, 0.25 * seconds, beside, on_progress, operators)
             except OSError as error:
                 folder = beside.parent if beside else tempfile.gettempdir()
                 raise UsageError(f"{folder}: what is recorded cannot be kept there ({error.strerror})") from error
     if evidence.facts.mode == "training":
         notes.append("a call is one step of the training loop; torch.compile was not tried on it")
     elif compile_check:
-        tell("tracing with torch.compile")
+        on_progress("tracing with torch.compile")
         try:
             evidence = replace(evidence, compile=compile_health(target, backend="aot_eager", rounds=2, timeout_s=180.0))
         except UsageError as error:

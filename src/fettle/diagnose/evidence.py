@@ -166,7 +166,7 @@ class Fresh:
     seconds: float = 0.0
     """Their number times what one was seen to cost."""
     s_per_byte: float = 0.0
-    """What it costs to write memory for the first time, over what it costs later. 0 where nobody needs to know: the
+    """What it costs to write memory for the first time, over what it costs later. 0 where it does not matter: the
     call fetches little and keeps no graph alive."""
 
 
@@ -223,7 +223,7 @@ class Evidence:
 
     @property
     def unexplained_s(self) -> float:
-        """Time outside operators beyond what Python and the dispatcher need: nobody knows whose it is."""
+        """Time outside operators beyond what Python and the dispatcher need: its cause is not known."""
         if self.compiled:  # what runs inside a compiled graph is not seen
             return 0.0
         slept_s = self.slept_s if self.share(self.slept_s) >= 0.1 else 0.0  # less is noise

@@ -1,4 +1,4 @@
-"""From traces and snapshots to findings: files that somebody gives, and files that a diagnosis recorded itself."""
+"""From traces and snapshots to findings: files from elsewhere, and files that a diagnosis recorded itself."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def traces_and_snapshots(path: Path) -> list[Path]:
     return found
 
 
-def of_files(files: Sequence[Path], tell: Callable[[str], None]) -> OfFile:
+def of_files(files: Sequence[Path], on_progress: Callable[[str], None]) -> OfFile:
     """What the files say. Of several, those that cannot be read are left out with a note."""
     read: list[OfFile] = []
     unreadable: list[str] = []
     for path in files:
-        tell(f"reading {path.name}")
+        on_progress(f"reading {path.name}")
         try:
             one = of_trace(path) if path.name.endswith(_TRACES) else of_snapshot(path)
         except UsageError as error:

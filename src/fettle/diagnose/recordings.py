@@ -39,7 +39,7 @@ _SAME_CAUSE = {
 
 _TIMED_UNWATCHED = ("data-wait", "python-bound", "garbage-collection")
 """On a CPU these are timed by collectors that leave the call as it is: a trace, which makes Python slower, may confirm
-what they found, and accuses nobody that they did not."""
+what they found, and adds no cause of its own."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Recording:
     says: str = ""
     """A sentence about all of it."""
     path: str = ""
-    """Where it was kept; empty where nobody wanted it."""
+    """Where it was kept; empty where it was not asked for."""
     kernels: Sequence[Kernel] = ()
     """Of one call, by operator; empty on a CPU, where an operator is its own kernel."""
 
@@ -67,12 +67,12 @@ def record(
     examiner: Examiner,
     seconds: float,
     beside: Path | None,
-    tell: Callable[[str], None],
+    on_progress: Callable[[str], None],
     operators: Collection[str] = (),
 ) -> tuple[list[Recording], list[Finding], list[str]]:
     """Record a trace and an allocator's history; what was recorded, what their rules say, and what failed, a line each.
 
-    With `beside`, the path of a report, the files are kept next to it under its name. Kernels are told by `operators`.
+    With `beside`, the path of a report, the files are kept next to it under its name. Kernels are those of `operators`.
     """
     made: list[Recording] = []
     found: list[Finding] = []
@@ -81,7 +81,7 @@ def record(
         beside.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".fettle-", dir=beside and beside.absolute().parent) as folder:
         for kind, ending in _ENDINGS.items():
-            tell(f"recording: {kind}")
+            on_progress(f"recording: {kind}")
             path = Path(folder) / ending
             try:
                 answer = examiner.examine(f"collectors.recording:{kind}", seconds, str(path))

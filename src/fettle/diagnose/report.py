@@ -63,7 +63,7 @@ def _before_after(checked: Sequence[Verified]) -> list[Bar]:
 
 
 def _places(finding: Finding) -> list[Bar]:
-    """Drawn beside the largest, told as a share of the call."""
+    """Drawn relative to the largest, labelled with the share of the call."""
     most = max(1e-9, *(share for _, share in finding.parts))
     return [(name, 100 * max(share, 0) / most, f"{share:.0%}", False) for name, share in finding.parts]
 

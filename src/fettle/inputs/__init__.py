@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 from fettle.inputs.bucket import LengthBuckets, bucket_by_length, padding_waste
-from fettle.inputs.found import Found
 from fettle.inputs.lint import Lint
+from fettle.inputs.result import PipelineResult
 from fettle.inputs.search import measure_and_search
 from fettle.inputs.setting import Measured, Setting
 
 __all__ = [
-    "Found", "LengthBuckets", "Lint", "Measured", "Setting", "bucket_by_length", "measure_and_search", "padding_waste",
+    "LengthBuckets", "Lint", "Measured", "PipelineResult", "Setting", "bucket_by_length", "measure_and_search",
+    "padding_waste",
 ]  # fmt: skip

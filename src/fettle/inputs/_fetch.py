@@ -32,7 +32,7 @@ except ImportError:  # not a Unix
 
 _KEEP = 512
 """Latest batches whose times are kept, a process."""
-_WORDS = 512
+_ERROR_BYTES = 512
 
 
 class ItemError(RuntimeError):
@@ -46,7 +46,7 @@ _SLOW_S = 1e-3
 
 
 class Board:
-    """Shared memory: a ring of batches for each process, since when they count, and last words.
+    """Shared memory: a ring of batches for each process, since when they count, and the error of one that ended.
 
     Of a batch: seconds on the wall, seconds on a processor or in the queue for one (what is left waits for something
     else), seconds in the kernel, and pages of memory that the kernel gave.
@@ -55,7 +55,7 @@ class Board:
     def __init__(self, processes: int) -> None:
         self.times: Any = RawArray(ctypes.c_double, processes * _RING)
         self.since: Any = RawArray(ctypes.c_double, 1)
-        self.words: Any = RawArray(ctypes.c_char, _WORDS)
+        self._error: Any = RawArray(ctypes.c_char, _ERROR_BYTES)
         self.processes = processes
 
     def note(self, process: int, began: float, row: tuple[float, float, float, float]) -> None:
@@ -90,11 +90,12 @@ class Board:
         for process in range(self.processes):
             self.times[process * _RING] = 0
 
-    def say(self, text: str) -> None:
-        self.words.value = text.encode(errors="replace")[: _WORDS - 1]
+    def set_error(self, text: str) -> None:
+        """Why this process is about to end."""
+        self._error.value = text.encode(errors="replace")[: _ERROR_BYTES - 1]
 
-    def said(self) -> str:
-        return bytes(self.words.value).decode(errors="replace")
+    def error(self) -> str:
+        return bytes(self._error.value).decode(errors="replace")
 
 
 _board: Board | None = None
@@ -214,5 +215,5 @@ def _named(fetcher: Any, index: Any, error: Exception) -> str:
 
 def _not_handed_over(error: BaseException, batch: object) -> None:
     if _board is not None:
-        _board.say(f"a worker could not hand a batch over: {first_line(error)}")
+        _board.set_error(f"a worker could not hand a batch over: {first_line(error)}")
     os._exit(1)

@@ -14,17 +14,16 @@ import re
 import signal
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import psutil
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from fettle.errors import UsageError, first_line
 from fettle.inputs import _fetch
+from fettle.inputs._messages import Asked, Describe, Faults, FindFaults, Open, TakeSlice
 from fettle.inputs.pipeline import Step, batch_bytes, fetches, pipeline, with_setting
 from fettle.inputs.setting import SHORT, Facts, Setting, Slice
 from fettle.procs.child import Failure
@@ -83,10 +82,10 @@ class Loop:
             except StopIteration:
                 raise UsageError("the loader gives no batch in its second epoch: its source is used up") from None
 
-    def last_words(self) -> str:
-        """What a worker that ended said, or how it ended."""
-        if said := self.board.said():
-            return said
+    def ended(self) -> str:
+        """The error of a worker that ended, or how it ended."""
+        if error := self.board.error():
+            return error
         codes = [worker.exitcode for worker in getattr(self.batches, "_workers", ()) if worker.exitcode]
         if not codes:
             return ""
@@ -170,49 +169,37 @@ class Process:
         self.loop: Loop | None = None
         self.step: Step | None = None
 
-    def open(self, target: str, setting: dict[str, Any], device: str) -> dict[str, Any]:
-        """Make the pipeline under a setting."""
-        loader, self.step = pipeline(target)
-        wanted = Setting(**setting)
-        self.loop = Loop(with_setting(loader, wanted), self.step, wanted, device)
-        return {}
+    def answer(self, asked: Asked) -> Facts | Slice | Faults | float | None:
+        """Do what a request asks for."""
+        if isinstance(asked, Describe):
+            return self._describe(asked)
+        if isinstance(asked, FindFaults):
+            from fettle.inputs.lints import lint
 
-    def facts(self, target: str, device: str) -> dict[str, Any]:
-        """What the target makes, and the plain loop over it, which is left open."""
-        loader, self.step = pipeline(target)
+            return Faults(*lint(pipeline(asked.target)[0]))
+        if isinstance(asked, Open):
+            loader, self.step = pipeline(asked.target)
+            self.loop = Loop(with_setting(loader, asked.setting), self.step, asked.setting, asked.device)
+            return None
+        assert self.loop is not None
+        if isinstance(asked, TakeSlice):
+            return self.loop.measure(asked.seconds)
+        return self.loop.step_alone() if self.step is not None else 0.0
+
+    def _describe(self, asked: Describe) -> Facts:
+        loader, self.step = pipeline(asked.target)
         ways, notes = fetches(loader)
-        length = _length(loader)
-        given = Setting(loader.num_workers, loader.prefetch_factor or 2, bool(loader.persistent_workers))
-        found = Facts(
-            given.num_workers, given.prefetch_factor, given.persistent_workers, bool(loader.pin_memory),
-            length,
-            isinstance(loader.dataset, IterableDataset), self.step is not None, torch.cuda.is_available(),
-            platform.libc_ver()[0] == "glibc", ways, notes,
-        )  # fmt: skip
         plain = replace(Setting(), fetch=ways[0])
-        self.loop = Loop(with_setting(loader, plain), self.step, plain, device)
-        return msgspec.to_builtins(found)  # type: ignore[no-any-return]
-
-    def slice(self, seconds: float) -> dict[str, Any]:
-        """Run for a while."""
-        assert self.loop is not None
-        return msgspec.to_builtins(self.loop.measure(seconds))  # type: ignore[no-any-return]
-
-    def alone(self) -> dict[str, Any]:
-        """A step without loading; 0 where the target has no step."""
-        assert self.loop is not None
-        return {"step_s": self.loop.step_alone() if self.step is not None else 0.0}
-
-    def lint(self, target: str) -> dict[str, Any]:
-        """Look for what is wrong beyond the setting."""
-        from fettle.inputs.lints import lint
-
-        found, notes = lint(pipeline(target)[0])
-        return {"lints": [vars(item) for item in found], "notes": notes}
+        self.loop = Loop(with_setting(loader, plain), self.step, plain, asked.device)
+        return Facts(
+            loader.num_workers, loader.prefetch_factor or 2, bool(loader.persistent_workers), bool(loader.pin_memory),
+            _length(loader), isinstance(loader.dataset, IterableDataset), self.step is not None,
+            torch.cuda.is_available(), platform.libc_ver()[0] == "glibc", ways, notes,
+        )  # fmt: skip
 
 
-def explain(error: BaseException, last_words: str = "") -> Failure:
-    """An error as the parent will tell it: one line."""
+def explain(error: BaseException, ended: str = "") -> Failure:
+    """An error as the parent will show it: one line."""
     if isinstance(error, UsageError):
         return Failure(str(error), "usage")
     text = first_line(error)
@@ -220,14 +207,14 @@ def explain(error: BaseException, last_words: str = "") -> Failure:
         # A worker's traceback arrives as the text of an exception; its last line says what was wrong.
         text = [line for line in str(error).strip().splitlines() if line.strip()][-1].strip()
         text = text.removeprefix(f"{_fetch.ItemError.__module__}.").removeprefix("ItemError: ")
-    elif last_words:
-        text = last_words
+    elif ended:
+        text = ended
     text = re.sub(r"\s+", " ", text)[:400]
     memory = isinstance(error, MemoryError) or any(word in text for word in _MEMORY)
     if any(word in text for word in ("No space left", "Bus error", "SIGBUS")):
         text = f"/dev/shm is full: {text}"
     elif "SIGKILL" in text:
-        text = f"out of memory, or ended by somebody: {text}"
+        text = f"out of memory, or killed from outside: {text}"
     elif memory and "out of memory" not in text:
         text = f"out of memory: {text}"
     return Failure(text, "memory" if memory else "error")
@@ -236,14 +223,7 @@ def explain(error: BaseException, last_words: str = "") -> Failure:
 def main(parent: Parent) -> None:
     """Answer requests until the parent goes."""
     process = Process()
-
-    def answer(request: dict[str, Any]) -> dict[str, Any]:
-        action: Callable[..., dict[str, Any]] = getattr(process, request.pop("do"))
-        return action(**request)
-
-    parent.serve(
-        dict[str, Any], answer, lambda error: explain(error, process.loop.last_words() if process.loop else "")
-    )
+    parent.serve(Asked, process.answer, lambda error: explain(error, process.loop.ended() if process.loop else ""))
 
 
 def _to_device(batch: Any, non_blocking: bool) -> Any:

@@ -25,7 +25,7 @@ _PASSES = 3
 _ROWS = 4096
 _SECONDS = 2.0
 _LEAST = 4 << 20
-"""Bytes of growth that are no noise."""
+"""Growth of fewer bytes is noise."""
 
 
 def growing_workers(loader: DataLoader[Any]) -> list[Lint]:
@@ -132,6 +132,6 @@ def _grow(loader: DataLoader[Any]) -> tuple[list[int], int]:
 
 
 def _nothing(row: Any) -> int:
-    """In place of the collate function: what the rows weigh on their way is no matter here."""
+    """In place of the collate function: the bytes of the rows on their way do not matter here."""
     del row
     return 0

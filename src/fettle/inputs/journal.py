@@ -17,23 +17,24 @@ import msgspec
 from fettle.errors import UsageError
 from fettle.inputs.setting import Setting
 
-_FORMAT, _VERSION = "fettle data journal", 2
+_FORMAT, _VERSION = "fettle data journal", 3
 _LARGEST = 16 << 20
 
 
 class Line(msgspec.Struct):
-    """One answer: of a setting in a round, or of a named question."""
+    """One answer, or why there is none: of a setting in a round, or of a named question."""
 
     key: str
-    answer: dict[str, Any]
+    answer: msgspec.Raw = msgspec.Raw(b"null")
+    failure: str = ""
 
 
 class Journal:
-    """Answers by question. `path` None keeps nothing. Raises `UsageError` for a file that is none, or is in use."""
+    """Lines by question. `path` None keeps nothing. Raises `UsageError` for a file that is none, or is in use."""
 
     def __init__(self, path: Path | None, made_for: dict[str, Any]) -> None:
-        self.answers: dict[str, dict[str, Any]] = {}
-        self.path, self.found = path, 0
+        self.lines: dict[str, Line] = {}
+        self.path = path
         self._descriptor = -1
         if path is None:
             return
@@ -46,16 +47,17 @@ class Journal:
             raise UsageError(f"{path}: the measurements cannot be kept there ({error.strerror}); give `keep`") from None
         self._read(made_for)
 
-    def get(self, key: str) -> dict[str, Any] | None:
-        """The answer, if it is known."""
-        return self.answers.get(key)
+    def get(self, key: str) -> Line | None:
+        """What is known of a question."""
+        return self.lines.get(key)
 
-    def put(self, key: str, answer: dict[str, Any]) -> None:
-        """Keep an answer, on disk when this returns."""
-        self.answers[key] = answer
+    def put(self, key: str, answer: object = None, failure: str = "") -> Line:
+        """Keep an answer, or why there is none: on disk when this returns."""
+        line = self.lines[key] = Line(key, msgspec.Raw(msgspec.json.encode(answer)), failure)
         if self._descriptor >= 0:
-            os.write(self._descriptor, msgspec.json.encode(Line(key, answer)) + b"\n")
+            os.write(self._descriptor, msgspec.json.encode(line) + b"\n")
             os.fsync(self._descriptor)
+        return line
 
     def close(self, done: bool) -> None:
         """A search that came to its end needs no journal; the next one measures anew."""
@@ -81,9 +83,8 @@ class Journal:
                     line = msgspec.json.decode(raw, type=Line)
                 except msgspec.MsgspecError:
                     break  # cut short by the end of the process
-                self.answers[line.key] = line.answer
+                self.lines[line.key] = line
                 kept.append(raw)
-        self.found = len(self.answers)
         os.ftruncate(self._descriptor, 0)
         os.lseek(self._descriptor, 0, os.SEEK_SET)
         os.write(self._descriptor, b"\n".join(kept) + b"\n")

@@ -73,7 +73,7 @@ def fetches(loader: DataLoader[Any]) -> tuple[list[str], list[str]]:
         rows = [loader.collate_fn([loader.dataset[row] for row in batch]) for batch in batches]
         again = [loader.collate_fn([loader.dataset[row] for row in batch]) for batch in batches[:1]]
     except Exception:
-        return found, notes  # it fails in a run, where it is told with its reason
+        return found, notes  # it fails in a run too, which gives the reason
     if not batches or not _same(rows[:1], again):
         return found, ["batch fetching was not tried: the rows are random, so that batches cannot be compared"]
     if callable(getattr(loader.dataset, "__getitems__", None)):

@@ -15,10 +15,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from fettle.errors import is_program
 from fettle.inputs.lint import ROWS, Lint, rows_of
+from fettle.patches import replaced
 
 _LEAST_S = 2e-4
-"""A row that takes less is no matter for a profile."""
+"""A row that takes less is not worth a profile."""
 _PICTURES = 8
 _LARGEST_PICTURE = 32 << 20
 Place = tuple[str, int, str]
@@ -54,7 +56,7 @@ def profile_rows(loader: DataLoader[Any]) -> list[Lint]:
 
 
 def slow_function(profiler: cProfile.Profile, count: int) -> Lint | None:
-    """The function with the largest time of its own, told where that is 40% of a row's time or more."""
+    """The function with the largest time of its own, where that is 40% of a row's time or more."""
     stats: dict[Place, Any] = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
     own = {place: row[2] for place, row in stats.items() if row[2] > 0 and not _is_ours(place)}
     total = sum(own.values())
@@ -132,29 +134,30 @@ def _watch_pillow() -> Iterator[Pictures]:
     except ImportError:
         yield seen
         return
-    load, resize = ImageFile.ImageFile.load, Image.Image.resize
 
-    def loading(self: Any, *args: Any, **kwargs: Any) -> Any:
-        fresh = getattr(self, "tile", None)
-        if fresh:
-            seen.decoded.append(self.size)
-            if len(seen.files) < _PICTURES:
-                _keep_file(self, seen)
-        return load(self, *args, **kwargs)
+    def load(original: Any) -> Any:
+        def loading(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if getattr(self, "tile", None):  # else it is decoded already
+                seen.decoded.append(self.size)
+                if len(seen.files) < _PICTURES:
+                    _keep_file(self, seen)
+            return original(self, *args, **kwargs)
 
-    def resizing(self: Any, size: Any, *args: Any, **kwargs: Any) -> Any:
-        self.load()  # `resize` would: the picture's size is known only then
-        box = kwargs.get("box") or (args[1] if len(args) > 1 else None)
-        source = (box[2] - box[0], box[3] - box[1]) if box else self.size
-        if len(size) == 2 and min(size) > 0:
-            seen.shrunk.append((min(source[0] / size[0], source[1] / size[1]), tuple(source), tuple(size)))
-        return resize(self, size, *args, **kwargs)
+        return loading
 
-    ImageFile.ImageFile.load, Image.Image.resize = loading, resizing  # type: ignore[method-assign]
-    try:
+    def resize(original: Any) -> Any:
+        def resizing(self: Any, size: Any, *args: Any, **kwargs: Any) -> Any:
+            self.load()  # `resize` would: the picture's size is known only then
+            box = kwargs.get("box") or (args[1] if len(args) > 1 else None)
+            source = (box[2] - box[0], box[3] - box[1]) if box else self.size
+            if len(size) == 2 and min(size) > 0:
+                seen.shrunk.append((min(source[0] / size[0], source[1] / size[1]), tuple(source), tuple(size)))
+            return original(self, size, *args, **kwargs)
+
+        return resizing
+
+    with replaced(ImageFile.ImageFile, "load", load), replaced(Image.Image, "resize", resize):
         yield seen
-    finally:
-        ImageFile.ImageFile.load, Image.Image.resize = load, resize  # type: ignore[method-assign]
 
 
 def _keep_file(image: Any, seen: Pictures) -> None:
@@ -173,20 +176,13 @@ def _users_caller(stats: dict[Place, Any], place: Place) -> Place | None:
     """Up the callers that took most of the time, the first that is a line of the user's own file."""
     here = place
     for _ in range(12):
-        if _is_users(here):
+        if is_program(here[0]):
             return here
         callers: dict[Place, Any] = stats[here][4] if here in stats else {}
         if not callers:
             return None
         here = max(callers.items(), key=lambda item: item[1][3])[0]
     return None
-
-
-def _is_users(place: Place) -> bool:
-    file = place[0]
-    if file in ("~", "") or file[0] == "<" or _is_ours(place):
-        return False
-    return "site-packages" not in file and "/lib/python" not in file
 
 
 def _is_ours(place: Place) -> bool:

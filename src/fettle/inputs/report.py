@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from fettle.errors import UsageError
-from fettle.files import check_writable, finite, write_bytes, write_text
-from fettle.inputs.found import Found
+import msgspec
+
+from fettle.files import finite
+from fettle.inputs.result import PipelineResult
 from fettle.inputs.setting import BATCH_INDEX, ONE_BY_ONE, Measured, ratio
-from fettle.page import Table, clean, shell, still, theme
-from fettle.units import size_text
-
-SUFFIXES = (".html", ".png", ".svg")
+from fettle.page import Table, clean, drawn, shell, still, theme
+from fettle.units import seconds_text, size_text
 
 
-def facts(found: Found) -> list[str]:
+def facts(result: PipelineResult) -> list[str]:
     """The costs behind the verdict, a line each."""
-    plain = next(iter(found.plain.slices.values()))
+    plain = next(iter(result.plain.slices.values()))
     lines = []
-    if found.step_s:
-        which = "As given" if found.given.able else "Without workers (as given it fails)"
+    if result.step_s:
+        which = "As given" if result.given.able else "Without workers (as given it fails)"
         lines.append(
-            f"A step alone takes {_time(found.step_s)}. {which}, {found.waiting:.1%} of the time is waiting for data: "
-            f"removing it brings at most {bound_text(found)}; {_reached(found)}."
+            f"A step alone takes {seconds_text(result.step_s)}. {which}, {result.waiting:.1%} of the time is waiting "
+            f"for data: removing it brings at most {bound_text(result)}; {_reached(result)}."
         )
     else:
         lines.append(
@@ -33,28 +31,30 @@ def facts(found: Found) -> list[str]:
             "Return (loader, step) to learn it."
         )
     lines.append(
-        f"One batch ({size_text(plain.batch_bytes)}) takes one process {_time(plain.fetch_p50_s)} (95%: "
-        f"{_time(plain.fetch_p95_s)}), {plain.fetch_busy:.0%} of it computing (the rest waits for files or others)."
+        f"One batch ({size_text(plain.batch_bytes)}) takes one process {seconds_text(plain.fetch_p50_s)} (95%: "
+        f"{seconds_text(plain.fetch_p95_s)}), {plain.fetch_busy:.0%} of it computing (the rest waits for files or "
+        "others)."
     )
-    if found.best.setting.num_workers:
-        seen, workers = found.best.last, found.best.setting.num_workers
+    if result.best.setting.num_workers:
+        seen, workers = result.best.last, result.best.setting.num_workers
+        where = "the worker" if workers == 1 else f"each of {workers} workers"
         lines.append(
-            f"In {'the worker' if workers == 1 else f'each of {workers} workers'} it takes {_time(seen.fetch_p50_s)} "
-            f"(95%: {_time(seen.fetch_p95_s)}); a worker holds {size_text(seen.worker_bytes)} of its own, and up to "
-            f"{size_text(workers * found.best.setting.prefetch_factor * seen.batch_bytes)} of "
+            f"In {where} it takes {seconds_text(seen.fetch_p50_s)} (95%: {seconds_text(seen.fetch_p95_s)}); a worker "
+            f"holds {size_text(seen.worker_bytes)} of its own, and up to "
+            f"{size_text(workers * result.best.setting.prefetch_factor * seen.batch_bytes)} of "
             "batches are in flight."
         )
-    lines += _kept(found)
-    lines.append(f"{found.cores} cores to use ({found.cores_why}); searched in {found.search_s:.0f} s"
-                 + (f", {found.reused} answers kept from an earlier start" if found.reused else "") + ".")  # fmt: skip
-    if found.interrupted:
+    lines += _kept(result)
+    kept = f", {result.reused} answers kept from an earlier start" if result.reused else ""
+    lines.append(f"{result.cores} cores to use ({result.cores_why}); searched in {result.search_s:.0f} s{kept}.")
+    if result.interrupted:
         lines.append("Interrupted: this is what was known by then.")
     return lines
 
 
-def _kept(found: Found) -> list[str]:
+def _kept(result: PipelineResult) -> list[str]:
     """What keeping freed memory was tried for, and what it brought."""
-    able = {item.setting: item for item in found.settings if item.able}
+    able = {item.setting: item for item in result.settings if item.able}
     for setting, item in able.items():
         before = able.get(replace(setting, keep_memory=False))
         if setting.keep_memory and before:
@@ -66,38 +66,41 @@ def _kept(found: Found) -> list[str]:
     return []
 
 
-def _limit_text(found: Found) -> str:
+def _limit_text(result: PipelineResult) -> str:
     """What the chart says of the loop without waiting."""
-    if not found.step_s:
+    if not result.step_s:
         return ""
-    if limit_is_near(found):
+    if limit_is_near(result):
         return "; the dashed line is the loop with every batch there already"
-    return f"; with every batch there already the loop would make {1 / found.step_s:,.0f} batches a second"
+    return f"; with every batch there already the loop would make {1 / result.step_s:,.0f} batches a second"
 
 
-def bound_text(found: Found) -> str:
+def bound_text(result: PipelineResult) -> str:
     """The bound; beyond a hundredfold it says only that the step is nothing."""
-    return f"{found.bound:.2f}x" if found.bound < 100 else "more than 100x"
+    return f"{result.bound:.2f}x" if result.bound < 100 else "more than 100x"
 
 
-def rows(found: Found) -> list[dict[str, str]]:
+def rows(result: PipelineResult) -> list[dict[str, str]]:
     """One row a setting, smallest first."""
     listed = []
-    for item in sorted(found.settings, key=lambda item: item.setting.size):
+    for item in sorted(result.settings, key=lambda item: item.setting.size):
         setting = item.setting
         note = " ".join(
-            word for word, on in (("as given", same(item, found.given)), ("← take this", same(item, found.best))) if on
+            word
+            for word, on in (("as given", same(item, result.given)), ("← take this", same(item, result.best)))
+            if on
         )
         if item.failure:
             note = item.failure if item.left_out else f"failed: {item.failure}"
-        # What was taken for a comparison is told by it: rates of different minutes are not alike.
+        # The level is what comparisons gave: rates of different minutes do not compare.
         cells = dict.fromkeys(("batches/s", "waiting", "batch 50%", "95%", "first"), "-")
         if item.slices:
             seen = next(iter(item.slices.values()))
             cells = {
                 "batches/s": f"{item.level:,.1f}" if item.level < 1000 else f"{item.level:,.0f}",
                 "waiting": f"{item.waiting:.0%}",
-                "batch 50%": _time(seen.fetch_p50_s), "95%": _time(seen.fetch_p95_s), "first": _time(item.start_s),
+                "batch 50%": seconds_text(seen.fetch_p50_s),
+                "95%": seconds_text(seen.fetch_p95_s), "first": seconds_text(item.start_s),
             }  # fmt: skip
         workers = bool(setting.num_workers)
         listed.append({
@@ -108,90 +111,74 @@ def rows(found: Found) -> list[dict[str, str]]:
     return listed
 
 
-def as_data(found: Found) -> dict[str, Any]:
+def as_data(result: PipelineResult) -> dict[str, Any]:
     """Everything as plain data for JSON; what is not known is null."""
     settings = [
         {
             "setting": asdict(item.setting), "code": item.setting.code, "rates": item.rates,
             "level": item.level or None,
             "failure": item.failure, "left_out": item.left_out,
-            "slices": {str(number): _plain(part) for number, part in item.slices.items()},
+            "slices": {str(number): msgspec.to_builtins(part) for number, part in item.slices.items()},
         }
-        for item in found.settings
+        for item in result.settings
     ]  # fmt: skip
     data: dict[str, Any] = finite({
-        "target": found.target, "verdict": found.verdict, "step_s": found.step_s, "waiting": found.waiting,
-        "bound": found.bound, "gain": found.gain, "batch_p50_s": found.batch_p50_s, "batch_p95_s": found.batch_p95_s,
-        "cores": found.cores, "given": asdict(found.given.setting), "best": asdict(found.best.setting),
-        "code": found.code, "settings": settings, "lints": [asdict(item) for item in found.lints],
-        "notes": list(found.notes), "search_s": found.search_s, "seconds": found.seconds,
-        "interrupted": found.interrupted, "reused": found.reused,
+        "target": result.target, "verdict": result.verdict, "step_s": result.step_s, "waiting": result.waiting,
+        "bound": result.bound, "gain": result.gain, "batch_p50_s": result.batch_p50_s,
+        "batch_p95_s": result.batch_p95_s,
+        "cores": result.cores, "given": asdict(result.given.setting), "best": asdict(result.best.setting),
+        "code": result.code, "settings": settings, "lints": [asdict(item) for item in result.lints],
+        "notes": list(result.notes), "search_s": result.search_s, "seconds": result.seconds,
+        "interrupted": result.interrupted, "reused": result.reused,
     })  # fmt: skip
     return data
 
 
-def check_path(path: Path) -> None:
-    """Raises `UsageError` for a suffix that is not drawn, or a place that cannot be written."""
-    if path.suffix not in SUFFIXES:
-        raise UsageError(f"{path}: the report is written as .html, .png or .svg")
-    check_writable(path)
-
-
-def write_report(found: Found, path: Path) -> None:
+def write_report(result: PipelineResult, path: Path) -> None:
     """Write the page (.html, needs no network) or the curve alone (.png, .svg), whole or not at all."""
-    check_path(path)
-    if path.suffix == ".html":
-        write_text(path, page(found))
-        return
-    import vl_convert
-
-    svg = theme.svg(curve(found), 640)
-    if path.suffix == ".svg":
-        write_text(path, svg)
-    else:
-        write_bytes(path, vl_convert.svg_to_png(svg, scale=2))
+    drawn.write(path, lambda: page(result), lambda: curve(result))
 
 
-def page(found: Found) -> str:
+def page(result: PipelineResult) -> str:
     """The page as text."""
-    found = clean(found)
+    result = clean(result)
     return shell.render(
         "fettle.inputs",
         "page.html.j2",
-        f"Input pipeline: {found.target}",
-        found=found,
-        facts=facts(found),
-        settings=_settings(found),
-        drawn=still(found.verdict, lambda narrow: curve(found, 280 if narrow else 320)),
-        tiles=_tiles(found),
-        limit=_limit_text(found),
+        f"Input pipeline: {result.target}",
+        result=result,
+        facts=facts(result),
+        settings=settings(result),
+        drawn=still(result.verdict, lambda narrow: curve(result, 280 if narrow else 320)),
+        tiles=_tiles(result),
+        limit=_limit_text(result),
     )
 
 
-def _tiles(found: Found) -> list[tuple[str, str, str]]:
+def _tiles(result: PipelineResult) -> list[tuple[str, str, str]]:
     """The figures that are read first."""
-    able, given = found.given.able, found.given.setting
+    able, given = result.given.able, result.given.setting
     tiles = [
         (
             "reached",
-            f"{found.gain:.2f}x",
+            f"{result.gain:.2f}x",
             f"batches a second, over {'given' if able else 'no workers: as given it fails'}",
         ),
-        ("workers", str(found.best.setting.num_workers), f"given {given.num_workers}, {found.cores} cores"),
-        ("one batch in one process", _time(found.batch_p50_s), f"95%: {_time(found.batch_p95_s)}"),
+        ("workers", str(result.best.setting.num_workers), f"given {given.num_workers}, {result.cores} cores"),
+        ("one batch in one process", seconds_text(result.batch_p50_s), f"95%: {seconds_text(result.batch_p95_s)}"),
     ]
-    if not found.step_s:
+    if not result.step_s:
         return tiles
     which = "as given" if able else "without workers"
     return [
-        (f"waiting for data, {which}", f"{found.waiting:.1%}", f"removing it: at most {bound_text(found)}"),
+        (f"waiting for data, {which}", f"{result.waiting:.1%}", f"removing it: at most {bound_text(result)}"),
         *tiles,
     ]
 
 
-def _settings(found: Found) -> Table:
+def settings(result: PipelineResult) -> Table:
     """Every setting tried."""
-    listed = rows(found)
+    listed = rows(result)
     kinds = [
         "winner" if "take this" in row["note"] else "failed" if row["note"].startswith("failed") else ""
         for row in listed
@@ -200,57 +187,44 @@ def _settings(found: Found) -> Table:
     return Table(columns, [list(row.values()) for row in listed], columns[1:-1], kinds=kinds)
 
 
-def curve(found: Found, height: int = 300) -> dict[str, Any]:
+def curve(result: PipelineResult, height: int = 300) -> dict[str, Any]:
     """Batches a second over workers as a Vega-Lite chart: a line a variant through medians, a dot a round."""
     import altair as alt
 
     points: list[dict[str, Any]] = []
     failed: list[dict[str, Any]] = []
-    for item in found.settings:
+    for item in result.settings:
         base = {"workers": item.setting.num_workers, "setting": item.setting.name, "variant": _variant(item)}
         points += [
-            {**base, "rate": rate, "level": item.level, "first": not number, "which": _which(found, item)}
+            {**base, "rate": rate, "level": item.level, "first": not number, "which": _which(result, item)}
             for number, rate in enumerate(item.rates)
         ]
         if item.failure and not item.slices:
             failed.append({**base, "rate": 0.0, "failure": item.failure})
-    ticks = sorted({item.setting.num_workers for item in found.settings})
+    ticks = sorted({item.setting.num_workers for item in result.settings})
     x = alt.X("workers:Q", title="worker processes", axis=alt.Axis(values=ticks, format="d", grid=False),
               scale=alt.Scale(domainMin=0, nice=False, padding=12))  # fmt: skip
     y = alt.Y("rate:Q", title="batches a second", scale=alt.Scale(zero=True))
     shape = alt.Color("variant:N", title=None, sort=_order(points), scale=alt.Scale(range=list(theme.LEVERS)),
                       legend=alt.Legend(columns=1, labelLimit=280) if len(_order(points)) > 1 else None)  # fmt: skip
-    dotted = alt.Chart(alt.Data(values=points))  # type: ignore[no-untyped-call]
-    levels = [point for point in points if point["first"]]
-    line = (
-        alt.Chart(alt.Data(values=levels))  # type: ignore[no-untyped-call]
-        .mark_line(size=2, point=True)
-        .encode(x=x, y=alt.Y("level:Q", title="batches a second"), color=shape)
-    )
-    dots = dotted.mark_circle(size=22, opacity=0.3).encode(x=x, y=y, color=shape, tooltip=["setting:N", "rate:Q"])
-    marked = _marked(found)
-    rings = alt.Chart(alt.Data(values=marked)).mark_point(size=190, strokeWidth=2, color=theme.ACCENT).encode(x=x, y=y)  # type: ignore[no-untyped-call]
-    names = (
-        alt.Chart(alt.Data(values=marked))  # type: ignore[no-untyped-call]
-        .mark_text(dy=-16, fontWeight="bold", align=alt.ExprRef(f"datum.workers == {ticks[0]} ? 'left' : 'center'"))
-        .encode(x=x, y=y, text="name:N")
-    )
-    layers = [line, dots, rings, names]
-    if limit_is_near(found):
-        limit = [{"rate": 1 / found.step_s, "name": "the step alone"}]
-        rule = alt.Chart(alt.Data(values=limit)).mark_rule(strokeDash=[5, 3], size=1.5).encode(y=y)  # type: ignore[no-untyped-call]
-        name = (
-            alt.Chart(alt.Data(values=limit))  # type: ignore[no-untyped-call]
-            .mark_text(align="right", dy=-7, x="width")
-            .encode(y=y, text="name:N")
-        )
-        layers += [rule, name]
+    levels = alt.Chart(theme.data([point for point in points if point["first"]])).encode(x=x, color=shape)
+    dots = alt.Chart(theme.data(points)).encode(x=x, y=y, color=shape, tooltip=["setting:N", "rate:Q"])
+    marked = alt.Chart(theme.data(_marked(result))).encode(x=x, y=y)
+    align = alt.ExprRef(f"datum.workers == {ticks[0]} ? 'left' : 'center'")
+    layers = [
+        levels.mark_line(size=2, point=True).encode(y=alt.Y("level:Q", title="batches a second")),
+        dots.mark_circle(size=22, opacity=0.3),
+        marked.mark_point(size=190, strokeWidth=2, color=theme.ACCENT),
+        marked.mark_text(dy=-16, fontWeight="bold", align=align).encode(text="name:N"),
+    ]
+    if limit_is_near(result):
+        limit = alt.Chart(theme.data([{"rate": 1 / result.step_s, "name": "the step alone"}])).encode(y=y)
+        layers.append(limit.mark_rule(strokeDash=[5, 3], size=1.5))
+        layers.append(limit.mark_text(align="right", dy=-7, x="width").encode(text="name:N"))
     if failed:
-        cross = alt.Chart(alt.Data(values=failed)).mark_point(shape="cross", angle=45, size=110, color=theme.WARN,  # type: ignore[no-untyped-call]
-                                                              filled=True)  # fmt: skip
-        layers.append(cross.encode(x=x, y=y, tooltip=["setting:N", "failure:N"]))
-    chart = alt.layer(*layers).properties(height=height, width="container")
-    return chart.to_dict()
+        crosses = alt.Chart(theme.data(failed)).encode(x=x, y=y, tooltip=["setting:N", "failure:N"])
+        layers.append(crosses.mark_point(shape="cross", angle=45, size=110, color=theme.WARN, filled=True))
+    return alt.layer(*layers).properties(height=height, width="container").to_dict()
 
 
 def same(item: Measured, other: Measured) -> bool:
@@ -258,15 +232,15 @@ def same(item: Measured, other: Measured) -> bool:
     return item.setting == other.setting
 
 
-def limit_is_near(found: Found) -> bool:
+def limit_is_near(result: PipelineResult) -> bool:
     """Whether the step's own limit belongs into the curve: one far above would press it flat."""
-    return bool(found.step_s) and 1 / found.step_s < 3 * max(item.level for item in found.settings)
+    return bool(result.step_s) and 1 / result.step_s < 3 * max(item.level for item in result.settings)
 
 
-def _marked(found: Found) -> list[dict[str, Any]]:
-    items = [found.best] if same(found.best, found.given) else [found.given, found.best]
+def _marked(result: PipelineResult) -> list[dict[str, Any]]:
+    items = [result.best] if same(result.best, result.given) else [result.given, result.best]
     return [
-        {"workers": item.setting.num_workers, "rate": item.level, "name": _which(found, item)}
+        {"workers": item.setting.num_workers, "rate": item.level, "name": _which(result, item)}
         for item in items if item.able
     ]  # fmt: skip
 
@@ -293,26 +267,12 @@ def _order(points: list[dict[str, Any]]) -> list[str]:
     return sorted({str(point["variant"]) for point in points}, key=lambda name: (name != "usual", name))
 
 
-def _which(found: Found, item: Measured) -> str:
-    given, best = same(item, found.given), same(item, found.best)
+def _which(result: PipelineResult, item: Measured) -> str:
+    given, best = same(item, result.given), same(item, result.best)
     return "as given, and best" if given and best else "as given" if given else "take this" if best else "tried"
 
 
-def _reached(found: Found) -> str:
-    if same(found.best, found.before):
+def _reached(result: PipelineResult) -> str:
+    if same(result.best, result.before):
         return "nothing smaller or faster was found"
-    return f"{found.gain:.2f}x was reached"
-
-
-def _time(seconds: float) -> str:
-    if not math.isfinite(seconds):
-        return "-"
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.3g} us"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
-def _plain(part: Any) -> dict[str, Any]:
-    import msgspec
-
-    return msgspec.to_builtins(part)  # type: ignore[no-any-return]
+    return f"{result.gain:.2f}x was reached"

@@ -1,8 +1,8 @@
 """The search for a loader setting: each setting in a process of its own, in interleaved rounds.
 
 First the costs: how long a batch takes to make, how long a step takes alone. They say whether workers can help at all
-and how many are worth trying. Then upwards while it pays, and down again: the smallest within 3% of the best, each held
-directly against that one; then the other dimensions in the same way.
+and how many are worth trying. Then upwards while it pays, and down again: the smallest within 3% of the best, each
+compared directly with that one; then the other dimensions in the same way.
 """
 
 from __future__ import annotations
@@ -10,19 +10,17 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from fettle.errors import UsageError
-from fettle.inputs import guard
-from fettle.inputs.contest import Contest, Tell
-from fettle.inputs.found import Found, cannot_help, verdict
+from fettle.inputs._messages import Faults
 from fettle.inputs.journal import Journal, content_hash
-from fettle.inputs.lint import Lint
+from fettle.inputs.limits import room
+from fettle.inputs.race import OnProgress, Race
+from fettle.inputs.result import PipelineResult, cannot_help, verdict
 from fettle.inputs.setting import (
     AS_GIVEN,
     WITHIN,
@@ -51,8 +49,8 @@ def measure_and_search(
     device: str = "auto",
     keep: Path | None = None,
     lints: bool = True,
-    tell: Tell = lambda doing, done, of: None,
-) -> Found:
+    on_progress: OnProgress = lambda doing, done, of: None,
+) -> PipelineResult:
     """Measure the pipeline of `target` (``file.py:factory``) and search its setting.
 
     The factory returns a DataLoader, a dataset, or (either, step): `step` is called with each batch and stands for the
@@ -61,104 +59,102 @@ def measure_and_search(
     a killed search goes on from; it is gone when the search has come to its end.
 
     Raises `UsageError` for a target that is none of these, or that cannot be iterated without workers;
-    `KeyboardInterrupt` when interrupted before there is anything to tell.
+    `KeyboardInterrupt` when interrupted before there is a result.
     """
     began = time.monotonic()
-    here = guard.room(ranks)
+    here = room(ranks)
     journal = Journal(
         keep,
         {"target": target, "content": content_hash(target), "slice_s": slice_s, "ranks": ranks, "device": device,
          "cores": here.cores, "torch": str(torch.__version__), "lints": lints},
     )  # fmt: skip
-    contest = Contest(target, slice_s, timeout_s, _device(device), here, journal, tell)
+    race = Race(target, slice_s, timeout_s, _device(device), here, journal, on_progress)
     done = False
     try:
-        found = _search(contest, device, lints, began)
-        done = not found.interrupted
-        return found
+        result = _search(race, device, lints, began)
+        done = not result.interrupted
+        return result
     except UsageError:
         done = True
         raise
     finally:
-        contest.close()
+        race.close()
         journal.close(done)
 
 
-def _search(contest: Contest, device: str, lints: bool, began: float) -> Found:
+def _search(race: Race, device: str, lints: bool, began: float) -> PipelineResult:
     """The search in its visible order."""
-    facts = contest.open()
+    facts = race.open()
     if facts.cuda and device == "auto" and not facts.has_step:
-        contest.close()  # nothing else would copy the batches: the loop that is measured does
-        contest.device = "cuda"
+        race.close()  # nothing else would copy the batches: the loop that is measured does
+        race.device = "cuda"
     for _ in range(_FIRST_ROUNDS):
-        contest.next_round(Setting())
-    plain = contest.measured[Setting()]
+        race.next_round(Setting())
+    plain = race.measured[Setting()]
     if plain.failure:
         raise UsageError(f"the pipeline fails without workers: {plain.failure}")
-    step_s = contest.alone()
+    step_s = race.alone()
     given_setting = _given(facts)
     scores = {Setting(): 1.0}
     if given_setting not in scores:
-        _hold(contest, scores, given_setting, Setting())
-    given = contest.measured[given_setting]
+        _pair(race, scores, given_setting, Setting())
+    given = race.measured[given_setting]
     notes = [*facts.notes, *_not_tried(facts)]
-    why = cannot_help(plain, step_s, contest.here.cores)
-    best, looked, search_s = plain, dict[str, Any](), 0.0
-    with _interruptible() as state:
+    why = cannot_help(plain, step_s, race.here.cores)
+    best, faults, search_s = plain, Faults(), 0.0
+    interrupted = True
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the search and nothing else: what is measured is kept
         if not why:
-            climb(contest, facts, scores, step_s)
-        variants(contest, facts, scores, bool(step_s and why), notes)
-        best = contest.measured[settle(contest, scores)]
-        best = never_slower(contest, best, given, plain)
+            climb(race, facts, scores, step_s)
+        variants(race, facts, scores, bool(step_s and why), notes)
+        best = race.measured[settle(race, scores)]
+        best = never_slower(race, best, given, plain)
         search_s = time.monotonic() - began
-    if not state.interrupted and lints:
-        with _interruptible() as state:
-            looked = contest.lints()
-    interrupted = state.interrupted
+        if lints:
+            faults = race.faults()
+        interrupted = False
     if interrupted and best is plain:
-        best = smallest_of_the_best([contest.measured[setting] for setting in _near(contest, scores)])
+        best = smallest_of_the_best([race.measured[setting] for setting in _near(race, scores)])
     search_s = search_s or time.monotonic() - began
-    _set_levels(contest, scores, best, plain)
-    measured = list(contest.measured.values())
+    _set_levels(race, scores, best, plain)
+    measured = list(race.measured.values())
     if not given.able:
         notes.append(f"As given it fails: {given.failure}.")
-    if "error" in looked:
-        notes.append(f"Looking for faults ended early: {looked['error']}.")
-    notes += looked.get("notes", [])
-    found = Found(
-        contest.target, given, plain, best, measured, step_s, contest.here.cores, contest.here.why, "", notes,
-        [Lint(**item) for item in looked.get("lints", [])], search_s, time.monotonic() - began, interrupted,
-        contest.reused,
+    notes += faults.notes
+    result = PipelineResult(
+        race.target, given, plain, best, measured, step_s, race.here.cores, race.here.why, "", notes,
+        faults.lints, search_s, time.monotonic() - began, interrupted,
+        race.reused,
     )  # fmt: skip
-    return replace(found, verdict=verdict(found, why))
+    return replace(result, verdict=verdict(result, why))
 
 
-def climb(contest: Contest, facts: Facts, scores: dict[Setting, float], step_s: float) -> None:
-    """Numbers of workers that the costs point to, then upwards while it pays; each held against the best so far.
+def climb(race: Race, facts: Facts, scores: dict[Setting, float], step_s: float) -> None:
+    """Numbers of workers that the costs point to, then upwards while it pays; each compared with the best so far.
 
     One worker first: what it needs for a batch, its hand-over included, says how many would keep up with the step, or
     would fill the cores. Whether fewer do as well is for `settle`. What it fetches of memory for each batch says
     whether it would do better to keep what it frees; then all do.
     """
-    cores = contest.here.cores
+    cores = race.here.cores
     base = replace(_given(facts), fetch=AS_GIVEN, persistent_workers=True)
     settings = {setting.num_workers: setting for setting in scores}
 
     def run(number: int, rough: bool = False) -> bool:
         if number not in settings:
             settings[number] = replace(base, num_workers=number)
-            _hold(contest, scores, settings[number], _top(scores), rough)
+            _pair(race, scores, settings[number], _top(scores), rough)
         return scores[settings[number]] > 0
 
     if not run(1, rough=True):
         return
-    seen = contest.measured[settings[1]].last
+    seen = race.measured[settings[1]].last
     if scores[settings[1]] < 0.9 and seen.fetch_p50_s * seen.rate < 0.5:
         return  # slower, and the worker idles more than half of its time: handing over is what takes the time
     if facts.glibc and seen.fetch_fresh > _FRESH:
         keeps = replace(settings[1], keep_memory=True)
-        if _hold(contest, scores, keeps, settings[1]) > 1 / (1 - WITHIN):
-            base, seen = replace(base, keep_memory=True), contest.measured[keeps].last
+        if _pair(race, scores, keeps, settings[1]) > 1 / (1 - WITHIN):
+            base, seen = replace(base, keep_memory=True), race.measured[keeps].last
             settings = {0: Setting(), 1: keeps}  # as many workers as were given are worth another look
     waits = seen.fetch_busy < 0.5
     limit, most = (4 * cores, 8 * cores) if waits else (cores, 2 * cores)
@@ -168,7 +164,7 @@ def climb(contest: Contest, facts: Facts, scores: dict[Setting, float], step_s: 
     while True:
         able = sorted(number for number, setting in settings.items() if scores[setting] > 0)
         rises = scores[settings[able[-2]]] < (1 - WITHIN) * scores[settings[able[-1]]]
-        waiting = contest.measured[settings[able[-1]]].rate * step_s < 0.99
+        waiting = race.measured[settings[able[-1]]].rate * step_s < 0.99
         if not (rises and waiting and able[-1] < most):
             return
         more = min(most, max(able[-1] + 1, able[-1] * 5 // 4))
@@ -176,10 +172,10 @@ def climb(contest: Contest, facts: Facts, scores: dict[Setting, float], step_s: 
             most = more - 1
 
 
-def settle(contest: Contest, scores: dict[Setting, float]) -> Setting:
+def settle(race: Race, scores: dict[Setting, float]) -> Setting:
     """The smallest setting within 3% of the best.
 
-    Every candidate is held directly against the same one, the best: were each held against the next, the noise of all
+    Every candidate is compared with the same one, the best: were each compared with the next, the noise of all
     steps between them would add up. Where fewer workers are too few, the numbers between them and those that are enough
     are searched.
     """
@@ -188,16 +184,16 @@ def settle(contest: Contest, scores: dict[Setting, float]) -> Setting:
         near = [one for one, score in scores.items() if one.size < top.size and score >= _KEEP * scores[top]]
         enough = top
         for setting in sorted(near, key=lambda one: one.size):
-            if _hold(contest, scores, setting, top) >= 1 - WITHIN:
+            if _pair(race, scores, setting, top) >= 1 - WITHIN:
                 enough = setting
                 break
         if scores[enough] > scores[top] / (1 - WITHIN):
-            top = enough  # what is smaller was held against one that is not the best
+            top = enough  # what is smaller was compared with one that is not the best
             continue
         middle = _between(scores, enough, top, halve=accepted)
         if middle is None:
             return enough
-        accepted = _hold(contest, scores, middle, top) >= 1 - WITHIN
+        accepted = _pair(race, scores, middle, top) >= 1 - WITHIN
 
 
 def _between(scores: dict[Setting, float], enough: Setting, top: Setting, *, halve: bool) -> Setting | None:
@@ -224,9 +220,9 @@ def _alike(one: Setting, other: Setting) -> bool:
     )
 
 
-def _hold(contest: Contest, scores: dict[Setting, float], one: Setting, other: Setting, rough: bool = False) -> float:
-    """Hold a setting against another one whose score is known; gives how much faster it is, 0 where it fails."""
-    level = contest.pairs(one, other, rough)
+def _pair(race: Race, scores: dict[Setting, float], one: Setting, other: Setting, rough: bool = False) -> float:
+    """Compare a setting with another one whose score is known: how much faster it is, 0 where it fails."""
+    level = race.pairs(one, other, rough)
     if math.isinf(level):  # the other one has failed since
         scores[one], scores[other] = scores[other], 0.0
     else:
@@ -234,20 +230,20 @@ def _hold(contest: Contest, scores: dict[Setting, float], one: Setting, other: S
     return level
 
 
-def variants(contest: Contest, facts: Facts, scores: dict[Setting, float], useless: bool, notes: list[str]) -> None:
-    """The other dimensions, each held against the best number of workers."""
-    setting = settle(contest, scores)
+def variants(race: Race, facts: Facts, scores: dict[Setting, float], useless: bool, notes: list[str]) -> None:
+    """The other dimensions, each compared with the best number of workers."""
+    setting = settle(race, scores)
 
     def run(other: Setting, against: Setting) -> bool:
         """Whether it is worth being larger."""
-        return other not in scores and _hold(contest, scores, other, against) > 1 / (1 - WITHIN)
+        return other not in scores and _pair(race, scores, other, against) > 1 / (1 - WITHIN)
 
     for fetch in facts.fetches:
         if fetch != AS_GIVEN and not useless:
             run(Setting(fetch=fetch), Setting())
             if setting.num_workers:
                 run(replace(setting, fetch=fetch), setting)
-    if setting.num_workers and not (why := _no_deeper(contest.measured[setting])):
+    if setting.num_workers and not (why := _no_deeper(race.measured[setting])):
         if run(replace(setting, prefetch_factor=4), setting):
             run(replace(setting, prefetch_factor=8), setting)
     elif setting.num_workers:
@@ -255,17 +251,17 @@ def variants(contest: Contest, facts: Facts, scores: dict[Setting, float], usele
     if setting.num_workers and not facts.epoch_batches:
         notes.append("persistent_workers was not compared: how long an epoch is, the loader does not say.")
     elif setting.num_workers:
-        item = contest.measured[setting]
+        item = race.measured[setting]
         epoch = facts.epoch_batches / item.rate
         # Workers that stay save their start in each epoch; to race them against workers that end would only add noise.
         # Where the leader is the one given, with workers that end, and an epoch is short, it is worth to be seen.
-        if not setting.persistent_workers and item.start_s > 0.01 * epoch and epoch < 8 * contest.slice_s:
+        if not setting.persistent_workers and item.start_s > 0.01 * epoch and epoch < 8 * race.slice_s:
             run(replace(setting, persistent_workers=True), setting)
         notes.append(
             f"persistent_workers: starting workers takes {item.start_s:.2f} s, once in an epoch of {epoch:.3g} s "
             f"({item.start_s / (item.start_s + epoch):.1%})."
         )
-    if facts.cuda and contest.device == "cuda":
+    if facts.cuda and race.device == "cuda":
         run(replace(setting, pin_memory=True), setting)
         run(replace(setting, pin_memory=True, non_blocking=True), setting)
     elif facts.cuda:
@@ -282,19 +278,19 @@ def _no_deeper(item: Measured) -> str:
     return f"workers make batches {busy:.0%} of the time" if busy > 1 - _IDLE else ""
 
 
-def never_slower(contest: Contest, best: Measured, given: Measured, plain: Measured) -> Measured:
+def never_slower(race: Race, best: Measured, given: Measured, plain: Measured) -> Measured:
     """torch's default where what was found is not faster than it, side by side; and the gain over the one given."""
     for other in (plain, given):
         if other.able and other is not best:
-            contest.pairs(best.setting, other.setting)
+            race.pairs(best.setting, other.setting)
     return plain if best is not plain and ratio(best, plain) < 1 else best
 
 
-def _set_levels(contest: Contest, scores: dict[Setting, float], best: Measured, plain: Measured) -> None:
+def _set_levels(race: Race, scores: dict[Setting, float], best: Measured, plain: Measured) -> None:
     """One scale for all: the best against the plain loader, the others against the best, directly where they met."""
     top = 1.0 if best is plain else ratio(best, plain)
     for setting, score in scores.items():
-        item = contest.measured[setting]
+        item = race.measured[setting]
         met = any(number in best.slices for number in item.slices)
         if item is plain:
             item.level = plain.rate
@@ -302,9 +298,9 @@ def _set_levels(contest: Contest, scores: dict[Setting, float], best: Measured, 
             item.level = plain.rate * top * (ratio(item, best) if met else score / scores[best.setting])
 
 
-def _near(contest: Contest, scores: dict[Setting, float]) -> list[Setting]:
+def _near(race: Race, scores: dict[Setting, float]) -> list[Setting]:
     """Settings near the best."""
-    able = {setting: score for setting, score in scores.items() if contest.measured[setting].able}
+    able = {setting: score for setting, score in scores.items() if race.measured[setting].able}
     top = max(able.values())
     return [setting for setting, score in able.items() if score >= _KEEP * top]
 
@@ -339,17 +335,3 @@ def _device(device: str) -> str:
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("`device='cuda'`: there is no CUDA device here; without it batches stay on the CPU")
     return "cuda" if device == "cuda" else "cpu"
-
-
-class _State:
-    interrupted = False
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[_State]:
-    """Ctrl-C ends the block and nothing else: what is measured is kept and told."""
-    state = _State()
-    try:
-        yield state
-    except KeyboardInterrupt:
-        state.interrupted = True

@@ -1,4 +1,4 @@
-"""What is searched and what was found: plain facts."""
+"""A setting, what was measured of it, and which one is taken: plain data."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Setting:
 
 
 class Slice(msgspec.Struct, frozen=True):
-    """One run of one setting. Times in seconds; the first batch of an epoch is told apart."""
+    """One run of one setting. Times in seconds; the first batch of an epoch is counted apart."""
 
     batches: int
     rate: float
@@ -135,7 +135,7 @@ class Facts(msgspec.Struct, frozen=True):
     has_step: bool
     cuda: bool
     glibc: bool
-    """Whether the C library can be told to keep freed memory."""
+    """Whether the C library can be made to keep freed memory."""
     fetches: list[str]
     """Ways to fetch rows that give the same batches as the one given."""
     notes: list[str] = []

@@ -161,8 +161,8 @@ def prepare(state: State, request: Request) -> dict[str, Any]:
 
 def plan(state: State, request: Request) -> dict[str, Any]:
     """The memory plan of the strategies that a study of so many ranks would try, from fake tensors."""
-    from fettle.train.plan import as_json
-    from fettle.train.study_plan import plan_for_study
+    from fettle.parallel.plan import as_json
+    from fettle.parallel.study import plan_for_study
 
     made, note = plan_for_study(state.target, request.factor, request.device_memory_bytes or None, request.nodes)
     return {"plan": as_json(made), "note": note}

@@ -17,7 +17,7 @@ from fettle.units import size_text
 
 _MUCH = 0.10
 _MUCH_BYTES = 256 << 20
-"""Below this nobody gains from a setting, whatever the share."""
+"""Below this no setting is worth it, whatever the share."""
 
 EXPANDABLE_NOT_WHEN = (
     "CUDA tensors are shared between processes (IPC, custom all-reduce kernels)",

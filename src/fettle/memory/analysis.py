@@ -110,7 +110,7 @@ def analyse(
 
 
 def verdict(analysis: Analysis) -> str:
-    """The two or three sentences that somebody in a hurry needs."""
+    """The most important answers, in two or three sentences."""
     window = analysis.replay
     said = [f"{'Peak ' if window.has_events else ''}{size_text(window.peak_bytes)} in use"]
     if analysis.pools:
@@ -208,8 +208,7 @@ def _choose(snapshot: Snapshot, device: int | None) -> int:
         raise UsageError(f"{snapshot.name}: holds neither segments nor events, there is nothing to analyse")
     if device is None:
         return max(known, key=lambda number: replay(snapshot, number).peak_bytes) if len(known) > 1 else known[0]
-    if device not in known:
-        raise UsageError(f"{snapshot.name}: holds nothing of device {device} (devices: {', '.join(map(str, known))})")
+    snapshot.check_device(device)
     return device
 
 

@@ -64,25 +64,29 @@ def find_churn(snapshot: Snapshot, replay: Replay, steps: Steps) -> tuple[Churn,
     for cause in np.unique(causes).tolist():
         frees = freed[causes == cause]
         again = gained[gained > frees[0]]
-        freed_bytes, gained_bytes = int(trace.size_bytes[frees].sum()), int(trace.size_bytes[again].sum())
-        if len(again) == 0:
-            continue  # given back and not wanted again: that is what giving back is for
-        lines = Counter(own_line(_python(snapshot.stacks[stack])) for stack in trace.stack[frees].tolist())
-        found.append(
-            Churn(
-                cause=cause,
-                own_line=lines.most_common(1)[0][0],
-                freed_segments=len(frees),
-                freed_bytes=freed_bytes,
-                allocated_segments=len(again),
-                allocated_bytes=gained_bytes,
-                share_of_reserved=min(freed_bytes, gained_bytes) / max(replay.peak_reserved_bytes, 1),
-                same_sizes=_overlap(trace.size_bytes[frees], trace.size_bytes[again]),
-                duration_ms=replay.milliseconds(int(frees[0]), int(again[-1])),
-                what_to_do=WHAT_TO_DO[cause],
-            )
-        )
+        if len(again):  # else given back and not wanted again: that is what giving back is for
+            found.append(_churn(snapshot, replay, cause, frees, again))
     return tuple(sorted(found, key=lambda churn: -churn.freed_bytes))
+
+
+def _churn(snapshot: Snapshot, replay: Replay, cause: str, frees: Ints, again: Ints) -> Churn:
+    """Of these frees of segments, and of those that were fetched after them; without frees, of what was fetched."""
+    trace, blamed = replay.trace, frees if len(frees) else again
+    freed_bytes, gained_bytes = int(trace.size_bytes[frees].sum()), int(trace.size_bytes[again].sum())
+    moved = min(freed_bytes, gained_bytes) if len(frees) else gained_bytes
+    lines = Counter(own_line(_python(snapshot.stacks[stack])) for stack in trace.stack[blamed].tolist())
+    return Churn(
+        cause=cause,
+        own_line=lines.most_common(1)[0][0],
+        freed_segments=len(frees),
+        freed_bytes=freed_bytes,
+        allocated_segments=len(again),
+        allocated_bytes=gained_bytes,
+        share_of_reserved=moved / max(replay.peak_reserved_bytes, 1),
+        same_sizes=_overlap(trace.size_bytes[frees], trace.size_bytes[again]),
+        duration_ms=replay.milliseconds(int(blamed[0]), int(again[-1])),
+        what_to_do=WHAT_TO_DO[cause],
+    )
 
 
 def _cause(stack: tuple[Frame, ...]) -> str:
@@ -110,22 +114,7 @@ def _varying_shapes(snapshot: Snapshot, replay: Replay, steps: Steps, gained: In
     fresh = set(trace.size_bytes[requests].tolist()) - known
     if len(fresh) < _FEWEST_GROWING_STEPS:
         return ()
-    lines = Counter(own_line(_python(snapshot.stacks[stack])) for stack in trace.stack[late].tolist())
-    fetched = int(trace.size_bytes[late].sum())
-    return (
-        Churn(
-            cause="shapes",
-            own_line=lines.most_common(1)[0][0],
-            freed_segments=0,
-            freed_bytes=0,
-            allocated_segments=len(late),
-            allocated_bytes=fetched,
-            share_of_reserved=fetched / max(replay.peak_reserved_bytes, 1),
-            same_sizes=0.0,
-            duration_ms=replay.milliseconds(int(late[0]), int(late[-1])),
-            what_to_do=WHAT_TO_DO["shapes"],
-        ),
-    )
+    return (_churn(snapshot, replay, "shapes", np.empty(0, np.int64), late),)
 
 
 def _python(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:

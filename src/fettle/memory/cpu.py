@@ -21,16 +21,21 @@ _DEEPEST_STACK = 64
 
 
 class CpuTimeline:
-    """Profiles in pieces and keeps the last `max_events` events; `piece()` ends one piece and begins the next."""
+    """Profiles in pieces of about `max_events` events, and keeps the last so many."""
+
+    allocator = "cpu"
 
     def __init__(self, max_events: int) -> None:
+        self.max_events = max_events
         self.events: deque[dict[str, Any]] = deque(maxlen=max_events)
         self.annotations: deque[dict[str, Any]] = deque(maxlen=max_events)
         self.alive: dict[int, dict[str, Any]] = {}
         self.seen = 0
+        self._begun, self._steps, self._events_per_step = 0, 0, 0.0
         self._running: profile | None = None
 
     def start(self) -> None:
+        """Begin a piece."""
         import torch  # late: reading a snapshot must not wait for torch
         from torch.profiler import ProfilerActivity, profile
 
@@ -41,8 +46,23 @@ class CpuTimeline:
             activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True, with_stack=True
         )
         self._running.start()
+        self._begun, self._steps = self.seen, 0
 
-    def stop(self) -> None:
+    def step(self) -> None:
+        """The profiler has no ring: end the piece once it may hold as many events as the ring takes."""
+        self._steps += 1
+        if self._events_per_step and self._steps * self._events_per_step < self.max_events:
+            return
+        self._end()
+        self._events_per_step = max((self.seen - self._begun) / self._steps, 1.0)
+        self.start()
+
+    def stop(self, error: BaseException | None) -> dict[str, Any]:
+        """The history, as a snapshot holds it."""
+        self._end()
+        return self._snapshot()
+
+    def _end(self) -> None:
         """End the profiler and take over what it saw."""
         running, self._running = self._running, None
         if running is None:
@@ -52,17 +72,12 @@ class CpuTimeline:
         if results is None:
             return
         categories = _Categories(running)
-        for event in sorted(_walk(results.experimental_event_tree()), key=lambda event: event.start_time_ns):
-            self._take(event, categories)
+        for kind, event in events_in_time(results.experimental_event_tree()):
+            self._take(kind, event, categories)
         for address, size, category in categories.preexisting():
             self.alive.setdefault(address, _block(address, size, [], category))
 
-    def piece(self) -> None:
-        self.stop()
-        self.start()
-
-    def snapshot(self) -> dict[str, Any]:
-        """The history so far, as a snapshot holds it."""
+    def _snapshot(self) -> dict[str, Any]:
         segments = [
             {
                 "device": 0,
@@ -86,8 +101,7 @@ class CpuTimeline:
             "allocator_settings": {},
         }
 
-    def _take(self, event: Any, categories: _Categories) -> None:
-        kind = str(event.tag).rsplit(".", 1)[-1]
+    def _take(self, kind: str, event: Any, categories: _Categories) -> None:
         if kind == "TorchOp" and event.name.startswith(("Optimizer.", "ProfilerStep")):
             for stage, at_ns in (("START", event.start_time_ns), ("END", event.end_time_ns)):
                 self.annotations.append({"stage": stage, "name": event.name, "device": 0, "time_us": at_ns // 1000})
@@ -146,12 +160,18 @@ class _Categories:
         return ""
 
 
-def _walk(roots: list[Any]) -> Iterator[Any]:
-    left = list(roots)
+def events_in_time(roots: list[Any]) -> list[tuple[str, Any]]:
+    """All events of a profiler's tree by their starts, each with its kind: ``TorchOp``, ``Allocation``, ..."""
+    found: list[Any] = []
+    left = list(reversed(roots))
     while left:
-        event = left.pop()
-        yield event
-        left.extend(event.children)
+        found.append(left.pop())
+        left.extend(reversed(found[-1].children))
+    return [(_kind(event), event) for event in sorted(found, key=lambda event: event.start_time_ns)]
+
+
+def _kind(event: Any) -> str:
+    return str(event.tag).rsplit(".", 1)[-1]
 
 
 def _block(address: int, size: int, frames: list[dict[str, Any]], category: str) -> dict[str, Any]:
@@ -170,7 +190,7 @@ def _frames(event: Any) -> list[dict[str, Any]]:
     frames: list[dict[str, Any]] = []
     parent, in_python = event.parent, False
     while parent is not None and len(frames) < _DEEPEST_STACK:
-        kind = str(parent.tag).rsplit(".", 1)[-1]
+        kind = _kind(parent)
         if kind in ("PyCall", "PyCCall"):
             calls = parent.extra_fields
             if not in_python and kind == "PyCall":

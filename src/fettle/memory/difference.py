@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fettle.errors import UsageError
 from fettle.memory.replay import Allocations, replay
 from fettle.memory.snapshot import Frame, Snapshot
 from fettle.memory.stacks import StackGroups, group_stacks
@@ -56,9 +55,7 @@ class Difference:
 def compare(before: Snapshot, after: Snapshot, device: int, *, top: int = 20) -> Difference:
     """The stacks whose memory changed most, at the end and at the peak. `UsageError` if a snapshot lacks the device."""
     for snapshot in (before, after):
-        if device not in snapshot.devices:
-            have = ", ".join(map(str, snapshot.devices)) or "none"
-            raise UsageError(f"{snapshot.name}: holds nothing of device {device} (devices: {have})")
+        snapshot.check_device(device)
     sides = []
     for snapshot in (before, after):
         window, groups = replay(snapshot, device), group_stacks(snapshot)

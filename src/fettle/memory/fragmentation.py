@@ -3,7 +3,7 @@
 Free memory is not all alike. A free block serves only requests of its own stream and its own pool (small up to 1 MiB,
 large above; a private pool belongs to its CUDA graph), and memory can go back to the device only as whole segments.
 So "reserved minus allocated" is not fragmentation: most of it is usually cache that the next request, or
-``empty_cache()``, takes at once. What is told apart here, per pool:
+``empty_cache()``, takes at once. What is distinguished here, per pool:
 
 - *releasable*: segments without any block in use;
 - *non-releasable*: free blocks in segments that are partly in use (PyTorch's ``inactive_split_bytes``). Expandable
@@ -81,7 +81,7 @@ class Fit:
     request_bytes: int
     rounded_bytes: int
     answer: str
-    """cache, device, after_release, no, or unknown (it depends on the device's free memory, which nobody said)."""
+    """cache, device, after_release, no, or unknown (it depends on the device's free memory, which is not known)."""
     sentence: str
     fragmented: bool
     """Enough is free in the request's own pool, but in pieces that are all too small."""
@@ -98,52 +98,32 @@ class Fit:
 def pools(snapshot: Snapshot, device: int) -> tuple[Pool, ...]:
     """The device's pools, largest reserved first."""
     segments, blocks = snapshot.segments, snapshot.blocks
-    rows = np.flatnonzero(segments.device == device)
-    if len(rows) == 0:
-        return ()
-    keys = np.column_stack([segments.stream[rows], segments.pool[rows], segments.small[rows].astype(np.int64)])
-    kinds, where = np.unique(keys, axis=0, return_inverse=True)
-    where = where.ravel()
-    kind_of_segment = np.full(len(segments), -1, np.int64)
-    kind_of_segment[rows] = where
-    mine = kind_of_segment[blocks.segment] if len(blocks) else np.empty(0, np.int64)
-    idle = idle_segments(snapshot)
-    pages = _whole_pages(snapshot)
-    inactive = blocks.state == State.INACTIVE
-    allocated = blocks.state == State.ALLOCATED
-
-    def total(sizes: Ints, chosen: Flags) -> Ints:
-        sums = np.zeros(len(kinds), np.int64)
-        chosen = chosen & (mine >= 0)
-        np.add.at(sums, mine[chosen], sizes[chosen])
-        return sums
-
-    reserved = np.zeros(len(kinds), np.int64)
-    releasable = np.zeros(len(kinds), np.int64)
-    np.add.at(reserved, where, segments.total_bytes[rows])
-    np.add.at(releasable, where, np.where(idle[rows] & ~segments.expandable[rows], segments.total_bytes[rows], 0))
-    releasable += total(pages, pages > 0)
-    largest = np.zeros(len(kinds), np.int64)
-    free_here = inactive & (mine >= 0)
-    np.maximum.at(largest, mine[free_here], blocks.size_bytes[free_here])
-    in_idle = idle[blocks.segment] if len(blocks) else np.empty(0, np.bool_)
-    expandable = segments.expandable[blocks.segment] if len(blocks) else np.empty(0, np.bool_)
-    columns = zip(
-        reserved.tolist(),
-        total(blocks.size_bytes, allocated).tolist(),
-        total(blocks.size_bytes, ~inactive).tolist(),
-        total(blocks.requested_bytes, allocated).tolist(),
-        total(blocks.size_bytes, inactive).tolist(),
-        releasable.tolist(),
-        (total(blocks.size_bytes, inactive & (expandable | ~in_idle)) - total(pages, pages > 0)).tolist(),
-        largest.tolist(),
-        strict=True,
-    )
-    counts = np.bincount(where, minlength=len(kinds)).tolist()
-    found = [
-        Pool(device, kind[0], (kind[1], kind[2]), bool(kind[3]), count, *numbers)
-        for kind, count, numbers in zip(kinds.tolist(), counts, columns, strict=True)
-    ]
+    idle, pages = idle_segments(snapshot), _whole_pages(snapshot)
+    inactive, allocated = blocks.state == State.INACTIVE, blocks.state == State.ALLOCATED
+    held = (segments.expandable | ~idle)[blocks.segment]
+    keys = np.column_stack([segments.stream, segments.pool, segments.small.astype(np.int64)])
+    here = segments.device == device
+    found = []
+    for kind in np.unique(keys[here], axis=0).tolist():
+        chosen = here & (keys == kind).all(axis=1)
+        mine = chosen[blocks.segment]
+        free = blocks.size_bytes[mine & inactive]
+        pool = Pool(
+            device,
+            kind[0],
+            (kind[1], kind[2]),
+            bool(kind[3]),
+            segments=int(chosen.sum()),
+            reserved_bytes=int(segments.total_bytes[chosen].sum()),
+            allocated_bytes=int(blocks.size_bytes[mine & allocated].sum()),
+            active_bytes=int(blocks.size_bytes[mine & ~inactive].sum()),
+            requested_bytes=int(blocks.requested_bytes[mine & allocated].sum()),
+            free_bytes=int(free.sum()),
+            releasable_bytes=int(segments.total_bytes[chosen & idle & ~segments.expandable].sum() + pages[mine].sum()),
+            non_releasable_bytes=int((blocks.size_bytes - pages)[mine & inactive & held].sum()),
+            largest_free_bytes=int(free.max(initial=0)),
+        )
+        found.append(pool)
     return tuple(sorted(found, key=lambda pool: -pool.reserved_bytes))
 
 
@@ -227,8 +207,6 @@ def would_fit(
 def _serving_block(snapshot: Snapshot, mine: Flags, rounded: int) -> int:
     """Bytes of the free block that would serve it, the smallest that can; 0 where there is none."""
     blocks = snapshot.blocks
-    if len(blocks) == 0:
-        return 0
     sizes = blocks.size_bytes[(blocks.state == State.INACTIVE) & mine[blocks.segment]]
     usable = sizes[(sizes >= rounded) & _may_be_split(sizes, rounded, snapshot.settings)]
     return int(usable.min()) if len(usable) else 0
@@ -252,8 +230,6 @@ def _large_segment(settings: Mapping[str, object]) -> int:
 def _whole_pages(snapshot: Snapshot) -> Ints:
     """Of each free block in an expandable segment the bytes in whole pages: those can go back to the device."""
     segments, blocks = snapshot.segments, snapshot.blocks
-    if len(blocks) == 0:
-        return np.empty(0, np.int64)
     page = np.where(segments.small, SMALL_SEGMENT_BYTES, _large_segment(snapshot.settings))[blocks.segment]
     free = (blocks.state == State.INACTIVE) & segments.expandable[blocks.segment]
     return np.where(free, blocks.size_bytes // page * page, 0)

@@ -21,7 +21,7 @@ class Holder:
     own_line: str
     phase: str
     category: str
-    """What the profiler took it for (parameter, gradient, activation ...); empty where nobody said."""
+    """What the profiler took it for (parameter, gradient, activation ...); empty where it is not known."""
     bytes: int
     share: float
     """Of the memory in use at the moment."""

@@ -1,7 +1,7 @@
 """Do the file's numbers agree with each other? What must hold in every snapshot that an allocator wrote.
 
-A file that breaks these rules was edited, generated or damaged. It is analysed all the same, and whoever reads the
-result is told, because a replay is only as true as the baseline it is anchored to.
+A file that breaks these rules was edited, generated or damaged. It is analysed all the same, and the result
+says so, because a replay is only as true as the baseline it is anchored to.
 """
 
 from __future__ import annotations

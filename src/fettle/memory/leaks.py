@@ -3,7 +3,7 @@
 Bytes in use at the end of each step, from the third step on (optimizers allocate their state lazily), grow when the
 Theil-Sen slope, the median of the slopes of all pairs of steps, exceeds 1 MiB and 0.1% of the level per step and at
 least 80% of the steps ended higher than the one before. Theil-Sen because a single odd step cannot move it (Sen 1968,
-"Estimates of the regression coefficient based on Kendall's tau"). Growth is laid at the door of the call stacks whose
+"Estimates of the regression coefficient based on Kendall's tau"). Growth is attributed to the call stacks whose
 allocations of at least three consecutive steps were still alive at the end.
 """
 

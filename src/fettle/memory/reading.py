@@ -53,7 +53,7 @@ def read(path: str | os.PathLike[str], *, max_file_bytes: int = DEFAULT_MAX_FILE
         if size > max_file_bytes:
             raise UsageError(
                 f"{file}: {size / 1e9:.1f} GB is over the limit of {max_file_bytes / 1e9:.1f} GB, and reading it may "
-                f"take {size * 10 / 1e9:.0f} GB of memory; raise --max-file-size, or record with a smaller ring"
+                f"take {size * 10 / 1e9:.0f} GB of memory; raise `max_file_bytes`, or record with a smaller ring"
             )
         available = psutil.virtual_memory().available
         _refuse_beyond(available, _MOST_BYTES_PER_BYTE * size, file)

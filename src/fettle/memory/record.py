@@ -18,9 +18,9 @@ import pickle
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import psutil
 
@@ -35,7 +35,7 @@ _MOST_STEPS = 100_000
 class Recorder:
     """Given to the body of `record`: call `step()` at the end of every step of the loop."""
 
-    def __init__(self, source: _Source) -> None:
+    def __init__(self, source: _CudaHistory | CpuTimeline) -> None:
         self._source = source
         self._steps: deque[tuple[int, int]] = deque(maxlen=_MOST_STEPS)
         self._process = psutil.Process()
@@ -44,16 +44,6 @@ class Recorder:
         """Mark the end of a step. Steps are what growth is measured by; the process's memory is noted too."""
         self._steps.append((time.time_ns() // 1000, int(self._process.memory_info().rss)))
         self._source.step()
-
-
-class _Source(Protocol):
-    """Where the history of allocations comes from."""
-
-    allocator: str
-
-    def start(self, recorder: Recorder, path: Path) -> None: ...
-    def step(self) -> None: ...
-    def stop(self, error: BaseException | None) -> dict[str, Any] | None: ...
 
 
 @contextlib.contextmanager
@@ -85,9 +75,13 @@ def record(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("no CUDA device here: record with device='cpu'")
-    source: _Source = _CudaSource(max_events, stacks) if device == "cuda" else _CpuSource(max_events)
+
+    def write(data: dict[str, Any], error: BaseException | None = None) -> bool:
+        return _write_or_warn(data, recorder, source.allocator, target, error)
+
+    source = CpuTimeline(max_events) if device == "cpu" else _CudaHistory(max_events, stacks, write)
     recorder = Recorder(source)
-    source.start(recorder, target)
+    source.start()
     error: BaseException | None = None
     try:
         yield recorder
@@ -95,12 +89,12 @@ def record(
         error = raised
         raise
     finally:
-        data = _stop(source, error, target)
+        data = _stopped(source, error, target)
         if data is not None:
-            _write_or_warn(data, recorder, source.allocator, target, error)
+            write(data, error)
 
 
-def _stop(source: _Source, error: BaseException | None, path: Path) -> dict[str, Any] | None:
+def _stopped(source: _CudaHistory | CpuTimeline, error: BaseException | None, path: Path) -> dict[str, Any] | None:
     """The history; a failure to get it must not hide the program's own exception."""
     try:
         return source.stop(error)
@@ -111,17 +105,17 @@ def _stop(source: _Source, error: BaseException | None, path: Path) -> dict[str,
         return None
 
 
-class _CudaSource:
-    """The recorder of the CUDA caching allocator."""
+class _CudaHistory:
+    """The recorder of the CUDA caching allocator. `write` writes a snapshot at the moment a request fails."""
 
     allocator = "cuda"
 
-    def __init__(self, max_events: int, stacks: str) -> None:
-        self.max_events, self.stacks = max_events, stacks
+    def __init__(self, max_events: int, stacks: str, write: Callable[[dict[str, Any]], bool]) -> None:
+        self.max_events, self.stacks, self.write = max_events, stacks, write
         self.active = False
         self.written_at_oom = False
 
-    def start(self, recorder: Recorder, path: Path) -> None:
+    def start(self) -> None:
         import torch
 
         torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -136,12 +130,10 @@ class _CudaSource:
         self.active = True
 
         def out_of_memory(device: int, alloc: int, device_alloc: int, device_free: int) -> None:
-            # Observers cannot be taken off again, so this one goes quiet by itself. Only the first failure is
+            # Observers cannot be removed, so this one stops by itself. Only the first failure is
             # written: a program that catches it and goes on has its snapshot at the end.
             if self.active and not self.written_at_oom:
-                self.written_at_oom = _write_or_warn(
-                    torch.cuda.memory._snapshot(), recorder, self.allocator, path, None
-                )
+                self.written_at_oom = self.write(torch.cuda.memory._snapshot())
 
         attach = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]  # absent in CPU builds
         attach(out_of_memory)
@@ -159,35 +151,6 @@ class _CudaSource:
             return dict(torch.cuda.memory._snapshot())
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)
-
-
-class _CpuSource:
-    """The profiler's memory events, in pieces of about the ring's length."""
-
-    allocator = "cpu"
-
-    def __init__(self, max_events: int) -> None:
-        self.max_events = max_events
-        self.timeline = CpuTimeline(max_events)
-        self.steps_in_piece = 0
-        self.events_per_step = 0.0
-
-    def start(self, recorder: Recorder, path: Path) -> None:
-        self.timeline.start()
-
-    def step(self) -> None:
-        """The profiler has no ring: end the piece once it may hold as many events as the ring takes."""
-        self.steps_in_piece += 1
-        if self.events_per_step and self.steps_in_piece * self.events_per_step < self.max_events:
-            return
-        seen = self.timeline.seen
-        self.timeline.piece()
-        self.events_per_step = max((self.timeline.seen - seen) / self.steps_in_piece, 1.0)
-        self.steps_in_piece = 0
-
-    def stop(self, error: BaseException | None) -> dict[str, Any] | None:
-        self.timeline.stop()
-        return self.timeline.snapshot()
 
 
 def _write_or_warn(

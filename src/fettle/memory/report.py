@@ -1,7 +1,7 @@
 """One HTML file that shows the analysis: opens without network, stays usable at a million events.
 
 The tables are made here; the timeline, the segment map and the flame graph are drawn in the browser (`viewer.js.j2`)
-from columns packed into the page, so that nothing is thinned out before somebody looks at it.
+from columns packed into the page, and nothing is thinned out.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from fettle.errors import UsageError
+
 Ints = npt.NDArray[np.int64]
 Codes = npt.NDArray[np.int8]
 Flags = npt.NDArray[np.bool_]
@@ -148,8 +150,12 @@ class Snapshot:
     def devices(self) -> list[int]:
         return sorted(set(np.unique(self.segments.device).tolist()) | set(self.traces))
 
+    def check_device(self, device: int) -> None:
+        """Raise `UsageError` for a device of which nothing is known."""
+        if device not in self.devices:
+            have = ", ".join(map(str, self.devices)) or "none"
+            raise UsageError(f"{self.name}: holds nothing of device {device} (devices: {have})")
+
     def block_rows(self, device: int) -> Ints:
         """Rows of `blocks` that lie on a device."""
-        if len(self.blocks) == 0:
-            return np.empty(0, np.int64)
         return np.flatnonzero(self.segments.device[self.blocks.segment] == device)

@@ -14,8 +14,8 @@ from fettle.units import size_text
 
 
 def holders(analysis: Analysis) -> Table:
-    """Who holds the peak."""
-    columns = ("bytes", "share", "blocks", "from before", "until the end", "median life", "phase", "where")
+    """Who holds the peak: how many of the blocks were there before the window, and how many still are at its end."""
+    columns = ("bytes", "share", "blocks", "before", "at end", "lives", "phase", "where")
     rows: list[Row] = [
         [size_text(row.bytes), f"{row.share:.1%}", str(row.count), str(row.from_before), str(row.until_end),
          _ms(row.median_lifetime_ms), row.category or row.phase, _place(row.own_line, row.frames)]

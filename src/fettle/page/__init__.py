@@ -4,9 +4,9 @@ It knows nothing of what the pages tell. A room's page is a template that extend
 of `blocks.html.j2`, rendered by `shell.render`.
 """
 
-from fettle.page import shell, theme
+from fettle.page import drawn, shell, theme
 from fettle.page.blocks import Cell, Figure, Row, Still, Table, still
 from fettle.page.clean import clean
 from fettle.page.shell import as_spec
 
-__all__ = ["Cell", "Figure", "Row", "Still", "Table", "as_spec", "clean", "shell", "still", "theme"]
+__all__ = ["Cell", "Figure", "Row", "Still", "Table", "as_spec", "clean", "drawn", "shell", "still", "theme"]

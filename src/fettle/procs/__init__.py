@@ -1,9 +1,9 @@
 """The one way to start a process: asked in typed messages, paused, given a deadline, killed with all that it started.
 
-    process     a process and its tree: start, wait, pause, last words, close
-    child       one that is asked: requests and answers over a socket pair, a deadline for each
+    process     a process and its tree: start, wait, pause, last line, close
+    child       one that answers: requests and answers over a socket pair, a deadline for each
     parent      the same from inside: what a process of fettle's does first, and how it answers
-    ranks       several that are asked as one: launcher starts them with torchrun's engine, at a rendezvous
+    ranks       several that answer as one: launcher starts them with torchrun's engine, at a rendezvous
     nodes       other machines, which start their share of them
     listener    connections from those who know a key
 

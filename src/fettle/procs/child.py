@@ -1,4 +1,4 @@
-"""A process that is asked: one request at a time, one answer each, each with a deadline."""
+"""A child process that answers requests, one at a time, each within a deadline."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from fettle.procs.process import Process, how_it_ended
 
 RESERVE = 0.04
 """Share of the machine's memory that must stay free: below it a child that holds a quarter of all is ended as out of
-memory, before the kernel ends whatever it likes. A small one is not to blame for what others hold."""
+memory, before the kernel chooses a process to end. A small child is not the cause."""
 TICK_S = 0.5
-"""How often whoever waits for an answer looks around."""
+"""How often a wait for an answer is interrupted to look at the memory and the other nodes."""
+_VARIABLES = {"KINETO_LOG_LEVEL": "99"}
+"""The profiler writes to standard error otherwise, and the last line there is shown where a child has died."""
 T = TypeVar("T")
 
 
@@ -32,7 +34,7 @@ class ChildError(Exception):
 
 
 class Request(msgspec.Struct, tag_field="do", tag=str.lower):
-    """What a child is asked, called by its class."""
+    """A request to a child, tagged with the name of its class."""
 
 
 class Failure(msgspec.Struct):
@@ -47,7 +49,7 @@ class Failure(msgspec.Struct):
 
 
 class Reply(msgspec.Struct, omit_defaults=True):
-    """What a child says: an answer, why there is none, or only what it is about."""
+    """A reply of a child: an answer, a failure, or only the stage it is in."""
 
     answer: msgspec.Raw = msgspec.Raw(b"null")
     failure: Failure | None = None
@@ -57,7 +59,7 @@ class Reply(msgspec.Struct, omit_defaults=True):
 class Child(Process):
     """A process that runs `module` and answers, alive from construction to `close`: a context manager.
 
-    The module is given a file descriptor, of which `fettle.procs.parent` makes what it answers with. `variables` are
+    The module is given a file descriptor, on which `fettle.procs.parent` answers. `variables` are
     added to our environment.
     """
 
@@ -66,7 +68,7 @@ class Child(Process):
         with theirs:
             super().__init__(
                 ["-m", module, str(theirs.fileno())], pass_fds=(theirs.fileno(),), log=log,
-                environment={**os.environ, "PYTHONUNBUFFERED": "1", **(variables or {})},
+                environment={**_VARIABLES, **os.environ, "PYTHONUNBUFFERED": "1", **(variables or {})},
             )  # fmt: skip
         self._doing = self._stage = ""
 
@@ -137,8 +139,7 @@ class Child(Process):
         self.close()
         if code is None:
             return ChildError(f"it does not answer any more in {self._doing}", "crash")
-        told = f": {words}" if words else ""
-        return ChildError(how_it_ended(code) + told, "memory" if code == -9 else "crash")
+        return ChildError(how_it_ended(code) + (f": {words}" if words else ""), "memory" if code == -9 else "crash")
 
 
 def what(request: bytes) -> str:

@@ -1,4 +1,4 @@
-"""The process that starts the ranks of a child with torchrun's engine and passes requests on to all, and each rank.
+"""The process that starts the ranks of a child with torchrun's engine and forwards requests to them; and each rank.
 
 With several nodes each starts its own share (`fettle.procs.nodes`). Each rank runs the module that a child of one
 process would run. The elastic agent has the main thread; a thread of its own does the talking. When one rank fails, the
@@ -27,7 +27,8 @@ from fettle.procs.process import how_it_ended
 from fettle.procs.rendezvous import LAUNCHER, VARIABLE, Rendezvous, given
 
 _GRACE_S = 5.0
-"""When one rank fails others do too, as their connection breaks: how long to wait for the word of the one that died."""
+"""When one rank fails others do too, as their connection breaks: how long to wait for the agent
+to name the one that died."""
 
 
 class _Supervisor:
@@ -90,8 +91,8 @@ class _Supervisor:
                     return Reply(failure=self._why(replies, waiting, doing))
                 if reply.stage:
                     self._stages[rank] = reply.stage
-                    told = sorted(self._stages.items())
-                    parent.stage("; ".join(f"rank {number} last in {stage}" for number, stage in told))
+                    stages = sorted(self._stages.items())
+                    parent.stage("; ".join(f"rank {number} last in {stage}" for number, stage in stages))
                     continue
                 del waiting[link]
                 replies[rank] = reply
@@ -101,26 +102,26 @@ class _Supervisor:
         return Reply(msgspec.Raw(b"[" + answers + b"]"))
 
     def _why(self, replies: dict[int, Reply], waiting: dict[Connection, int], doing: str) -> Failure:
-        """What went wrong: a rank that ended without a word of its own is the cause, else the first word is."""
-        told = {rank: reply.failure for rank, reply in replies.items() if reply.failure is not None}
-        broken = all(_is_broken(failure) for failure in told.values())
+        """What went wrong: a rank that ended without an error of its own is the cause, else the first error is."""
+        failures = {rank: reply.failure for rank, reply in replies.items() if reply.failure is not None}
+        broken = all(_is_broken(failure) for failure in failures.values())
         gone = self._gone(waiting, _GRACE_S if broken else 0.5)
         for rank, code in self.dead or ():
-            if code == -signal.SIGTERM or rank in told:
+            if code == -signal.SIGTERM or rank in failures:
                 continue
             ended = f"{'was ' if code < 0 else ''}{how_it_ended(code)} in {self._stages.get(rank, doing)}"
             return Failure(f"rank {rank} {ended}", "memory" if code == -signal.SIGKILL else "crash")
         if broken and gone is not None:
             return Failure(f"rank {gone} on node {gone // self.rendezvous.each + 1} ended in {doing}", "crash")
-        if not told:
-            return Failure(f"the ranks ended without a word in {doing}", "crash")
-        rank, failure = next(iter(told.items()))
+        if not failures:
+            return Failure(f"the ranks ended without an error in {doing}", "crash")
+        rank, failure = next(iter(failures.items()))
         if failure.kind == "usage":
             return failure
         return msgspec.structs.replace(failure, reason=f"rank {rank}: {failure.reason}")
 
     def _gone(self, waiting: dict[Connection, int], patience_s: float) -> int | None:
-        """Wait for the agent's word on this node's ranks, or until one of another node has ended: which one."""
+        """Wait for the agent to report on this node's ranks, or until a rank of another node has ended: which one."""
         until = time.monotonic() + patience_s
         others = {link: rank for link, rank in waiting.items() if rank >= self.rendezvous.each}
         while time.monotonic() < until and not self.ended.wait(0.05):
@@ -135,7 +136,7 @@ class _Supervisor:
 
 
 def _is_broken(failure: Failure) -> bool:
-    """Whether a rank complains of another that is gone."""
+    """Whether a rank's error is that another one is gone."""
     text = failure.reason.lower()
     return "gloo" in text or "connection" in text or "nccl" in text or "peer" in text
 

@@ -1,8 +1,8 @@
-"""Connections from those who know a key: strangers are turned away, and silent ones hold nobody up.
+"""Connections from those who know a key: others are turned away, and silent ones delay no one.
 
-Neither torchrun's rendezvous nor the c10d store under it can do this: whoever reaches a `TCPStore` may read and write
-all of it, as PyTorch's SECURITY.md says of all its distributed features (no authorization, by intent). So ranks meet
-there as torchrun's do, but who may join, and what a node is told to run, comes through here.
+Neither torchrun's rendezvous nor the c10d store under it can do this: anyone who reaches a `TCPStore` may read and
+write all of it, as PyTorch's SECURITY.md says of all its distributed features (no authorization, by intent). So ranks
+meet there as torchrun's do, but who may join, and what a node is told to run, comes through here.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class KeyedListener:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def accept(self, timeout_s: float | None = None) -> Connection | None:
-        """The next one who knows the key; None where nobody came in time, or it was closed."""
+        """The next one who knows the key; None where no one came in time, or it was closed."""
         try:
             return self._met.get(timeout=timeout_s)
         except queue.Empty:
             return None
 
     def close(self) -> None:
-        """Let nobody in any more, and whoever waits for somebody go on."""
+        """Accept no more connections, and end the waiting of `accept`."""
         self._closed = True
         self._met.put(None)
         with contextlib.suppress(OSError):  # the listener's own `accept` returns only for a visitor

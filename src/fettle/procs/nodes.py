@@ -59,7 +59,7 @@ def address_of(text: str, option: str) -> tuple[str, int]:
     """Host and port of ``HOST:PORT``; `UsageError` for anything else, which names the option."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UsageError(f"{option} {text!r} is no address: write HOST:PORT, such as 10.0.0.1:29400")
+        raise UsageError(f"{option} {text!r} is not an address: write HOST:PORT, such as 10.0.0.1:29400")
     return host, int(port)
 
 
@@ -73,11 +73,11 @@ class Nodes:
         self.port = self._listener.address[1]
         self._others: list[Connection] = []
 
-    def gather(self, tell: Callable[[str], None]) -> None:
-        """Wait until all have joined. Those with another version of fettle or torch are told so and sent away."""
+    def gather(self, on_progress: Callable[[str], None]) -> None:
+        """Wait until all have joined. Those with another version of fettle or torch are refused, with the reason."""
         while len(self._others) < self.count - 1:
             left = self.count - 1 - len(self._others)
-            tell(f"waiting for {left} more node{'s' if left > 1 else ''}: "
+            on_progress(f"waiting for {left} more node{'s' if left > 1 else ''}: "
                  f"{KEY}={self.key} fettle join {self.host}:{self.port}")  # fmt: skip
             visitor = self._listener.accept(1.0)
             if visitor is None:
@@ -91,7 +91,9 @@ class Nodes:
 
     def why_fewer(self) -> str:
         """Which other node has left, as a sentence; empty where all are there."""
-        left = [node for node, other in enumerate(self._others, 2) if other.poll()]  # it says nothing but that it ends
+        left = [
+            node for node, other in enumerate(self._others, 2) if other.poll()
+        ]  # it sends nothing: what can be read is its end
         return f"node {left[0]} has left: start 'fettle join' there and this again, which goes on" if left else ""
 
     def begin(self, rendezvous: Rendezvous, variables: Mapping[str, str]) -> None:
@@ -114,15 +116,15 @@ class Nodes:
         self._others.clear()
 
 
-def join(host: str, port: int, tell: Callable[[str], None]) -> int:
+def join(host: str, port: int, on_progress: Callable[[str], None]) -> int:
     """Lend this machine to the study that listens there, until it ends; the number of children that ran here.
 
     Waits for the study to begin. Raises `UsageError` for a wrong key and for other versions than the study's.
     """
     key = os.environ.get(KEY, "")
     if not key:
-        raise UsageError(f"set {KEY} to the key that 'fettle tune --nodes' shows")
-    study = _connect(host, port, key.encode(), tell)
+        raise UsageError(f"set {KEY} to the key that the study shows")
+    study = _connect(host, port, key.encode(), on_progress)
     running: dict[str, Child] = {}
     ran = 0
     with tempfile.TemporaryDirectory(prefix="fettle-node-") as cache, contextlib.closing(study):
@@ -131,7 +133,7 @@ def join(host: str, port: int, tell: Callable[[str], None]) -> int:
             welcome = _received(study, Welcome)
             if welcome.error:
                 raise UsageError(welcome.error)
-            tell(f"node {welcome.node + 1} of {welcome.nodes} of the study on {host}:{port}")
+            on_progress(f"node {welcome.node + 1} of {welcome.nodes} of the study on {host}:{port}")
             while True:
                 message = _received(study, Begin | End)
                 if isinstance(message, Begin):
@@ -148,7 +150,7 @@ def join(host: str, port: int, tell: Callable[[str], None]) -> int:
 
 
 def _send(other: Connection, message: Begin | End) -> None:
-    with contextlib.suppress(OSError):  # it has gone: the ranks that are missing tell it
+    with contextlib.suppress(OSError):  # it has gone: its missing ranks will show that
         other.send_bytes(msgspec.json.encode(message))
 
 
@@ -156,8 +158,8 @@ def _received(other: Connection, message: Any) -> Any:
     return msgspec.json.decode(other.recv_bytes(_LONGEST), type=message)
 
 
-def _connect(host: str, port: int, key: bytes, tell: Callable[[str], None]) -> Connection:
-    tell(f"waiting for a study on {host}:{port}")
+def _connect(host: str, port: int, key: bytes, on_progress: Callable[[str], None]) -> Connection:
+    on_progress(f"waiting for a study on {host}:{port}")
     while True:
         try:
             return Client((host, port), authkey=key)

@@ -1,4 +1,4 @@
-"""The child's side: what a process of fettle's does first, and how it answers whoever started it."""
+"""The child's side: what a process of fettle's does first, and how it answers its parent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def be_a_worker() -> None:
-    """End with the parent, leave Ctrl-C to it, and keep warnings for oneself."""
+    """End with the parent, leave Ctrl-C to it, and show no warnings."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warnings.filterwarnings("ignore")
@@ -31,22 +31,22 @@ def be_a_worker() -> None:
 def die_with_parent(number: signal.Signals = signal.SIGKILL, pipe: int | None = None) -> None:
     """Have the kernel send this signal when the parent ends, even while this process is stopped (Linux).
 
-    A parent that ended before the kernel was asked is not heard of. `pipe` is a descriptor whose other end only the
-    parent holds: where that is closed already, this process ends at once. Needed by whoever does not read it soon.
+    A parent that ended before the kernel was asked goes unnoticed. `pipe` is a descriptor whose other end only the
+    parent holds: where that is closed already, this process ends at once. Needed where it is not read soon.
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, number)
     if pipe is not None:
         hung_up = select.poll()
-        hung_up.register(pipe, 0)  # the end of the other side is told without being asked for
+        hung_up.register(pipe, 0)  # a hang-up is reported without being asked for
         if hung_up.poll(0):
             os._exit(0)
 
 
 class Parent:
-    """Who asks this process: it sends requests and gets replies, one each.
+    """The process that asks this one: it sends requests and gets one reply to each.
 
-    Without a link it is whoever started us as a `fettle.procs.child.Child`. Of several nodes the first is 0.
+    Without a link it is the process that started us as a `fettle.procs.child.Child`. Of several nodes the first is 0.
     """
 
     def __init__(self, link: Connection | None = None, node: int = 0) -> None:
@@ -64,14 +64,14 @@ class Parent:
         self._link.send_bytes(msgspec.json.encode(reply))
 
     def stage(self, name: str) -> None:
-        """Say what we are about, so that it is known where we hung or died."""
+        """Report the current stage, so that it is known where this process hung or died."""
         self.send(Reply(stage=name))
 
     def serve(
         self, request: Any, answer: Callable[[Any], object],
         explain: Callable[[BaseException], Failure] = lambda error: failure_of(error),
     ) -> NoReturn:  # fmt: skip
-        """Answer requests of this type until the parent goes, then end. What goes wrong is an answer too."""
+        """Answer requests of this type until the parent goes, then end. An exception is answered as a failure."""
         for line in self.requests():
             try:
                 reply = replied(answer(msgspec.json.decode(line, type=request)))
@@ -82,7 +82,7 @@ class Parent:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """An error as the parent will tell it."""
+    """An error as the parent will show it."""
     if isinstance(error, UsageError):
         return Failure(str(error), "usage")
     text = first_line(error)[:400]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Process:
     """Python with these arguments, in a session of its own, alive from construction to `close`: a context manager.
 
-    What it prints goes to the end of `log`, else to a file without a name that keeps its last words; with `shows` to
+    What it prints goes to the end of `log`, else to an unnamed file, for its last line; with `shows` to
     where ours goes. `environment` is all that it inherits, ours where it is None. Raises OSError where none can be had.
     """
 
@@ -50,7 +50,7 @@ class Process:
 
     @property
     def returncode(self) -> int | None:
-        """Exit code, negative for a signal; None where it has not ended or nobody has waited for it."""
+        """Exit code, negative for a signal; None where it has not ended or was not waited for."""
         return self._process.returncode
 
     def wait(self, timeout_s: float | None = None) -> int | None:

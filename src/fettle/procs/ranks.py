@@ -1,4 +1,4 @@
-"""A child of several ranks, asked as one; they may lie on several nodes."""
+"""A child of several ranks that answer as one; they may run on several nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fettle.procs.nodes import Nodes
 from fettle.procs.rendezvous import LAUNCHER, Rendezvous, free_ports, variables_of
 
 _WORD_S = 10.0
-"""When a node leaves, the ranks that are left say so; where its ranks had not come yet, nobody would. Wait so long."""
+"""How long to wait for the other ranks to fail when a node leaves; where its own had not joined yet, none would."""
 
 
 class Ranks(Child):

@@ -1,4 +1,4 @@
-"""How the ranks of one child find each other: what torchrun's engine needs to be told, on each node."""
+"""How the ranks of one child find each other: what torchrun's engine needs to know, on each node."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 
 import msgspec
 
-from fettle.procs.cores import usable_cores
+from fettle.procs.limits import usable_cores
 
 LAUNCHER = "fettle.procs.launcher"
 """The module that starts a node's ranks."""
@@ -25,12 +25,13 @@ class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     each: int
     """Ranks of a node."""
     host: str
-    """Of the first node,"""
+    """Address of the first node."""
     store_port: int
-    """where torchrun's engine meets, and"""
+    """Where torchrun's engine meets."""
     port: int
-    """where requests come from, for those who know the"""
+    """Where requests come from."""
     secret: str
+    """What a rank must know to be sent any."""
     nodes: int = 1
     node: int = 0
     """Of this process."""
@@ -48,7 +49,7 @@ def variables_of(rendezvous: Rendezvous) -> dict[str, str]:
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """Different ports that nobody listens on at this moment."""
+    """Different ports that are free at this moment."""
     with contextlib.ExitStack() as held:
         probes = [held.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fettle.procs.cores import usable_cores
+from fettle.procs.limits import usable_cores
 from fettle.techniques._attention_rewrite import count_manual_attention
 from fettle.techniques._base import CATALOGUE
 from fettle.techniques._facts import Facts

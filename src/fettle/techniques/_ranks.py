@@ -1,6 +1,6 @@
 """Plain functions that spread a training step over the ranks of a process group, copied into ``optimized.py``.
 
-`fettle.train.strategies`, which plans and launches strategies by themselves, uses the same ones.
+`fettle.parallel.strategies`, which plans strategies by themselves, uses the same ones.
 """
 
 from typing import Any

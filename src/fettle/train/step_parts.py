@@ -8,10 +8,7 @@ phase. Waiting for data is the phase data, whatever runs meanwhile.
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 PARTS = ("data", "forward", "backward", "optimizer", "communication", "idle")
@@ -68,17 +65,3 @@ def _union(intervals: Iterable[Interval]) -> list[Interval]:
 
 def _within(intervals: Iterable[Interval], begin: int, end: int) -> int:
     return sum(max(0, min(stop, end) - max(start, begin)) for start, stop in intervals)
-
-
-@contextmanager
-def quiet_stderr() -> Iterator[None]:
-    """Without the lines that the profiler's library writes to stderr at each start and stop."""
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)

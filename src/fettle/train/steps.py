@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from fettle.train.guard import Curve
-from fettle.train.step_parts import intervals_of, quiet_stderr, step_parts
+from fettle.train.losses import Curve
+from fettle.train.step_parts import intervals_of, step_parts
 from fettle.train.workload import TrainingWorkload
 
 Range = tuple[str, int, int]
@@ -77,7 +77,7 @@ class Steps:
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         self._ranges = []
-        with quiet_stderr(), profile(activities=activities) as running:
+        with profile(activities=activities) as running:
             self._watching = True
             for _ in range(count):
                 self.step()

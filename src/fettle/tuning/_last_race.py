@@ -38,9 +38,7 @@ def last_race(session: Session, space: Space) -> LastRace:
     cheap = [recipe for recipe in rungs if space.cost(recipe) == 1 and recipe not in session.standings.known]
     best = session.standings.finalists()
     budget = session.budget
-    plan = plan_finale(
-        budget.left_s + 0.5 * budget.grace_s, baseline, best, len(cheap), session.effort.replicates
-    )
+    plan = plan_finale(budget.left_s + 0.5 * budget.grace_s, baseline, best, len(cheap), session.effort.replicates)
     if plan is None:
         return _too_small(session, race_s([baseline, leader]))
     again, cheap = [trial.recipe for trial in best[: plan.finalists]], cheap[: plan.extras]

@@ -19,7 +19,7 @@ class MemoryPlan:
     """What the plan predicted, and what it rules out."""
 
     made: Mapping[str, Any] | None = None
-    """`fettle.train.plan.Plan` as plain data; None where there is none."""
+    """`fettle.parallel.plan.Plan` as plain data; None where there is none."""
     note: str = ""
     """How it was made, or why it could not be."""
 
@@ -27,7 +27,7 @@ class MemoryPlan:
         """Why the plan says that a recipe cannot fit; empty where it may, or nobody knows."""
         if not uses_ranks(recipe):
             return ""
-        from fettle.train.study_plan import rules_out
+        from fettle.parallel.study import rules_out
 
         return rules_out(self.made, recipe.levels)
 

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fettle.watching.report import SlowStep, StepReport
-from fettle.watching.slow import MOST_SLOW, Sampler, hottest, write_samples
+from fettle.watching.slow import Sampler, hottest, write_samples
 
 Part = Literal["data", "sync"]
 _KEPT_STEPS = 100_000
+_MOST_SLOW = 20
+"""Slow steps that are kept; more of them are no longer looked at."""
 _FEWEST_FOR_SLOW = 10
 _RENEW = 16
 
@@ -65,7 +67,7 @@ class Steps:
         self._walls.append(wall)
         self._wall += wall
         self._count += 1
-        if wall > self._slow_ns and len(self._slow) < MOST_SLOW:
+        if wall > self._slow_ns and len(self._slow) < _MOST_SLOW:
             self._note_slow(wall)
         self._before = (self._data, self._sync, self._gc)
         if self._count % _RENEW == 0 or self._count == _FEWEST_FOR_SLOW + 1:
@@ -120,6 +122,12 @@ class Steps:
         last = min(51, self._count - 1)
         recent = [self._walls[-number] for number in range(1, last + 1)]
         return statistics.median(recent) if last >= _FEWEST_FOR_SLOW else math.inf
+
+    def _lateness(self) -> tuple[int, float]:
+        """How many steps have ended, and for how long the one that goes on has been a slow one; below 0 it is none."""
+        if len(self._slow) >= _MOST_SLOW:
+            return self._count, -math.inf
+        return self._count, time.perf_counter_ns() - self._started - self._slow_ns
 
     def _note_slow(self, wall: int) -> None:
         parts = dict(zip(("data", "sync", "gc"), (self._data, self._sync, self._gc), strict=True))

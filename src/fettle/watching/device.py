@@ -15,7 +15,7 @@ class DeviceMeter:
         self._thread = threading.Thread(target=self._work, name="fettle-nvml", daemon=True) if on_gpu else None
 
     def idle(self) -> float | None:
-        """Share of the time without a kernel; None if NVML told nothing."""
+        """Share of the time without a kernel; None without NVML."""
         return 1 - statistics.fmean(self._busy) if self._busy else None
 
     def __enter__(self) -> DeviceMeter:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from fettle.patches import replaced
 from fettle.watching.account import Steps
 
 # What makes the host wait for the device when its tensor is there. `.to` and operators that wait inside are not among
@@ -29,31 +30,16 @@ def patched(steps: Steps) -> Iterator[None]:
             from torch.utils.data.dataloader import DataLoader, _BaseDataLoaderIter
 
             # Between epochs the loader starts its workers anew: that is waiting for data too.
-            stack.enter_context(_replaced(DataLoader, "__iter__", functools.partial(_loader_iter, steps)))
-            stack.enter_context(_replaced(_BaseDataLoaderIter, "__next__", functools.partial(_loader_next, steps)))
+            stack.enter_context(replaced(DataLoader, "__iter__", functools.partial(_loader_iter, steps)))
+            stack.enter_context(replaced(_BaseDataLoaderIter, "__next__", functools.partial(_loader_next, steps)))
             if torch.cuda.is_available():
                 steps._on_gpu = True
                 for name in _WAITING_METHODS:
-                    stack.enter_context(_replaced(torch.Tensor, name, functools.partial(_waits, steps, True)))
+                    stack.enter_context(replaced(torch.Tensor, name, functools.partial(_waits, steps, True)))
                 for owner in (torch.cuda.Event, torch.cuda.Stream):
-                    stack.enter_context(_replaced(owner, "synchronize", functools.partial(_waits, steps, False)))
-                stack.enter_context(_replaced(torch.cuda, "synchronize", functools.partial(_waits, steps, False)))
+                    stack.enter_context(replaced(owner, "synchronize", functools.partial(_waits, steps, False)))
+                stack.enter_context(replaced(torch.cuda, "synchronize", functools.partial(_waits, steps, False)))
         yield
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """`owner.name` wrapped for the time being; an inherited method is inherited again afterwards."""
-    own = name in vars(owner)
-    original = getattr(owner, name)
-    setattr(owner, name, wrap(original))
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, original)
-        else:
-            delattr(owner, name)
 
 
 def _loader_iter(steps: Steps, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -73,7 +59,7 @@ def _loader_next(steps: Steps, original: Callable[[Any], Any]) -> Callable[[Any]
         started = time.perf_counter_ns()
         if not getattr(self, "_fettle_first", True):
             steps._end(started)
-        else:  # what ran before the loop is no step of it
+        else:  # what ran before the loop is not a step of it
             self._fettle_first = False
             if steps._count == 0:
                 steps._begin_again(started)

@@ -7,21 +7,17 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fettle.errors import is_program
 from fettle.files import write_text
 
-if TYPE_CHECKING:
-    from fettle.watching.account import Steps
-
-MOST_SLOW = 20
-"""Slow steps told of; more of them are no longer looked at."""
 _MOST_SAMPLES = 20_000
 _SELDOM_S = 0.05
 """Every wake-up takes the interpreter's lock, and a core, from the loop."""
-_HERE = str(Path(__file__).parent)
 
 Sample = tuple[int, tuple[tuple[str, str, int], ...]]
 """perf_counter_ns, and frames from the outermost in: function, file, line."""
@@ -30,11 +26,12 @@ Sample = tuple[int, tuple[tuple[str, str, int], ...]]
 class Sampler:
     """A thread that looks now and then whether a step is late, and then samples the loop's stack until it ends.
 
-    The loop tells it nothing: it reads the account. So a step costs nothing here.
+    The loop tells it nothing: `lateness` reads the account, and gives how many steps have ended and by how many
+    nanoseconds the one that goes on is late. So a step costs nothing here. `thread` is the loop's.
     """
 
-    def __init__(self, steps: Steps, period_s: float = 0.005) -> None:
-        self._steps, self._period_s = steps, period_s
+    def __init__(self, lateness: Callable[[], tuple[int, float]], thread: int, period_s: float = 0.005) -> None:
+        self._lateness, self._watched, self._period_s = lateness, thread, period_s
         self._samples: list[Sample] = []
         self._sampled = -1
         self._ended = threading.Event()
@@ -53,15 +50,15 @@ class Sampler:
         self._thread.join()
 
     def _work(self) -> None:
-        steps, wait_s = self._steps, self._period_s
+        wait_s = self._period_s
         while not self._ended.wait(wait_s):
-            number, late_ns = steps._count, time.perf_counter_ns() - steps._started - steps._slow_ns
-            if late_ns < 0 or len(steps._slow) >= MOST_SLOW:
+            number, late_ns = self._lateness()
+            if late_ns < 0:
                 wait_s = max(min(-late_ns / 1e9, 0.1), _SELDOM_S)
                 continue
             wait_s = self._period_s
-            frame = sys._current_frames().get(steps._thread)
-            if steps._count != number or frame is None:
+            frame = sys._current_frames().get(self._watched)
+            if self._lateness()[0] != number or frame is None:
                 continue
             if self._sampled != number:
                 self._samples, self._sampled = [], number
@@ -83,11 +80,7 @@ def hottest(samples: list[Sample]) -> str | None:
     seen: dict[str, int] = {}
     for _, frames in samples:
         for _, file, line in reversed(frames):
-            if (
-                "site-packages" not in file
-                and not file.startswith(_HERE)
-                and not file.startswith((sys.base_prefix + "/lib", "<"))
-            ):
+            if is_program(file):
                 seen[f"{file}:{line}"] = seen.get(f"{file}:{line}", 0) + 1
                 break
     if not seen:

@@ -47,7 +47,7 @@ def watch(
     try:
         with contextlib.ExitStack() as stack:
             if steps.slow_trace is not None:
-                steps._sampler = stack.enter_context(Sampler(steps))
+                steps._sampler = stack.enter_context(Sampler(steps._lateness, steps._thread))
             stack.enter_context(patched(steps))
             meter = stack.enter_context(DeviceMeter(steps._on_gpu))
             steps.step()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
-from fettle.cli import _options
+from fettle.cli import _options, _show
 
 app = typer.Typer(help="Write a model package as an application of another server.", no_args_is_help=True)
 
@@ -42,9 +40,9 @@ def ray(
 
     name = _options.one_device(device)
     found = write_ray(open_package(package), output, max_replicas=max_replicas, trust=trust.lower(), device=name)
-    if as_json:
-        print(json.dumps({"path": str(output), "target_ongoing_requests": found.target, "why": found.why}))
-        return
-    console = Console()
-    console.print(f"requests in a replica at a time: {found.target:.3g} ({found.why})", markup=False, highlight=False)
-    console.print(f"[bold]{escape(str(output))}[/] is written: {escape(str(output))}/start.sh", highlight=False)
+    data = {"path": str(output), "target_ongoing_requests": found.target, "why": found.why}
+    text = (
+        f"requests in a replica at a time: {found.target:.3g} ({escape(found.why)})\n"
+        f"[bold]{escape(str(output))}[/] is written: {escape(str(output))}/start.sh"
+    )
+    _show.answer(as_json, lambda: data, lambda console: console.print(text, highlight=False))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fettle.cli import _options, _quiet
+from fettle.cli import _quiet, _show
 from fettle.cli.serve.package import add_files, as_handler, show, toml_settings
 
 
@@ -50,12 +50,12 @@ def command(
     from fettle.workload import find_target
 
     mar = read_mar(file)
-    with _options.telling("reading the archive", quiet=as_json) as tell, _quiet.users_code_quiet():
+    with _show.telling("reading the archive", quiet=as_json) as progress, _quiet.users_code_quiet():
         package = import_mar(
             mar, output or Path(f"{name or mar.name}-{mar.version}"), trust=trust.lower(),
             workload=find_target(target).load() if target else None, inputs=inputs or (),
             handler=as_handler(handler), handler_settings=toml_settings(handler_settings),
             files=add_files(labels, tokenizer), settings=ServeSettings(max_rows=max_rows), name=name,
-            on_progress=tell,
+            on_progress=progress,
         )  # fmt: skip
     show(package, output or Path(f"{name or mar.name}-{mar.version}"), as_json)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import signal
 from dataclasses import asdict
@@ -12,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from fettle.cli import _options
+from fettle.cli import _options, _show
 from fettle.errors import UsageError
 from fettle.files import check_writable, finite, write_text
 
 if TYPE_CHECKING:
     from fettle.load.compare import Change
     from fettle.load.run import Run
+    from fettle.page import Table
 
 
 def command(
@@ -112,29 +111,23 @@ def command(
     from fettle.loop import run
 
     earlier = read_baseline(baseline) if baseline is not None else []
-    with _options.telling("starting", quiet=as_json) as show:
+    with _show.telling("starting", quiet=as_json) as show:
         runs = run(_all(requests, plans, seconds, limit_s, show))
     interrupted = any(run.interrupted for run in runs)
     changes = compare([as_data(run) for run in runs], earlier) if earlier and not interrupted else []
-    if as_json and baseline is not None:
-        told = [finite(asdict(change)) for change in changes]
-        print(json.dumps({"runs": [as_data(run) for run in runs], "changes": told}))
-    elif as_json:
-        print(json.dumps([as_data(run) for run in runs]))
-    else:
-        _print(runs, Console())
-        _print_changes(changes, Console())
+    data: Any = [as_data(run) for run in runs]
+    if baseline is not None:
+        data = {"runs": data, "changes": [finite(asdict(change)) for change in changes]}
+    _show.answer(as_json, lambda: data, lambda console: _print(runs, changes, console))
     if markdown is not None:
         write_text(markdown, _markdown(runs))
     if csv_file is not None:
         _options.write_csv(csv_file, COLUMNS, (torchserve_row(as_data(run), url) for run in runs))
-    if interrupted:
-        raise typer.Exit(130)
     # What was refused or failed was not answered within the limit either.
     worse = any(change.verdict == "worse" for change in changes)
     missed = worse or (limit_s and any(run.within < 0.99 for run in runs))
-    if missed or any(run.void or not run.stable or not run.answered for run in runs):
-        raise typer.Exit(1)
+    failed = missed or any(run.void or not run.stable or not run.answered for run in runs)
+    _show.leave(interrupted=interrupted, missed=bool(failed))
 
 
 async def _all(requests: Any, plans: list[tuple[str, Any]], seconds: float, limit_s: float, show: Any) -> list[Run]:
@@ -146,13 +139,13 @@ async def _all(requests: Any, plans: list[tuple[str, Any]], seconds: float, limi
     for number, (mode, plan) in enumerate(plans, 1):
         end = seconds if mode == "closed" else float(plan[-1])
 
-        def tell(now: float, waiting: int, number: int = number, end: float = end) -> None:
+        def on_progress(now: float, waiting: int, number: int = number, end: float = end) -> None:
             show(f"run {number} of {len(plans)}: {max(0.0, end - now):.0f} s left, {waiting} requests on their way")
 
         if mode == "closed":
-            runs.append(await closed_loop(requests, plan, seconds, limit_s=limit_s, on_progress=tell, stop=stop))
+            runs.append(await closed_loop(requests, plan, seconds, limit_s=limit_s, on_progress=on_progress, stop=stop))
         else:
-            runs.append(await open_loop(requests, plan, limit_s=limit_s, on_progress=tell, stop=stop))
+            runs.append(await open_loop(requests, plan, limit_s=limit_s, on_progress=on_progress, stop=stop))
         if stop.is_set():
             break
     return runs
@@ -198,38 +191,33 @@ def _row(run: Run) -> list[str]:
             f"{run.little:.2f}", "; ".join(notes)]  # fmt: skip
 
 
-def _print(runs: list[Run], console: Console) -> None:
+def _print(runs: list[Run], changes: list[Change], console: Console) -> None:
     """A column for each run: so many measures side by side would not fit a terminal."""
+    from fettle.page import Table
+
     loads, *measures, notes = zip(*(_row(run) for run in runs), strict=True)
-    table = Table(_COLUMNS[0], box=None, header_style="bold")
-    for load in loads:
-        table.add_column(load, justify="right")
-    for name, cells in zip(_COLUMNS[1:-1], measures, strict=True):
-        if any(cells):
-            table.add_row(name, *cells)
-    console.print(table)
+    rows = [[name, *cells] for name, cells in zip(_COLUMNS[1:-1], measures, strict=True) if any(cells)]
+    _show.print_table(console, Table((_COLUMNS[0], *loads), rows, loads))
     for load, note in zip(loads, notes, strict=True):
         if note:
             console.print(f"{load}: {note}", style="yellow", highlight=False, markup=False)
+    if changes:
+        _show.print_table(console, _changes(changes))
 
 
-def _print_changes(changes: list[Change], console: Console) -> None:
+def _changes(changes: list[Change]) -> Table:
     """Now over then, with what may be said of it."""
-    if not changes:
-        return
-    table = Table(box=None, header_style="bold", title="against the baseline", title_justify="left")
-    for name in ("load", "measure", "now / then", "95% interval", ""):
-        table.add_column(name, justify="left" if name in ("load", "measure", "") else "right")
-    colours = {"better": "green", "worse": "red", "same": "", "cannot tell": "yellow"}
+    from fettle.page import Table
+
+    rows = []
     for change in changes:
         known = math.isfinite(change.ratio)
-        table.add_row(
-            change.load, change.measure, f"{change.ratio:.3f}x" if known else "",
-            f"{change.low:.3f} to {change.high:.3f}" if known else "",
-            change.verdict + (f": {change.why}" if change.why else ""), style=colours[change.verdict],
-        )  # fmt: skip
-    console.print()
-    console.print(table)
+        ratio, interval = f"{change.ratio:.3f}x", f"{change.low:.3f} to {change.high:.3f}"
+        verdict = change.verdict + (f": {change.why}" if change.why else "")
+        rows.append([change.load, change.measure, ratio if known else "", interval if known else "", verdict])
+    columns = ("load", "measure", "now / then", "95% interval", "verdict")
+    kinds = [{"better": "winner", "worse": "failed"}.get(change.verdict, "") for change in changes]
+    return Table(columns, rows, columns[2:4], "against the baseline", kinds=kinds)
 
 
 def _markdown(runs: list[Run]) -> str:

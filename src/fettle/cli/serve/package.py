@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,12 +11,12 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from fettle.cli import _options, _quiet
+from fettle.cli import _quiet, _show
 from fettle.errors import UsageError, first_line
 from fettle.recipe import Recipe
 
 if TYPE_CHECKING:
-    from fettle.package.manifest import Package
+    from fettle.package.manifest import Manifest, Package
 
 
 def command(
@@ -69,12 +68,12 @@ def command(
     tuned = load_recipe(recipe) if recipe is not None else RecipeFile()
     called = name or found.name
     path = output or Path(f"{called}-{version}")
-    with _options.telling("building the workload", quiet=as_json) as tell, _quiet.users_code_quiet():
+    with _show.telling("building the workload", quiet=as_json) as progress, _quiet.users_code_quiet():
         package = write_package(
             found.load(), tuned.recipe, path, name=called, version=version, settings=ServeSettings(max_rows=max_rows),
             handler=as_handler(handler), handler_settings=toml_settings(handler_settings),
             files=add_files(labels, tokenizer), requires=requires or (), evidence=tuned.evidence,
-            on_progress=tell,
+            on_progress=progress,
         )  # fmt: skip
     show(package, path, as_json)
 
@@ -82,10 +81,14 @@ def command(
 def show(package: Package, path: Path, as_json: bool) -> None:
     """What was written, for people or as JSON."""
     manifest = package.manifest
-    if as_json:
-        print(json.dumps({"path": str(path), **msgspec.to_builtins(manifest)}))
-        return
-    out = Console()
+    _show.answer(
+        as_json,
+        lambda: {"path": str(path), **msgspec.to_builtins(manifest)},
+        lambda console: _print(manifest, path, console),
+    )
+
+
+def _print(manifest: Manifest, path: Path, out: Console) -> None:
     for label, specs in (("inputs", manifest.inputs), ("outputs", manifest.outputs)):
         text = ", ".join(f"{spec.name} {spec.datatype}{list(spec.shape)}" for spec in specs)
         out.print(f"{label:8} {text}", markup=False, highlight=False)

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from fettle.cli import _options, _quiet
+from fettle.cli import _options, _quiet, _show
 from fettle.errors import UsageError
 from fettle.files import check_writable
 
 if TYPE_CHECKING:
     from fettle.package.manifest import Package
+    from fettle.page import Table
     from fettle.recipe import Recipe
     from fettle.slo.points import Failure, Point, SearchResult, Variant
 
@@ -117,14 +117,14 @@ def command(
     work = _Work.of(target, recipe or [], storage, study, recipes)
     folder = wanted.get("", Path(f"slo-{work.name}"))
     around = Surroundings()
-    with _options.telling("starting", quiet=as_json) as tell, _quiet.users_code_quiet():
+    with _show.telling("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
 
         async def run() -> SearchResult:
             stop = asyncio.Event()
             asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
             try:
                 variants, failures = await asyncio.to_thread(
-                    work.variants, folder, max_rows, max_error, tell, stop.is_set
+                    work.variants, folder, max_rows, max_error, progress, stop.is_set
                 )
             except Stopped:
                 raise typer.Exit(130) from None
@@ -133,7 +133,7 @@ def command(
             return await search(
                 variants, limit_s, rate=rate, headroom=room, most_rows=max_rows, cores=cores or usable_cores(),
                 devices=chosen, seconds=test_s, confirm=confirm, prices=prices, keep=folder / "measured.json",
-                failures=failures, on_progress=tell, stop=stop,
+                failures=failures, on_progress=progress, stop=stop,
             )  # fmt: skip
 
         found = run_loop(run())
@@ -146,16 +146,13 @@ def command(
     write_slo_report(data, folder / "report.html")
     if csv_file is not None:
         _options.write_csv(csv_file, COLUMNS, torchserve_rows(found, work.name))
-    if as_json:
-        print(json.dumps(data))
-    else:
-        if busy:
-            Console().print(f"[yellow]{busy}[/]\n", highlight=False)
-        _print(found, Console(), folder, written)
-    if found.interrupted:
-        raise typer.Exit(130)
-    if not found.met:
-        raise typer.Exit(1)
+    _show.answer(
+        as_json,
+        lambda: data,
+        lambda console: _print(found, busy, written, console),
+        folder / "report.html",
+    )
+    _show.leave(interrupted=found.interrupted, missed=not found.met)
 
 
 @dataclass
@@ -197,7 +194,12 @@ class _Work:
         return cls(found.name, None, text, found, tuple(levels or [Recipe()]))
 
     def variants(
-        self, folder: Path, max_rows: int, max_error: float, tell: Callable[[str], None], stopped: Callable[[], bool]
+        self,
+        folder: Path,
+        max_rows: int,
+        max_error: float,
+        on_progress: Callable[[str], None],
+        stopped: Callable[[], bool],
     ) -> tuple[list[Variant], list[Failure]]:
         """The packages to choose among, made where they are not there yet."""
         from fettle.slo.points import Variant
@@ -209,7 +211,7 @@ class _Work:
             return made, []
         made, failures = package_all(
             self.text, self.target, self.recipes, folder / "packages", max_rows=max_rows, max_error=max_error,
-            on_progress=tell, stopped=stopped,
+            on_progress=on_progress, stopped=stopped,
         )  # fmt: skip
         self.packages = tuple(made)
         return made, failures
@@ -255,11 +257,13 @@ def _machine() -> str:
     return f"{cpu()}, {cores()} cores, torch {metadata.version('torch')}, Python {platform.python_version()}"
 
 
-def _print(found: SearchResult, console: Console, folder: Path, written: Path | None) -> None:
+def _print(found: SearchResult, busy: str, written: Path | None, console: Console) -> None:
     from fettle.slo.search import HEADROOM
 
+    if busy:
+        console.print(f"[yellow]{busy}[/]\n", highlight=False)
     console.print(f"requests a second with p99 within {found.limit_s * 1e3:.4g} ms, Poisson arrivals", highlight=False)
-    console.print(_table(found))
+    _show.print_table(console, _table(found))
     for line in found.why:
         console.print(f"  {line}", highlight=False, markup=False)
     for measured in found.branches.values():
@@ -284,35 +288,32 @@ def _print(found: SearchResult, console: Console, folder: Path, written: Path | 
         device = best.setting.device if best is not None else "cpu"
         more = f" --device {device}" if device != "cpu" else ""
         console.print(f"written to {written}/serve.toml: fettle serve {written}{more}", highlight=False, markup=False)
-    console.print(f"report: {folder}/report.html", highlight=False, markup=False)
 
 
 def _table(found: SearchResult, most: int = 12) -> Table:
     """What was measured, then what no other setting beats in all respects."""
+    from fettle.page import Table
+
     shown = [point for point in found.points if point.tests]
     shown += [point for point in found.points if point.front and not point.tests]
     shown = (shown or found.points)[:most]
-    priced, several = any(p.cost is not None for p in shown), len({p.setting.variant for p in shown}) > 1
-    table = Table(box=None, header_style="bold")
+    several = len({point.setting.variant for point in shown}) > 1
     at = f"p99 ms at {found.reference_rate:.4g}/s" if found.reference_rate else "p99 ms"
-    names = ["predicted/s", "measured/s", at, "memory", *(["error"] if several else []),
-             *(["per million"] if priced else [])]  # fmt: skip
-    for name in names:
-        table.add_column(name, justify="right")
-    table.add_column("setting", overflow="fold", ratio=1)
-    for point in shown:
-        table.add_row(*_cells(point, several, priced), style="bold" if point is found.best else None)
-    return table
+    columns = ("predicted/s", "measured/s", at, "memory", "error", "per million", "setting")
+    kinds = ["winner" if point is found.best else "" for point in shown]
+    return Table(columns, [_cells(point, several) for point in shown], columns[:-1], kinds=kinds)
 
 
-def _cells(point: Point, several: bool, priced: bool) -> list[str]:
-    cells = [
-        f"{point.predicted:.4g}", "" if point.measured is None else f"{point.measured:.4g}" if point.measured
-        else f"under {point.lowest:.4g}",
+def _cells(point: Point, several: bool) -> list[str]:
+    measured = (
+        "" if point.measured is None else f"{point.measured:.4g}" if point.measured else f"under {point.lowest:.4g}"
+    )
+    return [
+        f"{point.predicted:.4g}",
+        measured,
         f"{point.p99_s * 1e3:.1f}" if point.p99_s < 1e3 else "",
         f"{point.memory_bytes >> 20} MiB" if point.memory_bytes else "",
-    ]  # fmt: skip
-    return [
-        *cells, *([f"{point.error:.2g}"] if several else []),
-        *([f"{point.cost:.3g}" if point.cost is not None else ""] if priced else []), str(point.setting),
-    ]  # fmt: skip
+        f"{point.error:.2g}" if several else "",
+        f"{point.cost:.3g}" if point.cost is not None else "",
+        str(point.setting),
+    ]

@@ -5,12 +5,13 @@ from typing import Annotated, Any
 import polars as pl
 import typer
 
-from fettle.cli.trace.shared import Chart, Fresh, Json, Rows, Source, app, joined, open_traces, show, write_chart
+from fettle.cli.trace.shared import Answer, joined, question
 from fettle.errors import UsageError
+from fettle.trace.model import Trace
 
 
-@app.command()
-def kernels(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False) -> None:
+@question
+def kernels(traces: list[Trace]) -> Answer:
     """Kernels by type and name, per rank and across ranks.
 
     [bold]Examples[/]
@@ -22,27 +23,21 @@ def kernels(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart
     from fettle.trace.analyses import kernels as k
     from fettle.trace.report import charts
 
-    traces = open_traces(source, fresh)
     table = joined(traces, k.kernel_table)
-    write_chart(chart, lambda: charts.bar_chart(table, "name", "sum_ns", color="class"))
     frames = {"classes": joined(traces, k.kernel_classes), "kernels": table}
     if len(traces) > 1:
         frames["across_ranks"] = k.kernels_across_ranks(traces)
-    show(frames, as_json, rows, traces=traces)
+    return Answer(frames, chart=lambda: charts.bar_chart(table, "name", "sum_ns", color="class"))
 
 
-@app.command()
+@question
 def flops(
-    source: Source,
-    as_json: Json = False,
-    rows: Rows = 30,
-    chart: Chart = None,
-    fresh: Fresh = False,
+    traces: list[Trace],
     peak: Annotated[
         float | None, typer.Option(min=1e-6, help="what the device computes at most, TFLOP/s; for --bandwidth too")
     ] = None,
     bandwidth: Annotated[float | None, typer.Option(min=1e-6, help="what its memory moves at most, GB/s")] = None,
-) -> None:
+) -> Answer:
     """FLOPs of matrix products, convolutions and attention: by operator, by distinct shapes, against the roofline.
 
     [bold]Examples[/]
@@ -57,17 +52,16 @@ def flops(
     if (peak is None) != (bandwidth is None):
         raise UsageError("--peak and --bandwidth make a roofline together")
     given = Limits(dict.fromkeys((1, 2, 4, 8), peak), bandwidth) if peak is not None and bandwidth is not None else None
-    traces = open_traces(source, fresh)
     table = joined(traces, lambda t: product_table(t, given))
     if not table.height:
         raise UsageError("no product whose shapes are in this trace: record with record_shapes=True")
-    write_chart(chart, lambda: charts.roofline_chart(table, given or limits_of(traces[0])))
     notes = {} if table["roof_share"].null_count() < table.height else {"roof": "unknown: give --peak and --bandwidth"}
-    show({"operators": product_summary(table), "products": table}, as_json, rows, notes, traces)
+    frames = {"operators": product_summary(table), "products": table}
+    return Answer(frames, notes, lambda: charts.roofline_chart(table, given or limits_of(traces[0])))
 
 
-@app.command()
-def launches(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False) -> None:
+@question
+def launches(traces: list[Trace]) -> Answer:
     """Launch calls and delays: every launch of every runtime, graphs too.
 
     [bold]Example[/]
@@ -77,15 +71,16 @@ def launches(source: Source, as_json: Json = False, rows: Rows = 30, chart: Char
     from fettle.trace.analyses.launches import call_table, launch_stats
     from fettle.trace.report import charts
 
-    traces = open_traces(source, fresh)
     frame = joined(traces, launch_stats)
-    write_chart(chart, lambda: charts.stack_of(charts.launch_charts(frame)))
-    summary = call_table(frame)
-    show({"summary": summary, **({"launches": frame} if as_json else {})}, as_json, rows, traces=traces)
+    return Answer(
+        {"summary": call_table(frame)},
+        chart=lambda: charts.stack_of(charts.launch_charts(frame)),
+        long=lambda: {"launches": frame},
+    )
 
 
-@app.command()
-def comm(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False) -> None:
+@question
+def comm(traces: list[Trace]) -> Answer:
     """Communication: overlap, collectives with bandwidths, arrival skew, stragglers and clocks.
 
     [bold]Examples[/]
@@ -98,8 +93,8 @@ def comm(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = 
     from fettle.trace.analyses.arrival import arrival, clock_offsets, match_collectives, stragglers
     from fettle.trace.report import charts
 
-    traces = open_traces(source, fresh)
-    frames = {"overlap": joined(traces, c.overlap), "collectives": joined(traces, c.collective_table)}
+    collectives = joined(traces, c.collective_table)
+    frames = {"overlap": joined(traces, c.overlap), "collectives": collectives}
     notes = {}
     if len(traces) > 1:
         frames |= {
@@ -109,12 +104,11 @@ def comm(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = 
         }
     else:
         notes["stragglers"] = "unknown: one rank only; give a folder of ranks"
-    write_chart(chart, lambda: charts.bar_chart(frames["collectives"], "collective", "sum_ns"))
-    show(frames, as_json, rows, notes, traces)
+    return Answer(frames, notes, lambda: charts.bar_chart(collectives, "collective", "sum_ns"))
 
 
-@app.command()
-def queue(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False) -> None:
+@question
+def queue(traces: list[Trace]) -> Answer:
     """Queue length of each stream over time, and time on a full queue.
 
     [bold]Example[/]
@@ -124,21 +118,17 @@ def queue(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart =
     from fettle.trace.analyses.queue import queue_length, queue_summary
     from fettle.trace.report import charts
 
-    traces = open_traces(source, fresh)
-
     def line() -> Any:
         series = queue_length(traces[0]).with_columns(name=pl.format("device {} stream {}", "device", "stream"))
         return charts.step_line(series, "length", series="name", unit="launched, not started")
 
-    write_chart(chart, line)
-    frames = {"queue": joined(traces, queue_summary)}
-    show(frames | ({"series": joined(traces, queue_length)} if as_json else {}), as_json, rows, traces=traces)
+    return Answer(
+        {"queue": joined(traces, queue_summary)}, chart=line, long=lambda: {"series": joined(traces, queue_length)}
+    )
 
 
-@app.command()
-def bandwidth(
-    source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False
-) -> None:
+@question
+def bandwidth(traces: list[Trace]) -> Answer:
     """Bandwidth of copies and memory sets.
 
     [bold]Example[/]
@@ -148,12 +138,8 @@ def bandwidth(
     from fettle.trace.analyses.queue import bandwidth_summary, copy_bandwidth
     from fettle.trace.report import charts
 
-    traces = open_traces(source, fresh)
-    write_chart(chart, lambda: charts.step_line(copy_bandwidth(traces[0]), "gb_per_s", series="name", unit="GB/s"))
-    show(
-        {"bandwidth": joined(traces, bandwidth_summary)}
-        | ({"series": joined(traces, copy_bandwidth)} if as_json else {}),
-        as_json,
-        rows,
-        traces=traces,
+    return Answer(
+        {"bandwidth": joined(traces, bandwidth_summary)},
+        chart=lambda: charts.step_line(copy_bandwidth(traces[0]), "gb_per_s", series="name", unit="GB/s"),
+        long=lambda: {"series": joined(traces, copy_bandwidth)},
     )

@@ -1,16 +1,14 @@
 """To and from files, and questions of one's own: record, report, augment, SQL, the numbers of another tool."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import polars as pl
 import typer
-from rich.console import Console
-from rich.progress import track
 
+from fettle.cli import _quiet, _show
 from fettle.cli.trace.shared import (
-    Chart,
+    Answer,
     Fresh,
     Json,
     OwnEnd,
@@ -18,17 +16,18 @@ from fettle.cli.trace.shared import (
     Source,
     app,
     joined,
+    listing,
     open_traces,
-    show,
-    write_chart,
+    question,
 )
 from fettle.errors import UsageError, first_line
 from fettle.files import check_writable
+from fettle.trace.model import Trace
 from fettle.units import count_text
 
 
-@app.command()
-def hta(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = None, fresh: Fresh = False) -> None:
+@question
+def hta(traces: list[Trace]) -> Answer:
     """The numbers of Holistic Trace Analysis, under its definitions and rounding (see the docs for where they
     mislead); the chart is of its idle time of each stream and its launch histograms.
 
@@ -38,17 +37,15 @@ def hta(source: Source, as_json: Json = False, rows: Rows = 30, chart: Chart = N
     """
     from fettle.trace.analyses import hta as h
 
-    traces = open_traces(source, fresh)
     frames = {
         name: joined(traces, getattr(h, name))
         for name in ("temporal_breakdown", "kernel_types", "idle_breakdown", "queue_summary", "kernel_statistics")
     }
     notes: dict[str, Any] = {f"overlap of rank {t.rank} (%)": h.communication_overlap(t) for t in traces}
-    write_chart(chart, lambda: _hta_charts(frames["idle_breakdown"], joined(traces, h.launch_statistics)))
     breakdown = frames["temporal_breakdown"]
     if (breakdown["non_compute_us"] < 0).any() or (breakdown["compute_us"] < 0).any():
         notes["negative times"] = "rounding both ends of events inward makes short ones negative, as it does there"
-    show(frames, as_json, rows, notes, traces)
+    return Answer(frames, notes, lambda: _hta_charts(frames["idle_breakdown"], joined(traces, h.launch_statistics)))
 
 
 def _hta_charts(idle: pl.DataFrame, launches: pl.DataFrame) -> Any:
@@ -61,14 +58,12 @@ def _hta_charts(idle: pl.DataFrame, launches: pl.DataFrame) -> Any:
     return charts.stack_of({"Idle time of each stream": streams} | charts.launch_charts(launches))
 
 
-@app.command()
+@listing
 def sql(
-    source: Source,
+    traces: list[Trace],
     text: Annotated[str, typer.Argument(help="such as: select name, sum(dur_ns) from events group by name")],
-    as_json: Json = False,
     rows: Rows = 50,
-    fresh: Fresh = False,
-) -> None:
+) -> Answer:
     """Ask your own: SQL over events, steps, account, idle, kernels, launches, work, operators, collectives, queue,
     memory.
 
@@ -78,8 +73,7 @@ def sql(
     """
     from fettle.trace.analyses.sql import query
 
-    traces = open_traces(source, fresh)
-    show({"result": query(traces, text)}, as_json, rows, traces=traces)
+    return Answer({"result": query(traces, text)})
 
 
 @app.command()
@@ -100,9 +94,9 @@ def augment(
 
     trace = open_traces(source, fresh)[0]
     added = write(trace, target, path=critical_path(trace))
-    print(json.dumps({"file": str(target), "added_events": added})) if as_json else Console().print(
-        f"wrote {target}: {count_text(added, 'event')} added"
-    )
+    data = {"file": str(target), "added_events": added}
+    text = f"wrote {target}: {count_text(added, 'event')} added"
+    _show.answer(as_json, lambda: data, lambda console: console.print(text))
 
 
 @app.command()
@@ -127,12 +121,9 @@ def report(
     check_writable(output)
     earlier = open_traces(before, fresh, own_end)[0] if before is not None else None
     failed = write_report(open_traces(source, fresh, own_end), output, before=earlier)
-    if as_json:
-        print(json.dumps({"file": str(output), "not_answered": failed}))
-    else:
-        Console().print(
-            f"wrote {output}" + "".join(f"\nnot answered: {line}" for line in failed), highlight=False, markup=False
-        )
+    text = f"wrote {output}" + "".join(f"\nnot answered: {line}" for line in failed)
+    data = {"file": str(output), "not_answered": failed}
+    _show.answer(as_json, lambda: data, lambda console: console.print(text, highlight=False, markup=False))
 
 
 @app.command()
@@ -147,7 +138,7 @@ def record(
     memory: Annotated[bool, typer.Option("--memory", help="with every allocation")] = False,
     as_json: Json = False,
 ) -> None:
-    """Run a function step by step under the profiler and keep the trace.
+    """Run a function step by step under the profiler and keep the trace. What the function prints is not shown.
 
     [bold]Example[/]
 
@@ -156,15 +147,15 @@ def record(
     from fettle.trace.io.record import load_target
     from fettle.trace.io.record import record as record_trace
 
-    step, screen = load_target(target), Console(stderr=True)
-    with record_trace(output, warmup=warmup, active=active, stacks=stacks, memory=memory) as profiler:
-        numbers = range(warmup + active)
-        for number in track(numbers, "recording", console=screen, transient=True, disable=not screen.is_terminal):
-            try:
-                step()
-            except Exception as error:
-                raise UsageError(f"{target} raised in step {number}: {first_line(error)}") from error
-            profiler.step()
-    print(json.dumps({"file": str(output), "steps": active})) if as_json else Console().print(
-        f"wrote {output}", highlight=False
-    )
+    with _show.bar("recording") as show, _quiet.users_code_quiet():
+        step = load_target(target)
+        with record_trace(output, warmup=warmup, active=active, stacks=stacks, memory=memory) as profiler:
+            for number in range(warmup + active):
+                show("recording", number, warmup + active)
+                try:
+                    step()
+                except Exception as error:
+                    raise UsageError(f"{target} raised in step {number}: {first_line(error)}") from error
+                profiler.step()
+    data = {"file": str(output), "steps": active}
+    _show.answer(as_json, lambda: data, lambda console: console.print(f"wrote {output}", highlight=False))

@@ -7,7 +7,7 @@ import polars as pl
 import typer
 
 from fettle.cli.trace.shared import (
-    Chart,
+    Answer,
     Fresh,
     Json,
     OwnEnd,
@@ -15,13 +15,14 @@ from fettle.cli.trace.shared import (
     Source,
     app,
     joined,
-    open_traces,
+    listing,
+    question,
     read_traces,
     show,
     step_windows,
-    write_chart,
 )
 from fettle.errors import UsageError
+from fettle.trace.model import Trace
 from fettle.units import count_text
 
 
@@ -53,8 +54,8 @@ def health(source: Source, as_json: Json = False, fresh: Fresh = False) -> None:
         show({"findings": frame}, False, 100, notes)
 
 
-@app.command()
-def check(source: Source, as_json: Json = False, fresh: Fresh = False) -> None:
+@listing
+def check(traces: list[Trace], rows: Rows = 1000) -> Answer:
     """Do the answers agree with each other? What must add up, as a table; exit code 1 where it does not.
 
     [bold]Example[/]
@@ -63,22 +64,12 @@ def check(source: Source, as_json: Json = False, fresh: Fresh = False) -> None:
     """
     from fettle.trace.analyses.check import identities
 
-    traces = open_traces(source, fresh)
     frame = joined(traces, identities)
-    show({"identities": frame}, as_json, frame.height, traces=traces)
-    if not frame["holds"].all():
-        raise typer.Exit(1)
+    return Answer({"identities": frame}, failed=not frame["holds"].all())
 
 
-@app.command()
-def steps(
-    source: Source,
-    as_json: Json = False,
-    rows: Rows = 30,
-    chart: Chart = None,
-    fresh: Fresh = False,
-    own_end: OwnEnd = False,
-) -> None:
+@question
+def steps(traces: list[Trace], as_json: Json = False, own_end: OwnEnd = False) -> Answer:
     """The steps: medians, outliers, drift.
 
     [bold]Example[/]
@@ -89,14 +80,12 @@ def steps(
     from fettle.trace.analyses.steps import steps as find
     from fettle.trace.report import charts
 
-    traces = open_traces(source, fresh, own_end)
     frame = joined(traces, find)
     summaries = {f"rank {t.rank}": step_summary(find(t)) for t in traces}
     far = [(t.rank, n) for t, s in zip(traces, summaries.values(), strict=True) for n in s["outliers"]]  # type: ignore[union-attr]
     outliers = pl.DataFrame(far, schema={"rank": pl.Int64(), "step": frame.schema["step"]}, orient="row")
-    write_chart(chart, lambda: charts.step_chart(frame, outliers))
     notes = step_windows(own_end) | (summaries if as_json else {k: _in_words(s) for k, s in summaries.items()})
-    show({"steps": frame}, as_json, rows, notes, traces)
+    return Answer({"steps": frame}, notes, lambda: charts.step_chart(frame, outliers))
 
 
 def _in_words(summary: dict[str, float | int | list[int]]) -> str:
@@ -116,16 +105,13 @@ def _in_words(summary: dict[str, float | int | list[int]]) -> str:
     )
 
 
-@app.command()
+@question
 def account(
-    source: Source,
+    traces: list[Trace],
     as_json: Json = False,
-    rows: Rows = 30,
-    chart: Chart = None,
-    fresh: Fresh = False,
     annotation: Annotated[str | None, typer.Option(help="take annotations of this name for steps")] = None,
     own_end: OwnEnd = False,
-) -> None:
+) -> Answer:
     """Where did the time go? Every nanosecond of each step, booked once.
 
     [bold]Examples[/]
@@ -137,19 +123,17 @@ def account(
     from fettle.trace.analyses.account import account_parts, account_total, time_account
     from fettle.trace.report import charts
 
-    traces = open_traces(source, fresh, own_end)
     frame = joined(traces, lambda t: time_account(t, annotation))
-    write_chart(chart, lambda: charts.account_chart(frame))
     total = account_total(frame)
-    if not as_json:  # for people, the sum is a list of its parts
-        show({"where the time went": account_parts(total)}, False, 1000)
-        frame = frame.select(pl.exclude("^idle_.*_ns$"))
-    frames = {"total": total, "steps": frame} if as_json else {"steps": frame}
-    show(frames, as_json, rows, step_windows(own_end or annotation is not None), traces)
+    # For people the sum is a list of its parts.
+    frames = {"total": total, "steps": frame} if as_json else {
+        "where the time went": account_parts(total), "steps": frame.select(pl.exclude("^idle_.*_ns$")),
+    }  # fmt: skip
+    return Answer(frames, step_windows(own_end or annotation is not None), lambda: charts.account_chart(frame))
 
 
-@app.command()
-def idle(source: Source, as_json: Json = False, chart: Chart = None, fresh: Fresh = False) -> None:
+@question
+def idle(traces: list[Trace], as_json: Json = False, rows: Rows = 100) -> Answer:
     """Why was the device idle? Each gap cut into the pieces that different causes held.
 
     [bold]Examples[/]
@@ -161,13 +145,12 @@ def idle(source: Source, as_json: Json = False, chart: Chart = None, fresh: Fres
     from fettle.trace.analyses.idle import idle_streams, idle_summary, missing_information
     from fettle.trace.report import charts
 
-    traces = open_traces(source, fresh)
     frames = [idle_summary(t, d) for t in traces for d in t.device_keys]
     if not frames:
         raise UsageError("no device work in this trace: 'fettle trace host' answers for the CPU")
     frame = pl.concat(frames)
-    write_chart(chart, lambda: charts.bar_chart(frame, "cause", "idle_ns"))
     missing = {f"rank {t.rank} device {d}": missing_information(t, d) for t in traces for d in t.device_keys}
     missing = {place: text for place, text in missing.items() if text}
     notes = {"missing": missing} if as_json else {f"missing for {place}": text for place, text in missing.items()}
-    show({"idle": frame, "streams": joined(traces, idle_streams)}, as_json, 100, notes, traces)
+    found = {"idle": frame, "streams": joined(traces, idle_streams)}
+    return Answer(found, notes, lambda: charts.bar_chart(frame, "cause", "idle_ns"))

@@ -9,6 +9,7 @@ import polars as pl
 import typer
 
 from fettle.cli.trace.shared import (
+    Answer,
     Chart,
     Fresh,
     Json,
@@ -19,27 +20,25 @@ from fettle.cli.trace.shared import (
     app,
     doubts,
     open_traces,
+    question,
     show,
     step_windows,
     write_chart,
 )
 from fettle.errors import UsageError
+from fettle.trace.model import Trace
 from fettle.units import count_text
 
 
-@app.command()
+@question
 def critical(
-    source: Source,
+    traces: list[Trace],
     step: Step = None,
-    as_json: Json = False,
-    rows: Rows = 30,
-    chart: Chart = None,
-    fresh: Fresh = False,
     own_end: OwnEnd = False,
     overlay: Annotated[
         Path | None, typer.Option(help="write the (first rank's) trace with its path as a track (JSON)")
     ] = None,
-) -> None:
+) -> Answer:
     """The critical path: what held the step up, over all of its wall clock.
 
     [bold]Examples[/]
@@ -53,19 +52,16 @@ def critical(
     from fettle.trace.report import charts
     from fettle.trace.report.perfetto import augment
 
-    traces = open_traces(source, fresh, own_end)
     frames: dict[str, pl.DataFrame] = {}
-    for trace in traces:
-        path = critical_path(trace, step)
+    pieces: dict[str, pl.DataFrame] = {}
+    paths = [critical_path(trace, step) for trace in traces]
+    summaries = [path_shares(trace, path) for trace, path in zip(traces, paths, strict=True)]
+    for trace, path, summary in zip(traces, paths, summaries, strict=True):
         prefix = f"rank_{trace.rank}_" if len(traces) > 1 else ""
-        summary = path_shares(trace, path)
         frames |= {f"{prefix}summary": summary, f"{prefix}events": path_events(trace, path)}
-        if as_json:
-            frames[f"{prefix}pieces"] = path.pieces
-        if trace is traces[0]:
-            write_chart(chart, lambda summary=summary: charts.bar_chart(summary, "category", "time_ns"))  # type: ignore[misc]
-            if overlay is not None:
-                augment(trace, overlay, path=path)
+        pieces[f"{prefix}pieces"] = path.pieces
+    if overlay is not None:
+        augment(traces[0], overlay, path=paths[0])
     notes: dict[str, Any] = step_windows(own_end)
     if len(traces) > 1:
         try:
@@ -77,7 +73,7 @@ def critical(
                 time_ns=(pl.col("end_ns") - pl.col("start_ns")).sum()
             )
             frames["across_ranks"] = by_rank.sort("time_ns", descending=True)
-    show(frames, as_json, rows, notes, traces)
+    return Answer(frames, notes, lambda: charts.bar_chart(summaries[0], "category", "time_ns"), lambda: pieces)
 
 
 @app.command()
@@ -119,8 +115,8 @@ def whatif(
             notes[f"rank {trace.rank}"] = "no device work: only the data's part can be asked"
         for change in changes:
             answer = what_if(trace, change, kernels=kernels or "", factor=factor, path=path)
-            told = {"answer": answer.answer, "saving_share": answer.saving_share}
-            rows.append({"rank": trace.rank, "change": change, **told, **asdict(answer)})
+            first = {"answer": answer.answer, "saving_share": answer.saving_share}
+            rows.append({"rank": trace.rank, "change": change, **first, **asdict(answer)})
             if answer.cannot_tell:
                 uncertain.append(trace.rank)
             questions.append(f"rank {trace.rank}: if {answer.question}")

@@ -1,9 +1,10 @@
 """What the trace commands share: options, opening, showing."""
 
+import functools
+import inspect
 import json
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,9 +12,9 @@ import polars as pl
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
+from fettle.cli import _show
+from fettle.files import finite
 from fettle.trace.model import Trace
 
 app = typer.Typer(
@@ -35,21 +36,61 @@ OwnEnd = Annotated[
 Step = Annotated[int | None, typer.Option("--step", help="one step's number; all steps where left out")]
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What a question about traces came to."""
+
+    frames: Mapping[str, pl.DataFrame]
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    chart: Callable[[], Any] | None = None
+    long: Callable[[], Mapping[str, pl.DataFrame]] = dict
+    """For machines only: too long to be read."""
+    failed: bool = False
+    """Whether something that must hold does not: exit code 1."""
+
+
+def question(look: Callable[..., Answer], *, charted: bool = True) -> Callable[..., None]:
+    """Make a command of a function that is given traces: it opens them, and shows, draws or prints the answer.
+
+    Its further parameters are options of its own. One that is named as an option of all commands (`as_json`, `rows`) is
+    handed on, and its default stands above the usual one. Where one is `own_end`, the traces are opened with it.
+    """
+    usual: dict[str, tuple[Any, Any]] = {
+        "source": (Source, inspect.Parameter.empty), "as_json": (Json, False), "rows": (Rows, 30),
+        **({"chart": (Chart, None)} if charted else {}), "fresh": (Fresh, False),
+    }  # fmt: skip
+    own = {name: (one.annotation, one.default) for name, one in list(inspect.signature(look).parameters.items())[1:]}
+
+    @functools.wraps(look)
+    def command(**given: Any) -> None:
+        traces = open_traces(given["source"], given["fresh"], given.get("own_end", False))
+        answer = look(traces, **{name: given[name] for name in own})
+        if answer.chart is not None:
+            write_chart(given["chart"], answer.chart)
+        as_json = given["as_json"]
+        show({**answer.frames, **(answer.long() if as_json else {})}, as_json, given["rows"], answer.notes, traces)
+        if answer.failed:
+            raise typer.Exit(1)
+
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
+            for name, (kind, default) in {**usual, **own}.items()
+        ]
+    )
+    return app.command()(command)
+
+
+listing = functools.partial(question, charted=False)
+"""The same without a chart."""
+
+
 def read_traces(path: Path, fresh: bool = False) -> list[Trace]:
     """Read a trace or a folder; people see how far it is and how long it will take."""
     from fettle.trace.io.reader import load_all
 
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"reading {path}", total=1.0)
-        return load_all(path, use_sidecar=not fresh, on_progress=lambda share: progress.update(task, completed=share))
+    with _show.bar(f"reading {path}") as show:
+        return load_all(path, use_sidecar=not fresh, on_progress=lambda share: show(f"reading {path}", share, 1.0))
 
 
 def open_traces(path: Path, fresh: bool = False, own_end: bool = False) -> list[Trace]:
@@ -76,21 +117,21 @@ def step_windows(own_end: bool) -> dict[str, str]:
 
 
 def show(
-    frames: dict[str, pl.DataFrame],
+    frames: Mapping[str, pl.DataFrame],
     as_json: bool,
     rows: int = 30,
-    notes: dict[str, Any] | None = None,
+    notes: Mapping[str, Any] | None = None,
     traces: Sequence[Trace] = (),
 ) -> None:
     """Print frames as JSON ({name: rows}) or as tables, times in milliseconds.
 
-    JSON also says which answers are uncertain for each of the `traces` (people were told when they were opened).
+    JSON also says which answers are uncertain for each of the `traces` (people saw it when they were opened).
     """
     if as_json:
-        data = {name: frame.to_dicts() for name, frame in frames.items()} | (notes or {})
+        data = {name: frame.to_dicts() for name, frame in frames.items()} | dict(notes or {})
         if traces:
             data["uncertain"] = doubts({f"rank {trace.rank}": trace for trace in traces})
-        print(json.dumps(_plain(data), default=str))
+        print(json.dumps(finite(data), default=str))
         return
     console = Console()
     for key, value in (notes or {}).items():
@@ -111,12 +152,11 @@ def doubts(traces: dict[str, Trace]) -> dict[str, list[str]]:
 
 
 _CLOCK = ("start_ns", "end_ns", "ts_ns", "first_ns")
-_MIN_TEXT = 24
-"""Fewest characters that a column of longer text is given."""
 
 
 def _print_table(console: Console, title: str, frame: pl.DataFrame, rows: int) -> None:
-    """One table; columns that say nothing are left out, and so are the last ones where the terminal has no room."""
+    """One table; columns that say nothing are left out."""
+    from fettle.page import Table
     from fettle.trace.report.section import cell, heading, unit
 
     clocks = [c for c in _CLOCK if c in frame.columns]
@@ -125,51 +165,17 @@ def _print_table(console: Console, title: str, frame: pl.DataFrame, rows: int) -
         frame = frame.with_columns(pl.col(clocks) - zero)
     same = [c for c in ("rank", "device") if c in frame.columns and frame[c].n_unique() == 1]
     empty = [c for c in frame.columns if c.startswith("idle_") and frame[c].dtype.is_numeric() and not frame[c].sum()]
-    told = ", ".join(f"{c} {frame[c][0]}" for c in same if frame[c][0] != -1)
+    shared = ", ".join(f"{c} {frame[c][0]}" for c in same if frame[c][0] != -1)
     frame = frame.drop(same, empty)
     shown = frame.head(rows)
-    texts = [[cell(v, c, unit(frame[c])) for v in shown[c]] for c in shown.columns]
     heads = [heading(frame[c]) for c in shown.columns]
-    number = [shown[c].dtype.is_numeric() for c in shown.columns]
-    needed, wanted = [], []
-    for head, column, is_number in zip(heads, texts, number, strict=True):
-        longest = max((len(text) for text in column), default=0)
-        needed.append(max(0, *map(len, head.split()), longest if is_number else min(longest, _MIN_TEXT)))
-        wanted.append(max(len(head), longest))
-    room, kept = console.width - 1, 0
-    for width in needed:
-        if room < width + 3 and kept:
-            break
-        room -= width + 3
-        kept += 1
-    table = Table(title=title + (f" ({told})" if told else ""), title_justify="left")
-    for i, head in enumerate(heads[:kept]):  # what room is left goes to the columns in their order
-        more = max(0, min(room, wanted[i] - needed[i]))
-        room -= more
-        table.add_column(
-            head,
-            justify="right" if number[i] else "left",
-            overflow="fold",
-            width=min(needed[i] + more, console.width - 4),
-        )
-    for row in zip(*texts[:kept], strict=True):
-        table.add_row(*(escape(text) for text in row))
-    console.print(table)
-    if kept < len(heads):
-        console.print(
-            f"no room for: {', '.join(heads[kept:])} (a wider window, or --json)", highlight=False, markup=False
-        )
+    units = {c: unit(frame[c]) for c in shown.columns}
+    texts = zip(*([cell(v, c, units[c]) for v in shown[c]] for c in shown.columns), strict=True)
+    numbers = [head for head, c in zip(heads, shown.columns, strict=True) if shown[c].dtype.is_numeric()]
+    caption = escape(title + (f" ({shared})" if shared else ""))
+    _show.print_table(console, Table(heads, list(texts), numbers), caption)
     if frame.height > rows:
         console.print(f"{frame.height - rows} more rows: --rows {frame.height}", highlight=False)
-
-
-def _plain(value: Any) -> Any:
-    """NaN and infinities are not JSON: null."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def write_chart(path: Path | None, make: Callable[[], Any]) -> None:

@@ -114,7 +114,7 @@ class _Breaks(logging.Handler):
             place = re.search(r"in user code at (.+?):(\d+)\n", text)
             reason, hint = _reason(text.partition("Graph Break Reason:")[2])
             if _LIMIT in text:
-                return  # told as a limit, with its guard
+                return  # reported as a limit, with its guard
             self.watch.breaks.append((place[1] if place else "?", int(place[2]) if place else 0, reason, hint))
 
 

@@ -274,7 +274,7 @@ def _user_place() -> tuple[str, str]:
 
 
 def _named_modules(model: Any) -> list[tuple[str, torch.nn.Module]]:
-    """All modules by path; of a callable that is no module, those that it holds as attributes."""
+    """All modules by path; of a callable that is not a module, those that it holds as attributes."""
     if isinstance(model, torch.nn.Module):
         return list(model.named_modules())
     held = [(name, value) for name, value in getattr(model, "__dict__", {}).items()]

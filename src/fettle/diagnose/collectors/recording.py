@@ -26,13 +26,13 @@ from fettle.workload import Workload
 
 _TRACED_CALLS = 5
 _MEMORY_CALLS = 8
-"""As many as a leak needs to be told from warm-up."""
+"""As many as it takes to tell a leak from warm-up."""
 _MOST_EVENTS = 100_000
 """Of all recorded calls; about as many as are read in a second or two."""
 
 
 Recorder = AbstractContextManager[Any]
-"""It is told of the end of each call by its `step`."""
+"""Its `step` is called at the end of each call."""
 
 
 @dataclass(frozen=True)

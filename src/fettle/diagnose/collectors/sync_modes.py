@@ -280,7 +280,7 @@ def _third_is_true(args: Any) -> bool:
 
 
 def _storage(value: Any) -> Any:
-    """The storage of a tensor; None for what has none (sparse, opaque, anything that is no tensor)."""
+    """The storage of a tensor; None for what has none (sparse, opaque, anything that is not a tensor)."""
     if not isinstance(value, torch.Tensor):
         return None
     try:

@@ -36,12 +36,12 @@ _TORCH, _STANDARD_LIBRARY = (
     f"{Path(place)}/" for place in (Path(torch.__file__).parent, sysconfig.get_paths()["stdlib"])
 )
 _SITE = tuple(f"{Path(sysconfig.get_paths()[key])}/" for key in ("purelib", "platlib"))
-_NOBODYS = (str(Path(__file__).parent / "sync"), "<frozen", "<string>", _TORCH)
+_NOT_USERS = (str(Path(__file__).parent / "sync"), "<frozen", "<string>", _TORCH)
 
 
 def _is_users(filename: str) -> bool:
     """Not torch, the standard library or what looks. Other installed packages count: the line is in them."""
-    return not filename.startswith(_NOBODYS) and (
+    return not filename.startswith(_NOT_USERS) and (
         not filename.startswith(_STANDARD_LIBRARY) or filename.startswith(_SITE)
     )
 

@@ -35,7 +35,7 @@ from fettle.diagnose.evidence import Sync
 def syncs_on(device: str, call: Callable[[], Any], on_device: Any) -> SyncReport:
     """What synchronises in one call on this type of device: on a CPU, what would on a GPU.
 
-    On a GPU the modes' lines are held against CUDA's own checks: one that they confirm keeps its reason, one that only
+    On a GPU the modes' lines are compared with CUDA's own checks: one that they confirm keeps its reason, one that only
     they saw is added, and one that they did not see is left out.
     """
     found = find_syncs(call, on_device=on_device, real=device == "cuda")

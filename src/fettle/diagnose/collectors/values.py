@@ -36,7 +36,7 @@ def padding(workload: Workload) -> Padding:
 
 
 def weights(module: torch.nn.Module | None) -> Weights:
-    """The model's parameters; nothing of what is no module."""
+    """The model's parameters; nothing of what is not a module."""
     size = sum(p.numel() * p.element_size() for p in module.parameters()) if module is not None else 0
     return Weights(size, _duplicates(module), _subnormal(module))
 

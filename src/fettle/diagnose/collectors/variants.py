@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from fettle.patches import replaced
+
 
 def variants(
     call: Callable[[], Any], wall_s: float, seconds: float, module: torch.nn.Module | None = None
@@ -86,11 +88,10 @@ def held(holder: Any, setter_name: str, value: Any, given: Any) -> Iterator[None
     """A process-wide setting at `value`, whatever the call itself asks for; then at `given` again."""
     setter = getattr(holder, setter_name)
     setter(value)
-    setattr(holder, setter_name, lambda *_, **__: contextlib.nullcontext())
     try:
-        yield
+        with replaced(holder, setter_name, lambda _: lambda *_, **__: contextlib.nullcontext()):
+            yield
     finally:
-        setattr(holder, setter_name, setter)
         setter(given)
 
 

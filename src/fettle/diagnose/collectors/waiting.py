@@ -9,11 +9,13 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from fettle.diagnose.collectors.variants import threads, timed
 from fettle.diagnose.evidence import Loading
+from fettle.patches import replaced
 from fettle.workload import tensors
 
 _KEPT_BYTES = 512 << 20
@@ -32,20 +34,18 @@ class LoaderClock:
         self.kept: list[list[Any]] = []
         self._bytes = 0
         self._inside = False
+        self._patches = ExitStack()
 
     def __enter__(self) -> LoaderClock:
         from torch.utils.data import DataLoader
         from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-        self._were = [(DataLoader, "__iter__"), (_BaseDataLoaderIter, "__next__")]
-        self._originals = [getattr(kind, name) for kind, name in self._were]
-        for (kind, name), original in zip(self._were, self._originals, strict=True):
-            setattr(kind, name, self._clocked(original))
+        self._patches.enter_context(replaced(DataLoader, "__iter__", self._clocked))
+        self._patches.enter_context(replaced(_BaseDataLoaderIter, "__next__", self._clocked))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for (kind, name), original in zip(self._were, self._originals, strict=True):
-            setattr(kind, name, original)
+        self._patches.close()
 
     def _clocked(self, original: Any) -> Any:
         @functools.wraps(original)
@@ -131,12 +131,8 @@ def _at_hand(call: Callable[[], Any], clock: LoaderClock, device: str, calls: in
     if not clock.kept:
         return 0.0
     turns = itertools.cycle(clock.kept)
-    original = DataLoader.__iter__
-    DataLoader.__iter__ = lambda self: iter(next(turns))  # type: ignore[method-assign, return-value, assignment]
-    try:
+    with replaced(DataLoader, "__iter__", lambda _: lambda loader: iter(next(turns))):
         return min(timed(call, device, 0.0, least=calls))
-    finally:
-        DataLoader.__iter__ = original  # type: ignore[method-assign]
 
 
 class CoreClock:
@@ -155,17 +151,17 @@ class CoreClock:
 
 
 def _all_threads() -> tuple[float, float]:
-    told = [_schedule(path) for path in Path("/proc/self/task").glob("*/schedstat")]
-    return sum(ran for ran, _ in told), sum(waited for _, waited in told)
+    threads = [_schedule(path) for path in Path("/proc/self/task").glob("*/schedstat")]
+    return sum(ran for ran, _ in threads), sum(waited for _, waited in threads)
 
 
 def _run_and_wait_s() -> float | None:
-    """Seconds that this thread ran or waited for a core (Linux); None where the system does not tell."""
+    """Seconds that this thread ran or waited for a core (Linux); None where the system does not say."""
     return sum(_schedule(Path("/proc/thread-self/schedstat"))) or None
 
 
 def _schedule(path: Path) -> tuple[float, float]:
-    """Seconds that a thread ran, and that it waited for a core; zeros where the system does not tell."""
+    """Seconds that a thread ran, and that it waited for a core; zeros where the system does not say."""
     try:
         ran, waited, *_ = path.read_text().split()
         return int(ran) / 1e9, int(waited) / 1e9

@@ -90,7 +90,7 @@ def about_operators(
     """A finding about operators, unless mending it could bring less than `least` of a call.
 
     Mending it could save `seconds`; None is all the time of the operators.
-    Seconds that mending it could save `besides`, and time that nobody accounts for (fresh memory, mostly) and that may
+    Seconds that mending it could save `besides`, and time that is not accounted for (fresh memory, mostly) and that may
     belong to these operators, count in the bound, and not in the decision whether there is a finding.
     """
     seconds = taken(ops) if seconds is None else seconds
@@ -116,7 +116,7 @@ def about_operators(
 
 
 def unfused(call: Evidence) -> float:
-    """Of a compiled model: the share of a call that one whole graph would not need. 0 where nobody compiles."""
+    """Of a compiled model: the share of a call that one whole graph would not need. 0 where it is not compiled."""
     groups = call.seconds(POINTWISE, LAYOUT, CAST, INDEX)
     return call.share(groups + call.outside_s) if call.compiled else 0.0
 

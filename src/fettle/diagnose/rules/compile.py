@@ -29,7 +29,7 @@ def graph_breaks(call: Evidence) -> Finding | None:
         formula="(call - products) / call, where the model is compiled",
         before="print(x.sum())\nx = x + 1",
         after="x = x + 1",
-        opportunity=not call.compiled,  # no fault of a model that nobody compiles
+        opportunity=not call.compiled,  # not a fault of a model that is not compiled
     )
 
 
@@ -62,7 +62,7 @@ def recompiles(call: Evidence) -> Finding | None:
         formula="(call - products) / call, where the model is compiled",
         before="model = torch.compile(model)",
         after="model = torch.compile(model, dynamic=True)",
-        opportunity=not call.compiled,  # no fault of a model that nobody compiles
+        opportunity=not call.compiled,  # not a fault of a model that is not compiled
     )
 
 

@@ -32,7 +32,7 @@ def train_mode(call: Evidence) -> Finding | None:
 
 @rule("inference")
 def grad_recorded(call: Evidence) -> Finding | None:
-    """Autograd records a graph that nobody asks for."""
+    """Autograd records a graph that is not used."""
     saved, low, high = call.variants.get("grad=inference_mode", UNKNOWN)
     if call.settings.get("records") != "True" or saved < LEAST or low <= 0:
         return None
@@ -142,7 +142,7 @@ def built_in_call(call: Evidence) -> Finding | None:
         return None
     count = sum(call.built.values())
     places = sorted(call.built, key=lambda line: -call.built[line])[:4]
-    # Nobody knows what a constructor does, and weights just written are in no cache: of the call, surely still needed
+    # What a constructor does is not known, and weights just written are in no cache: of the call, surely still needed
     # are the loader, and the products at their peak.
     return cause(
         f"Modules are built on every call: {count} parameter{'s' if count > 1 else ''}.",
@@ -185,7 +185,7 @@ def waiting(call: Evidence) -> Finding | None:
     """The call waits for something that is not computation."""
     if call.share(call.slept_s) < 0.1 or call.facts.device != "cpu" or call.cores < 1:
         return None
-    # Threads that wait for each other sleep too: what operators took is computation whoever did it.
+    # Threads that wait for each other sleep too: what operators took is computation, in whichever thread.
     if call.compiled and call.compile is not None and not call.compile.healthy:
         return None  # it waits for the compiler's processes, which another rule says
     waiting = min(call.slept_s, call.outside_s)
@@ -230,11 +230,11 @@ def debugging(call: Evidence) -> Finding | None:
     if not on:
         return None
     tried = [call.variants[name] for name in ("anomaly=off", "deterministic=off") if name in call.variants]
-    told = [f"the same call without took {saved:.0%} less" for saved, _, _ in tried if saved > 0]
+    saved = [f"the same call without took {share:.0%} less" for share, _, _ in tried if share > 0]
     return cause(
         f"{' and '.join(on)} left on.",
         bound=max((high for _, _, high in tried), default=0.9),
-        evidence=(*(f"{text} is on after the workload is built" for text in on), *told),
+        evidence=(*(f"{text} is on after the workload is built" for text in on), *saved),
         advice="switch it off outside debugging",
         formula="upper end of what switching it off saved when it was tried",
         before="torch.autograd.set_detect_anomaly(True)",

@@ -18,7 +18,7 @@ def spike(call: Evidence) -> Finding | None:
         return None
     shapes = {op.largest for op in grown}
     ops = [op for op in call.operations if op.largest in shapes or op in grown]
-    # Whoever reads it next reads all of it: reductions, mostly.
+    # The operators that read it next read all of it: reductions, mostly.
     size = 2 * max(math.prod(op.largest) for op in grown)  # in bytes, were it in 16 bits
     ops += [op for op in call.operations if op not in ops and op.bytes >= size * op.calls]
     first = max(grown, key=lambda op: op.growth)
@@ -38,7 +38,7 @@ def spike(call: Evidence) -> Finding | None:
 def leak(call: Evidence) -> Finding | None:
     """Tensors that pile up."""
     graph = call.kept.graphs >= 1
-    if call.kept.tensors < 1 or not (graph or call.kept.bytes >= 1 << 20):  # a number kept for a log is no leak
+    if call.kept.tensors < 1 or not (graph or call.kept.bytes >= 1 << 20):  # a number kept for a log is not a leak
         return None
     written = sum(op.written for op in call.operations)
     what = ", with the autograd graphs that made them" if graph else ""

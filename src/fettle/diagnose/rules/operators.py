@@ -245,7 +245,7 @@ _MAKERS = ("arange", "linspace", "full", "zeros", "ones", "eye", "tril", "triu",
 @rule("inference", "training")
 def constants(call: Evidence) -> Finding | None:
     """Tensors of constants that are made again on every call."""
-    ops = [op for op in named(call, *_MAKERS) if not hasattr(torch.nn, op.kind)]  # torch's own modules: nobody's choice
+    ops = [op for op in named(call, *_MAKERS) if not hasattr(torch.nn, op.kind)]  # not those of torch's own modules
     return about_operators(
         call,
         "Constant tensors (masks, positions) are made again on every call.",

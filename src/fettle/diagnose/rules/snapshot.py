@@ -9,15 +9,15 @@ from fettle.memory import Analysis
 from fettle.units import size_text
 
 _LARGE_SHARE = 0.1
-"""Of the peak: whoever holds less is not worth a line of its own."""
+"""Of the peak: a smaller holder is not worth a line of its own."""
 _STUCK_BYTES = 256 << 20
-"""Below this nobody gains from a setting of the allocator, whatever the share (`fettle.memory` advises none either)."""
+"""Below this no setting of the allocator is worth it, whatever the share (`fettle.memory` advises none either)."""
 _LARGE_BYTES = 64 << 20
 """Likewise, of a few calls that were recorded: what holds the peak of a small model matters little."""
 
 
 def snapshot_findings(analysis: Analysis, calls: int = 0) -> list[Finding]:
-    """What the memory room found, as findings, the largest first; and who holds most of the peak, which is no fault.
+    """What the memory room found, as findings, the largest first; and who holds most of the peak, which is not a fault.
 
     With `calls` the snapshot is of so many calls of one workload: what was there before is its weights, and what is
     small does not matter.

@@ -52,7 +52,7 @@ class Judged:
     """A recipe's curve against the band."""
 
     share: float
-    """Distance from the baseline over the band's spread: below 1 is inside. NaN where it cannot be told."""
+    """Distance from the baseline over the band's spread: below 1 is inside. NaN where it cannot be judged."""
     largest: float
     """Largest difference of a loss from the baseline's at the same step."""
     problem: str = ""

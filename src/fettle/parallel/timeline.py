@@ -3,7 +3,7 @@
 Under fake tensors an operation computes shapes only, yet its results live exactly as long as real ones would: autograd
 keeps what it saves, modules drop what they are done with. `Timeline` watches these lives. What an operation allocates
 and frees inside itself, below PyTorch's dispatcher, is not seen: it can be handed a function that knows
-(`fettle.train.plan_workspace`).
+(`fettle.parallel.workspace`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torch.distributed._tools.common_utils import get_untyped_storages
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from fettle.patches import replaced
 
 PARTS = ("parameters", "gradients", "optimizer state", "activations", "transients")
 Workspace = Callable[[Any, Any, Any], int]
@@ -61,7 +63,6 @@ class Timeline(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._phase = "before"
         self._communicating = False
-        self._resize: Any = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -109,26 +110,27 @@ class Timeline(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Timeline:
         # Sizes change outside the dispatcher: FSDP frees gathered parameters by shrinking their storage.
-        original = self._resize = torch.UntypedStorage.resize_
-        timeline = self
-
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            result = original(storage, size)
-            known = timeline._alive.get(storage._cdata)
-            if known is not None:
-                life = timeline.lives[known[0]]
-                rounded = timeline._rounded(size)
-                timeline._change(rounded - life.size, known[0])
-                life.size, life.part = rounded, "transients"
-            return result
-
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment,method-assign]
+        self._patch = replaced(torch.UntypedStorage, "resize_", self._resizing)
+        self._patch.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        self._patch.__exit__(*exception)
+
+    def _resizing(self, original: Any) -> Any:
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = original(storage, size)
+            known = self._alive.get(storage._cdata)
+            if known is not None:
+                life = self.lives[known[0]]
+                rounded = self._rounded(size)
+                self._change(rounded - life.size, known[0])
+                life.size, life.part = rounded, "transients"
+            return result
+
+        return resize_
 
     def _add(self, storage: Any, part: str) -> None:
         index = len(self.lives)

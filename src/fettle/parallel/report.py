@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
-from fettle.errors import UsageError
-from fettle.files import check_writable, whole, write_text
-from fettle.page import Table, as_spec, shell, still
-from fettle.train.plan import Plan, Prediction
-from fettle.train.plan_timeline import PARTS
+from fettle.page import Table, as_spec, drawn, shell, still, theme
+from fettle.parallel.plan import Plan, Prediction
+from fettle.parallel.timeline import PARTS
 from fettle.units import size_text
 
 _COLOURS = ("#1f77a8", "#2f9a6c", "#7d6bc4", "#d27a22", "#8a949e")
-SUFFIXES = (".html", ".png", ".svg")
 
 
 def bars(made: Plan, width: int = 520) -> Any:
@@ -29,17 +25,17 @@ def bars(made: Plan, width: int = 520) -> Any:
     rows = [
         {"strategy": item.strategy, "part": part, "order": PARTS.index(part), "size_in_unit": item.parts[part] / scale,
          "size": size_text(item.parts[part]), "fits": _fits(item)}
-        for item in made.predictions if not item.failed for part in PARTS
+        for item in _planned(made) for part in PARTS
     ]  # fmt: skip
-    drawn = [item.strategy for item in made.predictions if not item.failed]
+    order = [item.strategy for item in _planned(made)]
     narrow = width < 400
     axis = alt.Axis(labelExpr="split(datum.label, ' ')", labelLimit=130) if narrow else alt.Axis(labelLimit=300)
     legend = alt.Legend(orient="bottom", columns=2 if narrow else 3)
     chart = (
-        alt.Chart(alt.Data(values=rows))  # type: ignore[no-untyped-call]
+        alt.Chart(theme.data(rows))
         .mark_bar(height=18)
         .encode(
-            y=alt.Y("strategy:N", sort=drawn, title=None, axis=axis),
+            y=alt.Y("strategy:N", sort=order, title=None, axis=axis),
             x=alt.X("size_in_unit:Q", title=f"peak per rank, {unit}"),
             color=alt.Color(
                 "part:N",
@@ -57,49 +53,78 @@ def bars(made: Plan, width: int = 520) -> Any:
     most = (made.device_memory_bytes or 0) * (1 - made.headroom)
     if not most or most > 1.5 * longest:  # a line far beyond the bars would only squeeze them
         return chart.properties(**size)
-    limit = alt.Data(values=[{"size_in_unit": most / scale}])  # type: ignore[no-untyped-call]
+    limit = theme.data([{"size_in_unit": most / scale}])
     line = alt.Chart(limit).mark_rule(strokeDash=[5, 3], size=2, color="#c24d4d").encode(x="size_in_unit:Q")
     return alt.layer(chart, line).properties(**size)
 
 
-def write_plan(made: Plan, path: str | os.PathLike[str]) -> None:
-    """Write the picture to `path`; its suffix says what. Raises `UsageError` where that cannot be."""
-    target = Path(path)
-    check_path(target)
-    if target.suffix == ".html":
-        write_text(target, page(made))
-        return
-    with whole(target) as partial:
-        bars(made).save(str(partial), scale_factor=2 if target.suffix == ".png" else 1)
-
-
-def check_path(path: Path) -> None:
-    """Raises `UsageError` for a suffix that is not drawn, or a place that cannot be written."""
-    if path.suffix not in SUFFIXES:
-        raise UsageError(f"{path}: a plan is written as {', '.join(SUFFIXES)}")
-    check_writable(path)
+def write_plan(made: Plan, path: Path) -> None:
+    """Write the page (.html) or the bars alone (.png, .svg). Raises `UsageError` where that cannot be."""
+    drawn.write(path, lambda: page(made), lambda: as_spec(bars(made)))
 
 
 def page(made: Plan) -> str:
     """One HTML file without network and scripts: the bars as SVG, and the tables."""
-    able = [item for item in made.predictions if not item.failed]
-    failed = [(item.strategy, item.failed) for item in made.predictions if item.failed]
-    peaks = ("strategy", "peak", *PARTS, "fits")
-    sent = ("strategy", "sent a step", "between nodes", "collectives", "note")
     return shell.render(
-        "fettle.train",
+        "fettle.parallel",
         "plan.html.j2",
         f"Memory plan: {made.name}",
         made=made,
         verdict=verdict(made),
         basis=basis(made),
         drawn=still(verdict(made), lambda narrow: as_spec(bars(made, 200 if narrow else 620))),
-        tables=[
-            Table(peaks, [_peak_texts(item) for item in able], peaks[1:-1]),
-            Table(sent, [_sent_texts(item) for item in able], sent[1:3]),
-            Table(("strategy", "failed"), failed),
-        ],
+        tables=tables(made),
+        notes=notes(made),
     )
+
+
+def tables(made: Plan) -> list[Table]:
+    """The peaks, what is sent, and the states: each narrow enough for a terminal of 80 columns."""
+    return [_peaks(made), _sent(made), _states(made)]
+
+
+def notes(made: Plan) -> list[str]:
+    """What is to be said of single strategies."""
+    return [f"{item.strategy}: {item.failed or item.note}" for item in made.predictions if item.failed or item.note]
+
+
+def _peaks(made: Plan) -> Table:
+    """All in one unit, which the caption names: with a unit in each cell the table would be too wide."""
+    highest = max(item.peak_bytes for item in made.predictions)
+    unit, scale = next(
+        ((name, 1 << power) for name, power in (("GiB", 30), ("MiB", 20)) if highest >= 1 << power), ("KiB", 1 << 10)
+    )
+    columns = ("strategy", "peak", "params", "grads", "optimizer", "activations", "transients", "fits")
+    rows, kinds = [], []
+    for item in made.predictions:
+        sizes = [item.peak_bytes, *(item.parts.get(part, 0) for part in PARTS)]
+        cells = [f"{size / scale:#.3g}" if size else "0" for size in sizes]
+        rows.append([item.strategy, "failed"] if item.failed else [item.strategy, *cells, _fits(item)])
+        kinds.append("winner" if item.strategy == made.cheapest else "failed" if item.fits is False else "")
+    return Table(columns, rows, columns[1:], f"The fullest rank's peak, {unit}", kinds=kinds)
+
+
+def _sent(made: Plan) -> Table:
+    columns = ("strategy", "by a rank", "between nodes", "collectives")
+    rows = []
+    for item in _planned(made):
+        counts = ", ".join(f"{count} {name}" for name, count in item.collectives.items()) or "none"
+        rows.append([item.strategy, size_text(item.sent_bytes), size_text(item.between_nodes_bytes), counts])
+    return Table(columns, rows, columns[1:3], "What is sent in a step")
+
+
+def _states(made: Plan) -> Table:
+    columns = ("strategy", "predicted", "formula", "bytes/parameter")
+    rows = []
+    for item in _planned(made):
+        held = sum(item.states.values())
+        formula = "none known" if item.formula_bytes is None else size_text(item.formula_bytes)
+        rows.append([item.strategy, size_text(held), formula, f"{held / max(made.parameters, 1):.2f}"])
+    return Table(columns, rows, columns[1:], "The states beside the closed formula")
+
+
+def _planned(made: Plan) -> list[Prediction]:
+    return [item for item in made.predictions if not item.failed]
 
 
 def verdict(made: Plan) -> str:
@@ -109,8 +134,7 @@ def verdict(made: Plan) -> str:
     fitting = [item for item in made.predictions if item.fits]
     room = f"{size_text(made.device_memory_bytes)} with {made.headroom:.0%} left free"
     if not fitting:
-        able = [item for item in made.predictions if not item.failed]
-        least = min(able, key=lambda item: item.peak_bytes)
+        least = min(_planned(made), key=lambda item: item.peak_bytes)
         return f"Nothing fits in {room}; the least is {least.strategy} with {size_text(least.peak_bytes)}."
     if not made.cheapest:
         return f"{len(fitting)} of {len(made.predictions)} fit in {room}, none of them on {made.world_size} ranks."
@@ -125,15 +149,6 @@ def basis(made: Plan) -> str:
         "Predicted from fake tensors, nothing was launched. Not counted: the device's context, the communication "
         "library's buffers, fragmentation, and what kernels allocate inside themselves."
     )
-
-
-def _peak_texts(item: Prediction) -> tuple[str, ...]:
-    return (item.strategy, size_text(item.peak_bytes), *(size_text(item.parts[part]) for part in PARTS), _fits(item))
-
-
-def _sent_texts(item: Prediction) -> tuple[str, ...]:
-    counts = ", ".join(f"{count} {name}" for name, count in item.collectives.items()) or "none"
-    return item.strategy, size_text(item.sent_bytes), size_text(item.between_nodes_bytes), counts, item.note
 
 
 def _fits(item: Prediction) -> str:

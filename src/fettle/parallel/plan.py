@@ -23,12 +23,12 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from fettle.errors import UsageError, first_line
-from fettle.train import plan_formulas as formulas
-from fettle.train.plan_ddp import collectives_of_ddp, ddp_buckets
-from fettle.train.plan_fake import fake_model, fake_tensors, fake_world, fsdp_marks
-from fettle.train.plan_timeline import Timeline, peak_of
-from fettle.train.plan_workspace import Workspaces
-from fettle.train.strategies import Strategy, apply, mesh_shape, precision_context, units_of, usual_strategies
+from fettle.parallel import formulas
+from fettle.parallel.ddp import collectives_of_ddp, ddp_buckets
+from fettle.parallel.fake import fake_model, fake_tensors, fake_world, fsdp_marks
+from fettle.parallel.strategies import Strategy, apply, mesh_shape, precision_context, units_of, usual_strategies
+from fettle.parallel.timeline import Timeline, peak_of
+from fettle.parallel.workspace import Workspaces
 from fettle.train.workload import TrainingWorkload, load_training
 from fettle.workload import Target
 
@@ -92,7 +92,7 @@ def plan(
     device: str = "cuda",
     headroom: float = HEADROOM,
     mode: FakeTensorMode | None = None,
-    tell: Callable[[int, int, str], None] = lambda done, of, doing: None,
+    on_progress: Callable[[str, int, int], None] = lambda doing, done, of: None,
 ) -> Plan:
     """Predict the peak of each strategy. The workload's model is left as it is; none of its weights is read.
 
@@ -101,7 +101,7 @@ def plan(
         device: ``cuda`` or ``cpu``: which defaults the optimizer has there (foreach on CUDA), how sizes are rounded,
             and whether gloo's copies are counted, which NCCL does not make.
         mode: The fake mode that the workload was built under, if it was.
-        tell: Called with (strategies done, of how many, the next one).
+        on_progress: Called with (the next strategy, how many are done, of how many).
 
     Raises:
         UsageError: A wrong number, a process group that exists already, or a step that fake tensors cannot take.
@@ -112,7 +112,7 @@ def plan(
     made: list[Prediction] = []
     with fake_world(world_size):
         for number, strategy in enumerate(asked):
-            tell(number, len(asked), str(strategy))
+            on_progress(str(strategy), number, len(asked))
             ranks = 1 if strategy.kind == "single" else world_size
             try:
                 made.append(_predict(workload, strategy, ranks, ranks_per_node, device, mode))
@@ -176,7 +176,7 @@ def _predict(
         trained_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         units = [sum(p.numel() * p.element_size() for p in unit.parameters()) for unit in units_of(model, strategy)]
         rest = all_bytes - sum(units)
-        called = apply(model, replace(strategy, compile="off"), mesh, ddp=False)
+        called = apply(model, replace(strategy, compile="off"), mesh)
         timeline, states, optimizer = _step(called, workload, batch, strategy, ranks, ranks_per_node, device, round_to)
     host, extra = 0, 0
     peak = peak_of(timeline)

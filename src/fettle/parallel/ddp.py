@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from fettle.train import plan_formulas as formulas
-from fettle.train.plan_timeline import Collective, Timeline
-from fettle.train.strategies import Strategy
+from fettle.parallel import formulas
+from fettle.parallel.strategies import Strategy
+from fettle.parallel.timeline import Collective, Timeline
 
 
 def ddp_buckets(trained: list[torch.nn.Parameter], strategy: Strategy, timeline: Timeline) -> None:

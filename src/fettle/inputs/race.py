@@ -6,53 +6,62 @@ import math
 import random
 import statistics
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import msgspec
 import psutil
 
 from fettle.errors import UsageError
-from fettle.inputs.guard import Room, why_not
+from fettle.inputs._messages import Describe, Faults, FindFaults, Open, TakeSlice, TimeStep
 from fettle.inputs.journal import Journal, key
+from fettle.inputs.limits import Room, why_not
 from fettle.inputs.setting import WITHIN, Facts, Measured, Setting, Slice
-from fettle.measure import Worker, WorkerError
+from fettle.procs.child import Child, ChildError
 
+_MODULE = "fettle.inputs._run"
+"""What the processes run."""
 PAIRS, ROUNDS = 3, 6
-"""Pairs of slices in which two settings are held against each other, and the most where they are near the line."""
+"""Pairs of slices in which two settings are compared, and the most where they are near the line."""
 _CLEAR, _NEAR = 1.15, 0.025
 """Two pairs that are both this far beyond the line are enough; a median this near to it wants more of them."""
-Tell = Callable[[str, int, int], None]
+OnProgress = Callable[[str, int, int], None]
 """What runs now, slices done, and slices expected in all."""
+T = TypeVar("T")
 
 
-class Contest:
+class Race:
     """Measures slices and keeps them. Close it: processes are alive until then."""
 
     def __init__(
-        self, target: str, slice_s: float, timeout_s: float, device: str, here: Room, journal: Journal, tell: Tell
-    ) -> None:
+        self, target: str, slice_s: float, timeout_s: float, device: str, here: Room, journal: Journal,
+        on_progress: OnProgress,
+    ) -> None:  # fmt: skip
         self.target, self.slice_s, self.timeout_s, self.device = target, slice_s, timeout_s, device
-        self.here, self.journal, self.tell = here, journal, tell
+        self.here, self.journal, self.on_progress = here, journal, on_progress
         self.measured: dict[Setting, Measured] = {}
         self.facts: Facts | None = None
         self.round = 0
         self.done, self.expected = 0, 20
         self.reused = 0
-        self._processes: dict[Setting, Worker] = {}
+        self._processes: dict[Setting, Child] = {}
         self._largest = 0
 
     def open(self) -> Facts:
         """What the target makes. Raises `UsageError` where it makes none or its rows cannot be read."""
-        answer = self._known_or("facts", self._ask_facts)
-        if "error" in answer:
-            raise UsageError(str(answer["error"]))
-        self.facts = msgspec.convert(answer, Facts)
+        try:
+            self.facts = self._known_or("facts", Facts, self._ask_facts)
+        except ChildError as error:
+            raise UsageError(str(error)) from None
         return self.facts
 
     def alone(self) -> float:
-        """Seconds of a step without loading; 0 where there is none."""
-        answer = self._known_or("step", lambda: self._process(Setting()).ask("alone", self.timeout_s))
-        return float(answer["step_s"])
+        """Seconds of a step without loading; 0 where there is none. Raises `UsageError` where it cannot be made."""
+        try:
+            return self._known_or(
+                "step", float, lambda: self._process(Setting()).call(TimeStep(), float, self.timeout_s)
+            )
+        except ChildError as error:
+            raise UsageError(f"the step alone fails: {error}") from None
 
     def run(self, setting: Setting, number: int) -> Measured:
         """One slice of a setting in a round; a failure ends the setting, not the search."""
@@ -65,14 +74,13 @@ class Contest:
             item.failure, item.left_out = reason, True
             return item
         self.expected = max(self.expected, self.done + 2)
-        self.tell(setting.name, self.done, max(self.expected, self.done + 1))
-        answer = self._known_or(key(setting, number), lambda: self._slice(setting))
-        self.done += 1
-        if "error" in answer:
-            item.failure = str(answer["error"])
+        self.on_progress(setting.name, self.done, max(self.expected, self.done + 1))
+        try:
+            item.slices[number] = self._known_or(key(setting, number), Slice, lambda: self._slice(setting))
+        except ChildError as error:
+            item.failure = str(error)
             self.close(setting)
-        else:
-            item.slices[number] = msgspec.convert(answer, Slice)
+        self.done += 1
         return item
 
     def next_round(self, *settings: Setting) -> int:
@@ -88,7 +96,7 @@ class Contest:
         """How much faster `one` is than `other`, side by side: the median over rounds of both; 0 where `one` fails.
 
         Rounds are added to those that both have until they say whether the larger of the two is worth its size; with
-        `rough` two are enough: somebody else holds them against each other where it matters.
+        `rough` two are enough: a later comparison decides where it matters.
         """
         line = 1 - WITHIN if one.size < other.size else 1 / (1 - WITHIN)
         while True:
@@ -119,16 +127,19 @@ class Contest:
             return ""
         return why_not(setting, known[0].batch_bytes, max(item.worker_bytes for item in known), self.here)
 
-    def lints(self) -> dict[str, Any]:
+    def faults(self) -> Faults:
         """Look for what is wrong, in a process of its own."""
         self.close()
-        self.tell("looking for faults", self.done, max(self.expected, self.done + 1))
+        self.on_progress("looking for faults", self.done, max(self.expected, self.done + 1))
 
-        def ask() -> dict[str, Any]:
-            with Worker(module="fettle.inputs._run") as process:
-                return process.ask("lint", self.timeout_s, target=self.target)
+        def ask() -> Faults:
+            with Child(_MODULE) as process:
+                return process.call(FindFaults(self.target), Faults, self.timeout_s)
 
-        return self._known_or("lint", ask)
+        try:
+            return self._known_or("lint", Faults, ask)
+        except ChildError as error:
+            return Faults(notes=[f"Looking for faults ended early: {error}."])
 
     def close(self, *settings: Setting) -> None:
         """End the processes of these settings, or all."""
@@ -136,38 +147,40 @@ class Contest:
             if setting in self._processes:
                 self._processes.pop(setting).close()
 
-    def _known_or(self, question: str, ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        known = self.journal.get(question)
-        if known is not None:
+    def _known_or(self, question: str, answer: type[T], ask: Callable[[], T]) -> T:
+        """The answer that is known, or asked for now and kept. Where there is none: `ChildError`, which is kept too."""
+        line = self.journal.get(question)
+        if line is not None:
             self.reused += 1
-            return known
-        try:
-            answer = ask()
-        except WorkerError as error:
-            answer = {"error": _reason(error)}
-        self.journal.put(question, answer)
-        return answer
+        else:
+            try:
+                line = self.journal.put(question, ask())
+            except ChildError as error:
+                line = self.journal.put(question, failure=_reason(error))
+        if line.failure:
+            raise ChildError(line.failure)
+        return msgspec.json.decode(line.answer, type=answer)
 
-    def _ask_facts(self) -> dict[str, Any]:
-        process = self._processes[Setting()] = Worker(module="fettle.inputs._run")
-        return process.ask("facts", self.timeout_s, target=self.target, device=self.device)
+    def _ask_facts(self) -> Facts:
+        process = self._processes[Setting()] = Child(_MODULE)
+        return process.call(Describe(self.target, self.device), Facts, self.timeout_s)
 
-    def _slice(self, setting: Setting) -> dict[str, Any]:
+    def _slice(self, setting: Setting) -> Slice:
         process = self._process(setting)
-        answer = process.ask("slice", self.timeout_s, seconds=self.slice_s)
+        answer = process.call(TakeSlice(self.slice_s), Slice, self.timeout_s)
         self._largest = max(self._largest, process.resident_bytes())
         process.pause()
         return answer
 
-    def _process(self, setting: Setting) -> Worker:
+    def _process(self, setting: Setting) -> Child:
         """The setting's process, started where there is none; others make room where memory is short."""
         for other in self._processes.values():
             other.pause()
         if setting not in self._processes:
             if psutil.virtual_memory().available < 3 * self._largest or self.here.memory_bytes < 3 * self._largest:
                 self.close()
-            process = self._processes[setting] = Worker(module="fettle.inputs._run")
-            process.ask("open", self.timeout_s, target=self.target, setting=vars(setting), device=self.device)
+            process = self._processes[setting] = Child(_MODULE)
+            process.call(Open(self.target, setting, self.device), type(None), self.timeout_s)
         return self._processes[setting]
 
 
@@ -181,8 +194,8 @@ def _decided(found: list[float], line: float) -> bool:
     return len(found) >= (ROUNDS if near else PAIRS)
 
 
-def _reason(error: WorkerError) -> str:
+def _reason(error: ChildError) -> str:
     if error.kind == "timeout":
         return f"{error}: a worker may hang"
-    told = str(error).startswith(("out of memory", "/dev/shm is full"))
-    return f"out of memory: {error}" if error.kind == "memory" and not told else str(error)
+    named = str(error).startswith(("out of memory", "/dev/shm is full"))
+    return f"out of memory: {error}" if error.kind == "memory" and not named else str(error)

@@ -8,7 +8,6 @@ then sharding. ZeRO-1 is DDP with `ZeroRedundancyOptimizer`; ZeRO-2 and ZeRO-3 a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -19,8 +18,6 @@ from fettle.techniques import modules_by_size, repeated_blocks
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
-
-    MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
 KINDS = ("single", "ddp", "zero1", "zero2", "zero3", "hsdp")
 _CHOICES = {
@@ -66,7 +63,7 @@ class Strategy:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise UsageError(f"{self.kind!r} is no parallel strategy: use one of {', '.join(KINDS)}")
+            raise UsageError(f"{self.kind!r} is not a parallel strategy: use one of {', '.join(KINDS)}")
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
@@ -91,7 +88,9 @@ def parse_strategy(text: str) -> Strategy:
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals or name not in _CHOICES or name in values:
-            raise UsageError(f"strategy {text!r}: {setting!r} is no setting, write one of {', '.join(_CHOICES)}=VALUE")
+            raise UsageError(
+                f"strategy {text!r}: {setting!r} is not a setting: write one of {', '.join(_CHOICES)}=VALUE"
+            )
         values[name] = value
     return Strategy(kind, **values)
 
@@ -134,11 +133,11 @@ def mesh_shape(strategy: Strategy, world_size: int, ranks_per_node: int) -> tupl
     return (world_size // inner, inner)
 
 
-def apply(model: torch.nn.Module, strategy: Strategy, mesh: DeviceMesh | None, *, ddp: bool = True) -> torch.nn.Module:
+def apply(model: torch.nn.Module, strategy: Strategy, mesh: DeviceMesh | None) -> torch.nn.Module:
     """Apply `strategy` to `model`, in place where PyTorch works in place, and return what is to be called.
 
-    `mesh` has the shape of `mesh_shape` and is needed for all kinds but single. With `ddp` off the DDP wrapper is left
-    out, as the planner does: its reducer works outside Python and cannot be given fake tensors.
+    `mesh` has the shape of `mesh_shape` and is needed for the sharded kinds. The DDP wrapper is left out: its reducer
+    works outside Python and cannot be given fake tensors.
     """
     blocks = repeated_blocks(model)
     if strategy.checkpoint == "block":
@@ -150,8 +149,6 @@ def apply(model: torch.nn.Module, strategy: Strategy, mesh: DeviceMesh | None, *
         if mesh is None:
             raise ValueError("a sharded strategy needs a device mesh")
         _shard(model, strategy, mesh)
-    elif strategy.kind in ("ddp", "zero1") and ddp:
-        return _replicate(model, strategy)
     return model
 
 
@@ -181,45 +178,6 @@ def _shard(model: torch.nn.Module, strategy: Strategy, mesh: DeviceMesh) -> None
     for unit in units_of(model, strategy):
         fully_shard(unit, **options)
     fully_shard(model, **options)
-
-
-def _replicate(model: torch.nn.Module, strategy: Strategy) -> torch.nn.Module:
-    from torch.nn.parallel import DistributedDataParallel
-
-    wrapped = DistributedDataParallel(
-        model, gradient_as_bucket_view=strategy.buckets == "view", static_graph=strategy.graph == "static"
-    )
-    if strategy.compress == "fp16":
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
-        wrapped.register_comm_hook(None, fp16_compress_hook)
-    elif strategy.compress == "powersgd":
-        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-        # Compression before the second iteration is refused by the hook when it keeps an error of its own.
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    return wrapped
-
-
-def make_optimizer(model: torch.nn.Module, strategy: Strategy, factory: MakeOptimizer) -> torch.optim.Optimizer:
-    """The user's optimizer over the model's parameters, its state split over the ranks for ZeRO-1.
-
-    `ZeroRedundancyOptimizer` wants a class and its arguments; the user's factory is asked once for an optimizer, and
-    class and defaults are taken from that. Raises `UsageError` where parameter groups differ from the defaults.
-    """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    made = factory(trained)
-    if strategy.kind != "zero1":
-        return made
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    if len(made.param_groups) != 1:
-        raise UsageError("zero1: the optimizer factory makes several parameter groups, which zero1 does not take here")
-    given = {
-        key: value for key, value in made.defaults.items() if key not in ("differentiable", "decoupled_weight_decay")
-    }
-    return ZeroRedundancyOptimizer(trained, optimizer_class=type(made), **given)
 
 
 def precision_context(strategy: Strategy, device_type: str) -> AbstractContextManager[Any]:

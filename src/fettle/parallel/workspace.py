@@ -7,18 +7,21 @@ up to a fifth. Each distinct convolution is run once on zeros of its shapes.
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from fettle.train.allocations import allocations, taken_by
-from fettle.train.step_parts import quiet_stderr
+from fettle.parallel.allocations import allocations, taken_by
 
 _PROBED = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 _LARGEST_BYTES = 1 << 30
-"""Operands above this in all are not tried: a plan is no place to fill the memory."""
+"""Operands above this in all are not tried: a plan should not fill the memory."""
 
 
 class Workspaces:
@@ -58,9 +61,23 @@ def _run(func: Any, args: Any, kwargs: Any, threads: int) -> int:
         torch.set_num_threads(threads)
         try:
             func(*args, **kwargs)  # oneDNN prepares a primitive once
-            with quiet_stderr(), allocations() as taken:
+            with _quiet_stderr(), allocations() as taken:
                 kept = func(*args, **kwargs)
         finally:
             torch.set_num_threads(before)
     del kept
     return taken_by(taken())
+
+
+@contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """Without the lines that the profiler's library writes to stderr at each start and stop."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from bench.strategy_launch import launch
+from fettle.parallel.plan import build_fake, plan
+from fettle.parallel.strategies import parse_strategy
 from fettle.procs.rendezvous import LAUNCHER
-from fettle.train.plan import build_fake, plan
-from fettle.train.strategies import parse_strategy
-from fettle.train.strategies_launch import launch
 from fettle.workload import find_target
 from tests.processes import alive, left_behind
 
-HERE = Path(__file__).parent / "planned.py"
+HERE = Path(__file__).parents[1] / "train" / "planned.py"
 pytestmark = pytest.mark.slow
 
 

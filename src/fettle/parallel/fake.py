@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 from collections import UserDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from fettle.errors import UsageError, first_line
-from fettle.train.plan_timeline import Timeline
+from fettle.parallel.timeline import Timeline
+from fettle.patches import replaced
 
 
 @contextmanager
@@ -26,12 +27,10 @@ def fake_world(world_size: int) -> Iterator[None]:
     if dist.is_initialized():
         raise UsageError("a process group exists already: plan in a process of its own, outside torchrun")
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    chunks = _fsdp_param._chunk_with_empty  # type: ignore[attr-defined]
-    _fsdp_param._chunk_with_empty = _first_chunk  # type: ignore[attr-defined]
     try:
-        yield
+        with replaced(_fsdp_param, "_chunk_with_empty", lambda _: _first_chunk):
+            yield
     finally:
-        _fsdp_param._chunk_with_empty = chunks  # type: ignore[attr-defined]
         dist.destroy_process_group()
 
 
@@ -48,8 +47,6 @@ def fsdp_marks(timeline: Timeline) -> Iterator[None]:
     """Let the timeline know what FSDP2 allocates for communication: gathered parameters and its flat buffers."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    originals = {name: getattr(FSDPParamGroup, name) for name in ("unshard", "wait_for_unshard", "post_backward")}
-
     def marked(original: Callable[..., Any]) -> Callable[..., Any]:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             with timeline.communicating():
@@ -57,13 +54,10 @@ def fsdp_marks(timeline: Timeline) -> Iterator[None]:
 
         return method
 
-    for name, original in originals.items():
-        setattr(FSDPParamGroup, name, marked(original))
-    try:
+    with ExitStack() as stack:
+        for name in ("unshard", "wait_for_unshard", "post_backward"):
+            stack.enter_context(replaced(FSDPParamGroup, name, marked))
         yield
-    finally:
-        for name, original in originals.items():
-            setattr(FSDPParamGroup, name, original)
 
 
 def fake_model(model: torch.nn.Module) -> torch.nn.Module:

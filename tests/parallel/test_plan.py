@@ -13,15 +13,15 @@ from typer.testing import CliRunner
 
 from fettle.cli.plan import _print
 from fettle.errors import UsageError
+from fettle.parallel import formulas
+from fettle.parallel.plan import Plan, Prediction, build_fake, plan
+from fettle.parallel.report import write_plan
+from fettle.parallel.strategies import KINDS, Strategy, parse_strategy, units_of, usual_strategies
+from fettle.parallel.timeline import PARTS
 from fettle.techniques import repeated_blocks
-from fettle.train import plan_formulas as formulas
-from fettle.train.plan import Plan, Prediction, build_fake, plan
-from fettle.train.plan_report import write_plan
-from fettle.train.plan_timeline import PARTS
-from fettle.train.strategies import KINDS, Strategy, parse_strategy, units_of, usual_strategies
 from fettle.workload import find_target
 
-HERE = Path(__file__).parent / "planned.py"
+HERE = Path(__file__).parents[1] / "train" / "planned.py"
 
 
 def planned(*texts: str, world_size: int = 8, device: str = "cpu", **options):

@@ -6,8 +6,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fettle.inputs import Setting, guard
-from fettle.inputs.guard import Room, room, why_not
+from fettle.inputs import Setting
+from fettle.inputs.limits import Room, room, why_not
+from fettle.procs import limits
 
 GIB = 1 << 30
 
@@ -15,8 +16,8 @@ GIB = 1 << 30
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine of 64 cores without control groups; tests write theirs."""
-    monkeypatch.setattr(guard, "_GROUPS", tmp_path)
-    monkeypatch.setattr(guard, "_OWN", tmp_path / "own")
+    monkeypatch.setattr(limits, "_GROUPS", tmp_path)
+    monkeypatch.setattr(limits, "_OWN", tmp_path / "own")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
     return tmp_path
 

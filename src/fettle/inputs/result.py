@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from fettle.inputs.lint import Lint
 from fettle.inputs.setting import WITHIN, Measured, ratio
-from fettle.units import size_text
+from fettle.units import seconds_text, size_text
 
 
 @dataclass(frozen=True)
-class Found:
+class PipelineResult:
     """What was found about a pipeline. Times in seconds."""
 
     target: str
@@ -37,7 +37,7 @@ class Found:
 
     @property
     def before(self) -> Measured:
-        """What a gain is told against: the setting as given, or no workers where that fails."""
+        """What a gain is relative to: the setting as given, or no workers where that fails."""
         return self.given if self.given.able else self.plain
 
     @property
@@ -80,16 +80,16 @@ def cannot_help(plain: Measured, step_s: float, cores: int) -> str:
     return ""
 
 
-def verdict(found: Found, why: str = "") -> str:
+def verdict(result: PipelineResult, why: str = "") -> str:
     """The answer in one or two sentences."""
-    before, best = found.before, found.best
-    takes = f"{found.gain:.2f}x the batches a second with {best.setting.name}"
-    if not found.given.able:
+    before, best = result.before, result.best
+    takes = f"{result.gain:.2f}x the batches a second with {best.setting.name}"
+    if not result.given.able:
         takes += ", over no workers: as given it fails"
-    waited = f"{before.waiting:.0%} of the time was waiting" if found.step_s else "no step was given"
-    helped = best is not before and found.gain >= 1 + WITHIN
+    waited = f"{before.waiting:.0%} of the time was waiting" if result.step_s else "no step was given"
+    helped = best is not before and result.gain >= 1 + WITHIN
     if not best.setting.num_workers and not why:
-        why = _why_workers_lost(found)
+        why = _why_workers_lost(result)
     if why:
         if helped:
             return f"{why} {takes}."
@@ -103,34 +103,30 @@ def verdict(found: Found, why: str = "") -> str:
     return f"The setting as given is the smallest within 3% of the best ({waited})."
 
 
-def _why_workers_lost(found: Found) -> str:
+def _why_workers_lost(result: PipelineResult) -> str:
     """What was seen of settings with workers, where none won."""
-    tried = [item for item in found.settings if item.setting.num_workers and item.able]
-    failed = [item for item in found.settings if item.setting.num_workers and item.failure and not item.left_out]
+    tried = [item for item in result.settings if item.setting.num_workers and item.able]
+    failed = [item for item in result.settings if item.setting.num_workers and item.failure and not item.left_out]
     if not tried:
-        told = failed or [item for item in found.settings if item.left_out]
-        return f"Workers do not run: {told[0].failure}." if told else ""
-    fastest = max(tried, key=lambda item: ratio(item, found.plain))
-    seen, reached = next(iter(fastest.slices.values())), ratio(fastest, found.plain)
+        reasons = failed or [item for item in result.settings if item.left_out]
+        return f"Workers do not run: {reasons[0].failure}." if reasons else ""
+    fastest = max(tried, key=lambda item: ratio(item, result.plain))
+    seen, reached = next(iter(fastest.slices.values())), ratio(fastest, result.plain)
     many = fastest.setting.num_workers
     beside = f"one brings {reached:.2f}x" if many == 1 else f"{many} of them bring {reached:.2f}x"
     if reached >= 1 + WITHIN:
-        return f"Workers cannot help beside {found.best.setting.name}: alone {beside}."
-    if found.step_s and reached > 1 - WITHIN and found.plain.waiting < 0.1:
-        return f"Workers cannot help: waiting is {found.plain.waiting:.1%} of a step, and {beside}."
+        return f"Workers cannot help beside {result.best.setting.name}: alone {beside}."
+    if result.step_s and reached > 1 - WITHIN and result.plain.waiting < 0.1:
+        return f"Workers cannot help: waiting is {result.plain.waiting:.1%} of a step, and {beside}."
     if seen.fetch_p50_s * seen.rate < 0.5 * fastest.setting.num_workers:
-        handing = max(1 / seen.rate - found.step_s, 0.0)
+        handing = max(1 / seen.rate - result.step_s, 0.0)
         return (
-            f"Workers cannot help: making a batch of {size_text(seen.batch_bytes)} takes {_time(found.batch_p50_s)}, "
-            f"getting it from a worker {_time(handing)}; {beside}."
+            f"Workers cannot help: making a batch of {size_text(seen.batch_bytes)} takes "
+            f"{seconds_text(result.batch_p50_s)}, getting it from a worker {seconds_text(handing)}; {beside}."
         )
-    if found.plain.last.cpu_share > 0.9 * found.cores:
-        return f"Workers cannot help: the loop keeps all {found.cores} cores busy without them; {beside}."
+    if result.plain.last.cpu_share > 0.9 * result.cores:
+        return f"Workers cannot help: the loop keeps all {result.cores} cores busy without them; {beside}."
     return f"Workers cannot help: {beside}."
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
 
 
 def _first(item: Measured, name: str) -> float:

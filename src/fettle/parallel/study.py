@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from fettle.parallel.plan import Plan, build_fake, plan
+from fettle.parallel.strategies import KINDS, Strategy, parse_strategy
 from fettle.techniques import find, repeated_blocks
-from fettle.train.plan import Plan, build_fake, plan
-from fettle.train.strategies import KINDS, Strategy, parse_strategy
 from fettle.units import size_text
 from fettle.workload import Target
 

@@ -1,0 +1,117 @@
+"""What commands share in what they show: how far they are, and tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table as RichTable
+
+if TYPE_CHECKING:
+    from fettle.comparing import Comparison
+    from fettle.page import Table
+
+_MOST_OF_A_WORD = 24
+_STYLES = {"winner": "green", "failed": "red"}
+
+
+@contextmanager
+def telling(first: str, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
+    """A line that says what is going on, and changes in place: on standard error, where that is a terminal."""
+    console = Console(file=sys.stderr)  # this one, also while a factory has another
+    if quiet or not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status(escape(first)) as status:
+        yield lambda text: status.update(escape(text))
+
+
+@contextmanager
+def bar(first: str, *, quiet: bool = False, lines: bool = False) -> Iterator[Callable[[str, float, float], None]]:
+    """What runs now, how much is done, of how much, and the time left: on standard error, where that is a terminal.
+
+    Elsewhere nothing, or with `lines` one for each.
+    """
+    console = Console(file=sys.stderr)
+    if quiet or not (console.is_terminal or lines):
+        yield lambda doing, done, of: None
+    elif not console.is_terminal:
+        yield lambda doing, done, of: console.print(f"[{done}/{of}] {doing}", highlight=False, markup=False)
+    else:
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=18), TimeElapsedColumn(), TextColumn("left"),
+                   TimeRemainingColumn())  # fmt: skip
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task(escape(first), total=None)
+            yield lambda doing, done, of: progress.update(
+                task, description=escape(doing[:70]), completed=done, total=of
+            )
+
+
+def answer(
+    as_json: bool, data: Callable[[], Any], say: Callable[[Console], object], report: Path | None = None
+) -> None:
+    """What a command found: as JSON for machines, else said to people, with the place of its report."""
+    if as_json:
+        print(json.dumps(data(), default=str))
+        return
+    console = Console()
+    say(console)
+    if report is not None:
+        console.print(f"\nreport: {escape(str(report))}", highlight=False, soft_wrap=True)
+
+
+def leave(*, interrupted: bool = False, missed: bool = False) -> None:
+    """Leave with exit code 130 where a command was interrupted, and 1 where its limits were not met."""
+    if interrupted or missed:
+        raise typer.Exit(130 if interrupted else 1)
+
+
+def print_comparison(console: Console, comparison: Comparison, under_load: bool = False) -> None:
+    """Recipes beside the workload as given, and what other programs took of the machine meanwhile."""
+    from fettle.report import comparison_table, load_lines
+
+    console.print(comparison_table(comparison.trials, comparison.verdicts))
+    for line in load_lines(comparison.trials, under_load):
+        console.print(line)
+
+
+def print_table(console: Console, table: Table, title: str = "", without: Collection[str] = ()) -> None:
+    """A page's table for the terminal, `without` some of its columns.
+
+    Columns that hold no text are left out, and so are the last ones where there is no room: no number is cut in two.
+    """
+    blank = [""] * len(table.columns)
+    rows = [[cell if isinstance(cell, str) else cell.text for cell in (*row, *blank[len(row) :])] for row in table.rows]
+    columns = [(name, [row[i] for row in rows]) for i, name in enumerate(table.columns) if name not in without]
+    columns = [(name, texts) for name, texts in columns if any(texts)] or columns
+    shown = RichTable(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim", title=title or table.caption,
+                      title_justify="left", title_style="bold")  # fmt: skip
+    needed = [_least_width(name, texts, name in table.numbers) for name, texts in columns]
+    fit = max(1, sum(sum(needed[: i + 1]) + i < console.width for i in range(len(columns))))
+    room = console.width - sum(needed[:fit]) - fit
+    for (name, texts), width in zip(columns[:fit], needed, strict=False):  # what room is left goes to them in order
+        more = max(0, min(room, max(map(len, (name, *texts))) - width))
+        room -= more
+        right = name in table.numbers
+        shown.add_column(name, justify="right" if right else "left", overflow="fold", width=width + more)
+    for number, kind in enumerate(table.kinds or [""] * len(rows)):
+        shown.add_row(*(escape(texts[number]) for _, texts in columns[:fit]), style=_STYLES.get(kind, ""))
+    console.print()
+    console.print(shown)
+    if fit < len(columns):
+        left = ", ".join(name for name, _ in columns[fit:])
+        console.print(f"no room for: {left} (a wider window, or --json)", highlight=False, markup=False)
+
+
+def _least_width(name: str, texts: Sequence[str], is_number: bool) -> int:
+    """Of a number all of it, of text its longest word, up to 24 characters of it."""
+    longest = max((len(word) for text in texts for word in ([text] if is_number else text.split())), default=0)
+    return max(1, *map(len, name.split()), longest if is_number else min(longest, _MOST_OF_A_WORD))

@@ -1,0 +1,30 @@
+"""What a command draws into one file: the page, or its chart alone, by the file's suffix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from fettle.errors import UsageError
+from fettle.files import check_writable, write_bytes, write_text
+from fettle.page import theme
+
+_SUFFIXES = (".html", ".png", ".svg")
+
+
+def check_path(path: Path) -> None:
+    """Raises `UsageError` for a suffix that is not drawn, or a place that cannot be written."""
+    if path.suffix not in _SUFFIXES:
+        raise UsageError(f"{path}: the report is written as .html, .png or .svg")
+    check_writable(path)
+
+
+def write(path: Path, page: Callable[[], str], chart: Callable[[], theme.Spec], width: int = 640) -> None:
+    """Write the page (.html, needs no network) or the chart alone (.png, .svg), whole or not at all."""
+    check_path(path)
+    if path.suffix == ".html":
+        write_text(path, page())
+    elif path.suffix == ".svg":
+        write_text(path, theme.svg(chart(), width))
+    else:
+        write_bytes(path, theme.png(chart(), width))

@@ -1,0 +1,96 @@
+"""What of the machine this process may use: cores by affinity, and both by its control groups, of either version."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_GROUPS = Path("/sys/fs/cgroup")
+_OWN = Path("/proc/self/cgroup")
+
+
+def usable_cores() -> int:
+    """Physical cores that this process may use: fewer under an affinity mask or a container's quota."""
+    logical, per_core = _affinity(), 1
+    try:
+        import psutil
+
+        physical = psutil.cpu_count(logical=False) or 0
+        per_core = max(1, round((psutil.cpu_count() or 1) / physical)) if physical else 1
+    except Exception:
+        pass
+    return max(1, int(min([logical // per_core, *_quotas()])))
+
+
+def granted_cores() -> tuple[int, str]:
+    """Logical cores that this process may use, of a quota as many as it takes to use all of it; and what says so."""
+    cores, quota = _affinity(), min(_quotas(), default=math.inf)
+    if quota < cores:
+        return max(1, math.ceil(quota)), f"the control group grants {quota:.3g} cores"
+    return cores, "cores of this process"
+
+
+def granted_memory_bytes() -> int:
+    """Free memory, or what the control groups still grant where that is less."""
+    import psutil
+
+    memory = int(psutil.virtual_memory().available)
+    for folder in _folders("memory"):
+        limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
+        used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
+        if limit is not None and limit < 1 << 60:
+            memory = min(memory, max(0, limit - used))
+    return memory
+
+
+def _affinity() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _quotas() -> list[float]:
+    """Cores that each control group above this process grants, where it limits them."""
+    return [quota for folder in _folders("cpu") if (quota := _quota(folder)) is not None]
+
+
+def _quota(folder: Path) -> float | None:
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        pass
+    quota_us, period_us = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+    return quota_us / period_us if quota_us and period_us and quota_us > 0 else None
+
+
+def _folders(controller: str) -> Iterator[Path]:
+    """The control groups of this process that count for a controller, innermost first, in either version's layout."""
+    try:
+        lines = _OWN.read_text().splitlines()
+    except OSError:
+        lines = []
+    roots = [(_GROUPS, "/"), (_GROUPS / controller, "/")]
+    for line in lines:
+        _, _, rest = line.partition(":")
+        names, _, path = rest.partition(":")
+        if not names:
+            roots.insert(0, (_GROUPS, path))
+        elif controller in names.split(","):
+            roots.insert(0, (_GROUPS / names, path))
+            roots.insert(0, (_GROUPS / controller, path))
+    for root, path in roots:
+        folder = root / path.strip("/")
+        while ".." not in path:
+            if folder.is_dir():
+                yield folder
+            if folder == root or root not in folder.parents:
+                break
+            folder = folder.parent
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
