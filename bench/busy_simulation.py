@@ -23,6 +23,7 @@ from pathlib import Path
 from fettle.measure import Interval, Slice, Trial
 from fettle.recipe import Recipe
 from fettle.result import Limits
+from fettle.techniques import Facts
 from fettle.tuning._outcome import pick_winner
 from fettle.tuning.session import Session
 from fettle.workload import Target
@@ -127,6 +128,7 @@ def run(truth: Study, folder: Path) -> tuple[float, bool, bool, bool]:
     said to be of a quiet machine, and whether a gain of 1.5x was not told."""
     session = Session(Target("made/up.py:workload"), folder, Limits(None), "throughput", None, 0.0, lambda event: None)
     session.study = _Notes()  # type: ignore[assignment]
+    session.facts = Facts()
     session.standings.misses = lambda trial: ""  # type: ignore[method-assign]
     waiting = [recipe for recipe in truth.log_ms if recipe.levels]
     truth.random.shuffle(waiting)

@@ -72,7 +72,7 @@ def technique(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "in_place_relu.py").write_text(FILE)
     monkeypatch.syspath_prepend(tmp_path)
     importlib.import_module("in_place_relu")
-    monkeypatch.delitem(sys.modules, "in_place_relu")
+    del sys.modules["in_place_relu"]
     yield find("in_place_relu")
     CATALOGUE.remove(find("in_place_relu"))
 

@@ -12,9 +12,9 @@ import pkgutil
 from fettle.recipe import Recipe
 from fettle.techniques import _source, _training
 from fettle.techniques._base import CATALOGUE, Bundle, Code, Facts, Learned, Level, Technique, register
-from fettle.techniques._bundles import bundles
 from fettle.techniques._catalogue import (
     batch_factor,
+    bundles,
     canonical,
     check_names,
     conflict,

@@ -15,7 +15,7 @@ from fettle.recipe import Recipe
 from fettle.techniques._facts import Facts
 
 __all__ = [
-    "BOTH", "CATALOGUE", "INFERENCE", "TRAINING", "Bundle", "Code", "Facts", "Learned", "Level", "Technique",
+    "BOTH", "CATALOGUE", "INFERENCE", "TRAINING", "Bundle", "Code", "Facts", "Learned", "Level", "Recipe", "Technique",
     "register",
 ]  # fmt: skip
 

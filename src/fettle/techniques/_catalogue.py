@@ -10,6 +10,8 @@ from fettle.recipe import Recipe
 from fettle.techniques._base import CATALOGUE, Technique
 from fettle.techniques._facts import Facts
 
+_MOST_BUNDLES = 8
+
 
 def find(name: str) -> Technique:
     """The technique of that name; KeyError when there is none."""
@@ -85,6 +87,20 @@ def preconditions(facts: Facts) -> Recipe:
 def kind_of(recipe: Recipe) -> tuple[str, ...]:
     """What kind of execution a recipe is, see `Technique.kind`."""
     return tuple(kind for technique, level in changed(recipe) if (kind := technique.kind(level)))
+
+
+def bundles(facts: Facts) -> list[Recipe]:
+    """Four to eight recipes without conflict on these facts, those that promise most for their cost first."""
+    techniques = [technique for technique in CATALOGUE if facts.mode in technique.modes]
+    usual = {technique.name: technique.usual(facts) for technique in techniques}
+    offered = [bundle for technique in techniques for bundle in technique.bundles(facts)]
+    found: dict[Recipe, None] = {}
+    for bundle in sorted(offered, key=lambda bundle: bundle.place):
+        recipe = canonical(Recipe({**usual, **bundle.levels}))
+        recipe = recipe.without(*idle(recipe))
+        if not conflict(recipe, facts) and (facts.ranks == 1 or uses_ranks(recipe)):
+            found[recipe] = None
+    return list(found)[:_MOST_BUNDLES]
 
 
 # -- what a trial of a recipe takes ----------------------------------------------------------------------------------

@@ -5,8 +5,7 @@ allocates the same pieces again and again, as each training step does, then pays
 written: where pages are expensive (virtual machines, sandboxes), many times what copying the data costs.
 """
 
-from fettle.recipe import Recipe
-from fettle.techniques._base import BOTH, Code, Facts, Level, Technique, register
+from fettle.techniques._base import BOTH, Code, Facts, Level, Recipe, Technique, register
 
 # Freed memory is kept for the next call instead of going back to the system, as the CPU tuning guide has it.
 _JEMALLOC = "oversize_threshold:1,background_thread:true,metadata_thp:auto,dirty_decay_ms:-1,muzzy_decay_ms:-1"

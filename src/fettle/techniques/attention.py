@@ -1,8 +1,7 @@
 """Which implementation computes attention."""
 
-from fettle.recipe import Recipe
 from fettle.techniques._attention_rewrite import REWRITE
-from fettle.techniques._base import Code, Facts, Level, Technique, register
+from fettle.techniques._base import Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques._exported import spread
 
 _HF = ("sdpa", "flash_attention_2", "eager")

@@ -4,8 +4,7 @@ from typing import Any
 
 import torch
 
-from fettle.recipe import Recipe
-from fettle.techniques._base import BOTH, Code, Facts, Level, Technique, register
+from fettle.techniques._base import BOTH, Code, Facts, Level, Recipe, Technique, register
 
 
 def joined(data: Any, count: int) -> Any:

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from fettle.recipe import Recipe
-from fettle.techniques._base import BOTH, Bundle, Code, Facts, Level, Technique, register
+from fettle.techniques._base import BOTH, Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques.allocator import kept
 from fettle.techniques.precision import autocast, computes_in_bf16
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from fettle.recipe import Recipe
-from fettle.techniques._base import TRAINING, Code, Facts, Level, Technique, register
+from fettle.techniques._base import TRAINING, Code, Facts, Level, Recipe, Technique, register
 
 
 def inside_image(tap: int, stride: int, padding: int, size: int, outputs: int) -> tuple[int, int, slice]:

@@ -5,8 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from fettle.recipe import Recipe
-from fettle.techniques._base import Bundle, Code, Facts, Level, Technique, register
+from fettle.techniques._base import Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques._exported import flatten
 
 

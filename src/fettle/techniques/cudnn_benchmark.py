@@ -1,7 +1,6 @@
 """cuDNN measures its convolution algorithms at the first call of each shape and keeps the fastest."""
 
-from fettle.recipe import Recipe
-from fettle.techniques._base import BOTH, Code, Facts, Level, Technique, register
+from fettle.techniques._base import BOTH, Code, Facts, Level, Recipe, Technique, register
 
 
 @register

@@ -1,7 +1,6 @@
 """Whether autograd records the forward pass."""
 
-from fettle.recipe import Recipe
-from fettle.techniques._base import Code, Facts, Level, Technique, register
+from fettle.techniques._base import Code, Facts, Level, Recipe, Technique, register
 
 
 @register

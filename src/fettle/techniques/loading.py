@@ -4,8 +4,7 @@ from typing import Any
 
 import torch
 
-from fettle.recipe import Recipe
-from fettle.techniques._base import TRAINING, Code, Facts, Level, Technique, register
+from fettle.techniques._base import TRAINING, Code, Facts, Level, Recipe, Technique, register
 
 
 def with_workers(loader: torch.utils.data.DataLoader, count: int) -> torch.utils.data.DataLoader:  # type: ignore[type-arg]

@@ -1,8 +1,7 @@
 """Precision of float32 products inside the libraries. On a CPU, medium means bfloat16 inside oneDNN, which converts on
 its way through: no cast is an operation of its own, and weights and activations stay float32."""
 
-from fettle.recipe import Recipe
-from fettle.techniques._base import BOTH, Bundle, Code, Facts, Level, Technique, register
+from fettle.techniques._base import BOTH, Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques.precision import computes_in_bf16
 
 

@@ -1,7 +1,6 @@
 """Train or eval mode. Where train mode gives other answers, eval is a precondition of every recipe but the baseline."""
 
-from fettle.recipe import Recipe
-from fettle.techniques._base import Code, Facts, Level, Technique, register
+from fettle.techniques._base import Code, Facts, Level, Recipe, Technique, register
 
 
 @register

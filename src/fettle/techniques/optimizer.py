@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from fettle.recipe import Recipe
-from fettle.techniques._base import TRAINING, Bundle, Code, Facts, Level, Technique, register
+from fettle.techniques._base import TRAINING, Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques.allocator import kept
 from fettle.techniques.convolution import products
 

@@ -7,8 +7,7 @@ one process would. A baseline and a strategy are then the same training, and are
 from collections.abc import Mapping
 from typing import ClassVar
 
-from fettle.recipe import Recipe
-from fettle.techniques._base import TRAINING, Bundle, Code, Facts, Level, Technique, register
+from fettle.techniques._base import TRAINING, Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques._ranks import (
     join_ranks,
     mesh_of,

@@ -4,8 +4,7 @@ from typing import Any
 
 import torch
 
-from fettle.recipe import Recipe
-from fettle.techniques._base import BOTH, Bundle, Code, Facts, Level, Technique, register
+from fettle.techniques._base import BOTH, Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques.allocator import kept
 from fettle.techniques.convolution import products
 from fettle.workload import map_tensors

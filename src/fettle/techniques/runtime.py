@@ -6,8 +6,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 import torch
 
-from fettle.recipe import Recipe
-from fettle.techniques._base import Bundle, Code, Facts, Learned, Level, Technique, register
+from fettle.techniques._base import Bundle, Code, Facts, Learned, Level, Recipe, Technique, register
 from fettle.techniques._exported import Exported, flatten, spread
 from fettle.techniques._openvino import MODEL, openvino_engine, openvino_streams_engine
 from fettle.techniques._openvino_int8 import CHOOSING

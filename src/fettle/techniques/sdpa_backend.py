@@ -3,8 +3,7 @@
 It need not be the fastest: on a CPU the backward pass of flash attention in bfloat16 takes longer than in float32.
 """
 
-from fettle.recipe import Recipe
-from fettle.techniques._base import BOTH, Code, Facts, Level, Technique, register
+from fettle.techniques._base import BOTH, Code, Facts, Level, Recipe, Technique, register
 
 _BACKENDS = {
     "flash": ("FLASH_ATTENTION", "flash attention"),

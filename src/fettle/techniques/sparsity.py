@@ -5,8 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from fettle.recipe import Recipe
-from fettle.techniques._base import Code, Facts, Level, Technique, register
+from fettle.techniques._base import Code, Facts, Level, Recipe, Technique, register
 
 
 def sparsify(model: torch.nn.Module) -> None:

@@ -1,7 +1,6 @@
 """How many CPU threads one operator uses."""
 
-from fettle.recipe import Recipe
-from fettle.techniques._base import BOTH, Code, Facts, Level, Technique, register
+from fettle.techniques._base import BOTH, Code, Facts, Level, Recipe, Technique, register
 
 
 @register

@@ -1,7 +1,6 @@
 """Whether gradients are dropped after a step or filled with zeros."""
 
-from fettle.recipe import Recipe
-from fettle.techniques._base import TRAINING, Code, Facts, Level, Technique, register
+from fettle.techniques._base import TRAINING, Code, Facts, Level, Recipe, Technique, register
 
 
 @register
