@@ -18,7 +18,7 @@ def workload():
     return {"model": Colours().eval(), "inputs": [torch.rand(2, 3, 8, 8)], "name": "colours"}
 
 def net():
-    from tests.serve.test_mar import Net
+    from tests.compat.test_mar import Net
     return {"model": Net().eval(), "inputs": [torch.rand(2, 3, 8, 8)], "name": "net"}
 """
 
@@ -55,7 +55,7 @@ def test_package_with_a_ready_handler_then_export(fettle, tmp_path):
 
 
 def test_import_mar_says_what_it_would_run_and_then_does(fettle, tmp_path):
-    code = "import torch\nfrom tests.serve.test_mar import Net as Base\nclass Net(Base):\n    pass\n"
+    code = "import torch\nfrom tests.compat.test_mar import Net as Base\nclass Net(Base):\n    pass\n"
     archive = mar(tmp_path / "net.mar", {"net.pt": saved(net().state_dict()), "model.py": code}, modelFile="model.py")
     status, _, errors = fettle("serve", "import-mar", "net.mar", "--input", "FP32[-1,3,8,8]")
     assert (status, len(errors)) == (2, 1)

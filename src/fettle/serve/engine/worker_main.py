@@ -36,6 +36,7 @@ def main() -> None:
         shared.append(memoryview(mmap.mmap(descriptor, SHARED_BYTES, access=mmap.ACCESS_READ)))
         os.close(descriptor)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
+    logging.getLogger("fettle.serve.settings").setLevel(logging.ERROR)  # the server has said it
     with contextlib.suppress(ImportError):  # which is reported when there is something to load
         _import_early()
     with contextlib.suppress(ConnectionError, EOFError):
