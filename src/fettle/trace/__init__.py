@@ -42,7 +42,7 @@ from fettle.trace.analyses.operators import (
 )
 from fettle.trace.analyses.queue import bandwidth_summary, copy_bandwidth, queue_length, queue_summary
 from fettle.trace.analyses.sql import query
-from fettle.trace.analyses.stacks import CAUSES_OF_HOST
+from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
 from fettle.trace.analyses.steps import step_summary, steps
 from fettle.trace.analyses.waits import CAUSES
 from fettle.trace.analyses.whatif import WhatIf, what_if
@@ -59,9 +59,9 @@ __all__ = [
     "CAUSES", "CAUSES_OF_HOST", "Comparison", "CriticalPath", "Health", "Kind", "Trace", "WhatIf", "account_total",
     "annotation_table", "arrival", "attribute_kernels", "augment", "bandwidth_summary", "call_table", "call_tree",
     "collective_table", "collectives", "compare", "conversions", "copy_bandwidth", "counters_by_operator",
-    "critical_path", "critical_path_of_ranks", "data_loading", "host_summary", "identities", "idle_pieces",
-    "idle_streams", "idle_summary", "kernel_classes", "kernel_sequences", "kernel_table", "kernels_across_ranks",
-    "kernels_under", "launch_stats", "load", "load_all", "loader_waits", "memory_peak", "memory_timeline",
+    "critical_path", "critical_path_of_ranks", "data_loading", "host_stacks", "host_summary", "identities",
+    "idle_pieces", "idle_streams", "idle_summary", "kernel_classes", "kernel_sequences", "kernel_table",
+    "kernels_across_ranks", "kernels_under", "launch_stats", "load", "load_all", "loader_waits", "memory_peak", "memory_timeline",
     "operator_sizes", "operator_table", "overlap", "parallel_operators", "path_events", "path_shares",
     "product_summary", "product_table", "query", "queue_length", "queue_summary", "record", "small_operators",
     "step_summary", "steps", "stragglers", "threads", "time_account", "trace_health", "what_if", "write_report",

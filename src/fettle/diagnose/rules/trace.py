@@ -19,6 +19,7 @@ from fettle.trace import (
     CAUSES_OF_HOST,
     Kind,
     Trace,
+    host_stacks,
     idle_summary,
     kernel_table,
     loader_waits,
@@ -218,7 +219,7 @@ def trace_findings(trace: Trace) -> tuple[list[Finding], dict[str, float]]:
 def _outermost_operators(trace: Trace) -> np.ndarray:
     """Rows of operators that no other operator called."""
     rows = np.flatnonzero(trace.kind == Kind.OPERATOR)
-    parent = trace.stacks.parent[rows]
+    parent = host_stacks(trace).parent[rows]
     answer: np.ndarray = rows[(parent < 0) | (trace.kind[np.maximum(parent, 0)] != Kind.OPERATOR)]
     return answer
 
@@ -233,7 +234,7 @@ def _profiler_ns(trace: Trace) -> int:
 def _slowed_ns(trace: Trace) -> int:
     """What operators took longer than the fastest of the same name and shapes, within the steps."""
     rows = _outermost_operators(trace)
-    rows = rows[trace.stacks.cause[rows] == CAUSES_OF_HOST.index("operator")]  # not those inside a loader
+    rows = rows[host_stacks(trace).cause[rows] == CAUSES_OF_HOST.index("operator")]  # not those inside a loader
     rows = _within_steps(trace, rows, trace.end)
     took = pl.DataFrame(
         {"name": trace.column("name")[rows], "shape": trace.column("shape")[rows], "ns": trace.dur[rows]}
