@@ -63,8 +63,9 @@ __all__ = [
     "idle_pieces", "idle_streams", "idle_summary", "kernel_classes", "kernel_sequences", "kernel_table",
     "kernels_across_ranks", "kernels_under", "launch_stats", "load", "load_all", "loader_waits", "memory_peak",
     "memory_timeline", "operator_sizes", "operator_table", "overlap", "parallel_operators", "path_events",
-    "path_shares", "product_summary", "product_table", "query", "queue_length", "queue_summary", "record", "small_operators",
-    "step_summary", "steps", "stragglers", "threads", "time_account", "trace_health", "what_if", "write_report",
+    "path_shares", "product_summary", "product_table", "query", "queue_length", "queue_summary", "record",
+    "small_operators", "step_summary", "steps", "stragglers", "threads", "time_account", "trace_health", "what_if",
+    "write_report",
 ]  # fmt: skip
 
 
