@@ -104,8 +104,9 @@ def compare(trace: Any, theirs: dict[str, Any]) -> tuple[int, list[str], list[st
     if answered("launches"):
         launches = hta.launch_statistics(trace)
         check("launches", launches.height, len(theirs["launches"]))
-        for name in ("cpu_duration", "gpu_duration", "launch_delay"):
-            check(f"launches {name}", launches[name].sum(), sum(r[name] for r in theirs["launches"]))
+        names = {"call_ns": "cpu_duration", "duration_ns": "gpu_duration", "delay_ns": "launch_delay"}
+        for ours, name in names.items():
+            check(f"launches {name}", launches[ours].sum() // 1000, sum(r[name] for r in theirs["launches"]))
     if answered("queue"):
         queue = {r["stream"]: r for r in hta.queue_summary(trace).to_dicts()}
         for row in theirs["queue"]:

@@ -24,6 +24,8 @@ from typing import Any
 
 from fettle import trace as T
 from fettle.errors import UsageError
+from fettle.trace.analyses import hta
+from fettle.trace.analyses.idle import missing_information
 from tests.trace.build import Build, training
 
 CASE_SECONDS = 20
@@ -145,6 +147,11 @@ def answer_everything(path: Path) -> None:
     T.time_account(trace)
     for device in trace.device_keys:
         T.idle_summary(trace, device)
+        missing_information(trace, device)
+    T.idle_streams(trace)
+    T.product_summary(T.product_table(trace))
+    hta.idle_breakdown(trace)
+    hta.launch_statistics(trace)
     T.kernel_table(trace)
     T.kernel_classes(trace)
     T.overlap(trace)
@@ -163,6 +170,7 @@ def answer_everything(path: Path) -> None:
     T.operator_sizes(trace)
     T.threads(trace)
     found = T.critical_path(trace)
+    T.path_shares(trace, found)
     for change in ("no_syncs", "perfect_overlap", "graph", "data_ready"):
         T.what_if(trace, change, path=found)
     T.compare(trace, trace)

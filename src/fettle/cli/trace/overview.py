@@ -93,9 +93,10 @@ def _in_words(summary: dict[str, float | int | list[int]]) -> str:
     from fettle.trace.report.section import ms
 
     median, spread, drift = (float(summary[k]) for k in ("median_ns", "mad_ns", "drift_ns_per_step"))  # type: ignore[arg-type]
+    count = int(summary["steps"])  # type: ignore[arg-type]
     outliers = summary["outliers"]
     return (
-        f"{count_text(int(summary['steps']), 'step')}, median {ms(median)} (median deviation {ms(spread)}); "
+        f"{count_text(count, 'step')}, median {ms(median)} (median deviation {ms(spread)}); "
         + (
             f"outliers: {', '.join(map(str, outliers))}; "
             if isinstance(outliers, list) and outliers

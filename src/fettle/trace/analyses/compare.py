@@ -128,8 +128,8 @@ def _parts(
         if column in _CLASS_OF and work is not None:
             mine = work.filter(pl.col("class") == _CLASS_OF[column])
             labels = ("slower or faster", "more or fewer launches", "only before or after")
-            sums = mine.select(pl.col("slower_ns", "launches_ns", "only_ns").sum()).row(0)
-            split = dict(zip(labels, map(float, sums), strict=True))
+            values = mine.select(pl.col("slower_ns", "launches_ns", "only_ns").sum()).row(0)
+            split = dict(zip(labels, map(float, values), strict=True))
             name = column.removesuffix("_ns").replace("_", " ")
             rows += [(f"{name}: {label}", value, None, None) for label, value in split.items()]
             # Work that ran beside other work is in the sums above and not in the exposed time: the rest is overlap.
@@ -242,9 +242,9 @@ def _match_operators(before: Trace, after: Trace, a: pl.DataFrame, b: pl.DataFra
     frame = left.join(right, on="operator", how="full", coalesce=True, suffix="_after").with_columns(
         pl.col("count", "self_ns", "count_after", "self_ns_after").fill_null(0.0)
     )
-    count, after = pl.col("count"), pl.col("count_after")
-    change = pl.when(count == 0).then(pl.lit("added")).when(after == 0).then(pl.lit("removed"))
-    change = change.when((count - after).abs() > 1e-9).then(pl.lit("changed")).otherwise(pl.lit("same"))
+    left_n, right_n = pl.col("count"), pl.col("count_after")
+    one_sided = pl.when(left_n == 0).then(pl.lit("added")).when(right_n == 0).then(pl.lit("removed"))
+    change = one_sided.when((left_n - right_n).abs() > 1e-9).then(pl.lit("changed")).otherwise(pl.lit("same"))
     changed = frame.with_columns(change=change, change_ns=pl.col("self_ns_after") - pl.col("self_ns"))
     return changed.sort(pl.col("change_ns").abs(), "operator", descending=[True, False])
 

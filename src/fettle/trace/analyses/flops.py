@@ -194,7 +194,8 @@ def _products(trace: Trace) -> Ints:
     named = np.array([name in OPERATORS for name in trace.names], dtype=bool)
     flags = (trace.kind == Kind.OPERATOR) & named[trace.column("name")]
     rows = np.flatnonzero(flags)
-    return rows[outermost(trace, flags, np.flatnonzero(trace.is_host))[rows] == rows]
+    outer: Ints = rows[outermost(trace, flags, np.flatnonzero(trace.is_host))[rows] == rows]
+    return outer
 
 
 def _inputs(trace: Trace) -> dict[int, tuple[str, tuple[str, ...]]]:

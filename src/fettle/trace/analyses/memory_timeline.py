@@ -56,7 +56,8 @@ def memory_peak(trace: Trace) -> pl.DataFrame:
     rank, device, operator, bytes, allocations, peak_bytes (the device's), peak_at_ns (from the trace's start).
     """
     timeline = memory_timeline(trace)
-    begin = min((int(t) for t in (timeline["ts_ns"].min(), trace.span[0] or None) if t is not None), default=0)  # type: ignore[call-overload]
+    times = [*timeline["ts_ns"].head(1).to_list(), *([trace.span[0]] if trace.span[0] else [])]
+    begin = min(times, default=0)
     rows: list[tuple[int, str, str | None, int, int, int, int]] = []
     for key, part in timeline.group_by("device", maintain_order=True):
         told = part["allocated_bytes"].to_numpy()

@@ -53,9 +53,9 @@ def operator_table(trace: Trace) -> pl.DataFrame:
         .agg(kernels=pl.len(), device_ns=pl.col("dur").sum())
     )
     table = host.join(work, on=["name", "shape"], how="left").with_columns(pl.col("kernels", "device_ns").fill_null(0))
-    operator = text_column(trace, table["name"].to_numpy()).alias("operator")
+    names = text_column(trace, table["name"].to_numpy()).alias("operator")
     shapes = pl.Series("shapes", trace.shapes, dtype=pl.String()).gather(table["shape"])
-    named = table.select(operator, shapes, "count", "host_ns", "self_ns", "device_ns", "kernels")
+    named = table.select(names, shapes, "count", "host_ns", "self_ns", "device_ns", "kernels")
     order = ("device_ns", "self_ns", "operator", "shapes")
     return with_rank(trace, named.sort(order, descending=[True, True, False, False]))
 
@@ -168,11 +168,11 @@ def kernel_sequences(trace: Trace, operator: str = "", *, min_kernels: int = 3, 
         cell[1] += int(trace.dur[rows[begin:stop]].sum())
         cell[2] += int(trace.dur[root])
     best = sorted(counted.items(), key=lambda item: (-item[1][1], item[0]))[:top]
-    rows = [
+    cells = [
         (trace.rank, trace.names[key[0]], " -> ".join(trace.names[k] for k in key[1:]), len(key) - 1, *cell)
         for key, cell in best
     ]
-    return frame_of(rows, rank=int, operator=str, kernels=str, length=int, count=int, device_ns=int, host_ns=int)
+    return frame_of(cells, rank=int, operator=str, kernels=str, length=int, count=int, device_ns=int, host_ns=int)
 
 
 def annotation_table(trace: Trace) -> pl.DataFrame:

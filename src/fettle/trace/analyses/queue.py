@@ -53,9 +53,9 @@ def queue_summary(trace: Trace) -> pl.DataFrame:
         one = full_of.get((int(key[0]), int(key[1])), full_of.get((int(key[0]), -1)))
         full = waited_ns(trace, one) if one is not None else 0
         mean, empty = float((weight * value).sum() / whole), float(weight[value == 0].sum() / whole)
-        lengths = (mean, middle, high, int(length.max()))
         depth = None if one is None else one.depth
-        parts.append((trace.rank, int(key[0]), int(key[1]), *lengths, empty, full / whole, depth, full))
+        parts.append((trace.rank, int(key[0]), int(key[1]), mean, middle, high, int(length.max()), empty,
+                      full / whole, depth, full))  # fmt: skip
     places, lengths = ("rank", "device", "stream"), {"mean": float, "median": int, "p95": int, "max": int}
     shares = {"empty_share": float, "full_share": float}
     return frame_of(parts, **dict.fromkeys(places, int), **lengths, **shares, depth=int, full_ns=int)

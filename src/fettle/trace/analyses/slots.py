@@ -192,9 +192,9 @@ def _depth(one: _Launches) -> int | None:
         if longer and one.freed[top].mean() >= 0.7:
             return full
     freed = _bound(one, full)
-    waits = one.plain & (freed > one.start)
-    if waits.any() and (one.plain & ~waits).any():  # as long as no other, and over right after the slot came free
-        clear = waits & (lasts > 1.1 * np.percentile(lasts[one.plain & ~waits], 99))
+    may = one.plain & (freed > one.start)
+    if may.any() and (one.plain & ~may).any():  # as long as no other, and over right after the slot came free
+        clear = may & (lasts > 1.1 * np.percentile(lasts[one.plain & ~may], 99))
         lag = (one.end - freed)[clear]
         if len(lag) >= 2 and (np.ptp(lag) <= SAME_NS or (len(lag) > 2 and (lag <= CLEAR_RETURN_NS).mean() >= 0.9)):
             return full

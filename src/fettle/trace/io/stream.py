@@ -67,7 +67,9 @@ class Inflate:
 class Counted:
     """Reads blocks, counts them, and ends quietly where a compressed stream is cut off."""
 
-    def __init__(self, stream: BinaryIO, limit: int | None = None, on_read: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, stream: BinaryIO | io.BufferedIOBase, limit: int | None = None, on_read: Callable[[], None] | None = None
+    ) -> None:
         self.stream, self.limit, self.on_read = stream, limit, on_read
         self.bytes, self.broken = 0, False
 

@@ -93,12 +93,12 @@ def account(traces: list[Trace]) -> Section:
     total = account_total(whole).head(SHOWN_PLACES)
     section.table("All steps", account_parts(total).filter(pl.col("part") != "wall time"), rows=60)
     told = []
-    for one in traces:
-        summary = step_summary(steps(one))
+    for trace in traces:
+        summary = step_summary(steps(trace))
         outliers = ", ".join(map(str, summary["outliers"][:8]))  # type: ignore[index]
         clear = "clear" if summary["drift_is_clear"] else "not clear"
         figures = (summary["steps"], summary["median_ns"], summary["mad_ns"], outliers, summary["drift_ns_per_step"])
-        told.append((one.rank, *figures, clear))
+        told.append((trace.rank, *figures, clear))
     columns = {"rank": int, "steps": int, "median_ns": float, "median_deviation_ns": float, "outliers": str}
     frame = frame_of(told, **columns, drift_per_step_ns=float, drift=str)
     section.table("Steps: medians, outliers, drift", frame, rows=64)

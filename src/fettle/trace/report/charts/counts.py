@@ -50,7 +50,10 @@ def launch_charts(launches: pl.DataFrame) -> dict[str, Any]:
 
 def stack_of(charts: dict[str, Any]) -> Any:
     """Charts under their captions, one below the other."""
-    return alt.vconcat(*(chart.properties(width=480, height=140, title=caption) for caption, chart in charts.items()))
+    parts = [chart.properties(width=480, height=140, title=caption) for caption, chart in charts.items()]
+    for part in parts:
+        part.autosize = alt.Undefined  # only the whole may fit itself to its place
+    return alt.vconcat(*parts)
 
 
 def _named_powers() -> pl.Expr:
