@@ -42,10 +42,11 @@ def page(
     sections = [_section(place, table, analysis) for place, analysis in enumerate(analyses)]
     lost = [row for row in table.experiments if row.reason and not row.values]
     failed = [Cell(table.label(row), rest=f": {row.reason}") for row in lost]
+    placed = {name for section in sections for name in section.figures}
     said = _best_step(steps) if steps else headline(analyses)
     return shell.render(
         "fettle.studies", "page.html.j2", clean(name), drawn, name=clean(name), headline=clean(said),
-        sections=clean(sections), ladders=[figure.name for figure in drawn if figure.name.startswith("ladder")],
+        sections=clean(sections), loose=[figure.name for figure in drawn if figure.name not in placed],
         notes=clean(list(notes)), failed=clean(failed[:_MOST]), experiments=len(table.experiments),
     )  # fmt: skip
 
