@@ -76,6 +76,13 @@ def test_the_page_stands_alone_and_escapes_what_is_in_it(study):
     assert "a=on needs b=on" in text or "a=on is worth" in text
 
 
+def test_a_ladder_is_headed_by_its_best_step(study):
+    text = page("x", study, [], figures(study, [], {"model": RUNGS}), (), {"model": RUNGS})
+    assert "<h1>a=on: 2.00x as fast as given, the best of 4 steps</h1>" in text
+    assert all(f'id="chart-{name}"' in text for name in ("ladder-0", "front-0", "runs-0"))
+    assert "No step ran" in page("x", study, [], [], (), {"model": RUNGS[3:]})
+
+
 def test_surprises_stand_before_what_helps(study):
     analyses = analyse(study)
     text = page("x", study, analyses, [], ())

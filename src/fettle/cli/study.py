@@ -168,10 +168,11 @@ def _write(
     from fettle.studies.output import study_json, write_table
     from fettle.studies.page import page
 
-    drawn = figures(table, analyses, dict(done.steps) if done is not None else {})
+    steps = dict(done.steps) if done is not None else {}
+    drawn = figures(table, analyses, steps)
     notes = [*table.notes, *(done.notes if done is not None else ())]
     written = [folder / "study.html", folder / "study.json", folder / "study.csv"]
-    write_text(written[0], page(name, table, analyses, drawn, notes))
+    write_text(written[0], page(name, table, analyses, drawn, notes, steps))
     write_text(written[1], json.dumps(study_json(table, analyses, done), indent=1))
     for path in [written[2], *(path for suffix, path in wanted.items() if suffix)]:
         write_table(table, path)

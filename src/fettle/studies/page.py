@@ -10,6 +10,7 @@ from fettle.page import Cell, Figure, Table, clean, shell
 from fettle.studies import table as studied
 from fettle.studies.analysis import Analysis
 from fettle.studies.checks import HeldOut
+from fettle.studies.running import Rung
 
 _MOST = 60
 MISSING = "–"
@@ -35,14 +36,17 @@ def page(
     analyses: Sequence[Analysis],
     drawn: Sequence[Figure],
     notes: Sequence[str] = (),
+    steps: Mapping[str, Sequence[Rung]] | None = None,
 ) -> str:
     """The page as text."""
     sections = [_section(place, table, analysis) for place, analysis in enumerate(analyses)]
     lost = [row for row in table.experiments if row.reason and not row.values]
     failed = [Cell(table.label(row), rest=f": {row.reason}") for row in lost]
+    placed = {name for section in sections for name in section.figures}
+    said = _best_step(steps) if steps else headline(analyses)
     return shell.render(
-        "fettle.studies", "page.html.j2", clean(name), drawn, name=clean(name), headline=clean(headline(analyses)),
-        sections=clean(sections), ladders=[figure.name for figure in drawn if figure.name.startswith("ladder")],
+        "fettle.studies", "page.html.j2", clean(name), drawn, name=clean(name), headline=clean(said),
+        sections=clean(sections), loose=[figure.name for figure in drawn if figure.name not in placed],
         notes=clean(list(notes)), failed=clean(failed[:_MOST]), experiments=len(table.experiments),
     )  # fmt: skip
 
@@ -56,6 +60,16 @@ def headline(analyses: Sequence[Analysis]) -> str:
     leading = [item for item in said if item[1].response == first]
     sentence, analysis = max(leading, key=lambda item: (item[0].is_surprise, item[0].size))
     return sentence.text + (f" ({analysis.group})" if analysis.group else "")
+
+
+def _best_step(steps: Mapping[str, Sequence[Rung]]) -> str:
+    """What the fastest step of all ladders came to."""
+    known = [(rung.speedup.estimate, rung, name) for name, rungs in steps.items() for rung in rungs if rung.speedup]
+    if not known:
+        return "No step ran"
+    ratio, rung, name = max(known, key=lambda item: item[0])
+    where = f" ({name})" if len(steps) > 1 else ""
+    return f"{rung.recipe}: {ratio:.2f}x as fast as given, the best of {len(steps[name])} steps{where}"
 
 
 def _section(place: int, table: studied.Table, analysis: Analysis) -> Section:
