@@ -130,13 +130,12 @@ class _Recorder:
                 self._waits.append(queue_s)
             count_request(seconds, queue_s, limit_s)
 
-        def batch(*call: Any) -> None:
+        def batch(rows: int, size: int, join_s: float, model_s: float) -> None:
             if len(self._calls) < _MOST:
-                self._calls.append(call)
-            count_batch(*call)
+                self._calls.append((rows, size, join_s, model_s))
+            count_batch(rows, size, join_s, model_s)
 
-        metrics.request = request  # type: ignore[method-assign]
-        metrics.batch = batch  # type: ignore[method-assign,assignment]
+        metrics.request, metrics.batch = request, batch  # type: ignore[method-assign]
 
     def stats(self, memory_bytes: int) -> ServerStats:
         """Since the last look."""

@@ -82,7 +82,7 @@ def test_more_and_fewer_workers_without_a_failed_request(managed, store, tmp_pat
         assert (described["minWorkers"], described["maxWorkers"]) == (2, 2)
         until(lambda: len(pool.workers) == 2)
         before = [worker.pid for worker in pool.workers]
-        managed.call(managed.registry.change("net", {"batch": {"delay_ms": 1}}))
+        assert manage(managed, "/admin/models/net", {"batch": {"delay_ms": 1}}, "PUT")[0] == 200
         killed = managed.registry.options.state.read_text()
         # The other way, for the version, without being waited for; the one that stays is not started again.
         status, answer, _ = manage(managed, "/models/net/1?min_worker=1", b"", "PUT")
