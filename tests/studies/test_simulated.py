@@ -43,7 +43,7 @@ def test_every_combination_has_the_same_rounds_and_the_surprise_comes_out(monkey
 def test_without_equal_rounds_what_cannot_win_is_dropped(monkeypatch, tmp_path):
     world = World(time_ms, seed=3)
     world.install(monkeypatch)
-    space, facts = made_up_space()
+    _, facts = made_up_space()
     session = session_in(world, tmp_path, None, facts)
     cells = [Recipe.parse(text) for text in ("baseline", "precision=bf16 channels_last=on", "channels_last=on")]
     trials = session.measure(cells)
