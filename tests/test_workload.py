@@ -5,7 +5,7 @@ import sys
 import textwrap
 import threading
 from collections import OrderedDict, UserDict, namedtuple
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -484,3 +484,23 @@ def test_a_model_without_weights_is_one_line() -> None:
     fingerprint(workload)
     with pytest.raises(UsageError, match="on the meta device"):
         check_inputs(workload)
+
+
+def test_a_factory_is_called_with_the_arguments_of_its_target(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        """
+        def workload(batch=1, size=2.0, seed=7):
+            return batch, (size, seed)
+
+        def anything(**given):
+            return 0, given
+        """,
+    )
+    target = find_target(str(path))
+    assert target.make() == (1, (2.0, 0))
+    assert replace(target, arguments={"batch": 4}).make(seed=3) == (4, (2.0, 3))
+    assert replace(target, arguments={"seed": 5, "size": 1.5}).make() == (1, (1.5, 5))
+    with Refused("has no parameter 'width'"):
+        replace(target, arguments={"width": 4}).make()
+    assert replace(find_target(f"{path}:anything"), arguments={"width": 4}).make() == (0, {"width": 4})

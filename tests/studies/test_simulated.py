@@ -1,0 +1,50 @@
+"""The real session, race and statistics on a machine whose truth is known: from recipes to the surprise."""
+
+from dataclasses import replace
+
+from fettle.recipe import Recipe
+from fettle.studies import designs
+from fettle.studies.analysis import analyse
+from fettle.studies.trials import Measured, table_of
+from tests.tuning.simulated import World, made_up_space, session_in
+
+NAMES = ("mode", "grad", "precision", "channels_last")
+
+
+def time_ms(recipe: Recipe) -> float:
+    """channels_last costs a fifth in float32, and brings 1.6x in bfloat16."""
+    low, last = recipe.levels.get("precision") == "bf16", recipe.levels.get("channels_last") == "on"
+    return 20.0 / (2.0 if low else 1.0) / ((1.6 if low else 0.8) if last else 1.0)
+
+
+def test_every_combination_has_the_same_rounds_and_the_surprise_comes_out(monkeypatch, tmp_path):
+    world = World(time_ms, seed=3)
+    world.install(monkeypatch)
+    space, facts = made_up_space()
+    space = replace(space, choices={name: space.choices[name][:2] for name in NAMES})
+    session = session_in(world, tmp_path, None, facts)
+    session.rules = replace(session.rules, equal_rounds=7)
+    cells = designs.cells("factorial", space, Recipe())
+    assert len(cells) == 9  # eval mode is in each but the first
+    for begin in range(0, len(cells), 4):
+        session.measure(cells[begin : begin + 4])
+    trials = [session.known[recipe] for recipe in cells]
+    assert {trial.rounds for trial in trials} == {7}
+    table = table_of([Measured("made up", {}, space.choices, trials)], {})
+    time = analyse(table)[0]
+    assert time.checks is not None
+    assert time.surprises[0].kind == "needs"
+    assert time.surprises[0].text.startswith("channels_last=on needs precision=bf16: worth 0.")
+    assert time.dominant[0] == "precision"
+    ratio = {effect.label: effect for effect in time.effects}["precision=bf16 × channels_last=on"].ratio
+    assert ratio.low < 2.0 < ratio.high
+
+
+def test_without_equal_rounds_what_cannot_win_is_dropped(monkeypatch, tmp_path):
+    world = World(time_ms, seed=3)
+    world.install(monkeypatch)
+    _, facts = made_up_space()
+    session = session_in(world, tmp_path, None, facts)
+    cells = [Recipe.parse(text) for text in ("baseline", "precision=bf16 channels_last=on", "channels_last=on")]
+    trials = session.measure(cells)
+    assert len({trial.rounds for trial in trials}) > 1
