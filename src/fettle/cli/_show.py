@@ -92,11 +92,12 @@ def print_table(console: Console, table: Table, title: str = "", without: Collec
     rows = [[cell if isinstance(cell, str) else cell.text for cell in (*row, *blank[len(row) :])] for row in table.rows]
     columns = [(name, [row[i] for row in rows]) for i, name in enumerate(table.columns) if name not in without]
     columns = [(name, texts) for name, texts in columns if any(texts)] or columns
-    shown = RichTable(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim", title=title or table.caption,
-                      title_justify="left", title_style="bold")  # fmt: skip
     needed = [_least_width(name, texts, name in table.numbers) for name, texts in columns]
-    fit = max(1, sum(sum(needed[: i + 1]) + i < console.width for i in range(len(columns))))
-    room = console.width - sum(needed[:fit]) - fit
+    gap = 2 if sum(needed) + 2 * len(needed) <= console.width else 1
+    shown = RichTable(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="dim", title_justify="left",
+                      title=title or table.caption, title_style="bold")  # fmt: skip
+    fit = max(1, sum(sum(needed[: i + 1]) + gap * i < console.width for i in range(len(columns))))
+    room = console.width - sum(needed[:fit]) - gap * fit
     for (name, texts), width in zip(columns[:fit], needed, strict=False):  # what room is left goes to them in order
         more = max(0, min(room, max(map(len, (name, *texts))) - width))
         room -= more
