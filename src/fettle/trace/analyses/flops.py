@@ -186,7 +186,9 @@ def product_table(trace: Trace, limits: Limits | None = None) -> pl.DataFrame:
         roof_share=known.then(pl.col("tflop_per_s") / reachable),
     )
     order = ("time_ns", "operator", "shapes", "types")
-    return table.drop("width", "most").sort(order, descending=[True, False, False, False])
+    first = ("rank", "operator", "count", "time_ns", "tflop_per_s", "roof_share", "bound", "batch", "m", "n", "k")
+    shown = table.select(*first, pl.exclude(*first, "width", "most"))
+    return shown.sort(order, descending=[True, False, False, False])
 
 
 def _products(trace: Trace) -> Ints:
