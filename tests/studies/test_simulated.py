@@ -40,11 +40,11 @@ def test_every_combination_has_the_same_rounds_and_the_surprise_comes_out(monkey
     assert ratio.low < 2.0 < ratio.high
 
 
-def test_without_equal_rounds_what_cannot_win_is_dropped(monkeypatch, tmp_path):
+def test_without_equal_rounds_the_race_ends_when_the_leader_is_certain(monkeypatch, tmp_path):
     world = World(time_ms, seed=3)
     world.install(monkeypatch)
     _, facts = made_up_space()
     session = session_in(world, tmp_path, None, facts)
     cells = [Recipe.parse(text) for text in ("baseline", "precision=bf16 channels_last=on", "channels_last=on")]
     trials = session.measure(cells)
-    assert len({trial.rounds for trial in trials}) > 1
+    assert all(trial.rounds < 7 for trial in trials)

@@ -183,9 +183,9 @@ def _rounds(name: str, table: Table, group: str, timed: Sequence[Experiment]) ->
     for place, row in enumerate(shown):
         middle = sorted(value for _, value in row.rounds)[len(row.rounds) // 2]
         label = table.label(row)
-        for number, (_, value) in enumerate(row.rounds):
+        for number, value in row.rounds:
             title = f"{place + 1}. {label if len(label) < 34 else label[:33] + '…'}"
-            rows.append({"recipe": title, "whole": label, "round": number + 1, "off": 100 * (value / middle - 1)})
+            rows.append({"recipe": title, "whole": label, "round": number, "off": 100 * (value / middle - 1)})
     chart = (
         alt.Chart(theme.data(rows)).mark_line(point=alt.OverlayMarkDef(size=14), strokeWidth=1, color=ACCENT)
         .encode(

@@ -54,13 +54,11 @@ def read_csv(
     if not names:
         raise UsageError("no column looks like a setting that was varied: name them, `factors`")
     levels = {name: _levels(name, rows, given.get(name)) for name in names}
-    rest = [name for name in columns if name not in names and name not in taken]
     experiments = tuple(
         Experiment(
             levels={name: row[name] for name in names},
             values={one.name: _number(row[one.name]) for one in responses},
             group=group,
-            values_text={name: row[name] for name in rest},
         )
         for row, group in zip(rows, groups, strict=True)
     )

@@ -33,8 +33,6 @@ class Experiment:
     """Why it failed."""
     rounds: Sequence[tuple[int, float]] = ()
     """The first response by round of its race."""
-    values_text: Mapping[str, str] = field(default_factory=dict)
-    """Other columns of its source, for reading only."""
 
     def value(self, response: str) -> float | None:
         """The response, where it is a number that has a logarithm."""
