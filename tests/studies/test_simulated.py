@@ -28,7 +28,7 @@ def test_every_combination_has_the_same_rounds_and_the_surprise_comes_out(monkey
     assert len(cells) == 9  # eval mode is in each but the first
     for begin in range(0, len(cells), 4):
         session.measure(cells[begin : begin + 4])
-    trials = [session.known[recipe] for recipe in cells]
+    trials = [session.standings.known[recipe] for recipe in cells]
     assert {trial.rounds for trial in trials} == {7}
     table = table_of([Measured("made up", {}, space.choices, trials)], {})
     time = analyse(table)[0]

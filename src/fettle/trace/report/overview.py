@@ -23,6 +23,8 @@ MOST_STREAMS = 16
 def _shares(trace: Trace) -> dict[str, float]:
     """Parts of the first device's account (else the host's) with their share of the wall time, longest first."""
     parts = account_parts(account_total(time_account(trace))).filter(pl.col("part") != "wall time")
+    if not parts.height:  # a trace that no time can be told of
+        return {}
     first = parts.filter(pl.col("device") == parts["device"][0]).sort("time_ns", descending=True)
     return dict(first.select("part", "share").iter_rows())
 
