@@ -43,6 +43,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_study_killed_goes_on_and_what_cannot_be_built_is_a_failed_cell(work: Path, tmp_path: Path, run_fettle: Run):
     out = tmp_path / "out"
     words = ["study", f"{work}", *TWO, *PINNED, "--factor=batch=4,2,16", "--rounds=3", "-o", f"{out}"]
@@ -96,6 +97,7 @@ def _wait_for_trials(out: Path, count: int, timeout_s: float = 300.0) -> dict[st
     raise AssertionError("no trials")
 
 
+@pytest.mark.slow
 def test_a_ladder_shows_every_step_of_two_targets(work: Path, tmp_path: Path, run_fettle: Run):
     said = run_fettle("study", work, f"{work}:other", "--design=ladder", "--order=precision,grad", *TWO, *PINNED,
                       "--rounds=3", "-o", tmp_path / "out", "--json")  # fmt: skip

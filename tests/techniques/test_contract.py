@@ -94,7 +94,8 @@ FACTS = replace(
 )  # fmt: skip
 DEAR = {
     "compile": {"default", "max-autotune"},
-    "runtime": {"openvino-int8", "openvino-int8-part", "openvino-bf16", "openvino-bf16-sums", "aoti"},
+    "runtime": {"openvino-int8", "openvino-int8-part", "openvino-bf16", "openvino-bf16-sums", "aoti", "onnxruntime"},
+    "threads": {"2"},
     "freeze": {"on"},
     "region": {"blocks"},
     "quantize": {"int8-weight", "int8-static", "int8-dynamic"},
