@@ -465,7 +465,7 @@ def test_a_process_that_is_slow_for_life_brings_in_more(
     assert [trial.processes for trial in trials] == [5, 5, 5, 1]
     assert told.count("vague") == 1
     assert told.count("start") == 4 + 3 * 4
-    assert 3 <= other.rounds <= 4  # those that all of its processes ran in
+    assert 6 <= other.rounds <= 8  # three or four of the first processes, as many again of all
     assert once.speedup is not None  # from the rounds that it was in
     assert other.speedup is not None
     assert 0.6 < other.speedup.low < other.speedup.high < 1.6  # 1 or so: the slow one is left out
