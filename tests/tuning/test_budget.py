@@ -10,7 +10,7 @@ from simulated import World, made_up_space, session_in, study
 from fettle.measure import Interval, Startup, Trial
 from fettle.recipe import Recipe
 from fettle.search import auto
-from fettle.tuning._budget import FEWEST_ROUNDS, Budget, plan_finale, race_s, replicates_s, start_s
+from fettle.tuning._budget import FEWEST_ROUNDS, Budget, plan_final_race, race_s, replicates_s, start_s
 
 
 def time_ms(scale):
@@ -105,7 +105,7 @@ BASE = trial(recipe="baseline", speedup=1.0)
 def test_what_is_left_out_first():
     """The ladder's rungs, then further processes, then the other finalists; the leader last of all."""
     best = [trial(), trial(recipe="precision=fp16"), trial(recipe="grad=no_grad")]
-    plans = [plan_finale(seconds, BASE, best, 3) for seconds in (5, 12, 25, 40, 60, 80, 110, 130, math.inf)]
+    plans = [plan_final_race(seconds, BASE, best, 3) for seconds in (5, 12, 25, 40, 60, 80, 110, 130, math.inf)]
     assert plans[0] is None
     known = [(plan.replicates, plan.finalists, plan.extras) for plan in plans[1:]]
     assert known[0] == (1, 1, 0)
@@ -119,7 +119,7 @@ def test_what_is_left_out_first():
 )  # fmt: skip
 def test_a_plan_fits_into_the_time_that_is_left(left_s, starts, ms, extras):
     baseline, *best = (trial(start=start, ms=ms) for start in starts)
-    plan = plan_finale(left_s, baseline, best, extras)
+    plan = plan_final_race(left_s, baseline, best, extras)
     first = [baseline, best[0]]
     if plan is None:
         assert race_s(first, FEWEST_ROUNDS) > left_s

@@ -100,7 +100,7 @@ def replicates_s(trials: Sequence[Trial], copies: int) -> float:
 
 
 @dataclass(frozen=True)
-class Finale:
+class FinalRacePlan:
     """What the last race can be in the time that is left."""
 
     finalists: int
@@ -113,9 +113,9 @@ class Finale:
     """Seconds that are left over."""
 
 
-def plan_finale(
+def plan_final_race(
     left_s: float, baseline: Trial, best: Sequence[Trial], extras: int, most: int = REPLICATES
-) -> Finale | None:
+) -> FinalRacePlan | None:
     """The largest last race that fits into `left_s`: first the leader and the baseline, then a second finalist, then
     more processes of these, up to `most` each, then further finalists in as many, then up to `extras` cheap rungs in
     one process each. None when not even the first fits.
@@ -140,4 +140,4 @@ def plan_finale(
     left_s -= cost_s(finalists, copies)
     each = race_s([baseline])
     fit = extras if math.isinf(left_s) else min(extras, max(0, int(left_s // each)))
-    return Finale(finalists, copies, fit, max(0.0, left_s - fit * each))
+    return FinalRacePlan(finalists, copies, fit, max(0.0, left_s - fit * each))

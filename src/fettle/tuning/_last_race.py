@@ -9,8 +9,9 @@ from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.search import Space
 from fettle.techniques import CATALOGUE
-from fettle.tuning._budget import MOST_REPLICATES, REPLICATES_S, plan_finale, race_s
-from fettle.tuning.session import Session, read_trials
+from fettle.tuning._budget import MOST_REPLICATES, REPLICATES_S, plan_final_race, race_s
+from fettle.tuning.session import Session
+from fettle.tuning.standings import read_trials
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def last_race(session: Session, space: Space) -> LastRace:
     cheap = [recipe for recipe in rungs if space.cost(recipe) == 1 and recipe not in session.standings.known]
     best = session.standings.finalists()
     budget = session.budget
-    plan = plan_finale(budget.left_s + 0.5 * budget.grace_s, baseline, best, len(cheap), session.effort.replicates)
+    plan = plan_final_race(budget.left_s + 0.5 * budget.grace_s, baseline, best, len(cheap), session.effort.replicates)
     if plan is None:
         return _too_small(session, race_s([baseline, leader]))
     again, cheap = [trial.recipe for trial in best[: plan.finalists]], cheap[: plan.extras]

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -37,7 +36,7 @@ from fettle.tuning._probe import Probed, probe
 from fettle.tuning.model import PRIOR_SPREAD, Races
 from fettle.tuning.options import Effort
 from fettle.tuning.space import level_cost
-from fettle.tuning.standings import Standings
+from fettle.tuning.standings import Standings, read_trials
 from fettle.workload import Target
 
 WAITING = 0.25
@@ -392,14 +391,6 @@ class Session:
         folder = self.folder / name
         folder.mkdir(parents=True, exist_ok=True)
         return folder
-
-
-def read_trials(notes: Any) -> list[Trial]:
-    """Trials that were kept as a note of the study; none where there is none or it cannot be read."""
-    try:
-        return [Trial.from_json(item) for item in notes or ()]
-    except (TypeError, KeyError, AttributeError, ValueError, msgspec.ValidationError):
-        return []
 
 
 def _abreast(facts: Facts) -> int:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
 
 from fettle.measure import Judge, Trial
 from fettle.recipe import Recipe
@@ -106,3 +109,11 @@ class Standings:
             return trial
         reason = self.judge.reason(trial.accuracy)
         return replace(trial, status="rejected" if reason else "measured", reason=reason)
+
+
+def read_trials(notes: Any) -> list[Trial]:
+    """Trials that were kept as a note of the study; none where there is none or it cannot be read."""
+    try:
+        return [Trial.from_json(item) for item in notes or ()]
+    except (TypeError, KeyError, AttributeError, ValueError, msgspec.ValidationError):
+        return []
