@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -153,46 +155,71 @@ def quiet_race(model: str, recipes: list[str]) -> dict[str, list[float]]:
 
 
 def step(seen: dict, model: str, budget_s: int, name: str, number: int) -> None:
-    """One study and the race after it."""
+    """One study, and where it announced another winner than the quiet study, a race of the two."""
     key = f"{model} {budget_s} {name} {number}"
     found = study(model, budget_s, name)
     if name == "none" and others().others > 0.1:
         print("disturbed: made again later", flush=True)
         return
     quiet = seen["studies"].get(f"{model} {budget_s} none 0", {})
-    if found is not None and "failed" not in found:
-        recipes = list(dict.fromkeys(text for text in (found["recipe"], quiet.get("recipe")) if text))
-        same = quiet.get("recipe") == found["recipe"]  # raced already, after the quiet study
-        found["quiet_race"] = quiet["quiet_race"] if same else quiet_race(model, recipes) if recipes else {}
+    recipes = list(dict.fromkeys(item["recipe"] for item in (found, quiet) if item.get("recipe")))
+    if "failed" not in found and recipes and not ratios(seen, model, recipes):
+        seen["races"].setdefault(model, []).append(quiet_race(model, recipes))
     seen["studies"][key] = found
     print(key, {**found, "load": None, "elapsed_speedup": None}, flush=True)
+
+
+def ratios(seen: dict, model: str, recipes: list[str]) -> list[list[float]]:
+    """Speed-ups over the model as given of each race on the quiet machine that held all of these recipes."""
+    races = seen["races"].get(model, [])
+    return [[race[recipe][0] for recipe in recipes] for race in races if all(recipe in race for recipe in recipes)]
+
+
+def quiet_ratio(seen: dict, model: str, recipe: str) -> float:
+    """The recipe's speed-up on the quiet machine: the geometric mean over all races that held it."""
+    found = [values[0] for values in ratios(seen, model, [recipe])]
+    return statistics.geometric_mean(found) if found else math.nan
+
+
+def behind(seen: dict, model: str, recipe: str, best: str) -> float:
+    """How far the recipe is behind the best on the quiet machine, from the races that held both; 0 where it leads."""
+    if recipe == best:
+        return 0.0
+    if not recipe:
+        return quiet_ratio(seen, model, best) - 1
+    found = [there / here for here, there in ratios(seen, model, [recipe, best])]
+    return max(0.0, statistics.geometric_mean(found) - 1) if found else math.nan
 
 
 def summary(seen: dict) -> list[dict]:
     """By neighbour: how far the announced winners are off, how often the interval holds, how often nothing is told."""
     rows = []
     for name in NEIGHBOURS:
-        off, held, said_quiet, cannot_tell, studies = [], 0, 0, 0, 0
+        off, held, said_quiet, held_at_all, cannot_tell = [], 0, 0, 0, 0
         for key, found in seen["studies"].items():
             model, budget_s, rest = key.split(" ", 2)
             if rest.rpartition(" ")[0] != name or "failed" in found:
                 continue
             best = seen["studies"].get(f"{model} {budget_s} none 0", {}).get("recipe", "")
-            raced = found.get("quiet_race", {})
-            studies += 1
+            off.append(behind(seen, model, found["recipe"], best))
             cannot_tell += found["verdict"] == "cannot tell"
-            here = raced.get(found["recipe"], [1.0])[0] if found["recipe"] else 1.0
-            off.append(max(0.0, raced.get(best, [here])[0] / here - 1))
-            if found["quiet"] and found["speedup"] is not None and found["recipe"] in raced:
-                said_quiet += 1
-                held += found["speedup"]["low"] <= here <= found["speedup"]["high"]
-        if studies:
+            if found["speedup"] is not None and found["recipe"]:
+                ratio = quiet_ratio(seen, model, found["recipe"])
+                holds = found["speedup"]["low"] <= ratio <= found["speedup"]["high"]
+                held_at_all += holds
+                said_quiet += found["quiet"]
+                held += found["quiet"] and holds
+        if off:
             rows.append({
-                "neighbour": name, "studies": studies, "within 5%": sum(x <= 0.05 for x in off),
-                "worst": round(max(off), 3), "said to be quiet": said_quiet, "interval held": held,
-                "cannot tell": cannot_tell,
+                "neighbour": name, "studies": len(off), "within 5%": sum(x <= 0.05 for x in off),
+                "worst": round(max(off), 3), "said to be quiet": said_quiet, "of these the interval holds": held,
+                "of all the interval holds": held_at_all, "cannot tell": cannot_tell,
             })  # fmt: skip
     return rows
+
+
+def save(seen: dict, path: Path) -> None:
+    path.write_text(json.dumps({**seen, "summary": summary(seen)}, indent=1) + "\n")
 
 
 def main() -> None:
@@ -202,11 +229,13 @@ def main() -> None:
     parser.add_argument("--budgets", nargs="+", type=int, default=list(BUDGETS_S))
     parser.add_argument("--neighbours", nargs="+", default=list(NEIGHBOURS), choices=list(NEIGHBOURS))
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--races", type=int, default=0, help="race each quiet winner this often on the quiet machine")
     parser.add_argument("--show", action="store_true")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "busy.json")
     options = parser.parse_args()
-    here = this_machine().summary
-    seen = json.loads(options.output.read_text()) if options.output.exists() else {"machine": here, "studies": {}}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the neighbour ends with this benchmark
+    empty = {"machine": this_machine().summary, "races": {}, "studies": {}}
+    seen = json.loads(options.output.read_text()) if options.output.exists() else empty
     end = time.monotonic() + 60 * options.minutes
     order = [(number, budget_s, name, model) for number in range(options.repeats) for budget_s in options.budgets
              for name in options.neighbours for model in options.models]  # fmt: skip
@@ -220,8 +249,15 @@ def main() -> None:
             print(f"others have {load.others:.0%} of the cores: nothing is measured", flush=True)
             break
         step(seen, model, budget_s, name, number)
-        seen["summary"] = summary(seen)
-        options.output.write_text(json.dumps(seen, indent=1) + "\n")
+        save(seen, options.output)
+    for model, budget_s in itertools.product(options.models, options.budgets):
+        recipe = seen["studies"].get(f"{model} {budget_s} none 0", {}).get("recipe")
+        while recipe and not options.show and len(ratios(seen, model, [recipe])) < options.races:
+            if time.monotonic() + 90 > end or others().others > 0.1:
+                break
+            seen["races"].setdefault(model, []).append(quiet_race(model, [recipe]))
+            print(model, seen["races"][model][-1], flush=True)
+            save(seen, options.output)
     for row in summary(seen):
         print(row)
 
