@@ -163,7 +163,7 @@ def versions(traces: list[Path], against: Path, runs: int, as_json: bool) -> Non
             ratio = statistics.median(one["this"][part] / max(one["other"][part], 1e-3) for one in rounds)
             parts[part] = {**seconds, "ratio": ratio}
             print(
-                f"{path.name}, {part}: CPU {seconds['this']:.2f} s, the other {seconds['other']:.2f} s: {ratio:.2f} of it",
+                f"{path.name}, {part}: {seconds['this']:.2f} s, the other {seconds['other']:.2f} s: {ratio:.2f} of it",
                 file=sys.stderr,
             )
         results.append({"trace": path.name, "rounds": runs, "cpu_s": parts})
