@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
+from fettle.machine import find_libraries
 from fettle.procs.limits import usable_cores
 from fettle.techniques._attention_rewrite import count_manual_attention
 from fettle.techniques._base import CATALOGUE
 from fettle.techniques._facts import Facts
-from fettle.techniques._host import cpu_flags, find_libraries, installed
+from fettle.techniques._host import cpu_flags, installed
 from fettle.techniques.compile import blocks_of
 from fettle.workload import Workload, leaves
 
