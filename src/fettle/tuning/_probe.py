@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ class Probed:
     """What this machine reaches, as `fettle.machine.Machine.peaks`."""
     advice: Sequence[Advice]
     """What a first look at the workload advised, the most promising first."""
+    features: Mapping[str, Any] = field(default_factory=dict)
+    """What that look saw of the model, as an atlas has it; empty where there was none."""
 
 
 def probe(
@@ -54,9 +56,8 @@ def probe(
         found = worker.ask("probe", timeout_s, allow_batch=allow_batch)
         affordable = 2 * (time.monotonic() - began) <= look_s
         found["peaks"] = worker.ask("peaks", timeout_s)
-        found["advice"] = (
-            _first_look(worker) if affordable else []
-        )  # before the reference, which turns the model into another dtype
+        # before the reference, which turns the model into another dtype
+        found |= _first_look(worker) if affordable else {"advice": []}
         found["reference"] = worker.ask("reference", timeout_s, path=str(path))
         study.set_note("probe", found)
     written = found["reference"]
@@ -78,16 +79,20 @@ def probe(
         has_metric=found["has_metric"],
         peaks=found["peaks"],
         advice=msgspec.convert(found.get("advice", []), list[Advice]),
+        features=found.get("features", {}),
     )
 
 
-def _first_look(worker: Worker) -> list[dict[str, Any]]:
-    """What the findings of a short diagnosis advise, as plain data; nothing where the workload cannot be watched."""
+def _first_look(worker: Worker) -> dict[str, Any]:
+    """What the findings of a short diagnosis advise, and the features of the model, as plain data; nothing where the
+    workload cannot be watched."""
+    from fettle.atlas import model_features
     from fettle.diagnose import Evidence, advice, findings_of
 
     try:
         answer = worker.ask("examine", 120.0, label="fettle.diagnose.collect:glance")
     except (WorkerError, UsageError):
-        return []
-    found = findings_of(msgspec.convert(answer["found"], Evidence, strict=False))
-    return [msgspec.to_builtins(item) for item in advice(found)]
+        return {"advice": []}
+    evidence = msgspec.convert(answer["found"], Evidence, strict=False)
+    told = advice(findings_of(evidence))
+    return {"advice": [msgspec.to_builtins(item) for item in told], "features": model_features(evidence)}
