@@ -80,3 +80,43 @@ def test_bad_input_is_one_line(tmp_path: Path, run_fettle: Run) -> None:
         said = run_fettle(*words)
         assert (said.code, len(said.err.splitlines())) == (2, 1), said.err
         assert says in said.err
+
+
+WORK = """
+import torch
+from torch import nn
+
+def workload():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
+    return model.eval(), [torch.randn(4, 64) for _ in range(4)]
+
+def other():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(96, 300), nn.ReLU(), nn.Linear(300, 8)).eval(), [torch.randn(4, 96)]
+"""
+FEW = ["--technique=grad=grad,inference_mode", "--technique=precision=fp32,bf16", "--technique=matmul=highest,medium",
+       *(f"--technique={name}={level}" for name, level in {
+           "channels_last": "off", "threads": "as-given", "allocator": "default", "attention": "as-is",
+           "quantize": "none", "compile": "off", "runtime": "torch",
+       }.items())]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_study_is_added_and_guides_the_search_of_another_model(tmp_path: Path, run_fettle: Run) -> None:
+    (tmp_path / "work.py").write_text(WORK)
+    path, first = tmp_path / "atlas.parquet", tmp_path / "first"
+    assert run_fettle("study", tmp_path / "work.py", *FEW, "--rounds=3", "-o", first).code == 0
+    assert run_fettle("atlas", "add", path, first).code == 0
+    rows = read_atlas(path)
+    assert len(rows) == 6
+    assert all(row.flops and row.matrix is not None and row.parameters for row in rows)
+    assert {row.family for row in rows} == {"MLP"}
+    said = run_fettle("tune", f"{tmp_path / 'work.py'}:other", *FEW, "--budget=60s", "--atlas", path,
+                      "-o", tmp_path / "tuned", "--json")  # fmt: skip
+    assert said.code == 0, said.err
+    notes = json.loads(said.out)["notes"]
+    assert any(note.startswith("The atlas foresaw") for note in notes) or not any("expected" in note for note in notes)
+    said = run_fettle("study", f"{tmp_path / 'work.py'}:other", *FEW, "--design=sensitivity", "--rounds=3",
+                      "--atlas", path, "-o", tmp_path / "second", "--json")  # fmt: skip
+    assert any("The atlas foresaw" in note for note in json.loads(said.out)["notes"])

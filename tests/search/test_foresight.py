@@ -116,6 +116,11 @@ def test_it_says_what_it_expected_and_what_it_found() -> None:
     auto(SPACE, session(), guide=wrong)
     assert "It was wrong too often" in wrong.summary()[0]
     assert any("the atlas was wrong" in line for line in lines)
+    back = Guide(Says(truth))
+    measured = session().measure([Recipe(), BEST])
+    back.look_back(measured)
+    assert [one.recipe for one in back.foreseen] == [BEST]
+    assert back.foreseen[0].held
 
 
 def test_a_search_that_goes_on_asks_the_same() -> None:

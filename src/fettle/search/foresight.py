@@ -216,6 +216,12 @@ class Guide:
             level for one in self.foreseen if not one.held and not one.failed for level in one.recipe.levels.items()
         }
 
+    def look_back(self, trials: Iterable[Trial]) -> None:
+        """Put what would have been expected, without any trial of this model, beside trials that were measured."""
+        found = [trial for trial in trials if trial.recipe.levels]
+        expected = self.foresight.forecast([trial.recipe for trial in found], ())
+        self.foreseen += [Foreseen(trial.recipe, one, trial) for trial, one in zip(found, expected, strict=True)]
+
     def summary(self) -> list[str]:
         """What was expected and found, for the result: a line on all, and one on the best that was foreseen."""
         told = [one for one in self.foreseen if one.gain is not None]
@@ -223,7 +229,7 @@ class Guide:
             return []
         best = max(told, key=lambda one: one.expected.gain)
         held = sum(one.held for one in told)
-        kept = "" if self.keeps_its_word else " It was wrong too often, so the search went on as without it."
+        kept = "" if self.keeps_its_word else " It was wrong too often to go by."
         return [
             f"The atlas foresaw {len(self.foreseen)} recipes: {held} of {len(told)} that ran were as it expected, "
             f"{len(self.foreseen) - len(told)} failed.{kept}",

@@ -23,7 +23,7 @@ def guide_for(session: Session, rows: Sequence[Row], atlas: Path | str, machine:
     if session.standings.goal not in _TIMES:
         session.notes.append(f"The atlas {atlas} was not used: it foresees times, and the goal is another.")
         return None
-    predictor = predictor_for(session, rows, machine)
+    predictor = _predictor(session, rows, machine)
     if not len(predictor):
         session.notes.append(f"The atlas {atlas} has no trial of such a workload ({predictor.about.mode} on "
                              f"{predictor.about.device}).")  # fmt: skip
@@ -32,7 +32,7 @@ def guide_for(session: Session, rows: Sequence[Row], atlas: Path | str, machine:
     return Guide(predictor, session.note)
 
 
-def predictor_for(session: Session, rows: Sequence[Row], machine: Machine) -> Predictor:
+def _predictor(session: Session, rows: Sequence[Row], machine: Machine) -> Predictor:
     """What the rows foresee for the workload of a session, on which the workload as given was measured."""
     probed, target = session.probed, session.target
     about = subject(target.name, probed.fingerprint, probed.facts, probed.features, machine, probed.peaks)
