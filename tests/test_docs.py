@@ -27,6 +27,7 @@ from tests.tuning.test_tuning import FEW
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])
 NAMES = {name for commands in COMMANDS.values() for name in commands}
+GROUPS = ("serve", "trace", "atlas")
 SERVED = {f"serve {name}" for commands in SERVE.values() for name in commands}
 BLOCK = re.compile(r"^( *)```python([^\n]*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 
@@ -144,7 +145,7 @@ def test_commands_and_options_in_the_text_exist(page: Path) -> None:
         words = [word for word in _old_spellings.renewed(span.split())[0] if word]
         if words[0].isupper() or words == ["serve"] or words[:2] == ["trace", "..."]:
             continue
-        name = " ".join(words[: 3 if words[:2] == ["serve", "export"] else 2 if words[0] in ("serve", "trace") else 1])
+        name = " ".join(words[: 3 if words[:2] == ["serve", "export"] else 2 if words[0] in GROUPS else 1])
         assert name in known or name in NAMES, span
         options = {option for param in known[name].params for option in param.opts} if name in known else set()
         assert {word.partition("=")[0] for word in words if word.startswith("--")} <= options | {"--help"}, span

@@ -25,6 +25,7 @@ COMMANDS = {
         "tune": "find the fastest recipe within limits",
         "bench": "compare named recipes in one interleaved race",
         "study": "every combination, and how techniques interact",
+        "atlas": "what helped whom, where: one table of many studies",
         "check": "is a recipe still faster, and still right, here?",
         "report": "draw the report of a study again, charts as PNG and SVG",
         "techniques": "the catalogue, and why a level cannot be used here",

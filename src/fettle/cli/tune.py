@@ -45,6 +45,9 @@ def command(
         list[str] | None, typer.Option(help="what else fettle may change: batch-size (for goal throughput)")
     ] = None,
     design: Annotated[str, typer.Option(help="auto, ladder, factorial or ablation")] = "auto",
+    atlas: Annotated[
+        Path | None, typer.Option(help="begin with what this atlas expects, of 'fettle atlas add'; design auto only")
+    ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="folder for what is found")] = Path("fettle-out"),
     storage: Annotated[str | None, typer.Option(help="Optuna storage URL; default OUTPUT/study.db")] = None,
     study: Annotated[str | None, typer.Option(help="name of the study; default the workload's name")] = None,
@@ -94,6 +97,7 @@ def command(
         techniques=_options.technique_levels(technique or []),
         allow_batch=bool(allow),
         design=design,
+        atlas=atlas,
         mode=mode,
         nproc=nproc,
         nodes=nodes,

@@ -71,6 +71,8 @@ def check_options(options: Options) -> None:
         raise UsageError(f"unknown goal {options.goal!r}: there are {', '.join(GOALS)}")
     if options.design not in DESIGNS:
         raise UsageError(f"unknown design {options.design!r}: there are {', '.join(DESIGNS)}")
+    if options.atlas is not None and options.design != "auto":
+        raise UsageError(f"`atlas` tells the design auto where to begin, and this is `design='{options.design}'`")
     check_limits(options.limits)
     check_limits(options.training_limits)
     if options.budget_s is not None and not options.budget_s >= 0:

@@ -54,6 +54,9 @@ class Options:
     design: str = "auto"
     """Which recipes are tried: ``auto``, ``ladder``, ``factorial`` or ``ablation``."""
 
+    atlas: Path | None = None
+    """An atlas, from which the design ``auto`` knows what to expect of a model that it has not seen."""
+
     mode: str = AUTO
     """``inference`` or ``training``; ``auto`` goes by what is handed over."""
 
@@ -115,6 +118,7 @@ class Keywords(TypedDict, total=False):
     techniques: Mapping[str, str | Sequence[str]] | None
     allow_batch: bool
     design: str
+    atlas: str | Path | None
     mode: str
     nproc: int
     nodes: int
@@ -141,6 +145,7 @@ def options_of(options: Options | None, keywords: Keywords) -> Options:
     limits = replace(found.limits, **{name: changes.pop(name) for name in of_limits & changes.keys()})
     if changes.get("techniques", {}) is None:
         changes["techniques"] = {}
-    if "output" in changes:
-        changes["output"] = Path(changes["output"])
+    for name in ("output", "atlas"):
+        if changes.get(name) is not None:
+            changes[name] = Path(changes[name])
     return replace(found, limits=limits, **changes)

@@ -35,7 +35,7 @@ from fettle.tuning._probe import Probed, probe
 from fettle.tuning.model import PRIOR_SPREAD, Races
 from fettle.tuning.options import Effort
 from fettle.tuning.space import level_cost
-from fettle.tuning.standings import Standings, read_trials
+from fettle.tuning.standings import Standings
 from fettle.workload import Target
 
 WAITING = 0.25
@@ -172,6 +172,7 @@ class Session:
                 )
             except WorkerError as error:
                 raise UsageError(f"the workload could not be probed: {error}") from error
+        self.study.set_note("machine", msgspec.to_builtins(machine))
         self.probed_as(probed)
         if self.standings.limits.max_metric_drop is not None and not probed.has_metric:
             raise UsageError("`max_metric_drop` needs a metric: give the workload one, Workload(..., metric=function)")
@@ -192,14 +193,9 @@ class Session:
 
     def _resume(self) -> None:
         """Recall what earlier runs of the study measured."""
-        standings = self.standings
-        for trial in self.study.trials():
-            standings.known[trial.recipe] = standings.judged(trial)
+        for trial in self.standings.recall(self.study):
             self._recall(trial)
             self._heat = max(self._heat, trial.heat)
-        again = [f"again in race {heat}" for heat in range(1, self._heat + 1)]  # what was known by then ran in these
-        kept = [trial for note in (*again, "last race") for trial in read_trials(self.study.note(note))]
-        standings.add([*standings.known.values(), *kept])
         self._earlier_s = float(self.study.note("seconds") or 0.0)
 
     # -- what a design asks ------------------------------------------------------------------------------------------
