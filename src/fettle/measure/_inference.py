@@ -29,6 +29,7 @@ def build(state: State, request: Request) -> dict[str, Any]:
     """Build the workload, with the same seed in every worker."""
     import torch
 
+    from fettle.generate import GenerationWorkload
     from fettle.measure import _meters
     from fettle.structure import structure
     from fettle.workload import Target, device_of, fingerprint
@@ -37,7 +38,8 @@ def build(state: State, request: Request) -> dict[str, Any]:
     target = msgspec.convert(request.target, Target)
     torch.manual_seed(0)
     made = target.load(state.made)
-    state.workload = with_check(made)
+    state.writes = isinstance(made, GenerationWorkload)
+    state.workload = made if state.writes else with_check(made)
     state.derived_check = len(made.inputs) == 1 and not made.check_inputs
     state.load_s = time.perf_counter() - started
     state.fingerprint = fingerprint(state.workload)
@@ -50,6 +52,7 @@ def build(state: State, request: Request) -> dict[str, Any]:
         "structure": structure(made.model, made.call, made.metric),
         "name": state.workload.name,
         "mode": state.mode,
+        "writes": state.writes,
         "inputs": made.inputs_taken_for,
     }
 
@@ -67,8 +70,11 @@ def probe(state: State, request: Request) -> dict[str, Any]:
 
 def reference(state: State, request: Request) -> dict[str, Any]:
     """Compute the reference outputs and write them to `request.path`."""
+    from fettle.measure import _generation
     from fettle.measure._reference import write_reference
 
+    if state.writes:
+        return _generation.reference(state, request)
     found = write_reference(state.workload, request.path)
     return msgspec.to_builtins(found)  # type: ignore[no-any-return]
 
@@ -77,12 +83,14 @@ def prepare(state: State, request: Request) -> dict[str, Any]:
     """Apply a recipe's source, judge its first answers, warm up, and report what that took."""
     import torch
 
-    from fettle.measure import _meters
+    from fettle.measure import _generation, _meters
     from fettle.measure._accuracy import compare, first_rows, repeat_rows, tensors, user_metric, worst
     from fettle.measure._clock import Clock
     from fettle.measure._reference import read_reference
     from fettle.techniques import load
 
+    if state.writes:
+        return _generation.prepare(state, request)
     workload = state.workload
     calibration = list(workload.calibration) or list(workload.inputs[:1])
     with notes_kept() as kept:

@@ -36,6 +36,11 @@ class Written(msgspec.Struct, frozen=True):
     metric: float | None
     metric_problem: str
     seconds: float
+    perplexity: float | None = None
+    """Text: the reference's,"""
+    prefill_flops: int = 0
+    """and what it computes for a prompt and for a step (`fettle.generate.limits.Work`)."""
+    decode_flops: int = 0
 
 
 def write_reference(workload: Workload, path: str) -> Written:

@@ -59,6 +59,7 @@ def take_slice(state: State, request: Request) -> dict[str, Any]:
         "unhindered_ns": without_waits(chunks),
         "waits": sum(waited) / sum(samples) if len(waited) == len(chunks) else None,
         "cpu_s": time.process_time() + state.waits.children_s() - cpu_s,
+        "texts": state.watcher.take() if state.writes else [],
         "energy_j": (after - energy) / len(samples) if energy is not None and after is not None else None,
     }
 

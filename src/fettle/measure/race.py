@@ -18,13 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fettle.generate.speed import Generation, figures
 from fettle.measure import _statistics
 from fettle.measure._decide import log_ratios
-from fettle.measure._entrants import Entrant, Held, Start
+from fettle.measure._entrants import Entrant, Held, Runner, Start
 from fettle.measure._load import mean_load
 from fettle.measure._rounds import Rounds
 from fettle.measure._rules import Entry, Judge, Progress, Rules
-from fettle.measure._trial import Interval, Startup, Trial
+from fettle.measure._trial import Interval, Startup, Trial, read_generation
 from fettle.measure._watch import Patience
 from fettle.procs.nodes import Nodes
 
@@ -157,6 +158,15 @@ def _elapsed_speedup(anchor: Entrant, entrant: Entrant, rules: Rules) -> Interva
     return _statistics.exp(_statistics.log_interval(ratios, rules.alpha)) if len(ratios) > 1 else None
 
 
+def _generation(runners: Sequence[Runner]) -> Generation | None:
+    """The figures of the texts of all processes."""
+    first = runners[0].answer
+    if "generation" not in first:
+        return None
+    texts = [text for runner in runners for text in (*runner.answer["texts"], *runner.texts)]
+    return figures(texts, read_generation(first["generation"]))
+
+
 def _trial(entrant: Entrant, anchor: Entrant, start: Start, rounds: Rounds) -> Trial:
     first, runners, rules = entrant.first, entrant.runners, start.rules
     answer, entry = first.answer, first.entry
@@ -198,6 +208,7 @@ def _trial(entrant: Entrant, anchor: Entrant, start: Start, rounds: Rounds) -> T
         accuracy=first.accuracy,
         start_s=first.started_s,
         phases_ms=answer.get("phases_ms", {}),
+        generation=_generation(runners),
         notes=tuple(answer["notes"]),
         learned=answer.get("learned", {}),
         seconds=time.monotonic() - first.began,

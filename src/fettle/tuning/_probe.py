@@ -67,6 +67,9 @@ def probe(
         why=written["why"],
         noise=written["noise"] or 0.0,
         metric=math.nan if written["metric"] is None else written["metric"],
+        perplexity=math.nan if written.get("perplexity") is None else written["perplexity"],
+        prefill_flops=written.get("prefill_flops", 0),
+        decode_flops=written.get("decode_flops", 0),
         curves=written.get("curves", ()),
         spread=written.get("spread", math.nan),
     )
