@@ -11,7 +11,7 @@ import fettle
 from fettle.errors import UsageError
 from fettle.generate import limits, quality
 from fettle.generate.decoding import Kept, decoder_of, score, write
-from fettle.generate.speed import Generation, Watcher, figures, rows_of, tokens_per_s
+from fettle.generate.speed import Came, Generation, Watcher, figures, rows_of, tokens_per_s
 from fettle.recipe import Recipe
 from fettle.techniques import conflict, load, probe_facts, source
 
@@ -243,8 +243,8 @@ def test_text_that_does_not_follow_its_own_scores_is_found_out() -> None:
 # -- speed ----------------------------------------------------------------------------------------------------
 
 
-def text(prompt: int, ttft: int, *steps: int, tokens: int = 1) -> dict:
-    return {"prompt": prompt, "rows": 2, "ttft_ns": ttft, "steps_ns": list(steps), "tokens": [tokens] * len(steps)}
+def text(prompt: int, ttft: int, *steps: int, tokens: int = 1) -> Came:
+    return Came(prompt, 2, ttft, list(steps), [tokens] * len(steps))
 
 
 def test_figures_of_a_text_are_taken_apart() -> None:
@@ -273,7 +273,7 @@ def test_a_watcher_times_the_part_that_counts() -> None:
     assert replace(watcher, part="tpot").sample_ns(run, {"input_ids": ids(1, 4)}, 0) == watcher.texts[1].decode_ns
     assert replace(watcher, part="ttft").sample_ns(run, {"input_ids": ids(1, 4)}, 0) == watcher.texts[2].ttft_ns
     assert calls == [5, 5, 1]
-    assert [len(item["steps_ns"]) for item in watcher.take()] == [4, 4, 0]
+    assert [len(item.steps_ns) for item in watcher.take()] == [4, 4, 0]
     assert not watcher.texts
 
 

@@ -1,7 +1,5 @@
 """A worker and a study of a workload that writes text."""
 
-import json
-import math
 from pathlib import Path
 
 import msgspec
@@ -10,15 +8,14 @@ import pytest
 import fettle
 from fettle.errors import UsageError
 from fettle.generate.speed import figures
-from fettle.measure import Accuracy, Judge
-from fettle.measure._inference import ACTIONS
-from fettle.measure._state import Request, State
-from fettle.measure._trial import read_generation
+from fettle.measure import Judge, _inference, messages
+from fettle.measure._slice import take_slice
+from fettle.measure._state import State
 from fettle.recipe import Recipe
 from fettle.report import Result, save
 from fettle.report.data import read_outcome
 from fettle.report.tables import print_result
-from fettle.techniques import Facts, source
+from fettle.techniques import source
 from fettle.workload import Target
 from tests.conftest import quick_studies
 
@@ -52,38 +49,35 @@ def target(tmp_path: Path) -> Target:
 
 def test_a_worker_takes_text_apart_and_judges_it_by_teacher_forcing(target: Target, tmp_path: Path) -> None:
     path = str(tmp_path / "reference.pt")
-
-    def ask(state: State, do: str, **fields) -> dict:
-        answer = ACTIONS[do](state, Request(do, **fields))
-        return json.loads(msgspec.json.encode(answer))  # as it travels
-
     first = State()
-    assert ask(first, "build", target=msgspec.to_builtins(target))["writes"]
-    facts = msgspec.convert(ask(first, "probe")["facts"], Facts, strict=False)
+    assert _inference.build(first, messages.Build(target)).writes
+    facts = _inference.probe(first, messages.Probe()).facts
     assert (facts.new_tokens, facts.prompt_tokens, facts.keeps) == (6, 12, "static")
-    told = ask(first, "reference", path=path)
-    assert told["dtype"] == "float32"
-    assert told["perplexity"] > 1
-    assert told["decode_flops"] > 0
+    told = _inference.reference(first, messages.WriteReference(path))
+    assert told.dtype == "float32"
+    assert told.perplexity is not None
+    assert told.perplexity > 1
+    assert told.decode_flops > 0
     for part, levels in (("", {"precision": "bf16", "mode": "eval"}), ("ttft", {}), ("tpot", {"kv_cache": "static"})):
         state, recipe = State(), Recipe(levels)
-        ask(state, "build", target=msgspec.to_builtins(target))
-        answer = ask(
-            state, "prepare", source=source(recipe, facts), label=str(recipe), path=path, part=part, rows=(1, 2)
-        )
-        accuracy = msgspec.convert({k: math.nan if v is None else v for k, v in answer["accuracy"].items()}, Accuracy)
+        _inference.build(state, messages.Build(target))
+        request = messages.Prepare(source(recipe, facts), str(recipe), path, part=part, rows=(1, 2))
+        answer = _inference.prepare(state, request)
+        answer = msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=messages.Prepared)  # as it travels
+        accuracy = answer.accuracy
         assert (accuracy.error > 1e-6) == ("precision" in levels)
         assert accuracy.judged_batches == 3
         assert not Judge(path, max_error=0.05).reason(accuracy)
         assert ("KL" in Judge(path, max_error=1e-9).reason(accuracy)) == ("precision" in levels)
         assert bool(Judge(path, exact=True).reason(accuracy)) == (accuracy.unequal > 0)
-        assert answer["samples"] == 12
-        sliced = ask(state, "slice", seconds=0.0)
-        found = figures([*answer["texts"], *sliced["texts"]], read_generation(answer["generation"]))
+        assert answer.samples == 12
+        assert answer.generation is not None
+        sliced = take_slice(state, messages.TakeSlice(0.0))
+        found = figures([*answer.texts, *sliced.texts], answer.generation)
         assert min(found.ttft_ms, found.tpot_ms, found.itl_p50_ms) > 0
         assert found.tokens_per_s.keys() == {"1", "2"}
         assert found.cache_bytes > 0
-        assert sliced["samples_ns"][0] > 0
+        assert sliced.samples_ns[0] > 0
 
 
 def test_goals_of_text_are_for_text(tmp_path: Path) -> None:

@@ -40,6 +40,19 @@ class Generation:
     """Peak memory, the cache in it."""
 
 
+@dataclass(frozen=True)
+class Came:
+    """How one text came, for whoever timed it."""
+
+    prompt: int
+    rows: int
+    ttft_ns: int
+    steps_ns: Sequence[int] = ()
+    """Each step after the first token,"""
+    tokens: Sequence[int] = ()
+    """and the tokens that it gave each row."""
+
+
 @dataclass
 class Text:
     """One text as it came."""
@@ -64,16 +77,10 @@ class Text:
     def decode_ns(self) -> int:
         return self.came[-1][0] - self.came[0][0]
 
-    def plain(self) -> dict[str, Any]:
-        """For the parent: which prompt, time to the first token, each step after it with its tokens."""
-        times = [when for when, _ in self.came]
-        return {
-            "prompt": self.prompt,
-            "rows": self.rows,
-            "ttft_ns": self.ttft_ns,
-            "steps_ns": [later - earlier for earlier, later in itertools.pairwise(times)],
-            "tokens": [count for _, count in self.came[1:]],
-        }
+    def told(self) -> Came:
+        """For the parent."""
+        steps = [later[0] - earlier[0] for earlier, later in itertools.pairwise(self.came)]
+        return Came(self.prompt, self.rows, self.ttft_ns, steps, [count for _, count in self.came[1:]])
 
 
 @dataclass
@@ -96,9 +103,9 @@ class Watcher:
             return ended - text.began_ns
         return text.ttft_ns if self.part == "ttft" else text.decode_ns
 
-    def take(self) -> list[dict[str, Any]]:
+    def take(self) -> list[Came]:
         """The texts since the last call, for the parent."""
-        found, self.texts = [text.plain() for text in self.texts], []
+        found, self.texts = [text.told() for text in self.texts], []
         return found
 
 
@@ -129,20 +136,18 @@ def tokens_per_s(
     return rows * new_tokens * len(took) / sum(took) * 1e9
 
 
-def figures(texts: Sequence[Mapping[str, Any]], known: Generation) -> Generation:
+def figures(texts: Sequence[Came], known: Generation) -> Generation:
     """The figures of all texts of a trial, added to what is `known` of it without them."""
     if not texts:
         return known
     by_prompt: dict[int, list[int]] = {}
     for text in texts:
-        by_prompt.setdefault(text["prompt"], []).append(text["ttft_ns"])
-    whole = [text for text in texts if text["steps_ns"]]
-    steps = sorted(ns for text in whole for ns in text["steps_ns"])
-    each = sorted(sum(text["steps_ns"]) / sum(text["tokens"]) for text in whole)
-    tokens = [count for text in whole for count in text["tokens"]]
-    speeds = [
-        text["rows"] * (1 + sum(text["tokens"])) / (text["ttft_ns"] + sum(text["steps_ns"])) * 1e9 for text in whole
-    ]
+        by_prompt.setdefault(text.prompt, []).append(text.ttft_ns)
+    whole = [text for text in texts if text.steps_ns]
+    steps = sorted(ns for text in whole for ns in text.steps_ns)
+    each = sorted(sum(text.steps_ns) / sum(text.tokens) for text in whole)
+    tokens = [count for text in whole for count in text.tokens]
+    speeds = [text.rows * (1 + sum(text.tokens)) / (text.ttft_ns + sum(text.steps_ns)) * 1e9 for text in whole]
     told = {str(known.rows): _median(speeds)} if speeds else {}
     return replace(
         known,

@@ -11,17 +11,18 @@ from typing import Any
 import msgspec
 
 from fettle.measure._notes import compiler_notes, notes_kept
-from fettle.measure._state import Request, State, prepared, settled
+from fettle.measure._state import State, prepared, settled
+from fettle.measure._trial import Accuracy
+from fettle.measure.messages import Prepare, Prepared, Reference, WriteReference
 
 
-def reference(state: State, request: Request) -> dict[str, Any]:
+def reference(state: State, request: WriteReference) -> Reference:
     """Let the reference write, and keep what recipes are judged by at `request.path`."""
     import torch
 
     from fettle.generate.limits import count_work
     from fettle.generate.quality import closeness, write_pieces
     from fettle.measure._accuracy import user_metric
-    from fettle.measure._reference import Written
 
     started = time.perf_counter()
     workload = state.workload
@@ -32,15 +33,14 @@ def reference(state: State, request: Request) -> dict[str, Any]:
         if workload.metric is not None:
             metric, problem = user_metric(workload.metric, lambda **prompt: workload.run(workload.model, prompt))
     own = closeness(pieces, [piece.log_p for piece in pieces])
-    found = Written(
-        dtype="float32", why="it writes text that recipes are judged on", noise=0.0, float32_error=None, metric=metric,
+    return Reference(
+        dtype="float32", why="it writes text that recipes are judged on", metric=metric,
         metric_problem=problem, seconds=time.perf_counter() - started, perplexity=own.perplexity,
         prefill_flops=work.prefill_flops, decode_flops=work.decode_flops,
     )  # fmt: skip
-    return msgspec.to_builtins(found)  # type: ignore[no-any-return]
 
 
-def prepare(state: State, request: Request) -> dict[str, Any]:
+def prepare(state: State, request: Prepare) -> Prepared:
     """Apply a recipe's source, judge what it writes, warm up, and report what that took."""
     import torch
 
@@ -53,8 +53,7 @@ def prepare(state: State, request: Request) -> dict[str, Any]:
 
     workload = state.workload
     calibration = list(workload.calibration) or list(workload.inputs[:1])
-    with notes_kept() as kept:
-        notes = kept.lines
+    with notes_kept() as told:
         started = time.perf_counter()
         run: Any = load(request.source, request.label)(workload.model, calibration)
         optimize_s = time.perf_counter() - started
@@ -78,27 +77,26 @@ def prepare(state: State, request: Request) -> dict[str, Any]:
         for number, prompt in numbered:  # a whole text, for what the race does not go by
             Watcher.sample_ns(whole := Watcher(watcher.new_tokens), run, prompt, number)
             watcher.texts += whole.texts
-        peak = settled(state, has_peak, notes)
-        whole_texts = [text for text in watcher.take() if text["steps_ns"]] if watcher.part == "ttft" else []
+        peak = settled(state, has_peak, told.lines)
+        whole_texts = [text for text in watcher.take() if text.steps_ns] if watcher.part == "ttft" else []
         watcher.texts = []
         rows = len(next(iter(workload.inputs[0].values())))
         speeds = {str(n): tokens_per_s(run, workload.inputs, n, watcher.new_tokens) for n in request.rows if n != rows}
         speeds = {count: rate for count, rate in speeds.items() if math.isfinite(rate)}  # as far as memory allows
-        notes += compiler_notes()
-    told = prepared(state, optimize_s, first_call_s, accuracy, peak, rows * watcher.new_tokens, notes)
+        told.lines += compiler_notes()
+    ready = prepared(state, optimize_s, first_call_s, accuracy, peak, rows * watcher.new_tokens, told)
     known = Generation(
         rows=rows, weight_bytes=weights_read(workload.model), cache_bytes=cache_bytes(run.decoder),
-        tokens_per_s=speeds, peak_bytes=told["peak_bytes"],
+        tokens_per_s=speeds, peak_bytes=ready.peak_bytes,
     )  # fmt: skip
-    return {**told, "learned": kept.learned, "generation": msgspec.to_builtins(known), "texts": whole_texts}
+    return msgspec.structs.replace(ready, generation=known, texts=whole_texts)
 
 
-def judged(state: State, run: Any, path: str, unseen: int) -> Any:
+def judged(state: State, run: Any, path: str, unseen: int) -> Accuracy:
     """A recipe's text beside the reference's: pieces before `unseen` calibrated it, and do not judge."""
     import torch
 
     from fettle.generate.quality import astray, closeness, read_pieces, scores_of, unequal
-    from fettle.measure._trial import Accuracy
 
     if not path:
         return Accuracy()

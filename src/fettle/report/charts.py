@@ -9,7 +9,7 @@ import altair as alt
 from fettle.files import write_bytes, write_text
 from fettle.page import Figure, as_spec, clean
 from fettle.report import _format as fmt
-from fettle.report import _ladder, _payback, _scatter, _text, _training
+from fettle.report import _ladder, _payback, _rounds, _scatter, _text, _training
 from fettle.report._facts import error_name, pareto, ranked
 from fettle.report._marks import Rows
 from fettle.report._verdict import payback as payback_text
@@ -31,6 +31,7 @@ def figures(result: Outcome) -> list[Figure]:
         ("losses", "Losses, baseline and tuned", _training.losses_words(result), _training.losses),
         ("timeline", "A step, by phase", _training.timeline_words(result), _training.timeline),
         ("plan", "The memory plan, one rank", _training.plan_words(result), _training.plan),
+        ("rounds", "The last race, round by round", _rounds.words(result), _rounds.rounds),
         ("error", "Speed-up against error", _cloud_alt(result, error_name(result)), _scatter.against_error),
         ("footprint", "Speed-up against memory", _cloud_alt(result, "peak memory"), _scatter.against_memory),
         ("pareto", "The Pareto front", _front_alt(result), _scatter.front),

@@ -12,6 +12,7 @@ how far the replay can be trusted.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from fettle.trace.analyses.slots import queues
 from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
-from fettle.trace.analyses.steps import step_thread, steps
+from fettle.trace.analyses.steps import step_thread, step_windows
 from fettle.trace.analyses.stops import Why, autograd_threads, host_stops, main_thread
 from fettle.trace.analyses.waits import NUMBER, Held, device_waits
 from fettle.trace.intervals import Intervals, length_within, merge
@@ -108,8 +109,8 @@ class Replay:
                 if row in found:
                     found[row].queue = bound
         wanted, marks = self._lasts(), step_thread(trace)
-        if marks >= 0:
-            wanted |= {(marks, int(t)) for t in steps(trace).select("start_ns", "end_ns").to_numpy().ravel()}
+        self.step_times = np.unique(np.concatenate(step_windows(trace))).tolist() if marks >= 0 else []
+        wanted |= {(marks, time) for time in self.step_times}
         wanted |= {(int(o), int(w)) for o, w in zip(stops.other, stops.when, strict=True) if o >= 0}
         points = [_Call(one, time, time) for one, time in sorted(wanted)]
         calls = [*found.values(), *silent, *points]
@@ -345,7 +346,8 @@ class Run:
         """
         marks = self.replay.mark
         if thread >= 0:
-            host = self.left[marks[thread, time]]
+            times = self.replay.step_times
+            host = self.left[marks[thread, times[max(bisect_right(times, time) - 1, 0)]]]
         else:
             host = max((self.left[i] for (_, at), i in marks.items() if at <= time), default=0.0)
         ends, over = self._by_end(thread)
