@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from fettle.generate.speed import Came
 from fettle.measure._priority import READY, prefer
 from fettle.measure._process import Worker, WorkerError
 from fettle.measure._rules import Entry, Judge, Progress, Rules
@@ -35,7 +36,7 @@ class Held:
         kept = self.runners.get(recipe)
         if kept is None or kept.failure:
             return None
-        return replace(kept, began=time.monotonic(), slices=[], samples_ns=[], energy_j=[])
+        return replace(kept, began=time.monotonic(), slices=[], samples_ns=[], energy_j=[], texts=[])
 
     def keep(self, recipes: Collection[Recipe]) -> None:
         """End all processes but those of these recipes."""
@@ -61,6 +62,8 @@ class Runner:
     slices: list[Slice] = field(default_factory=list)
     samples_ns: list[int] = field(default_factory=list)
     energy_j: list[float] = field(default_factory=list)
+    texts: list[Came] = field(default_factory=list)
+    """How texts came, where the workload writes some."""
     failure: str = ""
 
     def times_ms(self, *, elapsed: bool = False) -> dict[int, float]:
@@ -155,7 +158,7 @@ class Start:
             tell(Progress("start", entry.recipe))
             began = time.monotonic()
             try:
-                runner = self._ready(next(line), entry)
+                runner = self._ready(next(line), entry, self._rows(entry))
             except WorkerError as error:
                 if error.kind == "timeout" and time.monotonic() > self.rules.deadline:
                     break  # the budget ended it, not its own time limit: that says nothing about the recipe
@@ -246,13 +249,16 @@ class Start:
                 "(seed every generator; fettle calls torch.manual_seed(0) first)"
             )
 
-    def _ready(self, built: Begun, entry: Entry) -> Runner:
+    def _rows(self, entry: Entry) -> tuple[int, ...]:
+        return self.rules.rows if self.rules.rows_for_all or not entry.recipe.levels else ()
+
+    def _ready(self, built: Begun, entry: Entry, rows: tuple[int, ...] = ()) -> Runner:
         """Apply the recipe in a process that was built, and pause it. Raises `WorkerError`, the process gone."""
         began = time.monotonic() - built.build_s
         try:
             if built.failure is not None:
                 raise built.failure
-            runner = self._prepared(built.worker, entry, began)
+            runner = self._prepared(built.worker, entry, began, rows)
         except BaseException:
             built.worker.close()
             raise
@@ -260,11 +266,13 @@ class Start:
         runner.started_s = time.monotonic() - began
         return runner
 
-    def _prepared(self, worker: Worker, entry: Entry, began: float) -> Runner:
+    def _prepared(self, worker: Worker, entry: Entry, began: float, rows: tuple[int, ...]) -> Runner:
         timeout_s = max(
             10.0, min(self.rules.prepare_timeout_s, self.rules.deadline - time.monotonic() + self.rules.grace_s)
         )
-        request = Prepare(entry.source, str(entry.recipe), self.judging.path, entry.factor, entry.calibrated)
+        request = Prepare(
+            entry.source, str(entry.recipe), self.judging.path, entry.factor, entry.calibrated, self.rules.part, rows
+        )
         answer = worker.ask(request, Prepared, timeout_s)
         rejected = ""
         if self.judging.path and not (self.judging.exempt_baseline and not entry.recipe.levels):

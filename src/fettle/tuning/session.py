@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
+
 from fettle.errors import UsageError
 from fettle.machine import Machine
 from fettle.measure import (
@@ -89,6 +91,7 @@ class Session:
         trial_timeout_s: float = 900.0,
         *,
         training_limits: Limits | None = None,
+        text_limits: Limits | None = None,
         nproc: int = 1,
         nodes: Nodes | None = None,
         device_memory_bytes: int | None = None,
@@ -97,7 +100,7 @@ class Session:
         effort: Effort | None = None,
     ) -> None:
         self.target, self.folder = target, folder
-        self._training_limits = training_limits
+        self._training_limits, self._text_limits = training_limits, text_limits
         self.budget = Budget(budget_s, started)
         self.effort = effort = effort or Effort()
         self.rules = Rules(
@@ -105,6 +108,8 @@ class Session:
         )
         if polite:
             self.rules = replace(self.rules, may_go_first=False)
+        if goal in ("ttft", "tpot"):
+            self.rules = replace(self.rules, part=goal)
         if goal == "energy":
             self.rules = replace(self.rules, slice_s=_ENERGY_SLICE_S)
         self.standings = Standings(goal, limits, Races(under_load), confidence)
@@ -134,6 +139,10 @@ class Session:
             try:
                 built = worker.ask(messages.Build(self.target), messages.Built, timeout_s)
                 self.target = replace(self.target, mode=built.mode)
+                if built.writes:
+                    self.standings.limits = self._text_limits or self.standings.limits
+                elif self.standings.goal in ("ttft", "tpot"):
+                    raise UsageError(f"the goal {self.standings.goal} is for a fettle.GenerationWorkload")
                 if built.mode == "training" and self._training_limits is not None:
                     self.standings.limits = self._training_limits
                 if built.inputs:
@@ -141,7 +150,7 @@ class Session:
                 if fingerprint and built.fingerprint != fingerprint:
                     raise UsageError("the recipe is for another workload: its weights or inputs differ from this one's")
                 own = f"-{built.fingerprint[:8]}" if self.target.is_live else ""
-                usual = self.target.name + own
+                usual = self.target.name + own + (f"-{self.rules.part}" if self.rules.part else "")
                 self.study = Study.open(
                     name or usual, storage, built.fingerprint, machine.id,
                     structure=built.structure, beside=not name,
@@ -186,9 +195,14 @@ class Session:
         self.probed, self.facts = probed, replace(probed.facts, ranks=self._ranks, nodes=count)
         if allowed is not None:
             self.facts = replace(self.facts, max_error=allowed)
-        self.rules = replace(self.rules, abreast=_abreast(self.facts))
+        self.rules = replace(self.rules, abreast=_abreast(self.facts), rows=self.facts.row_counts)
         self.standings.judge = Judge(
-            str(probed.reference_path), allowed, limits.min_agreement, limits.max_metric_drop, probed.reference.metric
+            str(probed.reference_path),
+            allowed,
+            limits.min_agreement,
+            limits.max_metric_drop,
+            probed.reference.metric,
+            limits.exact,
         )
 
     def _resume(self) -> None:
