@@ -123,16 +123,14 @@ def check_ranks(options: Options, target: Target) -> Target:
 
 def ask_for_mode(target: Target, timeout_s: float = 600.0) -> Target:
     """The target with the mode that its factory's answer shows, asked in a process of its own."""
-    import msgspec
-
-    from fettle.measure import Worker, WorkerError
+    from fettle.measure import Worker, WorkerError, messages
 
     try:
         with Worker() as worker:
-            built = worker.ask("build", timeout_s, target=msgspec.to_builtins(target))
+            built = worker.ask(messages.Build(target), messages.Built, timeout_s)
     except WorkerError as error:
         raise UsageError(f"the workload could not be built: {error}") from error
-    return replace(target, mode=built["mode"])
+    return replace(target, mode=built.mode)
 
 
 def open_nodes(options: Options, target: Target) -> Nodes | None:

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import msgspec
-
 from fettle.errors import UsageError
 from fettle.machine import Machine
 from fettle.measure import (
@@ -22,6 +20,7 @@ from fettle.measure import (
     Trial,
     Worker,
     WorkerError,
+    messages,
     prefer,
     race,
 )
@@ -133,19 +132,19 @@ class Session:
             if self.rules.may_go_first and not self.rules.under_load:
                 prefer(worker.pid, READY)
             try:
-                built = worker.ask("build", timeout_s, target=msgspec.to_builtins(self.target))
-                self.target = replace(self.target, mode=built["mode"])
-                if built["mode"] == "training" and self._training_limits is not None:
+                built = worker.ask(messages.Build(self.target), messages.Built, timeout_s)
+                self.target = replace(self.target, mode=built.mode)
+                if built.mode == "training" and self._training_limits is not None:
                     self.standings.limits = self._training_limits
-                if built["inputs"]:
-                    self.note(f"inputs: {built['inputs']}")
-                if fingerprint and built["fingerprint"] != fingerprint:
+                if built.inputs:
+                    self.note(f"inputs: {built.inputs}")
+                if fingerprint and built.fingerprint != fingerprint:
                     raise UsageError("the recipe is for another workload: its weights or inputs differ from this one's")
-                own = f"-{built['fingerprint'][:8]}" if self.target.is_live else ""
+                own = f"-{built.fingerprint[:8]}" if self.target.is_live else ""
                 usual = self.target.name + own
                 self.study = Study.open(
-                    name or usual, storage, built["fingerprint"], machine.id,
-                    structure=built["structure"], beside=not name,
+                    name or usual, storage, built.fingerprint, machine.id,
+                    structure=built.structure, beside=not name,
                 )  # fmt: skip
                 if self.study.name not in (name, usual):
                     self.notes.append(
@@ -156,8 +155,8 @@ class Session:
                 probed = probe(
                     worker,
                     self.study,
-                    self._folder("cache") / f"reference-{built['fingerprint']}-{built['structure'][:8]}.pt",
-                    built["fingerprint"],
+                    self._folder("cache") / f"reference-{built.fingerprint}-{built.structure[:8]}.pt",
+                    built.fingerprint,
                     allow_batch,
                     timeout_s,
                     look_s=math.inf if self.budget.seconds is None else 0.1 * self.budget.seconds,
@@ -295,7 +294,7 @@ class Session:
         Those in `once` have one process whatever the rules say."""
         self._heat += 1
         return race(
-            msgspec.to_builtins(self.target),
+            self.target,
             self.probed.fingerprint,
             [replace(self._entry(recipe), once=recipe in once) for recipe in recipes],
             self.standings.judge,
