@@ -99,7 +99,7 @@ class Study:
                 for copy in range(processes):
                     slices[recipe].append(self.slice(recipe, number, copy, processes, turn, busy))
             self.now += ROUND_S * processes
-        return [Trial(recipe, "measured", time_ms=1.0, speedup=Interval(1.0, 1.0, 1.0), slices=found, heat=number)
+        return [Trial(recipe, "measured", time_ms=1.0, speedup=Interval(1.0, 1.0, 1.0), slices=found, race=number)
                 for recipe, found in slices.items()]  # fmt: skip
 
     def slice(self, recipe: Recipe, number: int, copy: int, processes: int, turn: int, busy: float) -> Slice:
@@ -136,9 +136,9 @@ def run(truth: Study, folder: Path) -> tuple[float, bool, bool, bool]:
     while waiting:
         number += 1
         leader = session.standings.best()
-        heat = [GIVEN, *([leader.recipe] if leader is not None and leader.recipe.levels else []), *waiting[:5]]
+        together = [GIVEN, *([leader.recipe] if leader is not None and leader.recipe.levels else []), *waiting[:5]]
         del waiting[:5]
-        keep(session, truth.race(number, heat))
+        keep(session, truth.race(number, together))
     truth.patience_s += 18.0
     final = [GIVEN, *(trial.recipe for trial in session.standings.finalists())]
     last = session.standings.confirmed(truth.race(number + 1, final, processes=2, most_rounds=8))

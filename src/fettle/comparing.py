@@ -17,7 +17,7 @@ from fettle.recipe_file import RecipeFile, read_recipe
 from fettle.result import Limits
 from fettle.study import storage_url
 from fettle.techniques import canonical, conflict
-from fettle.tuning import WAITING, Options, Session, Tell, check_limits, target_of, workload_of
+from fettle.tuning import WAITING, OnProgress, Options, Session, check_limits, target_of, workload_of
 from fettle.workload import AUTO
 
 REPLICATES = 4
@@ -67,7 +67,7 @@ def bench(
     settle: bool = True,
     under_load: bool = False,
     polite: bool = False,
-    tell: Tell = lambda event: None,
+    on_progress: OnProgress = lambda event: None,
 ) -> Comparison:
     """Race `recipes` and the workload as given, side by side, until each verdict is known.
 
@@ -90,7 +90,7 @@ def bench(
         most_replicates=MOST_REPLICATES if settle else REPLICATES, under_load=under_load,
         may_go_first=may_go_first() and not polite,
     )  # fmt: skip
-    return _race(workload_of(model, inputs, call, metric, mode), several, rules, limits, budget_s, "", tell)
+    return _race(workload_of(model, inputs, call, metric, mode), several, rules, limits, budget_s, "", on_progress)
 
 
 def check(
@@ -102,7 +102,7 @@ def check(
     mode: str = AUTO,
     force: bool = False,
     budget_s: float | None = None,
-    tell: Tell = lambda event: None,
+    on_progress: OnProgress = lambda event: None,
 ) -> Comparison:
     """Is a recipe still faster here, and are its answers still right?
 
@@ -115,7 +115,9 @@ def check(
     limits = None if kept is None else Limits(**{name: kept.get(name) for name in _JUDGED})
     rules = Rules(settle_verdicts=True, max_rounds=48, replicates=REPLICATES, most_replicates=MOST_REPLICATES)
     fingerprint = "" if force else found.workload.get("fingerprint", "")
-    return _race(workload_of(model, inputs, call, None, mode), [found], rules, limits, budget_s, fingerprint, tell)
+    return _race(
+        workload_of(model, inputs, call, None, mode), [found], rules, limits, budget_s, fingerprint, on_progress
+    )
 
 
 _JUDGED = ("max_error", "min_agreement", "max_metric_drop")
@@ -128,7 +130,7 @@ def _race(
     limits: Limits | None,
     budget_s: float | None,
     fingerprint: str,
-    tell: Tell,
+    on_progress: OnProgress,
 ) -> Comparison:
     """The race of a comparison. `fingerprint`, when given, is what the workload must be."""
     found = [read_recipe(recipe) for recipe in recipes]
@@ -138,11 +140,11 @@ def _race(
     with tempfile.TemporaryDirectory(prefix="fettle-", ignore_cleanup_errors=True) as text:
         folder = Path(text)
         session = Session(
-            target_of(workload, folder), folder, kept, "throughput", None, time.monotonic(), tell, rules.confidence,
-            training_limits=trained, under_load=rules.under_load, polite=not rules.may_go_first,
+            target_of(workload, folder), folder, kept, "throughput", None, time.monotonic(), on_progress,
+            rules.confidence, training_limits=trained, under_load=rules.under_load, polite=not rules.may_go_first,
         )  # fmt: skip
         try:
-            session.tell("building the workload and its reference")
+            session.report("building the workload and its reference")
             session.open("", storage_url(None, folder), this_machine(), allow_batch=True, fingerprint=fingerprint)
             learned = next((item.learned for item in found if item.learned), {})
             session.facts = replace(session.facts, learned=learned)

@@ -23,9 +23,9 @@ class Effort:
     slice_s: float = Rules.slice_s
     """Length of one slice."""
     rounds: int = 20
-    """Most rounds of a race. Processes differ by more than these leave open: the last race has more of them."""
+    """Most rounds of a race. Processes differ by more than these leave open: the final race has more of them."""
     replicates: int = REPLICATES
-    """Processes of each finalist in the last race, as far as time allows."""
+    """Processes of each finalist in the final race, as far as time allows."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from fettle.tuning import _limits
 from fettle.tuning.model import Fit, Races
 
 FINALISTS = 4
-"""Most recipes that meet in the last race, as far as there is time."""
+"""Most recipes that meet in the final race, as far as there is time."""
 
 
 @dataclass
@@ -46,9 +46,9 @@ class Standings:
                 self.known[recipe] = replace(trial, speedup=speedup)
 
     def confirmed(self, trials: Sequence[Trial]) -> list[Trial]:
-        """The last race's trials with what this race alone says of them, processes spread as in the whole study."""
+        """The final race's trials with what this race alone says of them, processes spread as in the whole study."""
         self.add(trials)
-        alone = self.races.of_race(trials[0].heat, self.fit) if self.fit is not None else None
+        alone = self.races.of_race(trials[0].race, self.fit) if self.fit is not None else None
         if alone is None:
             return list(trials)
         return [replace(trial, speedup=alone.speedup(trial.recipe, confidence=self.confidence) or trial.speedup)
