@@ -24,6 +24,7 @@ from fettle.measure import Interval, Slice, Trial
 from fettle.recipe import Recipe
 from fettle.result import Limits
 from fettle.techniques import Facts
+from fettle.tuning import Options
 from fettle.tuning._outcome import pick_winner
 from fettle.tuning.session import Session
 from fettle.workload import Target
@@ -126,7 +127,8 @@ class _Notes:
 def run(truth: Study, folder: Path) -> tuple[float, bool, bool, bool]:
     """How far the announced winner is behind the best (a log), whether its interval holds the truth, whether it was
     said to be of a quiet machine, and whether a gain of 1.5x was not told."""
-    session = Session(Target("made/up.py:workload"), folder, Limits(None), "throughput", None, 0.0, lambda event: None)
+    options = Options(limits=Limits(None), budget_s=None, output=folder)
+    session = Session(Target("made/up.py:workload"), options, lambda event: None, started=0.0)
     session.study = _Notes()  # type: ignore[assignment]
     session.facts = Facts()
     session.standings.misses = lambda trial: ""  # type: ignore[method-assign]

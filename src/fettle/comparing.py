@@ -15,7 +15,6 @@ from fettle.measure import Rules, Trial, close_all, may_go_first, verdict
 from fettle.recipe import Recipe
 from fettle.recipe_file import RecipeFile, read_recipe
 from fettle.result import Limits
-from fettle.study import storage_url
 from fettle.techniques import canonical, conflict
 from fettle.tuning import WAITING, OnProgress, Options, Session, check_limits, target_of, workload_of
 from fettle.workload import AUTO
@@ -134,18 +133,19 @@ def _race(
 ) -> Comparison:
     """The race of a comparison. `fingerprint`, when given, is what the workload must be."""
     found = [read_recipe(recipe) for recipe in recipes]
-    usual = Options()
-    kept, trained = (limits, limits) if limits is not None else (usual.limits, usual.training_limits)
-    check_limits(kept)
     with tempfile.TemporaryDirectory(prefix="fettle-", ignore_cleanup_errors=True) as text:
         folder = Path(text)
-        session = Session(
-            target_of(workload, folder), folder, kept, "throughput", None, time.monotonic(), on_progress,
-            rules.confidence, training_limits=trained, under_load=rules.under_load, polite=not rules.may_go_first,
+        options = Options(
+            budget_s=None, output=folder, allow_batch=True, confidence=rules.confidence, under_load=rules.under_load,
+            polite=not rules.may_go_first,
         )  # fmt: skip
+        if limits is not None:
+            options = replace(options, limits=limits, max_spread=limits.max_error)
+        check_limits(options.limits)
+        session = Session(target_of(workload, folder), options, on_progress)
         try:
             session.report("building the workload and its reference")
-            session.open("", storage_url(None, folder), this_machine(), allow_batch=True, fingerprint=fingerprint)
+            session.open(this_machine(), fingerprint)
             learned = next((item.learned for item in found if item.learned), {})
             session.facts = replace(session.facts, learned=learned)
             wanted = [canonical(item.recipe) for item in found]

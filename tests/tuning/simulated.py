@@ -19,7 +19,7 @@ from fettle.recipe import Recipe
 from fettle.result import Limits, Reference
 from fettle.search import Space
 from fettle.techniques import CATALOGUE, Facts
-from fettle.tuning import _budget
+from fettle.tuning import Options, _budget
 from fettle.tuning._final_race import FinalRace, final_race
 from fettle.tuning._plan import MemoryPlan
 from fettle.tuning._probe import Probed
@@ -177,7 +177,9 @@ def session_in(
 ) -> Session:
     """A session that was just opened in this world."""
     target = Target("made/up.py:workload", name="made up")
-    session = Session(target, folder, Limits(0.02), "throughput", budget_s, world.now, on_progress)
+    session = Session(
+        target, Options(limits=Limits(0.02), budget_s=budget_s, output=folder), on_progress, started=world.now
+    )
     session.rules = replace(session.rules, may_go_first=False)
     session.patience.left_s = 0.6 * session._may_wait_s
     reference = Reference(dtype="float64", why="", noise=0.0, metric=math.nan)

@@ -24,7 +24,6 @@ from fettle.studies import designs
 from fettle.studies.plan import Part, Plan
 from fettle.studies.table import Table
 from fettle.studies.trials import Measured, table_of
-from fettle.study import storage_url
 from fettle.techniques import CATALOGUE, check_names
 from fettle.tuning import Event, OnProgress, Options, Session, check_techniques, space_for, writable
 from fettle.workload import AUTO, Target, check_mode, find_target
@@ -145,7 +144,7 @@ def study(targets: Sequence[str], settings: Settings, on_progress: OnProgress, *
     interrupted, plan = False, None
     try:
         for workload in workloads:
-            _open(workload, folder, settings, machine)
+            _open(workload, settings, machine)
         _none_failed(workloads)
         plan = _plan(workloads, settings, began)
         if plan.is_long and not agreed and settings.budget_s is None:
@@ -221,21 +220,20 @@ def _typed(text: str) -> int | float | str:
 
 
 def _session(target: Target, folder: Path, settings: Settings, began: float, on_progress: OnProgress) -> Session:
-    options = Options(limits=Limits(max_error=settings.max_error))
-    budget_s = settings.budget_s if settings.design in designs.STEPS else None
-    return Session(
-        target, folder, options.limits, "throughput", budget_s, began, on_progress, settings.confidence,
-        settings.trial_timeout_s, training_limits=options.training_limits, under_load=settings.under_load,
-        polite=settings.polite,
+    options = Options(
+        limits=Limits(max_error=settings.max_error), output=folder, storage=settings.storage,
+        confidence=settings.confidence, budget_s=settings.budget_s if settings.design in designs.STEPS else None,
+        trial_timeout_s=settings.trial_timeout_s, under_load=settings.under_load, polite=settings.polite,
     )  # fmt: skip
+    return Session(target, options, on_progress, started=began)
 
 
-def _open(workload: _Workload, folder: Path, settings: Settings, machine: Machine) -> None:
+def _open(workload: _Workload, settings: Settings, machine: Machine) -> None:
     """Probe the workload, measure it as given, and say which recipes are to be measured."""
     session = workload.session
     try:
         session.report(f"building {workload.name} and its reference")
-        session.open("", storage_url(settings.storage, folder), machine, allow_batch=False)
+        session.open(machine)
     except UsageError as error:
         workload.failure = str(error)
         return

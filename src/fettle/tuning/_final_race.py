@@ -38,8 +38,8 @@ def final_race(session: Session, space: Space) -> FinalRace:
     rungs = [recipe for recipe in climb(leader.recipe) if recipe != leader.recipe and not space.conflict(recipe)]
     cheap = [recipe for recipe in rungs if space.cost(recipe) == 1 and recipe not in session.standings.known]
     best = session.standings.finalists()
-    budget = session.budget
-    plan = plan_final_race(budget.left_s + 0.5 * budget.grace_s, baseline, best, len(cheap), session.effort.replicates)
+    budget, replicates = session.budget, session.options.effort.replicates
+    plan = plan_final_race(budget.left_s + 0.5 * budget.grace_s, baseline, best, len(cheap), replicates)
     if plan is None:
         return _too_small(session, race_s([baseline, leader]))
     again, cheap = [trial.recipe for trial in best[: plan.finalists]], cheap[: plan.extras]

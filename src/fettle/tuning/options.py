@@ -38,7 +38,7 @@ class Options:
     limits: Limits = field(default_factory=Limits)
     """What a recipe must keep. `fettle.tune` takes its fields too: ``max_error=0.01``."""
 
-    max_spread: float = 1.0
+    max_spread: float | None = 1.0
     """In training, in place of `Limits.max_error`: how far the losses may be from the baseline's, in units of the
     typical distance of two seeds. With `Limits.max_metric_drop` the workload's metric decides instead."""
 
@@ -110,7 +110,7 @@ class Keywords(TypedDict, total=False):
     max_latency_ms: float | None
     max_memory_bytes: int | None
     min_throughput: float | None
-    max_spread: float
+    max_spread: float | None
     budget_s: float | None
     techniques: Mapping[str, str | Sequence[str]] | None
     allow_batch: bool

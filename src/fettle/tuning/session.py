@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,14 +27,13 @@ from fettle.measure import (
 )
 from fettle.procs.nodes import Nodes
 from fettle.recipe import Recipe
-from fettle.result import Goal, Limits
-from fettle.study import Study
+from fettle.study import Study, storage_url
 from fettle.techniques import Facts, batch_factor, canonical, environment, is_calibrated, source, uses_ranks
 from fettle.tuning._budget import FEWEST_ROUNDS, Budget, start_s, turn_s
 from fettle.tuning._plan import plan_memory
 from fettle.tuning._probe import Probed, probe
 from fettle.tuning.model import PRIOR_SPREAD, Races
-from fettle.tuning.options import Effort
+from fettle.tuning.options import Options
 from fettle.tuning.space import level_cost
 from fettle.tuning.standings import Standings, read_trials
 from fettle.workload import Target
@@ -77,65 +77,48 @@ class Session:
     """One run of a study. It is what a design of `fettle.search` measures with."""
 
     def __init__(
-        self,
-        target: Target,
-        folder: Path,
-        limits: Limits,
-        goal: Goal,
-        budget_s: float | None,
-        started: float,
-        on_progress: OnProgress,
-        confidence: float = 0.95,
-        trial_timeout_s: float = 900.0,
-        *,
-        training_limits: Limits | None = None,
-        nproc: int = 1,
-        nodes: Nodes | None = None,
-        device_memory_bytes: int | None = None,
-        under_load: bool = False,
-        polite: bool = False,
-        effort: Effort | None = None,
-    ) -> None:
-        self.target, self.folder = target, folder
-        self._training_limits = training_limits
-        self.budget = Budget(budget_s, started)
-        self.effort = effort = effort or Effort()
+        self, target: Target, options: Options, on_progress: OnProgress, *, nodes: Nodes | None = None,
+        started: float | None = None,
+    ) -> None:  # fmt: skip
+        self.target, self.options, self.folder = target, options, options.output
+        seconds, effort = options.budget_s or None, options.effort
+        self.budget = Budget(seconds, time.monotonic() if started is None else started)
         self.rules = Rules(
-            effort.slice_s, effort.rounds, confidence, prepare_timeout_s=trial_timeout_s, under_load=under_load
-        )
-        if polite:
+            effort.slice_s, effort.rounds, options.confidence, prepare_timeout_s=options.trial_timeout_s,
+            under_load=options.under_load,
+        )  # fmt: skip
+        if options.polite:
             self.rules = replace(self.rules, may_go_first=False)
-        if goal == "energy":
+        if options.goal == "energy":
             self.rules = replace(self.rules, slice_s=_ENERGY_SLICE_S)
-        self.standings = Standings(goal, limits, Races(under_load), confidence)
+        self.standings = Standings(options.goal, options.limits, Races(options.under_load), options.confidence)
         self.held = Held()
         """The processes of the workload as given and of the leader, which run in every race but the last."""
-        self._may_wait_s = _UNLIMITED_WAIT_S if budget_s is None else WAITING * budget_s
+        self._may_wait_s = _UNLIMITED_WAIT_S if seconds is None else WAITING * seconds
         self.patience = Patience(0.0 if self.rules.may_go_first else 0.6 * self._may_wait_s)
         self.notes: list[str] = []
         """What the result should say of how the study was made."""
-        self._on_progress = on_progress
-        self._nodes, self._device_memory_bytes = nodes, device_memory_bytes
-        self._ranks = nproc * (nodes.count if nodes is not None else 1)
+        self._on_progress, self._nodes = on_progress, nodes
+        self._node_count = nodes.count if nodes is not None else 1
+        self._ranks = options.nproc * self._node_count
         self._race = 0
         self._earlier_s = 0.0
 
-    def open(self, name: str, storage: str, machine: Machine, allow_batch: bool, fingerprint: str = "") -> None:
-        """Probe the workload, compute its reference, and open or resume the study `name`, or the workload's own.
+    def open(self, machine: Machine, fingerprint: str = "") -> None:
+        """Probe the workload, compute its reference, and open or resume its study, by default the workload's own.
 
         `fingerprint`, when given, is what the workload must be for the recipe that is to run on it.
         Live objects of one class are other workloads as soon as their weights are: each has a study of its own.
         """
-        timeout_s = self.rules.prepare_timeout_s
-        count = self._nodes.count if self._nodes is not None else 1
+        timeout_s, name = self.rules.prepare_timeout_s, self.options.study or ""
         with Worker(self._environment(), self._folder("logs") / "probe.log") as worker:
             if self.rules.may_go_first and not self.rules.under_load:
                 prefer(worker.pid, READY)
             try:
                 built = worker.ask(messages.Build(self.target), messages.Built, timeout_s)
                 self.target = replace(self.target, mode=built.mode)
-                if built.mode == "training" and self._training_limits is not None:
-                    self.standings.limits = self._training_limits
+                if built.mode == "training":
+                    self.standings.limits = self.options.training_limits
                 if built.inputs:
                     self.note(f"inputs: {built.inputs}")
                 if fingerprint and built.fingerprint != fingerprint:
@@ -143,7 +126,7 @@ class Session:
                 own = f"-{built.fingerprint[:8]}" if self.target.is_live else ""
                 usual = self.target.name + own
                 self.study = Study.open(
-                    name or usual, storage, built.fingerprint, machine.id,
+                    name or usual, storage_url(self.options.storage, self.folder), built.fingerprint, machine.id,
                     structure=built.structure, beside=not name,
                 )  # fmt: skip
                 if self.study.name not in (name, usual):
@@ -157,7 +140,7 @@ class Session:
                     self.study,
                     self._folder("cache") / f"reference-{built.fingerprint}-{built.structure[:8]}.pt",
                     built.fingerprint,
-                    allow_batch,
+                    self.options.allow_batch,
                     timeout_s,
                     look_s=math.inf if self.budget.seconds is None else 0.1 * self.budget.seconds,
                 )
@@ -165,9 +148,9 @@ class Session:
                     worker,
                     self.study,
                     self._ranks,
-                    count,
+                    self._node_count,
                     probed.facts.device,
-                    self._device_memory_bytes,
+                    self.options.device_memory_bytes,
                     self.report,
                 )
             except WorkerError as error:
@@ -180,9 +163,8 @@ class Session:
     def probed_as(self, probed: Probed) -> None:
         """Take what the first worker found for what this session measures by."""
         limits = self.standings.limits
-        count = self._nodes.count if self._nodes is not None else 1
         allowed = limits.above(probed.reference.noise).max_error
-        self.probed, self.facts = probed, replace(probed.facts, ranks=self._ranks, nodes=count)
+        self.probed, self.facts = probed, replace(probed.facts, ranks=self._ranks, nodes=self._node_count)
         if allowed is not None:
             self.facts = replace(self.facts, max_error=allowed)
         self.rules = replace(self.rules, abreast=_abreast(self.facts))

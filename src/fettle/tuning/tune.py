@@ -15,7 +15,6 @@ from fettle.machine import this_machine
 from fettle.measure import close_all
 from fettle.recipe import Recipe
 from fettle.search import DESIGNS, auto
-from fettle.study import storage_url
 from fettle.tuning._arguments import (
     check_options,
     check_ranks,
@@ -76,6 +75,7 @@ def tune(
     check_options(options)
     allowed = check_techniques(options.techniques)
     folder = writable(options.output)
+    options = replace(options, output=folder)
     given = workload_of(model, inputs, call, metric, options.mode)
     target = check_ranks(options, target_of(given, folder))
     machine = this_machine()
@@ -83,18 +83,12 @@ def tune(
     watched = ExitStack()
     on_progress = on_progress or watched.enter_context(progress(lines=False))
     others = open_nodes(options, target)
-    session = Session(
-        target, folder, options.limits, options.goal, options.budget_s or None, started, on_progress,
-        options.confidence, options.trial_timeout_s, training_limits=options.training_limits, nproc=options.nproc,
-        nodes=others,
-        device_memory_bytes=options.device_memory_bytes, under_load=options.under_load,
-        polite=options.polite, effort=options.effort,
-    )  # fmt: skip
+    session = Session(target, options, on_progress, nodes=others, started=started)
     try:
         if others is not None:
             others.gather(session.report)
         session.report("building the workload and its reference")
-        session.open(options.study or "", storage_url(options.storage, folder), machine, options.allow_batch)
+        session.open(machine)
         space, left_out = space_for(session.facts, allowed, session.plan.rules_out, session.cost)
         interrupted = False
         try:
