@@ -242,7 +242,7 @@ def test_the_four_files(tmp_path: Path) -> None:
 
 
 def test_times_that_stand_side_by_side_are_of_one_race() -> None:
-    """The baseline was measured first in a minute in which the machine was half as fast as in the last race."""
+    """The baseline was measured first in a minute in which the machine was half as fast as in the final race."""
     full = resnet()
     first = dataclasses.replace(full.trials[0], time_ms=2 * full.trials[0].time_ms)
     again = dataclasses.replace(full.trials[0], time_ms=full.winner.time_ms * full.winner.speedup.estimate)
