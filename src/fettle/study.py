@@ -93,6 +93,11 @@ class Study:
         """The study's name."""
         return self._study.study_name
 
+    @property
+    def fingerprint(self) -> str:
+        """That of the workload."""
+        return str(self._study.user_attrs.get(_WORKLOAD, ""))
+
     def trials(self) -> list[Trial]:
         """The trials measured on this machine, oldest first."""
         found = []

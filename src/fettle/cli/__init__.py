@@ -25,6 +25,7 @@ COMMANDS = {
         "tune": "find the fastest recipe within limits",
         "bench": "compare named recipes in one interleaved race",
         "study": "every combination, and how techniques interact",
+        "atlas": "what helped whom, where: one table of many studies",
         "check": "is a recipe still faster, and still right, here?",
         "report": "draw the report of a study again, charts as PNG and SVG",
         "techniques": "the catalogue, and why a level cannot be used here",
@@ -36,6 +37,7 @@ COMMANDS = {
         "plan": "the peak memory of each parallel strategy, predicted",
         "trace": "analyse profiler traces",
         "memory": "analyse allocator snapshots",
+        "doctor": "what is wrong or unsafe in this environment",
     },
     "Serve it": {
         "serve": "package a model, serve it, find its best setting, load it",

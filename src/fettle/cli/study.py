@@ -73,6 +73,9 @@ def command(
         typer.Option("--output", "-o", help="folder, and .csv or .parquet for the table; may be repeated"),
     ] = None,
     storage: Annotated[str | None, typer.Option(help="Optuna storage URL; default study.db in the folder")] = None,
+    atlas: Annotated[
+        Path | None, typer.Option(help="an atlas: where a search begins, and forecasts beside what is found")
+    ] = None,
     trial_timeout: Annotated[str, typer.Option(help="longest time for one recipe to get ready")] = "15m",
     under_load: Annotated[bool, typer.Option(help="the fastest beside whatever else this machine does")] = False,
     polite: Annotated[bool, typer.Option(help="never go before other processes' work")] = False,
@@ -110,7 +113,7 @@ def command(
         if response or factors or group_by:
             raise UsageError("`response`, `factors` and `group_by` are for a table, `from_csv`")
         settings = _settings(design, technique, factor, order, recipe, cells, rounds, budget, mode, max_error, folder,
-                             storage, trial_timeout, under_load, polite)  # fmt: skip
+                             storage, atlas, trial_timeout, under_load, polite)  # fmt: skip
         with progress(quiet=as_json) as on_progress:
             made = study(targets or (), settings, on_progress, agreed=yes)
         if isinstance(made, Plan):
@@ -132,7 +135,7 @@ def command(
 def _settings(
     design: str, technique: list[str] | None, factor: list[str] | None, order: str, recipe: str | None,
     cells: int | None, rounds: int, budget: str, mode: str, max_error: float, folder: Path, storage: str | None,
-    trial_timeout: str, under_load: bool, polite: bool,
+    atlas: Path | None, trial_timeout: str, under_load: bool, polite: bool,
 ) -> Settings:  # fmt: skip
     from fettle.recipe import Recipe
     from fettle.studies import Settings
@@ -142,8 +145,8 @@ def _settings(
         order=tuple(name.strip() for name in order.split(",") if name.strip()),
         start=None if recipe is None else Recipe.parse(recipe), cells=cells, rounds=rounds,
         budget_s=_options.duration_s(budget, "--budget") or None, mode=mode, max_error=max_error, output=folder,
-        storage=storage, trial_timeout_s=_options.duration_s(trial_timeout, "--trial-timeout"), under_load=under_load,
-        polite=polite,
+        storage=storage, atlas=atlas, trial_timeout_s=_options.duration_s(trial_timeout, "--trial-timeout"),
+        under_load=under_load, polite=polite,
     )  # fmt: skip
 
 

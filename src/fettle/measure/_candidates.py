@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from fettle.generate.speed import Came
 from fettle.measure._priority import READY, prefer
 from fettle.measure._process import Worker, WorkerError
 from fettle.measure._rules import Candidate, Judge, OnProgress, Progress, Rules
@@ -35,7 +36,7 @@ class Held:
         kept = self.runners.get(recipe)
         if kept is None or kept.failure:
             return None
-        return replace(kept, began=time.monotonic(), slices=[], samples_ns=[], energy_j=[])
+        return replace(kept, began=time.monotonic(), slices=[], samples_ns=[], energy_j=[], texts=[])
 
     def keep(self, recipes: Collection[Recipe]) -> None:
         """End all processes but those of these recipes."""
@@ -61,6 +62,8 @@ class Runner:
     slices: list[Slice] = field(default_factory=list)
     samples_ns: list[int] = field(default_factory=list)
     energy_j: list[float] = field(default_factory=list)
+    texts: list[Came] = field(default_factory=list)
+    """How texts came, where the workload writes some."""
     failure: str = ""
 
     def times_ms(self, *, elapsed: bool = False) -> dict[int, float]:
@@ -159,7 +162,7 @@ class Start:
             on_progress(Progress("start", candidate.recipe))
             began = time.monotonic()
             try:
-                runner = self._ready(next(line), candidate)
+                runner = self._ready(next(line), candidate, self._rows(candidate))
             except WorkerError as error:
                 if error.kind == "timeout" and time.monotonic() > self.rules.deadline:
                     break  # the budget ended it, not its own time limit: that says nothing about the recipe
@@ -252,13 +255,16 @@ class Start:
                 "(seed every generator; fettle calls torch.manual_seed(0) first)"
             )
 
-    def _ready(self, built: WithWorkload, candidate: Candidate) -> Runner:
+    def _rows(self, candidate: Candidate) -> tuple[int, ...]:
+        return self.rules.rows if self.rules.rows_for_all or not candidate.recipe.levels else ()
+
+    def _ready(self, built: WithWorkload, candidate: Candidate, rows: tuple[int, ...] = ()) -> Runner:
         """Apply the recipe in a process that was built, and pause it. Raises `WorkerError`, the process gone."""
         began = time.monotonic() - built.build_s
         try:
             if built.failure is not None:
                 raise built.failure
-            runner = self._prepared(built.worker, candidate, began)
+            runner = self._prepared(built.worker, candidate, began, rows)
         except BaseException:
             built.worker.close()
             raise
@@ -266,13 +272,14 @@ class Start:
         runner.started_s = time.monotonic() - began
         return runner
 
-    def _prepared(self, worker: Worker, candidate: Candidate, began: float) -> Runner:
+    def _prepared(self, worker: Worker, candidate: Candidate, began: float, rows: tuple[int, ...]) -> Runner:
         timeout_s = max(
             10.0, min(self.rules.prepare_timeout_s, self.rules.deadline - time.monotonic() + self.rules.grace_s)
         )
         request = Prepare(
-            candidate.source, str(candidate.recipe), self.judging.path, candidate.factor, candidate.calibrated
-        )
+            candidate.source, str(candidate.recipe), self.judging.path, candidate.factor, candidate.calibrated,
+            self.rules.part, rows,
+        )  # fmt: skip
         answer = worker.ask(request, Prepared, timeout_s)
         rejected = ""
         if self.judging.path and not (self.judging.exempt_baseline and not candidate.recipe.levels):

@@ -32,6 +32,7 @@ def build(state: State, request: Build) -> Built:
     """Build the workload, with the same seed in every worker."""
     import torch
 
+    from fettle.generate import GenerationWorkload
     from fettle.measure import _meters
     from fettle.structure import structure
     from fettle.workload import device_of, fingerprint
@@ -39,7 +40,8 @@ def build(state: State, request: Build) -> Built:
     started = time.perf_counter()
     torch.manual_seed(0)
     made = request.target.load(state.made)
-    state.workload = with_check(made)
+    state.writes = isinstance(made, GenerationWorkload)
+    state.workload = made if state.writes else with_check(made)
     state.derived_check = len(made.inputs) == 1 and not made.check_inputs
     state.load_s = time.perf_counter() - started
     state.fingerprint = fingerprint(state.workload)
@@ -52,6 +54,7 @@ def build(state: State, request: Build) -> Built:
         structure=structure(made.model, made.call, made.metric),
         name=state.workload.name,
         mode=state.mode,
+        writes=state.writes,
         inputs=made.inputs_taken_for,
     )
 
@@ -69,8 +72,11 @@ def probe(state: State, request: Probe) -> Probed:
 
 def reference(state: State, request: WriteReference) -> Reference:
     """Compute the reference outputs and write them to `request.path`."""
+    from fettle.measure import _generation
     from fettle.measure._reference import write_reference
 
+    if state.writes:
+        return _generation.reference(state, request)
     return write_reference(state.workload, request.path)
 
 
@@ -78,12 +84,14 @@ def prepare(state: State, request: Prepare) -> Prepared:
     """Apply a recipe's source, judge its first answers, warm up, and report what that took."""
     import torch
 
-    from fettle.measure import _meters
+    from fettle.measure import _generation, _meters
     from fettle.measure._accuracy import compare, first_rows, repeat_rows, tensors, user_metric, worst
     from fettle.measure._clock import Clock
     from fettle.measure._reference import read_reference
     from fettle.techniques import load
 
+    if state.writes:
+        return _generation.prepare(state, request)
     workload = state.workload
     calibration = list(workload.calibration) or list(workload.inputs[:1])
     with notes_kept() as told:

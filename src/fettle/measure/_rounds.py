@@ -111,6 +111,7 @@ class Rounds:
         if first and load.waits <= LITTLE_WAITING:
             unhindered = statistics.median(answer.samples_ns)
         runner.samples_ns += answer.samples_ns
+        runner.texts += answer.texts
         runner.slices.append(
             Slice(
                 process=runner.process,

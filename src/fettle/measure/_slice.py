@@ -60,6 +60,7 @@ def take_slice(state: State, request: TakeSlice) -> SliceTaken:
         waits=sum(waited) / sum(samples) if len(waited) == len(chunks) else math.nan,
         cpu_s=time.process_time() + state.waits.children_s() - cpu_s,
         energy_j=(after - energy) / len(samples) if energy is not None and after is not None else None,
+        texts=state.watcher.take() if state.writes else (),
     )
 
 

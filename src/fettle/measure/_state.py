@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,10 @@ class State:
     fingerprint: str = ""
     load_s: float = 0.0
     derived_check: bool = False
+    writes: bool = False
+    """The workload writes text."""
+    watcher: Any = None
+    """What takes the time of a text apart."""
     base_bytes: int = 0
     device: str = "cpu"
     run: Callable[..., Any] | None = None
@@ -118,6 +123,12 @@ def one_sample(state: State) -> int:
     group = next(state.cycle)
     state.group = len(group)
     total = 0
+    if state.writes:
+        began = time.perf_counter_ns()
+        total = sum(state.watcher.sample_ns(state.run, prompt, number) for number, prompt in group)
+        if total:  # waiting is taken out of the part that is timed in proportion
+            state.group = max(1, round(len(group) * (time.perf_counter_ns() - began) / total))
+        return total // len(group)
     for batch in group:
         total += state.clock.time_ns(lambda batch=batch: call(state.run, batch))
     return slowest(total // len(group))

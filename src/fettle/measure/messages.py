@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import msgspec
 
+from fettle.generate.speed import Came, Generation
 from fettle.measure._trial import Accuracy
 from fettle.procs.child import ChildError, Request
 from fettle.techniques import Facts
@@ -63,6 +64,10 @@ class Prepare(Request):
     factor: int = 1
     """How many times over the batch is taken."""
     calibrated: bool = False
+    part: str = ""
+    """Of a text: what is timed, see `fettle.generate.speed.PARTS`."""
+    rows: tuple[int, ...] = ()
+    """Numbers of rows at which tokens a second are wanted."""
 
 
 class TakeSlice(Request, tag="slice"):
@@ -92,6 +97,8 @@ class Built(Answer, frozen=True, kw_only=True):
     structure: str
     name: str
     mode: str
+    writes: bool = False
+    """The workload writes text."""
     inputs: str = ""
     """What live inputs were taken for."""
 
@@ -126,6 +133,11 @@ class Reference(Answer, frozen=True, kw_only=True):
     metric: float | None = None
     metric_problem: str = ""
     seconds: float
+    perplexity: float | None = None
+    """Text: the reference's,"""
+    prefill_flops: int = 0
+    """and what it computes for a prompt and for a step (`fettle.generate.limits.Work`)."""
+    decode_flops: int = 0
     curves: Sequence[Sequence[float]] = ()
     """Training: losses of the baseline and of other seeds."""
     spread: float | None = None
@@ -169,6 +181,10 @@ class Prepared(Answer, frozen=True, kw_only=True):
     notes: Sequence[str]
     learned: Mapping[str, Any]
     phases_ms: Mapping[str, float] = {}
+    generation: Generation | None = None
+    """Text: what is known of it without the race,"""
+    texts: Sequence[Came] = ()
+    """and how texts came."""
 
     def with_ranks(self, others: Sequence[Self]) -> Self:
         """With the fullest rank's memory and the slowest one's start."""
@@ -195,6 +211,7 @@ class SliceTaken(Answer, frozen=True, kw_only=True):
     cpu_s: float
     energy_j: float | None
     """Of one call."""
+    texts: Sequence[Came] = ()
 
     def with_ranks(self, others: Sequence[Self]) -> Self:
         """With the CPU time of all ranks, and the waiting of the one that waited longest."""

@@ -17,8 +17,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from fettle.generate.speed import Generation, figures
 from fettle.measure import _statistics
-from fettle.measure._candidates import Held, Start, Started
+from fettle.measure._candidates import Held, Runner, Start, Started
 from fettle.measure._decide import log_ratios
 from fettle.measure._load import mean_load
 from fettle.measure._rounds import Rounds
@@ -157,6 +158,13 @@ def _elapsed_speedup(anchor: Started, started: Started, rules: Rules) -> Interva
     return _statistics.exp(_statistics.log_interval(ratios, rules.alpha)) if len(ratios) > 1 else None
 
 
+def _generation(runners: Sequence[Runner]) -> Generation | None:
+    """The figures of the texts of all processes."""
+    known = runners[0].answer.generation
+    texts = [text for runner in runners for text in (*runner.answer.texts, *runner.texts)]
+    return None if known is None else figures(texts, known)
+
+
 def _trial(started: Started, anchor: Started, start: Start, rounds: Rounds) -> Trial:
     first, runners, rules = started.first, started.runners, start.rules
     answer, candidate = first.answer, first.candidate
@@ -198,6 +206,7 @@ def _trial(started: Started, anchor: Started, start: Start, rounds: Rounds) -> T
         accuracy=answer.accuracy,
         start_s=first.started_s,
         phases_ms=answer.phases_ms,
+        generation=_generation(runners),
         notes=tuple(answer.notes),
         learned=answer.learned,
         seconds=time.monotonic() - first.began,

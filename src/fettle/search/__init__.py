@@ -14,6 +14,7 @@ from fettle.search._space import Session, Space
 from fettle.search.ablation import ablation, removals
 from fettle.search.auto import auto
 from fettle.search.factorial import combinations_of, factorial
+from fettle.search.foresight import Forecast, Foreseen, Foresight, Guide
 from fettle.search.ladder import Step, ladder, steps
 
 
@@ -31,6 +32,6 @@ class Design(Protocol):
 DESIGNS: Mapping[str, Design] = {"auto": auto, "ladder": ladder, "factorial": factorial, "ablation": ablation}
 
 __all__ = [
-    "DESIGNS", "Design", "Session", "Space", "Step", "ablation", "auto", "combinations_of", "factorial", "ladder",
-    "moved", "removals", "steps", "valid", "with_required",
+    "DESIGNS", "Design", "Forecast", "Foreseen", "Foresight", "Guide", "Session", "Space", "Step", "ablation", "auto",
+    "combinations_of", "factorial", "ladder", "moved", "removals", "steps", "valid", "with_required",
 ]  # fmt: skip

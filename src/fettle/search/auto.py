@@ -9,6 +9,7 @@ from fettle.recipe import Recipe
 from fettle.search._evidence import Evidence
 from fettle.search._moves import valid, with_required
 from fettle.search._space import Session, Space
+from fettle.search.foresight import Guide
 
 _TOGETHER = {1: 6, 2: 3, 3: 2}
 """Recipes raced together, by what the most expensive costs to start: the fewer, the more is known for the next."""
@@ -17,13 +18,41 @@ Move = tuple[str, str]
 """A technique and the level that it is set to; the default level drops it."""
 
 
-def auto(space: Space, session: Session, *, first: Sequence[str] = (), start: Recipe | None = None) -> Trial | None:
+def auto(
+    space: Space,
+    session: Session,
+    *,
+    first: Sequence[str] = (),
+    start: Recipe | None = None,
+    guide: Guide | None = None,
+) -> Trial | None:
     """Find the best recipe with few trials; None if none may win.
 
-    `first` names techniques to try before others (a diagnosis says so), `start` is one more recipe to begin with.
+    `first` names techniques to try before others (a diagnosis says so), `start` is one more recipe to begin with. A
+    `guide` begins with what it expects to be best; as long as it keeps its word, what it has tried is not screened.
     """
     evidence = Evidence(space, session)
     led: set[Recipe] = set()
+    going_on, screened = guide is None or guide.begin(space, evidence, _root(space)), False
+    while going_on:
+        leader = evidence.leader()
+        if guide is not None and (leader is None or not guide.keeps_its_word):
+            guide = None
+        if guide is None and not screened:
+            going_on, screened = _screen(space, evidence, first, start), True
+            continue
+        if leader is None:
+            break
+        led.add(leader.recipe)
+        batch = _next_batch(space, evidence, leader, led, first, guide)
+        if not batch:
+            break
+        going_on = guide.measure(evidence, batch) if guide is not None else evidence.measure(batch)
+    return evidence.leader()
+
+
+def _screen(space: Space, evidence: Evidence, first: Sequence[str], start: Recipe | None) -> bool:
+    """Measure the bundles, and every level that is cheap alone; whether there is budget left."""
     going_on = True
     baseline, root = Recipe(), _root(space)  # both measured once, in the first batch
     for batch in _batches(space, _bundles(space, start)):
@@ -36,14 +65,7 @@ def auto(space: Space, session: Session, *, first: Sequence[str] = (), start: Re
     ]
     for batch in _batches(space, alone):
         going_on = going_on and evidence.measure([baseline, *batch, *root])
-    going_on = going_on and evidence.measure([baseline, *root])
-    while going_on and (leader := evidence.leader()):
-        led.add(leader.recipe)
-        batch = _next_batch(space, evidence, leader, led, first)
-        if not batch:
-            break
-        going_on = evidence.measure(batch)
-    return evidence.leader()
+    return going_on and evidence.measure([baseline, *root])
 
 
 def _root(space: Space) -> list[Recipe]:
@@ -65,14 +87,15 @@ def _cheap_alone(space: Space, evidence: Evidence, first: Sequence[str]) -> list
 
 
 def _next_batch(
-    space: Space, evidence: Evidence, leader: Trial, led: set[Recipe], first: Sequence[str]
+    space: Space, evidence: Evidence, leader: Trial, led: set[Recipe], first: Sequence[str], guide: Guide | None = None
 ) -> list[Recipe]:
     """The untried neighbours of the leader that promise most; empty when none is left that could be better.
 
     1. techniques the caller asked for first that were not tried yet; 2. moves that helped elsewhere, one at a time,
-    since each may change what the next one brings; 3. moves never tried; 4. the rest: drop-outs, second chances.
+    since each may change what the next one brings; 3. moves never tried; 4. the rest: drop-outs, second chances. A
+    `guide` puts each group in its own order, and leaves out what has no chance.
     """
-    ranked: list[tuple[int, float, int, int, Recipe]] = []
+    ranked: list[tuple[int, float, int, int, Recipe, Move]] = []
     for place, move in enumerate(_moves(space, first, drops=True)):
         recipe = evidence.moved(leader.recipe, *move)
         if (
@@ -86,12 +109,20 @@ def _next_batch(
             continue
         expected, known = evidence.expected(recipe, leader.recipe)
         rank = (2 if expected > 0 else 4) if known else 1 if move[0] in first else 3
-        ranked.append((rank, -expected, space.cost(recipe), place, recipe))
+        ranked.append((rank, -expected, space.cost(recipe), place, recipe, move))
+    if guide is not None and ranked:
+        worth = guide.worth(evidence, {recipe: move for *_, recipe, move in ranked}, leader)
+        ranked = [
+            (rank, -worth[recipe], cost, place, recipe, move)
+            for rank, _, cost, place, recipe, move in ranked if recipe in worth
+        ]  # fmt: skip
+        if not ranked and (together := guide.unproven(space, evidence, leader)):
+            return next(_batches(space, together))
     ranked.sort(key=lambda item: item[:4])
     if not ranked:
         return []
     best = ranked[0][0]
-    recipes = [recipe for rank, *_, recipe in ranked if rank == best]
+    recipes = [recipe for rank, *_, recipe, _ in ranked if rank == best]
     return recipes[:1] if best == 2 else next(_batches(space, recipes))
 
 

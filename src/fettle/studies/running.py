@@ -14,18 +14,19 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 
+from fettle.atlas import read_atlas
 from fettle.errors import UsageError
 from fettle.machine import Machine, this_machine
 from fettle.measure import Interval, Trial, close_all
 from fettle.recipe import Recipe
 from fettle.result import Limits
-from fettle.search import Space, Step, auto, removals, steps
+from fettle.search import Guide, Space, Step, auto, removals, steps
 from fettle.studies import designs
 from fettle.studies.plan import Part, Plan
 from fettle.studies.table import Table
 from fettle.studies.trials import Measured, table_of
 from fettle.techniques import CATALOGUE, check_names
-from fettle.tuning import Event, OnProgress, Options, Session, check_techniques, space_for, writable
+from fettle.tuning import Event, OnProgress, Options, Session, check_techniques, guide_for, space_for, writable
 from fettle.workload import AUTO, Target, check_mode, find_target
 
 TOGETHER = 6
@@ -60,6 +61,8 @@ class Settings:
     confidence: float = 0.95
     output: Path = Path("fettle-study")
     storage: str | None = None
+    atlas: Path | None = None
+    """An atlas, from which a search knows where to begin, and whose forecasts are put beside what was found."""
     trial_timeout_s: float = 900.0
     under_load: bool = False
     polite: bool = False
@@ -106,6 +109,7 @@ class _Workload:
     cells: Sequence[Recipe] = ()
     failure: str = ""
     steps: Sequence[Step] = ()
+    guide: Guide | None = None
 
     @property
     def name(self) -> str:
@@ -135,6 +139,7 @@ def study(targets: Sequence[str], settings: Settings, on_progress: OnProgress, *
     """
     began = time.monotonic()
     _check(settings)
+    rows = read_atlas(settings.atlas) if settings.atlas is not None else ()
     folder, machine = writable(settings.output), this_machine()
     telling = _Progress(on_progress, began)
     workloads = [
@@ -145,6 +150,9 @@ def study(targets: Sequence[str], settings: Settings, on_progress: OnProgress, *
     try:
         for workload in workloads:
             _open(workload, settings, machine)
+            if settings.atlas is not None and not workload.failure:
+                others = [row for row in rows if row.fingerprint != workload.session.probed.fingerprint]
+                workload.guide = guide_for(workload.session, others, settings.atlas, machine)
         _none_failed(workloads)
         plan = _plan(workloads, settings, began)
         if plan.is_long and not agreed and settings.budget_s is None:
@@ -158,6 +166,9 @@ def study(targets: Sequence[str], settings: Settings, on_progress: OnProgress, *
         interrupted = True  # what is done is kept, and shown
     finally:
         close_all()
+    for workload in workloads:
+        if workload.guide is not None:
+            workload.session.notes += _told(workload.guide, workload)
     notes = (*(plan.notes if plan else ()), *_failures(workloads), *(n for w in workloads for n in w.session.notes))
     measured = [_measured(workload) for workload in workloads if workload.failure or workload.known]
     if not measured:
@@ -310,7 +321,7 @@ def _measure(workload: _Workload, settings: Settings, began: float) -> None:
     if settings.design == "ablation":
         start = settings.start
         if start is None:
-            found = auto(space, session)
+            found = auto(space, session, guide=workload.guide)
             start = found.recipe if found else Recipe()
         workload.steps = removals(space, session, start)
         return
@@ -321,6 +332,13 @@ def _measure(workload: _Workload, settings: Settings, began: float) -> None:
             left = left[:fit]
         if not session.measure(left[:TOGETHER]) or len(workload.unknown()) == before:
             break
+
+
+def _told(guide: Guide, workload: _Workload) -> list[str]:
+    """What the atlas expected and what was found."""
+    guide.look_back(trial for recipe, trial in workload.known.items()
+                    if recipe not in {one.recipe for one in guide.foreseen})  # fmt: skip
+    return [f"{workload.name}: {line}" for line in guide.summary()]
 
 
 def _measured(workload: _Workload) -> Measured:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from fettle.errors import UsageError
 from fettle.procs.nodes import Nodes, address_of
@@ -21,7 +21,7 @@ from fettle.train import TrainingWorkload
 from fettle.tuning.options import Options
 from fettle.workload import AUTO, Target, Workload, check_mode, find_target, target_from_objects
 
-GOALS: tuple[Goal, ...] = ("throughput", "latency", "memory", "energy", "startup")
+GOALS: tuple[Goal, ...] = get_args(Goal)
 
 
 def workload_of(
@@ -71,6 +71,8 @@ def check_options(options: Options) -> None:
         raise UsageError(f"unknown goal {options.goal!r}: there are {', '.join(GOALS)}")
     if options.design not in DESIGNS:
         raise UsageError(f"unknown design {options.design!r}: there are {', '.join(DESIGNS)}")
+    if options.atlas is not None and options.design != "auto":
+        raise UsageError(f"`atlas` tells the design auto where to begin, and this is `design='{options.design}'`")
     check_limits(options.limits)
     check_limits(options.training_limits)
     if options.budget_s is not None and not options.budget_s >= 0:
@@ -87,7 +89,7 @@ def check_limits(limits: Limits) -> None:
     """Raise `UsageError` for limits that nothing could keep."""
     checks = {
         "max error": limits.max_error, "max latency": limits.max_latency_ms, "max memory": limits.max_memory_bytes,
-        "min throughput": limits.min_throughput,
+        "min throughput": limits.min_throughput, "max ttft": limits.max_ttft_ms, "max tpot": limits.max_tpot_ms,
     }  # fmt: skip
     for name, value in checks.items():
         if value is not None and not value > 0:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -31,6 +32,8 @@ class Probed:
     """What this machine reaches, as `fettle.machine.Machine.peaks`."""
     advice: Sequence[Advice]
     """What a first look at the workload advised, the most promising first."""
+    features: Mapping[str, Any] = field(default_factory=dict)
+    """What that look saw of the model, as an atlas has it; empty where there was none."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class _Kept:
     peaks: Mapping[str, float]
     advice: Sequence[Advice]
     reference: messages.Reference
+    features: Mapping[str, Any] = field(default_factory=dict)
 
 
 def probe(
@@ -59,13 +63,11 @@ def probe(
         began = time.monotonic()
         found = worker.ask(messages.Probe(allow_batch), messages.Probed, timeout_s)
         affordable = 2 * (time.monotonic() - began) <= look_s
-        kept = _Kept(
-            found.facts,
-            found.has_metric,
-            worker.ask(messages.MeasurePeaks(), messages.Peaks, timeout_s).peaks,
-            _first_look(worker) if affordable else [],  # before the reference, which turns the model into another dtype
-            worker.ask(messages.WriteReference(str(path)), messages.Reference, timeout_s),
-        )
+        peaks = worker.ask(messages.MeasurePeaks(), messages.Peaks, timeout_s).peaks
+        # before the reference, which turns the model into another dtype
+        told, features = _first_look(worker) if affordable else ([], {})
+        reference = worker.ask(messages.WriteReference(str(path)), messages.Reference, timeout_s)
+        kept = _Kept(found.facts, found.has_metric, peaks, told, reference, features)
         study.set_note("probe", msgspec.to_builtins(kept))
     written = kept.reference
     if kept.has_metric and written.metric_problem:
@@ -78,6 +80,9 @@ def probe(
             why=written.why,
             noise=written.noise,
             metric=math.nan if written.metric is None else written.metric,
+            perplexity=math.nan if written.perplexity is None else written.perplexity,
+            prefill_flops=written.prefill_flops,
+            decode_flops=written.decode_flops,
             curves=written.curves,
             spread=math.nan if written.spread is None else written.spread,
         ),
@@ -85,6 +90,7 @@ def probe(
         has_metric=kept.has_metric,
         peaks=kept.peaks,
         advice=kept.advice,
+        features=kept.features,
     )
 
 
@@ -95,12 +101,14 @@ def _recalled(study: Study) -> _Kept | None:
         return None
 
 
-def _first_look(worker: Worker) -> list[Advice]:
-    """What the findings of a short diagnosis advise; nothing where the workload cannot be watched."""
+def _first_look(worker: Worker) -> tuple[list[Advice], Mapping[str, Any]]:
+    """What the findings of a short diagnosis advise, and the model's features; nothing where it cannot be watched."""
+    from fettle.atlas import model_features
     from fettle.diagnose import Evidence, advice, findings_of
 
     try:
         examined = worker.ask(messages.Examine("fettle.diagnose.collect:glance"), messages.Examined, 120.0)
     except (WorkerError, UsageError):
-        return []
-    return list(advice(findings_of(examined.read(Evidence))))
+        return [], {}
+    evidence = examined.read(Evidence)
+    return list(advice(findings_of(evidence))), model_features(evidence)

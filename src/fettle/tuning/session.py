@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
+
 from fettle.errors import UsageError
 from fettle.machine import Machine
 from fettle.measure import (
@@ -35,7 +37,7 @@ from fettle.tuning._probe import Probed, probe
 from fettle.tuning.model import PRIOR_SPREAD, Races
 from fettle.tuning.options import Options
 from fettle.tuning.space import level_cost
-from fettle.tuning.standings import Standings, read_trials
+from fettle.tuning.standings import Standings
 from fettle.workload import Target
 
 WAITING = 0.25
@@ -89,6 +91,8 @@ class Session:
         )  # fmt: skip
         if options.polite:
             self.rules = replace(self.rules, may_go_first=False)
+        if options.goal in ("ttft", "tpot"):
+            self.rules = replace(self.rules, part=options.goal)
         if options.goal == "energy":
             self.rules = replace(self.rules, slice_s=_ENERGY_SLICE_S)
         self.standings = Standings(options.goal, options.limits, Races(options.under_load), options.confidence)
@@ -117,6 +121,10 @@ class Session:
             try:
                 built = worker.ask(messages.Build(self.target), messages.Built, timeout_s)
                 self.target = replace(self.target, mode=built.mode)
+                if built.writes:
+                    self.standings.limits = self.options.text_limits
+                elif self.options.goal in ("ttft", "tpot"):
+                    raise UsageError(f"the goal {self.options.goal} is for a fettle.GenerationWorkload")
                 if built.mode == "training":
                     self.standings.limits = self.options.training_limits
                 if built.inputs:
@@ -124,7 +132,7 @@ class Session:
                 if fingerprint and built.fingerprint != fingerprint:
                     raise UsageError("the recipe is for another workload: its weights or inputs differ from this one's")
                 own = f"-{built.fingerprint[:8]}" if self.target.is_live else ""
-                usual = self.target.name + own
+                usual = self.target.name + own + (f"-{self.rules.part}" if self.rules.part else "")
                 self.study = Study.open(
                     name or usual, storage_url(self.options.storage, self.folder), built.fingerprint, machine.id,
                     structure=built.structure, beside=not name,
@@ -155,6 +163,7 @@ class Session:
                 )
             except WorkerError as error:
                 raise UsageError(f"the workload could not be probed: {error}") from error
+        self.study.set_note("machine", msgspec.to_builtins(machine))
         self.probed_as(probed)
         if self.standings.limits.max_metric_drop is not None and not probed.has_metric:
             raise UsageError("`max_metric_drop` needs a metric: give the workload one, Workload(..., metric=function)")
@@ -167,23 +176,21 @@ class Session:
         self.probed, self.facts = probed, replace(probed.facts, ranks=self._ranks, nodes=self._node_count)
         if allowed is not None:
             self.facts = replace(self.facts, max_error=allowed)
-        self.rules = replace(self.rules, abreast=_abreast(self.facts))
+        self.rules = replace(self.rules, abreast=_abreast(self.facts), rows=self.facts.row_counts)
         self.standings.judge = Judge(
-            str(probed.reference_path), allowed, limits.min_agreement, limits.max_metric_drop, probed.reference.metric
+            str(probed.reference_path),
+            allowed,
+            limits.min_agreement,
+            limits.max_metric_drop,
+            probed.reference.metric,
+            limits.exact,
         )
 
     def _resume(self) -> None:
         """Recall what earlier runs of the study measured."""
-        standings = self.standings
-        for trial in self.study.trials():
-            standings.known[trial.recipe] = standings.judged(trial)
+        for trial in self.standings.recall(self.study):
             self._recall(trial)
             self._race = max(self._race, trial.race)
-        again = [
-            f"again in race {number}" for number in range(1, self._race + 1)
-        ]  # what was known by then ran in these
-        kept = [trial for note in (*again, "final race", "last race") for trial in read_trials(self.study.note(note))]
-        standings.add([*standings.known.values(), *kept])
         self._earlier_s = float(self.study.note("seconds") or 0.0)
 
     # -- what a design asks ------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ import msgspec
 
 from fettle.measure import Judge, Trial
 from fettle.recipe import Recipe
-from fettle.result import Goal, Limits
+from fettle.result import TIMES, Goal, Limits
+from fettle.study import Study
 from fettle.techniques import kind_of
 from fettle.tuning import _limits
 from fettle.tuning.model import Fit, Races
@@ -44,6 +45,17 @@ class Standings:
             speedup = self.fit.speedup(recipe, confidence=self.confidence) if recipe.levels else None
             if speedup is not None:
                 self.known[recipe] = replace(trial, speedup=speedup)
+
+    def recall(self, study: Study) -> list[Trial]:
+        """Take what earlier runs of a study measured, and return its trials."""
+        trials = study.trials()
+        for trial in trials:
+            self.known[trial.recipe] = self.judged(trial)
+        races = range(1, 1 + max((trial.race for trial in trials), default=0))
+        again = [f"again in race {race}" for race in races]  # what was known by then ran in these
+        kept = [trial for note in (*again, "final race", "last race") for trial in read_trials(study.note(note))]
+        self.add([*self.known.values(), *kept])
+        return trials
 
     def confirmed(self, trials: Sequence[Trial]) -> list[Trial]:
         """The final race's trials with what this race alone says of them, processes spread as in the whole study."""
@@ -87,7 +99,7 @@ class Standings:
 
     def noise(self, one: Trial, other: Trial) -> float:
         """Half the confidence interval of the difference of two scores, as far as they are times; 0 for other goals."""
-        if self.fit is None or self.goal not in ("throughput", "latency"):
+        if self.fit is None or self.goal not in TIMES:
             return 0.0
         apart = self.fit.log_ratio(one.recipe, other.recipe, self.confidence)
         return (apart.high - apart.low) / 2 if apart is not None else 0.0

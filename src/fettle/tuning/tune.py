@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
+from fettle.atlas import read_atlas
 from fettle.machine import this_machine
 from fettle.measure import close_all
 from fettle.recipe import Recipe
@@ -25,6 +26,7 @@ from fettle.tuning._arguments import (
     writable,
 )
 from fettle.tuning._final_race import FinalRace, final_race
+from fettle.tuning._guide import guide_for
 from fettle.tuning._outcome import outcome
 from fettle.tuning.options import Keywords, Options, options_of
 from fettle.tuning.session import OnProgress, Session
@@ -73,6 +75,7 @@ def tune(
     started = time.monotonic()
     options = options_of(options, keywords)
     check_options(options)
+    rows = read_atlas(options.atlas) if options.atlas is not None else ()
     allowed = check_techniques(options.techniques)
     folder = writable(options.output)
     options = replace(options, output=folder)
@@ -95,7 +98,9 @@ def tune(
             session.measure([Recipe()])
             session.look_at_baseline()
             if options.design == "auto":
-                auto(space, session, first=_advised(session))
+                guide = guide_for(session, rows, options.atlas, machine) if options.atlas is not None else None
+                auto(space, session, first=_advised(session), guide=guide)
+                session.notes += guide.summary() if guide is not None else ()
             else:
                 DESIGNS[options.design](space, session)
         except KeyboardInterrupt:

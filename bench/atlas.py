@@ -1,0 +1,208 @@
+"""Makes the atlas: every model of ``atlas_models.py`` under the factorial of `LEVELS`, in pieces that resume.
+
+    python bench/atlas.py --minutes 9            go on where the last piece stopped, the models in turn
+    python bench/atlas.py --models resnet lstm   only these
+    python bench/atlas.py --page                 write docs/atlas.md from what is there, measure nothing
+
+Trials of the studies under ``--work`` go to ``bench/atlas/atlas.parquet`` after each model; those of other machines
+stay there beside them. A model is left when its factorial is done. What was measured on a machine that was not quiet
+has ``quiet`` false in its row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from atlas_models import FAMILY
+
+from fettle.atlas import effects, matching, merged, pairs, read_atlas, write_atlas
+from fettle.errors import UsageError
+from fettle.files import write_text
+from fettle.studies import Plan, Settings, study
+from fettle.study import storage_url
+from fettle.techniques import CATALOGUE
+from fettle.tuning import atlas_rows
+
+HERE = Path(__file__).parent
+ATLAS = HERE / "atlas" / "atlas.parquet"
+PAGE = HERE.parent / "docs" / "atlas.md"
+LEVELS = {
+    "grad": ["grad", "inference_mode"],
+    "precision": ["fp32", "bf16", "autocast-bf16"],
+    "channels_last": ["off", "on"],
+    "quantize": ["none", "int8-dynamic"],
+    "compile": ["off", "default"],
+    "freeze": ["off", "on"],
+    "threads": ["as-given", "1"],
+    "runtime": ["torch", "openvino-bf16", "onnxruntime"],
+}
+"""The factors; all others stay as given. About 60 to 100 combinations can work, by model."""
+_PIECE_S = 150.0
+"""Spent on one model before the next has its turn."""
+_FEWEST_S = 45.0
+_SURE = 3
+"""Models from which a mean over them is shown with an interval."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--models", nargs="+", choices=list(FAMILY), default=list(FAMILY))
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "fettle-atlas")
+    parser.add_argument("--atlas", type=Path, default=ATLAS)
+    parser.add_argument("--page", action="store_true", help="write docs/atlas.md, and measure nothing")
+    options = parser.parse_args()
+    if options.page:
+        write_text(PAGE, page(read_atlas(options.atlas)))
+        return
+    end = time.monotonic() + 60 * options.minutes
+    while (left := [name for name in options.models if not (options.work / name / "done").exists()]) and (
+        end - time.monotonic() > _FEWEST_S
+    ):
+        for name in sorted(left, key=lambda name: _measured(options.work / name)):  # who has least goes first
+            if end - time.monotonic() > _FEWEST_S:
+                piece(name, options.work / name, min(_PIECE_S, end - time.monotonic()), options.atlas)
+    print(f"{len(left)} models to go" if left else "done")
+
+
+def piece(name: str, folder: Path, budget_s: float, path: Path) -> None:
+    """Go on with one model, and put what is known of it into the atlas."""
+    folder.mkdir(parents=True, exist_ok=True)
+    given = {technique.name: [technique.default] for technique in CATALOGUE if "inference" in technique.modes}
+    levels = {**given, **LEVELS}
+    del levels["mode"]  # a precondition where it matters
+    settings = Settings(design="factorial", techniques=levels, budget_s=budget_s, output=folder, rounds=6)
+    made = study([f"{HERE / 'atlas_models.py'}:{name}"], settings, lambda event: None)
+    assert not isinstance(made, Plan)
+    rows = atlas_rows(storage_url(None, folder), family=FAMILY[name])
+    everything = merged(read_atlas(path) if path.exists() else [], rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atlas(everything, path)
+    write_text(path.with_suffix(".json"), json.dumps(summary(everything), indent=1) + "\n")
+    (folder / "trials").write_text(str(len(rows)))
+    if not any("fit into the budget" in note for note in made.notes):
+        (folder / "done").touch()
+    quiet = sum(row.quiet for row in rows)
+    print(f"{name}: {len(rows)} trials, {quiet} quiet; the atlas has {len(everything)}", flush=True)
+
+
+def _measured(folder: Path) -> int:
+    return int((folder / "trials").read_text()) if (folder / "trials").exists() else 0
+
+
+def summary(rows) -> dict:
+    """What there is, for people who look at the repository."""
+    return {
+        "trials": len(rows), "quiet": sum(row.quiet for row in rows), "models": len({row.workload for row in rows}),
+        "recipes": len({row.recipe for row in rows}),
+        "statuses": dict(sorted(Counter(row.status for row in rows).items())),
+        "machines": sorted({f"{row.machine}: {row.gpu or row.cpu}, {_parts(row)}" for row in rows}),
+        "by_model": dict(sorted(Counter(f"{row.workload} on {row.machine}" for row in rows).items())),
+    }  # fmt: skip
+
+
+def page(rows) -> str:
+    """docs/atlas.md."""
+    machines = sorted({row.machine for row in rows})
+    lines = [
+        "# What helps whom", "",
+        "Generated by `python bench/atlas.py --page` from `bench/atlas/atlas.parquet`; what the columns mean is in",
+        "[Searching](search.md#with-an-atlas). `fettle atlas query bench/atlas/atlas.parquet` asks it more.", "",
+        f"{len(rows):,} trials of {len({row.workload for row in rows})} small models and "
+        f"{len({row.recipe for row in rows})} recipes, on {len(machines)} machine(s). A gain is the ratio of times",
+        "without and with a level in otherwise equal recipes on the same model and machine: the geometric mean over",
+        "models, and an interval at 95% that says how much models differ.",
+    ]  # fmt: skip
+    for machine in machines:
+        some = matching(rows, machine=machine)
+        one = some[0]
+        busy = sum(not row.quiet for row in some)
+        lines += [
+            "", f"## {one.gpu or one.cpu or machine}", "",
+            f"{_parts(one)}, torch {one.torch}. "
+            + (f"{busy} of {len(some)} trials were measured while others used the machine." if busy else
+               "All trials were measured while the machine was quiet."), "",
+            *_table(effects(some)), "", "### By family", "", *_families(some),
+            "", "### What fights what, and what helps each other", "", *_pairs(some),
+            "", "### The literature's claims", "", *claims(some),
+        ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def _table(found) -> list[str]:
+    rows = ["| level | gain | models | gained | lost | most | least | failed | inaccurate |",
+            "| --- | --: | --: | --: | --: | --- | --- | --: | --: |"]  # fmt: skip
+    for one in found:
+        most, least = (f"{ratio:.2f}x {model}" for model, ratio in (one.best, one.worst))
+        cells = [f"`{one.name}`", _gain(one), one.models, one.helped, one.hurt, most, least,
+                 f"{one.failed} of {one.trials}", one.inaccurate]  # fmt: skip
+        rows.append("| " + " | ".join(map(str, cells)) + " |")
+    return rows
+
+
+def _parts(row) -> str:
+    return f"{row.cores:g} cores, {row.matrix_units or 'no matrix units'}"
+
+
+def _gain(one) -> str:
+    return str(one.gain) if one.models >= _SURE else f"{one.gain.estimate:.2f}x"
+
+
+def _families(rows) -> list[str]:
+    families = sorted({row.family for row in rows})
+    found = {
+        family: {one.name: one for one in effects([row for row in rows if row.family == family])} for family in families
+    }
+    names = sorted({name for one in found.values() for name in one})
+    lines = ["| level | " + " | ".join(families) + " |", "| --- |" + " --: |" * len(families)]
+    for name in names:
+        cells = [f"{found[family][name].gain.estimate:.2f}x" if name in found[family] else "" for family in families]
+        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _pairs(rows) -> list[str]:
+    told = [pair for pair in pairs(rows, _SURE) if pair.together.high < 1 or pair.together.low > 1]
+    if not told:
+        return [f"No two levels are told to by {_SURE} models or more."]
+    return ["| levels | together, over the product of both | models |", "| --- | --: | --: |",
+            *(f"| `{pair.name}` | {pair.together} | {pair.models} |" for pair in told)]  # fmt: skip
+
+
+def claims(rows) -> list[str]:
+    """What is said in articles, against these trials; the verdict whichever way it falls."""
+    alone = {one.name: one.gain for one in effects(rows)}
+    conv = [row for row in rows if row.family == "convolutional"]
+    together = {pair.name: pair.together for pair in pairs(conv)} if conv else {}
+    asked = [
+        ("channels_last pays with mixed precision, on convolutional models (PyTorch's memory-format tutorial)",
+         together.get("channels_last=on with precision=autocast-bf16")),
+        ("channels_last pays with bfloat16 weights, on convolutional models",
+         together.get("channels_last=on with precision=bf16")),
+        ("freezing pays where the model is compiled (it needs it)", alone.get("freeze=on")),
+        ("cuDNN's benchmark mode helps (PyTorch's performance guide)", alone.get("cudnn_benchmark=on")),
+        ("eval mode and compile together are more than both (Bridger)",
+         {pair.name: pair.together for pair in pairs(rows)}.get("compile=default with mode=eval")),
+    ]  # fmt: skip
+    return [f"- {claim}: {_verdict(ratio)}" for claim, ratio in asked]
+
+
+def _verdict(ratio) -> str:
+    if ratio is None:
+        return "**no trial here tells**."
+    if not math.isfinite(ratio.high):
+        return f"one model says {ratio.estimate:.2f}x: **open**."
+    return f"**{'yes' if ratio.low > 1 else 'no, the contrary' if ratio.high < 1 else 'open'}**, {ratio}."
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UsageError as error:
+        raise SystemExit(f"atlas: {error}") from error

@@ -1,0 +1,18 @@
+"""The atlas: the trials of many studies in one table, with features of model and machine: what helped whom, and what to
+try first.
+
+`table` is the table and `reading` reads it from outside; `features` and `rows` make it of a study's trials; `query`
+asks it what helps; `prediction` says what to expect of a model that it has not seen.
+"""
+
+from fettle.atlas.features import model_features, subject
+from fettle.atlas.prediction import Predictor
+from fettle.atlas.query import Effect, Pair, effects, matching, pairs
+from fettle.atlas.reading import read_atlas
+from fettle.atlas.rows import rows_of
+from fettle.atlas.table import Row, Subject, merged, write_atlas
+
+__all__ = [
+    "Effect", "Pair", "Predictor", "Row", "Subject", "effects", "matching", "merged", "model_features", "pairs",
+    "read_atlas", "rows_of", "subject", "write_atlas",
+]  # fmt: skip

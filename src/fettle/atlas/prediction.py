@@ -1,0 +1,257 @@
+"""What to expect of a recipe on a model that the atlas has not seen, and how sure that is.
+
+Log speed-ups are a Gaussian process (Rasmussen and Williams, *Gaussian Processes for Machine Learning*, 2006). Its
+covariance is that of a ridge regression with a coefficient for each level and each pair of levels, which vary smoothly
+from model to model with their features:
+
+    cov(recipe on model, recipe' on model')  =  a² * (shared levels + b * shared pairs) * (c + d * likeness + e * same)
+
+So a recipe without levels has a speed-up of 1 exactly, what all models gain is learned from all of them (c), what alike
+ones gain counts more (d: their operators, sizes and machines), and each has something of its own (e), which no other
+tells and which is why a forecast is never sure. c + d + e = 1. These numbers, the reach of the likeness and the noise
+are those of a small grid under which the rows are likeliest. Trials of the model in question are added as they come.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.linalg import cho_solve, cholesky, solve_triangular
+
+from fettle.atlas.rows import rows_of
+from fettle.atlas.table import Row, Subject
+from fettle.measure import Trial
+from fettle.recipe import Recipe
+from fettle.search import Forecast
+
+Numbers = NDArray[np.float64]
+
+MOST = 2_000
+"""Rows that are gone by, those of the models and machines most like the one in question."""
+_TUNED_ON = 500
+"""Rows that the numbers of the grid are chosen on."""
+_LOGS = {"parameters": 1.0, "flops": 1.0, "samples": 1.0, "calls": 0.7}
+"""Decades by which two models differ by one."""
+_SHARES = {"matrix": 0.25, "pointwise": 0.25, "layout": 0.25, "index": 0.25,
+           "convolution": 0.4, "attention": 0.4, "recurrent": 0.3}  # fmt: skip
+_OTHER_MACHINE = 1.0
+_OTHER_UNITS = 1.0
+"""Added to the squared distance of rows from another machine, and from one with other matrix or vector units."""
+_NORMAL = 1.96
+_LEAST_ERROR = 0.01
+_WORKS = 0.9
+"""What is expected of a recipe to work where nothing is known of it."""
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """Of the covariance, as above."""
+
+    scale: float
+    pairs: float
+    common: float
+    own: float
+    reach: float
+    noise: float
+
+
+_GRID = [_Numbers(*values) for values in itertools.product(
+    (0.2, 0.5), (0.1, 0.4), (0.2, 0.5), (0.1, 0.3), (0.8, 2.0), (0.04, 0.1))]  # fmt: skip
+
+
+class Predictor:
+    """What an atlas foresees for one model on one machine: the foresight of `fettle.search.Guide`."""
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        about: Subject,
+        *,
+        max_error: float | None = None,
+        guess_s: Callable[[Recipe], float] = lambda recipe: 1.0,
+    ) -> None:
+        """`guess_s`: seconds that a recipe's trial takes for all that is known without the atlas."""
+        self.about, self.max_error, self._guess_s = about, max_error, guess_s
+        rows = [row for row in rows if (row.mode, row.device) == (about.mode, about.device)]
+        subjects = {(row.fingerprint, row.machine, row.torch): row for row in rows}
+        near = {key: _distance(row, about) for key, row in subjects.items()}
+        rows = sorted(rows, key=lambda row: near[row.fingerprint, row.machine, row.torch])[:MOST]
+        keys = list(dict.fromkeys((row.fingerprint, row.machine, row.torch) for row in rows))
+        self.models = len({row.fingerprint for row in rows})
+        self._rows = rows
+        self._apart = np.array([[_distance(subjects[a], subjects[b]) for b in keys] for a in keys]).reshape(
+            len(keys), len(keys)
+        )
+        self._far = np.array([near[key] for key in keys])
+        self._mine = np.array([key[:2] == (about.fingerprint, about.machine) for key in keys], dtype=float)
+        self._same = np.eye(len(keys))
+        self._whose = np.array([keys.index((row.fingerprint, row.machine, row.torch)) for row in rows], dtype=int)
+        self._recipes = [Recipe.parse(row.recipe) for row in rows]
+        levels = sorted({level for recipe in self._recipes for level in recipe.levels.items()})
+        self._column = {level: place for place, level in enumerate(levels)}
+        self._told = [place for place, row in enumerate(rows) if row.gain is not None and self._recipes[place].levels]
+        self._gains = np.array([rows[place].gain or 0.0 for place in self._told])
+        self._errors = np.array([_error(rows[place]) for place in self._told])
+        self._levels = self._one_hot(self._recipes)
+        if self._told:
+            self._fit()
+
+    def __len__(self) -> int:
+        return len(self._told)
+
+    @cached_property
+    def ideas(self) -> Sequence[Recipe]:
+        """Recipes that were tried on other models, the most promising here first."""
+        known = sorted({recipe for recipe in self._recipes if recipe.levels}, key=str)
+        if not self._told:
+            return known
+        promised = {recipe: item.gain * item.works
+                    for recipe, item in zip(known, self.forecast(known, ()), strict=True)}  # fmt: skip
+        return sorted(known, key=lambda recipe: -promised[recipe])
+
+    def forecast(
+        self, recipes: Sequence[Recipe], trials: Sequence[Trial], believed: Mapping[Recipe, float] | None = None
+    ) -> list[Forecast]:
+        """What to expect of recipes, with what `trials` of this very model have shown. `believed`: gains (logs of
+        speed-ups) of recipes that are taken for granted."""
+        own = [row for row in rows_of(self.about, trials) if row.gain is not None and row.recipe != str(Recipe())]
+        gains = [row.gain or 0.0 for row in own] + list((believed or {}).values())
+        errors = [_error(row) for row in own] + [0.0] * len(believed or {})
+        mine = self._one_hot([Recipe.parse(row.recipe) for row in own] + list(believed or {}))
+        asked = self._one_hot(recipes)
+        mean, variance = self._conditional(asked, mine, np.array(gains), np.array(errors))
+        works, seconds = self._works(asked, trials), self._seconds(asked, recipes)
+        return [
+            Forecast(float(gain), math.sqrt(max(0.0, float(spread)) + self._numbers.noise**2), float(able), float(cost))
+            for gain, spread, able, cost in zip(mean, variance, works, seconds, strict=True)
+        ]
+
+    # -- speed -------------------------------------------------------------------------------------------------------
+
+    def _one_hot(self, recipes: Sequence[Recipe]) -> Numbers:
+        """Levels by recipe; one column stands for a level that no row has, so that it is like nothing."""
+        found = np.zeros((len(recipes), len(self._column) + 1))
+        for place, recipe in enumerate(recipes):
+            for level in recipe.levels.items():
+                found[place, self._column.get(level, len(self._column))] += 1
+        return found
+
+    def _fit(self) -> None:
+        """Choose the numbers of the covariance, and solve for the rows."""
+        step = max(1, math.ceil(len(self._told) / _TUNED_ON))
+        part = np.arange(0, len(self._told), step)
+        self._numbers = max(_GRID, key=lambda numbers: self._likelihood(numbers, part))
+        self._factor = self._cholesky(self._numbers, np.arange(len(self._told)))
+        self._solved = solve_triangular(self._factor, self._gains, lower=True)
+
+    def _cholesky(self, numbers: _Numbers, part: NDArray[Any]) -> Numbers:
+        rows = np.array(self._told)[part]
+        alike = _alike(self._apart, self._same, numbers)[np.ix_(self._whose[rows], self._whose[rows])]
+        matrix = alike * _shared(self._levels[rows], self._levels[rows], numbers)
+        matrix[np.diag_indices_from(matrix)] += self._errors[part] ** 2 + numbers.noise**2
+        return np.asarray(cholesky(matrix, lower=True), dtype=np.float64)
+
+    def _likelihood(self, numbers: _Numbers, part: NDArray[Any]) -> float:
+        factor = self._cholesky(numbers, part)
+        gains = self._gains[part]
+        fit = gains @ cho_solve((factor, True), gains)
+        return -0.5 * float(fit) - float(np.log(np.diag(factor)).sum())
+
+    def _conditional(self, asked: Numbers, mine: Numbers, gains: Numbers, errors: Numbers) -> tuple[Numbers, Numbers]:
+        """Mean and variance of the gains asked for, given the rows and what is known of this model."""
+        numbers, rows = self._numbers, np.array(self._told)
+        alike = _alike(self._far, self._mine, numbers)[self._whose[rows]][:, None]
+        to_asked = solve_triangular(self._factor, alike * _shared(self._levels[rows], asked, numbers), lower=True)
+        mean = to_asked.T @ self._solved
+        variance = np.diag(_shared(asked, asked, numbers)) - (to_asked**2).sum(axis=0)
+        if not len(mine):
+            return mean, variance
+        to_mine = solve_triangular(self._factor, alike * _shared(self._levels[rows], mine, numbers), lower=True)
+        left = _shared(mine, mine, numbers) - to_mine.T @ to_mine
+        left[np.diag_indices_from(left)] += errors**2 + (0.3 * numbers.noise) ** 2
+        factor = cholesky(left, lower=True)
+        across = solve_triangular(factor, _shared(mine, asked, numbers) - to_mine.T @ to_asked, lower=True)
+        news = solve_triangular(factor, gains - to_mine.T @ self._solved, lower=True)
+        return mean + across.T @ news, variance - (across**2).sum(axis=0)
+
+    # -- whether it works, and what it costs -------------------------------------------------------------------------
+
+    def _weights(self, asked: Numbers) -> Numbers:
+        """By recipe asked for and row: how alike recipe and model are."""
+        both = asked @ self._levels.T
+        either = asked.sum(axis=1)[:, None] + self._levels.sum(axis=1)[None, :] - both
+        close = np.divide(both, either, out=np.zeros_like(both), where=either > 0) ** 4
+        return np.asarray(close * np.maximum(0.05, np.exp(-0.5 * self._far[self._whose]))[None, :])
+
+    def _works(self, asked: Numbers, trials: Sequence[Trial]) -> Numbers:
+        """The chance that it runs and keeps the limit on the error."""
+        weights = self._weights(asked)
+        able = np.array([self._is_able(row.status, row.error) for row in self._rows], dtype=float)
+        total, good = weights.sum(axis=1) + 1, weights @ able + _WORKS
+        if trials:
+            mine = self._one_hot([trial.recipe for trial in trials])
+            both = asked @ mine.T
+            either = asked.sum(axis=1)[:, None] + mine.sum(axis=1)[None, :] - both
+            close = 3 * np.divide(both, either, out=np.zeros_like(both), where=either > 0) ** 4
+            total = total + close.sum(axis=1)
+            good = good + close @ np.array([trial.ok for trial in trials], dtype=float)
+        return np.asarray(good / total, dtype=np.float64)
+
+    def _is_able(self, status: str, error: float | None) -> bool:
+        if error is None or self.max_error is None:
+            return status == "measured" or (status == "rejected" and self.max_error is None)
+        return status != "failed" and error <= self.max_error
+
+    def _seconds(self, asked: Numbers, recipes: Sequence[Recipe]) -> Numbers:
+        """What a trial takes: the workload as given here, and what the recipe added to it where it was tried."""
+        weights = self._weights(asked)
+        more = np.array([
+            max(0.0, row.start_s - row.given_start_s)
+            if row.start_s is not None and row.given_start_s is not None else math.nan
+            for row in self._rows
+        ])  # fmt: skip
+        known = np.where(np.isnan(more), 0.0, 1.0)
+        weights = weights * known[None, :]
+        guess, given = np.array([self._guess_s(recipe) for recipe in recipes]), self._guess_s(Recipe())
+        told = weights @ np.where(known > 0, more, 0.0)
+        return np.asarray((told + weights.sum(axis=1) * given + guess) / (weights.sum(axis=1) + 1))
+
+
+def _alike(apart: Numbers, same: Numbers, numbers: _Numbers) -> Numbers:
+    smooth = (1 - numbers.common - numbers.own) * np.exp(-0.5 * apart / numbers.reach**2)
+    return np.asarray(numbers.common + smooth + numbers.own * same)
+
+
+def _shared(one: Numbers, other: Numbers, numbers: _Numbers) -> Numbers:
+    levels = one @ other.T
+    return np.asarray(numbers.scale**2 * (levels + numbers.pairs * levels * (levels - 1) / 2))
+
+
+def _distance(one: Subject, other: Subject) -> float:
+    """Squared, over the features that both have, as if all were known; and what machines differ by."""
+    parts = []
+    for names, change in ((_LOGS, lambda value: math.log10(1 + value)), (_SHARES, float)):
+        for name, unit in names.items():
+            ours, theirs = getattr(one, name), getattr(other, name)
+            if ours is not None and theirs is not None:
+                parts.append(((change(ours) - change(theirs)) / unit) ** 2)
+    models = sum(parts) / len(parts) * (len(_LOGS) + len(_SHARES)) if parts else 0.0
+    if one.machine == other.machine:
+        return models
+    units = (one.matrix_units, one.vector) != (other.matrix_units, other.vector)
+    cores = math.log2((1 + (one.cores or 1)) / (1 + (other.cores or 1)))
+    return models + _OTHER_MACHINE + _OTHER_UNITS * units + cores**2
+
+
+def _error(row: Row) -> float:
+    """Standard error of the gain."""
+    if not row.low or not row.high:
+        return 0.2
+    return max(_LEAST_ERROR, (math.log(row.high) - math.log(row.low)) / 2 / _NORMAL)

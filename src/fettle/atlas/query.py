@@ -1,0 +1,148 @@
+"""Asking the atlas: what helps such models on such a machine, and what fights what."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from fettle.atlas.table import Row
+from fettle.errors import UsageError
+from fettle.measure import Interval
+from fettle.recipe import Recipe
+
+Level = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a level brought beside otherwise equal recipes of the same model on the same machine."""
+
+    level: Level
+    gain: Interval
+    """Ratio of times, without over with: the geometric mean over models, and its interval at 95% by Student's t from
+    how models differ; from 0 to infinity where it was tried on one."""
+    models: int
+    comparisons: int
+    helped: int
+    """Models that gained more than 2%,"""
+    hurt: int
+    """and that lost more than 2%."""
+    best: tuple[str, float]
+    """The model that gained most, and how much."""
+    worst: tuple[str, float]
+    failed: int
+    """Trials with it that did not run,"""
+    inaccurate: int
+    """and that gave other answers."""
+    trials: int
+
+    @property
+    def name(self) -> str:
+        """``precision=bf16``."""
+        return "=".join(self.level)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What two levels bring together over the product of what each brings alone."""
+
+    levels: tuple[Level, Level]
+    together: Interval
+    """Geometric mean over models with its interval, as in `Effect`: below 1 they fight, above 1 they help."""
+    models: int
+
+    @property
+    def name(self) -> str:
+        """``compile=default with precision=bf16``."""
+        return " with ".join("=".join(level) for level in self.levels)
+
+
+def matching(rows: Sequence[Row], **wanted: str) -> list[Row]:
+    """Rows whose columns begin with these texts, whatever their case: ``family="conv"``. An empty text matches all.
+    Raises `UsageError` where nothing does."""
+    for name, text in wanted.items():
+        kept = [row for row in rows if str(getattr(row, name)).lower().startswith(text.lower())]
+        if not kept:
+            there = sorted({str(getattr(row, name)) for row in rows})
+            raise UsageError(f"`{name}`: there is no such row with {text!r}; there are {', '.join(there)[:300]}")
+        rows = kept
+    return list(rows)
+
+
+def effects(rows: Sequence[Row]) -> list[Effect]:
+    """What each level brought, the most helpful first."""
+    by_model = _by_model(rows)
+    levels = sorted({level for recipes in by_model.values() for recipe in recipes for level in recipe.levels.items()})
+    found = [_effect(level, by_model) for level in levels]
+    return sorted((one for one in found if one is not None), key=lambda one: (-one.gain.estimate, one.level))
+
+
+def pairs(rows: Sequence[Row], least_models: int = 2) -> list[Pair]:
+    """What each two levels bring together, those that fight most first, as far as several models tell."""
+    by_model = _by_model(rows)
+    found: dict[tuple[Level, Level], dict[str, list[float]]] = {}
+    for (model, _, _), recipes in by_model.items():
+        for recipe in recipes:
+            for one, other in combinations(recipe.levels.items(), 2):
+                logs = [_gain(recipes, less) for less in (recipe, recipe.without(one[0]), recipe.without(other[0]),
+                                                          recipe.without(one[0], other[0]))]  # fmt: skip
+                known = [log for log in logs if log is not None]
+                if len(known) == len(logs):
+                    both, second, first, none = known
+                    found.setdefault((one, other), {}).setdefault(model, []).append(both - first - second + none)
+    told = [Pair(levels, _over_models(models), len(models))
+            for levels, models in found.items() if len(models) >= least_models]  # fmt: skip
+    return sorted(told, key=lambda pair: (pair.together.estimate, pair.levels))
+
+
+Recipes = Mapping[Recipe, Row]
+
+
+def _by_model(rows: Iterable[Row]) -> dict[tuple[str, str, str], dict[Recipe, Row]]:
+    """Trials by recipe, by model, machine and torch version: never are times of two machines set against each other."""
+    found: dict[tuple[str, str, str], dict[Recipe, Row]] = {}
+    for row in rows:
+        found.setdefault((row.workload, row.machine, row.torch), {})[Recipe.parse(row.recipe)] = row
+    return found
+
+
+def _gain(recipes: Recipes, recipe: Recipe) -> float | None:
+    return recipes[recipe].gain if recipe in recipes else None
+
+
+def _effect(level: Level, by_model: Mapping[tuple[str, str, str], Recipes]) -> Effect | None:
+    gains: dict[str, list[float]] = {}
+    with_it: list[Row] = []
+    for (model, _, _), recipes in by_model.items():
+        for recipe, row in recipes.items():
+            if recipe.levels.get(level[0]) != level[1]:
+                continue
+            with_it.append(row)
+            having, without = row.gain, _gain(recipes, recipe.without(level[0]))
+            if having is not None and without is not None:
+                gains.setdefault(model, []).append(having - without)
+    if not gains:
+        return None
+    means = {model: statistics.fmean(values) for model, values in sorted(gains.items())}
+    best, worst = max(means, key=lambda model: means[model]), min(means, key=lambda model: means[model])
+    return Effect(
+        level, _over_models(gains), len(gains), sum(map(len, gains.values())),
+        sum(mean > math.log(1.02) for mean in means.values()), sum(mean < -math.log(1.02) for mean in means.values()),
+        (best, math.exp(means[best])), (worst, math.exp(means[worst])),
+        sum(row.status == "failed" for row in with_it), sum(row.status == "rejected" for row in with_it), len(with_it),
+    )  # fmt: skip
+
+
+def _over_models(gains: Mapping[str, Sequence[float]]) -> Interval:
+    """Geometric mean of the models' own, each counting alike, with its interval."""
+    from scipy.stats import t
+
+    means = [statistics.fmean(values) for values in gains.values()]
+    mean = statistics.fmean(means)
+    if len(means) < 2:
+        return Interval(math.exp(mean), 0.0, math.inf)
+    half = float(t.ppf(0.975, len(means) - 1)) * statistics.stdev(means) / math.sqrt(len(means))
+    return Interval(*(math.exp(max(-700.0, min(700.0, mean + side * half))) for side in (0, -1, 1)))

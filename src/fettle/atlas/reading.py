@@ -1,0 +1,52 @@
+"""Reading an atlas, in a process of its own: what a hostile Parquet file grows to is not known beforehand."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import msgspec
+
+from fettle.atlas.table import MOST_BYTES, Row, parse
+from fettle.errors import UsageError
+from fettle.procs.child import Child, ChildError, Request
+
+_MOST_MEMORY = 3 << 30
+_LONGEST_S = 120.0
+
+
+class Read(Request):
+    """Read the atlas at `path`."""
+
+    path: str
+
+
+def read_atlas(path: str | Path) -> list[Row]:
+    """The rows of an atlas. Raises `UsageError` with one line for a file that is none."""
+    path = Path(path)
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise UsageError(f"cannot read the atlas {path}: {error.strerror}") from error
+    if not path.is_file() or size > MOST_BYTES:
+        raise UsageError(f"{path} is no file of at most {MOST_BYTES >> 20} MiB: no atlas")
+    try:
+        with Child(__name__, variables={"POLARS_MAX_THREADS": "1"}) as child:
+            return child.call(Read(str(path.resolve())), list[Row], _LONGEST_S)
+    except ChildError as error:
+        raise UsageError(f"the atlas {path} cannot be read: {error}") from error
+
+
+def _main() -> None:
+    from fettle.procs.parent import Parent, be_a_worker
+
+    be_a_worker()
+    with contextlib.suppress(ImportError, ValueError, OSError):  # Windows has no such limit
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (_MOST_MEMORY, _MOST_MEMORY))
+    Parent().serve(Read, lambda request: [msgspec.to_builtins(row) for row in parse(Path(request.path))])
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,197 @@
+"""The table: one row a trial, with features of the model and the machine that it was measured on.
+
+A file from outside is hostile: it is read by a process of its own with little memory, its columns must be the ones
+below, and every value is checked against its type and bounds. Nothing in it is ever run.
+"""
+
+from __future__ import annotations
+
+import math
+import typing
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import polars
+from msgspec import Meta
+
+from fettle.errors import UsageError
+from fettle.files import whole
+from fettle.recipe import Recipe
+
+MOST_BYTES = 64 << 20
+MOST_ROWS = 50_000
+_FARTHEST = 1e30
+
+Text = Annotated[str, Meta(max_length=300)]
+Number = Annotated[float, Meta(ge=0, le=_FARTHEST)] | None
+"""What is not known is null, never zero."""
+Share = Annotated[float, Meta(ge=0, le=1)] | None
+
+
+class Subject(msgspec.Struct, frozen=True, kw_only=True):
+    """A model on a machine: what all rows of one study share, and what a prediction goes by."""
+
+    workload: Text
+    """Name of the target, for people."""
+    fingerprint: Text
+    """Of the weights and inputs: rows with the same are of one model."""
+    family: Text
+    """``transformer``, ``convolutional``, ``recurrent``, ...: as it was named, else guessed from the operators."""
+    mode: Text
+    device: Text
+    dtype: Text
+    parameters: Number = None
+    parameter_bytes: Number = None
+    samples: Number = None
+    """Rows in one call."""
+    flops: Number = None
+    """Of one call."""
+    bytes: Number = None
+    """Read and written by the operators of one call, counted once each."""
+    calls: Number = None
+    """Operators in one call."""
+    matrix: Share = None
+    """Share of the time of a call that operators of this group take: products, convolutions and attention;"""
+    pointwise: Share = None
+    """element-wise work, norms, reductions;"""
+    layout: Share = None
+    """copies, layout changes and casts;"""
+    index: Share = None
+    """indexing, gathering, embedding."""
+    convolution: Share = None
+    """Share of the FLOPs in convolutions,"""
+    attention: Share = None
+    """in attention that is one operator,"""
+    recurrent: Share = None
+    """and share of the time in recurrent layers."""
+    shapes: Text = ""
+    """Largest outputs of the costliest products, ``8x64x56x56 8x1000``."""
+    machine: Text
+    """`fettle.machine.Machine.id`: rows with another are never pooled silently."""
+    cpu: Text = ""
+    gpu: Text = ""
+    cores: Number = None
+    vector: Text = ""
+    """The widest vector instructions: ``avx2``, ``avx512f``, ``neon``, ``sve``."""
+    matrix_units: Text = ""
+    """``amx_bf16 amx_int8``, ``sm90``; empty where there are none."""
+    peak_fp32: Number = None
+    """FLOP/s of a large product, measured;"""
+    peak_bf16: Number = None
+    peak_copy: Number = None
+    """bytes/s, read and written."""
+    torch: Text = ""
+    versions: Text = ""
+    """Of the other packages that recipes go by: ``openvino=2026.4 torchao=0.18``."""
+
+
+class Row(Subject, frozen=True, kw_only=True):
+    """One trial."""
+
+    recipe: Text
+    status: typing.Literal["measured", "rejected", "failed"]
+    reason: Text = ""
+    speedup: Number = None
+    """Over the workload as given, as all races of the study say together;"""
+    low: Number = None
+    high: Number = None
+    """its interval, at 95%."""
+    given_ms: Number = None
+    """Time of a call of the workload as given."""
+    error: Number = None
+    peak_bytes: Number = None
+    given_peak_bytes: Number = None
+    start_s: Number = None
+    """What one process took until it was ready to be timed,"""
+    given_start_s: Number = None
+    """and one of the workload as given."""
+    rounds: Number = None
+    quiet: bool = False
+    """Whether the machine was."""
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What is the same where a trial was made again: the model, the machine, the torch version, and the recipe."""
+        return self.fingerprint, self.machine, self.torch, self.recipe
+
+    @property
+    def gain(self) -> float | None:
+        """Log of the speed-up."""
+        return math.log(self.speedup) if self.speedup else None
+
+
+def _column(annotation: Any) -> Any:
+    if annotation in (Number, Share):
+        return polars.Float64
+    return polars.Boolean if annotation is bool else polars.String
+
+
+SCHEMA: dict[str, Any] = {
+    name: _column(annotation) for name, annotation in typing.get_type_hints(Row, include_extras=True).items()
+}
+"""Type of each column, in their order."""
+
+
+def merged(old: Iterable[Row], new: Iterable[Row]) -> list[Row]:
+    """Both; where a trial was made again the later one."""
+    found: dict[tuple[str, ...], Row] = {}
+    for row in (*old, *new):
+        found.pop(row.key, None)
+        found[row.key] = row
+    return list(found.values())
+
+
+def frame_of(rows: Sequence[Row]) -> polars.DataFrame:
+    """The rows as a table."""
+    return polars.DataFrame([msgspec.structs.asdict(row) for row in rows], schema=SCHEMA)
+
+
+def write_atlas(rows: Sequence[Row], path: Path) -> None:
+    """Write the table to `path`, whole or not at all, as Parquet. Raises `UsageError` where it cannot be written."""
+    if len(rows) > MOST_ROWS:
+        raise UsageError(f"an atlas has {MOST_ROWS:,} rows at most, and this would have {len(rows):,}")
+    with whole(path) as partial:
+        frame_of(rows).write_parquet(partial)
+
+
+def parse(path: Path) -> list[Row]:
+    """The rows of a Parquet file, checked; for a process that may run out of memory (`reading`)."""
+    try:
+        schema = dict(polars.read_parquet_schema(path))
+        if schema != SCHEMA:
+            wrong = next((name for name, kind in SCHEMA.items() if schema.get(name) != kind), None)
+            wrong = wrong or next(iter(schema.keys() - SCHEMA.keys()), "their order")
+            raise UsageError(f"{path} is no atlas of this version of fettle: see its column {str(wrong)[:40]!r}")
+        rows = polars.scan_parquet(path).select(polars.len()).collect().item()
+        if rows > MOST_ROWS:
+            raise UsageError(f"{path} has {rows:,} rows; an atlas has {MOST_ROWS:,} at most")
+        frame = polars.read_parquet(path)
+    except UsageError:
+        raise
+    except Exception as error:  # whatever a damaged file brings up in the reader
+        raise UsageError(f"{path} is no Parquet file: {' '.join(str(error).split())[:120]}") from error
+    return checked(frame.to_dicts(), str(path))
+
+
+def checked(rows: Sequence[dict[str, Any]], name: str) -> list[Row]:
+    """Rows of a table, each value checked. Raises `UsageError` with the first that is wrong."""
+    found: list[Row] = []
+    for number, row in enumerate(rows, 1):
+        plain = {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in row.items()}
+        try:
+            found.append(msgspec.convert(plain, Row))
+            _sensible(found[-1])
+        except (msgspec.ValidationError, UsageError) as error:
+            raise UsageError(f"{name}: row {number} is no trial: {error}") from error
+    return found
+
+
+def _sensible(row: Row) -> None:
+    """Raise `UsageError` for what no measurement gives."""
+    Recipe.parse(row.recipe)
+    if row.speedup is not None and not 1e-6 < row.speedup < 1e6:
+        raise UsageError(f"a speed-up of {row.speedup:g}")
+    if row.speedup is not None and not (row.low or 0) <= row.speedup <= (math.inf if row.high is None else row.high):
+        raise UsageError(f"a speed-up of {row.speedup:g} outside of its interval")

@@ -1,0 +1,197 @@
+"""fettle atlas: what helped whom, where; one table of the trials of many studies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from fettle.cli import _show
+from fettle.cli._lazy import SETTINGS
+
+if TYPE_CHECKING:
+    from fettle.atlas import Effect, Pair, Row
+
+app = typer.Typer(name="atlas", help="What helped whom, where: one table of the trials of many studies.", **SETTINGS)
+
+_ATLAS = typer.Argument(help="an atlas, a Parquet file that 'fettle atlas add' made")
+_JSON = typer.Option("--json", help="print it as JSON")
+_MOST = 40
+_MODEL = ("workload", "family", "mode", "device", "machine", "torch")
+_MACHINE = ("machine", "cpu", "gpu", "cores", "matrix_units")
+
+
+@app.callback()
+def _root() -> None:
+    """What helped whom, where: one table of the trials of many studies."""
+
+
+@app.command()
+def add(
+    atlas: Annotated[Path, typer.Argument(help="the atlas, a Parquet file; made where there is none")],
+    studies: Annotated[list[str], typer.Argument(help="folders of 'fettle tune' and 'fettle study', or storage URLs")],
+    family: Annotated[str, typer.Option(help="what kind of model it is; default by its operators")] = "",
+    as_json: Annotated[bool, _JSON] = False,
+) -> None:
+    """Add all trials of studies to an atlas. A trial that is made again takes the place of the earlier one.
+
+    [bold]Examples[/]
+
+      fettle atlas add atlas.parquet fettle-out fettle-study
+
+      fettle atlas add atlas.parquet out/unet --family diffusion
+    """
+    from fettle.atlas import merged, read_atlas, write_atlas
+    from fettle.errors import UsageError
+    from fettle.files import check_writable
+    from fettle.study import storage_url
+    from fettle.tuning import atlas_rows
+
+    check_writable(atlas)
+    old = read_atlas(atlas) if atlas.exists() else []
+    new = []
+    for study in studies:
+        if "://" not in study and not Path(study, "study.db").is_file():
+            raise UsageError(f"there is no study.db in {study}")
+        try:
+            new += atlas_rows(study if "://" in study else storage_url(None, Path(study)), family=family)
+        except UsageError as error:
+            raise UsageError(f"{study.rpartition('@')[2]}: {error}") from error
+    rows = merged(old, new)
+    write_atlas(rows, atlas)
+    counts = {"added": len(new), "rows": len(rows), "models": len({row.fingerprint for row in rows})}
+    _show.answer(as_json, lambda: counts, lambda console: console.print(
+        f"{escape(str(atlas))}: {len(new)} trials added; {len(rows)} trials of {counts['models']} models",
+        highlight=False, soft_wrap=True))  # fmt: skip
+
+
+@app.command()
+def show(atlas: Annotated[Path, _ATLAS], as_json: Annotated[bool, _JSON] = False) -> None:
+    """What is in an atlas: its models and machines.
+
+    [bold]Examples[/]
+
+      fettle atlas show atlas.parquet
+    """
+    from fettle.atlas import read_atlas
+
+    rows = read_atlas(atlas)
+    _show.answer(as_json, lambda: _contents(rows), lambda console: _print_contents(console, rows))
+
+
+@app.command()
+def query(
+    atlas: Annotated[Path, _ATLAS],
+    family: Annotated[str, typer.Option(help="kind of model: transformer, convolutional, recurrent, ...")] = "",
+    workload: Annotated[str, typer.Option(help="name of a model")] = "",
+    machine: Annotated[str, typer.Option(help="id of a machine, or 'this'; by default of all")] = "",
+    mode: Annotated[str, typer.Option(help="inference or training")] = "",
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "",
+    matrix_units: Annotated[str, typer.Option(help="machines with such, for example amx")] = "",
+    as_json: Annotated[bool, _JSON] = False,
+) -> None:
+    """What helps such models on such machines, how much, and what fights what.
+
+    A text stands for all that begin with it. Each gain is that of a level beside otherwise equal recipes of the same
+    model on the same machine; its interval is over models.
+
+    [bold]Examples[/]
+
+      fettle atlas query atlas.parquet --family convolutional --machine this
+    """
+    from fettle.atlas import effects, matching, pairs, read_atlas
+    from fettle.machine import this_machine
+
+    wanted = {
+        "family": family, "workload": workload, "mode": mode, "device": device, "matrix_units": matrix_units,
+        "machine": this_machine().id if machine == "this" else machine,
+    }  # fmt: skip
+    rows = matching(read_atlas(atlas), **{name: text for name, text in wanted.items() if text})
+    found, together = effects(rows), pairs(rows)
+    _show.answer(
+        as_json, lambda: {**_contents(rows), "effects": _plain(found), "pairs": _plain(together), "best": _best(rows)},
+        lambda console: _print_answer(console, rows, found, together),
+    )  # fmt: skip
+
+
+def _contents(rows: Sequence[Row]) -> dict[str, Any]:
+    return {
+        "trials": len(rows), "quiet": sum(row.quiet for row in rows),
+        "statuses": dict(sorted(Counter(row.status for row in rows).items())),
+        "models": [dict(zip(_MODEL, key, strict=True), trials=count)
+                   for key, count in sorted(Counter(map(_model, rows)).items())],
+        "machines": [dict(zip(_MACHINE, key, strict=True), trials=count)
+                     for key, count in sorted(Counter(map(_machine, rows)).items(), key=str)],
+    }  # fmt: skip
+
+
+def _model(row: Row) -> tuple[str, ...]:
+    return tuple(getattr(row, name) for name in _MODEL)
+
+
+def _machine(row: Row) -> tuple[Any, ...]:
+    return tuple(getattr(row, name) for name in _MACHINE)
+
+
+def _best(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The fastest recipe of each model that kept its limits."""
+    able = [row for row in rows if row.status == "measured" and row.speedup]
+    best = {_model(row): row for row in sorted(able, key=lambda row: row.speedup or 0.0)}
+    return [{"workload": row.workload, "machine": row.machine, "recipe": row.recipe, "speedup": row.speedup,
+             "low": row.low, "high": row.high} for _, row in sorted(best.items())]  # fmt: skip
+
+
+def _plain(found: Sequence[Effect] | Sequence[Pair]) -> list[dict[str, Any]]:
+    import msgspec
+
+    from fettle.files import finite
+
+    return [finite({"name": one.name, **msgspec.to_builtins(one)}) for one in found]
+
+
+def _print_contents(console: Console, rows: Sequence[Row]) -> None:
+    from fettle.page import Table
+
+    data = _contents(rows)
+    console.print(f"{data['trials']} trials, {data['quiet']} on a quiet machine: " + ", ".join(
+        f"{count} {status}" for status, count in data["statuses"].items()), highlight=False)  # fmt: skip
+    for name in ("machines", "models"):
+        columns = list(data[name][0]) if data[name] else ["nothing"]
+        cells = [["" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+                  for value in item.values()] for item in data[name]]  # fmt: skip
+        _show.print_table(console, Table(columns, cells, numbers={"trials", "cores"}), name)
+
+
+def _print_answer(console: Console, rows: Sequence[Row], found: Sequence[Effect], together: Sequence[Pair]) -> None:
+    from fettle.page import Table
+
+    console.print(f"{len(rows)} trials of {len({_model(row) for row in rows})} models and machines", highlight=False)
+    cells = [
+        [one.name, _ratio(one), str(one.models), str(one.helped), str(one.hurt), _of(one.best), _of(one.worst),
+         str(one.failed or ""), str(one.inaccurate or "")]
+        for one in found
+    ]  # fmt: skip
+    columns = ["level", "gain", "models", "helped", "hurt", "most", "least", "failed", "inaccurate"]
+    _show.print_table(console, Table(columns, cells, numbers=set(columns[1:5] + columns[7:])), "what a level brought")
+    fighting = [pair for pair in together if pair.together.high < 1]
+    helping = [pair for pair in reversed(together) if pair.together.low > 1]
+    for title, some in (("what fights what", fighting), ("what helps each other", helping)):
+        if some:
+            cells = [[pair.name, str(pair.together), str(pair.models)] for pair in some[:_MOST]]
+            columns = ["levels", "together", "models"]
+            _show.print_table(console, Table(columns, cells, numbers=set(columns[1:])), title)
+    cells = [[item["workload"], f"{item['speedup']:.2f}x", item["recipe"]] for item in _best(rows)]
+    _show.print_table(console, Table(["model", "gain", "recipe"], cells, numbers={"gain"}), "best recipes tried")
+
+
+def _ratio(one: Effect) -> str:
+    return str(one.gain) if one.models > 1 else f"{one.gain.estimate:.2f}x"
+
+
+def _of(extreme: tuple[str, float]) -> str:
+    return f"{extreme[1]:.2f}x {extreme[0]}"

@@ -1,0 +1,287 @@
+"""Foresight: a search that begins with what is known of other models, and says what it expected and what it found.
+
+What is known comes from outside (`fettle.atlas`) as a `Foresight`: for each recipe the gain to expect and how sure that
+is, the chance that it works, and the seconds of its trial. A `Guide` chooses by expected improvement (Mockus, 1978) per
+second (Snoek, Larochelle and Adams, *Practical Bayesian Optimization*, 2012), so that what takes a minute to compile
+must promise more.
+
+It is never believed: what it says is measured, and it loses its word as soon as what is found is not what it expected.
+And it leaves no level untried: one that promises nothing is tried at least in a recipe with others, and is left alone
+only where that came as expected. So a wrong atlas costs time, never the result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from fettle.measure import Trial
+from fettle.recipe import Recipe
+from fettle.search._evidence import Evidence
+from fettle.search._moves import valid, with_required
+from fettle.search._space import Space
+
+LEAST = math.log(1.01)
+"""Gains below this are worth no trial."""
+RACES = 4
+"""Most races that are begun with, as long as they promise something."""
+_SHORTLIST = 48
+_STEPS = 3
+"""How many moves away from what other models had recipes are thought of."""
+_LUCK = 0.05
+"""What a measured gain may be off by itself."""
+_OFF = 4.0
+"""Mean square of what was expected over what was sure, from which it has lost its word: 1 where all is as it says."""
+_CLOSE = 0.25
+"""Standard deviation of a forecast that can be proved wrong."""
+_ENOUGH = 3
+"""Forecasts that must have come true."""
+_CHANCE = 0.05
+"""A move needs this probability of being better than the leader."""
+_TOGETHER = {1: 6, 2: 4, 3: 3}
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What is expected of a recipe that was not tried."""
+
+    gain: float
+    """Log of the speed-up over the workload as given,"""
+    spread: float
+    """and its standard deviation."""
+    works: float
+    """The chance that it runs and keeps the limits."""
+    seconds: float
+    """Its trial takes."""
+
+    def __str__(self) -> str:
+        low, high = (math.exp(self.gain + side * 1.96 * self.spread) for side in (-1, 1))
+        return f"{math.exp(self.gain):.2f}x [{low:.2f}, {high:.2f}]"
+
+    def improvement(self, best: float) -> float:
+        """How much it should bring beyond the gain `best`; what is worse counts as nothing, as it is not taken."""
+        ahead = self.gain - best - LEAST
+        z = ahead / self.spread
+        return self.works * (ahead * _below(z) + self.spread * math.exp(-z * z / 2) / math.sqrt(2 * math.pi))
+
+    def chance(self, best: float) -> float:
+        """The probability that it brings more than the gain `best`, by enough to matter."""
+        return self.works * _below((self.gain - best - LEAST) / self.spread)
+
+
+Level = tuple[str, str]
+
+
+def _below(z: float) -> float:
+    return 0.5 * (1 + math.erf(z / math.sqrt(2)))
+
+
+class Foresight(Protocol):
+    """What is known of other models."""
+
+    @property
+    def ideas(self) -> Sequence[Recipe]:
+        """Recipes that were tried on them, the most promising first."""
+        ...
+
+    def forecast(
+        self, recipes: Sequence[Recipe], trials: Sequence[Trial], believed: Mapping[Recipe, float] | None = None
+    ) -> list[Forecast]:
+        """What to expect of recipes here, where `trials` were measured and the gains in `believed` are assumed."""
+        ...
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """A forecast beside what was found."""
+
+    recipe: Recipe
+    expected: Forecast
+    found: Trial
+
+    @property
+    def gain(self) -> float | None:
+        """What was found; None where it did not run."""
+        ratio = self.found.speedup
+        return math.log(ratio.estimate) if ratio is not None and ratio.estimate > 0 else None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it did not run."""
+        return self.gain is None
+
+    @property
+    def held(self) -> bool:
+        """Whether it came as expected, as far as that was sure."""
+        return self.gain is not None and abs(self.gain - self.expected.gain) <= 2 * self.unsure
+
+    @property
+    def unsure(self) -> float:
+        """Standard deviation of what was expected from what is found."""
+        return math.hypot(self.expected.spread, _LUCK)
+
+    def __str__(self) -> str:
+        found = f"{self.found.speedup.estimate:.2f}x" if self.found.speedup else f"it failed: {self.found.reason}"
+        return f"{self.recipe}: expected {self.expected}, found {found}"
+
+
+@dataclass
+class Guide:
+    """A search's use of foresight."""
+
+    foresight: Foresight
+    say: Callable[[str], None] = lambda text: None
+    foreseen: list[Foreseen] = field(default_factory=list)
+
+    @property
+    def keeps_its_word(self) -> bool:
+        """Whether what was found is what was expected, as far as that was sure."""
+        off = [min(5.0, abs(one.gain - one.expected.gain) / one.unsure)
+               for one in self.foreseen if one.gain is not None]  # fmt: skip
+        if len(off) < _ENOUGH or 2 * len(off) < len(self.foreseen):
+            return False
+        return sum(z * z for z in off) / len(off) <= _OFF
+
+    def begin(self, space: Space, evidence: Evidence, root: Sequence[Recipe]) -> bool:
+        """Measure what promises most for its seconds, a few races at most; whether there is budget left."""
+        beside = [Recipe(), *root]
+        for _ in range(RACES):
+            batch = self._promising(space, evidence)
+            if not batch:
+                break
+            if not self.measure(evidence, batch, beside):
+                return False
+            if len(self.foreseen) >= _ENOUGH and not self.keeps_its_word:
+                self.say("the atlas was wrong about this model: searching as without it")
+                break
+        return evidence.measure(beside)
+
+    def measure(self, evidence: Evidence, recipes: Sequence[Recipe], beside: Sequence[Recipe] = ()) -> bool:
+        """Measure recipes, and keep what was expected of them beside what is found; whether there is budget left."""
+        new = [recipe for recipe in recipes if recipe not in evidence.trials]
+        expected = self.foresight.forecast(new, list(evidence.trials.values()))
+        going_on = evidence.measure([*beside, *recipes])
+        for recipe, forecast in zip(new, expected, strict=True):
+            if recipe in evidence.trials:
+                self.foreseen.append(Foreseen(recipe, forecast, evidence.trials[recipe]))
+                self.say(f"atlas: {self.foreseen[-1]}")
+        return going_on
+
+    def worth(self, evidence: Evidence, moves: Mapping[Recipe, Level], leader: Trial) -> dict[Recipe, float]:
+        """Expected improvement on the leader per second of those recipes that have a chance of being better.
+
+        Where none has one, of those that nothing but the word of the atlas speaks against: their level was tried beside
+        others only, and that did not come as expected; or they drop a level that nobody was seen to gain from.
+        """
+        best = -evidence.score(leader)
+        recipes = list(moves)
+        expected = dict(zip(recipes, self.foresight.forecast(recipes, list(evidence.trials.values())), strict=True))
+        able = [recipe for recipe in recipes if expected[recipe].chance(best) >= _CHANCE]
+        able = able or [recipe for recipe in recipes if self._is_open(evidence, moves[recipe], leader)]
+        return {recipe: expected[recipe].improvement(best) / max(expected[recipe].seconds, 1e-3) for recipe in able}
+
+    def _is_open(self, evidence: Evidence, move: Level, leader: Trial) -> bool:
+        name, level = move
+        if level == evidence.space.default(name):
+            return evidence.gain(name, leader.recipe.levels.get(name, level), leader.recipe) is None
+        tried = any(trial.recipe.levels.get(name) == level for trial in evidence.trials.values())
+        return tried and move not in self._vouched
+
+    def unproven(self, space: Space, evidence: Evidence, leader: Trial) -> list[Recipe]:
+        """The leader with levels that nothing vouches for yet, as many together as can be."""
+        left = [
+            (name, level) for name, levels in space.choices.items() for level in levels[1:]
+            if (name, level) not in self._vouched and name not in space.required.levels
+            and leader.recipe.levels.get(name) != level
+        ]  # fmt: skip
+        found: list[Recipe] = []
+        while left:
+            recipe, added = leader.recipe, list[Level]()
+            for level in left:
+                bigger = evidence.moved(recipe, *level)
+                if bigger is not None and {level, *added} <= set(bigger.levels.items()):
+                    recipe, added = bigger, [*added, level]
+            left = [level for level in left if level not in added] if added else []
+            found.append(recipe)
+        known = evidence.trials
+        return [one for one in dict.fromkeys(found) if one not in known and not evidence.known_wrong(one)]
+
+    @property
+    def _vouched(self) -> set[Level]:
+        """Levels of recipes that came as expected, where that was said closely, and never otherwise."""
+        sure = [one for one in self.foreseen if one.held and one.unsure <= _CLOSE]
+        return {level for one in sure for level in one.recipe.levels.items()} - {
+            level for one in self.foreseen if not one.held and not one.failed for level in one.recipe.levels.items()
+        }
+
+    def look_back(self, trials: Iterable[Trial]) -> None:
+        """Put what would have been expected, without any trial of this model, beside trials that were measured."""
+        found = [trial for trial in trials if trial.recipe.levels]
+        expected = self.foresight.forecast([trial.recipe for trial in found], ())
+        self.foreseen += [Foreseen(trial.recipe, one, trial) for trial, one in zip(found, expected, strict=True)]
+
+    def summary(self) -> list[str]:
+        """What was expected and found, for the result: a line on all, and one on the best that was foreseen."""
+        told = [one for one in self.foreseen if one.gain is not None]
+        if not told:
+            return []
+        best = max(told, key=lambda one: one.expected.gain)
+        held = sum(one.held for one in told)
+        kept = "" if self.keeps_its_word else " It was wrong too often to go by."
+        return [
+            f"The atlas foresaw {len(self.foreseen)} recipes: {held} of {len(told)} that ran were as it expected, "
+            f"{len(self.foreseen) - len(told)} failed.{kept}",
+            f"It expected most of {best}.",
+        ]
+
+    def _promising(self, space: Space, evidence: Evidence) -> list[Recipe]:
+        """The next race: one recipe after the other, each as if the ones before had come as expected."""
+        trials = list(evidence.trials.values())
+        leader = evidence.leader()
+        best = max(0.0, -evidence.score(leader)) if leader is not None else 0.0
+        pool = self._pool(space, evidence, trials)
+        batch: list[Recipe] = []
+        believed: dict[Recipe, float] = {}
+        while pool:
+            ranked = sorted(
+                zip(pool, self.foresight.forecast(pool, trials, believed), strict=True),
+                key=lambda item: (-item[1].improvement(best) / max(item[1].seconds, 1e-3), str(item[0])),
+            )
+            recipe, expected = ranked[0]
+            if expected.improvement(best) < LEAST / 2:
+                break
+            batch.append(recipe)
+            believed[recipe] = expected.gain
+            pool = [other for other, _ in ranked[1:_SHORTLIST]]
+            if len(batch) >= min(_TOGETHER.get(space.cost(one), 3) for one in batch):
+                break
+        return batch
+
+    def _pool(self, space: Space, evidence: Evidence, trials: Sequence[Trial]) -> list[Recipe]:
+        """Recipes that could be next: what other models had, bundles, and what lies a few moves from the best."""
+        moves = [(name, level) for name, levels in space.choices.items() for level in levels]
+        pool: dict[Recipe, float] = {}
+        leader = evidence.leader()
+        near = [leader.recipe] if leader is not None else []
+        thought = _usable(space, evidence, [*near, *space.bundles, *self.foresight.ideas])
+        for _ in range(_STEPS):
+            new = [recipe for recipe in thought if recipe not in pool]
+            expected = self.foresight.forecast(new, trials)
+            pool |= {recipe: one.works * one.gain for recipe, one in zip(new, expected, strict=True)}
+            best = sorted(pool, key=lambda recipe: (-pool[recipe], str(recipe)))[:4]
+            moved = [evidence.moved(recipe, *move) for recipe in best for move in moves]
+            thought = _usable(space, evidence, [recipe for recipe in moved if recipe is not None])
+        return [recipe for recipe in pool if recipe not in evidence.trials]
+
+
+def _usable(space: Space, evidence: Evidence, recipes: Iterable[Recipe]) -> list[Recipe]:
+    """Those that can work in this space, each with what every recipe must have."""
+    allowed = {(name, level) for name, levels in space.choices.items() for level in levels}
+    whole = dict.fromkeys(with_required(space, recipe) for recipe in recipes)
+    return [
+        recipe for recipe in whole
+        if recipe.levels and recipe.levels.items() <= allowed and valid(space, recipe)
+        and not evidence.known_wrong(recipe)
+    ]  # fmt: skip

@@ -1,0 +1,58 @@
+"""Studies in a storage, read to be put into an atlas."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+
+import msgspec
+import optuna
+
+from fettle.atlas import Row, rows_of, subject
+from fettle.errors import UsageError, first_line
+from fettle.machine import Machine
+from fettle.result import Limits
+from fettle.study import Study
+from fettle.techniques import Facts
+from fettle.tuning.model import Races
+from fettle.tuning.standings import Standings
+
+_MACHINE = "fettle:machine:"
+
+
+def atlas_rows(storage: str, *, family: str = "") -> list[Row]:
+    """The trials of all studies in an Optuna storage, on every machine that took part, as rows of an atlas.
+
+    Speed-ups are what all races of a study say together. Raises `UsageError` where there is no study of fettle's.
+    """
+    found = [row for study, machine in _studies(storage) for row in _rows(study, machine, family)]
+    if not found:
+        raise UsageError("there is no study of fettle's with trials in it, or it was made by an earlier version")
+    return found
+
+
+def _studies(storage: str) -> Iterator[tuple[Study, Machine]]:
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            studies = [optuna.load_study(study_name=name, storage=storage)
+                       for name in optuna.get_all_study_names(storage)]  # fmt: skip
+    except Exception as error:
+        raise UsageError(f"cannot open the storage: {first_line(error)[:200]}") from error
+    for study in studies:
+        for key, value in study.user_attrs.items():
+            if key.startswith(_MACHINE):
+                yield Study(study, key.removeprefix(_MACHINE)), msgspec.convert(value, Machine)
+
+
+def _rows(study: Study, machine: Machine, family: str) -> list[Row]:
+    probed = study.note("probe")
+    if not isinstance(probed, Mapping) or "facts" not in probed:
+        return []
+    standings = Standings("throughput", Limits(max_error=None), Races())
+    standings.recall(study)
+    trials = [standings.known[trial.recipe] for trial in study.trials()]
+    about = subject(study.name, study.fingerprint, msgspec.convert(probed["facts"], Facts),
+                    probed.get("features", {}), machine, probed.get("peaks", {}), family)  # fmt: skip
+    return rows_of(about, trials)
