@@ -140,7 +140,7 @@ def _race(
             polite=not rules.may_go_first,
         )  # fmt: skip
         if limits is not None:
-            options = replace(options, limits=limits, max_spread=limits.max_error)
+            options = replace(options, limits=limits, max_spread=limits.max_error, max_kl=limits.max_error)
         check_limits(options.limits)
         session = Session(target_of(workload, folder), options, on_progress)
         try:

@@ -77,7 +77,7 @@ def test_every_result_makes_a_page_and_a_table_and_comes_back_from_json(name: st
     assert to_json(again) == to_json(result)
 
 
-def test_the_last_race_is_drawn_with_the_slices_that_others_disturbed() -> None:
+def test_the_final_race_is_drawn_with_the_slices_that_others_disturbed() -> None:
     result = resnet()
     assert "none of them taken while others were busy" in page(result)
     winner = result.winner

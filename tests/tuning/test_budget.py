@@ -66,7 +66,7 @@ def test_calls_that_take_long_leave_time_for_what_promises_most(tmp_path, monkey
     assert not last.unconfirmed
 
 
-def test_without_a_budget_the_last_race_is_whole(tmp_path, monkeypatch):
+def test_without_a_budget_the_final_race_is_whole(tmp_path, monkeypatch):
     world = World(time_ms(5), ready_s(1.0))
     world.install(monkeypatch)
     space, facts = made_up_space()

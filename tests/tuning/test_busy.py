@@ -112,7 +112,7 @@ def test_finalists_are_all_that_may_be_the_best_and_one_of_another_kind(tmp_path
     assert "channels_last=on" not in chosen
 
 
-def test_a_leader_that_others_may_beat_is_never_alone_in_the_last_race(tmp_path, monkeypatch):
+def test_a_leader_that_others_may_beat_is_never_alone_in_the_final_race(tmp_path, monkeypatch):
     for seed in range(4):
         _, last, winner, _, _ = run(tmp_path, monkeypatch, bursts, seed=seed)
         assert len(last.trials) >= 2

@@ -20,7 +20,7 @@ def test_the_baseline_beside_the_winner_is_of_its_race():
     assert _beside(None, [GIVEN, WINNER]) is None
 
 
-def test_a_baseline_that_died_in_the_last_race_is_not_shown_as_its_time():
+def test_a_baseline_that_died_in_the_final_race_is_not_shown_as_its_time():
     assert _beside(WINNER, [Trial(Recipe(), "failed", "killed", time_ms=math.nan), WINNER]) is None
 
 

@@ -12,19 +12,6 @@ from fettle.tuning.space import space_for
 from fettle.tuning.tune import tune
 
 __all__ = [
-    "WAITING",
-    "Effort",
-    "Event",
-    "OnProgress",
-    "Options",
-    "Session",
-    "atlas_rows",
-    "check_limits",
-    "check_techniques",
-    "guide_for",
-    "space_for",
-    "target_of",
-    "tune",
-    "workload_of",
-    "writable",
+    "WAITING", "Effort", "Event", "OnProgress", "Options", "Session", "atlas_rows", "check_limits", "check_techniques",
+    "guide_for", "space_for", "target_of", "tune", "workload_of", "writable",
 ]  # fmt: skip

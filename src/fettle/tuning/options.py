@@ -44,7 +44,7 @@ class Options:
     """In training, in place of `Limits.max_error`: how far the losses may be from the baseline's, in units of the
     typical distance of two seeds. With `Limits.max_metric_drop` the workload's metric decides instead."""
 
-    max_kl: float = MAX_KL
+    max_kl: float | None = MAX_KL
     """Where text is written, in place of `Limits.max_error`: the mean Kullback-Leibler divergence from the float32
     reference in nats per token. With `Limits.max_metric_drop` the workload's metric decides instead."""
 
@@ -128,7 +128,7 @@ class Keywords(TypedDict, total=False):
     max_ttft_ms: float | None
     max_tpot_ms: float | None
     exact: bool
-    max_kl: float
+    max_kl: float | None
     max_spread: float | None
     budget_s: float | None
     techniques: Mapping[str, str | Sequence[str]] | None

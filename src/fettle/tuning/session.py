@@ -123,8 +123,8 @@ class Session:
                 self.target = replace(self.target, mode=built.mode)
                 if built.writes:
                     self.standings.limits = self.options.text_limits
-                elif self.standings.goal in ("ttft", "tpot"):
-                    raise UsageError(f"the goal {self.standings.goal} is for a fettle.GenerationWorkload")
+                elif self.options.goal in ("ttft", "tpot"):
+                    raise UsageError(f"the goal {self.options.goal} is for a fettle.GenerationWorkload")
                 if built.mode == "training":
                     self.standings.limits = self.options.training_limits
                 if built.inputs:
