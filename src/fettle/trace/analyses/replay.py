@@ -98,8 +98,8 @@ class Replay:
         rows = np.unique(launch[launch >= 0])
         graphs = np.array([is_graph_launch(name) for name in trace.names], dtype=bool)[trace.column("name")[rows]]
         columns = (column.tolist() for column in (rows, thread[rows], trace.ts[rows], trace.end[rows], graphs))
-        for row, *place, graph in zip(*columns, strict=True):
-            found[row] = _Call(*place, launches=True, graph=graph)
+        for row, on, start, end, graph in zip(*columns, strict=True):
+            found[row] = _Call(on, start, end, launches=True, graph=graph)
         silent = []
         for i in range(len(stops.thread)):
             row = int(stops.row[i])
