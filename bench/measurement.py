@@ -24,15 +24,15 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
-import msgspec
 from busy import NEIGHBOURS, neighbour
 from scipy import stats
 
 from fettle.comparing import MOST_REPLICATES, REPLICATES
 from fettle.machine import this_machine
 from fettle.measure import Entry, Interval, Judge, Patience, Progress, Rules, Trial, Worker, race, verdict
+from fettle.measure.messages import Asked, Build, Built, Prepare, Prepared, SliceTaken, TakeSlice
 from fettle.recipe import Recipe
-from fettle.workload import find_target
+from fettle.workload import Target, find_target
 
 WORKLOAD = """
 import torch
@@ -58,7 +58,7 @@ SAME = "def optimize(model, batches):\n    return model\n"
 SLOW = "def optimize(model, batches):\n    model.depth = 103\n    return model\n"
 
 
-def one_race(target: dict, source: str, seed: int) -> tuple[Trial, float, float]:
+def one_race(target: Target, source: str, seed: int) -> tuple[Trial, float, float]:
     """A race of the workload against `source`, as `fettle bench` runs it: the trial, seconds in rounds and seconds of
     them in the model."""
     entries = [Entry(Recipe(), SAME), Entry(Recipe({"technique": "other"}), source)]
@@ -83,13 +83,13 @@ def counting_calls() -> Iterator[list[float]]:
     found: list[float] = []
     ask = Worker.ask
 
-    def heard(self: Worker, do: str, timeout_s: float, **fields: object) -> dict:
-        answer = ask(self, do, timeout_s, **fields)
-        if do == "slice":
-            samples = answer["samples_ns"]
-            settling = statistics.median(samples) if statistics.median(samples) * 5 < fields["seconds"] * 1e9 else 0
+    def heard(self: Worker, request: Asked, answer: type, timeout_s: float) -> object:
+        told = ask(self, request, answer, timeout_s)
+        if isinstance(request, TakeSlice):
+            samples = told.samples_ns
+            settling = statistics.median(samples) if statistics.median(samples) * 5 < request.seconds * 1e9 else 0
             found.append((sum(samples) + settling) / 1e9)
-        return answer
+        return told
 
     Worker.ask = heard
     try:
@@ -98,14 +98,14 @@ def counting_calls() -> Iterator[list[float]]:
         Worker.ask = ask
 
 
-def blocks(target: dict, source: str, seconds: float) -> bool:
+def blocks(target: Target, source: str, seconds: float) -> bool:
     """Whether one block after the other claims a difference: `seconds` of each, Welch's t at 5%."""
     samples = []
     for text in (SAME, source):
         with Worker() as worker:
-            worker.ask("build", 60, target=target)
-            worker.ask("prepare", 60, source=text, label="block")
-            samples.append(worker.ask("slice", 60, seconds=seconds)["samples_ns"])
+            worker.ask(Build(target), Built, 60)
+            worker.ask(Prepare(text, "block"), Prepared, 60)
+            samples.append(worker.ask(TakeSlice(seconds), SliceTaken, 60).samples_ns)
     return bool(stats.ttest_ind(samples[0], samples[1], equal_var=False).pvalue < 0.05)
 
 
@@ -128,7 +128,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, neighbour(options.neighbour):
         path = Path(folder) / "stack.py"
         path.write_text(WORKLOAD)
-        target = msgspec.to_builtins(find_target(str(path)))
+        target = find_target(str(path))
         while time.monotonic() < end and any(len(seen[kind]) < count for kind, count in wanted.items()):
             # whichever is furthest behind, so that an unfinished measurement is one of all three
             kind = min((kind for kind in wanted if wanted[kind]), key=lambda kind: len(seen[kind]) / wanted[kind])

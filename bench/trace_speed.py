@@ -1,10 +1,14 @@
 """Opening and analysing traces: fettle beside Holistic Trace Analysis (traceinsight), in one run, in turn.
 
     python bench/trace_speed.py TRACE... [--events 1000000 --events 5000000]
+    python bench/trace_speed.py TRACE... --against OLD/src [--runs 9]
 
 Each measurement is a process of its own. Peak memory is that above the process with its libraries loaded, children
 included. Prints times and ratios of the same run, the distance to the floor (inflate plus one pass over the bytes),
 and growth.
+
+With --against, two versions of fettle: the other one's source tree beside this one's, in turn, by the CPU time of each
+part, which neighbours on the machine disturb far less than they do the wall time. Ratios are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import argparse
 import contextlib
 import json
 import os
+import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -34,7 +39,6 @@ OURS = (
     MEASURE
     + """
 from fettle import trace as T
-from fettle.trace.io import reader
 before = peak()
 opened, trace = timed(lambda: T.load(sys.argv[1], use_sidecar=False))
 memory = peak() - before + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
@@ -80,6 +84,25 @@ print(json.dumps({'open_s': opened, 'peak_mb': memory, 'parts': parts}))
 """
 )
 
+VERSION = """
+import json, os, sys, time
+from fettle import trace as T
+def cpu(f):
+    t = sum(os.times()[:4]); r = f(); return sum(os.times()[:4]) - t, r
+path = sys.argv[1]
+opened, trace = cpu(lambda: T.load(path, use_sidecar=False))
+standard, _ = cpu(lambda: (
+    T.time_account(trace), [T.idle_summary(trace, d) for d in trace.device_keys], T.kernel_table(trace),
+    T.kernel_classes(trace), T.overlap(trace), T.collective_table(trace), T.launch_stats(trace), T.queue_summary(trace),
+    T.bandwidth_summary(trace), T.operator_table(trace)))
+after, _ = cpu(lambda: T.critical_path(trace))
+fresh = T.load(path, use_sidecar=False)
+alone, found = cpu(lambda: T.critical_path(fresh))
+asked, _ = cpu(lambda: T.what_if(fresh, 'kernels', kernels='.', factor=0.5, path=found))
+print(json.dumps({'open': opened, 'standard analyses': standard, 'critical path, after them': after,
+                  'critical path, alone': alone, 'one what-if, after it': asked}))
+"""
+
 FLOOR = """
 import gzip, json, sys, time
 t = time.perf_counter()
@@ -99,7 +122,11 @@ def main() -> None:
     parser.add_argument("--reference", help="an interpreter that has traceinsight")
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--against", type=Path, help="another version's source tree, compared with this one")
     options = parser.parse_args()
+    if options.against is not None:
+        versions(options.traces, options.against, options.runs, options.json)
+        return
     python = reference_python(options.reference)
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent / "src")}
     results = []
@@ -113,6 +140,34 @@ def main() -> None:
                 results.append(measure(large.name, large, python, env, options.runs))
                 large.unlink()
     if options.json:
+        print(json.dumps(results))
+
+
+def versions(traces: list[Path], against: Path, runs: int, as_json: bool) -> None:
+    """Two source trees in turn on each trace: CPU seconds of each part, and the ratio of this one to the other."""
+    trees = {"this": Path(__file__).parent.parent / "src", "other": against}
+    results = []
+    for path in traces:
+        rounds: list[dict[str, dict[str, float]]] = []
+        for number in range(runs):
+            order = sorted(trees, reverse=number % 2 == 1)
+            rounds.append(
+                {
+                    who: child(sys.executable, VERSION, str(path), env={**os.environ, "PYTHONPATH": str(trees[who])})
+                    for who in order
+                }
+            )
+        parts = {}
+        for part in rounds[0]["this"]:
+            seconds = {who: statistics.median(one[who][part] for one in rounds) for who in trees}
+            ratio = statistics.median(one["this"][part] / max(one["other"][part], 1e-3) for one in rounds)
+            parts[part] = {**seconds, "ratio": ratio}
+            print(
+                f"{path.name}, {part}: {seconds['this']:.2f} s, the other {seconds['other']:.2f} s: {ratio:.2f} of it",
+                file=sys.stderr,
+            )
+        results.append({"trace": path.name, "rounds": runs, "cpu_s": parts})
+    if as_json:
         print(json.dumps(results))
 
 

@@ -25,7 +25,7 @@ from tests.conftest import quick_studies
 from tests.tuning.test_tuning import FEW
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])
 NAMES = {name for commands in COMMANDS.values() for name in commands}
 GROUPS = ("serve", "trace", "atlas")
 SERVED = {f"serve {name}" for commands in SERVE.values() for name in commands}
@@ -43,7 +43,7 @@ def _docstrings() -> Iterator[tuple[str, str]]:
                     yield f"{path.name}:{getattr(node, 'name', 'module')}", text
 
 
-TEXTS = [(path.name, path.read_text()) for path in PAGES] + list(_docstrings())
+TEXTS = [(str(path.relative_to(ROOT)), path.read_text()) for path in PAGES] + list(_docstrings())
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_python_blocks_run(where: str, text: str, tmp_path: Path, monkeypatch: p
 
 def test_blocks_are_found_in_pages_and_docstrings() -> None:
     counts = {where: len(BLOCK.findall(text)) for where, text in TEXTS}
-    assert all(counts[name] for name in ("README.md", "index.md", "tune.py:tune", "__init__.py:module"))
+    assert all(counts[name] for name in ("README.md", "docs/index.md", "tune.py:tune", "__init__.py:module"))
     assert not any("no-run" in text for _, text in TEXTS)
 
 
@@ -101,7 +101,7 @@ def _words(line: str) -> list[str]:
     return words[words.index("fettle") + 1 :]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_shell_lines_are_parsed_by_the_command_line(page: Path) -> None:
     for line in _lines(page.read_text()):
         _parsed(_words(line))
@@ -138,7 +138,7 @@ def test_the_examples_of_every_command_are_parsed() -> None:
     assert count > 60
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_and_options_in_the_text_exist(page: Path) -> None:
     known = {path.removeprefix("fettle "): command for path, command in _every_command()}
     for span in re.findall(r"`fettle ([^`]+)`", page.read_text()):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fettle.applying import apply
     from fettle.comparing import Comparison, bench, check
     from fettle.errors import UsageError
+    from fettle.generate import GenerationWorkload
     from fettle.measure import Interval, Trial
     from fettle.recipe import Recipe
     from fettle.recipe_file import RecipeFile
@@ -30,14 +31,16 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Comparison", "Event", "Interval", "Limits", "Options", "Recipe", "RecipeFile", "Result", "Target",
-    "TrainingWorkload", "Trial", "UsageError", "Workload", "apply", "bench", "check", "step_timer", "tune", "watch",
+    "Comparison", "Event", "GenerationWorkload", "Interval", "Limits", "Options", "Recipe", "RecipeFile", "Result",
+    "Target", "TrainingWorkload", "Trial", "UsageError", "Workload", "apply", "bench", "check", "step_timer", "tune",
+    "watch",
 ]  # fmt: skip
 
 _HOMES = {
     "fettle.applying": ("apply",),
     "fettle.comparing": ("Comparison", "bench", "check"),
     "fettle.errors": ("UsageError",),
+    "fettle.generate": ("GenerationWorkload",),
     "fettle.measure": ("Interval", "Trial"),
     "fettle.recipe": ("Recipe",),
     "fettle.recipe_file": ("RecipeFile",),

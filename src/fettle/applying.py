@@ -95,7 +95,7 @@ def with_inputs(
         workload = _built(workload)
     if isinstance(workload, TrainingWorkload):
         return replace(workload, model=model)
-    return Workload(model, workload.inputs, call or workload.call, None, workload.check_inputs)
+    return replace(workload, model=model, call=call or workload.call, metric=None)
 
 
 def _built(target: Target) -> Workload | TrainingWorkload:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,6 +20,11 @@ import psutil
 _PACKAGES = (
     "torch", "torchao", "onnxruntime", "openvino", "triton", "transformers", "diffusers", "numpy", "torch-fettle",
 )  # fmt: skip
+
+_ALLOCATORS = {
+    "jemalloc": ("libjemalloc.so.2", "libjemalloc.so"),
+    "tcmalloc": ("libtcmalloc.so.4", "libtcmalloc_minimal.so.4", "libtcmalloc.so", "libtcmalloc_minimal.so"),
+}
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,26 @@ def this_machine() -> Machine:
     )
 
 
+def find_libraries() -> dict[str, str]:
+    """Paths of allocators that can be preloaded, from the linker's cache and the environment's own folder; of glibc,
+    whose allocator can be set, the version."""
+    if not sys.platform.startswith("linux"):
+        return {}
+    cache = _linker_cache()
+    library, version = platform.libc_ver()
+    found = {library: version} if library == "glibc" else {}
+    for name, files in _ALLOCATORS.items():
+        for file in files:
+            path = cache.get(file) or next(
+                (str(p) for p in [Path(sys.prefix, "lib", file)] if p.is_file()),
+                "",
+            )
+            if path:
+                found[name] = path
+                break
+    return found
+
+
 @lru_cache
 def measure_peaks(device: str) -> Mapping[str, float]:
     """What the device reaches in a large matrix product per dtype (FLOP/s) and in a copy (bytes/s, both ways).
@@ -120,3 +148,14 @@ def _cpu_name() -> str:
 
     name = cpuinfo.get_cpu_info().get("brand_raw")
     return str(name) if name else platform.processor() or platform.machine()
+
+
+def _linker_cache() -> dict[str, str]:
+    for command in ("ldconfig", "/sbin/ldconfig"):
+        try:
+            listing = subprocess.run([command, "-p"], capture_output=True, text=True, timeout=10).stdout
+        except (OSError, subprocess.SubprocessError):
+            continue
+        rows = [line.split() for line in listing.splitlines() if "=>" in line]
+        return {row[0]: row[-1] for row in reversed(rows)}
+    return {}

@@ -12,7 +12,9 @@ from fettle.measure import Interval, Trial
 from fettle.recipe import Recipe
 from fettle.techniques import Facts, handed_on
 
-Goal = Literal["throughput", "latency", "memory", "energy", "startup"]
+Goal = Literal["throughput", "latency", "memory", "energy", "startup", "ttft", "tpot"]
+TIMES: frozenset[Goal] = frozenset({"throughput", "latency", "ttft", "tpot"})
+"""Goals that are times, which races compare."""
 Verdict = Literal["faster", "same", "slower", "cannot tell"]
 
 
@@ -21,7 +23,8 @@ class Limits:
     """What a recipe must keep to be allowed to win. None means no limit."""
 
     max_error: float | None = 0.02
-    """Relative L2 error against the reference; in training the distance of the losses from the baseline's, in units
+    """Relative L2 error against the reference; where text is written the mean Kullback-Leibler divergence from it in
+    nats per token; in training the distance of the losses from the baseline's, in units
     of the typical distance of two seeds."""
     min_agreement: float | None = None
     """Share of equal top-1 decisions, for classifiers."""
@@ -31,7 +34,13 @@ class Limits:
     """Median time of one call."""
     max_memory_bytes: int | None = None
     min_throughput: float | None = None
-    """Samples a second."""
+    """Samples a second; tokens where text is written."""
+    max_ttft_ms: float | None = None
+    """Text: time to the first token,"""
+    max_tpot_ms: float | None = None
+    """and time per output token after it."""
+    exact: bool = False
+    """Text: each token that is written must be the reference's."""
 
     def above(self, noise: float) -> Limits:
         """The limits for a model whose own answers differ by `noise` from run to run: that much more is allowed."""
@@ -52,6 +61,11 @@ class Reference:
     """The user's metric of the reference."""
     curves: Sequence[Sequence[float]] = ()
     """Training: the losses of the baseline, and of the baseline from other seeds."""
+    perplexity: float = math.nan
+    """Text: the reference's."""
+    prefill_flops: int = 0
+    """Text: what a prompt and a step compute, all rows, on the mean over the prompts; 0 where that is not known."""
+    decode_flops: int = 0
     spread: float = math.nan
     """Training: typical distance of the losses of two seeds, the mean over the steps."""
 

@@ -269,6 +269,14 @@ def target_from_objects(workload: Any, folder: Path) -> Target:
     return Target(str(path), name, tuple(entry or str(Path.cwd()) for entry in sys.path))
 
 
+_KINDS: dict[str, type[Workload]] = {}
+
+
+def register_kind(key: str, kind: type[Workload]) -> None:
+    """Let a factory that returns a dict with `key` in it mean this kind of workload."""
+    _KINDS[key] = kind
+
+
 def workload_from(made: object, where: str) -> Workload:
     """A workload from what a factory returned: a `Workload`, a dict of its fields, or ``(model, inputs)``.
 
@@ -280,9 +288,10 @@ def workload_from(made: object, where: str) -> Workload:
         raise UsageError(f"what the factory {where} returned is for training, and a workload for inference is needed")
     if isinstance(made, tuple) and len(made) == 2:
         return Workload(made[0], made[1])
-    names = {item.name for item in dataclasses.fields(Workload) if item.init}
+    kind = next((kind for key, kind in _KINDS.items() if isinstance(made, dict) and key in made), Workload)
+    names = {item.name for item in dataclasses.fields(kind) if item.init}
     if isinstance(made, dict) and {"model", "inputs"} <= made.keys() <= names:
-        return Workload(**made)
+        return kind(**made)
     raise UsageError(
         f"the factory {where} returned a {type(made).__name__}: return fettle.Workload(model, [batch]), "
         f"a dict with keys among {', '.join(sorted(names))}, or (model, [batch])"

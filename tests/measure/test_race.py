@@ -10,13 +10,12 @@ import statistics
 import textwrap
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
-import msgspec
 import psutil
 import pytest
 import torch
@@ -34,14 +33,29 @@ from fettle.measure import (
     _entrants,
     _inference,
     _slice,
+    messages,
     race,
 )
 from fettle.measure._clock import Clock
-from fettle.measure._state import Request, State
+from fettle.measure._state import State
+from fettle.measure.messages import (
+    Answer,
+    Asked,
+    Build,
+    Built,
+    Examine,
+    Prepare,
+    Probe,
+    Probed,
+    SliceTaken,
+    TakeSlice,
+    WriteReference,
+)
 from fettle.recipe import Recipe
-from fettle.workload import find_target
+from fettle.workload import Target, find_target
 
-Reference = Callable[[Mapping[str, Any], Path], tuple[str, Judge]]
+A = TypeVar("A", bound=Answer)
+Reference = Callable[[Target, Path], tuple[str, Judge]]
 SLEEPER = """
 import time, torch
 def model(x):
@@ -69,14 +83,14 @@ def builder() -> Iterator[Worker]:
 
 
 @pytest.fixture
-def target(tmp_path: Path) -> dict[str, Any]:
+def target(tmp_path: Path) -> Target:
     return _write(tmp_path, SLEEPER)
 
 
-def _write(folder: Path, text: str, factory: str = "workload") -> dict[str, Any]:
+def _write(folder: Path, text: str, factory: str = "workload") -> Target:
     path = folder / "work.py"
     path.write_text(textwrap.dedent(text))
-    return msgspec.to_builtins(find_target(f"{path}:{factory}"))
+    return find_target(f"{path}:{factory}")
 
 
 def _entry(name: str, body: str = "", result: str = "model") -> Entry:
@@ -96,9 +110,9 @@ def until(condition: Callable[[], object]) -> None:
 def reference(builder: Worker) -> Reference:
     """Writes the reference outputs of a target to a path; gives its fingerprint, and what judges by them."""
 
-    def written(target: Mapping[str, Any], path: Path) -> tuple[str, Judge]:
-        fingerprint = builder.ask("build", 60, target=target)["fingerprint"]
-        builder.ask("reference", 60, path=str(path))
+    def written(target: Target, path: Path) -> tuple[str, Judge]:
+        fingerprint = builder.ask(Build(target), Built, 60).fingerprint
+        builder.ask(WriteReference(str(path)), messages.Reference, 60)
         return fingerprint, Judge(str(path), max_error=0.02)
 
     return written
@@ -110,7 +124,7 @@ def _workers() -> set[int]:
 
 
 def test_a_workload_whose_calls_take_long_is_not_timed_alone_for_longer_than_needed(
-    target: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_decide, "_DEAR_CALL_NS", 10_000_000)
     rules = Rules(slice_s=0.01, max_rounds=4)
@@ -121,7 +135,7 @@ def test_a_workload_whose_calls_take_long_is_not_timed_alone_for_longer_than_nee
     assert [trial.rounds for trial in both] > [1, 1]
 
 
-def test_a_race_ranks_rejects_and_survives(target: dict[str, Any], tmp_path: Path, reference: Reference) -> None:
+def test_a_race_ranks_rejects_and_survives(target: Target, tmp_path: Path, reference: Reference) -> None:
     fingerprint, judging = reference(target, tmp_path / "reference.pt")
     before = _workers()
     entries = [
@@ -150,7 +164,7 @@ def test_a_race_ranks_rejects_and_survives(target: dict[str, Any], tmp_path: Pat
 
 
 def test_a_time_limit_kills_the_worker_with_its_children(
-    target: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mark = tmp_path / "child.pid"
 
@@ -175,22 +189,22 @@ def test_a_time_limit_kills_the_worker_with_its_children(
 
 def test_a_worker_is_ended_when_its_time_is_over() -> None:
     with Worker() as worker, pytest.raises(WorkerError, match="timed out after 0 s in build") as caught:
-        worker.ask("build", 0.01, target={})  # it has not even started
+        worker.ask(Build(Target("")), Built, 0.01)  # it has not even started
     assert caught.value.kind == "timeout"
     assert not psutil.pid_exists(worker.pid)
 
 
-def test_a_worker_killed_from_outside_is_one_failed_trial(target: dict[str, Any]) -> None:
+def test_a_worker_killed_from_outside_is_one_failed_trial(target: Target) -> None:
     with Worker() as worker:
-        worker.ask("build", 60, target=target)
+        worker.ask(Build(target), Built, 60)
         os.kill(worker.pid, signal.SIGKILL)
         with pytest.raises(WorkerError, match="SIGKILL") as caught:
-            worker.ask("slice", 10, seconds=1.0)
+            worker.ask(TakeSlice(1.0), SliceTaken, 10)
         assert caught.value.kind == "memory"
 
 
 def test_a_recipe_that_dies_during_the_race_fails_and_the_others_go_on(
-    target: dict[str, Any], tmp_path: Path, reference: Reference
+    target: Target, tmp_path: Path, reference: Reference
 ) -> None:
     fingerprint, judging = reference(target, tmp_path / "reference.pt")
     mark = tmp_path / "now"
@@ -206,18 +220,18 @@ def test_a_recipe_that_dies_during_the_race_fails_and_the_others_go_on(
     assert trials[1].rounds == 1
 
 
-def test_a_factory_that_builds_something_else_is_told(target: dict[str, Any]) -> None:
+def test_a_factory_that_builds_something_else_is_told(target: Target) -> None:
     trials = race(target, "0123456789abcdef", [_entry("baseline")], Judge(), Rules(max_rounds=3))
     assert trials[0].status == "failed"
     assert "deterministic" in trials[0].reason
 
 
-def test_memory_error_is_called_out_of_memory(target: dict[str, Any]) -> None:
+def test_memory_error_is_called_out_of_memory(target: Target) -> None:
     trials = race(target, "", [_entry("hungry", "raise MemoryError('4 GiB')")], Judge(), Rules(max_rounds=3))
     assert trials[0].reason.startswith("out of memory")
 
 
-def test_a_deadline_leaves_out_what_was_not_begun(target: dict[str, Any], tmp_path: Path, reference: Reference) -> None:
+def test_a_deadline_leaves_out_what_was_not_begun(target: Target, tmp_path: Path, reference: Reference) -> None:
     fingerprint, judging = reference(target, tmp_path / "reference.pt")
     entries = [_entry("baseline"), _entry("late")]
     trials = race(target, fingerprint, entries, judging, Rules(deadline=time.monotonic() - 1, slice_s=0.05))
@@ -238,7 +252,7 @@ def test_a_deadline_leaves_out_what_was_not_begun(target: dict[str, Any], tmp_pa
 def test_what_is_wrong_with_a_factory_is_one_line(tmp_path: Path, text: str, words: str, builder: Worker) -> None:
     target = _write(tmp_path, text)
     with pytest.raises(UsageError) as caught:
-        builder.ask("build", 60, target=target)
+        builder.ask(Build(target), Built, 60)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -258,9 +272,9 @@ def test_inputs_that_the_model_rejects_are_one_line_with_the_place(tmp_path: Pat
             return Net(), [torch.ones(4, 5)]
         """,
     )
-    builder.ask("build", 60, target=target)
+    builder.ask(Build(target), Built, 60)
     with pytest.raises(UsageError, match="the model does not take the inputs") as caught:
-        builder.ask("probe", 60)
+        builder.ask(Probe(), Probed, 60)
     assert "work.py:8" in str(caught.value)
 
 
@@ -295,14 +309,14 @@ def test_odd_models_are_judged_right(body: str, inputs: str, model: str, tmp_pat
     target = _module(tmp_path, body, inputs, model)
     reference = _probed(target, tmp_path)
     state = State()
-    _inference.build(state, Request("build", target=target))
+    _inference.build(state, Build(target))
     plain = "def optimize(model, batches):\n    return model\n"
-    prepared = _inference.prepare(state, Request("prepare", source=plain, path=reference))
-    assert prepared["accuracy"]["error"] < 1e-5
-    assert prepared["accuracy"]["problem"] == ""
+    prepared = _inference.prepare(state, Prepare(plain, "plain", reference))
+    assert prepared.accuracy.error < 1e-5
+    assert prepared.accuracy.problem == ""
 
 
-def _module(folder: Path, body: str, inputs: str, model: str = "Net()") -> dict[str, Any]:
+def _module(folder: Path, body: str, inputs: str, model: str = "Net()") -> Target:
     lazy = "self.lazy = torch.nn.LazyLinear(2)" if "lazy" in body else ""
     return _write(
         folder,
@@ -321,13 +335,13 @@ def _module(folder: Path, body: str, inputs: str, model: str = "Net()") -> dict[
     )
 
 
-def _probed(target: dict[str, Any], folder: Path) -> str:
+def _probed(target: Target, folder: Path) -> str:
     """What the first worker of a study does, in this process; returns the reference's path."""
     state, path = State(), str(folder / "reference.pt")
-    _inference.build(state, Request("build", target=target))
-    _inference.probe(state, Request("probe"))
-    _inference.examine(state, Request("examine", label="fettle.diagnose.collect:glance"))
-    _inference.reference(state, Request("reference", path=path))
+    _inference.build(state, Build(target))
+    _inference.probe(state, Probe())
+    _inference.examine(state, Examine("fettle.diagnose.collect:glance"))
+    _inference.reference(state, WriteReference(path))
     return path
 
 
@@ -398,7 +412,7 @@ def test_a_metric_is_measured_and_a_broken_one_never_passes(tmp_path: Path, refe
 
 
 def test_replicates_show_what_differs_from_process_to_process(
-    target: dict[str, Any], tmp_path: Path, reference: Reference
+    target: Target, tmp_path: Path, reference: Reference
 ) -> None:
     """Each process of the same code has a speed of its own: one process each would be certain of a difference."""
     fingerprint, judging = reference(target, tmp_path / "reference.pt")
@@ -426,7 +440,7 @@ def _mean_ms(trial: Trial) -> float:
 
 
 def test_replicates_are_not_started_where_they_would_take_too_long(
-    target: dict[str, Any], tmp_path: Path, reference: Reference
+    target: Target, tmp_path: Path, reference: Reference
 ) -> None:
     fingerprint, judging = reference(target, tmp_path / "reference.pt")
     rules = Rules(slice_s=0.05, max_rounds=3, replicates=3, replicate_s=0.1)
@@ -434,7 +448,7 @@ def test_replicates_are_not_started_where_they_would_take_too_long(
     assert [trial.processes for trial in trials] == [1, 1]
 
 
-def test_a_replicate_that_dies_fails_its_recipe(target: dict[str, Any], tmp_path: Path, reference: Reference) -> None:
+def test_a_replicate_that_dies_fails_its_recipe(target: Target, tmp_path: Path, reference: Reference) -> None:
     fingerprint, judging = reference(target, tmp_path / "reference.pt")
     second = (
         f"import os\nmark = {str(tmp_path / 'mark')!r}\nif os.path.exists(mark): raise ValueError('not twice')\n"
@@ -448,9 +462,7 @@ def test_a_replicate_that_dies_fails_its_recipe(target: dict[str, Any], tmp_path
 
 
 @pytest.mark.slow
-def test_a_process_that_is_slow_for_life_brings_in_more(
-    target: dict[str, Any], tmp_path: Path, reference: Reference
-) -> None:
+def test_a_process_that_is_slow_for_life_brings_in_more(target: Target, tmp_path: Path, reference: Reference) -> None:
     fingerprint, judging = reference(target, tmp_path / "reference.pt")
     first = (
         f"import os\nmark = {str(tmp_path / 'mark')!r}\nmodel.delay = 0.02 if os.path.exists(mark) else 0.06\n"
@@ -472,16 +484,16 @@ def test_a_process_that_is_slow_for_life_brings_in_more(
 
 
 @pytest.mark.parametrize(
-    ("number", "do", "slices", "reason"),
+    ("number", "asked", "slices", "reason"),
     [
-        pytest.param(3, "slice", 0, "ended during the race: gone", id="its second before it was timed"),
-        pytest.param(5, "prepare", 0, "ended during the race: its process 3: gone", id="its third as it starts",
+        pytest.param(3, TakeSlice, 0, "ended during the race: gone", id="its second before it was timed"),
+        pytest.param(5, Prepare, 0, "ended during the race: its process 3: gone", id="its third as it starts",
                      marks=pytest.mark.slow),
-        pytest.param(5, "slice", 1, "ended during the race: gone", id="its third in a round", marks=pytest.mark.slow),
+        pytest.param(5, TakeSlice, 1, "ended during the race: gone", id="its third in a round", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_a_further_process_that_dies_fails_its_recipe(
-    number: int, do: str, slices: int, reason: str, target: dict[str, Any], tmp_path: Path, reference: Reference,
+    number: int, asked: type, slices: int, reason: str, target: Target, tmp_path: Path, reference: Reference,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     fingerprint, judging = reference(target, tmp_path / "reference.pt")
@@ -495,12 +507,12 @@ def test_a_further_process_that_dies_fails_its_recipe(
             self.number, self.slices = len(started), 0
             started.append(self)
 
-        def ask(self, what: str, timeout_s: float, **fields: Any) -> dict[str, Any]:
-            if (self.number, what) == (number, do) and self.slices >= slices:
+        def ask(self, request: Asked, answer: type[A], timeout_s: float) -> A:
+            if (self.number, type(request)) == (number, asked) and self.slices >= slices:
                 self.close()
                 raise WorkerError("gone")
-            self.slices += what == "slice"
-            return super().ask(what, timeout_s, **fields)
+            self.slices += isinstance(request, TakeSlice)
+            return super().ask(request, answer, timeout_s)
 
     monkeypatch.setattr(_entrants, "Worker", Mortal)
     lottery = f"import os\nmodel.delay = 0.02 + 0.02 * os.path.exists({str(tmp_path / 'mark')!r})\n"
@@ -519,8 +531,8 @@ def test_memory_is_short_where_a_peak_would_not_fit_again(monkeypatch: pytest.Mo
 
     def entrant(peak_gib: float | None, device: str = "cpu") -> _entrants.Entrant:
         peak = None if peak_gib is None else int(peak_gib * 2**30)
-        answer = {"peak_bytes": peak, "device": device}
-        return _entrants.Entrant([_entrants.Runner(_entry("some"), None, answer, None, "", 0.0)])  # type: ignore[arg-type]
+        answer = SimpleNamespace(peak_bytes=peak, device=device)
+        return _entrants.Entrant([_entrants.Runner(_entry("some"), None, answer, "", 0.0)])  # type: ignore[arg-type]
 
     assert not _entrants._memory_is_short([])
     assert not _entrants._memory_is_short([entrant(7), entrant(None)])
@@ -548,7 +560,7 @@ def test_long_calls_leave_nothing_behind_for_the_others_to_miss(seconds: float, 
     gc.collect()
     gc.disable()
     try:
-        _slice.take_slice(state, Request("slice", seconds=seconds))
+        _slice.take_slice(state, TakeSlice(seconds))
         assert (left[-1]() is None) == collected
     finally:
         gc.enable()

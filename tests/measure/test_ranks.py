@@ -10,19 +10,19 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
 from pathlib import Path
 
-import msgspec
 import psutil
 import pytest
 
 from fettle.errors import UsageError
 from fettle.measure import Entry, Judge, Rules, Worker, WorkerError, race
+from fettle.measure.messages import Build, Built, Prepare, Prepared, SliceTaken, TakeSlice
 from fettle.procs import ranks
 from fettle.procs.listener import KeyedListener
 from fettle.procs.nodes import Nodes
 from fettle.procs.rendezvous import LAUNCHER, Rendezvous, free_ports, variables_of
 from fettle.recipe import Recipe
 from fettle.techniques import Facts, source
-from fettle.workload import find_target
+from fettle.workload import Target, find_target
 from tests.processes import alive, left_behind
 
 TRAIN = Path(__file__).parent.parent / "train"
@@ -36,8 +36,8 @@ def no_orphans():
     assert not left_behind(before, LAUNCHER)
 
 
-def target(name: str) -> dict:
-    return msgspec.to_builtins(replace(find_target(f"{TRAIN}/{name}"), mode="training"))
+def target(name: str) -> Target:
+    return replace(find_target(f"{TRAIN}/{name}"), mode="training")
 
 
 def raced(where: str, *recipes: str, timeout_s: float = 120, nodes: Nodes | None = None):
@@ -101,14 +101,14 @@ def test_ranks_end_with_the_process_that_started_them():
     before = alive(LAUNCHER)
     worker = Worker(ranks=2)
     try:
-        worker.ask("build", 120, target=target("planned.py:workload"))
+        worker.ask(Build(target("planned.py:workload")), Built, 120)
         started = alive(LAUNCHER) - before
         assert len(started) == 3
         os.kill(worker.pid, signal.SIGKILL)
         _, left = psutil.wait_procs([psutil.Process(pid) for pid in started - {worker.pid}], timeout=60)
         assert not left
         with pytest.raises(WorkerError, match="SIGKILL"):
-            worker.ask("slice", 10, seconds=0.1)
+            worker.ask(TakeSlice(0.1), SliceTaken, 10)
     finally:
         worker.close()
 
@@ -145,11 +145,11 @@ def test_ranks_of_two_nodes_train_as_one_process_does(two_nodes):
 def test_a_node_that_leaves_is_named(two_nodes):
     nodes, other = two_nodes
     with Worker(ranks=2, nodes=nodes) as worker:
-        worker.ask("build", 120, target=target("planned.py:workload"))
+        worker.ask(Build(target("planned.py:workload")), Built, 120)
         other.kill()
         recipe = Recipe.parse("parallel=ddp")
         with pytest.raises(WorkerError, match="rank 1 on node 2 ended in prepare"):
-            worker.ask("prepare", 60, source=source(recipe, FACTS), label=str(recipe))
+            worker.ask(Prepare(source(recipe, FACTS), str(recipe)), Prepared, 60)
     with pytest.raises(UsageError, match="node 2 has left"):
         Worker(ranks=2, nodes=nodes)
 
@@ -161,7 +161,7 @@ def test_a_node_that_leaves_before_its_ranks_have_come_is_not_waited_for(two_nod
     with Worker(ranks=2, nodes=nodes) as worker:
         other.kill()
         with pytest.raises(UsageError, match="node 2 has left"):
-            worker.ask("build", 600, target=target("planned.py:workload"))
+            worker.ask(Build(target("planned.py:workload")), Built, 600)
 
 
 def test_strangers_hold_nobody_up():

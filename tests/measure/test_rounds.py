@@ -1,6 +1,7 @@
 """What a race does where others have the machine: made-up slices on a made-up machine, no process and no clock."""
 
 import contextlib
+import math
 import random
 from types import SimpleNamespace
 
@@ -10,8 +11,8 @@ from fettle.measure import _rounds, _watch
 from fettle.measure._entrants import Entrant, Runner
 from fettle.measure._rounds import Rounds
 from fettle.measure._rules import Entry, Rules
-from fettle.measure._trial import Accuracy
 from fettle.measure._watch import Patience, Reading, Watch
+from fettle.measure.messages import SliceTaken
 from fettle.recipe import Recipe
 
 
@@ -47,15 +48,21 @@ class Worker:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
 
-    def ask(self, do, timeout_s, *, seconds, apart):
+    def ask(self, request, answer, timeout_s):
+        seconds, apart = request.seconds, request.apart
         machine = self.machine
         machine.asked.append((bool(machine.first), apart))
         busy = 0.0 if machine.first else machine.busy(machine.now)
         machine.own_s += 2 * seconds * (1 - busy / 2)
         machine.sleep(seconds)
         ms = 40 if busy else 10
-        return {"samples_ns": [ms * 1_000_000], "unhindered_ns": 11e6 if apart or not busy else None,
-                "waits": 0.8 * busy, "cpu_s": 2 * seconds * (1 - busy / 2), "energy_j": None}  # fmt: skip
+        return SliceTaken(
+            samples_ns=[ms * 1_000_000],
+            unhindered_ns=11e6 if apart or not busy else math.nan,
+            waits=0.8 * busy,
+            cpu_s=2 * seconds * (1 - busy / 2),
+            energy_j=None,
+        )
 
     def pause(self) -> None: ...
 
@@ -66,9 +73,9 @@ def run(monkeypatch, busy, *, patience_s=0.0, may_go_first=False, under_load=Fal
     monkeypatch.setattr(_rounds, "time", clock)
     monkeypatch.setattr(_watch, "time", clock)
     monkeypatch.setattr(_rounds, "going_first", machine.going_first)
-    answer = {"samples": 1, "call_ns": 10_000_000}
+    answer = SimpleNamespace(samples=1, call_ns=10_000_000, gpu="")
     entrants = [
-        Entrant([Runner(Entry(Recipe(levels), ""), Worker(machine), answer, Accuracy(), "", 0.0, process=str(levels))])
+        Entrant([Runner(Entry(Recipe(levels), ""), Worker(machine), answer, "", 0.0, process=str(levels))])
         for levels in ({}, {"precision": "bf16"})
     ]
     rules = Rules(max_rounds=rounds, may_go_first=may_go_first, under_load=under_load, indifference=0.0)

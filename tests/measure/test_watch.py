@@ -116,7 +116,7 @@ def test_this_machine_can_be_read():
 def test_sources_that_are_not_there_are_none(tmp_path, monkeypatch):
     nothing = tmp_path / "nothing"
     monkeypatch.setattr(_watch, "_STAT", nothing)
-    monkeypatch.setattr(_watch, "_PRESSURE", nothing)
+    monkeypatch.setattr(_watch, "_pressure_files", lambda: [nothing])
     monkeypatch.setattr(_watch, "_throttle_files", lambda: [(nothing, 1e-6)])
     monkeypatch.setattr(_watch, "_clock_files", lambda: [nothing])
     read = read_machine()
@@ -128,10 +128,30 @@ def test_sources_that_say_nonsense_are_none(tmp_path, monkeypatch, text):
     file = tmp_path / "file"
     file.write_text(text)
     monkeypatch.setattr(_watch, "_STAT", file)
-    monkeypatch.setattr(_watch, "_PRESSURE", file)
+    monkeypatch.setattr(_watch, "_pressure_files", lambda: [file])
     monkeypatch.setattr(_watch, "_throttle_files", lambda: [(file, 1e-6)])
     read = read_machine()
     assert (read.busy_s, read.pressure_s, read.throttled_s) == (None, None, None)
+
+
+@pytest.mark.parametrize("unified", ["", "unified"], ids=["version 2", "beside version 1"])
+def test_pressure_is_our_cgroups_where_it_tells_and_else_the_machines(tmp_path, monkeypatch, unified):
+    def pressure(path, microseconds):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"some avg10=0.00 avg60=0.00 avg300=0.00 total={microseconds}\n")
+
+    pressure(tmp_path / "machine", 7_000_000)
+    (tmp_path / "cgroup").write_text("3:memory:/other\nnonsense\n0::/box/ours\n")
+    monkeypatch.setattr(_watch, "_PRESSURE", tmp_path / "machine")
+    monkeypatch.setattr(_watch, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(_watch, "_OWN_GROUPS", tmp_path / "cgroup")
+    _watch._pressure_files.cache_clear()
+    try:
+        assert read_machine().pressure_s == 7.0
+        pressure(tmp_path / "groups" / unified / "box" / "ours" / "cpu.pressure", 2_000_000)
+        assert read_machine().pressure_s == 2.0
+    finally:
+        _watch._pressure_files.cache_clear()
 
 
 class Clock:

@@ -77,6 +77,18 @@ def test_every_result_makes_a_page_and_a_table_and_comes_back_from_json(name: st
     assert to_json(again) == to_json(result)
 
 
+def test_the_last_race_is_drawn_with_the_slices_that_others_disturbed() -> None:
+    result = resnet()
+    assert "none of them taken while others were busy" in page(result)
+    winner = result.winner
+    assert winner is not None
+    busy = [dataclasses.replace(one, quiet=one.round > 5, others=0.5) for one in winner.slices]
+    beside = dataclasses.replace(result, winner=dataclasses.replace(winner, slices=busy))
+    assert "24 slices, 5 of them taken while others were busy" in page(beside)
+    kept = dataclasses.replace(result, winner=dataclasses.replace(winner, slices=()))
+    assert "round by round" not in page(kept)  # an old result, which kept no slices
+
+
 def test_the_page_says_what_was_found() -> None:
     seen = Reader(page(resnet())).text
     assert "9.91x as fast" in seen

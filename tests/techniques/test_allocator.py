@@ -6,7 +6,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from fettle.recipe import Recipe
@@ -49,14 +48,14 @@ def test_the_script_starts_again_with_the_allocator(name, tmp_path):
 
 @pytest.mark.parametrize("name", [needs("jemalloc"), needs("tcmalloc")])
 def test_a_worker_has_the_allocator(name, tmp_path):
-    from fettle.measure import Worker
+    from fettle.measure import Worker, messages
     from fettle.techniques import find
 
     (tmp_path / "who.py").write_text(WORKLOAD)
     environment = find("allocator").code(name, Recipe({"allocator": name}), Facts(libraries=HERE)).environment
     with Worker(environment) as worker:
-        target = msgspec.to_builtins(find_target(str(tmp_path / "who.py")))
-        worker.ask("build", 60, target=target)  # until it answers, the interpreter may not have begun
+        target = find_target(str(tmp_path / "who.py"))
+        worker.ask(messages.Build(target), messages.Built, 60)  # until it answers, the interpreter may not have begun
         assert f"lib{name}" in Path(f"/proc/{worker.pid}/maps").read_text()
 
 

@@ -256,7 +256,7 @@ def composition(outcome: Outcome) -> dict[str, float]:
     return {name: value / total for name, value in spent.items()}
 
 
-def write(program: Program, outcome: Outcome, path: Path, origin: float = 1_000_000.0) -> Path:
+def document(program: Program, outcome: Outcome, origin: float = 1_000_000.0) -> dict[str, Any]:
     """The trace, as the profiler writes it."""
     events: list[dict[str, Any]] = []
 
@@ -279,7 +279,12 @@ def write(program: Program, outcome: Outcome, path: Path, origin: float = 1_000_
             "cuda_sync_kind": told["name"],
         }
         add("cuda_sync", told["name"], 0, told["stream"], told["ts"], told["ts"] + 1.0, **args)
-    path.write_text(json.dumps({"distributedInfo": {"rank": 0}, "traceEvents": events}))
+    return {"distributedInfo": {"rank": 0}, "traceEvents": events}
+
+
+def write(program: Program, outcome: Outcome, path: Path) -> Path:
+    """The trace in a file."""
+    path.write_text(json.dumps(document(program, outcome)))
     return path
 
 

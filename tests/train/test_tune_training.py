@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -198,18 +199,19 @@ def _kept(folder):
 
 def test_the_plan_leaves_out_what_cannot_fit(tmp_path):
     """Before anything is launched: a strategy that needs more than a device has is no trial."""
+    from fettle.parallel.plan import Plan, Prediction
     from fettle.parallel.study import rules_out
 
     def row(strategy, peak, states):
-        return {"strategy": strategy, "peak_bytes": peak, "states": {"all": states}, "host_bytes": 0, "failed": ""}
+        return Prediction(strategy, 2, peak, states={"all": states})
 
-    made = {"device_memory_bytes": 1000, "headroom": 0.1,
-            "predictions": [row("ddp", 1200, 800), row("zero1", 1200, 950), row("zero3", 600, 300)]}  # fmt: skip
+    rows = (row("ddp", 1200, 800), row("zero1", 1200, 950), row("zero3", 600, 300))
+    made = Plan("some", 2, 2, "cpu", 1000, 0.1, 1, "AdamW", rows)
     assert "a rank's peak" in rules_out(made, {"parallel": "ddp"})
     assert not rules_out(made, {"parallel": "ddp", "precision": "autocast-bf16"})  # may need less: the states fit
     assert "optimizer state" in rules_out(made, {"parallel": "zero1", "precision": "autocast-bf16"})
     assert not rules_out(made, {"parallel": "zero3"})
-    assert not rules_out(None, {"parallel": "ddp"})
+    assert not rules_out(replace(made, device_memory_bytes=None), {"parallel": "ddp"})
 
 
 @pytest.mark.parametrize(

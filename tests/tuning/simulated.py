@@ -13,7 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from fettle.measure import WorkerError, _entrants, _rounds, _watch
+from fettle.measure import Accuracy, WorkerError, _entrants, _rounds, _watch
+from fettle.measure.messages import Asked, Built, Prepare, Prepared, SliceTaken, TakeSlice
 from fettle.recipe import Recipe
 from fettle.result import Limits, Reference
 from fettle.search import Space
@@ -81,45 +82,48 @@ class _Worker:
         self.luck = world.random.gauss(0, world.luck)
         self.pid = next(_PIDS)
 
-    def begin(self, do: str, **fields) -> None:
+    def send(self, request: Asked) -> None:
         pass
 
-    def finish(self, do: str, timeout_s: float):
+    def finish(self, answer: type[Built], timeout_s: float) -> Built:
         self.world.now += self.world.process_s
-        return {"fingerprint": "made up"}
+        return Built(load_s=0.1, fingerprint="made up", structure="", name="made up", mode="inference")
 
-    def ask(self, do: str, timeout_s: float, **fields):
+    def ask(self, request: Prepare | TakeSlice, answer: type, timeout_s: float):
         world = self.world
-        if do == "prepare":
-            self.recipe = Recipe.parse(fields["label"])
-            world.started.append(fields["label"])
+        if isinstance(request, Prepare):
+            self.recipe = Recipe.parse(request.label)
+            world.started.append(request.label)
             self.ms = world.time_ms(self.recipe)
-            warm = fields["label"] in world.compiled
+            warm = request.label in world.compiled
             first_s = world.ready_s(self.recipe) * (0.4 if warm else 1.0)
             seconds = first_s + 5 * self.ms / 1e3 + 0.3
             if seconds > timeout_s:
                 world.now += timeout_s
                 raise WorkerError("timed out", "timeout")
             world.now += seconds
-            world.compiled.add(fields["label"])
+            world.compiled.add(request.label)
             dear = world.ready_s(self.recipe) > 5
-            accuracy = {"error": world.error(self.recipe), "cosine": 1.0, "max_abs": 0.0, "agreement": 1.0,
-                        "finite": True, "metric": None, "judged_batches": 2}  # fmt: skip
-            return {"load_s": 0.1, "optimize_s": 0.1, "first_call_s": first_s, "samples": 1, "peak_bytes": 1 << 20,
-                    "cache": ("warm" if warm else "cold") if dear else "", "accuracy": accuracy, "notes": [],
-                    "device": "cpu", "call_ns": int(self.ms * 1e6)}  # fmt: skip
+            return Prepared(
+                load_s=0.1, optimize_s=0.1, first_call_s=first_s, samples=1, peak_bytes=1 << 20,
+                cache=("warm" if warm else "cold") if dear else "", device="cpu", gpu="",
+                accuracy=Accuracy(world.error(self.recipe), 1.0, 0.0, 1.0, finite=True, judged_batches=2),
+                call_ns=int(self.ms * 1e6), notes=[], learned={},
+            )  # fmt: skip
         busy = world.neighbour(world.now)
         slower = 1 + (world.beside(self.recipe) - 1) * busy
         ms = self.ms * math.exp(self.luck + world.random.gauss(0, world.noise))
-        seconds = max(fields["seconds"], ms * slower / 1e3)
+        seconds = max(request.seconds, ms * slower / 1e3)
         world.sleep(seconds + 0.01)
         world.own_s += 2 * seconds * (1 - busy / 2)
         world.slices += 1
         # Threads that share a core tell no time without waiting; held apart they do, but for an error of the recipe.
-        told = fields["apart"] or not busy
+        told = request.apart or not busy
         off = random.Random(str(self.recipe)).gauss(0, 0.06) * math.log(slower)
-        return {"samples_ns": [int(ms * slower * 1e6)], "unhindered_ns": ms * math.exp(off) * 1e6 if told else None,
-                "waits": 0.8 * busy, "cpu_s": 2 * seconds * (1 - busy / 2), "energy_j": None}  # fmt: skip
+        return SliceTaken(
+            samples_ns=[int(ms * slower * 1e6)], unhindered_ns=ms * math.exp(off) * 1e6 if told else math.nan,
+            waits=0.8 * busy, cpu_s=2 * seconds * (1 - busy / 2), energy_j=None,
+        )  # fmt: skip
 
     def pause(self) -> None:
         pass

@@ -38,6 +38,7 @@ COMMANDS = {
         "plan": "the peak memory of each parallel strategy, predicted",
         "trace": "analyse profiler traces",
         "memory": "analyse allocator snapshots",
+        "doctor": "what is wrong or unsafe in this environment",
     },
     "Serve it": {
         "serve": "package a model, serve it, find its best setting, load it",

@@ -29,8 +29,8 @@ def command(
     import msgspec
 
     from fettle.errors import UsageError
-    from fettle.measure import Worker, WorkerError
-    from fettle.techniques import CATALOGUE, Facts, machine_facts
+    from fettle.measure import Worker, WorkerError, messages
+    from fettle.techniques import CATALOGUE, machine_facts
     from fettle.workload import check_mode, find_target
 
     check_mode(mode)
@@ -40,8 +40,8 @@ def command(
         found = replace(find_target(target), mode=mode)
         try:
             with Worker() as worker:
-                worker.ask("build", 600, target=msgspec.to_builtins(found))
-                facts = msgspec.convert(worker.ask("probe", 600)["facts"], Facts)
+                worker.ask(messages.Build(found), messages.Built, 600)
+                facts = worker.ask(messages.Probe(), messages.Probed, 600).facts
         except WorkerError as error:
             raise UsageError(f"the workload could not be probed: {error}") from error
     catalogue = [technique for technique in CATALOGUE if facts.mode in technique.modes]

@@ -17,9 +17,17 @@ from fettle.units import parse_size
 def command(
     target: Annotated[str, typer.Argument(help="path/to/file.py:factory or package.module:factory")],
     mode: Annotated[str, typer.Option(help=_options.MODE)] = "auto",
-    goal: Annotated[str, typer.Option(help="throughput, latency, memory, energy or startup")] = "throughput",
+    goal: Annotated[
+        str, typer.Option(help="throughput, latency, memory, energy, startup; ttft, tpot of text")
+    ] = "throughput",
     budget: Annotated[str, typer.Option(help="time to spend, for example 90s, 10m, 1h; 0 for no limit")] = "15m",
     max_error: Annotated[float, typer.Option(help="largest relative L2 error of the outputs")] = 0.02,
+    max_kl: Annotated[
+        float, typer.Option(help="text: largest mean KL divergence from the float32 model, nats per token")
+    ] = 0.01,
+    exact: Annotated[bool, typer.Option(help="text: each token written must be the float32 model's")] = False,
+    max_ttft: Annotated[str | None, typer.Option(help="text: longest time to the first token")] = None,
+    max_tpot: Annotated[str | None, typer.Option(help="text: longest time per output token")] = None,
     max_spread: Annotated[
         float, typer.Option(help="training: how far the losses may be from the baseline's, in spreads of other seeds")
     ] = 1.0,
@@ -72,6 +80,8 @@ def command(
 
       fettle tune loop.py --allow batch-size
 
+      fettle tune writer.py --goal tpot --max-ttft 500ms
+
       fettle tune model.py --goal latency --max-memory 2GiB --technique precision=fp32,bf16
     """
     from fettle.report import print_result, progress, save, to_json
@@ -88,10 +98,14 @@ def command(
         max_latency_ms=None if max_latency is None else _options.duration_s(max_latency, "--max-latency") * 1e3,
         max_memory_bytes=None if max_memory is None else parse_size(max_memory, "--max-memory"),
         min_throughput=min_throughput,
+        max_ttft_ms=None if max_ttft is None else _options.duration_s(max_ttft, "--max-ttft") * 1e3,
+        max_tpot_ms=None if max_tpot is None else _options.duration_s(max_tpot, "--max-tpot") * 1e3,
+        exact=exact,
     )
     options = Options(
         goal=goal,  # type: ignore[arg-type]  # checked by tune, which names the goals there are
         limits=limits,
+        max_kl=max_kl,
         max_spread=max_spread,
         budget_s=_options.duration_s(budget, "--budget"),
         techniques=_options.technique_levels(technique or []),

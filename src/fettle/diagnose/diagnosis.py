@@ -183,7 +183,7 @@ def _of_workload(
             answer = examiner.examine("collect:collect", seconds)
         except WorkerError as error:
             raise UsageError(f"the workload could not be run: {error}") from error
-        evidence = replace(msgspec.convert(answer["found"], Evidence, strict=False), load_s=answer["load_s"])
+        evidence = replace(answer.read(Evidence), load_s=answer.load_s)
         if record:
             operators = {op.name for op in evidence.operations}
             try:

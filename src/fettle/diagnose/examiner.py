@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
-
 from fettle.errors import UsageError
-from fettle.measure import Worker, WorkerError
+from fettle.measure import Worker, WorkerError, messages
 from fettle.workload import Target
 
 
@@ -27,21 +23,22 @@ class Examiner:
     def __exit__(self, *_: object) -> None:
         self._leave()
 
-    def examine(self, collector: str, seconds: float, path: str = "", timeout_s: float = 300.0) -> dict[str, Any]:
-        """What ``module:function`` of this room finds, in ``found``.
+    def examine(self, collector: str, seconds: float, path: str = "", timeout_s: float = 300.0) -> messages.Examined:
+        """What ``module:function`` of this room finds.
 
         Raises `WorkerError` where it fails, `UsageError` where the workload cannot be built.
         """
         if self._worker is None:
             self._worker = Worker()
             try:
-                self._worker.ask("build", 600.0, target=msgspec.to_builtins(self._target))
+                self._worker.ask(messages.Build(self._target), messages.Built, 600.0)
             except WorkerError as error:
                 self._leave()
                 raise UsageError(f"the workload could not be built: {error}") from error
         try:
-            label = f"fettle.diagnose.{collector}"
-            return self._worker.ask("examine", timeout_s, label=label, seconds=seconds, path=path)
+            return self._worker.ask(
+                messages.Examine(f"fettle.diagnose.{collector}", seconds, path), messages.Examined, timeout_s
+            )
         except WorkerError as error:
             if error.kind != "error":  # anything but an exception, and the process is gone
                 self._leave()

@@ -9,8 +9,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import msgspec
-
 from fettle.diagnose.collectors.recording import Recorded
 from fettle.diagnose.evidence import Kernel
 from fettle.diagnose.examiner import Examiner
@@ -84,8 +82,7 @@ def record(
             on_progress(f"recording: {kind}")
             path = Path(folder) / ending
             try:
-                answer = examiner.examine(f"collectors.recording:{kind}", seconds, str(path))
-                cost = msgspec.convert(answer["found"], Recorded)
+                cost = examiner.examine(f"collectors.recording:{kind}", seconds, str(path)).read(Recorded)
                 calls = cost.calls
                 read = of_trace(path, calls, operators) if kind == "trace" else of_snapshot(path, calls)
             except (UsageError, WorkerError) as error:

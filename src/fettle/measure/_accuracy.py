@@ -106,13 +106,17 @@ def user_metric(metric: Callable[[Any], float], run: Callable[..., Any]) -> tupl
 
 
 def judge(accuracy: Accuracy, *, max_error: float | None, min_agreement: float | None,
-          max_metric_drop: float | None, reference_metric: float) -> str:  # fmt: skip
+          max_metric_drop: float | None, reference_metric: float, exact: bool = False) -> str:  # fmt: skip
     """Why an accuracy is outside the limits, one phrase; empty when it is inside. NaN is never inside."""
     if accuracy.problem:
         return accuracy.problem
     if not accuracy.finite:
         return "the outputs are not finite"
+    if exact and accuracy.unequal != 0:
+        return f"{accuracy.unequal:.2%} of the tokens it writes are not the reference's"
     if max_error is not None and not accuracy.error <= max_error:
+        if accuracy.is_text:
+            return f"mean KL divergence {accuracy.error:.2g} is above {max_error:g}"
         if accuracy.losses:
             return f"its losses are {accuracy.error:.2g} times as far off as two seeds are from each other"
         return f"relative error {accuracy.error:.2g} is above {max_error:g}"

@@ -42,7 +42,7 @@ def decided(entrants: Sequence[Entrant], anchor: Entrant, rules: Rules) -> bool:
 
 def is_dear(entrant: Entrant) -> bool:
     """Whether one call costs as much as a round of small models."""
-    return bool(entrant.first.answer["call_ns"] >= _DEAR_CALL_NS)
+    return bool(entrant.first.answer.call_ns >= _DEAR_CALL_NS)
 
 
 def _is_settled(anchor: Entrant, entrant: Entrant, rules: Rules) -> bool:

@@ -10,17 +10,18 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import psutil
 
+from fettle.generate.speed import Came
 from fettle.measure._priority import READY, prefer
 from fettle.measure._process import Worker, WorkerError
 from fettle.measure._rules import Entry, Judge, Progress, Rules
-from fettle.measure._trial import Accuracy, Slice, Trial, by_round, nan_for_none
+from fettle.measure._trial import Slice, Trial, by_round
+from fettle.measure.messages import Build, Built, Prepare, Prepared
 from fettle.procs.nodes import Nodes
 from fettle.recipe import Recipe
+from fettle.workload import Target
 
 
 @dataclass
@@ -35,7 +36,7 @@ class Held:
         kept = self.runners.get(recipe)
         if kept is None or kept.failure:
             return None
-        return replace(kept, began=time.monotonic(), slices=[], samples_ns=[], energy_j=[])
+        return replace(kept, began=time.monotonic(), slices=[], samples_ns=[], energy_j=[], texts=[])
 
     def keep(self, recipes: Collection[Recipe]) -> None:
         """End all processes but those of these recipes."""
@@ -53,8 +54,7 @@ class Runner:
 
     entry: Entry
     worker: Worker
-    answer: dict[str, Any]
-    accuracy: Accuracy
+    answer: Prepared
     rejected: str
     began: float
     process: str = ""
@@ -62,6 +62,8 @@ class Runner:
     slices: list[Slice] = field(default_factory=list)
     samples_ns: list[int] = field(default_factory=list)
     energy_j: list[float] = field(default_factory=list)
+    texts: list[Came] = field(default_factory=list)
+    """How texts came, where the workload writes some."""
     failure: str = ""
 
     def times_ms(self, *, elapsed: bool = False) -> dict[int, float]:
@@ -96,7 +98,7 @@ class Entrant:
         for runner in self.runners:
             times = runner.times_ms(elapsed=self.elapsed)
             if times:
-                logs.append({key: math.log(ms / runner.answer["samples"]) for key, ms in times.items()})
+                logs.append({key: math.log(ms / runner.answer.samples) for key, ms in times.items()})
         return logs
 
     @property
@@ -108,7 +110,7 @@ class Entrant:
 
 
 @dataclass(frozen=True)
-class Built:
+class Begun:
     """A process with the workload in it, or why it could not be built."""
 
     worker: Worker
@@ -121,7 +123,7 @@ class Built:
 class Start:
     """What every worker of a race is started with."""
 
-    target: Mapping[str, Any]
+    target: Target
     fingerprint: str
     judging: Judge
     rules: Rules
@@ -144,7 +146,7 @@ class Start:
 
     def _line_up(
         self, entries: Sequence[Entry], trials: dict[int, Trial], entrants: dict[int, Entrant],
-        line: Generator[Built, None, None], stack: ExitStack, tell: Callable[[Progress], None],
+        line: Generator[Begun, None, None], stack: ExitStack, tell: Callable[[Progress], None],
     ) -> None:  # fmt: skip
         for index, entry in enumerate(entries):
             if index and time.monotonic() > self.rules.deadline:
@@ -156,7 +158,7 @@ class Start:
             tell(Progress("start", entry.recipe))
             began = time.monotonic()
             try:
-                runner = self._ready(next(line), entry)
+                runner = self._ready(next(line), entry, self._rows(entry))
             except WorkerError as error:
                 if error.kind == "timeout" and time.monotonic() > self.rules.deadline:
                     break  # the budget ended it, not its own time limit: that says nothing about the recipe
@@ -206,7 +208,7 @@ class Start:
             able = {index: entrant for index, entrant in able.items() if entrant.live}
             left_s -= time.monotonic() - began
 
-    def _built(self, queue: Sequence[tuple[Entry, str]]) -> Generator[Built, None, None]:
+    def _built(self, queue: Sequence[tuple[Entry, str]]) -> Generator[Begun, None, None]:
         """The processes of `queue` in its order, each with the workload built and paused, `Rules.abreast` of them built
         side by side. Those that were built and never asked for are ended when the iterator is closed."""
         for begin in range(0, len(queue), self.rules.abreast):
@@ -218,7 +220,7 @@ class Start:
                 for one in built:
                     one.worker.close()
 
-    def _build(self, group: Sequence[tuple[Entry, str]]) -> list[Built]:
+    def _build(self, group: Sequence[tuple[Entry, str]]) -> list[Begun]:
         began = time.monotonic()
         workers: list[Worker] = []
         try:
@@ -228,7 +230,7 @@ class Start:
                 workers.append(worker)
                 if self.rules.may_go_first and not self.rules.under_load:
                     prefer(worker.pid, READY)
-            failures = [_failure(partial(worker.begin, "build", target=self.target)) for worker in workers]
+            failures = [_failure(partial(worker.send, Build(self.target))) for worker in workers]
             failures = [failure or _failure(partial(self._finish, worker))
                         for worker, failure in zip(workers, failures, strict=True)]  # fmt: skip
         except BaseException:
@@ -236,24 +238,27 @@ class Start:
                 worker.close()
             raise
         build_s = (time.monotonic() - began) / len(group)
-        return [Built(worker, build_s, failure) for worker, failure in zip(workers, failures, strict=True)]
+        return [Begun(worker, build_s, failure) for worker, failure in zip(workers, failures, strict=True)]
 
     def _finish(self, worker: Worker) -> None:
-        built = worker.finish("build", self.rules.prepare_timeout_s)
+        built = worker.finish(Built, self.rules.prepare_timeout_s)
         worker.pause()
-        if self.fingerprint and built["fingerprint"] != self.fingerprint:
+        if self.fingerprint and built.fingerprint != self.fingerprint:
             raise WorkerError(
                 "the factory built other weights or inputs than before: make it deterministic "
                 "(seed every generator; fettle calls torch.manual_seed(0) first)"
             )
 
-    def _ready(self, built: Built, entry: Entry) -> Runner:
+    def _rows(self, entry: Entry) -> tuple[int, ...]:
+        return self.rules.rows if self.rules.rows_for_all or not entry.recipe.levels else ()
+
+    def _ready(self, built: Begun, entry: Entry, rows: tuple[int, ...] = ()) -> Runner:
         """Apply the recipe in a process that was built, and pause it. Raises `WorkerError`, the process gone."""
         began = time.monotonic() - built.build_s
         try:
             if built.failure is not None:
                 raise built.failure
-            runner = self._prepared(built.worker, entry, began)
+            runner = self._prepared(built.worker, entry, began, rows)
         except BaseException:
             built.worker.close()
             raise
@@ -261,24 +266,18 @@ class Start:
         runner.started_s = time.monotonic() - began
         return runner
 
-    def _prepared(self, worker: Worker, entry: Entry, began: float) -> Runner:
+    def _prepared(self, worker: Worker, entry: Entry, began: float, rows: tuple[int, ...]) -> Runner:
         timeout_s = max(
             10.0, min(self.rules.prepare_timeout_s, self.rules.deadline - time.monotonic() + self.rules.grace_s)
         )
-        answer = worker.ask(
-            "prepare",
-            timeout_s,
-            source=entry.source,
-            label=str(entry.recipe),
-            path=self.judging.path,
-            factor=entry.factor,
-            calibrated=entry.calibrated,
+        request = Prepare(
+            entry.source, str(entry.recipe), self.judging.path, entry.factor, entry.calibrated, self.rules.part, rows
         )
-        accuracy = msgspec.convert(nan_for_none(answer["accuracy"]), Accuracy)
+        answer = worker.ask(request, Prepared, timeout_s)
         rejected = ""
         if self.judging.path and not (self.judging.exempt_baseline and not entry.recipe.levels):
-            rejected = self.judging.reason(accuracy)
-        return Runner(entry, worker, answer, accuracy, rejected, began, process=f"{self.heat}:{worker.pid}")
+            rejected = self.judging.reason(answer.accuracy)
+        return Runner(entry, worker, answer, rejected, began, process=f"{self.heat}:{worker.pid}")
 
 
 def _failure(do: Callable[[], None]) -> WorkerError | None:
@@ -293,5 +292,5 @@ def _memory_is_short(entrants: Iterable[Entrant]) -> bool:
     """Whether one more process might not fit beside these: the one that runs needs its peak again, the others rest."""
     memory = psutil.virtual_memory()
     answers = [entrant.first.answer for entrant in entrants]
-    peak = max((answer["peak_bytes"] or 0 for answer in answers if answer["device"] == "cpu"), default=0)
+    peak = max((answer.peak_bytes or 0 for answer in answers if answer.device == "cpu"), default=0)
     return bool(memory.available < max(0.25 * memory.total, 1.1 * peak))

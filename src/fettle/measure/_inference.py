@@ -4,57 +4,62 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-
 from fettle.measure._notes import compiler_notes, notes_kept
 from fettle.measure._slice import take_slice
-from fettle.measure._state import (
-    Request,
-    State,
-    call,
-    examine,
-    peaks,
-    prepared,
-    same_shapes,
-    settled,
-    weight_bytes,
+from fettle.measure._state import State, call, examine, peaks, prepared, same_shapes, settled, weight_bytes
+from fettle.measure.messages import (
+    Answer,
+    Asked,
+    Build,
+    Built,
+    Examine,
+    MeasurePeaks,
+    Prepare,
+    Prepared,
+    Probe,
+    Probed,
+    Reference,
+    TakeSlice,
+    WriteReference,
 )
 
 
-def build(state: State, request: Request) -> dict[str, Any]:
+def build(state: State, request: Build) -> Built:
     """Build the workload, with the same seed in every worker."""
     import torch
 
+    from fettle.generate import GenerationWorkload
     from fettle.measure import _meters
     from fettle.structure import structure
-    from fettle.workload import Target, device_of, fingerprint
+    from fettle.workload import device_of, fingerprint
 
     started = time.perf_counter()
-    target = msgspec.convert(request.target, Target)
     torch.manual_seed(0)
-    made = target.load(state.made)
-    state.workload = with_check(made)
+    made = request.target.load(state.made)
+    state.writes = isinstance(made, GenerationWorkload)
+    state.workload = made if state.writes else with_check(made)
     state.derived_check = len(made.inputs) == 1 and not made.check_inputs
     state.load_s = time.perf_counter() - started
     state.fingerprint = fingerprint(state.workload)
     state.device = device_of(state.workload.model, state.workload.inputs[0])
     _meters.trim()
     state.base_bytes = _meters.resident_bytes() - weight_bytes(state.workload.model)
-    return {
-        "load_s": state.load_s,
-        "fingerprint": state.fingerprint,
-        "structure": structure(made.model, made.call, made.metric),
-        "name": state.workload.name,
-        "mode": state.mode,
-        "inputs": made.inputs_taken_for,
-    }
+    return Built(
+        load_s=state.load_s,
+        fingerprint=state.fingerprint,
+        structure=structure(made.model, made.call, made.metric),
+        name=state.workload.name,
+        mode=state.mode,
+        writes=state.writes,
+        inputs=made.inputs_taken_for,
+    )
 
 
-def probe(state: State, request: Request) -> dict[str, Any]:
+def probe(state: State, request: Probe) -> Probed:
     """See that the model takes its inputs, and gather the facts."""
     from fettle.techniques import probe_facts
 
@@ -62,31 +67,34 @@ def probe(state: State, request: Request) -> dict[str, Any]:
     facts = probe_facts(state.workload, allow_batch=request.allow_batch)
     if state.derived_check:  # the same rows again: what calibrates a recipe must not judge it
         facts = replace(facts, calibration_batches=0)
-    return {"facts": msgspec.to_builtins(facts), "has_metric": state.workload.metric is not None}
+    return Probed(facts=facts, has_metric=state.workload.metric is not None)
 
 
-def reference(state: State, request: Request) -> dict[str, Any]:
+def reference(state: State, request: WriteReference) -> Reference:
     """Compute the reference outputs and write them to `request.path`."""
+    from fettle.measure import _generation
     from fettle.measure._reference import write_reference
 
-    found = write_reference(state.workload, request.path)
-    return msgspec.to_builtins(found)  # type: ignore[no-any-return]
+    if state.writes:
+        return _generation.reference(state, request)
+    return write_reference(state.workload, request.path)
 
 
-def prepare(state: State, request: Request) -> dict[str, Any]:
+def prepare(state: State, request: Prepare) -> Prepared:
     """Apply a recipe's source, judge its first answers, warm up, and report what that took."""
     import torch
 
-    from fettle.measure import _meters
+    from fettle.measure import _generation, _meters
     from fettle.measure._accuracy import compare, first_rows, repeat_rows, tensors, user_metric, worst
     from fettle.measure._clock import Clock
     from fettle.measure._reference import read_reference
     from fettle.techniques import load
 
+    if state.writes:
+        return _generation.prepare(state, request)
     workload = state.workload
     calibration = list(workload.calibration) or list(workload.inputs[:1])
-    with notes_kept() as kept:
-        notes = kept.lines
+    with notes_kept() as told:
         started = time.perf_counter()
         optimize = load(request.source, request.label)
         extra = () if workload.call is None else (workload.call,)
@@ -124,10 +132,9 @@ def prepare(state: State, request: Request) -> dict[str, Any]:
         state.cycle = itertools.cycle(rotation(timed))
         _meters.trim()
         has_peak = _meters.reset_peak(state.device)
-        peak = settled(state, has_peak, notes)
-        notes += compiler_notes()
-    told = prepared(state, optimize_s, first_call_s, accuracy, peak, rows * request.factor, notes)
-    return {**told, "learned": kept.learned}
+        peak = settled(state, has_peak, told.lines)
+        told.lines += compiler_notes()
+    return prepared(state, optimize_s, first_call_s, accuracy, peak, rows * request.factor, told)
 
 
 def rotation(batches: Sequence[Any]) -> list[list[Any]]:
@@ -188,12 +195,12 @@ def check_inputs(workload: Any) -> None:
         raise UsageError(f"the model does not take the inputs: {first_line(error)}{place(error)}") from error
 
 
-ACTIONS = {
-    "build": build,
-    "examine": examine,
-    "probe": probe,
-    "peaks": peaks,
-    "reference": reference,
-    "prepare": prepare,
-    "slice": take_slice,
+ACTIONS: Mapping[type[Asked], Callable[[State, Any], Answer]] = {
+    Build: build,
+    Examine: examine,
+    Probe: probe,
+    MeasurePeaks: peaks,
+    WriteReference: reference,
+    Prepare: prepare,
+    TakeSlice: take_slice,
 }

@@ -30,7 +30,7 @@ class Load:
     steal: float = math.nan
     """Time that the hypervisor took, as a share of all cores."""
     pressure: float = math.nan
-    """Share of the time in which any task of the machine waited for a core (`/proc/pressure/cpu`)."""
+    """Share of the time in which any task of our cgroup, or else of the machine, waited for a core."""
     throttled: float = math.nan
     """Share of the time in which a cgroup's quota stopped us."""
     clock: float = math.nan

@@ -13,32 +13,19 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgspec
 import psutil
 import torch
 
 from fettle.errors import UsageError, first_line
 from fettle.measure._accuracy import Outputs, compare, tensors, user_metric, worst
+from fettle.measure.messages import Reference
 from fettle.workload import Workload, map_tensors
 
 SECONDS = 60.0
 """What a float64 reference may take, by an estimate from the float32 run."""
 
 
-class Written(msgspec.Struct, frozen=True):
-    """What was written, for the report."""
-
-    dtype: str
-    why: str
-    noise: float
-    float32_error: float | None
-    """Error of the model in eval mode in its own precision against the reference: the yardstick."""
-    metric: float | None
-    metric_problem: str
-    seconds: float
-
-
-def write_reference(workload: Workload, path: str) -> Written:
+def write_reference(workload: Workload, path: str) -> Reference:
     """Compute the outputs of all batches and save them; changes the workload's model for good.
 
     Batches run in order, inputs before check inputs, each with seed 0, from the model's initial buffers.
@@ -100,10 +87,10 @@ def write_reference(workload: Workload, path: str) -> Written:
                     why = f"it does not run in float64: {text[0][:120] if text else type(error).__name__}"
         torch.save(best, f"{path}.part")
         os.replace(f"{path}.part", path)  # whole or not at all: a resumed study trusts what is there
-    return Written(
+    return Reference(
         dtype=dtype,
         why=why,
-        noise=noise,
+        noise=_finite(noise) or 0.0,
         float32_error=_finite(_distance(given, best)),
         metric=_finite(metric),
         metric_problem=problem,

@@ -21,6 +21,7 @@ from fettle.measure._rules import Progress, Rules
 from fettle.measure._statistics import LOOKS
 from fettle.measure._trial import Slice
 from fettle.measure._watch import Patience, Watch
+from fettle.measure.messages import SliceTaken, TakeSlice
 
 _BUSY_S = 2.0
 LITTLE_WAITING = 0.2
@@ -92,37 +93,38 @@ class Rounds:
 
     def _slice(self, runner: Runner, number: int, first: bool) -> Load:
         began, apart = time.monotonic(), self._is_busy() and not first
-        timeout_s = self.rules.call_timeout_s + 20 * runner.answer["call_ns"] / 1e9 + self.rules.slice_s
+        timeout_s = self.rules.call_timeout_s + 20 * runner.answer.call_ns / 1e9 + self.rules.slice_s
         with going_first(runner.worker.pid) if first else contextlib.nullcontext():
-            answer = runner.worker.ask("slice", timeout_s, seconds=self.rules.slice_s, apart=apart)
+            answer = runner.worker.ask(TakeSlice(self.rules.slice_s, apart), SliceTaken, timeout_s)
             runner.worker.pause()
-        self.watch.mark(answer["cpu_s"])
-        load = self.watch.load(math.nan if answer["waits"] is None else answer["waits"])
-        if runner.answer.get("gpu"):
-            load = with_gpu(load, runner.answer["gpu"], self.own)
+        self.watch.mark(answer.cpu_s)
+        load = self.watch.load(answer.waits)
+        if runner.answer.gpu:
+            load = with_gpu(load, runner.answer.gpu, self.own)
         if not load.is_quiet:
             now = time.monotonic()
             self._busy_until = now + max(_BUSY_S, 4 * (now - began))  # long calls: not each one twice
         elif not first:
             self.patience.given_up = False
         self.loads.setdefault(runner.process, []).append(load)
-        unhindered = answer["unhindered_ns"]
+        unhindered = answer.unhindered_ns
         if first and load.waits <= LITTLE_WAITING:
-            unhindered = statistics.median(answer["samples_ns"])
-        runner.samples_ns += answer["samples_ns"]
+            unhindered = statistics.median(answer.samples_ns)
+        runner.samples_ns += answer.samples_ns
+        runner.texts += answer.texts
         runner.slices.append(
             Slice(
                 process=runner.process,
                 round=number,
-                ms=round(statistics.median(answer["samples_ns"]) / 1e6, 6),
-                unhindered_ms=None if unhindered is None else round(unhindered / 1e6, 6),
+                ms=round(statistics.median(answer.samples_ns) / 1e6, 6),
+                unhindered_ms=None if math.isnan(unhindered) else round(unhindered / 1e6, 6),
                 quiet=load.is_quiet and not (first or apart),
                 waits=_rounded(load.waits),
                 others=_rounded(load.others),
             )
         )
-        if answer["energy_j"] is not None:
-            runner.energy_j.append(answer["energy_j"])
+        if answer.energy_j is not None:
+            runner.energy_j.append(answer.energy_j)
         return load
 
 

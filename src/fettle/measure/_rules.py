@@ -67,6 +67,12 @@ class Rules:
     under_load: bool = False
     """Measure time elapsed beside whatever else the machine does: no slice waits for a quiet machine, and what others
     took is not taken out."""
+    part: str = ""
+    """Where text is written, what is timed: ``ttft`` or ``tpot``; empty for the whole of it."""
+    rows: tuple[int, ...] = ()
+    """Where text is written: numbers of rows at which tokens a second of the workload as given are measured, too,"""
+    rows_for_all: bool = False
+    """and of every recipe, in its first process."""
     deadline: float = math.inf
     """`time.monotonic()` at which to stop: what has been measured by then counts."""
     grace_s: float = 30.0
@@ -87,6 +93,8 @@ class Judge:
     min_agreement: float | None = None
     max_metric_drop: float | None = None
     reference_metric: float = math.nan
+    exact: bool = False
+    """Text must be the reference's, token by token."""
     exempt_baseline: bool = True
     """The workload as given is measured also where its train mode makes its answers wrong."""
 
@@ -98,6 +106,7 @@ class Judge:
             min_agreement=self.min_agreement,
             max_metric_drop=self.max_metric_drop,
             reference_metric=self.reference_metric,
+            exact=self.exact,
         )
 
 

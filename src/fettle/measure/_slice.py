@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import time
-from typing import Any
 
-from fettle.measure._state import Request, State, one_sample
+from fettle.measure._state import State, one_sample
 from fettle.measure._waits import one_core_each, without_waits
+from fettle.measure.messages import SliceTaken, TakeSlice
 
 _CHUNK_NS = 10_000_000
 """Calls between two looks at the scheduler's counters, which take 20 microseconds: a five hundredth."""
 
 
-def take_slice(state: State, request: Request) -> dict[str, Any]:
-    """Call for `request.seconds`, at least once: each sample in nanoseconds, what a call would have taken had no thread
-    waited for a core, and the share of the time that they waited (NaN, as null, where the kernel does not tell).
+def take_slice(state: State, request: TakeSlice) -> SliceTaken:
+    """Call for `request.seconds`, at least once.
 
     With `request.apart` the threads that compute have a core each meanwhile (`one_core_each`).
     """
@@ -54,13 +54,14 @@ def take_slice(state: State, request: Request) -> dict[str, Any]:
     if state.call_ns > 10 * wanted_ns:  # SAM's encoder keeps 3 GiB for its next call, which the others may need now
         _meters.trim()
     waited = [chunk[2] for chunk in chunks if chunk[2] is not None]
-    return {
-        "samples_ns": samples,
-        "unhindered_ns": without_waits(chunks),
-        "waits": sum(waited) / sum(samples) if len(waited) == len(chunks) else None,
-        "cpu_s": time.process_time() + state.waits.children_s() - cpu_s,
-        "energy_j": (after - energy) / len(samples) if energy is not None and after is not None else None,
-    }
+    return SliceTaken(
+        samples_ns=samples,
+        unhindered_ns=without_waits(chunks),
+        waits=sum(waited) / sum(samples) if len(waited) == len(chunks) else math.nan,
+        cpu_s=time.process_time() + state.waits.children_s() - cpu_s,
+        energy_j=(after - energy) / len(samples) if energy is not None and after is not None else None,
+        texts=state.watcher.take() if state.writes else (),
+    )
 
 
 def _chunk(

@@ -1,37 +1,22 @@
-"""What a worker process holds and is asked, and what it does alike whatever its workload is."""
+"""What a worker process holds, and what it does alike whatever its workload is."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fettle.measure._notes import compile_cache
+from fettle.measure._notes import Notes, compile_cache
 from fettle.measure._waits import Waits, busiest
+from fettle.measure.messages import Examine, Examined, MeasurePeaks, Peaks, Prepared
 from fettle.workload import spread, tensors
 
 if TYPE_CHECKING:
     from fettle.measure._trial import Accuracy
-
-
-class Request(msgspec.Struct):
-    """What the parent asks; fields that an action does not use stay empty."""
-
-    do: str
-    target: dict[str, Any] = {}  # msgspec copies mutable defaults
-    source: str = ""
-    label: str = ""
-    path: str = ""
-    factor: int = 1
-    nodes: int = 1
-    calibrated: bool = False
-    allow_batch: bool = False
-    device_memory_bytes: int = 0
-    seconds: float = 0.0
-    apart: bool = False
 
 
 @dataclass
@@ -46,6 +31,10 @@ class State:
     fingerprint: str = ""
     load_s: float = 0.0
     derived_check: bool = False
+    writes: bool = False
+    """The workload writes text."""
+    watcher: Any = None
+    """What takes the time of a text apart."""
     base_bytes: int = 0
     device: str = "cpu"
     run: Callable[..., Any] | None = None
@@ -60,25 +49,22 @@ class State:
     """Threads that compute, by their number in the system."""
 
 
-def peaks(state: State, request: Request) -> dict[str, Any]:
+def peaks(state: State, request: MeasurePeaks) -> Peaks:
     """The machine's peaks on the workload's device."""
     from fettle.machine import measure_peaks
 
-    return dict(measure_peaks(state.device))
+    return Peaks(peaks=measure_peaks(state.device))
 
 
-def examine(state: State, request: Request) -> dict[str, Any]:
-    """Hand the workload to a function of another room, ``module:function``, and return what it finds.
-
-    With a path, that is where the function writes what it makes.
-    """
+def examine(state: State, request: Examine) -> Examined:
+    """Hand the workload to a function of another room, and return what it finds."""
     import importlib
 
-    module, _, name = request.label.partition(":")
+    module, _, name = request.function.partition(":")
     function = getattr(importlib.import_module(module), name)
     writes = {"path": request.path} if request.path else {}
     found = function(state.workload, seconds=request.seconds, **writes)
-    return {"found": msgspec.to_builtins(found), "load_s": state.load_s}
+    return Examined(evidence=msgspec.Raw(msgspec.msgpack.encode(found)), load_s=state.load_s)
 
 
 def settled(state: State, has_peak: bool, notes: list[str]) -> int | None:
@@ -99,30 +85,27 @@ def settled(state: State, has_peak: bool, notes: list[str]) -> int | None:
 
 
 def prepared(
-    state: State,
-    optimize_s: float,
-    first_call_s: float,
-    accuracy: Accuracy,
-    peak: int | None,
-    samples: int,
-    notes: list[str],
-) -> dict[str, Any]:
+    state: State, optimize_s: float, first_call_s: float, accuracy: Accuracy, peak: int | None, samples: int,
+    told: Notes, phases_ms: Mapping[str, float] | None = None,
+) -> Prepared:  # fmt: skip
     """What is reported of a recipe that is ready to be timed. On a CPU the peak is that above the loaded process."""
     if peak is not None and state.device != "cuda":
         peak = max(0, peak - state.base_bytes)
-    return {
-        "load_s": state.load_s,
-        "optimize_s": optimize_s,
-        "first_call_s": first_call_s,
-        "cache": compile_cache(),
-        "accuracy": msgspec.to_builtins(accuracy),
-        "peak_bytes": peak,
-        "device": state.device,
-        "gpu": _gpu_uuid() if state.device == "cuda" else "",
-        "call_ns": state.call_ns,
-        "samples": samples,
-        "notes": list(dict.fromkeys(notes)),
-    }  # fmt: skip
+    return Prepared(
+        load_s=state.load_s,
+        optimize_s=optimize_s,
+        first_call_s=first_call_s,
+        cache=compile_cache(),
+        accuracy=accuracy,
+        peak_bytes=peak,
+        device=state.device,
+        gpu=_gpu_uuid() if state.device == "cuda" else "",
+        call_ns=state.call_ns,
+        samples=samples,
+        notes=list(dict.fromkeys(told.lines)),
+        learned=told.learned,
+        phases_ms=phases_ms or {},
+    )
 
 
 def _gpu_uuid() -> str:
@@ -140,6 +123,12 @@ def one_sample(state: State) -> int:
     group = next(state.cycle)
     state.group = len(group)
     total = 0
+    if state.writes:
+        began = time.perf_counter_ns()
+        total = sum(state.watcher.sample_ns(state.run, prompt, number) for number, prompt in group)
+        if total:  # waiting is taken out of the part that is timed in proportion
+            state.group = max(1, round(len(group) * (time.perf_counter_ns() - began) / total))
+        return total // len(group)
     for batch in group:
         total += state.clock.time_ns(lambda batch=batch: call(state.run, batch))
     return slowest(total // len(group))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -22,17 +22,25 @@ from fettle.measure._clock import Clock
 from fettle.measure._lockstep import mean
 from fettle.measure._notes import compiler_notes, notes_kept
 from fettle.measure._slice import take_slice
-from fettle.measure._state import (
-    Request,
-    State,
-    examine,
-    peaks,
-    prepared,
-    same_shapes,
-    settled,
-    weight_bytes,
-)
+from fettle.measure._state import State, examine, peaks, prepared, same_shapes, settled, weight_bytes
 from fettle.measure._trial import Accuracy
+from fettle.measure.messages import (
+    Answer,
+    Asked,
+    Build,
+    Built,
+    Examine,
+    MakePlan,
+    MeasurePeaks,
+    Planned,
+    Prepare,
+    Prepared,
+    Probe,
+    Probed,
+    Reference,
+    TakeSlice,
+    WriteReference,
+)
 from fettle.recipe import Recipe
 from fettle.structure import structure
 from fettle.techniques import LARGEST, Facts, enlarged, load, source
@@ -56,37 +64,36 @@ _HEADROOM = 0.9
 """Share of free memory that a larger batch may take."""
 
 
-def build(state: State, request: Request) -> dict[str, Any]:
+def build(state: State, request: Build) -> Built:
     """Build the workload, with the same seed in every worker."""
     started = time.perf_counter()
-    state.target = msgspec.convert(request.target, Target)
+    state.target = request.target
     workload = state.workload = load_training(state.target, made=state.made)
     state.load_s = time.perf_counter() - started
     state.fingerprint = training_fingerprint(workload)
     state.device = next(workload.model.parameters()).device.type
     _meters.trim()
     state.base_bytes = _meters.resident_bytes() - weight_bytes(workload.model)
-    return {
-        "load_s": state.load_s,
-        "fingerprint": state.fingerprint,
-        "structure": structure(workload.model, workload.loss, workload.metric),
-        "name": workload.name,
-        "mode": state.mode,
-        "inputs": "",
-    }
+    return Built(
+        load_s=state.load_s,
+        fingerprint=state.fingerprint,
+        structure=structure(workload.model, workload.loss, workload.metric),
+        name=workload.name,
+        mode=state.mode,
+    )
 
 
-def probe(state: State, request: Request) -> dict[str, Any]:
+def probe(state: State, request: Probe) -> Probed:
     """Make one step as given, and gather the facts."""
     workload = state.workload
     facts = training_facts(workload, allow_batch=request.allow_batch)
     _check_step(workload, facts)
     if request.allow_batch:
         facts = replace(facts, largest_batch=_largest_batch(load_training(state.target), facts))
-    return {"facts": msgspec.to_builtins(facts), "has_metric": workload.metric is not None}
+    return Probed(facts=facts, has_metric=workload.metric is not None)
 
 
-def reference(state: State, request: Request) -> dict[str, Any]:
+def reference(state: State, request: WriteReference) -> Reference:
     """Train the baseline from seed 0 and from other seeds, and write their curves to `request.path`."""
     started = time.perf_counter()
     train = load(source(Recipe(), Facts(mode="training", max_grad_norm=_clip(state.workload))), "baseline")
@@ -110,24 +117,20 @@ def reference(state: State, request: Request) -> dict[str, Any]:
         )
     with open(request.path, "wb") as file:
         file.write(msgspec.json.encode(asdict(band)))
-    return {
-        "dtype": "float32",
-        "why": "",
-        "noise": 0.0,
-        "float32_error": None,
-        "metric": metric if math.isfinite(metric) else None,
-        "metric_problem": problem,
-        "seconds": time.perf_counter() - started,
-        "curves": [list(curve.losses) for curve in (baseline, *others)],
-        "spread": band.spread,
-    }
+    return Reference(
+        dtype="float32",
+        metric=metric if math.isfinite(metric) else None,
+        metric_problem=problem,
+        seconds=time.perf_counter() - started,
+        curves=[curve.losses for curve in (baseline, *others)],
+        spread=band.spread,
+    )
 
 
-def prepare(state: State, request: Request) -> dict[str, Any]:
+def prepare(state: State, request: Prepare) -> Prepared:
     """Train with a recipe's source from seed 0, judge its losses, warm up, and report what that took."""
     workload: TrainingWorkload = state.workload
-    with notes_kept() as kept:
-        notes = kept.lines
+    with notes_kept() as told:
         started = time.perf_counter()
         train = load(request.source, request.label)
         torch.manual_seed(0)
@@ -151,32 +154,29 @@ def prepare(state: State, request: Request) -> dict[str, Any]:
         state.run, state.clock = lambda _: steps.step(), Clock(state.device)
         group = [None] * _pass_length(workload)
         state.cycle = itertools.repeat(group)
-        peak = settled(state, has_peak, notes)
+        peak = settled(state, has_peak, told.lines)
         phases = steps.timeline(max(_TIMELINE_STEPS, len(group)))
-        notes += _collectives(steps)
-        notes += compiler_notes()
-    told = prepared(state, optimize_s, first_call_s, accuracy, peak, workload.rows * request.factor, notes)
-    return {**told, "phases_ms": phases, "learned": kept.learned}
+        told.lines += [*_collectives(steps), *compiler_notes()]
+    return prepared(state, optimize_s, first_call_s, accuracy, peak, workload.rows * request.factor, told, phases)
 
 
-def plan(state: State, request: Request) -> dict[str, Any]:
+def plan(state: State, request: MakePlan) -> Planned:
     """The memory plan of the strategies that a study of so many ranks would try, from fake tensors."""
-    from fettle.parallel.plan import as_json
     from fettle.parallel.study import plan_for_study
 
-    made, note = plan_for_study(state.target, request.factor, request.device_memory_bytes or None, request.nodes)
-    return {"plan": as_json(made), "note": note}
+    made, note = plan_for_study(state.target, request.ranks, request.device_memory_bytes or None, request.nodes)
+    return Planned(plan=msgspec.Raw(msgspec.msgpack.encode(made)), note=note)
 
 
-ACTIONS = {
-    "build": build,
-    "examine": examine,
-    "probe": probe,
-    "peaks": peaks,
-    "plan": plan,
-    "reference": reference,
-    "prepare": prepare,
-    "slice": take_slice,
+ACTIONS: Mapping[type[Asked], Callable[[State, Any], Answer]] = {
+    Build: build,
+    Examine: examine,
+    Probe: probe,
+    MeasurePeaks: peaks,
+    MakePlan: plan,
+    WriteReference: reference,
+    Prepare: prepare,
+    TakeSlice: take_slice,
 }
 
 
@@ -223,7 +223,7 @@ def _collectives(steps: Steps) -> list[str]:
     return [f"collectives a step: {counts or 'none seen'}"]
 
 
-def _accuracy(curve: Curve, request: Request) -> Accuracy:
+def _accuracy(curve: Curve, request: Prepare) -> Accuracy:
     losses = tuple(loss for loss in curve.losses if math.isfinite(loss))
     if not request.path:
         return Accuracy(finite=len(losses) == len(curve.losses), losses=losses)

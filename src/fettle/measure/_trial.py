@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from fettle.generate.speed import Generation
 from fettle.measure._load import Load
 from fettle.recipe import Recipe
 
@@ -48,8 +49,21 @@ class Accuracy:
     losses: Sequence[float] = ()
     """Training: the loss of each step, from the baseline's seed and data. `error` is then the mean distance from the
     baseline's losses over the typical distance of two seeds, and `max_abs` the largest difference of a loss."""
+    unequal: float = math.nan
+    """Text: share of the tokens that it writes which are not the reference's. `error` is then the mean Kullback-Leibler
+    divergence from the reference in nats per token, `max_abs` that of the worst token, `agreement` is per token."""
+    perplexity: float = math.nan
+    """Text: the recipe's, and over the reference's with its interval."""
+    perplexity_ratio: float = math.nan
+    perplexity_low: float = math.nan
+    perplexity_high: float = math.nan
     problem: str = ""
     """What is wrong with the outputs beyond a number: a missing leaf, another shape, NaN."""
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it was text that was judged."""
+        return not math.isnan(self.perplexity)
 
 
 @dataclass(frozen=True)
@@ -142,6 +156,8 @@ class Trial:
     accuracy: Accuracy = field(default_factory=Accuracy)
     phases_ms: Mapping[str, float] = field(default_factory=dict)
     """Training: time of a watched step by part: data, forward, backward, optimizer, communication, idle."""
+    generation: Generation | None = None
+    """Text: its time taken apart."""
     notes: Sequence[str] = ()
     """What the recipe really did: layers matched, graph breaks, recompiles, graphs skipped."""
     learned: Mapping[str, Any] = field(default_factory=dict)
@@ -186,6 +202,8 @@ class Trial:
             plain[key] = math.nan if plain.get(key) is None else plain[key]
         for key in ("startup", "accuracy", "load"):
             plain[key] = nan_for_none(plain.get(key, {}))
+        if plain.get("generation"):
+            plain["generation"] = read_generation(plain["generation"])
         for key in ("speedup", "elapsed_speedup"):
             ends = plain.get(key)
             if ends is not None:  # an interval is infinite after one round, and JSON has no infinity
@@ -196,6 +214,13 @@ class Trial:
                 }
         trial = msgspec.convert(plain, cls)
         return replace(trial, recipe=Recipe(respelled(trial.recipe.levels)))
+
+
+def read_generation(data: Mapping[str, Any]) -> Generation:
+    """The figures of a text from plain data, in which NaN may be None."""
+    known_as_none = {"peak_bytes": data.get("peak_bytes")}
+    speeds = nan_for_none(data.get("tokens_per_s", {}))
+    return msgspec.convert({**nan_for_none(data), **known_as_none, "tokens_per_s": speeds}, Generation)
 
 
 def nan_for_none(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What the machine did beyond our processes: CPU time of others and of the hypervisor (`/proc/stat`), waiting
-(`/proc/pressure/cpu`), throttling by a cgroup's quota (`cpu.stat`), the clock.
+(our cgroup's `cpu.pressure`, else the machine's `/proc/pressure/cpu`), throttling by a cgroup's quota (`cpu.stat`), the
+clock.
 
 The counters tick in hundredths of a second, so they are read over half a second at least. A source that is missing, or
 that runs backwards, is NaN and decides nothing. Formats: the kernel's *proc* and *Control Group* documentation.
@@ -22,6 +23,7 @@ from fettle.measure._load import Load
 _WINDOW_S = 0.5
 _TICKS = 100.0  # USER_HZ of /proc/stat
 _STAT, _PRESSURE = Path("/proc/stat"), Path("/proc/pressure/cpu")
+_GROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _CLOCKS = Path("/sys/devices/system/cpu")
 
 
@@ -167,11 +169,21 @@ def _cpu_times() -> tuple[float | None, float | None]:
 
 
 def _pressure_s() -> float | None:
-    try:
-        words = _PRESSURE.read_bytes().split(b"\n", 1)[0].split()
-        return int(words[-1].partition(b"total=")[2]) / 1e6
-    except (OSError, ValueError, IndexError):
-        return None
+    """Seconds in which a task of our cgroup, or else of the machine, waited for a core."""
+    for path in _pressure_files():
+        try:
+            words = path.read_bytes().split(b"\n", 1)[0].split()
+            return int(words[-1].partition(b"total=")[2]) / 1e6
+        except (OSError, ValueError, IndexError):
+            continue
+    return None
+
+
+@lru_cache(maxsize=1)
+def _pressure_files() -> list[Path]:
+    mounts = (_GROUPS, _GROUPS / "unified")
+    own = [mount / group / "cpu.pressure" for names, group in _own_groups() if names == "" for mount in mounts]
+    return [*own, _PRESSURE]
 
 
 def _throttled_s() -> float | None:
@@ -189,18 +201,23 @@ def _throttled_s() -> float | None:
 
 @lru_cache(maxsize=1)
 def _throttle_files() -> list[tuple[Path, float]]:
+    found = []
+    for names, group in _own_groups():
+        if names == "":
+            found.append((_GROUPS / group / "cpu.stat", 1e-6))
+        elif "cpu" in names.split(","):
+            found.append((_GROUPS / "cpu" / group / "cpu.stat", 1e-9))
+    return found
+
+
+def _own_groups() -> list[tuple[str, str]]:
+    """Controllers and path of each cgroup that this process is in; no controllers' names in version 2."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = _OWN_GROUPS.read_text().splitlines()
     except OSError:
         return []
-    found = []
-    for line in lines:
-        _, names, group = line.split(":", 2)
-        if names == "":
-            found.append((Path("/sys/fs/cgroup") / group.lstrip("/") / "cpu.stat", 1e-6))
-        elif "cpu" in names.split(","):
-            found.append((Path("/sys/fs/cgroup/cpu") / group.lstrip("/") / "cpu.stat", 1e-9))
-    return found
+    parts = [line.split(":", 2) for line in lines]
+    return [(part[1], part[2].lstrip("/")) for part in parts if len(part) == 3]
 
 
 def _clock_mhz() -> float | None:

@@ -1,7 +1,7 @@
 """The worker process: builds the workload, applies one recipe, and answers the parent's requests one at a time.
 
-What the user's code prints goes to the process's own stdout, never into the answers. What the requests are is in
-`_inference` and `_training`.
+What the user's code prints goes to the process's own stdout, never into the answers. What answers a request is
+in `_inference` and `_training`.
 """
 
 from __future__ import annotations
@@ -11,37 +11,40 @@ from collections.abc import Callable
 from typing import Any
 
 from fettle.errors import first_line, place
-from fettle.measure._state import Request, State
+from fettle.measure._state import State
+from fettle.measure.messages import Answer, Asked, Build, Prepare
 from fettle.procs.child import Failure
 from fettle.procs.parent import Parent, be_a_worker, failure_of
+from fettle.workload import AUTO
 
 
 def main(parent: Parent) -> None:
     """Answer requests until the parent goes."""
     state = State()
 
-    def answer(request: Request) -> dict[str, Any]:
-        if parent.node:  # what rank 0 is judged by lies on its node
+    def answer(request: Asked) -> Answer:
+        if parent.node and isinstance(request, Prepare):  # what rank 0 is judged by lies on its node
             request.path = ""
         return action(state, request)(state, request)
 
-    parent.serve(Request, answer, explain)
+    parent.serve(Asked, answer, explain)
 
 
-def action(state: State, request: Request) -> Callable[[State, Request], dict[str, Any]]:
+def action(state: State, request: Asked) -> Callable[[State, Any], Answer]:
     """What answers a request; a training loop is built, probed and prepared in its own way."""
-    state.mode = request.target.get("mode", state.mode)
-    if state.mode == "auto":
-        from fettle.train.workload import make
+    if isinstance(request, Build):
+        state.mode = request.target.mode
+        if state.mode == AUTO:
+            from fettle.train.workload import make
 
-        state.made, state.mode = make(request.target)
+            state.made, state.mode = make(request.target)
     if state.mode == "training":
         from fettle.measure import _training
 
-        return _training.ACTIONS[request.do]
+        return _training.ACTIONS[type(request)]
     from fettle.measure import _inference
 
-    return _inference.ACTIONS[request.do]
+    return _inference.ACTIONS[type(request)]
 
 
 def explain(error: BaseException) -> Failure:

@@ -16,21 +16,22 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from fettle.generate.speed import Generation, figures
 from fettle.measure import _statistics
 from fettle.measure._decide import log_ratios
-from fettle.measure._entrants import Entrant, Held, Start
+from fettle.measure._entrants import Entrant, Held, Runner, Start
 from fettle.measure._load import mean_load
 from fettle.measure._rounds import Rounds
 from fettle.measure._rules import Entry, Judge, Progress, Rules
 from fettle.measure._trial import Interval, Startup, Trial
 from fettle.measure._watch import Patience
 from fettle.procs.nodes import Nodes
+from fettle.workload import Target
 
 
 def race(
-    target: Mapping[str, Any],
+    target: Target,
     fingerprint: str,
     entries: Sequence[Entry],
     judging: Judge,
@@ -49,7 +50,7 @@ def race(
     """Race `entries` on the workload of `target`; one trial each, in their order.
 
     The entry with the empty recipe is the baseline that every speed-up refers to; without one the first entry is.
-    `target` is a `fettle.workload.Target` as plain data, `fingerprint` what it must build. Entries that were not
+    `fingerprint` is what `target` must build. Entries that were not
     begun when the deadline came are left out of the answer. With `held` the processes outlive the race: those in it
     that have a recipe of `entries` run it, and all others join them. Entries of several ranks are spread over the
     `nodes`. `patience` is how long the race may wait for a quiet machine, not at all by default. Rounds are counted
@@ -149,12 +150,19 @@ def _speedup(anchor: Entrant, entrant: Entrant, rules: Rules) -> Interval | None
 def _elapsed_speedup(anchor: Entrant, entrant: Entrant, rules: Rules) -> Interval | None:
     """The ratio of times elapsed over the rounds in which others had the machine."""
     slower, faster = (
-        {-number: math.log(ms / runner.answer["samples"])
+        {-number: math.log(ms / runner.answer.samples)
          for runner in each.runners for number, ms in runner.times_ms(elapsed=True).items() if number < 0}
         for each in (anchor, entrant)
     )  # fmt: skip
     ratios = _statistics.paired(slower, faster)
     return _statistics.exp(_statistics.log_interval(ratios, rules.alpha)) if len(ratios) > 1 else None
+
+
+def _generation(runners: Sequence[Runner]) -> Generation | None:
+    """The figures of the texts of all processes."""
+    known = runners[0].answer.generation
+    texts = [text for runner in runners for text in (*runner.answer.texts, *runner.texts)]
+    return None if known is None else figures(texts, known)
 
 
 def _trial(entrant: Entrant, anchor: Entrant, start: Start, rounds: Rounds) -> Trial:
@@ -165,7 +173,7 @@ def _trial(entrant: Entrant, anchor: Entrant, start: Start, rounds: Rounds) -> T
             entry.recipe,
             "failed",
             entrant.failure or "it was not measured",
-            notes=answer["notes"],
+            notes=answer.notes,
             seconds=time.monotonic() - first.began,
             heat=start.heat,
         )
@@ -174,10 +182,10 @@ def _trial(entrant: Entrant, anchor: Entrant, start: Start, rounds: Rounds) -> T
     logs = entrant.per_sample
     quiet = [value for number, value in logs.items() if number > 0]
     is_quiet = len(quiet) >= min(len(logs), _statistics.ENOUGH)
-    rounds_ms = [answer["samples"] * math.exp(value) for value in (quiet if is_quiet else logs.values())]
+    rounds_ms = [answer.samples * math.exp(value) for value in (quiet if is_quiet else logs.values())]
     # A recipe that died half-way has numbers, but nobody should be handed it.
     reason = _ended(entrant) if entrant.failure else entrant.rejected
-    peaks = [runner.answer["peak_bytes"] for runner in runners if runner.answer["peak_bytes"] is not None]
+    peaks = [runner.answer.peak_bytes for runner in runners if runner.answer.peak_bytes is not None]
     loads = [load for runner in runners for load in rounds.loads.get(runner.process, ())]
     return Trial(
         recipe=entry.recipe,
@@ -191,15 +199,16 @@ def _trial(entrant: Entrant, anchor: Entrant, start: Start, rounds: Rounds) -> T
         load=mean_load(loads),
         slices=tuple(one for runner in runners for one in runner.slices),
         processes=len(runners),
-        samples=answer["samples"],
+        samples=answer.samples,
         peak_bytes=max(peaks, default=None),
         energy_j=statistics.median(energy) if energy else None,
-        startup=Startup(answer["load_s"], answer["optimize_s"], answer["first_call_s"], answer["cache"]),
-        accuracy=first.accuracy,
+        startup=Startup(answer.load_s, answer.optimize_s, answer.first_call_s, answer.cache),
+        accuracy=answer.accuracy,
         start_s=first.started_s,
-        phases_ms=answer.get("phases_ms", {}),
-        notes=tuple(answer["notes"]),
-        learned=answer.get("learned", {}),
+        phases_ms=answer.phases_ms,
+        generation=_generation(runners),
+        notes=tuple(answer.notes),
+        learned=answer.learned,
         seconds=time.monotonic() - first.began,
         heat=start.heat,
     )

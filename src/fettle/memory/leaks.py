@@ -92,7 +92,11 @@ def find_leaks(snapshot: Snapshot, replay: Replay, groups: StackGroups, steps: S
         leak = Leak("fragmentation", theil_sen(reserved), _rising(reserved), (), WHAT_TO_DO["fragmentation"])
     if leak is None:
         leak = _host(snapshot, replay, steps)
-    return LeakReport(True, "", len(steps), steps.source, slope, (leak,) if leak else ())
+    reason = ""
+    if leak is None and slope > 0 and _rising(used) >= _GROWING_SHARE:
+        least = size_text(_least_slope(used))
+        reason = f"{steps.source}; memory rises by {size_text(slope)} a step, of which a leak has {least} or more"
+    return LeakReport(True, reason, len(steps), steps.source, slope, (leak,) if leak else ())
 
 
 def theil_sen(values: npt.ArrayLike) -> float:

@@ -38,22 +38,22 @@ def plan_for_study(target: Target, ranks: int, device_memory_bytes: int | None, 
     return dataclasses.replace(made, predictions=(*alone.predictions, *made.predictions)), note
 
 
-def rules_out(made: Mapping[str, Any] | None, levels: Mapping[str, str]) -> str:
+def rules_out(made: Plan, levels: Mapping[str, str]) -> str:
     """Why the plan says that a recipe cannot fit, as a phrase; empty where it may.
 
     Where the plan knows all that the recipe does to memory its peak decides, else what no technique takes away: the
     parameters, gradients and optimizer state.
     """
-    if not made or made["device_memory_bytes"] is None:
+    if made.device_memory_bytes is None:
         return ""
     told = {name: find(name).strategy(level) for name, level in levels.items()}
     wanted = str(Strategy(**{name: value for settings in told.values() for name, value in (settings or {}).items()}))
-    found = next((item for item in made["predictions"] if item["strategy"] == wanted and not item["failed"]), None)
+    found = next((each for each in made.predictions if each.strategy == wanted and not each.failed), None)
     if found is None:
         return ""
-    most = made["device_memory_bytes"] * (1 - made["headroom"])
+    most = made.device_memory_bytes * (1 - made.headroom)
     known = None not in told.values()
-    needs = found["peak_bytes"] if known else sum(found["states"].values()) - found["host_bytes"]
+    needs = found.peak_bytes if known else sum(found.states.values()) - found.host_bytes
     if needs <= most or any(level in find(name).shrinks_states for name, level in levels.items()):
         return ""
     what = "a rank's peak" if known else "a rank's parameters, gradients and optimizer state"

@@ -1,4 +1,5 @@
-"""A child process that answers requests, one at a time, each within a deadline."""
+"""A child process that answers requests, one at a time, each within a deadline. Both go as MessagePack, which has
+infinity and NaN."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ class Failure(msgspec.Struct):
 class Reply(msgspec.Struct, omit_defaults=True):
     """A reply of a child: an answer, a failure, or only the stage it is in."""
 
-    answer: msgspec.Raw = msgspec.Raw(b"null")
+    answer: msgspec.Raw = msgspec.Raw(b"\xc0")
     failure: Failure | None = None
     stage: str = ""
 
@@ -83,7 +84,7 @@ class Child(Process):
     def send(self, request: object) -> None:
         """Send a request without waiting: `receive` has its answer. So two children can work side by side."""
         self.resume()
-        line = msgspec.json.encode(request)
+        line = msgspec.msgpack.encode(request)
         self._doing, self._stage = what(line), ""
         try:
             self._link.send_bytes(line)
@@ -93,10 +94,10 @@ class Child(Process):
     def receive(self, answer: type[T], timeout_s: float) -> T:
         """The answer to the request that was sent; raises what `call` raises."""
         deadline = time.monotonic() + timeout_s
-        while (reply := msgspec.json.decode(self._next(deadline, timeout_s, self._doing), type=Reply)).stage:
+        while (reply := msgspec.msgpack.decode(self._next(deadline, timeout_s, self._doing), type=Reply)).stage:
             self._stage = reply.stage
         if reply.failure is None:
-            return msgspec.json.decode(reply.answer, type=answer)
+            return msgspec.msgpack.decode(reply.answer, type=answer)
         if reply.failure.trace and self._log is not None:
             self._log.write(reply.failure.trace.encode())
             self._log.flush()
@@ -144,7 +145,7 @@ class Child(Process):
 
 def what(request: bytes) -> str:
     """What a request asks for."""
-    return msgspec.json.decode(request, type=_What).do
+    return msgspec.msgpack.decode(request, type=_What).do
 
 
 class _What(msgspec.Struct):
@@ -153,4 +154,4 @@ class _What(msgspec.Struct):
 
 def replied(answer: Any) -> Reply:
     """A reply that is an answer."""
-    return Reply(msgspec.Raw(msgspec.json.encode(answer)))
+    return Reply(msgspec.Raw(msgspec.msgpack.encode(answer)))

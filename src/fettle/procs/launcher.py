@@ -20,7 +20,7 @@ from typing import Any, cast
 import msgspec
 import psutil
 
-from fettle.procs.child import Failure, Reply, what
+from fettle.procs.child import Failure, Reply, replied, what
 from fettle.procs.listener import KeyedListener
 from fettle.procs.parent import Parent, be_a_worker, die_with_parent
 from fettle.procs.process import how_it_ended
@@ -86,7 +86,7 @@ class _Supervisor:
                 link = cast(Connection, ready)
                 rank = waiting[link]
                 try:
-                    reply = msgspec.json.decode(link.recv_bytes(), type=Reply)
+                    reply = msgspec.msgpack.decode(link.recv_bytes(), type=Reply)
                 except (EOFError, OSError):
                     return Reply(failure=self._why(replies, waiting, doing))
                 if reply.stage:
@@ -98,8 +98,7 @@ class _Supervisor:
                 replies[rank] = reply
                 if reply.failure is not None:
                     return Reply(failure=self._why(replies, waiting, doing))
-        answers = b",".join(bytes(replies[rank].answer) for rank in range(self.rendezvous.count))
-        return Reply(msgspec.Raw(b"[" + answers + b"]"))
+        return replied([replies[rank].answer for rank in range(self.rendezvous.count)])
 
     def _why(self, replies: dict[int, Reply], waiting: dict[Connection, int], doing: str) -> Failure:
         """What went wrong: a rank that ended without an error of its own is the cause, else the first error is."""

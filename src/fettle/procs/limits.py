@@ -13,7 +13,7 @@ _OWN = Path("/proc/self/cgroup")
 
 def usable_cores() -> int:
     """Physical cores that this process may use: fewer under an affinity mask or a container's quota."""
-    logical, per_core = _affinity(), 1
+    logical, per_core = affinity_cores(), 1
     try:
         import psutil
 
@@ -21,12 +21,12 @@ def usable_cores() -> int:
         per_core = max(1, round((psutil.cpu_count() or 1) / physical)) if physical else 1
     except Exception:
         pass
-    return max(1, int(min([logical // per_core, *_quotas()])))
+    return max(1, int(min(logical // per_core, quota_cores())))
 
 
 def granted_cores() -> tuple[int, str]:
     """Logical cores that this process may use, of a quota as many as it takes to use all of it; and what says so."""
-    cores, quota = _affinity(), min(_quotas(), default=math.inf)
+    cores, quota = affinity_cores(), quota_cores()
     if quota < cores:
         return max(1, math.ceil(quota)), f"the control group grants {quota:.3g} cores"
     return cores, "cores of this process"
@@ -45,8 +45,14 @@ def granted_memory_bytes() -> int:
     return memory
 
 
-def _affinity() -> int:
+def affinity_cores() -> int:
+    """Logical cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def quota_cores() -> float:
+    """Cores whose time the control groups grant; infinity where they do not limit it."""
+    return min(_quotas(), default=math.inf)
 
 
 def _quotas() -> list[float]:

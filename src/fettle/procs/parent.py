@@ -61,7 +61,7 @@ class Parent:
 
     def send(self, reply: Reply) -> None:
         """Reply to the last request."""
-        self._link.send_bytes(msgspec.json.encode(reply))
+        self._link.send_bytes(msgspec.msgpack.encode(reply))
 
     def stage(self, name: str) -> None:
         """Report the current stage, so that it is known where this process hung or died."""
@@ -74,7 +74,7 @@ class Parent:
         """Answer requests of this type until the parent goes, then end. An exception is answered as a failure."""
         for line in self.requests():
             try:
-                reply = replied(answer(msgspec.json.decode(line, type=request)))
+                reply = replied(answer(msgspec.msgpack.decode(line, type=request)))
             except (Exception, SystemExit) as error:
                 reply = Reply(failure=explain(error))
             self.send(reply)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fettle.generate.speed import Generation
 from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.report import _format as fmt
@@ -79,12 +80,17 @@ def _as_measured_last(result: Outcome, trial: Trial) -> Trial:
 
 def error_name(result: Outcome) -> str:
     """What a trial's error is: of its answers, or of its losses in units of what other seeds make."""
-    return "loss deviation" if result.facts.mode == "training" else "relative error"
+    if result.facts.mode == "training":
+        return "loss deviation"
+    return "KL divergence" if result.facts.generates else "relative error"
 
 
 def unit_name(result: Outcome) -> str:
     """What one measured call of the workload is."""
-    return "step" if result.facts.mode == "training" else "call"
+    if result.facts.mode == "training":
+        return "step"
+    part = {"ttft": "prompt", "tpot": "continuation"}.get(result.goal, "text")
+    return part if result.facts.generates else "call"
 
 
 def checks(result: Outcome, trial: Trial) -> list[Check]:
@@ -102,15 +108,24 @@ def checks(result: Outcome, trial: Trial) -> list[Check]:
         found.append(
             Check("top-1 agreement", f"≥ {fmt.share(limits.min_agreement)}", fmt.share(accuracy.agreement), held)
         )
+    if limits.exact:
+        held = None if math.isnan(accuracy.unequal) else accuracy.unequal == 0
+        found.append(Check("other tokens", "none", fmt.share(accuracy.unequal), held))
     if limits.max_metric_drop is not None:
         drop = result.reference.metric - accuracy.metric
         found.append(_at_most("metric drop", drop, limits.max_metric_drop, fmt.number))
     if limits.max_latency_ms is not None:
         found.append(_at_most("time of a call", trial.time_ms, limits.max_latency_ms, fmt.milliseconds))
+    text = trial.generation or Generation()
+    if limits.max_ttft_ms is not None:
+        found.append(_at_most("time to first token", text.ttft_ms, limits.max_ttft_ms, fmt.milliseconds))
+    if limits.max_tpot_ms is not None:
+        found.append(_at_most("time per output token", text.tpot_ms, limits.max_tpot_ms, fmt.milliseconds))
     if limits.min_throughput is not None:
         rate = trial.throughput
         held = None if not math.isfinite(rate) else rate >= limits.min_throughput
-        found.append(Check("samples a second", f"≥ {fmt.number(limits.min_throughput)}", fmt.number(rate), held))
+        what = "tokens a second" if result.facts.generates else "samples a second"
+        found.append(Check(what, f"≥ {fmt.number(limits.min_throughput)}", fmt.number(rate), held))
     if limits.max_memory_bytes is not None:
         peak = math.nan if trial.peak_bytes is None else float(trial.peak_bytes)
         found.append(_at_most("peak memory", peak, limits.max_memory_bytes, fmt.size))

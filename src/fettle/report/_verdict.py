@@ -85,6 +85,12 @@ def yardstick(result: Outcome) -> str:
             "as given, from the same seed and on the same data; the loss deviation is the mean distance of the two, "
             f"as a share of the typical distance of two of {len(reference.curves)} seeds."
         )
+    if result.facts.generates:
+        return (
+            "What a recipe would write is judged token by token against the same model in float32, on that model's own "
+            f"text and the workload's, by the Kullback-Leibler divergence in nats; the reference's perplexity is "
+            f"{fmt.number(reference.perplexity)}."
+        )
     why = f" ({reference.why})" if reference.why else ""
     text = f"Answers are judged against the same model run in {reference.dtype}{why}"
     if baseline is not None and math.isfinite(baseline.accuracy.error):
@@ -236,6 +242,11 @@ def _answers(result: Outcome, winner: Trial) -> str:
     if result.facts.mode == "training":
         return f"with losses {fmt.share(accuracy.error)} as far from the baseline's as two seeds' are from each other"
     text = f"with answers within {fmt.error(accuracy.error)} (relative error)"
+    if accuracy.is_text:
+        text = (
+            f"with a mean KL divergence of {fmt.error(accuracy.error)} from the reference and "
+            f"{fmt.share(accuracy.agreement)} of tokens the same"
+        )
     if math.isfinite(accuracy.metric) and math.isfinite(result.reference.metric):
         text += f" and a metric of {fmt.number(accuracy.metric)} against {fmt.number(result.reference.metric)}"
     return text

@@ -9,7 +9,7 @@ import altair as alt
 from fettle.files import write_bytes, write_text
 from fettle.page import Figure, as_spec, clean
 from fettle.report import _format as fmt
-from fettle.report import _ladder, _payback, _scatter, _training
+from fettle.report import _ladder, _payback, _rounds, _scatter, _text, _training
 from fettle.report._facts import error_name, pareto, ranked
 from fettle.report._marks import Rows
 from fettle.report._verdict import payback as payback_text
@@ -22,14 +22,16 @@ def figures(result: Outcome) -> list[Figure]:
     drawn = [
         (
             "throughput",
-            "Throughput, samples per second",
+            _rate_title(result),
             _bars_alt(_ladder.throughput_rows(result)),
             _ladder.throughput,
         ),
         ("memory", "Peak memory", _bars_alt(_ladder.memory_rows(result)), _ladder.memory),
+        ("roofline", "Prefill and decode under the machine's limits", _text.roofline_words(result), _text.roofline),
         ("losses", "Losses, baseline and tuned", _training.losses_words(result), _training.losses),
         ("timeline", "A step, by phase", _training.timeline_words(result), _training.timeline),
         ("plan", "The memory plan, one rank", _training.plan_words(result), _training.plan),
+        ("rounds", "The last race, round by round", _rounds.words(result), _rounds.rounds),
         ("error", "Speed-up against error", _cloud_alt(result, error_name(result)), _scatter.against_error),
         ("footprint", "Speed-up against memory", _cloud_alt(result, "peak memory"), _scatter.against_memory),
         ("pareto", "The Pareto front", _front_alt(result), _scatter.front),
@@ -49,7 +51,7 @@ def ladder(result: Outcome) -> Figure | None:
     both = [chart for chart in (_ladder.throughput(result), _ladder.memory(result)) if chart is not None]
     if not both:
         return None
-    titles = ["throughput, samples per second", "peak memory"]
+    titles = [_rate_title(result).lower(), "peak memory"]
     named = [
         chart.properties(width=400, title=alt.Title(title, anchor="start", fontWeight="normal", fontSize=12, offset=12))
         for chart, title in zip(both, titles, strict=False)
@@ -72,6 +74,10 @@ def write_charts(result: Outcome, folder: str | Path) -> list[Path]:
         write_bytes(path, figure.png())
         written.append(path)
     return written
+
+
+def _rate_title(result: Outcome) -> str:
+    return f"Throughput, {'tokens' if result.facts.generates else 'samples'} per second"
 
 
 def _bars_alt(rows: Rows) -> str:

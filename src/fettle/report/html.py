@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fettle.files import write_text
 from fettle.page import clean, shell
-from fettle.report import _facts, _format, _tables, _verdict
+from fettle.report import _facts, _format, _tables, _text, _verdict
 from fettle.report.charts import figures
 from fettle.result import Outcome
 
@@ -30,4 +30,5 @@ def page(result: Outcome) -> str:
         facts=_facts,
         say=_verdict,
         tables=_tables,
+        text=_text,
     )

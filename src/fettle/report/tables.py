@@ -10,7 +10,7 @@ from rich.table import Table
 
 from fettle.measure import Trial
 from fettle.page import clean
-from fettle.report import _facts, _verdict
+from fettle.report import _facts, _text, _verdict
 from fettle.report import _format as fmt
 from fettle.result import Outcome
 
@@ -32,6 +32,8 @@ def print_result(result: Outcome, console: Console) -> None:
         )
     console.print()
     console.print(f"[bold]{escape(_verdict.verdict(result))}[/]", highlight=False)
+    if written := _text.sentence(result):
+        console.print(escape(written), highlight=False)
     payback = _verdict.payback(result)
     if payback:
         console.print(escape(payback), highlight=False)

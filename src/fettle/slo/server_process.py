@@ -167,7 +167,7 @@ async def _serve(parent: Parent) -> None:
     async def next_request() -> bytes | None:
         return await loop.run_in_executor(None, next, requests, None)
 
-    wanted = msgspec.json.decode(await next_request() or b"", type=_Serve)
+    wanted = msgspec.msgpack.decode(await next_request() or b"", type=_Serve)
     package = replace(open_package(Path(wanted.folder)), settings=wanted.settings)
     server = Server(Address(port=0), Options(device=wanted.device))
     try:

@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
-
 from fettle.errors import UsageError
 from fettle.package.export import NOT_SERVED
 from fettle.package.manifest import open_package
@@ -91,19 +89,19 @@ def study_recipes(target: Target, storage: str, name: str, most: int) -> list[Re
     Raises `UsageError` where the study is not there, is another workload's, or has none on this machine.
     """
     from fettle.machine import this_machine
-    from fettle.measure import Worker, WorkerError
+    from fettle.measure import Worker, WorkerError, messages
     from fettle.study import Study, storage_url
 
     if "://" not in storage and not Path(storage).is_file():
         raise UsageError(f"no such study: {storage}")
     with Worker() as worker:  # builds the workload as it was built when the study was made
         try:
-            built = worker.ask("build", PACKAGE_S, target=msgspec.to_builtins(target))
+            built = worker.ask(messages.Build(target), messages.Built, PACKAGE_S)
         except WorkerError as error:
             raise UsageError(f"the workload could not be built: {error}") from error
     study = Study.open(
-        name or target.name, storage_url(storage, Path.cwd()), built["fingerprint"], this_machine().id,
-        structure=built["structure"], beside=not name,
+        name or target.name, storage_url(storage, Path.cwd()), built.fingerprint, this_machine().id,
+        structure=built.structure, beside=not name,
     )  # fmt: skip
     trials = sorted((trial for trial in study.trials() if trial.ok), key=lambda trial: -trial.throughput)
     if not trials:

@@ -56,6 +56,12 @@ class Code:
     outputs: tuple[str, ...] = ()
     """Statements that change `output` after every call, last technique first."""
 
+    decoder: str = ""
+    """Where text is written: an expression of `model` that reads prompts and goes on (`fettle.generate.decoding`);
+    the last technique that has one decides, as for `writer`."""
+    writer: str = ""
+    """The function that writes with the `decoder`."""
+
     # In a training loop `contexts` are around ``loss(model, batch)``, `prepare` may also change `parameters` and
     # `data`, and these have a place of their own. Of the last five the last technique that has one
     # decides.

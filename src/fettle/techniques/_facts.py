@@ -26,6 +26,15 @@ class Facts:
     """A forward pass in eval mode changes the module's buffers: running averages, counters, caches."""
     custom_call: bool = False
     """The workload is called through its own `call`, not ``model(...)``."""
+    new_tokens: int = 0
+    """Tokens that are written after each prompt; 0 where the workload is no `fettle.GenerationWorkload`."""
+    prompt_tokens: int = 0
+    """Tokens of the longest prompt that a decoder reads."""
+    row_counts: tuple[int, ...] = ()
+    """Rows at which tokens a second are told."""
+    keeps: str = ""
+    """How its keys and values are kept: ``own`` where the workload's object does that itself, ``static`` where room for
+    them can be set aside before, ``dynamic`` where only the model can make it."""
     calibration_batches: int = 0
     dtype: str = "float32"
     """The commonest floating dtype among the parameters, without ``torch.``."""
@@ -78,6 +87,11 @@ class Facts:
     """and on how many machines."""
     largest_batch: int = 0
     """Training: the batch fits this many times over; 0 where that was not looked for."""
+
+    @property
+    def generates(self) -> bool:
+        """Whether the workload writes text."""
+        return self.new_tokens > 0
 
     @property
     def has_bf16(self) -> bool:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,10 +13,6 @@ _FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "amx_b
 _CAPABILITIES = {"avx512f": "avx512_f"}
 """Names in /proc/cpuinfo that torch spells otherwise."""
 _OTHER_DISTRIBUTIONS = {"onnxruntime": "onnxruntime-gpu"}
-_ALLOCATORS = {
-    "jemalloc": ("libjemalloc.so.2", "libjemalloc.so"),
-    "tcmalloc": ("libtcmalloc.so.4", "libtcmalloc_minimal.so.4", "libtcmalloc.so", "libtcmalloc_minimal.so"),
-}
 
 
 def cpu_flags() -> tuple[str, ...]:
@@ -46,26 +40,6 @@ def installed(names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def find_libraries() -> dict[str, str]:
-    """Paths of allocators that can be preloaded, from the linker's cache and the environment's own folder; of glibc,
-    whose allocator can be set, the version."""
-    if not sys.platform.startswith("linux"):
-        return {}
-    cache = _linker_cache()
-    library, version = platform.libc_ver()
-    found = {library: version} if library == "glibc" else {}
-    for name, files in _ALLOCATORS.items():
-        for file in files:
-            path = cache.get(file) or next(
-                (str(p) for p in [Path(sys.prefix, "lib", file)] if p.is_file()),
-                "",
-            )
-            if path:
-                found[name] = path
-                break
-    return found
-
-
 def _cpuinfo_flags() -> list[str]:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -75,14 +49,3 @@ def _cpuinfo_flags() -> list[str]:
     except OSError:
         pass
     return []
-
-
-def _linker_cache() -> dict[str, str]:
-    for command in ("ldconfig", "/sbin/ldconfig"):
-        try:
-            listing = subprocess.run([command, "-p"], capture_output=True, text=True, timeout=10).stdout
-        except (OSError, subprocess.SubprocessError):
-            continue
-        rows = [line.split() for line in listing.splitlines() if "=>" in line]
-        return {row[0]: row[-1] for row in reversed(rows)}
-    return {}

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
+from fettle.machine import find_libraries
 from fettle.procs.limits import usable_cores
 from fettle.techniques._attention_rewrite import count_manual_attention
 from fettle.techniques._base import CATALOGUE
 from fettle.techniques._facts import Facts
-from fettle.techniques._host import cpu_flags, find_libraries, installed
+from fettle.techniques._generation import generation_facts
+from fettle.techniques._host import cpu_flags, installed
 from fettle.techniques.compile import blocks_of
 from fettle.workload import Workload, leaves
 
@@ -35,13 +37,15 @@ def probe_facts(workload: Workload, *, allow_batch: bool = False) -> Facts:
     device = _commonest([tensor.device.type for tensor in [*parameters, *module.buffers(), *tensors]], "cpu")
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in parameters if tensor.is_floating_point()]
     uses_sdpa, manual_attention, train_mode_differs, changes_buffers = _forward_facts(workload, module)
+    generation = generation_facts(workload)
     return Facts(
         device=device,
         is_module=isinstance(model, torch.nn.Module),
         training=any(child.training for child in module.modules()) and isinstance(model, torch.nn.Module),
         train_mode_differs=train_mode_differs,
         changes_buffers=changes_buffers,
-        custom_call=workload.call is not None,
+        custom_call=workload.call is not None or bool(generation),
+        **generation,
         calibration_batches=len(workload.calibration),
         dtype=_commonest(dtypes, "float32"),
         num_parameters=sum(parameter.numel() for parameter in parameters),
@@ -54,7 +58,7 @@ def probe_facts(workload: Workload, *, allow_batch: bool = False) -> Facts:
         samples=workload.samples or next((len(tensor) for tensor in tensors if tensor.dim() > 0), 1),
         block_classes=_block_classes(module),
         hf_attention=_hf_attention(module, device),
-        manual_attention=manual_attention,
+        manual_attention=0 if generation else manual_attention,
         uses_sdpa=uses_sdpa,
         physical_cores=usable_cores(),
         threads=torch.get_num_threads(),

@@ -19,6 +19,7 @@ from typing import Any
 from fettle.recipe import Recipe
 from fettle.techniques._base import Code, Facts, Technique
 from fettle.techniques._catalogue import changed
+from fettle.techniques._generation import writing
 
 _BEFORE_START = ("LD_PRELOAD", "MALLOC_CONF")
 """Variables that a process which is running already takes no notice of."""
@@ -93,12 +94,13 @@ def render(
     the workload's first batches are handed to ``optimize``.
     """
     parts = codes(recipe, facts)
-    lines = preamble(heading or f"Optimised for inference: {recipe}.", [code for _, _, code in parts])
+    writes = [writing([code for _, _, code in parts], facts)] if facts.generates else []
+    lines = preamble(heading or f"Optimised for inference: {recipe}.", [*writes, *(code for _, _, code in parts)])
     lines += ["", *_optimize(parts, facts)]
     if target is not None:
         lines += [_main(target, facts, calibration)]
     elif heading:
-        lines += [_USE.format(call=", call" if facts.custom_call else "")]
+        lines += [_USE.format(call=_call(facts))]
     return text_of(lines)
 
 
@@ -159,10 +161,9 @@ def load(source: str, label: str) -> Callable[..., Callable[..., Any]]:
 
 
 def _optimize(parts: list[tuple[Technique, str, Code]], facts: Facts) -> list[str]:
-    call = ", call" if facts.custom_call else ""
     body = [
-        f"def optimize(model, batches{call}):",
-        '    """Change `model` in place and return the fast callable, which takes what the call took."""',
+        f"def optimize(model, batches{_call(facts)}):",
+        f'    """Change `model` in place and return the fast callable, which {TAKES[facts.generates]}."""',
     ]
     for _, _, code in parts:
         if code.setup:
@@ -174,6 +175,11 @@ def _optimize(parts: list[tuple[Technique, str, Code]], facts: Facts) -> list[st
     outputs = [line for _, _, code in reversed(parts) for line in code.outputs]
     contexts = [context for _, _, code in parts for context in code.contexts]
     invoke = "call(model, *args, **kwargs)" if facts.custom_call else "model(*args, **kwargs)"
+    if facts.generates:
+        code = writing([code for _, _, code in parts], facts)
+        body += ["", f"    decoder = {code.decoder}"]
+        inputs = [f'kwargs.setdefault("new_tokens", {facts.new_tokens})', *inputs]
+        invoke = f"{code.writer}(decoder, *args, **kwargs)"
     if not (inputs or outputs or contexts):
         if facts.custom_call:
             return [*body, "", "    def run(*args, **kwargs):", f"        return {invoke}", "", "    return run"]
@@ -188,7 +194,17 @@ def _optimize(parts: list[tuple[Technique, str, Code]], facts: Facts) -> list[st
         body += [f"{indent}output = {invoke}"] + [f"{indent}{line}" for line in outputs] + [f"{indent}return output"]
     else:
         body.append(f"{indent}return {invoke}")
+    if facts.generates:
+        body += ["", "    run.decoder = decoder"]
     return [*body, "", "    return run"]
+
+
+TAKES = {False: "takes what the call took", True: "takes a prompt and writes after it"}
+
+
+def _call(facts: Facts) -> str:
+    """The parameter for a call of the workload's own."""
+    return ", call" if facts.custom_call and not facts.generates else ""
 
 
 def _main(target: tuple[str, str], facts: Facts, calibration: int) -> str:
@@ -198,7 +214,7 @@ def _main(target: tuple[str, str], facts: Facts, calibration: int) -> str:
         load=load_lines,
         factory=target[1],
         calibration=max(1, calibration),
-        call=", call" if facts.custom_call else "",
+        call=_call(facts),
     )
 
 

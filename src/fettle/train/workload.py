@@ -141,13 +141,12 @@ def training_workload_from(made: object, where: str) -> TrainingWorkload:
     )
 
 
-def make(target: Mapping[str, Any]) -> tuple[object, str]:
-    """What the factory of a target (as plain data) returns with torch's seed 0, and the mode that it is for."""
-    import msgspec
+def make(target: Target) -> tuple[object, str]:
+    """What the factory of a target returns with torch's seed 0, and the mode that it is for."""
     import torch
 
     torch.manual_seed(0)
-    made = msgspec.convert(target, Target).make()
+    made = target.make()
     training = isinstance(made, TrainingWorkload) or (isinstance(made, dict) and "optimizer" in made)
     return made, "training" if training else "inference"
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from fettle.errors import UsageError
 from fettle.procs.nodes import Nodes, address_of
@@ -21,7 +21,7 @@ from fettle.train import TrainingWorkload
 from fettle.tuning.options import Options
 from fettle.workload import AUTO, Target, Workload, check_mode, find_target, target_from_objects
 
-GOALS: tuple[Goal, ...] = ("throughput", "latency", "memory", "energy", "startup")
+GOALS: tuple[Goal, ...] = get_args(Goal)
 
 
 def workload_of(
@@ -92,7 +92,7 @@ def check_limits(limits: Limits) -> None:
     """Raise `UsageError` for limits that nothing could keep."""
     checks = {
         "max error": limits.max_error, "max latency": limits.max_latency_ms, "max memory": limits.max_memory_bytes,
-        "min throughput": limits.min_throughput,
+        "min throughput": limits.min_throughput, "max ttft": limits.max_ttft_ms, "max tpot": limits.max_tpot_ms,
     }  # fmt: skip
     for name, value in checks.items():
         if value is not None and not value > 0:
@@ -128,16 +128,14 @@ def check_ranks(options: Options, target: Target) -> Target:
 
 def ask_for_mode(target: Target, timeout_s: float = 600.0) -> Target:
     """The target with the mode that its factory's answer shows, asked in a process of its own."""
-    import msgspec
-
-    from fettle.measure import Worker, WorkerError
+    from fettle.measure import Worker, WorkerError, messages
 
     try:
         with Worker() as worker:
-            built = worker.ask("build", timeout_s, target=msgspec.to_builtins(target))
+            built = worker.ask(messages.Build(target), messages.Built, timeout_s)
     except WorkerError as error:
         raise UsageError(f"the workload could not be built: {error}") from error
-    return replace(target, mode=built["mode"])
+    return replace(target, mode=built.mode)
 
 
 def open_nodes(options: Options, target: Target) -> Nodes | None:

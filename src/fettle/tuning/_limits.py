@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from fettle.generate.speed import Generation
 from fettle.measure import Trial
 from fettle.result import Goal, Limits
 
@@ -28,8 +29,19 @@ def misses(trial: Trial, limits: Limits) -> str:
         return f"{trial.time_ms:.3g} ms is above {latency:g} ms"
     if memory is not None and not (trial.peak_bytes is not None and trial.peak_bytes <= memory):
         return f"{(trial.peak_bytes or 0) / 2**20:.0f} MiB is above {memory / 2**20:.0f} MiB"
+    if broken := _misses_of_text(trial, limits):
+        return broken
     if least is not None and not trial.throughput >= least:
         return f"{trial.throughput:.3g} samples a second are below {least:g}"
+    return ""
+
+
+def _misses_of_text(trial: Trial, limits: Limits) -> str:
+    text = trial.generation or Generation()
+    for name, took, most in (("to the first token", text.ttft_ms, limits.max_ttft_ms),
+                             ("per output token", text.tpot_ms, limits.max_tpot_ms)):  # fmt: skip
+        if most is not None and not took <= most:
+            return f"{took:.3g} ms {name} are above {most:g} ms"
     return ""
 
 
@@ -41,6 +53,11 @@ def distance(trial: Trial, limits: Limits) -> float:
         factors.append(error / limits.max_error)
     if limits.max_latency_ms is not None:
         factors.append(trial.time_ms / limits.max_latency_ms)
+    text = trial.generation or Generation()
+    if limits.max_ttft_ms is not None and text.ttft_ms > 0:
+        factors.append(text.ttft_ms / limits.max_ttft_ms)
+    if limits.max_tpot_ms is not None and text.tpot_ms > 0:
+        factors.append(text.tpot_ms / limits.max_tpot_ms)
     if limits.min_throughput is not None and trial.throughput > 0:
         factors.append(limits.min_throughput / trial.throughput)
     if limits.max_memory_bytes is not None:

@@ -13,7 +13,7 @@ import msgspec
 from fettle.machine import Machine, this_machine
 from fettle.measure import Interval, Trial, verdict
 from fettle.recipe import Recipe
-from fettle.result import LeftOut, Rung, Verdict
+from fettle.result import TIMES, LeftOut, Rung, Verdict
 from fettle.techniques import find, preconditions, source
 from fettle.tuning._last_race import LastRace, climb
 from fettle.tuning._limits import distance
@@ -91,7 +91,7 @@ def pick_winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, 
                     return winner, said  # earlier races had told: that is neither "no difference" nor a promise
         elif again:
             winner = None  # they held once and not again: nothing to hand out with a good conscience
-    if winner is not None and said != "faster" and session.standings.goal in ("throughput", "latency") and last:
+    if winner is not None and said != "faster" and session.standings.goal in TIMES and last:
         # Nothing was gained that can be shown: change nothing, or no more than the answers need.
         plain = [session.standings.known.get(recipe) for recipe in (Recipe(), preconditions(session.facts))]
         winner = next((trial for trial in plain if trial and math.isfinite(session.score(trial))), winner)
@@ -116,7 +116,7 @@ def _fastest(session: Session, able: Sequence[Trial]) -> Trial:
 def _together(session: Session, winner: Trial) -> Interval | None:
     """What all races together say of the winner. It was picked from many, so the error rate is shared between them
     (Bonferroni)."""
-    if session.standings.fit is None or session.standings.goal not in ("throughput", "latency"):
+    if session.standings.fit is None or session.standings.goal not in TIMES:
         return None
     picked_from = max(
         1, sum(trial.speedup is not None and bool(trial.recipe.levels) for trial in session.standings.known.values())

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from fettle.errors import UsageError
-from fettle.measure import Worker, WorkerError
+from fettle.measure import Worker, WorkerError, messages
 from fettle.recipe import Recipe
 from fettle.result import PlanRow
 from fettle.study import Study
 from fettle.techniques import uses_ranks
+
+if TYPE_CHECKING:
+    from fettle.parallel.plan import Plan
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
     """What the plan predicted, and what it rules out."""
 
-    made: Mapping[str, Any] | None = None
-    """`fettle.parallel.plan.Plan` as plain data; None where there is none."""
+    made: Plan | None = None
     note: str = ""
     """How it was made, or why it could not be."""
 
     def rules_out(self, recipe: Recipe) -> str:
         """Why the plan says that a recipe cannot fit; empty where it may, or nobody knows."""
-        if not uses_ranks(recipe):
+        if self.made is None or not uses_ranks(recipe):
             return ""
         from fettle.parallel.study import rules_out
 
@@ -33,21 +37,13 @@ class MemoryPlan:
 
     def rows(self) -> tuple[PlanRow, ...]:
         """The predictions for the report."""
-        if not self.made:
+        if self.made is None:
             return ()
-        memory = self.made["device_memory_bytes"]
-        limit = None if memory is None else int(memory * (1 - self.made["headroom"]))
+        memory = self.made.device_memory_bytes
+        limit = None if memory is None else int(memory * (1 - self.made.headroom))
         return tuple(
-            PlanRow(
-                item["strategy"],
-                item["peak_bytes"],
-                item["parts"],
-                limit,
-                item["collectives"],
-                item["sent_bytes"],
-                item["failed"],
-            )
-            for item in self.made["predictions"]
+            PlanRow(each.strategy, each.peak_bytes, each.parts, limit, each.collectives, each.sent_bytes, each.failed)
+            for each in self.made.predictions
         )
 
 
@@ -70,11 +66,14 @@ def plan_memory(
     if kept is None:
         tell(f"planning the memory of {ranks} ranks")
         try:
-            kept = worker.ask("plan", 300.0, factor=ranks, nodes=nodes, device_memory_bytes=memory)
+            planned = worker.ask(messages.MakePlan(ranks, nodes, memory), messages.Planned, 300.0)
+            kept = {"plan": msgspec.msgpack.decode(planned.plan), "note": planned.note}
         except (WorkerError, UsageError) as error:
             kept = {"plan": None, "note": f"the memory could not be planned: {error}"}
         study.set_note(key, kept)
-    return MemoryPlan(kept["plan"], kept["note"])
+    from fettle.parallel.plan import Plan
+
+    return MemoryPlan(msgspec.convert(kept["plan"], Plan | None), kept["note"])
 
 
 def _memory_of_rank(device: str, each: int) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypedDict, get_type_hints
 
 from fettle.errors import UsageError
+from fettle.generate.quality import MAX_KL
 from fettle.measure import Rules
 from fettle.result import Goal, Limits
 from fettle.tuning._budget import REPLICATES
@@ -33,7 +34,8 @@ class Options:
     """Goal, limits, budget, and what may be tried. The defaults are those of `fettle.tune`."""
 
     goal: Goal = "throughput"
-    """``throughput``, ``latency``, ``memory``, ``energy`` or ``startup``."""
+    """``throughput``, ``latency``, ``memory``, ``energy`` or ``startup``; for text also ``ttft``, the time to the first
+    token, and ``tpot``, the time per output token."""
 
     limits: Limits = field(default_factory=Limits)
     """What a recipe must keep. `fettle.tune` takes its fields too: ``max_error=0.01``."""
@@ -41,6 +43,10 @@ class Options:
     max_spread: float = 1.0
     """In training, in place of `Limits.max_error`: how far the losses may be from the baseline's, in units of the
     typical distance of two seeds. With `Limits.max_metric_drop` the workload's metric decides instead."""
+
+    max_kl: float = MAX_KL
+    """Where text is written, in place of `Limits.max_error`: the mean Kullback-Leibler divergence from the float32
+    reference in nats per token. With `Limits.max_metric_drop` the workload's metric decides instead."""
 
     budget_s: float | None = 900.0
     """Seconds to spend; None or 0 for no limit."""
@@ -100,6 +106,12 @@ class Options:
     """How much is measured of each recipe."""
 
     @property
+    def text_limits(self) -> Limits:
+        """The limits where the workload writes text."""
+        judged_by_metric = self.limits.max_metric_drop is not None
+        return replace(self.limits, max_error=None if judged_by_metric or self.limits.exact else self.max_kl)
+
+    @property
     def training_limits(self) -> Limits:
         """The limits where the workload is a training loop."""
         judged_by_metric = self.limits.max_metric_drop is not None
@@ -116,6 +128,10 @@ class Keywords(TypedDict, total=False):
     max_latency_ms: float | None
     max_memory_bytes: int | None
     min_throughput: float | None
+    max_ttft_ms: float | None
+    max_tpot_ms: float | None
+    exact: bool
+    max_kl: float
     max_spread: float
     budget_s: float | None
     techniques: Mapping[str, str | Sequence[str]] | None

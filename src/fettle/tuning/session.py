@@ -22,6 +22,7 @@ from fettle.measure import (
     Trial,
     Worker,
     WorkerError,
+    messages,
     prefer,
     race,
 )
@@ -90,6 +91,7 @@ class Session:
         trial_timeout_s: float = 900.0,
         *,
         training_limits: Limits | None = None,
+        text_limits: Limits | None = None,
         nproc: int = 1,
         nodes: Nodes | None = None,
         device_memory_bytes: int | None = None,
@@ -98,7 +100,7 @@ class Session:
         effort: Effort | None = None,
     ) -> None:
         self.target, self.folder = target, folder
-        self._training_limits = training_limits
+        self._training_limits, self._text_limits = training_limits, text_limits
         self.budget = Budget(budget_s, started)
         self.effort = effort = effort or Effort()
         self.rules = Rules(
@@ -106,6 +108,8 @@ class Session:
         )
         if polite:
             self.rules = replace(self.rules, may_go_first=False)
+        if goal in ("ttft", "tpot"):
+            self.rules = replace(self.rules, part=goal)
         if goal == "energy":
             self.rules = replace(self.rules, slice_s=_ENERGY_SLICE_S)
         self.standings = Standings(goal, limits, Races(under_load), confidence)
@@ -133,19 +137,23 @@ class Session:
             if self.rules.may_go_first and not self.rules.under_load:
                 prefer(worker.pid, READY)
             try:
-                built = worker.ask("build", timeout_s, target=msgspec.to_builtins(self.target))
-                self.target = replace(self.target, mode=built["mode"])
-                if built["mode"] == "training" and self._training_limits is not None:
+                built = worker.ask(messages.Build(self.target), messages.Built, timeout_s)
+                self.target = replace(self.target, mode=built.mode)
+                if built.writes:
+                    self.standings.limits = self._text_limits or self.standings.limits
+                elif self.standings.goal in ("ttft", "tpot"):
+                    raise UsageError(f"the goal {self.standings.goal} is for a fettle.GenerationWorkload")
+                if built.mode == "training" and self._training_limits is not None:
                     self.standings.limits = self._training_limits
-                if built["inputs"]:
-                    self.note(f"inputs: {built['inputs']}")
-                if fingerprint and built["fingerprint"] != fingerprint:
+                if built.inputs:
+                    self.note(f"inputs: {built.inputs}")
+                if fingerprint and built.fingerprint != fingerprint:
                     raise UsageError("the recipe is for another workload: its weights or inputs differ from this one's")
-                own = f"-{built['fingerprint'][:8]}" if self.target.is_live else ""
-                usual = self.target.name + own
+                own = f"-{built.fingerprint[:8]}" if self.target.is_live else ""
+                usual = self.target.name + own + (f"-{self.rules.part}" if self.rules.part else "")
                 self.study = Study.open(
-                    name or usual, storage, built["fingerprint"], machine.id,
-                    structure=built["structure"], beside=not name,
+                    name or usual, storage, built.fingerprint, machine.id,
+                    structure=built.structure, beside=not name,
                 )  # fmt: skip
                 if self.study.name not in (name, usual):
                     self.notes.append(
@@ -156,8 +164,8 @@ class Session:
                 probed = probe(
                     worker,
                     self.study,
-                    self._folder("cache") / f"reference-{built['fingerprint']}-{built['structure'][:8]}.pt",
-                    built["fingerprint"],
+                    self._folder("cache") / f"reference-{built.fingerprint}-{built.structure[:8]}.pt",
+                    built.fingerprint,
                     allow_batch,
                     timeout_s,
                     look_s=math.inf if self.budget.seconds is None else 0.1 * self.budget.seconds,
@@ -187,9 +195,14 @@ class Session:
         self.probed, self.facts = probed, replace(probed.facts, ranks=self._ranks, nodes=count)
         if allowed is not None:
             self.facts = replace(self.facts, max_error=allowed)
-        self.rules = replace(self.rules, abreast=_abreast(self.facts))
+        self.rules = replace(self.rules, abreast=_abreast(self.facts), rows=self.facts.row_counts)
         self.standings.judge = Judge(
-            str(probed.reference_path), allowed, limits.min_agreement, limits.max_metric_drop, probed.reference.metric
+            str(probed.reference_path),
+            allowed,
+            limits.min_agreement,
+            limits.max_metric_drop,
+            probed.reference.metric,
+            limits.exact,
         )
 
     def _resume(self) -> None:
@@ -291,7 +304,7 @@ class Session:
         Those in `once` have one process whatever the rules say."""
         self._heat += 1
         return race(
-            msgspec.to_builtins(self.target),
+            self.target,
             self.probed.fingerprint,
             [replace(self._entry(recipe), once=recipe in once) for recipe in recipes],
             self.standings.judge,

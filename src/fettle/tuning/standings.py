@@ -11,7 +11,7 @@ import msgspec
 
 from fettle.measure import Judge, Trial
 from fettle.recipe import Recipe
-from fettle.result import Goal, Limits
+from fettle.result import TIMES, Goal, Limits
 from fettle.study import Study
 from fettle.techniques import kind_of
 from fettle.tuning import _limits
@@ -99,7 +99,7 @@ class Standings:
 
     def noise(self, one: Trial, other: Trial) -> float:
         """Half the confidence interval of the difference of two scores, as far as they are times; 0 for other goals."""
-        if self.fit is None or self.goal not in ("throughput", "latency"):
+        if self.fit is None or self.goal not in TIMES:
             return 0.0
         apart = self.fit.log_ratio(one.recipe, other.recipe, self.confidence)
         return (apart.high - apart.low) / 2 if apart is not None else 0.0

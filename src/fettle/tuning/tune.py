@@ -88,7 +88,8 @@ def tune(
     others = open_nodes(options, target)
     session = Session(
         target, folder, options.limits, options.goal, options.budget_s or None, started, tell, options.confidence,
-        options.trial_timeout_s, training_limits=options.training_limits, nproc=options.nproc, nodes=others,
+        options.trial_timeout_s, training_limits=options.training_limits, text_limits=options.text_limits,
+        nproc=options.nproc, nodes=others,
         device_memory_bytes=options.device_memory_bytes, under_load=options.under_load,
         polite=options.polite, effort=options.effort,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """What to ask first: can the trace be trusted, where did the time go, why was the device idle."""
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import polars as pl
 import typer
@@ -13,6 +13,7 @@ from fettle.cli.trace.shared import (
     OwnEnd,
     Rows,
     Source,
+    Step,
     app,
     joined,
     listing,
@@ -134,24 +135,27 @@ def account(
 
 
 @question
-def idle(traces: list[Trace], as_json: Json = False, rows: Rows = 100) -> Answer:
-    """Why was the device idle? Each gap cut into the pieces that different causes held.
+def idle(
+    traces: list[Trace], step: Step = None, own_end: OwnEnd = False, as_json: Json = False, rows: Rows = 100
+) -> Answer:
+    """Why was the device idle in the steps? Each gap cut into the pieces that different causes held.
 
     [bold]Examples[/]
 
-      fettle trace idle trace.json.gz
+      fettle trace idle trace.json.gz --step 3
 
       fettle trace idle ranks/ --chart idle.png
     """
     from fettle.trace.analyses.idle import idle_streams, idle_summary, missing_information
     from fettle.trace.report import charts
 
-    frames = [idle_summary(t, d) for t in traces for d in t.device_keys]
+    frames = [idle_summary(t, d, step) for t in traces for d in t.device_keys]
     if not frames:
         raise UsageError("no device work in this trace: 'fettle trace host' answers for the CPU")
     frame = pl.concat(frames)
-    missing = {f"rank {t.rank} device {d}": missing_information(t, d) for t in traces for d in t.device_keys}
+    missing = {f"rank {t.rank} device {d}": missing_information(t, d, step) for t in traces for d in t.device_keys}
     missing = {place: text for place, text in missing.items() if text}
-    notes = {"missing": missing} if as_json else {f"missing for {place}": text for place, text in missing.items()}
+    notes: dict[str, Any] = {"streams": "over the whole trace", **step_windows(own_end)}
+    notes |= {"missing": missing} if as_json else {f"missing for {place}": text for place, text in missing.items()}
     found = {"idle": frame, "streams": joined(traces, idle_streams)}
     return Answer(found, notes, lambda: charts.bar_chart(frame, "cause", "idle_ns"))

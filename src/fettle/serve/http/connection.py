@@ -1,8 +1,9 @@
 """One client's connection: HTTP/1.1 between the socket and the `App`.
 
 The bytes are read by httptools (llhttp, the parser of Node.js). What is here is the order of answers, limits on time
-and size, and flow control. An ASGI server in between took a quarter of the listening process's time for a small model,
-most of it for messages and objects that say what is known on both sides of them.
+and size, and flow control. It is ours because of models whose call takes microseconds: with the same engine behind both
+it answers 1.21, 1.40 and 1.58 times as many requests a second as uvicorn (uvloop, httptools) at 1, 8 and 32 clients,
+and 1.7 to 2.3 times as many as granian. With a call of 11 ms the three are equal (``bench/http_front.py``).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from fettle.trace.analyses.replay import Change
 from fettle.trace.analyses.steps import steps
 from fettle.trace.analyses.whatif import replayed_ns
 from fettle.trace.frames import frame_of
-from fettle.trace.intervals import Intervals, clip, merge, split, total
+from fettle.trace.intervals import clip, merge, split, total
 from fettle.trace.model import Trace
 
 WAITING = ("between_kernels", "inside_graph", "launch_latency", "stream_event", "queued_unknown", "blocking_call")
@@ -75,10 +75,8 @@ def _idle(trace: Trace, device: int, path: CriticalPath) -> list[Row]:
     busy = merge(*(np.concatenate(part) for part in zip(*device_classes(trace, device), strict=True)))
     pieces = idle_pieces(trace, device)
     idle = int((pieces["end_ns"] - pieces["start_ns"]).sum())
-    frame = steps(trace)
-    windows: Intervals = (frame["start_ns"].to_numpy(), frame["end_ns"].to_numpy())
     account = account_total(time_account(trace)).filter(pl.col("device") == device)
-    by_cause = int(idle_summary(trace, device, windows)["idle_ns"].sum())
+    by_cause = int(idle_summary(trace, device)["idle_ns"].sum())
     name = f"device {device}"
     there = path.pieces.filter(pl.col("place") == name)
     works = there.filter(pl.col("category").is_in(("compute", "communication", "copy")))

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from fettle.errors import UsageError
 from fettle.trace.analyses.kernels import CLASSES, class_of_row
+from fettle.trace.analyses.launches import launch_links
 from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
-from fettle.trace.analyses.steps import step_thread, steps
-from fettle.trace.analyses.stops import host_stops, main_thread
+from fettle.trace.analyses.steps import step_thread, step_windows
+from fettle.trace.analyses.stops import autograd_threads, host_stops, main_thread
 from fettle.trace.analyses.waits import CAUSES, Held, Waits, blocking_calls, device_waits
 from fettle.trace.frames import frame_of
 from fettle.trace.kinds import without_address
@@ -64,19 +64,21 @@ class CriticalPath:
 
 
 def window_of(trace: Trace, step: int | None = None) -> tuple[int, int]:
-    """The window of one step, or of all steps; the trace's whole span where there are none.
+    """The window of one step, or of all steps: until the device is through with what they launched, where the host
+    does not wait for it. The trace's whole span where there are none.
 
     Raises:
         UsageError: There is no such step.
     """
-    frame = steps(trace)
-    if step is not None:
-        frame = frame.filter(pl.col("step") == step)
-        if not frame.height:
-            known = steps(trace)["step"].to_list()
-            there = f"it has {known[0]} to {known[-1]}" if known[-1] >= 0 else "no steps are marked in it"
-            raise UsageError(f"no step {step} in {trace.path.name}: {there}")
-    return int(frame["start_ns"].min()), int(frame["end_ns"].max())  # type: ignore[arg-type]
+    starts, ends = step_windows(trace, step)
+    low, high = int(starts[0]), int(ends[-1])
+    marks = step_thread(trace)
+    if step is None and marks >= 0:
+        work, calls = launch_links(trace).known
+        mine = np.isin(trace.column("thread")[calls], [marks, *autograd_threads(trace)])
+        mine &= (trace.ts[calls] >= low) & (trace.ts[calls] < high)
+        high = max(high, int(trace.end[work[mine]].max(initial=high)))
+    return low, high
 
 
 def critical_path(trace: Trace, step: int | None = None) -> CriticalPath:

@@ -20,6 +20,7 @@ import polars as pl
 
 from fettle.trace.analyses.slots import slot_waits
 from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
+from fettle.trace.analyses.steps import step_windows
 from fettle.trace.analyses.stops import autograd_threads, main_thread
 from fettle.trace.analyses.waits import CAUSES, NUMBER, Held, blocking_calls, device_waits
 from fettle.trace.frames import with_rank
@@ -256,9 +257,19 @@ def idle_streams(trace: Trace) -> pl.DataFrame:
     return with_rank(trace, summed.sort("device", "stream"))
 
 
-def missing_information(trace: Trace, device: int) -> str:
-    """What a trace lacks where more than `EXPLAINED` of a device's idle time is unknown or unlinked; else empty."""
-    pieces = idle_pieces(trace, device)
+def idle_within(trace: Trace, device: int, step: int | None = None) -> pl.DataFrame:
+    """The `idle_pieces` of one step, or of all steps, cut at their edges."""
+    frame = idle_pieces(trace, device)
+    pieces: Intervals = (frame["start_ns"].to_numpy(), frame["end_ns"].to_numpy())
+    start, end, piece, _ = split(pieces, step_windows(trace, step))
+    return frame[piece].with_columns(start_ns=pl.Series(start), end_ns=pl.Series(end))
+
+
+def missing_information(trace: Trace, device: int, step: int | None = None) -> str:
+    """What a trace lacks where more than `EXPLAINED` of a device's idle time in the steps is unknown, unlinked or not
+    traced; else empty.
+    """
+    pieces = idle_within(trace, device, step)
     length, after = (pieces["end_ns"] - pieces["start_ns"]).to_numpy(), pieces["next_row"].to_numpy()
     number, whole = pieces["cause"].to_physical().to_numpy(), max(int(length.sum()), 1)
     correlation = trace.column("correlation")
@@ -276,7 +287,7 @@ def missing_information(trace: Trace, device: int) -> str:
             "was launched before recording began (its number is below every call's), the rest with lost launches"
         )
     if share(unknown) > EXPLAINED:
-        first = unknown & (pieces["gap"] == 0).to_numpy() & (pieces["start_ns"][0] == trace.span[0])
+        first = unknown & (pieces["gap"] == 0).to_numpy() & (idle_pieces(trace, device)["start_ns"][0] == trace.span[0])
         text = f"{share(unknown):.0%} is queued work that launch and stream allowed to begin"
         if share(first) > EXPLAINED:
             text += f"; {share(first):.0%} is before the first work, behind what was launched before recording began"
@@ -288,20 +299,19 @@ def missing_information(trace: Trace, device: int) -> str:
         elif not trace.side["syncs"].height and share(unknown & ~first) > EXPLAINED:
             text += "; which events streams waited for is not in it (enable_cuda_sync_events=True records them)"
         said.append(text)
+    silent = number == NUMBER["host_untraced"]
+    if share(silent) > EXPLAINED and not (trace.kind == Kind.PYTHON).any():
+        said.append(f"{share(silent):.0%} is host time without an event (with_stack=True records Python functions)")
     return "; ".join(said)
 
 
-def idle_summary(trace: Trace, device: int, windows: Intervals | None = None) -> pl.DataFrame:
-    """Idle time of a device by cause, with what held the host longest.
+def idle_summary(trace: Trace, device: int, step: int | None = None) -> pl.DataFrame:
+    """Idle time of a device in one step, or in all steps, by cause, with what held the host longest.
 
     Columns: rank, device, cause, idle_ns, share (of this device's idle time), gaps (pieces), what (the three longest
     details with their ns), meaning.
     """
-    frame = idle_pieces(trace, device)
-    if windows is not None:
-        start, end, piece, _ = split((frame["start_ns"].to_numpy(), frame["end_ns"].to_numpy()), windows)
-        frame = frame[piece].with_columns(start_ns=pl.Series(start), end_ns=pl.Series(end))
-    frame = frame.select("cause", "detail", idle_ns=pl.col("end_ns") - pl.col("start_ns"))
+    frame = idle_within(trace, device, step).select("cause", "detail", idle_ns=pl.col("end_ns") - pl.col("start_ns"))
     told = frame.filter(pl.col("detail") >= 0).group_by("cause", "detail").agg(pl.col("idle_ns").sum())
     names = [without_address(trace.names[d]) for d in told["detail"]]
     by_name = told.with_columns(name=pl.Series(names, dtype=pl.String())).group_by("cause", "name")

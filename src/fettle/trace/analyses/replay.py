@@ -12,6 +12,7 @@ how far the replay can be trusted.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from fettle.trace.analyses.slots import queues
 from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
-from fettle.trace.analyses.steps import step_thread, steps
+from fettle.trace.analyses.steps import step_thread, step_windows
 from fettle.trace.analyses.stops import Why, autograd_threads, host_stops, main_thread
 from fettle.trace.analyses.waits import NUMBER, Held, device_waits
 from fettle.trace.intervals import Intervals, length_within, merge
@@ -53,6 +54,7 @@ class _Call:
     loading: float = 0.0  # of it, data loading
     kept: float = 0.0  # of it, what stays where launches cost nothing
     launches: bool = False
+    graph: bool = False
     stop: int = -1  # number of the stop
     queue: int = -1  # the work that must have begun before the call can return
 
@@ -93,8 +95,10 @@ class Replay:
         trace, stops, thread = self.trace, self.stops, self.trace.column("thread")
         launch = self.waits.launch
         found: dict[int, _Call] = {}
+        graphs = {code for code, name in enumerate(trace.names) if is_graph_launch(name)}
         for row in np.unique(launch[launch >= 0]).tolist():
-            found[row] = _Call(int(thread[row]), int(trace.ts[row]), int(trace.end[row]), launches=True)
+            graph = int(trace.column("name")[row]) in graphs
+            found[row] = _Call(int(thread[row]), int(trace.ts[row]), int(trace.end[row]), launches=True, graph=graph)
         silent = []
         for i in range(len(stops.thread)):
             row = int(stops.row[i])
@@ -108,8 +112,8 @@ class Replay:
                 if row in found:
                     found[row].queue = bound
         wanted, marks = self._lasts(), step_thread(trace)
-        if marks >= 0:
-            wanted |= {(marks, int(t)) for t in steps(trace).select("start_ns", "end_ns").to_numpy().ravel()}
+        self.step_times = np.unique(np.concatenate(step_windows(trace))).tolist() if marks >= 0 else []
+        wanted |= {(marks, time) for time in self.step_times}
         wanted |= {(int(o), int(w)) for o, w in zip(stops.other, stops.when, strict=True) if o >= 0}
         points = [_Call(one, time, time) for one, time in sorted(wanted)]
         calls = [*found.values(), *silent, *points]
@@ -168,8 +172,10 @@ class Replay:
     def _rests(self) -> None:
         """What passed after the last reason of each wait, and what usually passes after each sort."""
         waits, start = self.waits, self.start
-        held, rest = waits.held, (start - waits.since).astype(float)
-        known = waits.cause != NUMBER["queued_unknown"]
+        rest = (start - waits.since).astype(float)
+        # Work whose launch nobody knows comes after what was before it, as long after as it did.
+        held = np.where((waits.held == Held.NOTHING) & (waits.previous >= 0), Held.STREAM, waits.held)
+        known = ~np.isin(waits.cause, [NUMBER["queued_unknown"], NUMBER["unlinked"]])
         begun = np.array([self.calls[c].start if c >= 0 else 0 for c in self.call_of], dtype=np.int64)
         after_launch = np.maximum(start - begun, 0).astype(float)
         free = self.end[np.maximum(waits.previous, 0)]
@@ -203,14 +209,11 @@ class Replay:
         self.last_work = [[int(work)] for work in stops.work]
         for k in np.flatnonzero(stops.whole & (stops.work >= 0)).tolist():
             self.last_work[k] += self._ended(int(stops.end[k]))
-        graphs = {code for code, name in enumerate(self.trace.names) if is_graph_launch(name)}
-        codes = self.trace.column("name")[np.maximum(waits.launch, 0)].tolist()
-        lasts = [
-            call.end - call.start
-            for call, work in zip(self.calls, self.work_of, strict=True)
-            if work and call.stop < 0 and codes[work[0]] not in graphs
-        ]
-        self.usual_call = float(np.median(lasts)) if lasts else 5_000.0
+        self.usual_call = {False: 5_000.0, True: 5_000.0}  # of graphs apart
+        for graph in self.usual_call:
+            lasts = [c.end - c.start for c in self.calls if c.launches and c.stop < 0 and c.graph == graph]
+            if lasts:
+                self.usual_call[graph] = float(np.median(lasts))
 
     @cached_property
     def _lanes(self) -> list[tuple[Ints, Ints]]:
@@ -300,7 +303,7 @@ class Replay:
                 return max(begun, (left[mark] if mark is not None else begun) + after)
             if usual and stops.met[k] and why == Why.SYNC:
                 after = min(after, 10 * self.usual_return)
-            own = min(lasts, after if why != Why.SLOT else self.usual_call) if stops.met[k] else lasts
+            own = min(lasts, after if why != Why.SLOT else self.usual_call[one.graph]) if stops.met[k] else lasts
             returns = begun + (own if change.launching or not one.launches else 0.0)
             times = began if stops.begins[k] else done
             for work in self.last_work[k] if (change.launching if why == Why.SLOT else change.blocking) else ():
@@ -345,7 +348,8 @@ class Run:
         """
         marks = self.replay.mark
         if thread >= 0:
-            host = self.left[marks[thread, time]]
+            times = self.replay.step_times
+            host = self.left[marks[thread, times[max(bisect_right(times, time) - 1, 0)]]]
         else:
             host = max((self.left[i] for (_, at), i in marks.items() if at <= time), default=0.0)
         ends, over = self._by_end(thread)

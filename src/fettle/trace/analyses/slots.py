@@ -46,7 +46,8 @@ class Queue:
 @dataclass(frozen=True)
 class _Launches:
     """The launch calls of one queue in order: their rows and times, how much had been launched when each returned, the
-    begins of all their work in order, and how many of them each return saw.
+    begins of all their work in order, and how many of them each return saw. `plain` calls launch one piece of work and
+    do not wait for it; a `graph` call is as long as its graph is large.
     """
 
     calls: Ints
@@ -57,16 +58,21 @@ class _Launches:
     order: Ints
     seen: Ints
     plain: Bools
+    graph: Bools
 
     @property
     def length(self) -> Ints:
         return self.launched - self.seen
 
     @property
+    def lag(self) -> Ints:
+        """From the last begin of work before it to each call's return."""
+        return self.end - self.begins[np.maximum(self.seen - 1, 0)]
+
+    @property
     def freed(self) -> Bools:
         """Whether a slot came free while the call ran, and it returned soon after."""
-        at = np.maximum(self.seen - 1, 0)
-        free: Bools = (self.seen > 0) & (self.begins[at] > self.start) & (self.end - self.begins[at] <= RETURN_NS)
+        free: Bools = (self.seen > 0) & (self.lag < self.end - self.start) & (self.lag <= RETURN_NS)
         return free & self.plain
 
 
@@ -126,9 +132,10 @@ def _counted(trace: Trace, work: Ints, calls: Ints, device: int, stream: int) ->
     if len(work) < FEWEST_WAITS:
         return None
     one = _launches(trace, work, calls)
-    depth = _depth(one)
-    if depth is None:
+    found = _depth(one)
+    if found is None:
         return None
+    depth, clear = found
     position = np.empty(trace.events.height, dtype=np.int64)
     position[trace.device_rows] = np.arange(len(trace.device_rows))
     order = position[one.order]
@@ -137,8 +144,11 @@ def _counted(trace: Trace, work: Ints, calls: Ints, device: int, stream: int) ->
     in_time = begins <= one.end
     near = one.length >= depth - max(2, SPREAD * depth)
     just = (begins > one.start) & in_time
-    waits = one.freed & near & (just | _long(one))
-    released = np.where(waits, order[np.maximum(one.seen - 1, 0)], -1)
+    # Calls that are not long may be over by chance soon after work began: those that waited are over as soon as others.
+    soonest, latest = np.percentile(one.lag[clear], [5, 95])
+    just &= (one.lag >= soonest - SAME_NS) & (one.lag <= latest + SAME_NS)
+    released = np.where(one.freed & near & (just | _long(one)), order[np.maximum(one.seen - 1, 0)], -1)
+    released = np.where(one.graph & just & (one.end - begins <= CLEAR_RETURN_NS), bound, released)
     return Queue(device, stream, depth, one.calls, released, np.where(in_time, bound, -1))
 
 
@@ -157,11 +167,10 @@ def _launches(trace: Trace, work: Ints, calls: Ints) -> _Launches:
     begins = trace.ts[order]
     seen = np.searchsorted(begins, end, side="right")
     launched = np.cumsum(_counts(calls, distinct))
-    # A graph's call is as long as it has kernels, and a copy that waits for itself waits for no slot.
-    graphs = np.array([is_graph_launch(n) for n in trace.names], dtype=bool)
+    graph = np.array([is_graph_launch(n) for n in trace.names], dtype=bool)[trace.column("name")[distinct]]
     itself = calls[(trace.end[work] <= trace.end[calls]) & (trace.kind[work] != Kind.KERNEL)]
-    plain = ~graphs[trace.column("name")[distinct]] & ~np.isin(distinct, itself)
-    return _Launches(distinct, start, end, launched, begins, order, seen, plain)
+    plain = ~graph & ~np.isin(distinct, itself)  # a copy that waits for itself waits for no slot
+    return _Launches(distinct, start, end, launched, begins, order, seen, plain, graph)
 
 
 def _bound(one: _Launches, depth: int) -> Ints:
@@ -180,8 +189,8 @@ def _long(one: _Launches) -> Bools:
     return long & one.plain
 
 
-def _depth(one: _Launches) -> int | None:
-    """The length at which launch calls wait; None where they never do."""
+def _depth(one: _Launches) -> tuple[int, Bools] | None:
+    """The length at which launch calls wait, and calls that show it; None where they never wait."""
     lasts, full = one.end - one.start, int(one.length[one.plain].max(initial=0))
     if full < 2:
         return None
@@ -190,14 +199,17 @@ def _depth(one: _Launches) -> int | None:
     if top.sum() >= 20 and below.any():  # calls at the top are longer than below it, be they ever so short
         longer = np.median(lasts[top]) > 1.5 * np.median(lasts[below])
         if longer and one.freed[top].mean() >= 0.7:
-            return full
+            return full, top & one.freed
     freed = _bound(one, full)
     may = one.plain & (freed > one.start)
     if may.any() and (one.plain & ~may).any():  # as long as no other, and over right after the slot came free
         clear = may & (lasts > 1.1 * np.percentile(lasts[one.plain & ~may], 99))
-        lag = (one.end - freed)[clear]
-        if len(lag) >= 2 and (np.ptp(lag) <= SAME_NS or (len(lag) > 2 and (lag <= CLEAR_RETURN_NS).mean() >= 0.9)):
-            return full
+        lag = one.end - freed
+        same = may & (np.abs(lag - np.median(lag[clear])) <= SAME_NS) if clear.any() else clear
+        if same.sum() >= max(2, clear.sum()):
+            return full, same
+        if clear.sum() > 2 and (lag[clear] <= CLEAR_RETURN_NS).mean() >= 0.9:
+            return full, clear
     waits = np.flatnonzero(_long(one) & one.freed & (one.length >= 2))
     if len(waits) < FEWEST_WAITS:
         return None
@@ -214,4 +226,6 @@ def _depth(one: _Launches) -> int | None:
     elsewhere = (~at_it).sum() / max((~near & one.plain).sum(), 1)
     if not (concentrated and rare and rate > 3 * elsewhere):
         return None
-    return int(one.length[waits[at_it]].max()) if (one.length[waits[at_it]] >= depth).any() else depth
+    shown = np.zeros(len(lasts), dtype=bool)
+    shown[waits[at_it]] = True
+    return int(one.length[shown].max()) if (one.length[shown] >= depth).any() else depth, shown

@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 
 from fettle.errors import UsageError
+from fettle.trace.intervals import Intervals
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Trace
 
@@ -55,6 +56,22 @@ def steps(trace: Trace, annotation: str | None = None) -> pl.DataFrame:
         {"rank": [trace.rank] * len(starts), "step": numbers, "start_ns": starts, "end_ns": ends},
         schema={"rank": pl.Int64(), "step": pl.Int64(), "start_ns": pl.Int64(), "end_ns": pl.Int64()},
     ).with_columns(wall_ns=pl.col("end_ns") - pl.col("start_ns"))
+
+
+def step_windows(trace: Trace, step: int | None = None) -> Intervals:
+    """Where one step begins and ends, or each of all steps; the trace's whole span where none are marked.
+
+    Raises:
+        UsageError: There is no such step.
+    """
+    frame = steps(trace)
+    if step is not None:
+        known = frame["step"].to_list()
+        frame = frame.filter(pl.col("step") == step)
+        if not frame.height:
+            there = f"it has {known[0]} to {known[-1]}" if known[-1] >= 0 else "no steps are marked in it"
+            raise UsageError(f"no step {step} in {trace.path.name}: {there}")
+    return frame["start_ns"].to_numpy(), frame["end_ns"].to_numpy()
 
 
 def step_thread(trace: Trace, annotation: str | None = None) -> int:

@@ -137,7 +137,7 @@ def device_waits(trace: Trace) -> Waits:
         most[sort] = one.late
     late = ~told & (start - since > np.maximum(most[held], EVENT_WAIT_NS))
     late_ns = max(EVENT_WAIT_NS, 3 * usual[Held.LAUNCH].low * usual[Held.LAUNCH].known)
-    event = _guessed_events(start, end, since, held, event, late, asked | told, by, late_ns)
+    event = _guessed_events(start, end, key, since, held, event, late, asked | told, by, late_ns)
     ended = np.where(event >= 0, np.minimum(end[np.maximum(event, 0)], start), -1)
     guessed = (event >= 0) & (reasons[Held.EVENT].since != ended) & (ended > since)
     held[guessed] = Held.EVENT
@@ -327,6 +327,7 @@ def _asked_events(start: Ints, end: Ints, key: Ints, called: Ints, by: Ints, eve
 def _guessed_events(
     start: Ints,
     end: Ints,
+    key: Ints,
     since: Ints,
     held: npt.NDArray[np.uint8],
     event: Ints,
@@ -336,7 +337,7 @@ def _guessed_events(
     late_ns: float,
 ) -> Ints:
     """For work that begins later than usual after its stream, launch and known event: the work that ended last before
-    it, where the host asked for a wait, or where it ended right before.
+    it, if on another stream, where the host asked for a wait, or where it ended right before.
     """
     by_end = np.argsort(end, kind="stable")
     ends = end[by_end]
@@ -351,7 +352,7 @@ def _guessed_events(
     unasked = ~asked.any() & ((wait > late_ns) | ((near <= 1_000) & (2 * wait > late_ns)))
     by_guess = (mine & ((held[some] != Held.LAUNCH) | unasked)) | (wait > LATENCY_NS)
     take = (asked[some] & mine) | ((near <= np.minimum(BETWEEN_KERNELS_NS, wait - near)) & by_guess)
-    take &= source != some
+    take &= key[source] != key[some]
     event = event.copy()
     event[some[take]] = source[take]
     return event

@@ -1,0 +1,101 @@
+"""fettle doctor: what is wrong or unsafe in this environment."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from fettle.cli import _show
+from fettle.errors import UsageError
+
+if TYPE_CHECKING:
+    from fettle.doctor import Finding
+
+_STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
+
+
+def command(
+    target: Annotated[
+        str, typer.Argument(help="path/to/file.py:factory, to look at what the program sets and builds too")
+    ] = "",
+    fail_on: Annotated[
+        str, typer.Option(help="exit code 1 from this level on: error, warning, note, or never")
+    ] = "error",
+    ignore: Annotated[list[str] | None, typer.Option(help="leave out a check by its name. May be repeated")] = None,
+    advisories: Annotated[
+        Path | None, typer.Option(help="a newer list of compromised releases, in place of the one that came along")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
+) -> None:
+    """Check the environment that a model runs in: what costs speed or is unsafe, why, and the command that mends it.
+
+    Versions, allocator settings, debug switches, threads, precision, data, NCCL, compile caches, and packages against a
+    list of compromised releases. No package that is checked is imported.
+
+    Exit code 1: something was found that is an error, or of the level of --fail-on.
+
+    [bold]Examples[/]
+
+      fettle doctor
+
+      fettle doctor train.py:workload
+
+      fettle doctor --fail-on warning --ignore busy-neighbour --json
+    """
+    from fettle.doctor import (
+        CHECKS,
+        LEVELS,
+        examine,
+        read_advisories,
+        shipped_advisories,
+        supply_chain,
+        this_environment,
+    )
+
+    if fail_on not in (*LEVELS, "never"):
+        raise UsageError(f"--fail-on {fail_on}: write {', '.join(LEVELS)} or never")
+    left_out = sorted(set(ignore or ()))
+    for name in left_out:
+        if name not in CHECKS:
+            raise UsageError(f"--ignore {name}: there is no such check; --json names those that found something")
+    known = read_advisories(advisories) if advisories else shipped_advisories()
+    with _show.telling("looking at the environment", quiet=as_json) as show:
+        here = this_environment(known)
+        if target and not any(supply_chain.compromised(here)):  # what is compromised is not imported
+            from fettle.doctor import this_program
+            from fettle.workload import find_target
+
+            show(f"building {target}")
+            program = this_program(find_target(target).make())
+            here = replace(here, program=program, variables=dict(os.environ))
+            target = ""
+        found = [finding for finding in examine(here) if finding.check not in left_out]
+    age = (here.today - known.checked).days
+    data = {
+        "findings": [asdict(finding) for finding in found], "checks": len(CHECKS) - len(left_out), "ignored": left_out,
+        "advisories": {"checked": str(known.checked), "age_days": age, "releases": len(known.advisory)},
+    }  # fmt: skip
+    _show.answer(as_json, lambda: data, lambda console: _print(console, found))
+    if not as_json:
+        counts = [f"{count} {level}{'s' if count > 1 else ''}" for level in LEVELS
+                  if (count := sum(finding.level == level for finding in found))]  # fmt: skip
+        said = ", ".join(counts) or "Nothing found"
+        print(f"{said}: {data['checks']} checks; compromised releases known up to {known.checked} ({age} days ago).")
+        if target:
+            print(f"{target} was not built, because a compromised release is installed.")
+    worst = LEVELS.index(fail_on) if fail_on != "never" else -1
+    _show.leave(missed=any(LEVELS.index(finding.level) <= worst for finding in found))
+
+
+def _print(console: Console, found: list[Finding]) -> None:
+    for finding in found:
+        style = _STYLES[finding.level]
+        console.print(f"[{style}]{finding.level}[/] [bold]{escape(finding.seen)}[/]", highlight=False, soft_wrap=True)
+        console.print(f"  {escape(finding.why)} [dim]{finding.check}[/]", highlight=False, soft_wrap=True)
+        console.print(f"  → {escape(finding.mend)}\n", highlight=False, soft_wrap=True)

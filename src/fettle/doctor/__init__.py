@@ -1,0 +1,45 @@
+"""What is wrong or unsafe in the environment that a model runs in.
+
+A check is a small function in a family file, registered by its decorator: it looks at an `Environment`, plain facts
+that `this_environment` reads from the machine and a test makes up, and yields findings. No package that is examined is
+imported.
+"""
+
+from __future__ import annotations
+
+from fettle.doctor import (  # each registers its checks
+    allocator,
+    caches,
+    cpu,
+    debugging,
+    deprecated,
+    distributed,
+    input,
+    precision,
+    supply_chain,
+    versions,
+)
+from fettle.doctor._check import CHECKS, LEVELS, Check, Finding, Level
+from fettle.doctor.advisories import Advisories, read_advisories, shipped_advisories
+from fettle.doctor.environment import Environment, Files, Gpu, Package, this_environment
+from fettle.doctor.program import Loader, Model, Program, this_program
+
+__all__ = [
+    "CHECKS", "LEVELS", "Advisories", "Check", "Environment", "Files", "Finding", "Gpu", "Level", "Loader", "Model",
+    "Package", "Program", "allocator", "caches", "cpu", "debugging", "deprecated", "distributed", "examine", "input",
+    "precision", "read_advisories", "shipped_advisories", "spoilers", "supply_chain", "this_environment",
+    "this_program", "versions",
+]  # fmt: skip
+
+
+def examine(here: Environment) -> list[Finding]:
+    """What all checks find, errors first."""
+    found = [finding for check in CHECKS.values() for finding in check(here)]
+    return sorted(found, key=lambda finding: LEVELS.index(finding.level))
+
+
+def spoilers(here: Environment | None = None) -> list[Finding]:
+    """What would spoil the figures of a measurement in this environment, by the quick checks: errors and warnings."""
+    here = here or this_environment(quick=True)
+    found = [finding for check in CHECKS.values() if check.is_quick for finding in check(here)]
+    return [finding for finding in found if finding.level != "note"]

@@ -1,0 +1,201 @@
+"""Where packages come from, and whether they are what was published. Nothing is imported: files and metadata alone."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import os
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from fettle.doctor._check import Finding, check, error, note, warning
+from fettle.doctor.advisories import Advisory
+from fettle.doctor.environment import Environment, Files, Package
+
+_REBUILD = (
+    "python3 -m venv new  # rebuild it from clean versions, and replace every key and token this machine could read"
+)
+_HARMLESS = {"_virtualenv.pth": "import _virtualenv"}
+"""What virtualenv writes itself, into no list of files."""
+_OLD_DAYS = 365
+_CODE = (".py", ".pth")
+_MOST_NAMED = 3
+
+
+def compromised(here: Environment) -> Iterator[tuple[Advisory, Package]]:
+    """Installed releases that the advisories name."""
+    by_name: dict[str, list[Advisory]] = {}
+    for advisory in here.advisories.advisory:
+        by_name.setdefault(advisory.package, []).append(advisory)
+    for package in here.packages:
+        for advisory in by_name.get(package.name, ()):
+            if package.version.partition("+")[0] in advisory.versions:
+                yield advisory, package
+
+
+@check()
+def compromised_release(here: Environment) -> Iterator[Finding]:
+    """A release that is known to be compromised."""
+    for advisory, package in compromised(here):
+        make = error if advisory.level == "error" else warning
+        known = "is" if make is error else "may be"
+        yield make(f"{package.name} {package.version}, installed in {package.folder}, {known} compromised "
+                   f"({advisory.published}, {advisory.sources[0]}).",
+                   f"It {advisory.does}. To uninstall it takes back nothing that it took.", _REBUILD)  # fmt: skip
+
+
+@check()
+def compromise_marker(here: Environment) -> Iterator[Finding]:
+    """A file that such a release leaves, also where the release itself is gone."""
+    for advisory in here.advisories.advisory:
+        for marker in advisory.markers:
+            folders = [""] if marker.path.startswith("/") else [f"{folder}/" for folder in _folders(here)]
+            for path in (folder + marker.path for folder in folders):
+                if here.files.size(path) >= 0 and marker.sha256 in ("", here.files.sha256(path)):
+                    yield error(f"{path} is a file of {advisory.package} {', '.join(advisory.versions)}, which "
+                                f"{'are' if len(advisory.versions) > 1 else 'is'} compromised ({advisory.sources[0]}).",
+                                f"That release {advisory.does}.", _REBUILD)  # fmt: skip
+
+
+@check()
+def unowned_pth(here: Environment) -> Iterator[Finding]:
+    """Files that run code at every start of Python, and that belong to no package."""
+    owned: set[str] | None = None
+    for folder in here.site_folders:
+        for path in here.files.matching(f"{folder}/*.pth"):
+            content = here.files.text(path)
+            runs = [line for line in content.splitlines() if line.startswith(("import ", "import\t"))]
+            if not runs or content.strip() == _HARMLESS.get(os.path.basename(path)):
+                continue
+            if owned is None:
+                owned = {file for package in here.packages for file, _, _ in _recorded(here.files, package)}
+            if os.path.normpath(path) not in owned:
+                yield warning(f"{path} runs code at every start of Python, and belongs to no installed package: "
+                              f"{_plain(runs[0])}", "It is how stealers of keys stay after the package is gone.",
+                              f"less {path}  # and remove it if you did not put it there")  # fmt: skip
+
+
+@check()
+def changed_files(here: Environment) -> Iterator[Finding]:
+    """Files that are not what their package installed: all by size, Python code by its hash."""
+    for package in here.packages:
+        rows = [row for row in _recorded(here.files, package) if row[1]]
+        gone = [file for file, _, _ in rows if not here.files.exists(file)]
+        if rows and len(gone) == len(rows):
+            continue  # the metadata alone are left: pip takes them for an installed package, and so do we elsewhere
+        with ThreadPoolExecutor(2) as pool:  # hashing lets other threads run
+            differs = pool.map(lambda row: _differs(here.files, *row), rows)
+            changed = [file for (file, _, _), other in zip(rows, differs, strict=True) if other]
+        if changed:
+            yield warning(f"{_count(changed)} of {package.name} {package.version} differ from what was installed: "
+                          f"{_named(changed)}.", "They were edited by hand, or by somebody else.",
+                          f"pip install --force-reinstall --no-deps '{package.name}=={package.version}'")  # fmt: skip
+        if gone:
+            yield warning(f"{_count(gone)} of {package.name} {package.version} are missing: {_named(gone)}.",
+                          "A broken installation fails when the part is used.",
+                          f"pip install --force-reinstall --no-deps '{package.name}=={package.version}'")  # fmt: skip
+
+
+@check()
+def shadowing_index(here: Environment) -> Iterator[Finding]:
+    """pip or uv set up so that a public index can shadow a private name; or without a secure connection."""
+    for where, name, value in _pip_settings(here):
+        remote = [_without_secret(url) for url in value.split() if re.match(r"https?://", url)]
+        mend = "pip config unset global." + name if "/" in where else f"unset {where}"
+        if name == "extra-index-url" and remote:
+            yield warning(f"{where} sets extra-index-url: {', '.join(remote[:2])}.",
+                          "Of two packages with one name pip takes the higher version, from any index: that is how "
+                          "torchtriton was replaced.", f"{mend}  # one --index-url that has all names")  # fmt: skip
+        if name == "trusted-host" and value.strip():
+            yield warning(f"{where} sets trusted-host: {_plain(value)}.", "pip does not check who answers.", mend)
+        if name in ("index-url", "extra-index-url") and any(url.startswith("http://") for url in remote):
+            yield warning(f"{where} sets {name} without TLS: {_plain(' '.join(remote))}.",
+                          "Anybody on the way can replace a package.", mend)  # fmt: skip
+    if "unsafe" in here.variables.get("UV_INDEX_STRATEGY", ""):
+        yield warning(f"UV_INDEX_STRATEGY={here.variables['UV_INDEX_STRATEGY']}",
+                      "uv takes the best version from any index, as pip does: a public name can shadow a private one.",
+                      "unset UV_INDEX_STRATEGY")  # fmt: skip
+
+
+@check()
+def old_advisories(here: Environment) -> Iterator[Finding]:
+    """A list of compromised releases that is too old to be relied on."""
+    days = (here.today - here.advisories.checked).days
+    if here.advisories.advisory and days > _OLD_DAYS:
+        yield note(f"The list of compromised releases is of {here.advisories.checked}, {days} days ago.",
+                   "What was published since then is not known here.", "pip install --upgrade torch-fettle  # or "
+                   "--advisories FILE")  # fmt: skip
+
+
+def _folders(here: Environment) -> list[str]:
+    return list(dict.fromkeys([*here.site_folders, *(package.folder.rstrip("/") for package in here.packages)]))
+
+
+def _recorded(files: Files, package: Package) -> Iterator[tuple[str, str, str]]:
+    """The files that a package installed: path, hash and size as its RECORD says them."""
+    text = files.text(f"{package.info}/RECORD") if package.info else ""
+    for row in csv.reader(text.splitlines()):
+        if len(row) == 3:
+            yield os.path.normpath(os.path.join(package.folder, row[0])), row[1], row[2]
+
+
+def _differs(files: Files, path: str, recorded: str, size: str) -> bool:
+    kind, _, digest = recorded.partition("=")
+    has = files.size(path)
+    if has < 0 or kind != "sha256":
+        return False
+    if size.isdecimal() and int(size[:18]) != has:
+        return True
+    if not path.endswith(_CODE):
+        return False
+    try:
+        wanted = base64.urlsafe_b64decode(digest + "=" * (-len(digest) % 4)).hex()
+    except ValueError:
+        return True
+    return files.sha256(path) not in ("", wanted)
+
+
+def _pip_settings(here: Environment) -> Iterator[tuple[str, str, str]]:
+    """Where, which and what of pip's settings that say where packages come from; uv's variables among them."""
+    names = ("index-url", "extra-index-url", "trusted-host")
+    for name in names:
+        for tool in ("PIP", "UV"):
+            variable = f"{tool}_{name.upper().replace('-', '_')}"
+            if here.variables.get(variable):
+                yield variable, name, here.variables[variable]
+    home, get = here.variables.get("HOME", ""), here.variables.get
+    folders = [*(f"{folder}/pip" for folder in get("XDG_CONFIG_DIRS", "/etc/xdg").split(os.pathsep)), f"{home}/.pip",
+               f"{get('XDG_CONFIG_HOME') or home + '/.config'}/pip", get("VIRTUAL_ENV", "")]  # fmt: skip
+    places = ["/etc/pip.conf", *(f"{folder}/pip.conf" for folder in folders), get("PIP_CONFIG_FILE", "")]
+    for path in dict.fromkeys(places):
+        found: dict[str, str] = {}
+        last = ""
+        for line in here.files.text(path).splitlines() if path else ():
+            key, equals, value = line.partition("=")
+            if line[:1].isspace() and last:  # a value of several lines
+                found[last] += " " + line.strip()
+            elif equals:
+                last = key.strip().lower().replace("_", "-")
+                found[last] = value.strip()
+            elif line.startswith("["):
+                last = ""
+        yield from ((path, name, found[name]) for name in names if name in found)
+
+
+def _without_secret(url: str) -> str:
+    return _plain(re.sub(r"//[^/@]*@", "//***@", url))
+
+
+def _plain(text: str) -> str:
+    """What may be printed on a terminal, and not too much of it."""
+    line = re.sub(r"[^\x20-\x7e]", "?", text)
+    return line if len(line) <= 100 else line[:100] + " ..."
+
+
+def _count(files: list[str]) -> str:
+    return f"{len(files)} file{'s' if len(files) > 1 else ''}"
+
+
+def _named(files: list[str]) -> str:
+    return ", ".join(files[:_MOST_NAMED]) + (", ..." if len(files) > _MOST_NAMED else "")

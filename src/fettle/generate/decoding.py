@@ -1,0 +1,139 @@
+"""Writing text with a model, as plain PyTorch: what is handed out in ``optimized.py`` and what is measured.
+
+A *decoder* has two methods: ``prefill(room=n, **prompt)`` reads a prompt and returns the scores [rows, vocabulary] of
+the first new token, with room for n more; ``decode(tokens)`` takes the next tokens [rows, k] and returns the scores
+[rows, k, vocabulary] of the token after each. Guessing ahead also needs ``crop(k)``, which forgets the last k tokens.
+
+The sources of these functions are copied into ``optimized.py``: they use builtins, torch and each other only.
+"""
+
+from typing import Any
+
+import torch
+
+
+def part(output: Any, name: str, place: int) -> Any:
+    """A part of a model's answer, by its name, or by its place in a tuple."""
+    if isinstance(output, dict):
+        return output[name]
+    return getattr(output, name) if hasattr(output, name) else output[place]
+
+
+class Kept:
+    """A model with its keys and values kept as the model makes them: the prompt once, then the new tokens only.
+
+    For models that take `past_key_values` and give it back, as those of transformers do: causal or encoder-decoder.
+    Rows of unequal length are filled up on the left, with zeros in `attention_mask`.
+    """
+
+    def __init__(self, model: Any) -> None:
+        import inspect
+
+        self.model: Any = model
+        self.config: Any = getattr(model, "config", None)
+        self.takes = set(inspect.signature(model.forward).parameters)
+        self.two_parts = bool(getattr(self.config, "is_encoder_decoder", False))
+        self.past: Any = None
+        self.mask: Any = None
+        self.given: dict[str, Any] = {}
+
+    def prefill(self, room: int = 0, **prompt: Any) -> torch.Tensor:
+        """Read a prompt: scores [rows, vocabulary] of the first new token. At most `room` tokens follow."""
+        self.past, mask = self.new_cache(room, **prompt), prompt.pop("attention_mask", None)
+        if mask is not None and bool(mask.all()):
+            mask = None
+        if not self.two_parts:
+            tokens = prompt.pop("input_ids")
+            self.mask, self.given = self.new_mask(mask), prompt
+            scores = self.ahead(tokens, 1)
+            self.given = {}
+            return scores[:, -1]
+        masked = {} if mask is None else {"attention_mask": mask}
+        states = self.model.get_encoder()(**prompt, **masked)
+        self.mask, self.given = None, {"encoder_outputs": states, **masked}
+        rows = len(next(iter(prompt.values())))
+        start = torch.full((rows, 1), self.config.decoder_start_token_id, device=self.model.device)
+        return self.ahead(start, 1)[:, -1]
+
+    def decode(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Go on with `tokens` [rows, k]: scores [rows, k, vocabulary] of the token after each."""
+        return self.ahead(tokens, 0)
+
+    def crop(self, count: int) -> None:
+        """Forget the last `count` tokens."""
+        if count == 0:
+            return
+        if self.mask is not None:
+            self.mask = self.mask[:, :-count]
+        if hasattr(self.past, "crop"):
+            self.past.crop(-count)
+        else:  # tuples of keys and values [rows, heads, tokens, size]
+            self.past = tuple(tuple(kept[..., :-count, :] for kept in layer[:2]) + layer[2:] for layer in self.past)
+
+    def new_cache(self, room: int, **prompt: Any) -> Any:
+        """None: the model makes its own."""
+
+    def new_mask(self, mask: Any) -> Any:
+        """What attention may see before the first call: nothing yet, of each row of a prompt that has a mask."""
+        self.next_mask = mask
+        return None if mask is None else mask[:, :0]
+
+    def ahead(self, tokens: torch.Tensor, last: int) -> torch.Tensor:
+        """One call of the model; with `last` only so many scores are needed."""
+        given = {"past_key_values": self.past, "use_cache": True, "return_dict": True, "logits_to_keep": last}
+        if self.mask is not None:
+            new = self.next_mask if self.next_mask is not None else torch.ones_like(tokens)
+            self.mask, self.next_mask = torch.cat([self.mask, new], 1), None
+            places = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+            given |= {"attention_mask": self.mask, "position_ids": places}
+        given = {name: value for name, value in given.items() if name in self.takes}
+        name = "decoder_input_ids" if self.two_parts else "input_ids"
+        output = self.model(**{name: tokens}, **given, **self.given)
+        self.past = part(output, "past_key_values", 1)
+        scores: torch.Tensor = part(output, "logits", 0)
+        return scores
+
+
+def decoder_of(model: Any) -> Any:
+    """The model itself where it has `prefill` and `decode`, else with its keys and values kept."""
+    return model if hasattr(model, "prefill") and hasattr(model, "decode") else Kept(model)
+
+
+def score(decoder: Any, forced: torch.Tensor, stride: int = 1, room: int = 0, **prompt: Any) -> torch.Tensor:
+    """Scores [rows, tokens, vocabulary] of the tokens that `forced` [rows, tokens] has, whatever the model would have
+    written: each goes in as if it had been, `stride` at a time."""
+    found = [decoder.prefill(room=forced.shape[1] + room, **prompt)[:, None].to(torch.float32, copy=True)]
+    for place in range(0, forced.shape[1] - 1, stride):
+        scores = decoder.decode(forced[:, place : min(place + stride, forced.shape[1] - 1)])
+        found.append(scores.to(torch.float32, copy=True))
+    return torch.cat(found, 1)
+
+
+@torch.no_grad()
+def write(
+    decoder: Any, input_ids: Any = None, *, new_tokens: int, stop_tokens: Any = (), on_tokens: Any = None,
+    forced: Any = None, stride: int = 1, **prompt: Any,
+) -> torch.Tensor:  # fmt: skip
+    """Write `new_tokens` after a prompt, always the likeliest: tokens [rows, new tokens].
+
+    ``on_tokens(tokens)`` hears of tokens [rows, k] as soon as they are known. It ends early when every row has had one
+    of `stop_tokens`. With `forced` tokens nothing is written: returned are their scores, see `score`.
+    """
+    if input_ids is not None:
+        prompt["input_ids"] = input_ids
+    if forced is not None:
+        return score(decoder, forced, stride, **prompt)
+    tokens = decoder.prefill(room=new_tokens, **prompt).argmax(-1, keepdim=True)
+    found = [tokens]
+    if on_tokens is not None:
+        on_tokens(tokens)
+    stops = torch.tensor(list(stop_tokens), device=tokens.device)
+    ended = torch.isin(tokens, stops)
+    while len(found) < new_tokens and not (len(stops) and bool(ended.all())):
+        tokens = decoder.decode(tokens)[:, -1:].argmax(-1)
+        found.append(tokens)
+        if on_tokens is not None:
+            on_tokens(tokens)
+        if len(stops):
+            ended = ended | torch.isin(tokens, stops)
+    return torch.cat(found, 1)

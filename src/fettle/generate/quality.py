@@ -1,0 +1,196 @@
+"""How near a recipe's text is to the reference's, by teacher forcing.
+
+The reference, the model in eval mode in float32, writes its own continuation of each prompt. Every recipe is then fed
+those tokens, and the workload's texts, one after the other in the way that it writes, and what it would have said is
+compared token by token: the Kullback-Leibler divergence from the reference's distribution, whether the likeliest token
+is the same, and the perplexity. One token that falls otherwise changes all that follow in free writing; it is one token
+here.
+
+The measures are those of llama.cpp's ``llama-perplexity --kl-divergence``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fettle.generate.decoding import decoder_of, score, write
+from fettle.generate.workload import GenerationWorkload
+
+MAX_KL = 0.01
+"""Default limit on the mean divergence in nats per token. llama.cpp's table for Llama 3 8B against its 16-bit weights
+(tools/perplexity/README.md): 8 bits (q8_0) 0.0014, 6 bits (q6_K) 0.0055, 5 bits (q5_K_M) 0.011, 4 bits 0.031
+(q4_K_M) to 0.072 (q4_0), 3 bits (q3_K_M) 0.10; float16 against bfloat16 0.00003."""
+STRIDE = 64
+"""Tokens of a text that are fed in one call."""
+_MOST_BYTES = 512 << 20
+"""Of the reference's distributions that are kept."""
+_BLOCK = 16
+"""Tokens in a row whose losses count as one observation: neighbours are not independent."""
+_ASTRAY = 0.1
+"""Nats per token by which a recipe's own text may fall short of its own likeliest tokens: ties broken otherwise are
+hundredths, text that does not follow its scores is whole nats."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is judged at once: a prompt and the tokens that follow."""
+
+    prompt: dict[str, torch.Tensor]
+    forced: torch.Tensor
+    """[rows, tokens]"""
+    log_p: torch.Tensor
+    """The reference's log probabilities [rows, tokens, vocabulary]."""
+    is_text: bool
+    """One of the workload's texts; else the reference's own words."""
+
+
+@dataclass(frozen=True)
+class Closeness:
+    """A recipe beside the reference. Divergences and losses in nats per token."""
+
+    kl: float
+    """Mean Kullback-Leibler divergence of the recipe's distribution from the reference's."""
+    worst_kl: float
+    """The largest of any token."""
+    agreement: float
+    """Share of tokens with the same likeliest one."""
+    perplexity: float
+    """Of the recipe, on the workload's texts, or else on the reference's words."""
+    ratio: float
+    """Its perplexity over the reference's,"""
+    low: float
+    high: float
+    """with its interval."""
+    problem: str = ""
+
+
+def write_pieces(workload: GenerationWorkload, path: str) -> list[Piece]:
+    """Let the reference write and score, and save what recipes are judged by; the model is float32 and in eval mode
+    ever after. The pieces are those of the inputs, of the check inputs, then the texts, as far as memory for their
+    distributions goes."""
+    decoder = decoder_of(workload.model)
+    if isinstance(workload.model, torch.nn.Module):
+        workload.model.float().eval()
+    pieces, left = [], _MOST_BYTES
+    for prompt, text in _what_is_judged(workload):
+        forced = write(decoder, **prompt, new_tokens=int(workload.new_tokens)) if text is None else text
+        if left <= 0:
+            break
+        scores = score(decoder, forced, 1 if text is None else STRIDE, **prompt)
+        keep = max(1, left // (4 * scores.shape[0] * scores.shape[2]))
+        piece = Piece(prompt, forced[:, :keep].cpu(), scores[:, :keep].log_softmax(-1).cpu(), text is not None)
+        pieces.append(piece)
+        left -= piece.log_p.numel() * 4
+    torch.save([vars(piece) for piece in pieces], f"{path}.part")
+    os.replace(f"{path}.part", path)  # whole or not at all: a resumed study trusts what is there
+    return pieces
+
+
+def read_pieces(path: str) -> list[Piece]:
+    """What `write_pieces` saved; tensors only, nothing is executed."""
+    return [Piece(**piece) for piece in torch.load(path, weights_only=True)]
+
+
+def _what_is_judged(workload: GenerationWorkload) -> Iterator[tuple[dict[str, Any], torch.Tensor | None]]:
+    for prompt in [*workload.inputs, *workload.check_inputs]:
+        yield prompt, None
+    for text in workload.texts:
+        yield {"input_ids": text[:, :1]}, text[:, 1:]
+
+
+def scores_of(run: Callable[..., Any], piece: Piece, device: str) -> torch.Tensor:
+    """The scores [rows, tokens, vocabulary] that a recipe gives the tokens of a piece."""
+    prompt = {name: tensor.to(device) for name, tensor in piece.prompt.items()}
+    found = run(**prompt, forced=piece.forced.to(device), stride=STRIDE if piece.is_text else 1)
+    return found.detach().float().cpu()  # type: ignore[no-any-return]
+
+
+def closeness(pieces: Sequence[Piece], scores: Sequence[torch.Tensor]) -> Closeness:
+    """Compare a recipe's `scores` of each piece with the reference's."""
+    divergences, same, losses = [], [], []
+    texts = any(piece.is_text for piece in pieces)
+    for piece, raw in zip(pieces, scores, strict=True):
+        if raw.shape != piece.log_p.shape:
+            return _failed(f"its scores have the shape {list(raw.shape)}, the reference's {list(piece.log_p.shape)}")
+        if bool((~raw.isfinite() & piece.log_p.isfinite()).any()):
+            return _failed("its scores have values that are NaN or infinite")
+        log_q, log_p = raw.log_softmax(-1), piece.log_p
+        terms = log_p.exp() * (log_p - log_q)
+        divergences.append(torch.where(log_p.isinf(), 0.0, terms).sum(-1).flatten())
+        same.append((log_q.argmax(-1) == log_p.argmax(-1)).flatten())
+        if piece.is_text or not texts:
+            place = piece.forced[..., None].long()
+            losses.append(torch.stack([-(log.gather(-1, place)[..., 0]) for log in (log_p, log_q)], -1))
+    kl = torch.cat(divergences).double()
+    apart = [difference for loss in losses for difference in _blocks(loss[..., 1] - loss[..., 0])]
+    mean, half = _interval(apart)
+    own = torch.cat([loss[..., 1].flatten() for loss in losses]).double().mean().item()
+    return Closeness(
+        kl=max(0.0, kl.mean().item()),  # rounding takes what is nothing below it
+        worst_kl=kl.max().item(),
+        agreement=torch.cat(same).double().mean().item(),
+        perplexity=_exp(own),
+        ratio=_exp(mean),
+        low=_exp(mean - half),
+        high=_exp(mean + half),
+    )
+
+
+def astray(run: Callable[..., Any], prompt: dict[str, torch.Tensor], new_tokens: int) -> str:
+    """What is wrong with the text that a recipe writes on its own, where that is not what its own scores say: forced
+    tokens alone would never show it. Empty when nothing is."""
+    text = run(**prompt, new_tokens=new_tokens)
+    rows = len(next(iter(prompt.values())))
+    if not isinstance(text, torch.Tensor) or tuple(text.shape) != (rows, new_tokens):
+        return f"it wrote {list(getattr(text, 'shape', []))} tokens in place of {[rows, new_tokens]}"
+    log_q = run(**prompt, forced=text).float().log_softmax(-1)
+    short = log_q.max(-1).values - log_q.gather(-1, text[..., None])[..., 0]
+    lost = float(short.mean())
+    return "" if lost <= _ASTRAY else f"it does not write what it scores highest: {lost:.2g} nats a token below"
+
+
+def unequal(run: Callable[..., Any], pieces: Sequence[Piece], device: str) -> float:
+    """Share of the tokens that it writes on its own which are not those that the reference wrote."""
+    different = total = 0
+    for piece in pieces:
+        if not piece.is_text:
+            prompt = {name: tensor.to(device) for name, tensor in piece.prompt.items()}
+            text = run(**prompt, new_tokens=piece.forced.shape[1]).cpu()
+            different += int((text != piece.forced).sum())
+            total += text.numel()
+    return different / total if total else math.nan
+
+
+def _blocks(differences: torch.Tensor) -> list[float]:
+    """Means of `_BLOCK` tokens in a row, row by row; what is left at a row's end is one more where it is half of it."""
+    found = []
+    for row in differences.double():
+        parts = row.split(_BLOCK)
+        found += [part.mean().item() for part in parts if len(part) * 2 >= min(_BLOCK, len(row))]
+    return found
+
+
+def _interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean and half its 95% interval, which is infinite where there is one value."""
+    if len(values) < 2:
+        return (values[0] if values else math.nan), math.inf
+    from scipy import stats
+
+    spread = statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.fmean(values), float(stats.t.ppf(0.975, len(values) - 1)) * spread
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf
+
+
+def _failed(problem: str) -> Closeness:
+    nan = math.nan
+    return Closeness(nan, nan, nan, nan, nan, nan, nan, problem)

@@ -1,0 +1,170 @@
+"""The time of a text taken apart: to its first token, and from each token to the next."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+PARTS = ("text", "ttft", "tpot")
+"""What a race goes by: the whole text, the time to its first token, or all that follows."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What writing took, and what it moved. NaN means: not measured."""
+
+    ttft_ms: float = math.nan
+    """Time to the first token, the mean over the prompts of each one's median."""
+    tpot_ms: float = math.nan
+    """Time per output token after the first, of one row: the median text."""
+    itl_p50_ms: float = math.nan
+    """Time from one step to the next: percentiles over all steps."""
+    itl_p90_ms: float = math.nan
+    itl_p99_ms: float = math.nan
+    tokens_per_step: float = math.nan
+    """Tokens that one step gives a row: 1, more where they are guessed ahead."""
+    tokens_per_s: Mapping[str, float] = field(default_factory=dict)
+    """Tokens a second of whole texts, by the number of rows."""
+    rows: int = 1
+    weight_bytes: int = 0
+    """Weights that one step reads."""
+    cache_bytes: int = 0
+    """Keys and values at the end of the longest text."""
+    peak_bytes: int | None = None
+    """Peak memory, the cache in it."""
+
+
+@dataclass(frozen=True)
+class Came:
+    """How one text came, for whoever timed it."""
+
+    prompt: int
+    rows: int
+    ttft_ns: int
+    steps_ns: Sequence[int] = ()
+    """Each step after the first token,"""
+    tokens: Sequence[int] = ()
+    """and the tokens that it gave each row."""
+
+
+@dataclass
+class Text:
+    """One text as it came."""
+
+    prompt: int
+    rows: int
+    began_ns: int = 0
+    came: list[tuple[int, int]] = field(default_factory=list)
+    """When each step was done, and how many tokens it gave each row."""
+
+    def hear(self, tokens: torch.Tensor) -> None:
+        """Take the time at which tokens [rows, k] are there."""
+        if tokens.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.came.append((time.perf_counter_ns(), tokens.shape[1]))
+
+    @property
+    def ttft_ns(self) -> int:
+        return self.came[0][0] - self.began_ns
+
+    @property
+    def decode_ns(self) -> int:
+        return self.came[-1][0] - self.came[0][0]
+
+    def told(self) -> Came:
+        """For the parent."""
+        steps = [later[0] - earlier[0] for earlier, later in itertools.pairwise(self.came)]
+        return Came(self.prompt, self.rows, self.ttft_ns, steps, [count for _, count in self.came[1:]])
+
+
+@dataclass
+class Watcher:
+    """Runs a recipe and remembers how its texts came."""
+
+    new_tokens: int
+    part: str = "text"
+    texts: list[Text] = field(default_factory=list)
+
+    def sample_ns(self, run: Callable[..., Any], prompt: Mapping[str, Any], number: int) -> int:
+        """Write after one prompt: nanoseconds of the part that counts."""
+        wanted = 1 if self.part == "ttft" else self.new_tokens
+        text = Text(number, len(next(iter(prompt.values()))))
+        text.began_ns = time.perf_counter_ns()
+        run(**prompt, new_tokens=wanted, on_tokens=text.hear)
+        ended = time.perf_counter_ns()
+        self.texts.append(text)
+        if self.part == "text":
+            return ended - text.began_ns
+        return text.ttft_ns if self.part == "ttft" else text.decode_ns
+
+    def take(self) -> list[Came]:
+        """The texts since the last call, for the parent."""
+        found, self.texts = [text.told() for text in self.texts], []
+        return found
+
+
+def rows_of(prompt: Mapping[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
+    """A prompt with so many rows: its own, again and again."""
+    return {name: tensor[torch.arange(rows, device=tensor.device) % len(tensor)] for name, tensor in prompt.items()}
+
+
+def tokens_per_s(
+    run: Callable[..., Any], prompts: Sequence[Mapping[str, torch.Tensor]], rows: int, new_tokens: int, repeats: int = 3
+) -> float:
+    """Tokens a second with so many rows: the median of a few texts after each prompt, one more before them to warm up.
+    NaN where memory does not allow it."""
+    took = []
+    for prompt in prompts:
+        wide = rows_of(prompt, rows)
+        times = []
+        for _ in range(repeats + 1):
+            started = time.perf_counter_ns()
+            try:
+                text = run(**wide, new_tokens=new_tokens)
+            except (torch.OutOfMemoryError, MemoryError):
+                return math.nan
+            if text.device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter_ns() - started)
+        took.append(sorted(times[1:])[repeats // 2])
+    return rows * new_tokens * len(took) / sum(took) * 1e9
+
+
+def figures(texts: Sequence[Came], known: Generation) -> Generation:
+    """The figures of all texts of a trial, added to what is `known` of it without them."""
+    if not texts:
+        return known
+    by_prompt: dict[int, list[int]] = {}
+    for text in texts:
+        by_prompt.setdefault(text.prompt, []).append(text.ttft_ns)
+    whole = [text for text in texts if text.steps_ns]
+    steps = sorted(ns for text in whole for ns in text.steps_ns)
+    each = sorted(sum(text.steps_ns) / sum(text.tokens) for text in whole)
+    tokens = [count for text in whole for count in text.tokens]
+    speeds = [text.rows * (1 + sum(text.tokens)) / (text.ttft_ns + sum(text.steps_ns)) * 1e9 for text in whole]
+    told = {str(known.rows): _median(speeds)} if speeds else {}
+    return replace(
+        known,
+        tokens_per_s={**known.tokens_per_s, **told},
+        ttft_ms=sum(_median(times) for times in by_prompt.values()) / len(by_prompt) / 1e6,
+        tpot_ms=_median(each) / 1e6,
+        itl_p50_ms=_quantile(steps, 0.5) / 1e6,
+        itl_p90_ms=_quantile(steps, 0.9) / 1e6,
+        itl_p99_ms=_quantile(steps, 0.99) / 1e6,
+        tokens_per_step=sum(tokens) / len(tokens) if tokens else math.nan,
+    )
+
+
+def _median(values: Sequence[float]) -> float:
+    return _quantile(sorted(values), 0.5)
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    """The nearest rank; NaN of nothing."""
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else math.nan

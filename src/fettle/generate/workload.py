@@ -1,0 +1,116 @@
+"""The workload of a language model: prompts, and how many tokens to write after each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+import torch
+
+from fettle.batches import read_batches
+from fettle.errors import UsageError
+from fettle.generate.decoding import decoder_of, write
+from fettle.workload import Batch, Workload, register_kind
+
+
+@dataclass(frozen=True)
+class GenerationWorkload(Workload):
+    """A model that writes text, measured as such: time to the first token, time per token, tokens a second.
+
+    `model` is causal or encoder-decoder and takes and returns `past_key_values` as those of transformers do, or is any
+    object with ``prefill`` and ``decode`` (`fettle.generate.decoding`). `inputs` are prompts, of several lengths where
+    the lengths differ in service: integers [rows, tokens], or dicts with ``input_ids`` (or what an encoder takes) and
+    ``attention_mask``, shorter rows filled up on their left.
+    """
+
+    new_tokens: int = 32
+    """How many tokens are written after each prompt."""
+
+    texts: Sequence[torch.Tensor] | torch.Tensor = ()
+    """Texts that only judge, integers [tokens] or [rows, tokens]: the perplexity is theirs. Without them it is that of
+    what the model as given writes. For causal models."""
+
+    batches: Sequence[int] = (1, 2, 4)
+    """Rows at which tokens a second are told."""
+
+    def __post_init__(self) -> None:
+        model, speaks = self.model, hasattr(self.model, "prefill") and hasattr(self.model, "decode")
+        if not speaks and not isinstance(model, torch.nn.Module):
+            raise UsageError(
+                f"the model of a generation workload is a {type(model).__name__}: give an nn.Module that takes "
+                "past_key_values, or an object with prefill and decode"
+            )
+        if self.call is not None:
+            raise UsageError("a generation workload has no call: fettle writes the text itself, token by token")
+        if self.metric is not None and not callable(self.metric):
+            raise UsageError(f"the workload's metric is a {type(self.metric).__name__}, which cannot be called")
+        if isinstance(self.new_tokens, bool) or not isinstance(self.new_tokens, Integral) or self.new_tokens < 2:
+            raise UsageError(f"the workload's new_tokens are {self.new_tokens!r}: give 2 or more")
+        if not self.batches or any(not isinstance(rows, int) or not 1 <= rows <= 4096 for rows in self.batches):
+            raise UsageError(f"the workload's batches are {self.batches!r}: give numbers of rows, such as (1, 2, 4)")
+        read = read_batches(self.inputs)
+        object.__setattr__(self, "inputs_taken_for", read.taken_for)
+        object.__setattr__(self, "inputs", [_prompt(item) for item in read.items])
+        check = [] if _is_empty(self.check_inputs) else read_batches(self.check_inputs).items
+        object.__setattr__(self, "check_inputs", [_prompt(item) for item in check])
+        object.__setattr__(self, "texts", _texts(self.texts))
+        if self.texts and (self.is_two_parts or (speaks and not hasattr(model, "crop"))):
+            raise UsageError("texts are for causal models: an encoder-decoder's answers are judged on its prompts")
+
+    @property
+    def is_two_parts(self) -> bool:
+        """Whether it is an encoder with a decoder."""
+        return bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the longest prompt; 1, the start token, where a decoder begins with nothing else."""
+        if self.is_two_parts:
+            return 1
+        return max(int(prompt["input_ids"].shape[1]) for prompt in [*self.inputs, *self.check_inputs])
+
+    def run(self, model: Any, batch: Batch) -> Any:
+        """Write text after one prompt: by a model as it is, token after token."""
+        return write(decoder_of(model), **{"new_tokens": int(self.new_tokens), **batch})
+
+
+def _prompt(batch: Any) -> dict[str, torch.Tensor]:
+    """A prompt as keyword arguments. Raises `UsageError` for anything else than tokens or what an encoder takes."""
+    if isinstance(batch, tuple) and len(batch) == 1:
+        batch = batch[0]
+    if isinstance(batch, torch.Tensor):
+        batch = {"input_ids": batch}
+    if not isinstance(batch, Mapping) or not all(isinstance(value, torch.Tensor) for value in batch.values()):
+        raise UsageError("a prompt is a tensor of tokens [rows, tokens], or a dict with input_ids and attention_mask")
+    ids = batch.get("input_ids")
+    if ids is not None and (ids.dim() != 2 or ids.is_floating_point() or 0 in ids.shape):
+        raise UsageError(f"a prompt holds tokens, integers [rows, tokens]: its input_ids are {ids.dtype}, "
+                         f"{list(ids.shape)}")  # fmt: skip
+    mask = batch.get("attention_mask")
+    if mask is not None and ids is not None:
+        if mask.shape != ids.shape:
+            raise UsageError(f"the attention_mask {list(mask.shape)} is not of the shape of input_ids, "
+                             f"{list(ids.shape)}")  # fmt: skip
+        if not bool(mask[:, -1].all()):
+            raise UsageError("prompts of unequal length are filled up on their left: a row's last token is masked")
+    return dict(batch)
+
+
+def _texts(given: Any) -> list[torch.Tensor]:
+    if isinstance(given, torch.Tensor):
+        given = [given]
+    if not isinstance(given, Sequence) or not all(isinstance(text, torch.Tensor) for text in given):
+        raise UsageError("the workload's texts are tensors of tokens, [tokens] or [rows, tokens]")
+    texts = [text[None] if text.dim() == 1 else text for text in given]
+    if any(text.dim() != 2 or text.shape[1] < 2 or text.is_floating_point() for text in texts):
+        raise UsageError("a text holds at least two tokens, integers [tokens] or [rows, tokens]")
+    return texts
+
+
+def _is_empty(given: Any) -> bool:
+    return isinstance(given, Sequence) and len(given) == 0
+
+
+register_kind("new_tokens", GenerationWorkload)

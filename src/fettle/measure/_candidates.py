@@ -1,0 +1,288 @@
+"""The processes of a race: each entry's, started one after the other and paused, and what they have measured so far."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from fettle.measure._priority import READY, prefer
+from fettle.measure._process import Worker, WorkerError
+from fettle.measure._rules import Entry, Judge, Progress, Rules
+from fettle.measure._trial import Slice, Trial, by_round
+from fettle.measure.messages import Build, Built, Prepare, Prepared
+from fettle.procs.nodes import Nodes
+from fettle.recipe import Recipe
+from fettle.workload import Target
+
+
+@dataclass
+class Held:
+    """Processes that a study keeps from one race to the next: the workload as given and the leader run in each, and are
+    started once. Close it."""
+
+    runners: dict[Recipe, Runner] = field(default_factory=dict)
+
+    def take(self, recipe: Recipe) -> Runner | None:
+        """A runner with nothing measured yet; None where there is none or it has died."""
+        kept = self.runners.get(recipe)
+        if kept is None or kept.failure:
+            return None
+        return replace(kept, began=time.monotonic(), slices=[], samples_ns=[], energy_j=[])
+
+    def keep(self, recipes: Collection[Recipe]) -> None:
+        """End all processes but those of these recipes."""
+        for recipe in [recipe for recipe in self.runners if recipe not in recipes]:
+            self.runners.pop(recipe).worker.close()
+
+    def close(self) -> None:
+        """End the processes."""
+        self.keep(())
+
+
+@dataclass
+class Runner:
+    """One process of an entry."""
+
+    entry: Entry
+    worker: Worker
+    answer: Prepared
+    rejected: str
+    began: float
+    process: str = ""
+    started_s: float = 0.0
+    slices: list[Slice] = field(default_factory=list)
+    samples_ns: list[int] = field(default_factory=list)
+    energy_j: list[float] = field(default_factory=list)
+    failure: str = ""
+
+    def times_ms(self, *, elapsed: bool = False) -> dict[int, float]:
+        """Time of a call by round, `elapsed` with the waiting in it: see `by_round`."""
+        return by_round(self.slices, elapsed=elapsed)
+
+
+@dataclass
+class Entrant:
+    """An entry in the race: its processes, the first of which speaks for all where they cannot differ."""
+
+    runners: list[Runner]
+    live: bool = True
+    elapsed: bool = False
+    """Go by time elapsed, with what others took in it."""
+
+    @property
+    def first(self) -> Runner:
+        return self.runners[0]
+
+    @property
+    def rejected(self) -> str:
+        return next((runner.rejected for runner in self.runners if runner.rejected), "")
+
+    @property
+    def failure(self) -> str:
+        return next((runner.failure for runner in self.runners if runner.failure), "")
+
+    def process_logs(self) -> list[dict[int, float]]:
+        """Log time of one row by round, for each process that has been timed."""
+        logs = []
+        for runner in self.runners:
+            times = runner.times_ms(elapsed=self.elapsed)
+            if times:
+                logs.append({key: math.log(ms / runner.answer.samples) for key, ms in times.items()})
+        return logs
+
+    @property
+    def per_sample(self) -> dict[int, float]:
+        """Log time of one row by round, the mean over the processes that have been timed."""
+        logs = self.process_logs()
+        rounds = [key for key in logs[0] if all(key in log for log in logs)] if logs else []
+        return {key: statistics.fmean(log[key] for log in logs) for key in rounds}
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A process with the workload in it, or why it could not be built."""
+
+    worker: Worker
+    build_s: float
+    """Its share of the time that building took."""
+    failure: WorkerError | None = None
+
+
+@dataclass(frozen=True)
+class Start:
+    """What every worker of a race is started with."""
+
+    target: Target
+    fingerprint: str
+    judging: Judge
+    rules: Rules
+    log_folder: Path | None
+    environment: Mapping[str, str]
+    heat: int
+    held: Held | None
+    nodes: Nodes | None = None
+
+    def line_up(
+        self, entries: Sequence[Entry], trials: dict[int, Trial], stack: ExitStack, tell: Callable[[Progress], None]
+    ) -> dict[int, Entrant]:
+        """Start the workers one after the other; failures go into `trials`. Stops at the deadline, and when memory
+        runs short: the entries after the last one touched have not been begun."""
+        entrants: dict[int, Entrant] = {}
+        queue = [(entry, f"{index:02d}") for index, entry in enumerate(entries) if not self._held(entry)]
+        with closing(self._built(queue)) as line:
+            self._line_up(entries, trials, entrants, line, stack, tell)
+        return entrants
+
+    def _line_up(
+        self, entries: Sequence[Entry], trials: dict[int, Trial], entrants: dict[int, Entrant],
+        line: Generator[Begun, None, None], stack: ExitStack, tell: Callable[[Progress], None],
+    ) -> None:  # fmt: skip
+        for index, entry in enumerate(entries):
+            if index and time.monotonic() > self.rules.deadline:
+                break
+            waiting = self._held(entry)
+            if waiting is not None:
+                entrants[index] = Entrant([waiting], elapsed=self.rules.under_load)
+                continue
+            tell(Progress("start", entry.recipe))
+            began = time.monotonic()
+            try:
+                runner = self._ready(next(line), entry)
+            except WorkerError as error:
+                if error.kind == "timeout" and time.monotonic() > self.rules.deadline:
+                    break  # the budget ended it, not its own time limit: that says nothing about the recipe
+                trials[index] = Trial(
+                    entry.recipe, "failed", str(error), seconds=time.monotonic() - began, heat=self.heat
+                )
+                tell(Progress("trial", entry.recipe, trial=trials[index]))
+                continue
+            entrants[index] = Entrant([runner], elapsed=self.rules.under_load)
+            if self.held is not None:
+                self.held.runners[entry.recipe] = runner
+            else:
+                stack.callback(runner.worker.close)
+            if _memory_is_short(entrants.values()) and len(entrants) > 1:
+                break
+
+    def _held(self, entry: Entry) -> Runner | None:
+        return self.held.take(entry.recipe) if self.held is not None else None
+
+    def replicate(
+        self, entrants: Mapping[int, Entrant], wanted: int, stack: ExitStack, tell: Callable[[Progress], None]
+    ) -> None:
+        """Start the further processes of each entry that may win, a whole set at a time, until each has `wanted`, as
+        far as time and memory allow."""
+        able = {
+            index: entrant for index, entrant in entrants.items() if not (entrant.rejected or entrant.first.entry.once)
+        }
+        left_s = min(self.rules.replicate_s, self.rules.deadline - time.monotonic())
+        for copy in range(min((len(entrant.runners) for entrant in able.values()), default=wanted), wanted):
+            cost_s = sum(entrant.first.started_s for entrant in able.values())
+            if len(able) < 2 or cost_s > left_s or _memory_is_short(entrants.values()):
+                return
+            began = time.monotonic()
+            queue = [(entrant.first.entry, f"{index:02d}-{copy}") for index, entrant in able.items()]
+            with closing(self._built(queue)) as line:
+                for entrant in able.values():
+                    tell(Progress("start", entrant.first.entry.recipe))
+                    try:
+                        runner = self._ready(next(line), entrant.first.entry)
+                    except WorkerError as error:
+                        if error.kind == "timeout" and time.monotonic() > self.rules.deadline:
+                            return  # the budget ended it: those that run already go on
+                        entrant.first.failure, entrant.live = f"its process {copy + 1}: {error}", False
+                        continue
+                    stack.callback(runner.worker.close)
+                    entrant.runners.append(runner)
+            able = {index: entrant for index, entrant in able.items() if entrant.live}
+            left_s -= time.monotonic() - began
+
+    def _built(self, queue: Sequence[tuple[Entry, str]]) -> Generator[Begun, None, None]:
+        """The processes of `queue` in its order, each with the workload built and paused, `Rules.abreast` of them built
+        side by side. Those that were built and never asked for are ended when the iterator is closed."""
+        for begin in range(0, len(queue), self.rules.abreast):
+            built = self._build(queue[begin : begin + self.rules.abreast])
+            try:
+                while built:
+                    yield built.pop(0)
+            finally:
+                for one in built:
+                    one.worker.close()
+
+    def _build(self, group: Sequence[tuple[Entry, str]]) -> list[Begun]:
+        began = time.monotonic()
+        workers: list[Worker] = []
+        try:
+            for entry, name in group:
+                log = self.log_folder / f"{self.heat:03d}-{name}.log" if self.log_folder else None
+                worker = Worker({**self.environment, **entry.environment}, log, ranks=entry.ranks, nodes=self.nodes)
+                workers.append(worker)
+                if self.rules.may_go_first and not self.rules.under_load:
+                    prefer(worker.pid, READY)
+            failures = [_failure(partial(worker.send, Build(self.target))) for worker in workers]
+            failures = [failure or _failure(partial(self._finish, worker))
+                        for worker, failure in zip(workers, failures, strict=True)]  # fmt: skip
+        except BaseException:
+            for worker in workers:
+                worker.close()
+            raise
+        build_s = (time.monotonic() - began) / len(group)
+        return [Begun(worker, build_s, failure) for worker, failure in zip(workers, failures, strict=True)]
+
+    def _finish(self, worker: Worker) -> None:
+        built = worker.finish(Built, self.rules.prepare_timeout_s)
+        worker.pause()
+        if self.fingerprint and built.fingerprint != self.fingerprint:
+            raise WorkerError(
+                "the factory built other weights or inputs than before: make it deterministic "
+                "(seed every generator; fettle calls torch.manual_seed(0) first)"
+            )
+
+    def _ready(self, built: Begun, entry: Entry) -> Runner:
+        """Apply the recipe in a process that was built, and pause it. Raises `WorkerError`, the process gone."""
+        began = time.monotonic() - built.build_s
+        try:
+            if built.failure is not None:
+                raise built.failure
+            runner = self._prepared(built.worker, entry, began)
+        except BaseException:
+            built.worker.close()
+            raise
+        built.worker.pause()
+        runner.started_s = time.monotonic() - began
+        return runner
+
+    def _prepared(self, worker: Worker, entry: Entry, began: float) -> Runner:
+        timeout_s = max(
+            10.0, min(self.rules.prepare_timeout_s, self.rules.deadline - time.monotonic() + self.rules.grace_s)
+        )
+        request = Prepare(entry.source, str(entry.recipe), self.judging.path, entry.factor, entry.calibrated)
+        answer = worker.ask(request, Prepared, timeout_s)
+        rejected = ""
+        if self.judging.path and not (self.judging.exempt_baseline and not entry.recipe.levels):
+            rejected = self.judging.reason(answer.accuracy)
+        return Runner(entry, worker, answer, rejected, began, process=f"{self.heat}:{worker.pid}")
+
+
+def _failure(do: Callable[[], None]) -> WorkerError | None:
+    try:
+        do()
+    except WorkerError as error:
+        return error
+    return None
+
+
+def _memory_is_short(entrants: Iterable[Entrant]) -> bool:
+    """Whether one more process might not fit beside these: the one that runs needs its peak again, the others rest."""
+    memory = psutil.virtual_memory()
+    answers = [entrant.first.answer for entrant in entrants]
+    peak = max((answer.peak_bytes or 0 for answer in answers if answer.device == "cpu"), default=0)
+    return bool(memory.available < max(0.25 * memory.total, 1.1 * peak))

@@ -1,0 +1,221 @@
+"""What a worker of a race is asked, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import msgspec
+
+from fettle.generate.speed import Came, Generation
+from fettle.measure._trial import Accuracy
+from fettle.procs.child import ChildError, Request
+from fettle.techniques import Facts
+from fettle.workload import Target
+
+
+class Build(Request):
+    """Build the workload. Answered by `Built`; the other requests are of what was built."""
+
+    target: Target
+
+
+class Probe(Request):
+    """See that the model takes its inputs, and gather the facts. Answered by `Probed`."""
+
+    allow_batch: bool = False
+
+
+class MeasurePeaks(Request, tag="peaks"):
+    """Measure what this machine reaches on the workload's device. Answered by `Peaks`."""
+
+
+class WriteReference(Request, tag="reference"):
+    """Write what answers are judged by. Answered by `Reference`."""
+
+    path: str
+
+
+class Examine(Request):
+    """Hand the workload to a function. Answered by `Examined`."""
+
+    function: str
+    """``module:name``."""
+    seconds: float = 0.0
+    path: str = ""
+    """Where the function writes what it makes."""
+
+
+class MakePlan(Request, tag="plan"):
+    """Predict the memory of parallel strategies. Answered by `Planned`."""
+
+    ranks: int
+    nodes: int = 1
+    device_memory_bytes: int = 0
+
+
+class Prepare(Request):
+    """Apply a recipe's source, judge its first answers, and warm up. Answered by `Prepared`."""
+
+    source: str
+    label: str
+    path: str = ""
+    """The reference; empty where nothing judges."""
+    factor: int = 1
+    """How many times over the batch is taken."""
+    calibrated: bool = False
+    part: str = ""
+    """Of a text: what is timed, see `fettle.generate.speed.PARTS`."""
+    rows: tuple[int, ...] = ()
+    """Numbers of rows at which tokens a second are wanted."""
+
+
+class TakeSlice(Request, tag="slice"):
+    """Call for a while. Answered by `SliceTaken`."""
+
+    seconds: float
+    apart: bool = False
+    """Hold each computing thread on a core of its own."""
+
+
+Asked = Build | Probe | MeasurePeaks | WriteReference | Examine | MakePlan | Prepare | TakeSlice
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer of a worker."""
+
+    def with_ranks(self, others: Sequence[Self]) -> Self:
+        """One answer for all ranks, from that of the first and those of the others."""
+        return self
+
+
+class Built(Answer, frozen=True, kw_only=True):
+    """What was built, and as what."""
+
+    load_s: float
+    fingerprint: str
+    structure: str
+    name: str
+    mode: str
+    writes: bool = False
+    """The workload writes text."""
+    inputs: str = ""
+    """What live inputs were taken for."""
+
+    def with_ranks(self, others: Sequence[Self]) -> Self:
+        """Raises `ChildError` where they differ."""
+        if any(one.fingerprint != self.fingerprint for one in others):
+            raise ChildError("the ranks built different weights or inputs: seed every generator")
+        return msgspec.structs.replace(self, load_s=max(one.load_s for one in (self, *others)))
+
+
+class Probed(Answer, frozen=True, kw_only=True):
+    """What is known of the workload."""
+
+    facts: Facts
+    has_metric: bool
+
+
+class Peaks(Answer, frozen=True, kw_only=True):
+    """As `fettle.machine.Machine.peaks`."""
+
+    peaks: Mapping[str, float]
+
+
+class Reference(Answer, frozen=True, kw_only=True):
+    """What was written, for the report."""
+
+    dtype: str
+    why: str = ""
+    noise: float = 0.0
+    float32_error: float | None = None
+    """Error of the model in eval mode in its own precision against the reference: the yardstick."""
+    metric: float | None = None
+    metric_problem: str = ""
+    seconds: float
+    perplexity: float | None = None
+    """Text: the reference's,"""
+    prefill_flops: int = 0
+    """and what it computes for a prompt and for a step (`fettle.generate.limits.Work`)."""
+    decode_flops: int = 0
+    curves: Sequence[Sequence[float]] = ()
+    """Training: losses of the baseline and of other seeds."""
+    spread: float | None = None
+    """Training: typical distance of two seeds."""
+
+
+class Examined(Answer, frozen=True, kw_only=True):
+    """What the function found."""
+
+    evidence: msgspec.Raw
+    load_s: float
+
+    def read(self, kind: Any) -> Any:
+        """The evidence as the type that the function returns."""
+        return msgspec.msgpack.decode(self.evidence, type=kind, strict=False)
+
+
+class Planned(Answer, frozen=True, kw_only=True):
+    """A `fettle.parallel.plan.Plan`, and how it was made."""
+
+    plan: msgspec.Raw
+    note: str
+
+
+class Prepared(Answer, frozen=True, kw_only=True):
+    """What a recipe that is ready to be timed took, and how right it is."""
+
+    load_s: float
+    optimize_s: float
+    first_call_s: float
+    cache: str
+    accuracy: Accuracy
+    peak_bytes: int | None
+    """On a CPU above the loaded process."""
+    device: str
+    gpu: str
+    """As NVML names it; empty on a CPU."""
+    call_ns: int
+    samples: int
+    """Rows in one call."""
+    notes: Sequence[str]
+    learned: Mapping[str, Any]
+    phases_ms: Mapping[str, float] = {}
+    generation: Generation | None = None
+    """Text: what is known of it without the race,"""
+    texts: Sequence[Came] = ()
+    """and how texts came."""
+
+    def with_ranks(self, others: Sequence[Self]) -> Self:
+        """With the fullest rank's memory and the slowest one's start."""
+        every = (self, *others)
+        return msgspec.structs.replace(
+            self,
+            load_s=max(one.load_s for one in every),
+            optimize_s=max(one.optimize_s for one in every),
+            first_call_s=max(one.first_call_s for one in every),
+            peak_bytes=max((one.peak_bytes for one in every if one.peak_bytes is not None), default=None),
+            call_ns=max(one.call_ns for one in every),
+            notes=list(dict.fromkeys(note for one in every for note in one.notes)),
+        )
+
+
+class SliceTaken(Answer, frozen=True, kw_only=True):
+    """One slice of a race."""
+
+    samples_ns: Sequence[int]
+    unhindered_ns: float
+    """What a call would have taken had no thread waited for a core; NaN where the kernel does not tell."""
+    waits: float
+    """Share of the time that the threads waited; NaN where the kernel does not tell."""
+    cpu_s: float
+    energy_j: float | None
+    """Of one call."""
+    texts: Sequence[Came] = ()
+
+    def with_ranks(self, others: Sequence[Self]) -> Self:
+        """With the CPU time of all ranks, and the waiting of the one that waited longest."""
+        waits = [one.waits for one in (self, *others) if one.waits == one.waits]
+        return msgspec.structs.replace(
+            self, cpu_s=self.cpu_s + sum(one.cpu_s for one in others), waits=max(waits, default=self.waits)
+        )

@@ -1,0 +1,68 @@
+"""The rounds behind the announced figure: each slice of the workload as given and of the winner, and which of them
+others' work disturbed."""
+
+from __future__ import annotations
+
+import altair as alt
+
+from fettle.measure import Slice, Trial
+from fettle.page import theme
+from fettle.page.theme import ACCENT, QUIET, WARN, Drawn
+from fettle.report import _format as fmt
+from fettle.report._marks import sized
+from fettle.result import Outcome
+
+GIVEN, WINNER, BUSY = "as given", "winner", "taken while others were busy"
+
+
+def rounds(result: Outcome) -> Drawn | None:
+    """Time of a call by round, a line for each process; slices that others disturbed are rings."""
+    shown = _shown(result)
+    if not shown:
+        return None
+    rows = [
+        {
+            "round": one.round, "ms": one.ms, "series": name, "process": f"{name} {one.process}",
+            "kind": "quiet" if one.quiet else BUSY,
+            "others": "not known" if one.others is None else f"{one.others:.0%} of the cores",
+        }
+        for name, trial in shown.items()
+        for one in sorted(_timed(trial), key=lambda one: one.round)
+    ]  # fmt: skip
+    base = alt.Chart(theme.data(rows)).encode(
+        x=alt.X("round:Q", title="round", scale=alt.Scale(nice=False, padding=8), axis=alt.Axis(tickMinStep=1)),
+        y=alt.Y("ms:Q", title="ms a call (log)", scale=alt.Scale(type="log"), axis=alt.Axis(format="~g", tickCount=5)),
+        color=alt.Color("series:N", scale=alt.Scale(domain=[GIVEN, WINNER], range=[QUIET, ACCENT]),
+                        legend=alt.Legend(title=None)),
+        detail="process:N",
+        tooltip=["series:N", "round:Q", alt.Tooltip("ms:Q", format=".4~g", title="ms"),
+                 alt.Tooltip("others:N", title="others took"), "kind:N"],
+    )  # fmt: skip
+    quiet, busy = (base.transform_filter(f"datum.kind {sign} '{BUSY}'") for sign in ("!=", "=="))
+    ring = busy.mark_point(filled=False, size=44, strokeWidth=1.6).encode(color=alt.value(WARN))
+    return sized(220, base.mark_line(strokeWidth=1, opacity=0.4), quiet.mark_point(filled=True, size=30), ring)
+
+
+def words(result: Outcome) -> str:
+    """The same for those who cannot see it."""
+    said = []
+    for name, trial in _shown(result).items():
+        timed = _timed(trial)
+        low, high = min(one.ms for one in timed), max(one.ms for one in timed)
+        busy = sum(not one.quiet for one in timed)
+        span = f"{fmt.milliseconds(low)} to {fmt.milliseconds(high)} a call"
+        said.append(f"{name} {span} in {len(timed)} slices, {busy or 'none'} of them {BUSY} (rings)")
+    return f"Time of a call by round: {'; '.join(said)}."
+
+
+def _shown(result: Outcome) -> dict[str, Trial]:
+    """The two whose ratio is announced; nothing where no recipe won or nobody kept the rounds."""
+    baseline, winner = result.baseline, result.winner
+    if baseline is None or winner is None or not winner.recipe.levels:
+        return {}
+    both = {GIVEN: baseline, WINNER: winner}
+    return both if all(len(_timed(trial)) > 1 for trial in both.values()) else {}
+
+
+def _timed(trial: Trial) -> list[Slice]:
+    return [one for one in trial.slices if one.ms > 0]

@@ -1,0 +1,149 @@
+"""Text that is written: its time taken apart, how near it is to the reference's, and to what the machine allows."""
+
+from __future__ import annotations
+
+import math
+
+import altair as alt
+
+from fettle.generate.limits import Point, Work, peak_flops, points
+from fettle.measure import Trial
+from fettle.page import Cell, Row, Table, theme
+from fettle.page.theme import ACCENT, QUIET, WARN, Drawn
+from fettle.report import _format as fmt
+from fettle.report._facts import is_winner, name_of, ranked
+from fettle.report._marks import Rows, sized
+from fettle.result import Outcome
+
+
+def timed(result: Outcome) -> list[Trial]:
+    """The trials whose text was taken apart, in their order of rank."""
+    return [trial for trial in ranked(result) if trial.generation is not None]
+
+
+def speeds(result: Outcome) -> Table:
+    """Time to the first token, per token and between them, tokens a second by rows, and the shares of the limits."""
+    trials = timed(result)
+    counts = sorted(
+        {int(rows) for trial in trials for rows in (trial.generation.tokens_per_s if trial.generation else {})}
+    )
+    rows: list[Row] = []
+    for trial in trials:
+        text = trial.generation
+        assert text is not None
+        at = [fmt.number(text.tokens_per_s.get(str(count)), 3) for count in counts]
+        shares = {point.phase: fmt.share(point.share) for point in standing(result, trial)}
+        rows.append(
+            [
+                Cell(name_of(trial.recipe), code=True),
+                fmt.milliseconds(text.ttft_ms),
+                fmt.milliseconds(text.tpot_ms),
+                " / ".join(fmt.milliseconds(ms) for ms in (text.itl_p50_ms, text.itl_p90_ms, text.itl_p99_ms)),
+                *at,
+                fmt.size(text.peak_bytes),
+                shares.get("prefill", "–"),
+                shares.get("decode", "–"),
+            ]
+        )
+    named = [f"tokens/s, {count} row{'s' * (count > 1)}" for count in counts]
+    columns = (
+        "recipe", "first token", "per token", "between, p50 / p90 / p99", *named, "memory", "of the limit, prefill",
+        "decode",
+    )  # fmt: skip
+    return Table(columns, rows, numbers=columns[1:], stack=True)
+
+
+def quality(result: Outcome) -> Table:
+    """How near each recipe's text is to the reference's."""
+    rows: list[Row] = []
+    for trial in timed(result):
+        found = trial.accuracy
+        ratio = f"{found.perplexity_ratio:.4f} [{found.perplexity_low:.4f}, {found.perplexity_high:.4f}]"
+        rows.append(
+            [
+                Cell(name_of(trial.recipe), code=True),
+                fmt.error(found.error),
+                fmt.error(found.max_abs),
+                fmt.share(found.agreement),
+                fmt.number(found.perplexity),
+                ratio if math.isfinite(found.perplexity_ratio) else "–",
+                fmt.share(found.unequal),
+            ]
+        )
+    columns = (
+        "recipe",
+        "mean KL",
+        "worst token",
+        "top-1",
+        "perplexity",
+        "over the reference's",
+        "other tokens, written alone",
+    )
+    return Table(columns, rows, numbers=columns[1:], stack=True)
+
+
+def standing(result: Outcome, trial: Trial) -> list[Point]:
+    """Where a trial's prefill and decode stand on the roofline."""
+    reference = result.reference
+    work = Work(reference.prefill_flops, reference.decode_flops)
+    return list(points(trial.generation, work, result.machine.get("peaks", {}))) if trial.generation else []
+
+
+def roofline(result: Outcome) -> Drawn | None:
+    """Operations a second by operations for each byte, under what bandwidth and arithmetic allow."""
+    rows: Rows = [
+        {"recipe": name_of(trial.recipe), "phase": point.phase, "x": point.intensity, "y": point.flops / 1e9,
+         "share": fmt.share(point.share), "status": "winner" if is_winner(result, trial) else "other"}
+        for trial in timed(result) for point in standing(result, trial)
+    ]  # fmt: skip
+    peaks = result.machine.get("peaks", {})
+    best, bandwidth = peak_flops(peaks), peaks.get("copy", math.nan)
+    if not rows or not math.isfinite(best * bandwidth):
+        return None
+    knee = best / bandwidth
+    low, high = min(*(row["x"] for row in rows), knee) / 3, max(*(row["x"] for row in rows), knee) * 3
+    roof: Rows = [{"x": x, "y": min(best, bandwidth * x) / 1e9} for x in (low, knee, high)]
+    log = alt.Scale(type="log")
+    x = alt.X("x:Q", title="FLOP for each byte of weights and cache (log)", scale=log)
+    y = alt.Y("y:Q", title="GFLOP/s (log)", scale=log)
+    line = alt.Chart(theme.data(roof)).mark_line(color=WARN, strokeWidth=2).encode(x=x, y=y)
+    dots = (
+        alt.Chart(theme.data(rows))
+        .mark_point(filled=True, size=70, opacity=0.8)
+        .encode(
+            x=x,
+            y=y,
+            shape=alt.Shape("phase:N", title=None),
+            color=alt.Color("status:N", scale=alt.Scale(domain=["winner", "other"], range=[ACCENT, QUIET]), title=None),
+            tooltip=["recipe:N", "phase:N", alt.Tooltip("y:Q", title="GFLOP/s", format=".3g"),
+                     alt.Tooltip("share:N", title="of the limit there")],
+        )
+    )  # fmt: skip
+    return sized(320, line, dots)
+
+
+def roofline_words(result: Outcome) -> str:
+    """The same for those who cannot see it."""
+    said = [
+        f"{name_of(trial.recipe)} {point.phase} {fmt.share(point.share)}"
+        for trial in timed(result)[:8] for point in standing(result, trial)
+    ]  # fmt: skip
+    return f"Shares of what bandwidth or arithmetic allow: {'; '.join(said)}."
+
+
+def sentence(result: Outcome) -> str:
+    """The winner's text in one sentence, beside the model as given; empty where no text was written."""
+    winner, baseline = result.winner, result.baseline
+    if winner is None or winner.generation is None:
+        return ""
+    text, before = winner.generation, baseline.generation if baseline else None
+    said = f"First token after {fmt.milliseconds(text.ttft_ms)}, then {fmt.milliseconds(text.tpot_ms)} a token"
+    if before is not None and winner.recipe.levels:
+        said += f" (as given {fmt.milliseconds(before.ttft_ms)} and {fmt.milliseconds(before.tpot_ms)})"
+    speeds = ", ".join(f"{fmt.number(rate, 3)} with {rows}" for rows, rate in sorted(
+        text.tokens_per_s.items(), key=lambda item: int(item[0])))  # fmt: skip
+    said += f"; tokens a second by rows: {speeds}." if speeds else "."
+    for point in standing(result, winner):
+        if point.phase == "decode":
+            said += f" Decoding reaches {fmt.share(point.share)} of what the measured bandwidth allows."
+    return said

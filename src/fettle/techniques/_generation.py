@@ -1,0 +1,47 @@
+"""What techniques are told of a workload that writes text, and the lines that all its recipes have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fettle.generate import GenerationWorkload
+from fettle.generate.decoding import Kept, decoder_of, part, score, write
+from fettle.techniques._base import Code, Facts
+from fettle.workload import Workload
+
+NO_TEXT = "the workload is no fettle.GenerationWorkload"
+
+
+def generation_facts(workload: Workload) -> dict[str, Any]:
+    """The fields of `Facts` that are for a workload that writes text; none for another."""
+    if not isinstance(workload, GenerationWorkload):
+        return {}
+    model = workload.model
+    own = hasattr(model, "prefill") and hasattr(model, "decode")
+    keeps = "own" if own else "static" if _can_be_static(model) else "dynamic"
+    return {
+        "new_tokens": int(workload.new_tokens),
+        "prompt_tokens": workload.prompt_tokens,
+        "row_counts": tuple(workload.batches),
+        "keeps": keeps,
+    }
+
+
+def _can_be_static(model: Any) -> bool:
+    """Whether transformers has a cache of fixed size for it, in which each layer keeps every token."""
+    try:
+        from transformers import StaticCache
+
+        layers = StaticCache(config=model.config, max_cache_len=8).layers
+    except Exception:  # another library's model, or a kind of layer that has no such cache
+        return False
+    whole = bool(layers) and all(type(layer).__name__ == "StaticLayer" for layer in layers)
+    return whole and not getattr(model.config, "is_encoder_decoder", False)
+
+
+def writing(codes: Sequence[Code], facts: Facts) -> Code:
+    """What the recipe writes with: the last technique's decoder and writer, else the plain ones."""
+    decoder = next((code.decoder for code in reversed(codes) if code.decoder), "decoder_of(model)")
+    writer = next((code.writer for code in reversed(codes) if code.writer), "write")
+    return Code(helpers=(part, Kept, decoder_of, score, write), decoder=decoder, writer=writer)

@@ -1,0 +1,372 @@
+"""Workloads that write text: what is written, how it is judged, and how its time is taken apart."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import fettle
+from fettle.errors import UsageError
+from fettle.generate import limits, quality
+from fettle.generate.decoding import Kept, decoder_of, score, write
+from fettle.generate.speed import Came, Generation, Watcher, figures, rows_of, tokens_per_s
+from fettle.recipe import Recipe
+from fettle.techniques import conflict, load, probe_facts, source
+
+transformers = pytest.importorskip("transformers")
+WORDS = 96
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, bos_token_id=None, eos_token_id=None, initializer_range=0.3,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=WORDS, n_embd=32, n_layer=2, n_head=4, n_positions=256,
+                                     bos_token_id=None, eos_token_id=None, initializer_range=0.3)  # fmt: skip
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def t5() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.T5Config(vocab_size=WORDS, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
+                                   decoder_start_token_id=0, initializer_factor=0.5)  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config).eval()
+
+
+def whisper() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.WhisperConfig(
+        vocab_size=WORDS, d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=64, decoder_ffn_dim=64, num_mel_bins=8, max_source_positions=20, max_target_positions=64,
+        decoder_start_token_id=1, bos_token_id=2, eos_token_id=3, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.WhisperForConditionalGeneration(config).eval()
+
+
+def ids(rows: int, tokens: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(4, WORDS, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+class Echo:
+    """An object with prefill and decode: it says again what it was given, five tokens later."""
+
+    def prefill(self, room: int = 0, **prompt: torch.Tensor) -> torch.Tensor:
+        self.text = prompt["input_ids"]
+        return self._after()[:, -1]
+
+    def decode(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.text = torch.cat([self.text, tokens], 1)
+        return self._after()[:, -tokens.shape[1] :]
+
+    def crop(self, count: int) -> None:
+        self.text = self.text[:, : self.text.shape[1] - count]
+
+    def _after(self) -> torch.Tensor:
+        padded = torch.cat([self.text[:, :1].expand(-1, 4), self.text], 1)[:, : self.text.shape[1]]
+        return torch.nn.functional.one_hot(padded, WORDS).float() * 9
+
+
+class Plain(nn.Module):
+    """The protocol without transformers: a tuple of scores and of keys and values, kept in tuples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(WORDS, 16), nn.Linear(16, WORDS)
+        nn.init.normal_(self.head.weight)
+
+    def forward(self, input_ids: torch.Tensor, past_key_values: tuple | None = None) -> tuple:
+        new = self.table(input_ids)[:, None]
+        keys = new if past_key_values is None else torch.cat([past_key_values[0][0], new], 2)
+        seen = torch.ones(new.shape[2], keys.shape[2]).tril(keys.shape[2] - new.shape[2])
+        mixed = torch.nn.functional.scaled_dot_product_attention(new, keys, keys, attn_mask=seen.bool())
+        return self.head(mixed[:, 0]), ((keys, keys),)
+
+
+# -- writing ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [llama, gpt2, t5])
+def test_text_is_what_transformers_generates(make) -> None:
+    model, prompt = make(), ids(2, 9)
+    wanted = model.generate(prompt, do_sample=False, max_new_tokens=7, min_new_tokens=7)[:, -7:]
+    assert torch.equal(write(decoder_of(model), prompt, new_tokens=7), wanted)
+
+
+def test_an_encoder_of_sound_has_no_tokens_to_begin_with() -> None:
+    model, sound = whisper(), torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(0))
+    text = write(decoder_of(model), input_features=sound, new_tokens=5)
+    alone = model(input_features=sound, decoder_input_ids=torch.cat([torch.ones(2, 1).long(), text[:, :-1]], 1)).logits
+    assert torch.equal(alone.argmax(-1), text)
+
+
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_rows_of_unequal_length_write_what_each_writes_alone(make) -> None:
+    model, long, short = make(), ids(1, 9), ids(1, 5, 2)
+    padded = torch.cat([long, torch.cat([torch.zeros(1, 4).long(), short], 1)])
+    mask = torch.ones(2, 9).long()
+    mask[1, :4] = 0
+    both = write(decoder_of(model), padded, attention_mask=mask, new_tokens=6)
+    assert torch.equal(both[:1], write(decoder_of(model), long, new_tokens=6))
+    assert torch.equal(both[1:], write(decoder_of(model), short, new_tokens=6))
+
+
+def test_forced_scores_are_those_of_one_whole_pass() -> None:
+    for model in (llama(), Plain()):
+        prompt, forced = ids(2, 6), ids(2, 7, 3)
+        answer = model(torch.cat([prompt, forced], 1))
+        whole = (answer[0] if isinstance(answer, tuple) else answer.logits)[:, 5:-1]
+        for stride in (1, 3):
+            assert torch.allclose(score(decoder_of(model), forced, stride, input_ids=prompt), whole, atol=1e-4)
+
+
+def test_a_decoder_forgets_what_it_is_told_to() -> None:
+    for model in (llama(), Plain()):
+        decoder = Kept(model)
+        decoder.prefill(input_ids=ids(1, 6))
+        wanted = decoder.decode(ids(1, 1, 5))
+        decoder.prefill(input_ids=ids(1, 6))
+        decoder.decode(ids(1, 3, 7))
+        decoder.crop(3)
+        assert torch.allclose(decoder.decode(ids(1, 1, 5)), wanted, atol=1e-5)
+
+
+def test_writing_ends_where_every_row_has_had_a_stop_token() -> None:
+    echo, prompt = Echo(), torch.tensor([[5, 6, 7, 8, 9]])
+    heard: list[torch.Tensor] = []
+    text = write(echo, prompt, new_tokens=9, stop_tokens=(7,), on_tokens=heard.append)
+    assert text.tolist() == [[5, 6, 7]]
+    assert torch.equal(torch.cat(heard, 1), text)
+
+
+# -- the workload ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model": abs}, "past_key_values"),
+        ({"new_tokens": 1}, "new_tokens are 1"),
+        ({"new_tokens": True}, "new_tokens"),
+        ({"batches": (0,)}, "batches"),
+        ({"inputs": [torch.rand(2, 3)]}, "integers"),
+        ({"inputs": [torch.ones(3).long()]}, "integers"),
+        ({"inputs": []}, "empty"),
+        ({"inputs": [{"input_ids": ids(1, 4), "attention_mask": torch.ones(1, 3)}]}, "attention_mask"),
+        ({"inputs": [{"input_ids": ids(1, 3), "attention_mask": torch.tensor([[1, 1, 0]])}]}, "on their left"),
+        ({"texts": torch.ones(1).long()}, "two tokens"),
+        ({"call": print}, "no call"),
+    ],
+)
+def test_what_no_text_can_be_written_from_is_said_in_a_line(change, says) -> None:
+    with pytest.raises(UsageError, match=says):
+        fettle.GenerationWorkload(**{"model": gpt2(), "inputs": [ids(1, 4)], **change})
+
+
+def test_texts_are_for_causal_models() -> None:
+    with pytest.raises(UsageError, match="causal"):
+        fettle.GenerationWorkload(t5(), [ids(1, 4)], texts=ids(1, 9))
+
+
+def test_a_dict_with_new_tokens_is_one(tmp_path) -> None:
+    from fettle.workload import workload_from
+
+    made = workload_from({"model": Echo(), "inputs": [ids(1, 4)], "new_tokens": 3}, "here")
+    assert isinstance(made, fettle.GenerationWorkload)
+    assert made.prompt_tokens == 4
+
+
+# -- quality ----------------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_is_judged_by_divergence_and_not_by_its_free_text(tmp_path) -> None:
+    work = fettle.GenerationWorkload(llama(), [ids(2, 6), ids(1, 9)], new_tokens=8, texts=ids(1, 70))
+    pieces = quality.write_pieces(work, str(tmp_path / "reference.pt"))
+    again = quality.read_pieces(str(tmp_path / "reference.pt"))
+    assert [piece.is_text for piece in again] == [False, False, True]
+    assert all(torch.equal(a.log_p, b.log_p) for a, b in zip(pieces, again, strict=True))
+
+    def run(**prompt):
+        return work.run(work.model, prompt)
+
+    exact = quality.closeness(again, [quality.scores_of(run, piece, "cpu") for piece in again])
+    assert exact.kl == pytest.approx(0, abs=1e-9)
+    assert (exact.agreement, exact.ratio) == (1.0, pytest.approx(1.0, abs=1e-5))
+    work.model.bfloat16()
+    near = quality.closeness(again, [quality.scores_of(run, piece, "cpu") for piece in again])
+    assert 0 < near.kl < near.worst_kl < 0.5
+    assert near.low < near.ratio < near.high
+    assert not quality.astray(run, work.inputs[0], 8)
+
+
+def test_divergence_and_perplexity_are_those_of_the_textbook() -> None:
+    p, q = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.5, 0.25])
+    forced = torch.tensor([[0] * 32])
+    piece = quality.Piece({}, forced, p.log().expand(1, 32, 3), is_text=False)
+    found = quality.closeness([piece], [q.log().expand(1, 32, 3)])
+    assert found.kl == pytest.approx(0.5 * math.log(2) + 0.25 * math.log(0.5))
+    assert (found.perplexity, found.ratio) == (pytest.approx(4), pytest.approx(2))
+    assert found.agreement == 0
+    assert found.low == pytest.approx(2) == pytest.approx(found.high)  # every token lost the same
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_scores_that_are_no_numbers_never_pass(value) -> None:
+    piece = quality.Piece({}, torch.zeros(1, 2).long(), torch.zeros(1, 2, 3).log_softmax(-1), is_text=False)
+    bad = torch.zeros(1, 2, 3)
+    bad[0, 1, 2] = value
+    assert "NaN" in quality.closeness([piece], [bad]).problem
+    assert "shape" in quality.closeness([piece], [torch.zeros(1, 2, 4)]).problem
+
+
+def test_text_that_does_not_follow_its_own_scores_is_found_out() -> None:
+    model = llama()
+
+    def run(forced=None, **given):
+        text = write(decoder_of(model), forced=forced, **{"new_tokens": 6, **given})
+        return text if forced is not None else (text + 1) % WORDS
+
+    assert "scores highest" in quality.astray(run, {"input_ids": ids(1, 6)}, 6)
+    assert "in place of" in quality.astray(lambda **given: ids(1, 5), {"input_ids": ids(1, 6)}, 6)
+
+
+# -- speed ----------------------------------------------------------------------------------------------------
+
+
+def text(prompt: int, ttft: int, *steps: int, tokens: int = 1) -> Came:
+    return Came(prompt, 2, ttft, list(steps), [tokens] * len(steps))
+
+
+def test_figures_of_a_text_are_taken_apart() -> None:
+    ms = 1_000_000
+    texts = [text(0, 10 * ms, ms, ms, 4 * ms), text(1, 30 * ms, ms, ms, ms), text(1, 50 * ms, ms, ms, ms)]
+    found = figures(texts, Generation(rows=2, tokens_per_s={"4": 9.0}))
+    assert found.ttft_ms == (10 + 50) / 2  # of two the upper is the median
+    assert (found.tpot_ms, found.itl_p50_ms, found.itl_p99_ms) == (1, 1, 4)
+    assert found.tokens_per_s == {"4": 9.0, "2": pytest.approx(2 * 4 / 0.033)}
+    assert figures([text(0, ms, 6 * ms, tokens=3)], Generation()).tpot_ms == 2
+    assert math.isnan(figures([text(0, ms)], Generation()).tpot_ms)
+
+
+def test_a_watcher_times_the_part_that_counts() -> None:
+    calls = []
+
+    def run(new_tokens, on_tokens, **prompt):
+        calls.append(new_tokens)
+        for _ in range(new_tokens):
+            on_tokens(torch.zeros(1, 1))
+
+    watcher = Watcher(5)
+    whole = watcher.sample_ns(run, {"input_ids": ids(1, 4)}, 0)
+    one = watcher.texts[0]
+    assert whole >= one.ttft_ns + one.decode_ns
+    assert replace(watcher, part="tpot").sample_ns(run, {"input_ids": ids(1, 4)}, 0) == watcher.texts[1].decode_ns
+    assert replace(watcher, part="ttft").sample_ns(run, {"input_ids": ids(1, 4)}, 0) == watcher.texts[2].ttft_ns
+    assert calls == [5, 5, 1]
+    assert [len(item.steps_ns) for item in watcher.take()] == [4, 4, 0]
+    assert not watcher.texts
+
+
+def test_rows_that_memory_does_not_hold_have_no_figure() -> None:
+    def run(input_ids, new_tokens):
+        if len(input_ids) > 2:
+            raise torch.OutOfMemoryError
+        return input_ids
+
+    assert rows_of({"input_ids": torch.tensor([[1], [2]])}, 3)["input_ids"].tolist() == [[1], [2], [1]]
+    assert tokens_per_s(run, [{"input_ids": ids(1, 4)}], 2, 3) > 0
+    assert math.isnan(tokens_per_s(run, [{"input_ids": ids(1, 4)}], 4, 3))
+
+
+def test_weights_cache_and_operations_are_counted() -> None:
+    model = gpt2()
+    work = fettle.GenerationWorkload(model, [ids(1, 8)], new_tokens=4)
+    body = sum(p.numel() for n, p in model.transformer.named_parameters() if "wpe" not in n)
+    assert limits.weights_read(model) == 4 * body  # the embedding is the head too, and is read; positions are not
+    decoder = Kept(model)
+    write(decoder, ids(3, 8), new_tokens=4)
+    assert limits.cache_bytes(decoder) == 2 * 2 * 3 * 11 * 32 * 4  # keys and values, layers, rows, tokens, width
+    counted = limits.count_work(work)
+    products = sum(p.numel() for p in model.parameters() if p.dim() == 2) - 256 * 32
+    assert counted.decode_flops == pytest.approx(2 * products, rel=0.1)
+    assert counted.prefill_flops > 7 * 2 * (products - WORDS * 32)
+    encoder_decoder = t5()
+    assert limits.weights_read(encoder_decoder) < 4 * sum(p.numel() for p in encoder_decoder.parameters())
+
+
+def test_a_point_stands_under_the_roof() -> None:
+    figured = Generation(ttft_ms=10, tpot_ms=1, tokens_per_step=1, weight_bytes=900, cache_bytes=100)
+    peaks = {"matmul_float32": 1e9, "matmul_bfloat16": 4e9, "copy": 2e6}
+    prefill, decode = limits.points(figured, limits.Work(20_000_000, 2_000), peaks)
+    assert (decode.phase, decode.intensity) == ("decode", 2)
+    assert decode.share == pytest.approx(0.5)  # 1000 bytes in 1 ms, where 2 million a second are moved
+    assert prefill.share == pytest.approx(0.5)  # 2 GFLOP/s of 4
+    assert not limits.points(Generation(), limits.Work(), peaks)
+
+
+# -- techniques ----------------------------------------------------------------------------------------------------
+
+
+def runs(work: fettle.GenerationWorkload, **levels: str):
+    facts = probe_facts(work)
+    recipe = Recipe(levels)
+    assert not conflict(recipe, facts)
+    return load(source(recipe, facts), str(recipe))(work.model, work.inputs)
+
+
+@pytest.mark.parametrize("make", [llama, gpt2])
+@pytest.mark.parametrize(
+    "levels", [{"kv_cache": "static"}, {"guessing": "prompt"}, {"kv_cache": "static", "guessing": "prompt"}]
+)
+def test_a_technique_writes_the_same(make, levels) -> None:
+    work = fettle.GenerationWorkload(make(), [ids(2, 9)], new_tokens=12)
+    mask = torch.ones(2, 9).long()
+    mask[1, :3] = 0
+    prompts = [{"input_ids": ids(2, 9)}, {"input_ids": ids(2, 9), "attention_mask": mask}, {"input_ids": ids(1, 90)}]
+    wanted = [write(decoder_of(work.model), **prompt, new_tokens=12) for prompt in prompts]
+    run = runs(work, **levels)
+    for prompt, text in zip(prompts, wanted, strict=True):
+        assert torch.equal(run(**prompt), text)
+        forced = ids(len(text), 20, 4)
+        assert torch.allclose(run(**prompt, forced=forced), score(decoder_of(work.model), forced, **prompt), atol=1e-4)
+
+
+def test_what_repeats_is_guessed() -> None:
+    work = fettle.GenerationWorkload(Echo(), [torch.tensor([[5, 6, 7, 8, 9] * 2])], new_tokens=11)
+    heard: list[int] = []
+    text = runs(work, guessing="prompt")(**work.inputs[0], on_tokens=lambda tokens: heard.append(tokens.shape[1]))
+    assert text.tolist() == [[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5]]
+    assert len(heard) <= 5
+    assert sum(heard) == 11
+
+
+def test_levels_say_why_they_cannot_be_had() -> None:
+    plain = probe_facts(fettle.Workload(nn.Linear(2, 2), [torch.rand(2, 2)]))
+    assert "GenerationWorkload" in conflict(Recipe({"kv_cache": "static"}), plain)
+    two_parts = probe_facts(fettle.GenerationWorkload(t5(), [ids(1, 4)], new_tokens=3))
+    assert "fixed size" in conflict(Recipe({"kv_cache": "static"}), two_parts)
+    own = probe_facts(fettle.GenerationWorkload(Echo(), [ids(1, 4)], new_tokens=3))
+    assert "keeps them itself" in conflict(Recipe({"kv_cache": "static"}), own)
+    assert "runtime" in conflict(Recipe({"runtime": "onnxruntime"}), two_parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["static-compiled", "static-frozen"])
+def test_a_compiled_step_writes_the_same_and_compiles_once(level) -> None:
+    work = fettle.GenerationWorkload(llama(), [ids(1, 9)], new_tokens=12)
+    wanted = [write(decoder_of(work.model), ids(1, n), new_tokens=12) for n in (9, 20)]
+    run = runs(work, kv_cache=level, grad="inference_mode")
+    assert torch.equal(run(ids(1, 9)), wanted[0])
+    torch._dynamo.utils.counters.clear()
+    assert torch.equal(run(ids(1, 20)), wanted[1])
+    assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]

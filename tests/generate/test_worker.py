@@ -1,0 +1,113 @@
+"""A worker and a study of a workload that writes text."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import fettle
+from fettle.errors import UsageError
+from fettle.generate.speed import figures
+from fettle.measure import Judge, _inference, messages
+from fettle.measure._slice import take_slice
+from fettle.measure._state import State
+from fettle.recipe import Recipe
+from fettle.report import Result, save
+from fettle.report.data import read_outcome
+from fettle.report.tables import print_result
+from fettle.techniques import source
+from fettle.workload import Target
+from tests.conftest import quick_studies
+
+pytest.importorskip("transformers")
+
+WORK = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+def workload():
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                         num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=None,
+                         initializer_range=0.3)
+    prompts = [torch.randint(96, (2, tokens)) for tokens in (5, 12)]
+    return {"model": LlamaForCausalLM(config), "inputs": prompts, "new_tokens": 6, "texts": [torch.randint(96, (40,))],
+            "batches": (1, 2)}
+"""
+FEW = {
+    "grad": ["grad"], "precision": ["fp32", "bf16"], "matmul": ["highest"], "threads": ["as-given"],
+    "allocator": ["default"], "attention": ["as-is"], "sdpa_backend": ["auto"], "compile": ["off"],
+    "quantize": ["none"], "kv_cache": ["as-given", "static"], "guessing": ["off"],
+}  # fmt: skip
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Target:
+    (tmp_path / "writer.py").write_text(WORK)
+    return Target(f"{tmp_path}/writer.py:workload", "writer", (str(tmp_path),))
+
+
+def test_a_worker_takes_text_apart_and_judges_it_by_teacher_forcing(target: Target, tmp_path: Path) -> None:
+    path = str(tmp_path / "reference.pt")
+    first = State()
+    assert _inference.build(first, messages.Build(target)).writes
+    facts = _inference.probe(first, messages.Probe()).facts
+    assert (facts.new_tokens, facts.prompt_tokens, facts.keeps) == (6, 12, "static")
+    told = _inference.reference(first, messages.WriteReference(path))
+    assert told.dtype == "float32"
+    assert told.perplexity is not None
+    assert told.perplexity > 1
+    assert told.decode_flops > 0
+    for part, levels in (("", {"precision": "bf16", "mode": "eval"}), ("ttft", {}), ("tpot", {"kv_cache": "static"})):
+        state, recipe = State(), Recipe(levels)
+        _inference.build(state, messages.Build(target))
+        request = messages.Prepare(source(recipe, facts), str(recipe), path, part=part, rows=(1, 2))
+        answer = _inference.prepare(state, request)
+        answer = msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=messages.Prepared)  # as it travels
+        accuracy = answer.accuracy
+        assert (accuracy.error > 1e-6) == ("precision" in levels)
+        assert accuracy.judged_batches == 3
+        assert not Judge(path, max_error=0.05).reason(accuracy)
+        assert ("KL" in Judge(path, max_error=1e-9).reason(accuracy)) == ("precision" in levels)
+        assert bool(Judge(path, exact=True).reason(accuracy)) == (accuracy.unequal > 0)
+        assert answer.samples == 12
+        assert answer.generation is not None
+        sliced = take_slice(state, messages.TakeSlice(0.0))
+        found = figures([*answer.texts, *sliced.texts], answer.generation)
+        assert min(found.ttft_ms, found.tpot_ms, found.itl_p50_ms) > 0
+        assert found.tokens_per_s.keys() == {"1", "2"}
+        assert found.cache_bytes > 0
+        assert sliced.samples_ns[0] > 0
+
+
+def test_goals_of_text_are_for_text(tmp_path: Path) -> None:
+    import torch
+
+    with pytest.raises(UsageError, match="GenerationWorkload"), quick_studies():
+        fettle.tune(torch.nn.Linear(2, 2), [torch.rand(2, 2)], goal="ttft", output=tmp_path, tell=lambda event: None)
+    with pytest.raises(UsageError, match="max ttft"):
+        fettle.tune(torch.nn.Linear(2, 2), [torch.rand(2, 2)], max_ttft_ms=0, output=tmp_path)
+
+
+@pytest.mark.slow
+def test_a_study_of_text_from_end_to_end(target: Target, tmp_path: Path, capsys) -> None:
+    from rich.console import Console
+
+    with quick_studies():
+        result = fettle.tune(target, techniques=FEW, budget_s=600, output=tmp_path / "out", tell=lambda event: None)
+    assert isinstance(result, Result)
+    assert result.limits.max_error == 0.01
+    assert all(trial.generation and trial.generation.tpot_ms > 0 for trial in result.trials if trial.ok)
+    half = next(trial for trial in result.trials if trial.recipe.levels.get("precision") == "bf16")
+    assert half.accuracy.is_text
+    save(result, tmp_path / "out")
+    again = read_outcome(tmp_path / "out" / "result.json")
+    assert again.baseline is not None
+    assert again.baseline.generation == result.baseline.generation
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "The text, taken apart" in page
+    assert "roofline" in page
+    print_result(result, Console(width=140))
+    assert "First token after" in capsys.readouterr().out
+    fast = result.apply(target.load().model)
+    assert fast(target.load().inputs[0]["input_ids"], new_tokens=4).shape == (2, 4)
