@@ -1,12 +1,14 @@
 """Each lint finds what is planted, with evidence, and keeps silent where the fault is not."""
 
+import time
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, Subset
 
 from fettle.inputs import profile
 from fettle.inputs.growth import big_containers, growing_workers
-from fettle.inputs.lints import duplicates, getitems_differ, lint, padding
+from fettle.inputs.lints import duplicates, getitems_differ, lint, padding, rows_that_raise
 from fettle.inputs.profile import profile_rows
 from tests.inputs import loaders
 
@@ -96,6 +98,37 @@ def test_a_leak_grows_with_each_pass_over_the_same_rows_and_a_cache_does_not() -
     assert growing_workers(DataLoader(loaders.Caching(), batch_size=8)) == []
 
 
+def broken_tenths(row: int) -> torch.Tensor:
+    if row % 10 == 7:
+        raise RuntimeError("\x1b[31mno such\nfile")
+    return torch.ones(1)
+
+
+def test_rows_that_raise_are_counted_and_the_first_is_named() -> None:
+    (found,) = rows_that_raise(loaders.bad_item())
+    assert found.says == "A run over this data set ends with an error: item 137 raised ValueError: cannot be read."
+    assert found.evidence.startswith("1 of 256 rows that were read raises (item 137)")
+    (found,) = rows_that_raise(DataLoader(loaders.Rows(broken_tenths, 100), batch_size=8))
+    assert "item 7 raised RuntimeError: no such." in found.says
+    assert found.evidence == "10 of 100 rows that were read raise (item 7, and 9 more: 17, 27, 37, 47)."
+    assert rows_that_raise(DataLoader(loaders.Rows(loaders.one), batch_size=8)) == []
+    assert rows_that_raise(DataLoader(loaders.Stream(), batch_size=4)) == []
+
+
+def waiting(row: int) -> torch.Tensor:
+    time.sleep(0.005)
+    return torch.ones(1)
+
+
+def test_rows_that_wait_are_told_to_be_fetched_concurrently() -> None:
+    (found,) = profile_rows(DataLoader(loaders.Rows(waiting, 24), batch_size=8))
+    assert found.name == "row-waits"
+    assert "waiting in" in found.says
+    assert "called from waiting at test_lints.py" in found.says
+    assert "concurrently" in found.advice
+    assert "once beforehand" not in found.advice
+
+
 def test_getitems_that_gives_other_rows() -> None:
     assert names(getitems_differ(DataLoader(loaders.WrongBatched(loaders.row_number)))) == ["batch-fetch-differs"]
     assert getitems_differ(DataLoader(loaders.Batched(loaders.row_number))) == []
@@ -103,7 +136,7 @@ def test_getitems_that_gives_other_rows() -> None:
 
 def test_a_lint_that_fails_is_a_note_and_the_others_go_on() -> None:
     found, notes = lint(loaders.bad_item())
-    assert found == []
+    assert names(found) == ["row-raises"]
     assert notes
     assert any("cannot be read" in note for note in notes)
     assert all("\n" not in note for note in notes)

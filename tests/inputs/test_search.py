@@ -15,6 +15,7 @@ from fettle.inputs._messages import Faults
 from fettle.inputs.journal import Journal
 from fettle.inputs.limits import Room
 from fettle.inputs.race import PAIRS, ROUNDS, Race
+from fettle.inputs.report import rows
 from fettle.inputs.result import cannot_help
 from fettle.inputs.search import _search
 from fettle.inputs.setting import AS_GIVEN, BATCH_INDEX, Facts, Slice, ratio, smallest_of_the_best
@@ -241,6 +242,31 @@ def test_a_given_setting_that_fails_is_told_and_another_found() -> None:
     assert "As given it fails: out of memory" in " ".join(found.notes)
     assert found.best.setting.num_workers == 2  # three have failed: four are not tried
     assert found.before is found.plain
+
+
+class Raising(MadeUp):
+    """Settings with workers come as far as a row that raises, after so many slices."""
+
+    after, also_plain = 0, False
+
+    def _slice(self, setting: Setting) -> Slice:
+        if setting.num_workers >= 3 or (
+            self.after and (setting.num_workers or self.also_plain) and len(self.asked) > self.after
+        ):
+            raise ChildError("item 777 raised RuntimeError: cannot be read", "item")
+        return super()._slice(setting)
+
+
+def test_a_row_that_raises_comes_before_the_setting() -> None:
+    found = Raising(cores=8, make_s=0.04, step_s=0.008).search()
+    assert found.verdict.startswith("A run over this data set ends with an error: item 777 raised RuntimeError: cannot")
+    assert " settings met it." in found.verdict
+    for Raising.after, Raising.also_plain in itertools.product(range(2, 24), (False, True)):
+        late = Raising(cores=8, make_s=0.04, step_s=0.008).search()
+        assert "item 777 raised" in late.verdict
+        assert late.best.able or Raising.also_plain
+        assert rows(late)
+    assert MadeUp(cores=4, fails=(3,)).search().raises == ""  # out of memory is no fault of a row
 
 
 def test_fewer_workers_than_given_where_they_do_the_same() -> None:

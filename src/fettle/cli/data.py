@@ -44,6 +44,8 @@ def command(
 
     A search that was killed goes on where it was; Ctrl-C ends it and shows what is known.
 
+    Exit code 1: a row of the data set raises.
+
     [bold]Examples[/]
 
       fettle data train.py:loader
@@ -86,7 +88,7 @@ def command(
     _show.answer(
         as_json, lambda: {**as_data(result), "busy": busy}, lambda console: _print(result, busy, console), output
     )
-    _show.leave(interrupted=result.interrupted)
+    _show.leave(interrupted=result.interrupted, missed=bool(result.raises))
 
 
 def _trace(before: Path, after: Path | None, as_json: bool) -> None:

@@ -153,7 +153,7 @@ def _timed(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def fetch(self: Any, index: Any) -> Any:
         began, used = time.perf_counter(), _used()
         slow = getattr(self, "fettle_slow", True)
-        queued = _queued() if slow else 0.0
+        queued = queued_s() if slow else 0.0
         self.fettle_batches = getattr(self, "fettle_batches", 0) + 1
         try:
             batch = original(self, index)
@@ -166,7 +166,7 @@ def _timed(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
             wall = time.perf_counter() - began
             busy, system, pages = (after - before for after, before in zip(_used(), used, strict=True))
             if slow:
-                busy += _queued() - queued
+                busy += queued_s() - queued
             self.fettle_slow = wall > _SLOW_S
             _board.note(0 if worker is None else worker.id + 1, began, (wall, min(busy, wall), system, pages))
         return batch
@@ -183,7 +183,7 @@ def _used() -> tuple[float, float, float]:
     return time.process_time(), used.ru_stime, float(used.ru_minflt)
 
 
-def _queued() -> float:
+def queued_s() -> float:
     """Seconds for which this thread was ready and had no core (Linux; elsewhere 0)."""
     try:
         with open("/proc/thread-self/schedstat", "rb") as file:

@@ -14,6 +14,8 @@ ROWS = 512
 """Rows that a lint reads at most."""
 SECONDS = 3.0
 """Time that a lint reads rows at most."""
+RAISES = "row-raises"
+"""The lint that comes first: a run would end there."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from fettle.errors import first_line
 from fettle.inputs.bucket import bucket_by_length, padding_waste
 from fettle.inputs.growth import growing_workers
-from fettle.inputs.lint import ROWS, Lint, indices, rows_of
+from fettle.inputs.lint import RAISES, ROWS, SECONDS, Lint, indices, rows_of
 from fettle.inputs.profile import profile_rows
 from fettle.units import size_text
 
@@ -23,11 +24,12 @@ Notes = list[str]
 
 
 def lint(loader: DataLoader[Any]) -> tuple[list[Lint], Notes]:
-    """All lints of one loader, each on at most 512 rows and a few seconds. One that fails is a note, not an end."""
+    """All lints of one loader, each on a few seconds and, but for rows that raise, at most 512 rows. One that fails is
+    a note, not an end."""
     found: list[Lint] = []
     notes: Notes = []
     checks: list[Callable[[DataLoader[Any]], list[Lint]]] = [
-        duplicates, profile_rows, padding, growing_workers, getitems_differ
+        rows_that_raise, duplicates, profile_rows, padding, growing_workers, getitems_differ
     ]  # fmt: skip
     for check in checks:
         try:
@@ -37,6 +39,31 @@ def lint(loader: DataLoader[Any]) -> tuple[list[Lint], Notes]:
             text = str(error).strip().splitlines()[-1].strip() if "Traceback" in str(error) else first_line(error)
             notes.append(f"Looking for {check.__name__.replace('_', ' ')} ended early: {text[:200]}.")
     return found, notes
+
+
+def rows_that_raise(loader: DataLoader[Any]) -> list[Lint]:
+    """Rows that cannot be read, of as many as can be tried in a few seconds; of a stream none, it ends there."""
+    if isinstance(loader.dataset, IterableDataset):
+        return []
+    began, count = time.monotonic(), 0
+    raised: list[tuple[Any, str]] = []
+    for row in indices(loader):
+        try:
+            loader.dataset[row]
+        except Exception as error:
+            raised.append((row, first_line(error)))
+        count += 1
+        if time.monotonic() - began > SECONDS:
+            break
+    if not raised:
+        return []
+    (row, said), others = raised[0], raised[1:]
+    more = f", and {len(others)} more: {', '.join(repr(other) for other, _ in others[:4])}" if others else ""
+    return [Lint(
+        RAISES, f"A run over this data set ends with an error: item {row!r} raised {said}.",
+        f"{len(raised):,} of {count:,} rows that were read raise{'s' * (len(raised) == 1)} (item {row!r}{more}).",
+        "mend or leave out those rows, in the data set's list of rows and not by catching the error in each epoch",
+    )]  # fmt: skip
 
 
 def duplicates(loader: DataLoader[Any]) -> list[Lint]:

@@ -16,6 +16,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from fettle.errors import is_program
+from fettle.inputs._fetch import queued_s
 from fettle.inputs.lint import ROWS, Lint, rows_of
 from fettle.patches import replaced
 
@@ -41,22 +42,26 @@ def profile_rows(loader: DataLoader[Any]) -> list[Lint]:
     profiler = cProfile.Profile()
     with _watch_pillow() as pictures:
         rows = rows_of(loader, ROWS)
-        count = 0
+        count, wall_s, busy_s = 0, 0.0, 0.0
         while True:
+            began, used, queued = time.perf_counter(), time.thread_time(), queued_s()
             profiler.enable()
             try:
                 pair = next(rows, None)
             finally:
                 profiler.disable()
+            wall_s += time.perf_counter() - began
+            busy_s += time.thread_time() - used + queued_s() - queued
             if pair is None:
                 break
             count += 1
-    found = [slow_function(profiler, count), decoded_too_large(pictures, count)]
+    found = [slow_function(profiler, count, waits=busy_s < 0.5 * wall_s), decoded_too_large(pictures, count)]
     return [item for item in found if item is not None]
 
 
-def slow_function(profiler: cProfile.Profile, count: int) -> Lint | None:
-    """The function with the largest time of its own, where that is 40% of a row's time or more."""
+def slow_function(profiler: cProfile.Profile, count: int, *, waits: bool = False) -> Lint | None:
+    """The function with the largest time of its own, where that is 40% of a row's time or more; whether it computes, or
+    `waits` for files, a network or a clock."""
     stats: dict[Place, Any] = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
     own = {place: row[2] for place, row in stats.items() if row[2] > 0 and not _is_ours(place)}
     total = sum(own.values())
@@ -70,9 +75,15 @@ def slow_function(profiler: cProfile.Profile, count: int) -> Lint | None:
     where = _name(place) if caller is None or caller == place else f"{_name(place)}, called from {_name(caller)}"
     others = sorted(((time, other) for other, time in own.items() if other != place), reverse=True)[:2]
     rest = "; then " + ", ".join(f"{_name(other)} {time / total:.0%}" for time, other in others) if others else ""
+    evidence = f"{spent / total:.0%} of {total / count * 1e3:.3g} ms a row, over {count} rows{rest}"
+    if waits:
+        return Lint(
+            "row-waits", f"Most of a row's time is spent waiting in {where}.", evidence,
+            "fetch rows concurrently (a thread pool in the dataset's __getitems__), or ahead of time: more workers, a "
+            "larger prefetch_factor, a copy on a local disk",
+        )  # fmt: skip
     return Lint(
-        "slow-transform", f"Most of a row's time goes into {where}.",
-        f"{spent / total:.0%} of {total / count * 1e3:.3g} ms a row, over {count} rows{rest}",
+        "slow-transform", f"Most of a row's time goes into {where}.", evidence,
         "make that faster first: do it once beforehand, on whole batches, or in fewer steps",
     )  # fmt: skip
 

@@ -123,7 +123,8 @@ def as_data(result: PipelineResult) -> dict[str, Any]:
         for item in result.settings
     ]  # fmt: skip
     data: dict[str, Any] = finite({
-        "target": result.target, "verdict": result.verdict, "step_s": result.step_s, "waiting": result.waiting,
+        "target": result.target, "verdict": result.verdict, "raises": result.raises,
+        "step_s": result.step_s, "waiting": result.waiting,
         "bound": result.bound, "gain": result.gain, "batch_p50_s": result.batch_p50_s,
         "batch_p95_s": result.batch_p95_s,
         "cores": result.cores, "given": asdict(result.given.setting), "best": asdict(result.best.setting),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fettle.inputs.lint import Lint
+from fettle.inputs.lint import RAISES, Lint
 from fettle.inputs.setting import WITHIN, Measured, ratio
 from fettle.units import seconds_text, size_text
+
+_RAISED = re.compile(r"(item|items|one of the rows|the items) .* raised ")
+"""How a failure that is the data set's own begins: see `fettle.inputs._fetch`."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,19 @@ class PipelineResult:
         return 1.0 if self.best.setting == self.before.setting else ratio(self.best, self.before)
 
     @property
+    def raises(self) -> str:
+        """What a run would die of: the row, its error and how often, in a sentence or two; empty where none was met."""
+        for lint in self.lints:
+            if lint.name == RAISES:
+                return f"{lint.says} {lint.evidence}"
+        tried = [item for item in self.settings if not item.left_out]
+        met = [item.failure for item in tried if _RAISED.match(item.failure)]
+        if not met:
+            return ""
+        return (f"A run over this data set ends with an error: {met[0]}. {len(met)} of {len(tried)} settings "
+                "met it.")  # fmt: skip
+
+    @property
     def code(self) -> str:
         """The lines to take away."""
         return self.best.setting.code
@@ -81,7 +98,11 @@ def cannot_help(plain: Measured, step_s: float, cores: int) -> str:
 
 
 def verdict(result: PipelineResult, why: str = "") -> str:
-    """The answer in one or two sentences."""
+    """The answer in a few sentences, the worst first: a row that raises, then the setting."""
+    return " ".join(filter(None, (result.raises, _setting_verdict(result, why))))
+
+
+def _setting_verdict(result: PipelineResult, why: str) -> str:
     before, best = result.before, result.best
     takes = f"{result.gain:.2f}x the batches a second with {best.setting.name}"
     if not result.given.able:

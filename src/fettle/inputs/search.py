@@ -163,6 +163,8 @@ def climb(race: Race, facts: Facts, scores: dict[Setting, float], step_s: float)
         most, wanted = wanted - 1, wanted // 2
     while True:
         able = sorted(number for number, setting in settings.items() if scores[setting] > 0)
+        if len(able) < 2:
+            return  # those with workers ran, and have failed since
         rises = scores[settings[able[-2]]] < (1 - WITHIN) * scores[settings[able[-1]]]
         waiting = race.measured[settings[able[-1]]].rate * step_s < 0.99
         if not (rises and waiting and able[-1] < most):
@@ -181,6 +183,9 @@ def settle(race: Race, scores: dict[Setting, float]) -> Setting:
     """
     top, accepted = _top(scores), False
     while True:
+        top = top if scores[top] else _top(scores)
+        if not scores[top]:
+            return Setting()  # all have failed since they were measured
         near = [one for one, score in scores.items() if one.size < top.size and score >= _KEEP * scores[top]]
         enough = top
         for setting in sorted(near, key=lambda one: one.size):
@@ -224,7 +229,10 @@ def _pair(race: Race, scores: dict[Setting, float], one: Setting, other: Setting
     """Compare a setting with another one whose score is known: how much faster it is, 0 where it fails."""
     level = race.pairs(one, other, rough)
     if math.isinf(level):  # the other one has failed since
-        scores[one], scores[other] = scores[other], 0.0
+        mine = race.measured.get(one)
+        scores[one], scores[other] = scores[other] if mine and mine.able else 0.0, 0.0
+        if not scores[one] and (left := _top(scores)) != one and scores[left]:
+            return _pair(race, scores, one, left, rough)
     else:
         scores[one] = scores[other] * level
     return level
@@ -283,6 +291,8 @@ def never_slower(race: Race, best: Measured, given: Measured, plain: Measured) -
     for other in (plain, given):
         if other.able and other is not best:
             race.pairs(best.setting, other.setting)
+    if not best.able:  # it has failed since it was the best
+        return given if given.able else plain
     return plain if best is not plain and ratio(best, plain) < 1 else best
 
 
@@ -295,7 +305,8 @@ def _set_levels(race: Race, scores: dict[Setting, float], best: Measured, plain:
         if item is plain:
             item.level = plain.rate
         elif item.able:
-            item.level = plain.rate * top * (ratio(item, best) if met else score / scores[best.setting])
+            item.level = plain.rate * top * (ratio(item, best) if met or not scores[best.setting] else
+                                         score / scores[best.setting])  # fmt: skip
 
 
 def _near(race: Race, scores: dict[Setting, float]) -> list[Setting]:
