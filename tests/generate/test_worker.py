@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 import fettle
+from fettle.applying import with_inputs
 from fettle.errors import UsageError
 from fettle.generate.speed import figures
 from fettle.measure import Judge, _inference, messages
@@ -81,6 +82,14 @@ def test_a_worker_takes_text_apart_and_judges_it_by_teacher_forcing(target: Targ
         assert found.tokens_per_s.keys() == {"1", "2"}
         assert found.cache_bytes > 0
         assert sliced.samples_ns[0] > 0
+
+
+def test_another_model_takes_the_prompts_of_a_target(target: Target) -> None:
+    model = target.load().model
+    made = with_inputs(model, target)
+    assert isinstance(made, fettle.GenerationWorkload)
+    assert made.model is model
+    assert made.new_tokens == 6
 
 
 def test_goals_of_text_are_for_text(tmp_path: Path) -> None:

@@ -122,6 +122,7 @@ def command(
         under_load=under_load,
         polite=polite,
     )
+    _show.spoilers()
     with progress(quiet=as_json) as show:
         result = tune(target, options=options, on_progress=show, command=shlex.join(["fettle", *sys.argv[1:]]))
     paths = save(result, output)

@@ -60,6 +60,9 @@ class Options:
     design: str = "auto"
     """Which recipes are tried: ``auto``, ``ladder``, ``factorial`` or ``ablation``."""
 
+    first: Sequence[str] = ()
+    """Techniques that the design ``auto`` tries before others, the most promising first."""
+
     atlas: Path | None = None
     """An atlas, from which the design ``auto`` knows what to expect of a model that it has not seen."""
 
@@ -134,6 +137,7 @@ class Keywords(TypedDict, total=False):
     techniques: Mapping[str, str | Sequence[str]] | None
     allow_batch: bool
     design: str
+    first: Sequence[str]
     atlas: str | Path | None
     mode: str
     nproc: int

@@ -6,7 +6,7 @@ probe (facts, reference) -> space of recipes -> design -> races -> trials in the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
@@ -99,7 +99,7 @@ def tune(
             session.look_at_baseline()
             if options.design == "auto":
                 guide = guide_for(session, rows, options.atlas, machine) if options.atlas is not None else None
-                auto(space, session, first=_advised(session), guide=guide)
+                auto(space, session, first=_advised(session, options.first), guide=guide)
                 session.notes += guide.summary() if guide is not None else ()
             else:
                 DESIGNS[options.design](space, session)
@@ -117,6 +117,6 @@ def tune(
     return result
 
 
-def _advised(session: Session) -> list[str]:
-    """The techniques that the first look advised, the most promising first."""
-    return list(dict.fromkeys(name for item in session.probed.advice for name in item.levels))
+def _advised(session: Session, first: Sequence[str]) -> list[str]:
+    """The techniques that were named, then those that the first look advised, the most promising first."""
+    return list(dict.fromkeys([*first, *(name for item in session.probed.advice for name in item.levels)]))
