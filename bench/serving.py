@@ -44,7 +44,7 @@ import numpy as np
 import psutil
 
 from fettle.compat.ray_files import ENVIRONMENT
-from fettle.files import finite
+from fettle.files import plain
 from fettle.load.arrivals import poisson
 from fettle.load.client import http_request
 from fettle.load.loops import closed_loop, open_loop
@@ -290,7 +290,7 @@ def main() -> None:
             show(model, results["models"][model])
             results["models"][model]["rounds"] = rounds
     if options.json:
-        options.json.write_text(json.dumps(finite(results), indent=1) + "\n")
+        options.json.write_text(json.dumps(plain(results), indent=1) + "\n")
 
 
 def package(model: str, folder: Path) -> None:

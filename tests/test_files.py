@@ -1,3 +1,4 @@
+import math
 import os
 import stat
 from pathlib import Path
@@ -5,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fettle.errors import UsageError
-from fettle.files import check_writable, whole, write_bytes, write_text
+from fettle.files import check_writable, plain, read_bytes, read_text, whole, write_bytes, write_text
 
 
 def test_a_file_is_written_whole_and_its_folder_made(tmp_path: Path) -> None:
@@ -50,3 +51,27 @@ def test_what_cannot_be_written_is_said_before_and_after(tmp_path: Path, place: 
         with pytest.raises(UsageError, match="cannot write"):
             refused(tmp_path / place)
     assert [item.name for item in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_file_from_outside_is_read_or_one_line(tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes("\ufeffhalf ½".encode())
+    assert read_text(tmp_path / "text") == "half ½"
+    (tmp_path / "binary").write_bytes(b"\xff" * 2048)
+    assert read_bytes(tmp_path / "binary", 2048) == b"\xff" * 2048
+    for path, most, words in [
+        ("binary", 2047, "is too large: more than 0.00195 MiB"),
+        ("binary", 4096, "is not text in UTF-8"),
+        ("missing", 10, "cannot read .*missing: No such file or directory"),
+        (".", 10, "Is a directory"),
+    ]:
+        with pytest.raises(UsageError, match=words):
+            read_text(tmp_path / path, most)
+
+
+def test_what_json_cannot_hold_becomes_what_it_can() -> None:
+    class Odd:
+        def __str__(self) -> str:
+            return "odd"
+
+    found = plain({1: (math.nan, -math.inf, 2.5), "odd": Odd(), "special": Odd}, {type: lambda kind: kind.__name__})
+    assert found == {"1": [None, None, 2.5], "odd": "odd", "special": "Odd"}

@@ -19,6 +19,11 @@ class UsageError(Exception):
         return [f"fettle: {self}"]
 
 
+def extra(what: str, name: str) -> UsageError:
+    """The error that says which optional packages are missing: ``extra("images need Pillow", "serve")``."""
+    return UsageError(f"{what}: pip install 'torch-fettle[{name}]'")
+
+
 def place(error: BaseException) -> str:
     """Where the caller's code went wrong, `` at model.py:12``: the innermost line that is not installed, if any."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_program(frame.filename)]

@@ -1,16 +1,20 @@
-"""Writing files whole or not at all, and what JSON can hold."""
+"""Reading files from outside, writing files whole or not at all, and what JSON can hold."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fettle.errors import UsageError
+
+MOST_BYTES = 64 << 20
+"""Of a file from outside, where nothing larger is to be expected."""
 
 
 def check_writable(*paths: str | os.PathLike[str] | None) -> None:
@@ -66,13 +70,48 @@ def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
         partial.write_bytes(content)
 
 
-def finite(value: Any) -> Any:
-    """The same data with None for NaN and infinity, which JSON has not, also inside dicts and lists."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
+def read_bytes(path: str | os.PathLike[str], most: int = MOST_BYTES, what: str = "") -> bytes:
+    """A file from outside, whole. Raises `UsageError` where it cannot be read, or has more than `most` bytes.
+
+    `what` stands before its path there: ``"the recipe "``.
+    """
+    try:
+        with open(path, "rb") as file:
+            content = file.read(most + 1)
+    except OSError as error:
+        raise UsageError(f"cannot read {what}{path}: {error.strerror}") from error
+    if len(content) > most:
+        raise UsageError(f"{path} is too large: more than {most / 2**20:.3g} MiB")
+    return content
+
+
+def read_text(path: str | os.PathLike[str], most: int = MOST_BYTES, what: str = "") -> str:
+    """The same as text in UTF-8, a byte order mark left out."""
+    try:
+        return read_bytes(path, most, what).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not text in UTF-8") from error
+
+
+def plain(value: Any, special: Mapping[type, Callable[[Any], Any]] | None = None) -> Any:
+    """The same as JSON can hold it: dataclasses are dictionaries, NaN and infinity None, what JSON does not know is
+    text. What is of a `special` type is what its function makes of it."""
+    special = special or {}
+    if type(value) in special:
+        return special[type(value)](value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {item.name: plain(getattr(value, item.name), special) for item in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else str(key): plain(item, special) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [plain(item, special) for item in value]
+    if hasattr(value, "item"):  # a NumPy or torch scalar
+        return plain(value.item(), special)
+    return str(value)
 
 
 def _is_device(path: Path) -> bool:

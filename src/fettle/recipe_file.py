@@ -14,7 +14,7 @@ import msgspec
 import tomli_w
 
 from fettle.errors import UsageError
-from fettle.files import write_text
+from fettle.files import read_text, write_text
 from fettle.recipe import FORMAT, Recipe
 from fettle.techniques import check_names, handed_on, learned_types, respelled
 
@@ -80,12 +80,8 @@ def load_recipe(path: str | Path) -> RecipeFile:
     """Read a ``recipe.toml``. Raises `UsageError` in one line for anything that is not one."""
     path = Path(path)
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise UsageError(f"{path} is too large to be a recipe")
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read the recipe {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        data = tomllib.loads(read_text(path, _MAX_BYTES, "the recipe "))
+    except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path} is not a recipe: {error}") from error
     if "levels" not in data:
         raise UsageError(f"{path} is not a fettle recipe: it has no [levels] table")

@@ -19,7 +19,7 @@ from fettle.errors import UsageError
 from fettle.measure import Interval
 from fettle.report import _format as fmt
 from fettle.report import cell, load_result, page, print_result, save, to_json, write_charts
-from fettle.report._facts import checks, levers, pareto, ranked, status_of
+from fettle.report._facts import checks, front_trials, levers, ranked, status_of
 from fettle.report._ladder import throughput_rows
 from fettle.report._verdict import headline, verdict
 from fettle.report.data import from_json
@@ -190,7 +190,7 @@ def test_statuses_limits_and_the_front() -> None:
     over = [one for one in result.trials if status_of(result, one) == "over limit"]
     assert all(one.peak_bytes > 900 * 2**20 for one in over)
     assert over
-    front = pareto(result.trials)
+    front = front_trials(result.trials)
     assert all(one.status == "measured" for one in front)
     for one in front:
         worse = [

@@ -28,7 +28,7 @@ from fettle.slo import search as room
 from fettle.slo.calibrate import Calibration
 from fettle.slo.journal import Journal
 from fettle.slo.journal import Tested as OneTest
-from fettle.slo.outcome import explain, front, plain, torchserve_rows
+from fettle.slo.outcome import as_data, explain, front, torchserve_rows
 from fettle.slo.overheads import Overheads
 from fettle.slo.points import Branch, Measured, Point, SearchResult, Setting, Variant
 from fettle.slo.proof import serve_settings
@@ -70,7 +70,7 @@ def test_from_end_to_end(done):
     assert inside.calls > 0
     assert inside.model_ms.p99 > 0
     assert found.points[0].tests[0].slower > 0
-    data = plain(found, name="net", target="net-1", machine="here", written="")
+    data = as_data(found, name="net", target="net-1", machine="here", written="")
     json.dumps(data, allow_nan=False)
     assert json.loads(keep.read_text())["calibrations"]
     assert "capacity" in slo_page(data)
@@ -116,7 +116,7 @@ def test_ctrl_c_keeps_what_is_done(done, package, tmp_path):
     assert found.points  # simulated by then
     assert Journal(keep).calibrations
     assert Journal(keep).overheads
-    slo_page(plain(found, name="net", target="net-1", machine="here", written=""))
+    slo_page(as_data(found, name="net", target="net-1", machine="here", written=""))
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ def test_a_limit_that_one_row_breaks(package, done):
     found = asyncio.run(search(package, 1e-9, keep=None, **QUICK))
     assert not found.met
     assert "limit is missed" in found.why[0]
-    assert plain(found)["points"] == []
+    assert as_data(found)["points"] == []
 
 
 # -- with costs that are made up --------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def test_workers_that_fail_are_a_failure_and_the_search_goes_on(package, made_up
     nothing = asyncio.run(search(package, 0.1, most_rows=4, cores=4))
     assert nothing.best is None
     assert nothing.why == ["nothing could be measured: see the failures"]
-    page = slo_page(plain(nothing, name="<b>net</b>", target="x", machine="here", written=""))
+    page = slo_page(as_data(nothing, name="<b>net</b>", target="x", machine="here", written=""))
     assert "no memory" in page
     assert "<b>net" not in page
 

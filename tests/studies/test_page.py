@@ -9,7 +9,7 @@ import pytest
 
 from fettle.measure import Interval
 from fettle.studies.analysis import analyse
-from fettle.studies.charts import figures, pareto, write_charts
+from fettle.studies.charts import figures, unbeaten, write_charts
 from fettle.studies.output import rows, study_json, write_table
 from fettle.studies.page import headline, page
 from fettle.studies.running import Rung
@@ -114,8 +114,8 @@ def test_the_table_goes_to_csv_and_parquet_and_back(study, tmp_path):
 def test_the_front_is_what_no_other_beats_in_both():
     faster, more = Response("time"), Response("rate", larger_is_better=True)
     points = [(1.0, 9.0), (2.0, 5.0), (3.0, 5.0), (3.0, 6.0), (4.0, 1.0)]
-    assert pareto(points, faster, faster) == {0, 1, 4}
-    assert pareto(points, faster, more) == {0}
+    assert unbeaten(points, faster, faster) == {0, 1, 4}
+    assert unbeaten(points, faster, more) == {0}
 
 
 def test_a_table_of_one_response_that_does_not_vary_says_why_there_is_no_fit(study):

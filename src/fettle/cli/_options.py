@@ -1,4 +1,4 @@
-"""What commands share in what they read and write: options, and tables of commas."""
+"""What commands share in what they read and write: options, what their words mean, and tables of commas."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from fettle.errors import UsageError
 from fettle.files import write_text
@@ -15,7 +17,18 @@ from fettle.files import write_text
 _DURATION = re.compile(r"\s*([0-9]{1,9}(?:\.[0-9]*)?|\.[0-9]+)\s*(ms|s|m|min|h)?\s*")
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
-MODE = "inference or training, where the target's factory does not tell"
+
+Target = Annotated[str, typer.Argument(help="path/to/file.py:factory or package.module:factory")]
+Mode = Annotated[str, typer.Option(help="inference or training, where the target's factory does not tell")]
+Techniques = Annotated[
+    list[str] | None,
+    typer.Option("--technique", help="levels to try, NAME=LEVEL,LEVEL; one level pins it. May be repeated"),
+]
+Storage = Annotated[str | None, typer.Option(help="Optuna storage URL; default study.db in the folder")]
+TrialTimeout = Annotated[str, typer.Option(help="longest time for one recipe to get ready")]
+UnderLoad = Annotated[bool, typer.Option(help="the fastest beside whatever else this machine does, by time elapsed")]
+Polite = Annotated[bool, typer.Option(help="never go before other processes' work")]
+AsJson = Annotated[bool, typer.Option("--json", help="print what was found as JSON")]
 
 
 def duration_s(text: str, option: str, bare: str = "s") -> float:
@@ -24,6 +37,11 @@ def duration_s(text: str, option: str, bare: str = "s") -> float:
     if not match:
         raise UsageError(f"{option}: {text!r} is not a duration, for example 90s, 10m, 1h, 100ms")
     return float(match[1]) * _SECONDS[match[2] or bare]
+
+
+def milliseconds(text: str | None, option: str) -> float | None:
+    """The same in milliseconds, where it is given."""
+    return None if text is None else duration_s(text, option) * 1e3
 
 
 def share(text: str, option: str) -> float:

@@ -147,11 +147,9 @@ def _best(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _plain(found: Sequence[Effect] | Sequence[Pair]) -> list[dict[str, Any]]:
-    import msgspec
+    from fettle.files import plain
 
-    from fettle.files import finite
-
-    return [finite({"name": one.name, **msgspec.to_builtins(one)}) for one in found]
+    return [{"name": one.name, **plain(one)} for one in found]
 
 
 def _print_contents(console: Console, rows: Sequence[Row]) -> None:

@@ -10,13 +10,13 @@ from fettle.cli import _options, _show
 
 
 def command(
-    target: Annotated[str, typer.Argument(help="path/to/file.py:factory or package.module:factory")],
+    target: _options.Target,
     recipe: Annotated[
         list[str] | None, typer.Option(help="'TECHNIQUE=LEVEL ...', 'baseline', or a recipe.toml. May be repeated")
     ] = None,
-    mode: Annotated[str, typer.Option(help=_options.MODE)] = "auto",
-    under_load: Annotated[bool, typer.Option(help="time elapsed beside whatever else this machine does")] = False,
-    polite: Annotated[bool, typer.Option(help="never go before other processes' work")] = False,
+    mode: _options.Mode = "auto",
+    under_load: _options.UnderLoad = False,
+    polite: _options.Polite = False,
     max_error: Annotated[
         float | None,
         typer.Option(help="largest relative L2 error of the outputs, 0.02; in training, of the losses in spreads, 1"),
@@ -24,7 +24,7 @@ def command(
     confidence: Annotated[float, typer.Option(help="share of intervals that hold the true ratio")] = 0.95,
     rounds: Annotated[int, typer.Option(help="most rounds of the race")] = 48,
     budget: Annotated[str, typer.Option(help="time for the whole race, for example 2m; 0 for no limit")] = "0",
-    as_json: Annotated[bool, typer.Option("--json", help="print the trials as JSON")] = False,
+    as_json: _options.AsJson = False,
 ) -> None:
     """Compare named recipes side by side, each against the workload as given.
 

@@ -14,10 +14,10 @@ from fettle.cli import _options, _show
 
 def command(
     recipe: Annotated[Path, typer.Argument(help="a recipe.toml")],
-    target: Annotated[str, typer.Argument(help="path/to/file.py:factory or package.module:factory")],
-    mode: Annotated[str, typer.Option(help=_options.MODE)] = "auto",
+    target: _options.Target,
+    mode: _options.Mode = "auto",
     force: Annotated[bool, typer.Option("--force", help="also for a workload with other weights or inputs")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print the trials as JSON")] = False,
+    as_json: _options.AsJson = False,
 ) -> None:
     """Measure a recipe again on this machine: is it still faster, are the answers still right?
 

@@ -38,7 +38,7 @@ def command(
     after: Annotated[
         Path | None, typer.Option(help="TARGET is a profiler trace; this is one after a change, to compare with it")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
+    as_json: _options.AsJson = False,
 ) -> None:
     """Say how long a loop waits for its data, and find the loader setting that ends it, or why none does.
 

@@ -37,7 +37,7 @@ def command(
     ] = None,
     seconds: Annotated[str, typer.Option(help="time for the timed collectors")] = "6s",
     budget: Annotated[str, typer.Option(help="time for --verify")] = "3m",
-    mode: Annotated[str, typer.Option(help=_options.MODE)] = "auto",
+    mode: _options.Mode = "auto",
     no_compile: Annotated[bool, typer.Option("--no-compile", help="do not trace with torch.compile")] = False,
     no_record: Annotated[
         bool, typer.Option("--no-record", help="record no profiler trace and no allocator history")
@@ -46,7 +46,7 @@ def command(
         Path | None,
         typer.Option("--output", "-o", help="write the report to this HTML file, and what was recorded beside it"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print the diagnosis as JSON")] = False,
+    as_json: _options.AsJson = False,
 ) -> None:
     """Say why it is slow or big: the causes that cost most, the most that mending each could bring, and what to do.
 

@@ -28,13 +28,11 @@ def command(
     ] = None,
     budget: Annotated[str, typer.Option(help="time for tuning, for example 10m; 0 for no limit")] = "15m",
     max_error: Annotated[float, typer.Option(help="largest relative L2 error of the outputs")] = 0.02,
-    technique: Annotated[
-        list[str] | None, typer.Option(help="allow levels, NAME=LEVEL,LEVEL; one level pins it. May be repeated")
-    ] = None,
+    technique: _options.Techniques = None,
     atlas: Annotated[Path | None, typer.Option(help="begin tuning with what this atlas expects")] = None,
-    mode: Annotated[str, typer.Option(help=_options.MODE)] = "auto",
+    mode: _options.Mode = "auto",
     output: Annotated[Path, typer.Option("--output", "-o", help="folder for what is found")] = Path("fettle-improve"),
-    as_json: Annotated[bool, typer.Option("--json", help="print what each step brought as JSON")] = False,
+    as_json: _options.AsJson = False,
 ) -> None:
     """Measure, diagnose, find the loader's setting, tune, verify and package; each step's finding feeds the next.
 
@@ -66,10 +64,10 @@ def command(
 def _data(found: Improvement) -> dict[str, Any]:
     import msgspec
 
-    from fettle.files import finite
+    from fettle.files import plain
 
     return {"target": found.target, "headline": found.headline, "interrupted": found.interrupted,
-            "steps": [finite(msgspec.to_builtins(step)) for step in found.steps]}  # fmt: skip
+            "steps": [plain(msgspec.to_builtins(step)) for step in found.steps]}  # fmt: skip
 
 
 def _print(found: Improvement, console: Console) -> None:

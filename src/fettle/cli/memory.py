@@ -32,7 +32,7 @@ def command(
     ] = None,
     top: Annotated[int, typer.Option(min=1, max=1000, help="rows in each table")] = 10,
     max_file_size: Annotated[str, typer.Option(help="refuse larger files")] = "1GiB",
-    as_json_: Annotated[bool, typer.Option("--json", help="print the results as JSON")] = False,
+    as_json_: _options.AsJson = False,
 ) -> None:
     """Analyse a memory snapshot: peak, holders, spikes, leaks, fragmentation, churn; or compare two.
 

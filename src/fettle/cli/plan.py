@@ -31,7 +31,7 @@ def command(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="write stacked bars: .html, .png or .svg")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
+    as_json: _options.AsJson = False,
 ) -> None:
     """Predict the peak memory of each parallel strategy per rank, from fake tensors, in this one process.
 

@@ -21,7 +21,7 @@ def command(
             "for both repeat it",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
+    as_json: _options.AsJson = False,
 ) -> None:
     """Write report.html of a finished tuning again, print its table, and save its charts.
 

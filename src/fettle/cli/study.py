@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as Grid
 
-from fettle.cli import _options
+from fettle.cli import _options, _show
 from fettle.errors import UsageError
 from fettle.files import check_writable, write_text
 
@@ -49,9 +49,7 @@ def command(
     design: Annotated[
         str, typer.Option(help="ladder, factorial, fraction, ablation, pairs or sensitivity")
     ] = "factorial",
-    technique: Annotated[
-        list[str] | None, typer.Option(help="levels to vary, NAME=LEVEL,LEVEL; one level pins it. May be repeated")
-    ] = None,
+    technique: _options.Techniques = None,
     factor: Annotated[
         list[str] | None,
         typer.Option(help="vary an argument of the factory, NAME=VALUE,VALUE, the usual value first. May be repeated"),
@@ -66,20 +64,20 @@ def command(
         str, typer.Option(help="time to spend, for example 30m; the best fraction that fits. 0: all")
     ] = "0",
     yes: Annotated[bool, typer.Option("--yes", help="begin also where it takes more than an hour")] = False,
-    mode: Annotated[str, typer.Option(help=_options.MODE)] = "auto",
+    mode: _options.Mode = "auto",
     max_error: Annotated[float, typer.Option(help="relative L2 error above which a trial is marked inaccurate")] = 0.02,
     output: Annotated[
         list[Path] | None,
         typer.Option("--output", "-o", help="folder, and .csv or .parquet for the table; may be repeated"),
     ] = None,
-    storage: Annotated[str | None, typer.Option(help="Optuna storage URL; default study.db in the folder")] = None,
+    storage: _options.Storage = None,
     atlas: Annotated[
         Path | None, typer.Option(help="an atlas: where a search begins, and forecasts beside what is found")
     ] = None,
-    trial_timeout: Annotated[str, typer.Option(help="longest time for one recipe to get ready")] = "15m",
-    under_load: Annotated[bool, typer.Option(help="the fastest beside whatever else this machine does")] = False,
-    polite: Annotated[bool, typer.Option(help="never go before other processes' work")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print the study as JSON")] = False,
+    trial_timeout: _options.TrialTimeout = "15m",
+    under_load: _options.UnderLoad = False,
+    polite: _options.Polite = False,
+    as_json: _options.AsJson = False,
 ) -> None:
     """Measure combinations of techniques, or read a table of them, and say what helps, what hurts and what needs what.
 
@@ -96,7 +94,7 @@ def command(
 
       fettle study --from-csv cube.csv --response "throughput (it/s)" --group-by model-arch
     """
-    from fettle.studies import Plan, analyse, read_csv, study
+    from fettle.studies import analyse, read_csv
     from fettle.studies.output import study_json
 
     wanted = _options.outputs(output, ".csv", ".parquet", folder=True)
@@ -108,28 +106,34 @@ def command(
             raise UsageError("`from_csv` reads what was measured: leave the targets out, or the table")
         table = read_csv(from_csv, response=response or (), factors=factors or (), group_by=group_by or ())
     else:
-        from fettle.report import progress
-
         if response or factors or group_by:
             raise UsageError("`response`, `factors` and `group_by` are for a table, `from_csv`")
         settings = _settings(design, technique, factor, order, recipe, cells, rounds, budget, mode, max_error, folder,
                              storage, atlas, trial_timeout, under_load, polite)  # fmt: skip
-        with progress(quiet=as_json) as on_progress:
-            made = study(targets or (), settings, on_progress, agreed=yes)
-        if isinstance(made, Plan):
-            raise UsageError(f"{made}: add `yes` to run it, or `budget='30m'` for the best fraction that fits")
-        done, table = made, made.table
+        done = _measured(targets or [], settings, agreed=yes, quiet=as_json)
+        table = done.table
     steps = done.steps if done is not None else {}
     analyses = [] if steps else analyse(table)
     name = from_csv.name if from_csv is not None else f"{design} of {', '.join(table.groups)}"
     paths = _write(folder, wanted, name, table, analyses, done)
-    if as_json:
-        print(json.dumps(study_json(table, analyses, done)))
-    else:
-        _print(Console(), table, analyses, done)
+    _show.answer(
+        as_json, lambda: study_json(table, analyses, done), lambda console: _print(console, table, analyses, done)
+    )
+    if not as_json:
         print("\nwrote " + ", ".join(str(path) for path in paths))
-    if done is not None and done.interrupted:
-        raise typer.Exit(130)
+    _show.leave(interrupted=done is not None and done.interrupted)
+
+
+def _measured(targets: Sequence[str], settings: Settings, *, agreed: bool, quiet: bool) -> Done:
+    """Run the study; raises `UsageError` with its plan where it takes long and nobody agreed."""
+    from fettle.report import progress
+    from fettle.studies import Plan, study
+
+    with progress(quiet=quiet) as on_progress:
+        made = study(targets, settings, on_progress, agreed=agreed)
+    if isinstance(made, Plan):
+        raise UsageError(f"{made}: add `yes` to run it, or `budget='30m'` for the best fraction that fits")
+    return made
 
 
 def _settings(

@@ -15,8 +15,8 @@ def command(
     target: Annotated[
         str | None, typer.Argument(help="a workload to judge availability for; without it the machine alone")
     ] = None,
-    mode: Annotated[str, typer.Option(help=_options.MODE)] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="print the catalogue as JSON")] = False,
+    mode: _options.Mode = "auto",
+    as_json: _options.AsJson = False,
 ) -> None:
     """List the techniques with their levels, and why a level cannot be used here.
 

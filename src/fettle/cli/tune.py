@@ -15,8 +15,8 @@ from fettle.units import parse_size
 
 
 def command(
-    target: Annotated[str, typer.Argument(help="path/to/file.py:factory or package.module:factory")],
-    mode: Annotated[str, typer.Option(help=_options.MODE)] = "auto",
+    target: _options.Target,
+    mode: _options.Mode = "auto",
     goal: Annotated[
         str, typer.Option(help="throughput, latency, memory, energy, startup; ttft, tpot of text")
     ] = "throughput",
@@ -46,9 +46,7 @@ def command(
     device_memory: Annotated[
         str | None, typer.Option(help="training: memory of one rank's device; what the plan says is above is not tried")
     ] = None,
-    technique: Annotated[
-        list[str] | None, typer.Option(help="allow levels, NAME=LEVEL,LEVEL; one level pins it. May be repeated")
-    ] = None,
+    technique: _options.Techniques = None,
     allow: Annotated[
         list[str] | None, typer.Option(help="what else fettle may change: batch-size (for goal throughput)")
     ] = None,
@@ -57,12 +55,12 @@ def command(
         Path | None, typer.Option(help="begin with what this atlas expects, of 'fettle atlas add'; design auto only")
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="folder for what is found")] = Path("fettle-out"),
-    storage: Annotated[str | None, typer.Option(help="Optuna storage URL; default OUTPUT/study.db")] = None,
+    storage: _options.Storage = None,
     study: Annotated[str | None, typer.Option(help="name of the study; default the workload's name")] = None,
-    trial_timeout: Annotated[str, typer.Option(help="longest time for one recipe to get ready")] = "15m",
-    under_load: Annotated[bool, typer.Option(help="the fastest beside whatever else this machine does")] = False,
-    polite: Annotated[bool, typer.Option(help="never go before other processes' work")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
+    trial_timeout: _options.TrialTimeout = "15m",
+    under_load: _options.UnderLoad = False,
+    polite: _options.Polite = False,
+    as_json: _options.AsJson = False,
 ) -> None:
     """Find the fastest recipe within limits, and write recipe.toml, optimized.py, report.html and study.db.
 
@@ -95,11 +93,11 @@ def command(
         max_error=max_error,
         min_agreement=min_agreement,
         max_metric_drop=max_metric_drop,
-        max_latency_ms=None if max_latency is None else _options.duration_s(max_latency, "--max-latency") * 1e3,
+        max_latency_ms=_options.milliseconds(max_latency, "--max-latency"),
         max_memory_bytes=None if max_memory is None else parse_size(max_memory, "--max-memory"),
         min_throughput=min_throughput,
-        max_ttft_ms=None if max_ttft is None else _options.duration_s(max_ttft, "--max-ttft") * 1e3,
-        max_tpot_ms=None if max_tpot is None else _options.duration_s(max_tpot, "--max-tpot") * 1e3,
+        max_ttft_ms=_options.milliseconds(max_ttft, "--max-ttft"),
+        max_tpot_ms=_options.milliseconds(max_tpot, "--max-tpot"),
         exact=exact,
     )
     options = Options(

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from fettle.diagnose.compile_worker import compile_health
 from fettle.diagnose.evidence import GROUPS, Evidence
 from fettle.diagnose.examiner import Examiner
@@ -22,7 +20,7 @@ from fettle.diagnose.roofline import Roofline, roofline
 from fettle.diagnose.rules import CROWDED
 from fettle.diagnose.rules import findings as rule_findings
 from fettle.errors import UsageError
-from fettle.files import finite
+from fettle.files import plain
 from fettle.machine import this_machine
 from fettle.measure import WorkerError
 from fettle.workload import AUTO, Target, check_mode, find_target
@@ -149,12 +147,11 @@ def diagnose(
 
 def diagnosis_json(diagnosis: Diagnosis) -> dict[str, Any]:
     """As plain data; NaN becomes None."""
-    plain = msgspec.to_builtins
     data: dict[str, Any] = {
         "subject": diagnosis.subject,
         "verdict": diagnosis.verdict,
         "machine": diagnosis.machine,
-        "wall_s": finite(diagnosis.wall_s),
+        "wall_s": plain(diagnosis.wall_s),
         "budget": dict(diagnosis.budget),
         "findings": [{**plain(item), "speedup_at_most": item.speedup} for item in diagnosis.findings],
         "opportunities": [{**plain(item), "speedup_at_most": item.speedup} for item in diagnosis.opportunities],
@@ -163,10 +160,14 @@ def diagnosis_json(diagnosis: Diagnosis) -> dict[str, Any]:
     }
     if diagnosis.evidence is not None:
         roofs = diagnosis.roofline
-        data["roofline"] = roofs and finite({"mfu": roofs.mfu, "dtype": roofs.dtype, **{
-            name: [{**plain(roof), "reached": roof.reached} for roof in getattr(roofs, name)]
-            for name in ("modules", "operators", "kernels")
-        }})  # fmt: skip
+        data["roofline"] = roofs and {
+            "mfu": plain(roofs.mfu),
+            "dtype": roofs.dtype,
+            **{
+                name: [{**plain(roof), "reached": plain(roof.reached)} for roof in getattr(roofs, name)]
+                for name in ("modules", "operators", "kernels")
+            },
+        }
         data["evidence"] = plain(diagnosis.evidence)
     return data
 

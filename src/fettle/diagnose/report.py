@@ -14,6 +14,7 @@ from fettle.diagnose.finding import Finding
 from fettle.diagnose.roofline import Roof, Roofline
 from fettle.files import write_text
 from fettle.page import Cell, Row, Still, Table, shell, still, theme
+from fettle.page.marks import sized
 
 Bar = tuple[str, float, str, bool]
 """Name, width in percent, its text, and whether it was brought by a fix."""
@@ -110,7 +111,7 @@ def _picture(diagnosis: Diagnosis, roofs: Roofline | None) -> Still | None:
         .encode(x=x, y=y, size=alt.Size("ms:Q", legend=None, scale=alt.Scale(range=[40, 500])))
     )
     names = alt.Chart(theme.data(dots)).mark_text(align="left", dx=9, dy=-7).encode(x=x, y=y, text="name:N")
-    chart = alt.layer(roof, marks, names).properties(width="container", height=260)
+    chart = sized(260, roof, marks, names)
     return still("operators under their roofs", lambda narrow: chart.to_dict(), wide=640)
 
 

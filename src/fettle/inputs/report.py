@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from fettle.files import finite
+from fettle.files import plain
 from fettle.inputs.result import PipelineResult
 from fettle.inputs.setting import BATCH_INDEX, ONE_BY_ONE, Measured, ratio
 from fettle.page import Table, clean, drawn, shell, still, theme
@@ -122,7 +122,7 @@ def as_data(result: PipelineResult) -> dict[str, Any]:
         }
         for item in result.settings
     ]  # fmt: skip
-    data: dict[str, Any] = finite({
+    data: dict[str, Any] = plain({
         "target": result.target, "verdict": result.verdict, "raises": result.raises,
         "step_s": result.step_s, "waiting": result.waiting,
         "bound": result.bound, "gain": result.gain, "batch_p50_s": result.batch_p50_s,
@@ -192,6 +192,8 @@ def curve(result: PipelineResult, height: int = 300) -> dict[str, Any]:
     """Batches a second over workers as a Vega-Lite chart: a line a variant through medians, a dot a round."""
     import altair as alt
 
+    from fettle.page.marks import level, sized
+
     points: list[dict[str, Any]] = []
     failed: list[dict[str, Any]] = []
     for item in result.settings:
@@ -219,13 +221,11 @@ def curve(result: PipelineResult, height: int = 300) -> dict[str, Any]:
         marked.mark_text(dy=-16, fontWeight="bold", align=align).encode(text="name:N"),
     ]
     if limit_is_near(result):
-        limit = alt.Chart(theme.data([{"rate": 1 / result.step_s, "name": "the step alone"}])).encode(y=y)
-        layers.append(limit.mark_rule(strokeDash=[5, 3], size=1.5))
-        layers.append(limit.mark_text(align="right", dy=-7, x="width").encode(text="name:N"))
+        layers += level(1 / result.step_s, "the step alone", theme.QUIET)
     if failed:
         crosses = alt.Chart(theme.data(failed)).encode(x=x, y=y, tooltip=["setting:N", "failure:N"])
         layers.append(crosses.mark_point(shape="cross", angle=45, size=110, color=theme.WARN, filled=True))
-    return alt.layer(*layers).properties(height=height, width="container").to_dict()
+    return sized(height, *layers).to_dict()
 
 
 def same(item: Measured, other: Measured) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fettle.errors import UsageError
+from fettle.files import read_text
 
 
 def poisson(rate: float, seconds: float, seed: int = 0) -> np.ndarray[Any, Any]:
@@ -27,12 +29,11 @@ def constant(rate: float, seconds: float) -> np.ndarray[Any, Any]:
 def read_schedule(path: Path) -> np.ndarray[Any, Any]:
     """Moments from a file: one number of seconds a line. Raises `UsageError`."""
     try:
-        if path.stat().st_size > 256 << 20:
-            raise UsageError(f"{path} is too large for a schedule")
-        if not path.read_text().strip():
+        text = read_text(path, 256 << 20)
+        if not text.strip():
             raise ValueError
-        moments = np.loadtxt(path, dtype=np.float64, ndmin=1, comments="#")
-    except (OSError, ValueError) as error:
+        moments = np.loadtxt(io.StringIO(text), dtype=np.float64, ndmin=1, comments="#")
+    except ValueError as error:
         raise UsageError(f"{path} is not a schedule: one number of seconds a line is wanted") from error
     if moments.ndim != 1 or not len(moments) or not np.isfinite(moments).all() or (moments < 0).any():
         raise UsageError(f"{path} is not a schedule: one number of seconds a line is wanted")

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from fettle.errors import UsageError
+from fettle.files import read_bytes
 
 SAME = 0.05
 """Ratios whose whole interval lies within this share of 1 are called the same."""
@@ -61,13 +62,9 @@ class Change:
 def read_baseline(path: Path) -> list[_Earlier]:
     """The runs of an earlier ``fettle serve load --json``. Raises `UsageError`."""
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise UsageError(f"{path} is too large for the output of fettle serve load --json")
-        data = msgspec.json.decode(path.read_bytes())
+        data = msgspec.json.decode(read_bytes(path))
         # With --baseline the runs stand beside the comparison.
         runs = msgspec.convert(data["runs"] if isinstance(data, dict) else data, list[_Earlier])
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, RecursionError) as error:
         raise UsageError(f"{path} is not what fettle serve load --json prints") from error
     if not runs:

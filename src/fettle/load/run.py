@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fettle.files import finite
+from fettle.files import plain
 
 LOST, UNANSWERED, UNREACHED = 0, -1, -2
 KINDS = {LOST: "connection lost", UNANSWERED: "no answer", UNREACHED: "no connection"}
@@ -149,7 +149,7 @@ def warm_up(values: np.ndarray[Any, Any], most: float = 0.5) -> int:
 
 def as_data(run: Run) -> dict[str, Any]:
     """The run as plain data that JSON can hold: what is not known is None."""
-    data: dict[str, Any] = finite({
+    data: dict[str, Any] = plain({
         "mode": run.mode, "rate": run.rate, "concurrency": run.concurrency, "duration_s": run.duration_s,
         "warm_up_s": run.warm_up_s, "answered": run.answered, "shed": run.shed, "failed": run.failed,
         "statuses": run.statuses, "errors": run.errors, "throughput": run.throughput, "goodput": run.goodput,

@@ -160,3 +160,12 @@ def _apart(process: Mapping[int, float], other: Mapping[int, float]) -> float:
 
 def _exp(value: float) -> float:
     return math.inf if value > 700 else math.exp(value)
+
+
+def pareto(costs: Sequence[Sequence[float]]) -> set[int]:
+    """The places of those that no other beats in every respect; less is better in each."""
+    return {
+        place
+        for place, mine in enumerate(costs)
+        if not any(other != mine and all(a <= b for a, b in zip(other, mine, strict=True)) for other in costs)
+    }

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from fettle.files import plain
 from fettle.generate.speed import Generation
 from fettle.measure._load import Load
 from fettle.recipe import Recipe
@@ -187,9 +188,7 @@ class Trial:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; NaN becomes None."""
-        data: dict[str, Any] = msgspec.to_builtins(self)
-        data["recipe"] = dict(self.recipe.levels)
-        return _none_for_nan(data)  # type: ignore[no-any-return]
+        return plain(self, {Recipe: lambda recipe: dict(recipe.levels)})  # type: ignore[no-any-return]
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Trial:
@@ -227,13 +226,3 @@ def read_generation(data: Mapping[str, Any]) -> Generation:
 def nan_for_none(data: Mapping[str, Any]) -> dict[str, Any]:
     """JSON has no NaN: read None as NaN."""
     return {name: math.nan if value is None else value for name, value in data.items()}
-
-
-def _none_for_nan(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _none_for_nan(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_none_for_nan(item) for item in value]
-    return value

@@ -19,7 +19,8 @@ import psutil
 
 from fettle.errors import UsageError
 from fettle.memory.pickles import load_plain_data
-from fettle.memory.snapshot import Action, Annotation, Blocks, Frame, Ints, Segments, Snapshot, State, Trace
+from fettle.memory.shared import NO_FRAMES, Shared, clean, is_small
+from fettle.memory.snapshot import Action, Annotation, Blocks, Ints, Segments, Snapshot, State, Trace
 from fettle.units import count_text
 
 DEFAULT_MAX_FILE_BYTES = 1 << 30
@@ -31,8 +32,6 @@ _MOST_BYTES_PER_BYTE = 12
 _BYTES_PER_THING = 300
 """What the columns and lists of one event, block or segment take while it is read."""
 
-_MAX_FRAMES = 512
-_MAX_TEXT = 1024
 _ACTIONS = {action.name.lower(): int(action) for action in Action if action is not Action.OTHER}
 _STATES = {
     "inactive": int(State.INACTIVE),
@@ -40,7 +39,6 @@ _STATES = {
     "active_pending_free": int(State.PENDING_FREE),
     "active_awaiting_free": int(State.PENDING_FREE),  # what torch's own documentation calls it
 }
-_NO_FRAMES: list[object] = []
 
 
 def read(path: str | os.PathLike[str], *, max_file_bytes: int = DEFAULT_MAX_FILE_BYTES) -> Snapshot:
@@ -83,19 +81,12 @@ def parse(data: object, *, name: str = "snapshot", budget: int | None = None) ->
 
 
 class _Parser:
-    """Reads one snapshot; holds the tables of frames and stacks while it does."""
+    """Reads one snapshot."""
 
     def __init__(self, name: str, budget: int | None) -> None:
         self.name = name
         self.left = budget if budget is not None else 1 << 62
-        self.stacks: list[tuple[Frame, ...]] = [()]
-        self.stack_by_frames: dict[tuple[int, ...], int] = {(): 0}
-        self.stack_by_id: dict[int, int] = {id(_NO_FRAMES): 0}
-        self.frames: list[Frame] = []
-        self.frame_by_value: dict[Frame, int] = {}
-        self.frame_by_id: dict[int, int] = {}
-        self.tags: dict[str, int] = {"": 0}
-        self.keep: list[object] = [_NO_FRAMES]  # what the tables know by id() must stay alive
+        self.shared = Shared(self.spend)
         self.notes: list[str] = []
 
     def parse(self, data: object) -> Snapshot:
@@ -114,8 +105,8 @@ class _Parser:
             traces=traces,
             annotations=self.annotations(data.get("external_annotations")),
             settings=_plain_settings(data.get("allocator_settings")),
-            stacks=tuple(self.stacks),
-            tags=tuple(self.tags),
+            stacks=tuple(self.shared.stacks),
+            tags=tuple(self.shared.tags),
             allocator="cpu" if extra.get("allocator") == "cpu" else "cuda",
             host_memory=self.host_memory(extra.get("host_memory")),
             notes=tuple(self.notes),
@@ -184,8 +175,8 @@ class _Parser:
                 size_bytes=self.column(blocks, "size", "block"),
                 requested_bytes=self.ints((_requested(block) for block in blocks), "a block's requested size"),
                 state=np.array([_STATES.get(s, 0) if isinstance(s, str) else 0 for s in states], np.int8),
-                stack=np.array([self.stack(_block_frames(block)) for block in blocks], np.int64),
-                tag=self.row_tags(blocks),
+                stack=np.array([self.shared.stack(_block_frames(block)) for block in blocks], np.int64),
+                tag=self.shared.row_tags(blocks),
             ),
         )
 
@@ -218,7 +209,7 @@ class _Parser:
         names = [event.get("action") for event in events]
         unknown = {name for name in set(filter(_is_text, names)) if name not in _ACTIONS}
         if unknown:
-            shown = ", ".join(sorted(_clean(name)[:40] for name in unknown)[:3])
+            shown = ", ".join(sorted(clean(name)[:40] for name in unknown)[:3])
             self.notes.append(f"device {device}: events of unknown kind are kept but change nothing: {shown}")
         other = int(Action.OTHER)
         actions = np.array([_ACTIONS.get(name, other) if isinstance(name, str) else other for name in names], np.int8)
@@ -236,30 +227,10 @@ class _Parser:
             size_bytes=self.column(events, "size", "event"),
             stream=self.column(events, "stream", "event", 0),
             time_us=self.column(events, "time_us", "event", 0),
-            stack=self.event_stacks(events),
-            tag=self.row_tags(events),
+            stack=self.shared.event_stacks(events),
+            tag=self.shared.row_tags(events),
         )
         return _from_the_oldest(trace)
-
-    def event_stacks(self, events: list[Any]) -> Ints:
-        """Frame lists are shared between events: look each up once, by identity."""
-        known = self.stack_by_id
-        out = []
-        for event in events:
-            frames = event.get("frames", _NO_FRAMES)
-            number = known.get(id(frames))
-            out.append(self.stack(frames) if number is None else number)
-        return np.array(out, np.int64)
-
-    def row_tags(self, rows: list[Any]) -> Ints:
-        out = []
-        for row in rows:
-            tag = row.get("category") or row.get("user_metadata") or ""
-            if not isinstance(tag, str):
-                tag = ""
-            number = self.tags.get(tag)
-            out.append(self.tags.setdefault(_clean(tag), len(self.tags)) if number is None else number)
-        return np.array(out, np.int64)
 
     def annotations(self, rows: object) -> tuple[Annotation, ...]:
         if not isinstance(rows, list):
@@ -270,8 +241,8 @@ class _Parser:
             if not isinstance(row, dict):
                 continue
             stage, name, device, time_us = (row.get(key) for key in ("stage", "name", "device", "time_us"))
-            if isinstance(stage, str) and isinstance(name, str) and _is_small(time_us) and _is_small(device or 0):
-                kept.append(Annotation(_clean(stage), _clean(name), device or 0, time_us))  # type: ignore[arg-type]
+            if isinstance(stage, str) and isinstance(name, str) and is_small(time_us) and is_small(device or 0):
+                kept.append(Annotation(clean(stage), clean(name), device or 0, time_us))  # type: ignore[arg-type]
         if len(kept) < len(rows):
             self.notes.append(f"{count_text(len(rows) - len(kept), 'annotation')} could not be read")
         return tuple(sorted(kept, key=lambda mark: mark.time_us))
@@ -280,45 +251,8 @@ class _Parser:
         if not isinstance(rows, list):
             return ()
         self.spend(len(rows))
-        pairs = [row for row in rows if isinstance(row, (tuple, list)) and len(row) == 2 and all(map(_is_small, row))]
+        pairs = [row for row in rows if isinstance(row, (tuple, list)) and len(row) == 2 and all(map(is_small, row))]
         return tuple((int(time_us), int(resident)) for time_us, resident in pairs)
-
-    def stack(self, frames: object) -> int:
-        """The number of a stack, by identity first and by content second."""
-        number = self.stack_by_id.get(id(frames))
-        if number is not None:
-            return number
-        if not isinstance(frames, list):
-            return 0
-        inner = frames[:_MAX_FRAMES]
-        self.spend(len(inner))
-        key = tuple(self.frame(frame) for frame in inner)
-        number = self.stack_by_frames.get(key)
-        if number is None:
-            number = self.stack_by_frames[key] = len(self.stacks)
-            self.stacks.append(tuple(self.frames[index] for index in key))
-        self.stack_by_id[id(frames)] = number
-        self.keep.append(frames)
-        return number
-
-    def frame(self, raw: object) -> int:
-        number = self.frame_by_id.get(id(raw))
-        if number is not None:
-            return number
-        fields: dict[Any, Any] = raw if isinstance(raw, dict) else {}
-        name, filename, line = fields.get("name"), fields.get("filename"), fields.get("line")
-        frame = Frame(
-            _clean(name) if isinstance(name, str) else "?",
-            _clean(filename).replace("\\", "/") if isinstance(filename, str) else "??",
-            line if isinstance(line, int) and _is_small(line) else 0,
-        )
-        number = self.frame_by_value.get(frame)
-        if number is None:
-            number = self.frame_by_value[frame] = len(self.frames)
-            self.frames.append(frame)
-        self.frame_by_id[id(raw)] = number
-        self.keep.append(raw)
-        return number
 
     def column(self, rows: list[Any], key: str, what: str, default: int | None = None) -> Ints:
         return self.ints([row.get(key, default) for row in rows], f"the {key} of a {what}")
@@ -376,8 +310,8 @@ def _block_frames(block: Mapping[str, Any]) -> object:
         return block["frames"]
     history = block.get("history")
     if isinstance(history, list) and history and isinstance(history[0], dict):
-        return history[0].get("frames", _NO_FRAMES)
-    return _NO_FRAMES
+        return history[0].get("frames", NO_FRAMES)
+    return NO_FRAMES
 
 
 def _plain_settings(settings: object) -> dict[str, str | int | float | bool]:
@@ -387,25 +321,13 @@ def _plain_settings(settings: object) -> dict[str, str | int | float | bool]:
     flat: dict[str, str | int | float | bool] = {}
     for key, value in settings.items():
         if isinstance(key, str) and isinstance(value, (str, int, float, bool)):
-            flat[_clean(key)] = _clean(value) if isinstance(value, str) else value
+            flat[clean(key)] = clean(value) if isinstance(value, str) else value
         if key == "roundup_power2_divisions" and isinstance(value, dict):
             for size, divisions in value.items():
                 if isinstance(size, str) and isinstance(divisions, int) and divisions > 1:
-                    flat[f"roundup_power2_divisions[{_clean(size)}]"] = divisions
+                    flat[f"roundup_power2_divisions[{clean(size)}]"] = divisions
     return flat
 
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str)
-
-
-def _is_small(value: object) -> bool:
-    return isinstance(value, int) and -(1 << 62) < value < (1 << 62)
-
-
-def _clean(text: str) -> str:
-    """Text from outside goes to terminals and pages: no control characters, no lone surrogates, bounded length."""
-    text = text[:_MAX_TEXT]
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() and not 0xD800 <= ord(c) < 0xE000 else "\ufffd" for c in text)

@@ -28,6 +28,7 @@ import msgspec
 import tomli_w
 
 from fettle.errors import UsageError, first_line
+from fettle.files import read_bytes, read_text
 from fettle.package.archive import unzip
 from fettle.package.handlers import Settings as HandlerSettings
 from fettle.package.requires import specifiers
@@ -96,11 +97,9 @@ def open_package(path: Path, unpack_to: Path | None = None) -> Package:
         path = unpack(path, unpack_to or path.with_suffix(""))
     if not (path / MANIFEST).is_file():
         raise UsageError(f"{path} is not a package: it has no {MANIFEST}")
-    if (path / MANIFEST).stat().st_size > _MAX_TEXT:
-        raise UsageError(f"{path / MANIFEST} is too large")
     try:
-        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
-    except (OSError, msgspec.MsgspecError, RecursionError) as error:
+        manifest = msgspec.json.decode(read_bytes(path / MANIFEST, _MAX_TEXT), type=Manifest)
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise UsageError(f"{path / MANIFEST} cannot be read: {first_line(error)}") from error
     if manifest.format != FORMAT:
         raise UsageError(f"{path} has package format {manifest.format}; this fettle reads format {FORMAT}")
@@ -123,10 +122,8 @@ def read_settings(folder: Path, manifest: Manifest) -> ServeSettings:
     try:
         settings = ServeSettings(max_rows=manifest.max_rows)
         if path.name == SETTINGS:
-            if path.stat().st_size > _MAX_TEXT:
-                raise UsageError(f"{path} is too large")
-            settings = settings_from(tomllib.loads(path.read_text(encoding="utf-8")), str(path))
-    except (OSError, ValueError, tomllib.TOMLDecodeError) as error:
+            settings = settings_from(tomllib.loads(read_text(path, _MAX_TEXT)), str(path))
+    except ValueError as error:
         raise UsageError(f"{path} cannot be used: {first_line(error)}") from error
     if settings.max_rows > manifest.max_rows:
         raise UsageError(f"{path} asks for {settings.max_rows} rows; the model takes {manifest.max_rows}")

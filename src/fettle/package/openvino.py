@@ -16,7 +16,8 @@ from xml.parsers import expat
 
 import torch
 
-from fettle.errors import UsageError, first_line
+from fettle.errors import UsageError, extra, first_line
+from fettle.files import read_bytes
 from fettle.techniques import (
     Facts,
     OpenvinoRequest,
@@ -47,7 +48,7 @@ def save_model(
     try:
         import openvino
     except ImportError as error:
-        raise UsageError("runtime=openvino needs pip install 'torch-fettle[openvino]'") from error
+        raise extra("runtime=openvino needs OpenVINO", "openvino") from error
     try:
         model = openvino_model(program, list(batches), level, int8_part(facts))
         for node in ("conversion_parameters", "nncf", "Runtime_version"):  # where and how it was made: paths, settings
@@ -74,7 +75,7 @@ class OpenvinoModel:
             model = core.read_model(str(folder / GRAPH), str(folder / WEIGHTS))
             self._request = OpenvinoRequest(core.compile_model(model, "CPU", config))
         except ImportError as error:
-            raise UsageError("the package needs OpenVINO: pip install 'torch-fettle[openvino]'") from error
+            raise extra("the package needs OpenVINO", "openvino") from error
         except Exception as error:
             raise UsageError(f"OpenVINO cannot read the package's model: {first_line(error)}") from error
 
@@ -87,9 +88,7 @@ class OpenvinoModel:
 def _check(folder: Path) -> None:
     """Raise `UsageError` unless the graph is plain XML of known operators whose constants lie in the weights."""
     try:
-        if (folder / GRAPH).stat().st_size > MAX_GRAPH_BYTES:
-            raise UsageError(f"{GRAPH} is larger than {MAX_GRAPH_BYTES >> 20} MiB")
-        text, there = (folder / GRAPH).read_bytes(), (folder / WEIGHTS).stat().st_size
+        text, there = read_bytes(folder / GRAPH, MAX_GRAPH_BYTES), (folder / WEIGHTS).stat().st_size
         if b"\0" in text:
             raise ValueError("it is not text")
         text.decode("utf-8")

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from fettle.errors import UsageError, first_line
+from fettle.files import read_text
 
 GRAPH, WEIGHTS = "graph.json", "weights.safetensors"
 MAX_GRAPH_BYTES = 256 << 20
@@ -134,9 +135,7 @@ def load_program(folder: Path, device: str = "cpu") -> torch.nn.Module:
     from torch.export.passes import move_to_device_pass
 
     try:
-        if (folder / GRAPH).stat().st_size > MAX_GRAPH_BYTES:
-            raise UsageError(f"{GRAPH} is larger than {MAX_GRAPH_BYTES >> 20} MiB")
-        text = (folder / GRAPH).read_text(encoding="utf-8")
+        text = read_text(folder / GRAPH, MAX_GRAPH_BYTES)
         graph = _plain(json.loads(text))
         _check(graph)
         if "torch.ops.quantized_decomposed." in text:

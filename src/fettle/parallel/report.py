@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fettle.page import Table, as_spec, drawn, shell, still, theme
+from fettle.page import Table, as_spec, drawn, shell, still
 from fettle.parallel.plan import Plan, Prediction
 from fettle.parallel.timeline import PARTS
 from fettle.units import size_text
-
-_COLOURS = ("#1f77a8", "#2f9a6c", "#7d6bc4", "#d27a22", "#8a949e")
 
 
 def bars(made: Plan, width: int = 520) -> Any:
@@ -20,42 +18,21 @@ def bars(made: Plan, width: int = 520) -> Any:
     """
     import altair as alt
 
+    from fettle.page.marks import peaks
+
     longest = max(item.peak_bytes for item in made.predictions)
     unit, scale = ("GiB", 1 << 30) if longest >= 1 << 30 else ("MiB", 1 << 20)
     rows = [
-        {"strategy": item.strategy, "part": part, "order": PARTS.index(part), "size_in_unit": item.parts[part] / scale,
-         "size": size_text(item.parts[part]), "fits": _fits(item)}
-        for item in _planned(made) for part in PARTS
+        {"strategy": item.strategy, "part": part, "order": order, "x": item.parts[part] / scale,
+         "size": size_text(item.parts[part])}
+        for item in _planned(made) for order, part in enumerate(PARTS)
     ]  # fmt: skip
-    order = [item.strategy for item in _planned(made)]
     narrow = width < 400
     axis = alt.Axis(labelExpr="split(datum.label, ' ')", labelLimit=130) if narrow else alt.Axis(labelLimit=300)
-    legend = alt.Legend(orient="bottom", columns=2 if narrow else 3)
-    chart = (
-        alt.Chart(theme.data(rows))
-        .mark_bar(height=18)
-        .encode(
-            y=alt.Y("strategy:N", sort=order, title=None, axis=axis),
-            x=alt.X("size_in_unit:Q", title=f"peak per rank, {unit}"),
-            color=alt.Color(
-                "part:N",
-                sort=list(PARTS),
-                title=None,
-                legend=legend,
-                scale=alt.Scale(domain=list(PARTS), range=list(_COLOURS)),
-            ),
-            order="order:Q",
-            tooltip=["strategy:N", "part:N", "size:N", "fits:N"],
-        )
-    )
+    most = (made.device_memory_bytes or 0) * (1 - made.headroom) / scale or None
+    layers = peaks(rows, PARTS, f"peak per rank, {unit}", most, 2 if narrow else 3, axis)
     padding = {"left": 40, "right": 16, "top": 16, "bottom": 16}  # names are wider in some browsers' fonts
-    size = {"width": width, "height": alt.Step(40 if narrow else 22), "padding": padding}
-    most = (made.device_memory_bytes or 0) * (1 - made.headroom)
-    if not most or most > 1.5 * longest:  # a line far beyond the bars would only squeeze them
-        return chart.properties(**size)
-    limit = theme.data([{"size_in_unit": most / scale}])
-    line = alt.Chart(limit).mark_rule(strokeDash=[5, 3], size=2, color="#c24d4d").encode(x="size_in_unit:Q")
-    return alt.layer(chart, line).properties(**size)
+    return alt.layer(*layers).properties(width=width, height=alt.Step(40 if narrow else 22), padding=padding)
 
 
 def write_plan(made: Plan, path: Path) -> None:

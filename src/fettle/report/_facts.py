@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fettle.generate.speed import Generation
-from fettle.measure import Trial
+from fettle.measure import Trial, pareto
 from fettle.recipe import Recipe
 from fettle.report import _format as fmt
 from fettle.result import Limits, Outcome
@@ -148,19 +148,14 @@ def status_of(result: Outcome, trial: Trial) -> str:
     return "over limit" if misses(result, trial) else "ok"
 
 
-def pareto(trials: Sequence[Trial]) -> list[Trial]:
+def front_trials(trials: Sequence[Trial]) -> list[Trial]:
     """Trials that no other beats in speed, error and memory at once, the fastest first.
 
     A figure that was not measured counts as the worst: a trial is not on the front for want of a number.
     """
     candidates = [trial for trial in trials if trial.ok and math.isfinite(speed(trial))]
-    costs = [_costs(trial) for trial in candidates]
-    front = [
-        trial
-        for trial, mine in zip(candidates, costs, strict=True)
-        if not any(other != mine and all(a <= b for a, b in zip(other, mine, strict=True)) for other in costs)
-    ]
-    return sorted(front, key=lambda trial: -speed(trial))
+    unbeaten = [candidates[place] for place in pareto([_costs(trial) for trial in candidates])]
+    return sorted(unbeaten, key=lambda trial: -speed(trial))
 
 
 def _costs(trial: Trial) -> tuple[float, float, float]:

@@ -9,10 +9,10 @@ from typing import Any
 import altair as alt
 
 from fettle.page import theme
+from fettle.page.marks import Rows, captions, line_by_line, sized
 from fettle.page.theme import ACCENT, QUIET, Drawn
 from fettle.report import _format as fmt
 from fettle.report._facts import NO_LEVER, speed
-from fettle.report._marks import Rows, sized
 from fettle.result import Outcome, Rung
 
 _STEP = 48
@@ -36,7 +36,7 @@ def throughput(result: Outcome) -> Drawn | None:
     whiskers = [row for row in rows if row["low"] is not None]
     layers = _bars(rows, "samples per second")
     if whiskers:
-        base = alt.Chart(theme.data(whiskers)).encode(y=_y())
+        base = alt.Chart(theme.data(whiskers)).encode(y=line_by_line())
         line = base.mark_rule(strokeWidth=1.5, yOffset=9, clip=True).encode(x=alt.X("low:Q"), x2="high:Q")
         caps = [
             base.mark_tick(thickness=1.5, height=8, yOffset=9, clip=True).encode(x=f"{side}:Q")
@@ -110,16 +110,12 @@ def _numbered(rows: Rows) -> Rows:
     return rows
 
 
-def _y() -> alt.Y:
-    return alt.Y("order:O", axis=None, scale=alt.Scale(paddingInner=0, paddingOuter=0))
-
-
 def _bars(rows: Rows, title: str) -> list[alt.Chart]:
-    """A bar under its own line of text: long names and phones leave no room for labels at the side."""
+    """A bar under its own line of text."""
     tallest = max(row["value"] for row in rows)
     # A wide interval may not shrink the bars to nothing: it is cut at half as much again as the longest.
     top = max(tallest, *(min(row.get("high") or 0, 1.5 * tallest) for row in rows))
-    base = alt.Chart(theme.data(rows)).encode(y=_y())
+    base = alt.Chart(theme.data(rows)).encode(y=line_by_line())
     x = alt.X("value:Q", axis=None, scale=alt.Scale(domain=[0, top or 1], nice=False))
     kinds = alt.Scale(domain=["baseline", "step", "winner"], range=[QUIET, ACCENT, ACCENT])
     strength = alt.Scale(domain=["baseline", "step", "winner"], range=[0.75, 0.6, 1])
@@ -132,6 +128,4 @@ def _bars(rows: Rows, title: str) -> list[alt.Chart]:
             alt.Tooltip("text:N", title=title),
         ],
     )
-    label = base.mark_text(align="left", dy=-9, limit=alt.ExprRef("width - 120")).encode(x=alt.value(0), text="label:N")
-    figure = base.mark_text(align="right", dy=-9, fontWeight=600).encode(x=alt.value("width"), text="text:N")
-    return [bar, label, figure]
+    return [bar, *captions(base, "width - 120")]

@@ -8,10 +8,10 @@ import altair as alt
 
 from fettle.measure import Trial
 from fettle.page import theme
+from fettle.page.marks import moment, sized
 from fettle.page.theme import ACCENT, LEVERS, QUIET, Drawn
 from fettle.report import _format as fmt
-from fettle.report._facts import is_winner, pareto, ranked, speed, unit_name
-from fettle.report._marks import sized
+from fettle.report._facts import front_trials, is_winner, ranked, speed, unit_name
 from fettle.result import Outcome
 
 _POINTS = 60
@@ -54,14 +54,8 @@ def payback(result: Outcome) -> Drawn | None:
     layers: list[alt.Chart] = [line]
     if calls and math.isfinite(calls) and calls >= 1:
         near_end = calls > end**0.6
-        data = theme.data([{"calls": calls, "text": f"paid back after {fmt.count(calls)} {unit_name(result)}s"}])
-        mark = alt.Chart(data).encode(x="calls:Q")
-        layers.append(mark.mark_rule(strokeDash=[6, 3]))
-        layers.append(
-            mark.mark_text(align="right" if near_end else "left", dx=-6 if near_end else 6, fontSize=11).encode(
-                y=alt.value(8), text="text:N"
-            )
-        )
+        text = f"paid back after {fmt.count(calls)} {unit_name(result)}s"
+        layers += moment(calls, text, QUIET, near_end=near_end)
     return sized(300, *layers)
 
 
@@ -74,7 +68,7 @@ def _series(result: Outcome) -> dict[str, Trial]:
         number = {trial.recipe: index for index, trial in enumerate(trials, 1)}
         sooner = [
             trial
-            for trial in pareto(trials)
+            for trial in front_trials(trials)
             if _usable(trial)
             and trial.recipe.levels
             and not is_winner(result, trial)

@@ -7,9 +7,9 @@ import altair as alt
 
 from fettle.measure import Slice, Trial
 from fettle.page import theme
+from fettle.page.marks import sized
 from fettle.page.theme import ACCENT, QUIET, WARN, Drawn
 from fettle.report import _format as fmt
-from fettle.report._marks import sized
 from fettle.result import Outcome
 
 GIVEN, WINNER, BUSY = "as given", "winner", "taken while others were busy"

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import altair as alt
 
 from fettle.page import theme
-from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, Drawn
+from fettle.page.marks import NEUTRAL, Rows, level, moment, rule, sized
+from fettle.page.theme import ACCENT, LEVERS, QUIET, Drawn
 from fettle.report import _format as fmt
-from fettle.report._facts import error_name, levers, name_of, pareto, ranked, speed, status_of, unit_name
-from fettle.report._marks import Rows, level, sized
+from fettle.report._facts import error_name, front_trials, levers, name_of, ranked, speed, status_of, unit_name
 from fettle.result import Outcome
 
 SHAPES = {
@@ -33,7 +33,7 @@ def points(result: Outcome) -> Rows:
     trials = ranked(result)
     lever = levers(trials)
     common = {name for name, _ in Counter(lever.values()).most_common(len(LEVERS) + 1)}
-    front = {id(trial) for trial in pareto(trials)}
+    front = {id(trial) for trial in front_trials(trials)}
     rows: Rows = []
     for number, trial in enumerate(trials, 1):
         value = speed(trial) if trial.recipe.levels else 1.0
@@ -153,18 +153,11 @@ def _cloud(result: Outcome, rows: Rows, y: alt.Y, rules: list[alt.Chart]) -> Dra
         .mark_text(align="right", dx=-12, fontWeight=600)
         .encode(text=alt.value("winner"))
     )
-    one = alt.Chart(theme.data([{"x": 1}])).mark_rule(strokeDash=[2, 3]).encode(x="x:Q")
+    one = rule("x", 1, QUIET, NEUTRAL)
     ratio = _latency_ratio(result)
     if ratio is not None:
         text = f"latency limit {fmt.milliseconds(result.limits.max_latency_ms)}"
-        data = theme.data([{"x": ratio, "text": text}])
-        rules = [
-            *rules,
-            alt.Chart(data).mark_rule(color=WARN, strokeDash=[6, 3]).encode(x="x:Q"),
-            alt.Chart(data)
-            .mark_text(color=WARN, align="left", dx=5, fontSize=11)
-            .encode(x="x:Q", y=alt.value(8), text="text:N"),
-        ]
+        rules = [*rules, *moment(ratio, text)]
     return sized(_HEIGHT, one, *rules, dots, label)
 
 

@@ -8,9 +8,9 @@ import altair as alt
 
 from fettle.measure import Trial
 from fettle.page import theme
-from fettle.page.theme import ACCENT, QUIET, WARN, Drawn
+from fettle.page.marks import Rows, by_part, peaks, sized
+from fettle.page.theme import ACCENT, QUIET, Drawn
 from fettle.report import _format as fmt
-from fettle.report._marks import Rows, by_part, sized
 from fettle.result import Outcome
 from fettle.techniques import uses_ranks
 
@@ -124,30 +124,17 @@ def plan(result: Outcome) -> Drawn | None:
     rows = plan_rows(result)
     if not rows:
         return None
-    named = list(dict.fromkeys(row["strategy"] for row in rows))
-    bars = (
-        alt.Chart(theme.data(rows))
-        .mark_bar(height=16)
-        .encode(
-            x=alt.X("MiB:Q", title="predicted peak of one rank, MiB", axis=alt.Axis(grid=True)),
-            y=alt.Y("strategy:N", sort=named, title=None, axis=alt.Axis(labelLimit=190)),
-            color=by_part("part", MEMORY, columns=2),
-            order="order:Q",
-            tooltip=["strategy:N", "part:N", "size:N"],
-        )
+    limits = [row.limit_bytes / 2**20 for row in result.plan if row.limit_bytes]
+    layers = peaks(
+        rows, MEMORY, "predicted peak of one rank, MiB", min(limits, default=None), 2, alt.Axis(labelLimit=190)
     )
-    limits = {row.limit_bytes for row in result.plan if row.limit_bytes}
-    longest = max(sum(row.parts.values()) for row in result.plan)
-    if not limits or min(limits) > 1.5 * longest:  # a line far beyond the bars would only squeeze them
-        return sized(24 * len(named), bars)
-    line = alt.Chart(theme.data([{"MiB": min(limits) / 2**20}])).mark_rule(strokeDash=[5, 3], size=2, color=WARN)
-    return sized(24 * len(named), bars, line.encode(x="MiB:Q"))
+    return sized(alt.Step(24), *layers)
 
 
 def plan_rows(result: Outcome) -> Rows:
     """One row for each strategy and part of its peak."""
     return [
-        {"strategy": row.strategy, "part": part, "order": order, "MiB": row.parts.get(part, 0) / 2**20,
+        {"strategy": row.strategy, "part": part, "order": order, "x": row.parts.get(part, 0) / 2**20,
          "size": fmt.size(row.parts.get(part, 0))}
         for row in result.plan if not row.failed for order, part in enumerate(MEMORY)
     ]  # fmt: skip

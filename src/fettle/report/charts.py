@@ -8,10 +8,10 @@ import altair as alt
 
 from fettle.files import write_bytes, write_text
 from fettle.page import Figure, as_spec, clean
+from fettle.page.marks import Rows
 from fettle.report import _format as fmt
 from fettle.report import _ladder, _payback, _rounds, _scatter, _text, _training
-from fettle.report._facts import error_name, pareto, ranked
-from fettle.report._marks import Rows
+from fettle.report._facts import error_name, front_trials, ranked
 from fettle.report._verdict import payback as payback_text
 from fettle.result import Outcome
 
@@ -97,7 +97,7 @@ def _cloud_alt(result: Outcome, against: str) -> str:
 
 
 def _front_alt(result: Outcome) -> str:
-    front = pareto(ranked(result))
+    front = front_trials(ranked(result))
     listed = "; ".join(
         f"{fmt.times(trial.speedup.estimate if trial.speedup else None)} with error {fmt.error(trial.accuracy.error)} "
         f"and {fmt.size(trial.peak_bytes)}"

@@ -19,20 +19,21 @@ from typing import Any
 import msgspec
 
 from fettle.errors import UsageError, first_line
-from fettle.files import write_text
+from fettle.files import plain, read_bytes, write_text
 from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.result import Outcome
 from fettle.techniques import learned_types, respelled
 
 FORMAT = 1
-_MAX_BYTES = 64 << 20
 _MAX_TRIALS = 20_000
+_RENAMED = {"heat": "race"}
+"""Fields as earlier versions called them, and as they are called now."""
 
 
 def to_json(result: Outcome) -> dict[str, Any]:
     """The result as data that any JSON writer takes: a recipe is a mapping, a number that is not finite is None."""
-    data: dict[str, Any] = _plain(result)
+    data: dict[str, Any] = plain(result, {Recipe: lambda recipe: dict(recipe.levels)})
     return {"format": FORMAT, **data}
 
 
@@ -58,38 +59,13 @@ def save_result(result: Outcome, path: str | Path) -> None:
 
 def read_outcome(path: str | Path) -> Outcome:
     """Read a ``result.json``. Raises `UsageError` in one line for anything that is not one."""
-    path = Path(path)
-    try:
-        with path.open("rb") as file:
-            raw = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise UsageError(f"cannot read the result {path}: {error.strerror}") from error
-    if len(raw) > _MAX_BYTES:
-        raise UsageError(f"{path} is too large to be a result")
+    raw = read_bytes(path, what="the result ")
     try:
         return from_json(msgspec.json.decode(raw))
     except UsageError as error:
         raise UsageError(f"cannot use {path}: {error}") from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not JSON: {first_line(error)}") from error
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Recipe):
-        return dict(value.levels)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict) or hasattr(value, "items"):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if hasattr(value, "item"):  # a NumPy or torch scalar
-        return _plain(value.item())
-    return str(value)
 
 
 def _typed(value: Any, kind: Any) -> Any:
@@ -110,6 +86,7 @@ def _typed(value: Any, kind: Any) -> Any:
         once = {key: value[key] for key in learned_types() if "learned" in hints and key in value}
         if once:  # earlier versions wrote what was learned beside the other fields
             value = {"learned": once, **{key: item for key, item in value.items() if key not in once}}
+        value = {_RENAMED.get(key, key) if key not in hints else key: item for key, item in value.items()}
         unknown = [key for key in value if key not in hints]
         if unknown:  # a field that this version does not know may carry meaning: say so, do not drop it
             raise UsageError(f"unknown field {str(unknown[0])[:60]!r}")

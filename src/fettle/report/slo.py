@@ -14,10 +14,10 @@ import altair as alt
 
 from fettle.files import write_text
 from fettle.page import Figure, as_spec, clean, shell, theme
+from fettle.page.marks import Rows, level, rule, sized
 from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, Drawn
 from fettle.report import _format as fmt
 from fettle.report import _slo_tables
-from fettle.report._marks import Rows, level, sized
 
 Data = Mapping[str, Any]
 _HEIGHT = 300
@@ -218,13 +218,7 @@ def prediction(data: Data) -> Drawn | None:
         tooltip=[alt.Tooltip("setting:N"), alt.Tooltip("rate:Q", title="requests/s", format=".4~g"),
                  alt.Tooltip("predicted:Q", format=".4~g"), alt.Tooltip("measured:Q", format=".4~g")],
     )  # fmt: skip
-    return sized(_HEIGHT, dots, line, _rule_at(data["limit_ms"], scale))
-
-
-def _rule_at(limit_ms: float, scale: alt.Scale) -> alt.Chart:
-    data = theme.data([{"y": limit_ms}])
-    rule: alt.Chart = alt.Chart(data).mark_rule(color=WARN, strokeDash=[6, 3]).encode(y=alt.Y("y:Q", scale=scale))
-    return rule
+    return sized(_HEIGHT, dots, line, rule("y", data["limit_ms"], scale=scale))
 
 
 def _prediction_words(data: Data) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from fettle.errors import UsageError
-from fettle.files import write_text
+from fettle.files import read_bytes, write_text
 from fettle.package.host import host_id
 from fettle.package.manifest import MANIFEST, SETTINGS, Package
 from fettle.slo.calibrate import Calibration
@@ -54,10 +54,8 @@ class Journal:
         kept = _Kept(host_id(), 1, {}, {}, {})
         if path is not None and path.exists():
             try:
-                if path.stat().st_size > _MAX_BYTES:
-                    raise ValueError("too large")
-                read = msgspec.json.decode(path.read_bytes(), type=_Kept)
-            except (OSError, ValueError, RecursionError) as error:
+                read = msgspec.json.decode(read_bytes(path, _MAX_BYTES), type=_Kept)
+            except (ValueError, RecursionError) as error:
                 raise UsageError(f"{path} holds no measurements of a search: delete it") from error
             if (read.host, read.format) == (kept.host, kept.format):  # another machine's numbers say nothing here
                 kept = read

@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from fettle.files import finite
+from fettle.files import plain
 from fettle.load.torchserve import torchserve_row
+from fettle.measure import pareto
 from fettle.slo.journal import Tested
 from fettle.slo.points import Measured, Point, SearchResult
 
@@ -31,16 +32,13 @@ def front(points: Sequence[Point]) -> list[Point]:
     for point in points:
         if point.capacity > 0 and math.isfinite(point.p99_s):
             found.setdefault(_respects(point), point)
-    return [
-        point
-        for mine, point in found.items()
-        if not any(other != mine and all(a <= b for a, b in zip(other, mine, strict=True)) for other in found)
-    ]
+    unbeaten = pareto(list(found))
+    return [point for place, point in enumerate(found.values()) if place in unbeaten]
 
 
 def _respects(point: Point) -> tuple[float, ...]:
     """Less is better in each; in steps of 2%."""
-    values = (1 / point.capacity, point.p99_s, float(point.memory_bytes), point.cost or 0.0, finite(point.error) or 0)
+    values = (1 / point.capacity, point.p99_s, float(point.memory_bytes), point.cost or 0.0, plain(point.error) or 0)
     return tuple(round(math.log(max(value, 1e-9)) / 0.02) for value in values)
 
 
@@ -172,7 +170,7 @@ def _p99(test: Tested) -> float:
 # -- plain data -------------------------------------------------------------------------------------------------------
 
 
-def plain(found: SearchResult, **more: Any) -> dict[str, Any]:
+def as_data(found: SearchResult, **more: Any) -> dict[str, Any]:
     """Everything that the report shows, without NaN or infinity, with `more` facts about the search."""
     best = found.best
     return {
@@ -189,13 +187,13 @@ def plain(found: SearchResult, **more: Any) -> dict[str, Any]:
 def _plain_point(point: Point) -> dict[str, Any]:
     tests = [
         {"rate": test.rate, "held": test.held, "predicted_p99_ms": test.predicted_p99_ms, "slower": test.slower,
-         **msgspec.to_builtins(test.inside), "batch_rows": test.inside.rows, "run": finite(test.run)}
+         **msgspec.to_builtins(test.inside), "batch_rows": test.inside.rows, "run": plain(test.run)}
         for test in point.tests
     ]  # fmt: skip
     return {
         **asdict(point.setting), "setting": str(point.setting), "predicted": point.predicted,
-        "measured": point.measured, "p50_ms": finite(point.predicted_p50_s * 1e3),
-        "p99_ms": finite(point.p99_s * 1e3), "memory_bytes": point.memory_bytes, "error": finite(point.error),
+        "measured": point.measured, "p50_ms": plain(point.predicted_p50_s * 1e3),
+        "p99_ms": plain(point.p99_s * 1e3), "memory_bytes": point.memory_bytes, "error": plain(point.error),
         "cost_per_million": point.cost, "front": point.front, "tests": tests,
     }  # fmt: skip
 

@@ -10,7 +10,9 @@ from typing import Any
 import altair as alt
 
 from fettle.files import write_bytes, write_text
+from fettle.measure import pareto
 from fettle.page import Figure, as_spec, clean, theme
+from fettle.page.marks import sized
 from fettle.page.theme import ACCENT, LEVERS, QUIET, Drawn
 from fettle.studies import effect_charts, ladder_chart
 from fettle.studies.analysis import Analysis
@@ -114,7 +116,7 @@ def _front(name: str, table: Table, group: str) -> Figure | None:
     known = [(row, x, y) for row, x, y in points if x is not None and y is not None]
     if len(known) < 2:
         return None
-    front = pareto([(x, y) for _, x, y in known], one, two)
+    front = unbeaten([(x, y) for _, x, y in known], one, two)
     rows = [
         {"recipe": table.label(row), "x": x, "y": y, "front": place in front, "status": row.reason or "kept the limits"}
         for place, (row, x, y) in enumerate(known)
@@ -129,20 +131,16 @@ def _front(name: str, table: Table, group: str) -> Figure | None:
         tooltip=[alt.Tooltip("recipe:N"), alt.Tooltip("x:Q", title=one.name, format=".4~g"),
                  alt.Tooltip("y:Q", title=two.name, format=".3~g"), alt.Tooltip("status:N")],
     )  # fmt: skip
-    chart = alt.layer(line, dots).properties(width="container", height=_HEIGHT)
+    chart = sized(_HEIGHT, line, dots)
     best = "; ".join(str(row["recipe"]) for row in rows if row["front"])
     words = f"{len(rows)} experiments, {one.name} against {two.name}. On the Pareto front: {best[:400]}."
     return _figure(name, f"{one.name} against {two.name}{_of(group)}", words, chart)
 
 
-def pareto(points: Sequence[tuple[float, float]], one: Response, two: Response) -> set[int]:
-    """The places of the points that no other beats in both."""
+def unbeaten(points: Sequence[tuple[float, float]], one: Response, two: Response) -> set[int]:
+    """The places of the points that no other beats in both responses."""
     signs = [-1.0 if response.larger_is_better else 1.0 for response in (one, two)]
-    costs = [(signs[0] * x, signs[1] * y) for x, y in points]
-    return {
-        place for place, (x, y) in enumerate(costs)
-        if not any((a <= x and b <= y) and (a < x or b < y) for a, b in costs)
-    }  # fmt: skip
+    return pareto([(signs[0] * x, signs[1] * y) for x, y in points])
 
 
 def _log(field: str, response: Response) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import altair as alt
 
 from fettle.page import Figure, as_spec, clean, theme
+from fettle.page.marks import NEUTRAL, rule, sized
 from fettle.page.theme import ACCENT, QUIET, WARN
 from fettle.studies.analysis import Analysis
 from fettle.studies.effects import Effect
@@ -58,8 +59,7 @@ def _forest(name: str, analysis: Analysis) -> Figure | None:
     dot = base.mark_point(filled=True, size=60).encode(
         x="ratio:Q", shape=alt.Shape("kind:N", scale=shapes, legend=alt.Legend(title=None))
     )
-    one = alt.Chart(theme.data([{"one": 1}])).mark_rule(strokeDash=[2, 3]).encode(x="one:Q")
-    chart = alt.layer(one, line, dot).properties(width="container", height=_ROW * len(rows) + 10)
+    chart = sized(_ROW * len(rows) + 10, rule("x", 1, QUIET, NEUTRAL), line, dot)
     words = "Effects with intervals: " + "; ".join(f"{row['effect']} {row['text']}" for row in rows[:8]) + "."
     return Figure(name, clean(_title("Effects", analysis)), clean(words), clean(as_spec(chart)))
 
@@ -93,7 +93,7 @@ def _matrix(name: str, analysis: Analysis) -> Figure | None:
     text = base.mark_text(fontSize=10).encode(
         text="text:N", opacity=alt.condition("datum.claimed", alt.value(1), alt.value(0.4))
     )
-    chart = alt.layer(cells, text).properties(width="container", height=max(120, 30 * len(order)))
+    chart = sized(max(120, 30 * len(order)), cells, text)
     pairs = [one for one in _told(analysis) if len(one.levels) > 1 and one.is_told][:6]
     said = (
         "; ".join(f"{one.label} {one.ratio.estimate:.2f}x" for one in pairs if one.ratio) or "none that is not chance"

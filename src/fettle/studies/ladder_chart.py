@@ -9,6 +9,7 @@ from typing import Any
 import altair as alt
 
 from fettle.page import Figure, as_spec, clean, theme
+from fettle.page.marks import captions, line_by_line, sized
 from fettle.page.theme import ACCENT, QUIET, WARN
 from fettle.studies.running import Rung
 from fettle.units import size_text
@@ -24,7 +25,7 @@ def figure(name: str, workload: str, rungs: Sequence[Rung]) -> Figure | None:
         return None
     top = max(row["value"] for row in drawn)
     base = alt.Chart(theme.data(rows)).encode(
-        y=alt.Y("order:O", axis=None, scale=alt.Scale(paddingInner=0, paddingOuter=0)),
+        y=line_by_line(),
         tooltip=["recipe:N", "text:N", "detail:N"],
     )
     kinds = alt.Scale(domain=["given", "kept", "left out", "failed"], range=[QUIET, ACCENT, WARN, WARN])
@@ -39,11 +40,7 @@ def figure(name: str, workload: str, rungs: Sequence[Rung]) -> Figure | None:
         .mark_rule(strokeWidth=1.4, yOffset=10, clip=True)
         .encode(x=alt.X("low:Q", axis=None, scale=ends), x2="high:Q")
     )
-    label = base.mark_text(align="left", dy=-8, limit=alt.ExprRef("width * 0.55")).encode(
-        x=alt.value(0), text="label:N"
-    )
-    said = base.mark_text(align="right", dy=-8, fontWeight=600, fontSize=11).encode(x=alt.value("width"), text="text:N")
-    chart = alt.layer(bar, interval, label, said).properties(width="container", height=_STEP * len(rows))
+    chart = sized(_STEP * len(rows), bar, interval, *captions(base, "width * 0.55"))
     words = "Bars: " + "; ".join(f"{row['label']} {row['text']}" for row in rows) + "."
     return Figure(name, clean(f"Every step: {workload}"), clean(words), clean(as_spec(chart)))
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from fettle.errors import UsageError
+from fettle.errors import extra
 from fettle.studies.table import Experiment, Response, Table
 
 if TYPE_CHECKING:
@@ -243,5 +243,5 @@ def statsmodels() -> Any:
     try:
         import statsmodels.api
     except ImportError as error:
-        raise UsageError("effects need statsmodels: pip install 'torch-fettle[study]'") from error
+        raise extra("effects need statsmodels", "study") from error
     return statsmodels

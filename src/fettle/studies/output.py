@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import polars
 
-from fettle.files import finite, whole
+from fettle.files import plain, whole
 from fettle.studies.analysis import Analysis
 from fettle.studies.running import Done
 from fettle.studies.table import Table
@@ -18,7 +18,7 @@ from fettle.studies.table import Table
 def analysis_json(analyses: Sequence[Analysis]) -> list[dict[str, Any]]:
     """What the fits say, as plain data."""
     return [
-        finite({
+        plain({
             "group": one.group, "response": one.response.name, "larger_is_better": one.response.larger_is_better,
             "experiments": one.experiments, "missing": one.missing, "why_not": one.why_not,
             "dominant": one.dominant,
@@ -49,7 +49,7 @@ def study_json(table: Table, analyses: Sequence[Analysis], done: Done | None = N
             "machine": msgspec.to_builtins(done.machine), "notes": [*table.notes, *done.notes],
             "steps": {name: msgspec.to_builtins(list(rungs)) for name, rungs in done.steps.items()},
         }  # fmt: skip
-    return finite(data)  # type: ignore[no-any-return]
+    return plain(data)  # type: ignore[no-any-return]
 
 
 def rows(table: Table) -> list[dict[str, Any]]:

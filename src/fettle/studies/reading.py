@@ -11,6 +11,7 @@ from itertools import dropwhile
 from pathlib import Path
 
 from fettle.errors import UsageError
+from fettle.files import read_text
 from fettle.studies.table import Experiment, Response, Table
 
 MOST_BYTES = 256 << 20
@@ -78,14 +79,7 @@ def _names(texts: Sequence[str], columns: Sequence[str]) -> list[str]:
 
 
 def _rows(path: Path) -> list[Row]:
-    try:
-        if path.stat().st_size > MOST_BYTES:
-            raise UsageError(f"{path} is larger than {MOST_BYTES >> 20} MiB: no table of experiments")
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not text in UTF-8") from error
+    text = read_text(path, MOST_BYTES)
     try:
         lines = list(csv.reader(io.StringIO(text, newline="")))
     except csv.Error as error:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fettle.cli import _quiet, _show
+from fettle.cli import _options, _quiet, _show
 from fettle.cli.serve.package import add_files, as_handler, show, toml_settings
 
 
@@ -32,7 +32,7 @@ def command(
     ] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json of tokenizers, or its folder")] = None,
     handler_settings: Annotated[Path | None, typer.Option(help="TOML, above what the model suggests")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print the manifest as JSON")] = False,
+    as_json: _options.AsJson = False,
 ) -> None:
     """Convert a TorchServe archive to a model package, which holds no code.
 

@@ -13,10 +13,11 @@ import typer
 from rich.console import Console
 
 from fettle.cli import _options, _show
-from fettle.errors import UsageError
-from fettle.files import check_writable, finite, write_text
+from fettle.errors import UsageError, extra
+from fettle.files import check_writable, plain, read_bytes, write_text
 
 if TYPE_CHECKING:
+    from fettle.load.client import Request
     from fettle.load.compare import Change
     from fettle.load.run import Run
     from fettle.page import Table
@@ -51,7 +52,7 @@ def command(
     content_type: Annotated[str, typer.Option(help="content type of --body")] = "application/json",
     token_file: Annotated[Path | None, typer.Option(help="a file with the server's token")] = None,
     seed: Annotated[int, typer.Option(help="seed of the arrival times and of the values sent")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="print the runs as JSON")] = False,
+    as_json: _options.AsJson = False,
     output: Annotated[
         list[Path] | None,
         typer.Option(
@@ -84,30 +85,18 @@ def command(
       fettle serve load http://127.0.0.1:8080 --rate 80 --baseline last-week.json
     """
     try:
-        from fettle.load.arrivals import constant, poisson, read_schedule
-        from fettle.load.client import http_request, model_request
+        from fettle.load.compare import compare, read_baseline
+        from fettle.load.run import as_data
         from fettle.load.torchserve import COLUMNS, torchserve_row
     except ImportError as error:
-        raise UsageError(f"{error.name} is not installed: pip install 'torch-fettle[serve]'") from error
+        raise extra(f"{error.name} is not installed", "serve") from error
     wanted = _options.outputs(output, ".md", ".csv")
     markdown, csv_file = wanted.get(".md", markdown), wanted.get(".csv", csv_file)
     check_writable(markdown, csv_file)
-    seconds = _options.duration_s(duration, "--duration")
-    limit_s = _options.duration_s(p99, "--p99") if p99 is not None else 0.0
-    token = _read(token_file).decode().strip() if token_file is not None else ""
-    if not rate and not concurrency and schedule is None:
-        raise UsageError("say how much load: --rate REQUESTS_A_SECOND, -c CLIENTS, or --schedule FILE")
-    if body is not None:
-        headers = {"Content-Type": content_type, **({"Authorization": f"Bearer {token}"} if token else {})}
-        requests = [http_request(url, _read(body), headers)]
-    else:
-        requests = [model_request(url, rows, seed=seed + index, token=token) for index in range(8)]
-    plans: list[tuple[str, Any]] = [("closed", clients) for clients in concurrency or ()]
-    plans += [("open", (constant(r, seconds) if even else poisson(r, seconds, seed))) for r in rate or ()]
-    if schedule is not None:
-        plans.append(("open", read_schedule(schedule)))
-    from fettle.load.compare import compare, read_baseline
-    from fettle.load.run import as_data
+    seconds, limit_s = _options.duration_s(duration, "--duration"), _options.duration_s(p99 or "0", "--p99")
+    token = read_bytes(token_file).decode().strip() if token_file is not None else ""
+    requests = _requests(url, rows, seed, body, content_type, token)
+    plans = _plans(rate or [], concurrency or [], schedule, even, seconds, seed)
     from fettle.loop import run
 
     earlier = read_baseline(baseline) if baseline is not None else []
@@ -117,7 +106,7 @@ def command(
     changes = compare([as_data(run) for run in runs], earlier) if earlier and not interrupted else []
     data: Any = [as_data(run) for run in runs]
     if baseline is not None:
-        data = {"runs": data, "changes": [finite(asdict(change)) for change in changes]}
+        data = {"runs": data, "changes": [plain(asdict(change)) for change in changes]}
     _show.answer(as_json, lambda: data, lambda console: _print(runs, changes, console))
     if markdown is not None:
         write_text(markdown, _markdown(runs))
@@ -128,6 +117,31 @@ def command(
     missed = worse or (limit_s and any(run.within < 0.99 for run in runs))
     failed = missed or any(run.void or not run.stable or not run.answered for run in runs)
     _show.leave(interrupted=interrupted, missed=bool(failed))
+
+
+def _plans(
+    rates: list[float], clients: list[int], schedule: Path | None, even: bool, seconds: float, seed: int
+) -> list[tuple[str, Any]]:
+    """The runs, one after the other: closed with so many clients, or open with the moments at which to send."""
+    from fettle.load.arrivals import constant, poisson, read_schedule
+
+    plans: list[tuple[str, Any]] = [("closed", count) for count in clients]
+    plans += [("open", constant(rate, seconds) if even else poisson(rate, seconds, seed)) for rate in rates]
+    if schedule is not None:
+        plans.append(("open", read_schedule(schedule)))
+    if not plans:
+        raise UsageError("say how much load: --rate REQUESTS_A_SECOND, -c CLIENTS, or --schedule FILE")
+    return plans
+
+
+def _requests(url: str, rows: int, seed: int, body: Path | None, content_type: str, token: str) -> list[Request]:
+    """What is sent in turn: the same body each time, or values of the model's own shapes."""
+    from fettle.load.client import http_request, model_request
+
+    if body is None:
+        return [model_request(url, rows, seed=seed + index, token=token) for index in range(8)]
+    headers = {"Content-Type": content_type, **({"Authorization": f"Bearer {token}"} if token else {})}
+    return [http_request(url, read_bytes(body), headers)]
 
 
 async def _all(requests: Any, plans: list[tuple[str, Any]], seconds: float, limit_s: float, show: Any) -> list[Run]:
@@ -223,10 +237,3 @@ def _changes(changes: list[Change]) -> Table:
 def _markdown(runs: list[Run]) -> str:
     rows = [_COLUMNS, ["---"] * len(_COLUMNS), *(_row(run) for run in runs)]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error

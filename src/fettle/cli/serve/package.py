@@ -11,8 +11,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from fettle.cli import _quiet, _show
+from fettle.cli import _options, _quiet, _show
 from fettle.errors import UsageError, first_line
+from fettle.files import read_bytes, read_text
 from fettle.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    target: Annotated[str, typer.Argument(help="path/to/file.py:factory or package.module:factory")],
+    target: _options.Target,
     recipe: Annotated[
         Path | None, typer.Option(help="recipe.toml that fettle tune wrote; without it, the model as given")
     ] = None,
@@ -45,7 +46,7 @@ def command(
     handler_settings: Annotated[
         Path | None, typer.Option(help="TOML with settings of a ready handler, which stand above its own guesses")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print the manifest as JSON")] = False,
+    as_json: _options.AsJson = False,
 ) -> None:
     """Write a model package: the exported model, its weights, the recipe, how it was judged, and how to serve it.
 
@@ -112,21 +113,18 @@ def toml_settings(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return tomllib.loads(read_text(path))
+    except ValueError as error:
         raise UsageError(f"{path} cannot be read: {first_line(error)}") from error
 
 
 def add_files(labels: Path | None, tokenizer: Path | None) -> dict[str, bytes]:
     """What the package keeps for its handler."""
     from fettle.package.handlers.parts import LABELS, labels_file
-    from fettle.package.handlers.text import TOKENIZER
+    from fettle.package.handlers.text import MAX_TOKENIZER_BYTES, TOKENIZER
 
     found = {LABELS: labels_file(labels)} if labels is not None else {}
     if tokenizer is not None:
         path = tokenizer / TOKENIZER if tokenizer.is_dir() else tokenizer
-        try:
-            found[TOKENIZER] = path.read_bytes()
-        except OSError as error:
-            raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+        found[TOKENIZER] = read_bytes(path, MAX_TOKENIZER_BYTES)
     return found

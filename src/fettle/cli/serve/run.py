@@ -13,11 +13,14 @@ import typer
 from rich.console import Console
 
 from fettle.cli import _options, _quiet
-from fettle.errors import UsageError
+from fettle.errors import UsageError, extra
 
 if TYPE_CHECKING:
     from fettle.package.manifest import Package
     from fettle.serve.engine.worker_start import Spare
+    from fettle.serve.server import Address, Server
+
+_SECRET = Path.home() / ".config" / "fettle" / "management-token"
 
 
 def command(
@@ -83,7 +86,7 @@ def command(
         from fettle.serve.engine.spans import Spans
         from fettle.serve.server import Address, serve, token_from
     except ImportError as error:
-        raise UsageError(f"{error.name} is not installed: pip install 'torch-fettle[serve]'") from error
+        raise extra(f"{error.name} is not installed", "serve") from error
     if not packages and store is None:
         raise UsageError("nothing to serve: name a package, or a folder of them with --store")
     if store is not None and not store.is_dir():
@@ -92,9 +95,8 @@ def command(
         "workers": workers, "threads": threads, "max_rows": max_rows, "delay_ms": waits_ms
     }  # fmt: skip
     token = token_from(token_file) if token_file is not None else ""
-    secret = Path.home() / ".config" / "fettle" / "management-token"
     address = Address(
-        host, port, management_port, token, token_from(secret) if management_port is not None else "", insecure,
+        host, port, management_port, token, token_from(_SECRET) if management_port is not None else "", insecure,
         log_requests=log_requests, spans=Spans() if otel else None,
     )  # fmt: skip
     address.check()
@@ -105,30 +107,31 @@ def command(
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO if log_requests else logging.WARNING, format="%(message)s"
     )
-    console = Console(stderr=True, soft_wrap=True)  # addresses in one piece
-
-    def started(server: Any) -> None:
-        base = f"http://{host}:{server.ports[0]}"
-        names = {name: number for name, number, _ in server.registry.versions()}
-        if as_json:
-            print(json.dumps({"url": base, "ports": server.ports, "models": names}), flush=True)
-            return
-        console.print(f"serving {', '.join(names) or 'nothing yet'} at {base}", highlight=False)
-        for name in names:
-            console.print(f"  POST {base}/v2/models/{name}/infer", highlight=False)
-            console.print(f"  POST {base}/predictions/{name}", highlight=False)
-        console.print(f"  all that can be asked: {base}/docs", highlight=False)
-        if management_port is not None:
-            console.print(f"management on port {server.ports[1]}, token in {secret}", highlight=False)
-
     opened = [_packaged(text, recipe) for text in packages or ()]
     if p99 is not None:
         opened = [_tuned(package, p99, rate) for package in opened]
     try:
-        run(serve(address, options, opened, started))
+        run(serve(address, options, opened, lambda server: _say_where(server, address, as_json)))
     finally:
         if spare is not None:
             spare.end()
+
+
+def _say_where(server: Server, address: Address, as_json: bool) -> None:
+    """Where it listens, and what can be asked there."""
+    base = f"http://{address.host}:{server.ports[0]}"
+    names = {name: number for name, number, _ in server.registry.versions()}
+    if as_json:
+        print(json.dumps({"url": base, "ports": server.ports, "models": names}), flush=True)
+        return
+    console = Console(stderr=True, soft_wrap=True)  # addresses in one piece
+    console.print(f"serving {', '.join(names) or 'nothing yet'} at {base}", highlight=False)
+    for name in names:
+        console.print(f"  POST {base}/v2/models/{name}/infer", highlight=False)
+        console.print(f"  POST {base}/predictions/{name}", highlight=False)
+    console.print(f"  all that can be asked: {base}/docs", highlight=False)
+    if address.management_port is not None:
+        console.print(f"management on port {server.ports[1]}, token in {_SECRET}", highlight=False)
 
 
 def _spare(packages: list[str] | None, threads: int | None, workers: int | None) -> Spare | None:

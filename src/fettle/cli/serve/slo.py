@@ -16,8 +16,8 @@ import typer
 from rich.console import Console
 
 from fettle.cli import _options, _quiet, _show
-from fettle.errors import UsageError
-from fettle.files import check_writable
+from fettle.errors import UsageError, extra
+from fettle.files import check_writable, write_text
 
 if TYPE_CHECKING:
     from fettle.package.manifest import Package
@@ -70,7 +70,7 @@ def command(
     ] = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", hidden=True)] = None,  # an earlier spelling of --output
     write: Annotated[bool, typer.Option(help="write the best setting to the package's serve.toml")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
+    as_json: _options.AsJson = False,
 ) -> None:
     """Find the best way to serve a model under a latency limit, and write it to serve.toml.
 
@@ -90,69 +90,43 @@ def command(
     """
     try:
         from fettle.load.torchserve import COLUMNS
-        from fettle.slo.outcome import plain, torchserve_rows
-        from fettle.slo.search import search
+        from fettle.slo.outcome import as_data, torchserve_rows
     except ImportError as error:
-        raise UsageError(f"{error.name} is not installed: pip install 'torch-fettle[serve]'") from error
-    from fettle.files import write_text
-    from fettle.loop import run as run_loop
+        raise extra(f"{error.name} is not installed", "serve") from error
+    from fettle.loop import run
     from fettle.measure import Surroundings
-    from fettle.package.host import cores as usable_cores
-    from fettle.package.host import devices as usable_devices
+    from fettle.package import host
     from fettle.report import write_slo_report
-    from fettle.slo.calibrate import Stopped
 
-    limit_s = _options.duration_s(p99, "--p99")
-    if limit_s <= 0:
-        raise UsageError("--p99 must be more than 0")
     wanted = _options.outputs(output, ".csv", folder=True)
-    csv_file = wanted.get(".csv", csv_file)
-    check_writable(csv_file)
-    room, prices, test_s = (
-        _options.share(headroom, "--headroom"),
-        _prices(price or []),
-        _options.duration_s(seconds, "--seconds"),
-    )
-    chosen = _options.devices(device) or usable_devices()
+    check_writable(csv_file := wanted.get(".csv", csv_file))
+    asked: dict[str, Any] = {
+        "limit_s": _limit_s(p99), "rate": rate, "headroom": _options.share(headroom, "--headroom"),
+        "most_rows": max_rows, "cores": cores or host.cores(), "confirm": confirm, "prices": _prices(price or []),
+        "devices": _options.devices(device) or host.devices(), "seconds": _options.duration_s(seconds, "--seconds"),
+    }  # fmt: skip
     work = _Work.of(target, recipe or [], storage, study, recipes)
     folder = wanted.get("", Path(f"slo-{work.name}"))
     around = Surroundings()
     with _show.telling("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
-
-        async def run() -> SearchResult:
-            stop = asyncio.Event()
-            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
-            try:
-                variants, failures = await asyncio.to_thread(
-                    work.variants, folder, max_rows, max_error, progress, stop.is_set
-                )
-            except Stopped:
-                raise typer.Exit(130) from None
-            if not variants:
-                raise UsageError("; ".join(f"{failure.what}: {failure.why}" for failure in failures))
-            return await search(
-                variants, limit_s, rate=rate, headroom=room, most_rows=max_rows, cores=cores or usable_cores(),
-                devices=chosen, seconds=test_s, confirm=confirm, prices=prices, keep=folder / "measured.json",
-                failures=failures, on_progress=progress, stop=stop,
-            )  # fmt: skip
-
-        found = run_loop(run())
-        written = None
-        if write and found.best is not None and not found.interrupted:
-            written = work.write(found, folder)
-    data = plain(found, name=work.name, target=target, machine=_machine(), written=str(written) if written else "")
+        found = run(work.search(folder, max_error, asked, progress))
+        may_write = write and found.best is not None and not found.interrupted
+        written = work.write(found, folder) if may_write else None
+    data = as_data(found, name=work.name, target=target, machine=_machine(), written=str(written) if written else "")
     data["busy"] = busy = around.sentence()
     write_text(folder / "result.json", json.dumps(data) + "\n")
     write_slo_report(data, folder / "report.html")
     if csv_file is not None:
         _options.write_csv(csv_file, COLUMNS, torchserve_rows(found, work.name))
-    _show.answer(
-        as_json,
-        lambda: data,
-        lambda console: _print(found, busy, written, console),
-        folder / "report.html",
-    )
+    _show.answer(as_json, lambda: data, lambda out: _print(found, busy, written, out), folder / "report.html")
     _show.leave(interrupted=found.interrupted, missed=not found.met)
+
+
+def _limit_s(p99: str) -> float:
+    limit_s = _options.duration_s(p99, "--p99")
+    if limit_s <= 0:
+        raise UsageError("--p99 must be more than 0")
+    return limit_s
 
 
 @dataclass
@@ -192,6 +166,32 @@ class _Work:
 
             levels += study_recipes(found, storage, study, most)
         return cls(found.name, None, text, found, tuple(levels or [Recipe()]))
+
+    async def search(
+        self, folder: Path, max_error: float, asked: dict[str, Any], progress: Callable[[str], None]
+    ) -> SearchResult:
+        """Make the packages, and find the best setting as `fettle.slo.search` does; Ctrl-C ends it early."""
+        from fettle.slo.calibrate import Stopped
+        from fettle.slo.search import search
+
+        stop = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
+        try:
+            variants, failures = await asyncio.to_thread(
+                self.variants, folder, asked["most_rows"], max_error, progress, stop.is_set
+            )
+        except Stopped:
+            raise typer.Exit(130) from None
+        if not variants:
+            raise UsageError("; ".join(f"{failure.what}: {failure.why}" for failure in failures))
+        return await search(
+            variants,
+            keep=folder / "measured.json",
+            failures=failures,
+            on_progress=progress,
+            stop=stop,
+            **asked,
+        )
 
     def variants(
         self,

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from fettle.cli import _show
-from fettle.files import finite
+from fettle.files import plain
 from fettle.trace.model import Trace
 
 app = typer.Typer(
@@ -131,7 +131,7 @@ def show(
         data = {name: frame.to_dicts() for name, frame in frames.items()} | dict(notes or {})
         if traces:
             data["uncertain"] = doubts({f"rank {trace.rank}": trace for trace in traces})
-        print(json.dumps(finite(data), default=str))
+        print(json.dumps(plain(data), default=str))
         return
     console = Console()
     for key, value in (notes or {}).items():

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fettle.errors import UsageError
+from fettle.errors import UsageError, extra
 from fettle.package.handlers.parts import (
     Array,
     Item,
@@ -141,7 +141,7 @@ def import_pillow() -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise UsageError("images need Pillow: pip install 'torch-fettle[serve]'") from error
+        raise extra("images need Pillow", "serve") from error
     return Image
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from msgspec import Meta
 
 from fettle.errors import UsageError, first_line
+from fettle.files import read_text
 from fettle.package.tensors import TensorSpec
 
 Array = np.ndarray[Any, Any]
@@ -69,12 +70,7 @@ def read_labels(folder: Path) -> list[str]:
     path = folder / LABELS
     if not path.is_file():
         return []
-    if path.stat().st_size > MAX_LABELS_BYTES:
-        raise UsageError(f"{path} is too large")
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not text") from error
+    return read_text(path, MAX_LABELS_BYTES).splitlines()
 
 
 def labels_file(path: Path) -> bytes:
@@ -84,9 +80,7 @@ def labels_file(path: Path) -> bytes:
     ``index_to_name.json`` may have ``["n02123045", "cat"]`` for a name.
     """
     try:
-        if path.stat().st_size > MAX_LABELS_BYTES:
-            raise UsageError(f"{path} is too large")
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, MAX_LABELS_BYTES)
         if path.suffix != ".json":
             names = text.splitlines()
         else:

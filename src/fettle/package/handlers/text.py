@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from fettle.errors import UsageError, first_line
+from fettle.errors import UsageError, extra, first_line
+from fettle.files import read_bytes
 from fettle.package.handlers.parts import (
     Array,
     Item,
@@ -194,14 +195,11 @@ def read_tokenizer(folder: Path) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
-        raise UsageError("texts need the library tokenizers: pip install 'torch-fettle[text]'") from error
+        raise extra("texts need the library tokenizers", "text") from error
     path = folder / TOKENIZER
+    content = read_bytes(path, MAX_TOKENIZER_BYTES)
     try:
-        if path.stat().st_size > MAX_TOKENIZER_BYTES:
-            raise UsageError(f"{path} is too large")
-        return Tokenizer.from_buffer(path.read_bytes())
-    except UsageError:
-        raise
+        return Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises plain Exception
         raise UsageError(f"{path} is not a tokenizer: {first_line(error)}") from error
 

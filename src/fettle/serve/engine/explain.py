@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fettle.errors import UsageError
+from fettle.errors import UsageError, extra
 from fettle.package.manifest import Package
 from fettle.package.program import load_program
 
@@ -33,7 +33,7 @@ class Explainer:
         try:
             from captum import attr
         except ImportError as error:
-            raise UsageError("explanations need Captum: pip install 'torch-fettle[explain]'") from error
+            raise extra("explanations need Captum", "explain") from error
         if package.manifest.model != "exported":
             raise UsageError(f"{package.manifest.name} cannot be explained: OpenVINO computes no gradients")
         self.inputs = package.manifest.inputs

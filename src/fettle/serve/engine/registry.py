@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from fettle.errors import UsageError
-from fettle.files import write_text
+from fettle.files import read_bytes, write_text
 from fettle.package.host import cores
 from fettle.package.manifest import Package
 from fettle.package.requires import check_here
@@ -278,8 +278,8 @@ class Registry:
         if path is None or not path.exists():
             return {}
         try:
-            return msgspec.json.decode(path.read_bytes(), type=dict[str, Remembered])
-        except (OSError, ValueError) as error:
+            return msgspec.json.decode(read_bytes(path), type=dict[str, Remembered])
+        except ValueError as error:
             raise UsageError(f"the state file {path} cannot be read: move it away to start afresh") from error
 
     def remember(self) -> None:

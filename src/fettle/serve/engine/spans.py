@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from fettle.errors import UsageError
+from fettle.errors import extra
 from fettle.serve.engine.request import Answer
 
 
@@ -30,7 +30,7 @@ class Spans:
 
                 exporter = OTLPSpanExporter()
         except ImportError as error:
-            raise UsageError("spans need OpenTelemetry: pip install 'torch-fettle[otel]'") from error
+            raise extra("spans need OpenTelemetry", "otel") from error
         # `create` reads OTEL_SERVICE_NAME, which stands above what is given here only where it is set.
         import os
 
