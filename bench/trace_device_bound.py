@@ -96,6 +96,9 @@ def main() -> int:
     if options.pair:
         row = pair(*options.pair)
         print(", ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
+        if options.json:
+            names = {"before": options.pair[0].name, "after": options.pair[1].name}
+            options.json.write_text(json.dumps(names | row, indent=1) + "\n")
         return 0
     with tempfile.TemporaryDirectory() as folder:
         rows = [ask(seed, Path(folder)) for seed in range(options.first, options.first + options.count)]
