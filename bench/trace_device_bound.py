@@ -96,6 +96,9 @@ def main() -> int:
     if options.pair:
         row = pair(*options.pair)
         print(", ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()))
+        if options.json:
+            names = {"before": options.pair[0].name, "after": options.pair[1].name}
+            options.json.write_text(json.dumps(names | row, indent=1) + "\n")
         return 0
     with tempfile.TemporaryDirectory() as folder:
         rows = [ask(seed, Path(folder)) for seed in range(options.first, options.first + options.count)]
@@ -119,7 +122,15 @@ def main() -> int:
         f"{sum(row['range'] > CLOSE for row in rows)})"
     )
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+        found = {
+            "first_seed": options.first,
+            "programs": len(rows),
+            "what_if": {"within": right, "cannot_tell": len(rows) - len(told), "wrong": len(wrong)},
+            "path": {"within": len(rows) - len(astray) - len(open_), "between": len(open_), "wrong": len(astray)},
+            "told_a_range": sum(row["range"] > CLOSE for row in rows),
+            "not_within": [row for row in rows if row in wrong or row in astray or row in open_ or row["cannot_tell"]],
+        }
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0 if right >= 0.95 * len(rows) and not wrong and not astray else 1
 
 

@@ -251,7 +251,7 @@ def _within_steps(trace: Trace, rows: np.ndarray, ends: np.ndarray) -> np.ndarra
 
 
 def _details(trace: Trace) -> dict[str, str]:
-    """By cause of idle time: the events that held the host longest, of the device that idles most."""
+    """By cause of idle time in the steps: the events that held the host longest, of the device that idles most."""
     frames = [idle_summary(trace, device) for device in trace.device_keys]
     frame = max(frames, key=lambda one: one["idle_ns"].sum(), default=None)
     return dict(frame.select("cause", "what").iter_rows()) if frame is not None else {}

@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 
 from fettle.trace.kinds import Kind, is_graph_launch
-from fettle.trace.model import Ints, Trace, per_trace
+from fettle.trace.model import Bools, Ints, Trace, per_trace
 from fettle.trace.ordering import order_by
 
 LONG_CALL_NS = 50_000
@@ -58,6 +58,12 @@ def launch_links(trace: Trace) -> LaunchLinks:
     return LaunchLinks(device_rows, launch)
 
 
+@per_trace
+def graph_names(trace: Trace) -> Bools:
+    """Which of the trace's names are of calls that launch a whole graph."""
+    return np.array([is_graph_launch(name) for name in trace.names], dtype=bool)
+
+
 def launch_stats(trace: Trace) -> pl.DataFrame:
     """One row a piece of device work with a known launch.
 
@@ -66,9 +72,8 @@ def launch_stats(trace: Trace) -> pl.DataFrame:
     clocks differ), short (bool: the work is shorter than the call that launched it; null for graphs).
     """
     rows, calls = launch_links(trace).known
-    names = np.array([is_graph_launch(n) for n in trace.names], dtype=bool)
     call_codes = trace.column("name")[calls]
-    graph = names[call_codes] if len(calls) else np.zeros(0, dtype=bool)
+    graph = graph_names(trace)[call_codes]
     frame = pl.DataFrame(
         {
             "rank": np.full(len(rows), trace.rank),

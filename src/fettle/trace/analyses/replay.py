@@ -18,13 +18,13 @@ from functools import cached_property
 
 import numpy as np
 
+from fettle.trace.analyses.launches import graph_names
 from fettle.trace.analyses.slots import queues
 from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
 from fettle.trace.analyses.steps import step_thread, step_windows
 from fettle.trace.analyses.stops import Why, autograd_threads, host_stops, main_thread
 from fettle.trace.analyses.waits import NUMBER, Held, device_waits
 from fettle.trace.intervals import Intervals, length_within, merge
-from fettle.trace.kinds import is_graph_launch
 from fettle.trace.model import Ints, Trace, per_trace
 
 _UPLOAD = re.compile(r"memcpy\s*(HtoD|H2D|HostToDevice)", re.IGNORECASE)
@@ -96,7 +96,7 @@ class Replay:
         launch = self.waits.launch
         found: dict[int, _Call] = {}
         rows = np.unique(launch[launch >= 0])
-        graphs = np.array([is_graph_launch(name) for name in trace.names], dtype=bool)[trace.column("name")[rows]]
+        graphs = graph_names(trace)[trace.column("name")[rows]]
         columns = (column.tolist() for column in (rows, thread[rows], trace.ts[rows], trace.end[rows], graphs))
         for row, on, start, end, graph in zip(*columns, strict=True):
             found[row] = _Call(on, start, end, launches=True, graph=graph)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fettle.trace.analyses.launches import launch_links
-from fettle.trace.kinds import Kind, is_graph_launch
+from fettle.trace.analyses.launches import graph_names, launch_links
+from fettle.trace.kinds import Kind
 from fettle.trace.model import Bools, Ints, Trace, per_trace
 
 FEWEST_WAITS = 5
@@ -79,8 +79,10 @@ class _Launches:
 @per_trace
 def queues(trace: Trace) -> list[Queue]:
     """The queues that were full at some time, with the launch calls that waited; empty where none was."""
-    work, calls = launch_links(trace).known
-    device, stream = trace.column("device")[work].astype(np.int64), trace.column("stream")[work]
+    links = launch_links(trace)
+    work = np.flatnonzero(links.launch_rows >= 0)  # positions, which are in order of begin
+    rows, calls = links.known
+    device, stream = trace.column("device")[rows].astype(np.int64), trace.column("stream")[rows]
     found = []
     for one in np.unique(device).tolist():
         mine = device == one
@@ -120,7 +122,7 @@ def _queue(trace: Trace, work: Ints, calls: Ints, mine: Bools, device: int, stre
     found = _counted(trace, work, calls, device, stream)
     if len(np.unique(calls)) == len(calls):
         return found
-    order = np.lexsort((trace.ts[work], calls))
+    order = np.lexsort((work, calls))
     first = order[np.diff(calls[order], prepend=-1) != 0]
     by_call = _counted(trace, work[first], calls[first], device, stream)
     if by_call is None or (found is not None and waited_ns(trace, found) >= waited_ns(trace, by_call)):
@@ -136,18 +138,15 @@ def _counted(trace: Trace, work: Ints, calls: Ints, device: int, stream: int) ->
     if found is None:
         return None
     depth, clear = found
-    position = np.empty(trace.events.height, dtype=np.int64)
-    position[trace.device_rows] = np.arange(len(trace.device_rows))
-    order = position[one.order]
     at, begins = one.launched - 1 - depth, _bound(one, depth)
-    bound = np.where(at >= 0, order[np.maximum(at, 0)], -1)
+    bound = np.where(at >= 0, one.order[np.maximum(at, 0)], -1)
     in_time = begins <= one.end
     near = one.length >= depth - max(2, SPREAD * depth)
     just = (begins > one.start) & in_time
     # Calls that are not long may be over by chance soon after work began: those that waited are over as soon as others.
     soonest, latest = np.percentile(one.lag[clear], [5, 95])
     just &= (one.lag >= soonest - SAME_NS) & (one.lag <= latest + SAME_NS)
-    released = np.where(one.freed & near & (just | _long(one)), order[np.maximum(one.seen - 1, 0)], -1)
+    released = np.where(one.freed & near & (just | _long(one)), one.order[np.maximum(one.seen - 1, 0)], -1)
     released = np.where(one.graph & just & (one.end - begins <= CLEAR_RETURN_NS), bound, released)
     return Queue(device, stream, depth, one.calls, released, np.where(in_time, bound, -1))
 
@@ -163,12 +162,12 @@ def _launches(trace: Trace, work: Ints, calls: Ints) -> _Launches:
     distinct = np.unique(calls)
     distinct = distinct[np.argsort(trace.ts[distinct], kind="stable")]
     start, end = trace.ts[distinct], trace.end[distinct]
-    order = work[np.argsort(trace.ts[work], kind="stable")]
-    begins = trace.ts[order]
+    rows, order = trace.device_rows, np.sort(work)
+    begins = trace.ts[rows[order]]
     seen = np.searchsorted(begins, end, side="right")
     launched = np.cumsum(_counts(calls, distinct))
-    graph = np.array([is_graph_launch(n) for n in trace.names], dtype=bool)[trace.column("name")[distinct]]
-    itself = calls[(trace.end[work] <= trace.end[calls]) & (trace.kind[work] != Kind.KERNEL)]
+    graph = graph_names(trace)[trace.column("name")[distinct]]
+    itself = calls[(trace.end[rows[work]] <= trace.end[calls]) & (trace.kind[rows[work]] != Kind.KERNEL)]
     plain = ~graph & ~np.isin(distinct, itself)  # a copy that waits for itself waits for no slot
     return _Launches(distinct, start, end, launched, begins, order, seen, plain, graph)
 

@@ -13,10 +13,10 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from fettle.trace.analyses.launches import launch_links
+from fettle.trace.analyses.launches import graph_names, launch_links
 from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
 from fettle.trace.analyses.stops import autograd_threads, main_thread
-from fettle.trace.kinds import Kind, is_graph_launch
+from fettle.trace.kinds import Kind
 from fettle.trace.model import Bools, Ints, Trace, per_trace
 from fettle.trace.ordering import order_by
 
@@ -363,7 +363,7 @@ def _causes(
 ) -> npt.NDArray[np.uint8]:
     start = trace.ts[rows]
     wait = start - since
-    graph = np.array([is_graph_launch(n) for n in trace.names], dtype=bool)[trace.column("name")[np.maximum(launch, 0)]]
+    graph = graph_names(trace)[trace.column("name")[np.maximum(launch, 0)]]
     same_graph = (launch >= 0) & graph & (previous >= 0) & (launch[np.maximum(previous, 0)] == launch)
     short = wait <= BETWEEN_KERNELS_NS
     cause = np.full(len(rows), NUMBER["queued_unknown"], dtype=np.uint8)

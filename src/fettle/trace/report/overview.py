@@ -6,7 +6,7 @@ import polars as pl
 
 from fettle.trace.analyses.account import account_parts, account_total, time_account
 from fettle.trace.analyses.health import trace_health
-from fettle.trace.analyses.idle import idle_streams, idle_summary
+from fettle.trace.analyses.idle import idle_streams, idle_summary, missing_information
 from fettle.trace.analyses.memory_timeline import memory_timeline
 from fettle.trace.analyses.steps import step_summary, steps
 from fettle.trace.analyses.waits import CAUSES
@@ -114,8 +114,12 @@ def idle(traces: list[Trace]) -> Section | None:
         return None
     section = Section(
         "Why was the device idle?",
-        "Each gap is cut into the pieces that different causes held; what held the host longest is named.",
+        "Each gap in the steps is cut into the pieces that different causes held; what held the host longest is named.",
     )
+    for trace in traces:
+        for number in trace.device_keys:
+            if missing := missing_information(trace, number):
+                section.text += f" Missing for rank {trace.rank} device {number}: {missing}."
     shown = frame.with_columns(where=charts.PLACE, cause_ms=pl.col("idle_ns") / 1e6)
     several = charts.stacked(charts.main_parts(shown, "cause", "cause_ms"), "where", "cause", "cause_ms")
     section.chart("Idle time by cause", several if len(frames) > 1 else charts.bar_chart(frame, "cause", "idle_ns"))

@@ -120,7 +120,7 @@ def timeline(traces: list[Trace]) -> Section | None:
         "Timeline of one step",
         f"{what} the {TIMELINE_EVENTS:,} longest events of device and host. Scroll or pinch to zoom, drag to move.",
     )
-    rank = f" of rank {trace.rank}" if len(traces) > 1 else ""
+    rank = f", rank {trace.rank}" if len(traces) > 1 else ""
     caption = f"Device streams, then host threads with their nesting{rank}"
     section.chart(caption, charts.blocks(lanes.frame(), "milliseconds"))
     if len(traces) > 1:

@@ -12,6 +12,8 @@ from fettle.page import Cell, Figure, Table, as_spec
 from fettle.units import size_text
 
 CUT_CHARS = 110
+_OUR_WORDS = ("category", "cause", "change")
+"""Columns whose values are our own identifiers: for people, words."""
 _TIME = re.compile(r"_(ns|us)(?=_|$)")
 
 
@@ -92,6 +94,7 @@ def _cell(value: Any, column: str, told: str) -> Cell | str:
     if isinstance(value, int) and "bytes" in column:
         return Cell(size_text(value), f"{value:,} bytes")
     text = str(value) if isinstance(value, str) else cell(value, column, told)
+    text = text.replace("_", " ") if column in _OUR_WORDS else text
     return text if len(text) <= CUT_CHARS else Cell(text[: CUT_CHARS - 1] + "…", text[:2000])
 
 
