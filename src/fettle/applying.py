@@ -100,11 +100,10 @@ def with_inputs(
 
 def _built(target: Target) -> Workload | TrainingWorkload:
     """What a target's factory makes with torch's seed 0, which leaves the caller's own random numbers alone."""
-    import msgspec
     import torch
 
     with torch.random.fork_rng():
-        made, mode = make(msgspec.to_builtins(target))
+        made, mode = make(target)
         return load_training(target, made=made) if mode == "training" else target.load(made)
 
 

@@ -14,6 +14,7 @@ from fettle.generate.decoding import Kept, decoder_of, score, write
 from fettle.generate.speed import Came, Generation, Watcher, figures, rows_of, tokens_per_s
 from fettle.recipe import Recipe
 from fettle.techniques import conflict, load, probe_facts, source
+from fettle.techniques.weights import FewBits
 
 transformers = pytest.importorskip("transformers")
 WORDS = 96
@@ -339,6 +340,30 @@ def test_a_technique_writes_the_same(make, levels) -> None:
         assert torch.equal(run(**prompt), text)
         forced = ids(len(text), 20, 4)
         assert torch.allclose(run(**prompt, forced=forced), score(decoder_of(work.model), forced, **prompt), atol=1e-4)
+
+
+@pytest.mark.parametrize(("level", "most"), [("int8", 0.02), ("int4", 0.3)])
+def test_weights_in_few_bits_say_nearly_the_same(level, most, tmp_path) -> None:
+    for make in (llama, gpt2):  # one has its own kind of linear layer, and its head is the embedding
+        work = fettle.GenerationWorkload(make(), [ids(2, 30), ids(1, 5)], new_tokens=8)
+        pieces = quality.write_pieces(work, str(tmp_path / "reference.pt"))
+        given = limits.weights_read(work.model)
+        run = runs(work, weights=level, precision="bf16")
+        found = quality.closeness(pieces, [quality.scores_of(run, piece, "cpu") for piece in pieces])
+        assert 0 < found.kl < most
+        assert not quality.astray(run, work.inputs[0], 8)
+        assert limits.weights_read(work.model) < given * {"int8": 0.4, "int4": 0.35}[level]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_few_rows_and_many_are_multiplied_alike(bits) -> None:
+    layer = torch.nn.Linear(64, 50)
+    few = FewBits(layer.weight, layer.bias, bits)
+    x = torch.randn(3, 7, 64)
+    alone = torch.stack([few(row) for row in x])  # 7 rows each, 21 together
+    assert torch.allclose(few(x), alone, atol=1e-5)
+    error = (few(x) - layer(x)).norm() / (layer(x) - layer.bias).norm()
+    assert error < {8: 0.01, 4: 0.12}[bits]
 
 
 def test_what_repeats_is_guessed() -> None:
