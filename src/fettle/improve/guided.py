@@ -31,7 +31,7 @@ from fettle.package.export import write_package
 from fettle.recipe_file import load_recipe
 from fettle.report import save, verdict
 from fettle.result import Limits
-from fettle.tuning import Event, Options, Tell, tune, writable
+from fettle.tuning import Event, OnProgress, Options, tune, writable
 from fettle.units import size_text
 from fettle.workload import AUTO, check_mode, find_target
 
@@ -85,7 +85,7 @@ class Improvement:
 def improve(
     target: str,
     settings: Settings,
-    on_progress: Tell = lambda event: None,
+    on_progress: OnProgress = lambda event: None,
     *,
     quietly: Callable[[], AbstractContextManager[object]] = nullcontext,
     command: str = "",
@@ -127,7 +127,7 @@ class _Run:
     target: str
     settings: Settings
     folder: Path
-    on_progress: Tell
+    on_progress: OnProgress
     quietly: Callable[[], AbstractContextManager[object]]
     command: str
 
@@ -159,7 +159,7 @@ def _timed(step: Step, seconds: float) -> Step:
 
 def _measure(run: _Run, told: Mapping[str, Any]) -> Step:
     """What a call takes as given."""
-    race = bench(run.target, [], mode=run.settings.mode, max_rounds=_ROUNDS, settle=False, tell=run.on_progress)
+    race = bench(run.target, [], mode=run.settings.mode, max_rounds=_ROUNDS, settle=False, on_progress=run.on_progress)
     trial = race.trials[0]
     if trial.status == "failed":
         raise UsageError(f"the workload does not run as given: {trial.reason}")
@@ -219,7 +219,7 @@ def _tune(run: _Run, told: Mapping[str, Any]) -> Step:
         limits=settings.limits, budget_s=settings.budget_s, techniques=settings.techniques, mode=settings.mode,
         output=run.folder / "tune", first=tuple(told.get("first", ())), atlas=settings.atlas,
     )  # fmt: skip
-    result = tune(run.target, options=options, tell=run.on_progress, command=run.command)
+    result = tune(run.target, options=options, on_progress=run.on_progress, command=run.command)
     paths = save(result, run.folder / "tune")
     if result.interrupted:
         raise KeyboardInterrupt
@@ -237,7 +237,9 @@ def _verify(run: _Run, told: Mapping[str, Any]) -> Step:
     """The recipe again, in fresh processes and a race of its own, on the workload as it is now."""
     if "recipe" not in told:
         return Step(name="verify", status="skipped", says="no recipe was found that changes anything")
-    compared = check(run.target, run.folder / "tune" / "recipe.toml", mode=run.settings.mode, tell=run.on_progress)
+    compared = check(
+        run.target, run.folder / "tune" / "recipe.toml", mode=run.settings.mode, on_progress=run.on_progress
+    )
     trial = compared.trials[1]
     if trial.status != "measured":
         return Step(name="verify", status="failed", says=f"{trial.recipe} is {trial.status}: {trial.reason}")
