@@ -111,13 +111,13 @@ def _next_batch(
         rank = (2 if expected > 0 else 4) if known else 1 if move[0] in first else 3
         ranked.append((rank, -expected, space.cost(recipe), place, recipe, move))
     if guide is not None and ranked:
-        worth = guide.worth(evidence, {recipe: move for *_, recipe, move in ranked}, leader)
+        worth, has_chance = guide.worth(evidence, {recipe: move for *_, recipe, move in ranked}, leader)
+        if not has_chance and (together := guide.unproven(space, evidence, leader)):
+            return next(_batches(space, together))
         ranked = [
             (rank, -worth[recipe], cost, place, recipe, move)
             for rank, _, cost, place, recipe, move in ranked if recipe in worth
         ]  # fmt: skip
-        if not ranked and (together := guide.unproven(space, evidence, leader)):
-            return next(_batches(space, together))
     ranked.sort(key=lambda item: item[:4])
     if not ranked:
         return []

@@ -25,6 +25,8 @@ from fettle.search._space import Space
 
 LEAST = math.log(1.01)
 """Gains below this are worth no trial."""
+WORTH = 0.02
+"""What a trial must be expected to improve the leader by, as a log, to be among those that are begun with."""
 RACES = 4
 """Most races that are begun with, as long as they promise something."""
 _SHORTLIST = 48
@@ -34,11 +36,11 @@ _LUCK = 0.05
 """What a measured gain may be off by itself."""
 _OFF = 4.0
 """Mean square of what was expected over what was sure, from which it has lost its word: 1 where all is as it says."""
-_CLOSE = 0.25
+_CLOSE = 0.35
 """Standard deviation of a forecast that can be proved wrong."""
 _ENOUGH = 3
 """Forecasts that must have come true."""
-_CHANCE = 0.05
+_CHANCE = 0.1
 """A move needs this probability of being better than the leader."""
 _TOGETHER = {1: 6, 2: 4, 3: 3}
 
@@ -169,23 +171,28 @@ class Guide:
                 self.say(f"atlas: {self.foreseen[-1]}")
         return going_on
 
-    def worth(self, evidence: Evidence, moves: Mapping[Recipe, Level], leader: Trial) -> dict[Recipe, float]:
-        """Expected improvement on the leader per second of those recipes that have a chance of being better.
+    def worth(
+        self, evidence: Evidence, moves: Mapping[Recipe, Level], leader: Trial
+    ) -> tuple[dict[Recipe, float], bool]:
+        """Expected improvement on the leader per second of those recipes that have a chance of being better, and
+        whether there are any.
 
         Where none has one, of those that nothing but the word of the atlas speaks against: their level was tried beside
-        others only, and that did not come as expected; or they drop a level that nobody was seen to gain from.
+        others only, and that did not come as expected; or they drop a level that all had by which it kept its word.
         """
         best = -evidence.score(leader)
         recipes = list(moves)
         expected = dict(zip(recipes, self.foresight.forecast(recipes, list(evidence.trials.values())), strict=True))
         able = [recipe for recipe in recipes if expected[recipe].chance(best) >= _CHANCE]
-        able = able or [recipe for recipe in recipes if self._is_open(evidence, moves[recipe], leader)]
-        return {recipe: expected[recipe].improvement(best) / max(expected[recipe].seconds, 1e-3) for recipe in able}
+        left = able or [recipe for recipe in recipes if self._is_open(evidence, moves[recipe], leader)]
+        worth = {recipe: expected[recipe].improvement(best) / max(expected[recipe].seconds, 1e-3) for recipe in left}
+        return worth, bool(able)
 
     def _is_open(self, evidence: Evidence, move: Level, leader: Trial) -> bool:
         name, level = move
         if level == evidence.space.default(name):
-            return evidence.gain(name, leader.recipe.levels.get(name, level), leader.recipe) is None
+            known = evidence.gain(name, leader.recipe.levels.get(name, level), leader.recipe) is not None
+            return not known and not any(one.held and name not in one.recipe.levels for one in self.foreseen)
         tried = any(trial.recipe.levels.get(name) == level for trial in evidence.trials.values())
         return tried and move not in self._vouched
 
@@ -250,7 +257,7 @@ class Guide:
                 key=lambda item: (-item[1].improvement(best) / max(item[1].seconds, 1e-3), str(item[0])),
             )
             recipe, expected = ranked[0]
-            if expected.improvement(best) < LEAST / 2:
+            if expected.improvement(best) < WORTH:
                 break
             batch.append(recipe)
             believed[recipe] = expected.gain
