@@ -112,7 +112,9 @@ def check(
     """
     found = read_recipe(recipe)
     kept = found.evidence.get("limits")
-    limits = None if kept is None else Limits(**{name: kept.get(name) for name in _JUDGED})
+    limits = (
+        None if kept is None else Limits(**{name: kept.get(name) for name in _JUDGED}, exact=bool(kept.get("exact")))
+    )
     rules = Rules(settle_verdicts=True, max_rounds=48, replicates=REPLICATES, most_replicates=MOST_REPLICATES)
     fingerprint = "" if force else found.workload.get("fingerprint", "")
     return _race(workload_of(model, inputs, call, None, mode), [found], rules, limits, budget_s, fingerprint, tell)
@@ -133,13 +135,14 @@ def _race(
     """The race of a comparison. `fingerprint`, when given, is what the workload must be."""
     found = [read_recipe(recipe) for recipe in recipes]
     usual = Options()
-    kept, trained = (limits, limits) if limits is not None else (usual.limits, usual.training_limits)
+    kept = limits or usual.limits
     check_limits(kept)
     with tempfile.TemporaryDirectory(prefix="fettle-", ignore_cleanup_errors=True) as text:
         folder = Path(text)
         session = Session(
             target_of(workload, folder), folder, kept, "throughput", None, time.monotonic(), tell, rules.confidence,
-            training_limits=trained, under_load=rules.under_load, polite=not rules.may_go_first,
+            training_limits=limits or usual.training_limits, text_limits=limits or usual.text_limits,
+            under_load=rules.under_load, polite=not rules.may_go_first,
         )  # fmt: skip
         try:
             session.tell("building the workload and its reference")

@@ -94,6 +94,8 @@ def test_goals_of_text_are_for_text(tmp_path: Path) -> None:
 
     with pytest.raises(UsageError, match="GenerationWorkload"), quick_studies():
         fettle.tune(torch.nn.Linear(2, 2), [torch.rand(2, 2)], goal="ttft", output=tmp_path, tell=lambda event: None)
+    with pytest.raises(UsageError, match="`exact` is for"):
+        fettle.tune(torch.nn.Linear(2, 2), [torch.rand(2, 2)], exact=True, output=tmp_path, tell=lambda event: None)
     with pytest.raises(UsageError, match="max ttft"):
         fettle.tune(torch.nn.Linear(2, 2), [torch.rand(2, 2)], max_ttft_ms=0, output=tmp_path)
 

@@ -236,8 +236,8 @@ def _session(target: Target, folder: Path, settings: Settings, began: float, tel
     budget_s = settings.budget_s if settings.design in designs.STEPS else None
     return Session(
         target, folder, options.limits, "throughput", budget_s, began, tell, settings.confidence,
-        settings.trial_timeout_s, training_limits=options.training_limits, under_load=settings.under_load,
-        polite=settings.polite,
+        settings.trial_timeout_s, training_limits=options.training_limits, text_limits=options.text_limits,
+        under_load=settings.under_load, polite=settings.polite,
     )  # fmt: skip
 
 

@@ -141,8 +141,8 @@ class Session:
                 self.target = replace(self.target, mode=built.mode)
                 if built.writes:
                     self.standings.limits = self._text_limits or self.standings.limits
-                elif self.standings.goal in ("ttft", "tpot"):
-                    raise UsageError(f"the goal {self.standings.goal} is for a fettle.GenerationWorkload")
+                elif asked := _asked_of_text(self.standings.goal, self.standings.limits):
+                    raise UsageError(f"{asked} is for a fettle.GenerationWorkload")
                 if built.mode == "training" and self._training_limits is not None:
                     self.standings.limits = self._training_limits
                 if built.inputs:
@@ -400,6 +400,14 @@ class Session:
         folder = self.folder / name
         folder.mkdir(parents=True, exist_ok=True)
         return folder
+
+
+def _asked_of_text(goal: Goal, limits: Limits) -> str:
+    """What was asked for that only text has; empty for nothing."""
+    if goal in ("ttft", "tpot"):
+        return f"the goal {goal}"
+    asked = {"max_ttft_ms": limits.max_ttft_ms, "max_tpot_ms": limits.max_tpot_ms, "exact": limits.exact or None}
+    return next((f"the limit `{name}`" for name, value in asked.items() if value is not None), "")
 
 
 def _abreast(facts: Facts) -> int:
