@@ -86,7 +86,7 @@ def prepare(state: State, request: Prepare) -> Prepared:
         speeds = {str(n): tokens_per_s(run, workload.inputs, n, watcher.new_tokens) for n in request.rows if n != rows}
         speeds = {count: rate for count, rate in speeds.items() if math.isfinite(rate)}  # as far as memory allows
         told.lines += compiler_notes()
-    ready = prepared(state, optimize_s, first_call_s, accuracy, peak, rows * watcher.new_tokens, told)
+    ready = prepared(state, optimize_s, first_call_s, accuracy, peak, rows * watcher.counted, told)
     known = Generation(
         rows=rows, weight_bytes=weights_read(workload.model), cache_bytes=held,
         tokens_per_s=speeds, peak_bytes=ready.peak_bytes,

@@ -150,7 +150,8 @@ class Session:
                 if fingerprint and built.fingerprint != fingerprint:
                     raise UsageError("the recipe is for another workload: its weights or inputs differ from this one's")
                 own = f"-{built.fingerprint[:8]}" if self.target.is_live else ""
-                usual = self.target.name + own + (f"-{self.rules.part}" if self.rules.part else "")
+                part = f"-{self.rules.part}" if self.rules.part else ""  # times of another thing: a study of its own
+                usual, name = self.target.name + own + part, name and name + part
                 self.study = Study.open(
                     name or usual, storage, built.fingerprint, machine.id,
                     structure=built.structure, beside=not name,
