@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 from atlas_models import FAMILY
 
 from fettle.atlas import effects, matching, merged, pairs, read_atlas, write_atlas
@@ -80,7 +81,8 @@ def piece(name: str, folder: Path, budget_s: float, path: Path) -> None:
     settings = Settings(design="factorial", techniques=levels, budget_s=budget_s, output=folder, rounds=6)
     made = study([f"{HERE / 'atlas_models.py'}:{name}"], settings, lambda event: None)
     assert not isinstance(made, Plan)
-    rows = atlas_rows(storage_url(None, folder), family=FAMILY[name])
+    rows = [msgspec.structs.replace(row, workload=name)
+            for row in atlas_rows(storage_url(None, folder), family=FAMILY[name])]  # fmt: skip
     everything = merged(read_atlas(path) if path.exists() else [], rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atlas(everything, path)

@@ -6,7 +6,7 @@ For each model on each machine `auto` runs twice, without and with an atlas of a
 trials: a recipe that is not recorded cannot be had, by rule. Regret is the recorded time of the recipe that it ends at
 over that of the fastest recorded. Seconds are what the recorded starts and rounds take, two processes made ready side
 by side, and the workload as given beside each race. Nothing is measured here, so the machine may be busy meanwhile.
-There is no last race in it.
+There is no final race in it.
 """
 
 from __future__ import annotations

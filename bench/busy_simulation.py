@@ -24,6 +24,7 @@ from fettle.measure import Interval, Slice, Trial
 from fettle.recipe import Recipe
 from fettle.result import Limits
 from fettle.techniques import Facts
+from fettle.tuning import Options
 from fettle.tuning._outcome import pick_winner
 from fettle.tuning.session import Session
 from fettle.workload import Target
@@ -99,7 +100,7 @@ class Study:
                 for copy in range(processes):
                     slices[recipe].append(self.slice(recipe, number, copy, processes, turn, busy))
             self.now += ROUND_S * processes
-        return [Trial(recipe, "measured", time_ms=1.0, speedup=Interval(1.0, 1.0, 1.0), slices=found, heat=number)
+        return [Trial(recipe, "measured", time_ms=1.0, speedup=Interval(1.0, 1.0, 1.0), slices=found, race=number)
                 for recipe, found in slices.items()]  # fmt: skip
 
     def slice(self, recipe: Recipe, number: int, copy: int, processes: int, turn: int, busy: float) -> Slice:
@@ -126,7 +127,8 @@ class _Notes:
 def run(truth: Study, folder: Path) -> tuple[float, bool, bool, bool]:
     """How far the announced winner is behind the best (a log), whether its interval holds the truth, whether it was
     said to be of a quiet machine, and whether a gain of 1.5x was not told."""
-    session = Session(Target("made/up.py:workload"), folder, Limits(None), "throughput", None, 0.0, lambda event: None)
+    options = Options(limits=Limits(None), budget_s=None, output=folder)
+    session = Session(Target("made/up.py:workload"), options, lambda event: None, started=0.0)
     session.study = _Notes()  # type: ignore[assignment]
     session.facts = Facts()
     session.standings.misses = lambda trial: ""  # type: ignore[method-assign]
@@ -136,9 +138,9 @@ def run(truth: Study, folder: Path) -> tuple[float, bool, bool, bool]:
     while waiting:
         number += 1
         leader = session.standings.best()
-        heat = [GIVEN, *([leader.recipe] if leader is not None and leader.recipe.levels else []), *waiting[:5]]
+        together = [GIVEN, *([leader.recipe] if leader is not None and leader.recipe.levels else []), *waiting[:5]]
         del waiting[:5]
-        keep(session, truth.race(number, heat))
+        keep(session, truth.race(number, together))
     truth.patience_s += 18.0
     final = [GIVEN, *(trial.recipe for trial in session.standings.finalists())]
     last = session.standings.confirmed(truth.race(number + 1, final, processes=2, most_rounds=8))

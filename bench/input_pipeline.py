@@ -77,7 +77,7 @@ def main() -> None:
 def run(name: str, slice_s: float, sweep_rounds: int, rounds: int) -> dict:
     """One pipeline: search, sweep, and the four settings against each other."""
     target = f"{HERE / 'input_pipelines.py'}:{name}"
-    found = measure_and_search(target, slice_s=slice_s, lints=False, tell=_tell)
+    found = measure_and_search(target, slice_s=slice_s, lints=False, on_progress=_tell)
     cores = found.cores
     began = time.monotonic()
     swept = sweep(target, slice_s, sweep_rounds, cores, any(item.setting.keep_memory for item in found.settings))

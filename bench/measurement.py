@@ -29,7 +29,7 @@ from scipy import stats
 
 from fettle.comparing import MOST_REPLICATES, REPLICATES
 from fettle.machine import this_machine
-from fettle.measure import Entry, Interval, Judge, Patience, Progress, Rules, Trial, Worker, race, verdict
+from fettle.measure import Candidate, Interval, Judge, Patience, Progress, Rules, Trial, Worker, race, verdict
 from fettle.measure.messages import Asked, Build, Built, Prepare, Prepared, SliceTaken, TakeSlice
 from fettle.recipe import Recipe
 from fettle.workload import Target, find_target
@@ -61,18 +61,20 @@ SLOW = "def optimize(model, batches):\n    model.depth = 103\n    return model\n
 def one_race(target: Target, source: str, seed: int) -> tuple[Trial, float, float]:
     """A race of the workload against `source`, as `fettle bench` runs it: the trial, seconds in rounds and seconds of
     them in the model."""
-    entries = [Entry(Recipe(), SAME), Entry(Recipe({"technique": "other"}), source)]
+    candidates = [Candidate(Recipe(), SAME), Candidate(Recipe({"technique": "other"}), source)]
     ends: list[float] = []
     model_s: list[float] = []
 
-    def tell(progress: Progress) -> None:
+    def on_progress(progress: Progress) -> None:
         if progress.stage == "round":
             ends.append(time.monotonic())
             model_s.append(sum(calls))
             calls.clear()
 
     with counting_calls() as calls:
-        trials = race(target, "", entries, Judge(), RULES, tell=tell, seed=seed, patience=Patience(30.0))
+        trials = race(
+            target, "", candidates, Judge(), RULES, on_progress=on_progress, seed=seed, patience=Patience(30.0)
+        )
     per_round = [b - a for a, b in pairwise(ends)]
     return trials[1], sum(per_round), sum(model_s[1:])
 

@@ -4,7 +4,7 @@
     python bench/search_regret.py encoder ranker --minutes 8
 
 The factorial is measured once, every valid combination of `LEVELS`; then `auto` runs on the same levels as a user would
-run it, in an empty folder. Both winners meet in one last race: the regret is the ratio of their times there. A run
+run it, in an empty folder. Both winners meet in one final race: the regret is the ratio of their times there. A run
 stops after `--minutes` a workload, and the next one goes on from the study that it left under `--work`.
 """
 
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def measure(name: str, folder: Path, budget_s: float) -> dict | None:
-    """Both searches and the last race of one workload; None where the factorial is not finished yet."""
+    """Both searches and the final race of one workload; None where the factorial is not finished yet."""
     folder.mkdir(parents=True, exist_ok=True)
     path = HERE.parent / "workloads" / f"{name}.py"
     if name in OWN:
@@ -98,13 +98,13 @@ def measure(name: str, folder: Path, budget_s: float) -> dict | None:
     del levels["mode"]  # a precondition where it matters
 
     everything = tune(str(path), techniques=levels, design="everything", budget_s=budget_s, output=folder / "factorial",
-                      tell=_tell)  # fmt: skip
+                      on_progress=_tell)  # fmt: skip
     missing = unmeasured(everything, levels)
     print(f"{name}: {len(everything.trials)} combinations in {everything.seconds:.0f} s, {missing} to go", flush=True)
     if missing:
         return None
     shutil.rmtree(folder / "auto", ignore_errors=True)
-    auto = tune(str(path), techniques=levels, budget_s=None, output=folder / "auto", tell=_tell)
+    auto = tune(str(path), techniques=levels, budget_s=None, output=folder / "auto", on_progress=_tell)
     regret: list | float | None = 1.0
     if auto.recipe != everything.recipe:
         compared = bench(str(path), [auto.recipe, everything.recipe], max_rounds=20, settle=False)

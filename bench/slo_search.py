@@ -83,12 +83,12 @@ async def one(package: Package, row: dict[str, Any], limit_s: float, seconds: fl
     began = time.perf_counter()
     first: list[str] = []
 
-    def tell(text: str) -> None:
+    def on_progress(text: str) -> None:
         print(text, flush=True)
         if text.startswith("load tests of") and not first:  # what was predicted before any load test
             first.extend(text.partition(" · ")[0].removeprefix("load tests of ").rsplit(", predicted ", 1))
 
-    found = await search(package, limit_s, most_rows=8, cores=1, seconds=seconds, on_progress=tell)
+    found = await search(package, limit_s, most_rows=8, cores=1, seconds=seconds, on_progress=on_progress)
     took = time.perf_counter() - began
     best = found.best
     for key in [key for key in row if not key.startswith("grid")]:

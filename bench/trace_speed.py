@@ -85,10 +85,13 @@ print(json.dumps({'open_s': opened, 'peak_mb': memory, 'parts': parts}))
 )
 
 VERSION = """
-import json, os, sys, time
+import json, resource, sys, time
 from fettle import trace as T
+def spent():
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
 def cpu(f):
-    t = sum(os.times()[:4]); r = f(); return sum(os.times()[:4]) - t, r
+    t = spent(); r = f(); return spent() - t, r
 path = sys.argv[1]
 opened, trace = cpu(lambda: T.load(path, use_sidecar=False))
 standard, _ = cpu(lambda: (

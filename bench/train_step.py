@@ -39,7 +39,7 @@ def main() -> None:
             output = options.keep / name if options.keep else Path(scratch)
             result = tune(
                 str(HERE.parent / "workloads" / f"{name}.py"), mode="training", budget_s=options.budget,
-                techniques=allowed, output=output, tell=_tell,
+                techniques=allowed, output=output, on_progress=_tell,
             )  # fmt: skip
             if options.keep:
                 save(result, output)

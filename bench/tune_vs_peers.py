@@ -42,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", nargs="*", help="names of files in workloads/")
     parser.add_argument("--budget", type=float, default=600.0, help="seconds for each tuning")
-    parser.add_argument("--rounds", type=int, default=15, help="most rounds of the last race")
+    parser.add_argument("--rounds", type=int, default=15, help="most rounds of the final race")
     parser.add_argument("--summary", action="store_true", help="print the table of what was measured before")
     options = parser.parse_args()
     machine = re.sub(r"[^a-z0-9]+", "-", this_machine().summary.lower()).strip("-")
@@ -66,7 +66,7 @@ def measure(name: str, budget_s: float, rounds: int) -> dict:
     target = str(HERE.parent / "workloads" / f"{name}.py")
     started = time.monotonic()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as output:
-        result = tune(target, budget_s=budget_s, output=output, tell=_tell)
+        result = tune(target, budget_s=budget_s, output=output, on_progress=_tell)
     tuned_s = time.monotonic() - started
     facts, winner = result.facts, result.recipe
     labels, recipes = [], []
@@ -79,7 +79,7 @@ def measure(name: str, budget_s: float, rounds: int) -> dict:
     limits = Limits(max_error=result.limits.max_error)
     # The slowest go out of the race at the first look; what is left decides between the winner and the best peer.
     compared = bench(
-        target, [_with_choices(result), *recipes], limits=limits, max_rounds=rounds, settle=False, tell=_tell
+        target, [_with_choices(result), *recipes], limits=limits, max_rounds=rounds, settle=False, on_progress=_tell
     )
     base, fettle_trial, *peer_trials = compared.trials
     rows = {label: row(trial, fettle_trial, base) for label, trial in zip(labels, peer_trials, strict=True)}

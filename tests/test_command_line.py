@@ -176,7 +176,7 @@ def test_limits_for_ci_that_say_nothing_are_refused(run_fettle, text: str) -> No
 def test_an_empty_target_is_not_this_folder(run_fettle) -> None:
     said = run_fettle("diagnose", "")
     assert said.code == 2
-    assert "is no target" in said.err
+    assert "is not a target" in said.err
 
 
 def test_an_interrupt_is_one_line(run_fettle, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,7 +219,7 @@ class TestFindTarget:
         "text", ["", ":", ":workload", "models:", "models:a b", "a..b", "a-b:c", "models:1st", "a:b:c"]
     )
     def test_no_target(self, text: str) -> None:
-        with Refused("is no target", "path/to/file.py:factory", "package.module:factory"):
+        with Refused("is not a target", "path/to/file.py:factory", "package.module:factory"):
             find_target(text)
 
     def test_a_folder_is_no_file(self, tmp_path: Path) -> None:

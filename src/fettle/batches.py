@@ -32,7 +32,7 @@ class Batches:
 def read_batches(inputs: Any, model: Any = None, call: Callable[..., Any] | None = None) -> Batches:
     """The batches in `inputs` for a `model`, which is called by `call` where that is given.
 
-    Raises `UsageError` for what is no input, and for what the model cannot take as it is read.
+    Raises `UsageError` for what is not an input, and for what the model cannot take as it is read.
     """
     takes = _Signature.of(model, call)
     if inputs is None or isinstance(inputs, (Iterator, Set)):
@@ -100,7 +100,7 @@ def _spelling(parameter: inspect.Parameter) -> str:
 
 
 def _check_one(batch: Any, takes: _Signature | None) -> None:
-    """One batch that is no list."""
+    """One batch that is not a list."""
     if takes is None:
         return
     if _is_arguments(batch) and not takes.fits(len(batch)):

@@ -15,9 +15,8 @@ from fettle.measure import Rules, Trial, close_all, may_go_first, verdict
 from fettle.recipe import Recipe
 from fettle.recipe_file import RecipeFile, read_recipe
 from fettle.result import Limits
-from fettle.study import storage_url
 from fettle.techniques import canonical, conflict
-from fettle.tuning import WAITING, Options, Session, Tell, check_limits, target_of, workload_of
+from fettle.tuning import WAITING, OnProgress, Options, Session, check_limits, target_of, workload_of
 from fettle.workload import AUTO
 
 REPLICATES = 4
@@ -67,7 +66,7 @@ def bench(
     settle: bool = True,
     under_load: bool = False,
     polite: bool = False,
-    tell: Tell = lambda event: None,
+    on_progress: OnProgress = lambda event: None,
 ) -> Comparison:
     """Race `recipes` and the workload as given, side by side, until each verdict is known.
 
@@ -90,7 +89,7 @@ def bench(
         most_replicates=MOST_REPLICATES if settle else REPLICATES, under_load=under_load,
         may_go_first=may_go_first() and not polite,
     )  # fmt: skip
-    return _race(workload_of(model, inputs, call, metric, mode), several, rules, limits, budget_s, "", tell)
+    return _race(workload_of(model, inputs, call, metric, mode), several, rules, limits, budget_s, "", on_progress)
 
 
 def check(
@@ -102,7 +101,7 @@ def check(
     mode: str = AUTO,
     force: bool = False,
     budget_s: float | None = None,
-    tell: Tell = lambda event: None,
+    on_progress: OnProgress = lambda event: None,
 ) -> Comparison:
     """Is a recipe still faster here, and are its answers still right?
 
@@ -117,7 +116,9 @@ def check(
     )
     rules = Rules(settle_verdicts=True, max_rounds=48, replicates=REPLICATES, most_replicates=MOST_REPLICATES)
     fingerprint = "" if force else found.workload.get("fingerprint", "")
-    return _race(workload_of(model, inputs, call, None, mode), [found], rules, limits, budget_s, fingerprint, tell)
+    return _race(
+        workload_of(model, inputs, call, None, mode), [found], rules, limits, budget_s, fingerprint, on_progress
+    )
 
 
 _JUDGED = ("max_error", "min_agreement", "max_metric_drop")
@@ -130,23 +131,23 @@ def _race(
     limits: Limits | None,
     budget_s: float | None,
     fingerprint: str,
-    tell: Tell,
+    on_progress: OnProgress,
 ) -> Comparison:
     """The race of a comparison. `fingerprint`, when given, is what the workload must be."""
     found = [read_recipe(recipe) for recipe in recipes]
-    usual = Options()
-    kept = limits or usual.limits
-    check_limits(kept)
     with tempfile.TemporaryDirectory(prefix="fettle-", ignore_cleanup_errors=True) as text:
         folder = Path(text)
-        session = Session(
-            target_of(workload, folder), folder, kept, "throughput", None, time.monotonic(), tell, rules.confidence,
-            training_limits=limits or usual.training_limits, text_limits=limits or usual.text_limits,
-            under_load=rules.under_load, polite=not rules.may_go_first,
+        options = Options(
+            budget_s=None, output=folder, allow_batch=True, confidence=rules.confidence, under_load=rules.under_load,
+            polite=not rules.may_go_first,
         )  # fmt: skip
+        if limits is not None:
+            options = replace(options, limits=limits, max_spread=limits.max_error, max_kl=limits.max_error)
+        check_limits(options.limits)
+        session = Session(target_of(workload, folder), options, on_progress)
         try:
-            session.tell("building the workload and its reference")
-            session.open("", storage_url(None, folder), this_machine(), allow_batch=True, fingerprint=fingerprint)
+            session.report("building the workload and its reference")
+            session.open(this_machine(), fingerprint)
             learned = next((item.learned for item in found if item.learned), {})
             session.facts = replace(session.facts, learned=learned)
             wanted = [canonical(item.recipe) for item in found]

@@ -16,7 +16,7 @@ from fettle.errors import UsageError
 def check_writable(*paths: str | os.PathLike[str] | None) -> None:
     """Raise `UsageError` for a file that cannot be written: before the work that would be lost, not after it.
 
-    None is no file. Nothing is written; a folder that is not there is no error, because writing makes it.
+    None is not a file. Nothing is written; a folder that is not there is not an error, because writing makes it.
     """
     for path in (Path(given).absolute() for given in paths if given is not None):
         try:

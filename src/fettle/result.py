@@ -171,9 +171,9 @@ class Outcome:
     winner: Trial | None
     """From the last, fresh race. None: no recipe keeps the limits. Its recipe may be empty: change nothing."""
     verdict: Verdict
-    """The winner against the baseline, from the last race alone."""
+    """The winner against the baseline, from the final race alone."""
     baseline_again: Trial | None = None
-    """The workload as given in the last race, where the winner is from it: a machine's speed drifts, and only times of
+    """The workload as given in the final race, where the winner is from it: a machine's speed drifts, and only times of
     one race may stand side by side."""
     ladder: Sequence[Rung] = ()
     advice: Sequence[Advice] = ()

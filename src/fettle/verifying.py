@@ -20,7 +20,7 @@ def verify(
     facts: Facts,
     *,
     budget_s: float = 180.0,
-    tell: Callable[[str], None] = lambda text: None,
+    on_progress: Callable[[str], None] = lambda text: None,
 ) -> list[Verified]:
     """Race the levels that each finding names, all in one race with the workload as given.
 
@@ -40,7 +40,7 @@ def verify(
             able[recipe] = finding
     if not able:
         return answers
-    tell(f"racing {len(able)} fixes against the workload as given")
+    on_progress(f"racing {len(able)} fixes against the workload as given")
     recipes = list(dict.fromkeys([first, *able] if first.levels else able))
     trials = bench(target, recipes, limits=Limits(max_error=None), budget_s=budget_s, max_rounds=20).trials[1:]
     trial_of = dict(zip(recipes, trials, strict=True))

@@ -229,7 +229,7 @@ def find_target(text: str) -> Target:
     bare = ":" not in text or text.endswith(".py")
     location, _, factory = (text, "", "workload") if bare else text.rpartition(":")
     if not factory.isidentifier():
-        raise UsageError(f"{text!r} is no target: write path/to/file.py:factory or package.module:factory")
+        raise UsageError(f"{text!r} is not a target: write path/to/file.py:factory or package.module:factory")
     if location.endswith(".py") or "/" in location:
         path = Path(location).expanduser().resolve()
         if not path.is_file():
@@ -239,7 +239,7 @@ def find_target(text: str) -> Target:
         name = path.stem if factory == "workload" else f"{path.stem}-{factory}"
         return Target(f"{path}:{factory}", name, (str(path.parent), here))
     if not all(part.isidentifier() for part in location.split(".")):
-        raise UsageError(f"{text!r} is no target: write path/to/file.py:factory or package.module:factory")
+        raise UsageError(f"{text!r} is not a target: write path/to/file.py:factory or package.module:factory")
     name = location.rpartition(".")[2] if factory == "workload" else f"{location.rpartition('.')[2]}-{factory}"
     return Target(f"{location}:{factory}", name, (here,))
 

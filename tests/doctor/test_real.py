@@ -12,7 +12,17 @@ import torch
 from torch import nn
 
 import fettle.doctor
-from fettle.doctor import Advisories, Environment, Files, Program, program, spoilers, this_environment, this_program
+from fettle.doctor import (
+    Advisories,
+    Environment,
+    Files,
+    Program,
+    allocator,
+    program,
+    spoilers,
+    this_environment,
+    this_program,
+)
 from fettle.doctor.advisories import read_advisories, shipped_advisories
 from fettle.errors import UsageError
 from tests.doctor.planted import HEALTHY
@@ -191,7 +201,34 @@ def test_the_quick_checks_read_variables_and_say_warnings(monkeypatch: pytest.Mo
     assert spoilers(Environment()) == []
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     monkeypatch.setenv("TORCH_LOGS", "recompiles")
-    assert "TORCH_COMPILE_DISABLE=1" in [finding.seen for finding in spoilers()]
+    assert "TORCH_COMPILE_DISABLE=1 is set." in [finding.seen for finding in spoilers()]
     assert not any("TORCH_LOGS" in finding.seen for finding in spoilers())
     assert this_environment(quick=True).packages == ()
     assert this_environment(quick=True).program == Program()
+
+
+def test_tune_says_what_would_spoil_its_figures(run_fettle, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(run_fettle("tune", "absent.py").err.splitlines()) == 1  # that there is no such file
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    said = run_fettle("tune", "absent.py").err.splitlines()
+    assert said[0].startswith("fettle: TORCH_COMPILE_DISABLE=1 is set. torch.compile does nothing")
+    assert said[0].endswith("unset TORCH_COMPILE_DISABLE")
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "expandable_segments:true", "expandable_segments:1", "expandable_segments:", "max_split_size_mb",
+        "max_split_size_mb=64", "max_split_size_mb:19", "max_split_size_mb:x", "max_split_size_mb:64;backend:native",
+        "max_non_split_rounding_mb:10", "large_segment_size_mb:2", "garbage_collection_threshold:0",
+        "garbage_collection_threshold:1.0", "garbage_collection_threshold:x", "roundup_power2_divisions:3",
+        "roundup_power2_divisions:0", "roundup_power2_divisions:[256:3]", "roundup_power2_divisions:[257:1]",
+        "pinned_use_background_threads:yes", "pinned_max_cached_size_mb:x",
+    ],
+)  # fmt: skip
+def test_torch_itself_refuses_what_the_allocator_check_calls_an_error(text: str) -> None:
+    with pytest.raises((ValueError, RuntimeError)):
+        torch._C._accelerator_setAllocatorSettings(text)
+    here = Environment({"PYTORCH_ALLOC_CONF": text})
+    assert [finding.level for finding in allocator.allocator_settings(here)] == ["error"]

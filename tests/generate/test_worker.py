@@ -50,6 +50,9 @@ def target(tmp_path: Path) -> Target:
     return Target(f"{tmp_path}/writer.py:workload", "writer", (str(tmp_path),))
 
 
+def silent(event: fettle.Event) -> None: ...
+
+
 def test_a_worker_takes_text_apart_and_judges_it_by_teacher_forcing(target: Target, tmp_path: Path) -> None:
     path = str(tmp_path / "reference.pt")
     first = State()
@@ -102,7 +105,9 @@ def test_goals_of_text_are_for_text(tmp_path: Path) -> None:
     import torch
 
     with pytest.raises(UsageError, match="GenerationWorkload"), quick_studies():
-        fettle.tune(torch.nn.Linear(2, 2), [torch.rand(2, 2)], goal="ttft", output=tmp_path, tell=lambda event: None)
+        fettle.tune(
+            torch.nn.Linear(2, 2), [torch.rand(2, 2)], goal="ttft", output=tmp_path, on_progress=lambda event: None
+        )
     assert _asked_of_text("throughput", fettle.Limits(exact=True)) == "the limit `exact`"
     assert not _asked_of_text("throughput", fettle.Limits())
     with pytest.raises(UsageError, match="max ttft"):
@@ -114,7 +119,9 @@ def test_a_study_of_text_from_end_to_end(target: Target, tmp_path: Path, capsys)
     from rich.console import Console
 
     with quick_studies():
-        result = fettle.tune(target, techniques=FEW, budget_s=600, output=tmp_path / "out", tell=lambda event: None)
+        result = fettle.tune(
+            target, techniques=FEW, budget_s=600, output=tmp_path / "out", on_progress=lambda event: None
+        )
     assert isinstance(result, Result)
     assert result.limits.max_error == 0.01
     assert all(trial.generation and trial.generation.tpot_ms > 0 for trial in result.trials if trial.ok)

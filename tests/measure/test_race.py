@@ -22,15 +22,15 @@ import torch
 
 from fettle.errors import UsageError
 from fettle.measure import (
-    Entry,
+    Candidate,
     Interval,
     Judge,
     Rules,
     Trial,
     Worker,
     WorkerError,
+    _candidates,
     _decide,
-    _entrants,
     _inference,
     _slice,
     messages,
@@ -72,7 +72,7 @@ def other():
 @pytest.fixture(autouse=True)
 def room_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """What else runs on this machine may hold its memory."""
-    monkeypatch.setattr(_entrants, "_memory_is_short", lambda entrants: False)
+    monkeypatch.setattr(_candidates, "_memory_is_short", lambda running: False)
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +93,10 @@ def _write(folder: Path, text: str, factory: str = "workload") -> Target:
     return find_target(f"{path}:{factory}")
 
 
-def _entry(name: str, body: str = "", result: str = "model") -> Entry:
+def _candidate(name: str, body: str = "", result: str = "model") -> Candidate:
     levels = {} if name == "baseline" else {"technique": name}
     lines = [f"    {line}" for line in body.splitlines()] + [f"    return {result}"]
-    return Entry(Recipe(levels), "def optimize(model, batches):\n" + "\n".join(lines) + "\n")
+    return Candidate(Recipe(levels), "def optimize(model, batches):\n" + "\n".join(lines) + "\n")
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -126,26 +126,28 @@ def _workers() -> set[int]:
 def test_a_workload_whose_calls_take_long_is_not_timed_alone_for_longer_than_needed(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_decide, "_DEAR_CALL_NS", 10_000_000)
+    monkeypatch.setattr(_decide, "_EXPENSIVE_CALL_NS", 10_000_000)
     rules = Rules(slice_s=0.01, max_rounds=4)
-    alone = race(target, "", [_entry("baseline")], Judge(), rules)[0]
+    alone = race(target, "", [_candidate("baseline")], Judge(), rules)[0]
     assert alone.rounds == 1
     assert alone.speedup == Interval(1.0, 1.0, 1.0)
-    both = race(target, "", [_entry("baseline"), _entry("other")], Judge(), rules)
+    both = race(target, "", [_candidate("baseline"), _candidate("other")], Judge(), rules)
     assert [trial.rounds for trial in both] > [1, 1]
 
 
 def test_a_race_ranks_rejects_and_survives(target: Target, tmp_path: Path, reference: Reference) -> None:
     fingerprint, judging = reference(target, tmp_path / "reference.pt")
     before = _workers()
-    entries = [
-        _entry("baseline"),
-        _entry("faster", "model.delay = 0.002"),
-        _entry("wrong", "model.delay = 0.001", "lambda x: model(x) * 1.5"),
-        _entry("raises", "raise ValueError('no such layer')"),
-        _entry("dies", "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)"),
+    candidates = [
+        _candidate("baseline"),
+        _candidate("faster", "model.delay = 0.002"),
+        _candidate("wrong", "model.delay = 0.001", "lambda x: model(x) * 1.5"),
+        _candidate("raises", "raise ValueError('no such layer')"),
+        _candidate("dies", "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)"),
     ]
-    base, faster, wrong, raises, dies = race(target, fingerprint, entries, judging, Rules(slice_s=0.05, max_rounds=8))
+    base, faster, wrong, raises, dies = race(
+        target, fingerprint, candidates, judging, Rules(slice_s=0.05, max_rounds=8)
+    )
     assert base.ok
     assert base.speedup is not None
     assert base.speedup.estimate == 1
@@ -177,10 +179,10 @@ def test_a_time_limit_kills_the_worker_with_its_children(
                 deadline = time.monotonic() + 0.2
             return super()._next(deadline, timeout_s, do)
 
-    monkeypatch.setattr(_entrants, "Worker", Timed)
+    monkeypatch.setattr(_candidates, "Worker", Timed)
     spawn = "subprocess.Popen(['sleep', '300']).pid"
     body = f"import subprocess, time\nopen({str(mark)!r}, 'w').write(str({spawn}))\ntime.sleep(300)"
-    trials = race(target, "", [_entry("hangs", body)], Judge(), Rules(prepare_timeout_s=300))
+    trials = race(target, "", [_candidate("hangs", body)], Judge(), Rules(prepare_timeout_s=300))
     assert trials[0].status == "failed"
     assert "timed out" in trials[0].reason
     child = int(mark.read_text())
@@ -210,9 +212,9 @@ def test_a_recipe_that_dies_during_the_race_fails_and_the_others_go_on(
     mark = tmp_path / "now"
     body = f"import os\ndef run(x):\n    if os.path.exists({str(mark)!r}): os._exit(7)\n    return model(x)"
     trials = race(
-        target, fingerprint, [_entry("baseline"), _entry("dies", body, "run")], judging,
+        target, fingerprint, [_candidate("baseline"), _candidate("dies", body, "run")], judging,
         Rules(slice_s=0.05, max_rounds=8, settle_verdicts=True),
-        tell=lambda progress: mark.touch() if progress.stage == "round" else None,
+        on_progress=lambda progress: mark.touch() if progress.stage == "round" else None,
     )  # fmt: skip
     assert trials[0].ok
     assert trials[1].status == "failed"
@@ -221,20 +223,20 @@ def test_a_recipe_that_dies_during_the_race_fails_and_the_others_go_on(
 
 
 def test_a_factory_that_builds_something_else_is_told(target: Target) -> None:
-    trials = race(target, "0123456789abcdef", [_entry("baseline")], Judge(), Rules(max_rounds=3))
+    trials = race(target, "0123456789abcdef", [_candidate("baseline")], Judge(), Rules(max_rounds=3))
     assert trials[0].status == "failed"
     assert "deterministic" in trials[0].reason
 
 
 def test_memory_error_is_called_out_of_memory(target: Target) -> None:
-    trials = race(target, "", [_entry("hungry", "raise MemoryError('4 GiB')")], Judge(), Rules(max_rounds=3))
+    trials = race(target, "", [_candidate("hungry", "raise MemoryError('4 GiB')")], Judge(), Rules(max_rounds=3))
     assert trials[0].reason.startswith("out of memory")
 
 
 def test_a_deadline_leaves_out_what_was_not_begun(target: Target, tmp_path: Path, reference: Reference) -> None:
     fingerprint, judging = reference(target, tmp_path / "reference.pt")
-    entries = [_entry("baseline"), _entry("late")]
-    trials = race(target, fingerprint, entries, judging, Rules(deadline=time.monotonic() - 1, slice_s=0.05))
+    candidates = [_candidate("baseline"), _candidate("late")]
+    trials = race(target, fingerprint, candidates, judging, Rules(deadline=time.monotonic() - 1, slice_s=0.05))
     assert [trial.recipe for trial in trials] == [Recipe()]
     assert trials[0].rounds == 3
 
@@ -349,7 +351,7 @@ def test_one_batch_is_judged_on_another_too(tmp_path: Path, reference: Reference
     target = _write(tmp_path, "import torch\ndef workload():\n    return torch.nn.Linear(3, 2), torch.randn(4, 3)")
     fingerprint, judging = reference(target, tmp_path / "reference.pt")
     memo = "seen = {}\ndef run(x):\n    if 'y' not in seen: seen['y'] = model(x)\n    return seen['y']"
-    trial = race(target, fingerprint, [_entry("remembers", memo, "run")], judging, Rules(max_rounds=3))[0]
+    trial = race(target, fingerprint, [_candidate("remembers", memo, "run")], judging, Rules(max_rounds=3))[0]
     assert trial.status == "rejected"
 
 
@@ -370,7 +372,7 @@ def test_a_model_whose_buffers_change_is_judged_in_the_reference_order(tmp_path:
         """,
     )
     fingerprint, judging = reference(target, tmp_path / "reference.pt")
-    trial = race(target, fingerprint, [_entry("plain")], judging, Rules(max_rounds=3))[0]
+    trial = race(target, fingerprint, [_candidate("plain")], judging, Rules(max_rounds=3))[0]
     assert trial.ok
     assert trial.accuracy.error < 1e-6
 
@@ -395,7 +397,7 @@ def test_a_metric_is_measured_and_a_broken_one_never_passes(tmp_path: Path, refe
     good, low = race(
         target,
         fingerprint,
-        [_entry("same"), _entry("low", "", "lambda x: model(x) * 0.5")],
+        [_candidate("same"), _candidate("low", "", "lambda x: model(x) * 0.5")],
         judging,
         Rules(max_rounds=3),
     )
@@ -405,7 +407,7 @@ def test_a_metric_is_measured_and_a_broken_one_never_passes(tmp_path: Path, refe
     assert "fell from 6 to 3" in low.reason
     target = _write(tmp_path, text, "bad")
     fingerprint, _ = reference(target, tmp_path / "reference.pt")
-    trial = race(target, fingerprint, [_entry("same")], judging, Rules(max_rounds=3))[0]
+    trial = race(target, fingerprint, [_candidate("same")], judging, Rules(max_rounds=3))[0]
     assert trial.status == "rejected"
     assert "metric is nan" in trial.reason
     assert math.isnan(trial.accuracy.metric)
@@ -421,7 +423,7 @@ def test_replicates_show_what_differs_from_process_to_process(
         f"open(mine, 'w').close()\nmodel.delay = 0.02 * len(glob.glob(os.path.join({str(tmp_path)!r}, 'process-*')))"
     )
     base, other = race(
-        target, fingerprint, [_entry("baseline", lottery), _entry("other", lottery)], judging,
+        target, fingerprint, [_candidate("baseline", lottery), _candidate("other", lottery)], judging,
         Rules(slice_s=0.05, max_rounds=6, settle_verdicts=True, replicates=2, replicate_s=600),
     )  # fmt: skip
     assert base.processes == other.processes == 2
@@ -444,7 +446,7 @@ def test_replicates_are_not_started_where_they_would_take_too_long(
 ) -> None:
     fingerprint, judging = reference(target, tmp_path / "reference.pt")
     rules = Rules(slice_s=0.05, max_rounds=3, replicates=3, replicate_s=0.1)
-    trials = race(target, fingerprint, [_entry("baseline"), _entry("other")], judging, rules)
+    trials = race(target, fingerprint, [_candidate("baseline"), _candidate("other")], judging, rules)
     assert [trial.processes for trial in trials] == [1, 1]
 
 
@@ -455,7 +457,7 @@ def test_a_replicate_that_dies_fails_its_recipe(target: Target, tmp_path: Path, 
         "open(mark, 'w').close()"
     )
     rules = Rules(slice_s=0.05, max_rounds=3, replicates=2, replicate_s=600)
-    base, other = race(target, fingerprint, [_entry("baseline"), _entry("other", second)], judging, rules)
+    base, other = race(target, fingerprint, [_candidate("baseline"), _candidate("other", second)], judging, rules)
     assert base.ok
     assert other.status == "failed"
     assert other.reason == "its process 2: ValueError: not twice"
@@ -468,11 +470,15 @@ def test_a_process_that_is_slow_for_life_brings_in_more(target: Target, tmp_path
         f"import os\nmark = {str(tmp_path / 'mark')!r}\nmodel.delay = 0.02 if os.path.exists(mark) else 0.06\n"
         "open(mark, 'w').close()"
     )
-    entries = [_entry("baseline", "model.delay = 0.02"), _entry("other", first), _entry("tenth", "model.delay = 0.002")]
-    entries.append(replace(_entry("once", "model.delay = 0.01"), once=True))
+    candidates = [
+        _candidate("baseline", "model.delay = 0.02"),
+        _candidate("other", first),
+        _candidate("tenth", "model.delay = 0.002"),
+    ]
+    candidates.append(replace(_candidate("once", "model.delay = 0.01"), once=True))
     rules = Rules(slice_s=0.02, max_rounds=4, settle_verdicts=True, replicates=2, most_replicates=5, replicate_s=600)
     told: list[str] = []
-    trials = race(target, fingerprint, entries, judging, rules, tell=lambda event: told.append(event.stage))
+    trials = race(target, fingerprint, candidates, judging, rules, on_progress=lambda event: told.append(event.stage))
     other, once = trials[1], trials[3]
     assert [trial.processes for trial in trials] == [5, 5, 5, 1]
     assert told.count("vague") == 1
@@ -514,11 +520,11 @@ def test_a_further_process_that_dies_fails_its_recipe(
             self.slices += isinstance(request, TakeSlice)
             return super().ask(request, answer, timeout_s)
 
-    monkeypatch.setattr(_entrants, "Worker", Mortal)
+    monkeypatch.setattr(_candidates, "Worker", Mortal)
     lottery = f"import os\nmodel.delay = 0.02 + 0.02 * os.path.exists({str(tmp_path / 'mark')!r})\n"
     lottery += f"open({str(tmp_path / 'mark')!r}, 'w').close()"
     rules = Rules(slice_s=0.05, max_rounds=3, settle_verdicts=True, replicates=2, most_replicates=3, replicate_s=600)
-    base, other = race(target, fingerprint, [_entry("baseline"), _entry("other", lottery)], judging, rules)
+    base, other = race(target, fingerprint, [_candidate("baseline"), _candidate("other", lottery)], judging, rules)
     assert base.ok
     assert other.status == "failed"
     assert other.reason == reason
@@ -529,17 +535,17 @@ def test_memory_is_short_where_a_peak_would_not_fit_again(monkeypatch: pytest.Mo
     monkeypatch.undo()  # the fixture's word that there is room
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=8 << 30, total=24 << 30))
 
-    def entrant(peak_gib: float | None, device: str = "cpu") -> _entrants.Entrant:
+    def started(peak_gib: float | None, device: str = "cpu") -> _candidates.Started:
         peak = None if peak_gib is None else int(peak_gib * 2**30)
         answer = SimpleNamespace(peak_bytes=peak, device=device)
-        return _entrants.Entrant([_entrants.Runner(_entry("some"), None, answer, "", 0.0)])  # type: ignore[arg-type]
+        return _candidates.Started([_candidates.Runner(_candidate("some"), None, answer, "", 0.0)])  # type: ignore[arg-type]
 
-    assert not _entrants._memory_is_short([])
-    assert not _entrants._memory_is_short([entrant(7), entrant(None)])
-    assert _entrants._memory_is_short([entrant(1), entrant(7.5)])
-    assert not _entrants._memory_is_short([entrant(7.5, "cuda")])  # that is the GPU's memory
+    assert not _candidates._memory_is_short([])
+    assert not _candidates._memory_is_short([started(7), started(None)])
+    assert _candidates._memory_is_short([started(1), started(7.5)])
+    assert not _candidates._memory_is_short([started(7.5, "cuda")])  # that is the GPU's memory
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=5 << 30, total=24 << 30))
-    assert _entrants._memory_is_short([entrant(1)])
+    assert _candidates._memory_is_short([started(1)])
 
 
 @pytest.mark.parametrize(("seconds", "collected"), [(0.002, True), (0.1, False)])

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from fettle.errors import UsageError
-from fettle.measure import Entry, Judge, Rules, Worker, WorkerError, race
+from fettle.measure import Candidate, Judge, Rules, Worker, WorkerError, race
 from fettle.measure.messages import Build, Built, Prepare, Prepared, SliceTaken, TakeSlice
 from fettle.procs import ranks
 from fettle.procs.listener import KeyedListener
@@ -41,11 +41,11 @@ def target(name: str) -> Target:
 
 
 def raced(where: str, *recipes: str, timeout_s: float = 120, nodes: Nodes | None = None):
-    entries = [Entry(Recipe(), source(Recipe(), FACTS))]
+    candidates = [Candidate(Recipe(), source(Recipe(), FACTS))]
     for text in recipes:
         recipe = Recipe.parse(text)
-        entries.append(Entry(recipe, source(recipe, FACTS), ranks=2))
-    return race(target(where), "", entries, Judge(), Rules(max_rounds=3, prepare_timeout_s=timeout_s), nodes=nodes)
+        candidates.append(Candidate(recipe, source(recipe, FACTS), ranks=2))
+    return race(target(where), "", candidates, Judge(), Rules(max_rounds=3, prepare_timeout_s=timeout_s), nodes=nodes)
 
 
 def test_two_ranks_train_as_one_process_does():

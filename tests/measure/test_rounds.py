@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from fettle.measure import _rounds, _watch
-from fettle.measure._entrants import Entrant, Runner
+from fettle.measure._candidates import Runner, Started
 from fettle.measure._rounds import Rounds
-from fettle.measure._rules import Entry, Rules
+from fettle.measure._rules import Candidate, Rules
 from fettle.measure._watch import Patience, Reading, Watch
 from fettle.measure.messages import SliceTaken
 from fettle.recipe import Recipe
@@ -74,14 +74,14 @@ def run(monkeypatch, busy, *, patience_s=0.0, may_go_first=False, under_load=Fal
     monkeypatch.setattr(_watch, "time", clock)
     monkeypatch.setattr(_rounds, "going_first", machine.going_first)
     answer = SimpleNamespace(samples=1, call_ns=10_000_000, gpu="")
-    entrants = [
-        Entrant([Runner(Entry(Recipe(levels), ""), Worker(machine), answer, "", 0.0, process=str(levels))])
+    running = [
+        Started([Runner(Candidate(Recipe(levels), ""), Worker(machine), answer, "", 0.0, process=str(levels))])
         for levels in ({}, {"precision": "bf16"})
     ]
     rules = Rules(max_rounds=rounds, may_go_first=may_go_first, under_load=under_load, indifference=0.0)
     race = Rounds(rules, random.Random(0), lambda progress: None, Patience(patience_s), Watch(machine.read))
-    race.run(entrants, entrants[0])
-    return machine, [one for entrant in entrants for runner in entrant.runners for one in runner.slices]
+    race.run(running, running[0])
+    return machine, [one for started in running for runner in started.runners for one in runner.slices]
 
 
 def test_on_a_quiet_machine_each_slice_is_taken_once(monkeypatch):

@@ -77,7 +77,7 @@ def test_every_result_makes_a_page_and_a_table_and_comes_back_from_json(name: st
     assert to_json(again) == to_json(result)
 
 
-def test_the_last_race_is_drawn_with_the_slices_that_others_disturbed() -> None:
+def test_the_final_race_is_drawn_with_the_slices_that_others_disturbed() -> None:
     result = resnet()
     assert "none of them taken while others were busy" in page(result)
     winner = result.winner
@@ -242,7 +242,7 @@ def test_the_four_files(tmp_path: Path) -> None:
 
 
 def test_times_that_stand_side_by_side_are_of_one_race() -> None:
-    """The baseline was measured first in a minute in which the machine was half as fast as in the last race."""
+    """The baseline was measured first in a minute in which the machine was half as fast as in the final race."""
     full = resnet()
     first = dataclasses.replace(full.trials[0], time_ms=2 * full.trials[0].time_ms)
     again = dataclasses.replace(full.trials[0], time_ms=full.winner.time_ms * full.winner.speedup.estimate)

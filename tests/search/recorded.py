@@ -27,11 +27,11 @@ class Recorded:
         self.time_ms, self.budget, self.spread = time_ms, budget, spread
         self.trials: dict[Recipe, Trial] = {}
         self.asked: list[Recipe] = []
-        self.heats: list[list[Recipe]] = []
+        self.races: list[list[Recipe]] = []
         self.base_ms = time_ms(Recipe()) or 1.0
 
     def measure(self, recipes: Sequence[Recipe]) -> list[Trial]:
-        self.heats.append(list(recipes))
+        self.races.append(list(recipes))
         self.asked += recipes
         for recipe in recipes:
             if recipe not in self.trials and len(self.trials) < self.budget:

@@ -12,7 +12,7 @@ from fettle.search import Space, auto
 
 
 def landscape(seed, interactions=True, faults=True):
-    """A space with exclusions, needs and dear levels, and a time for each recipe."""
+    """A space with exclusions, needs and expensive levels, and a time for each recipe."""
     rng = random.Random(seed)
     choices = {f"t{i}": ("off", *(f"l{j}" for j in range(rng.randint(1, 3)))) for i in range(rng.randint(2, 7))}
     names = list(choices)
@@ -21,7 +21,7 @@ def landscape(seed, interactions=True, faults=True):
     if len(names) > 3 and rng.random() < 0.5:
         needs = {names[-1]: {names[0]: "l0"}}
         apart = {pair for pair in apart if set(pair) != {names[-1], names[0]}}
-    dear = {name for name in names if rng.random() < 0.4}
+    expensive = {name for name in names if rng.random() < 0.4}
     main = {(n, level): rng.gauss(0.1, 0.3) for n in names for level in choices[n][1:]}
     pair = {(a, b): rng.gauss(0, 0.2) for a in main for b in main if a[0] < b[0]} if interactions else {}
     broken = {item for item in main if faults and rng.random() < 0.1}
@@ -46,7 +46,7 @@ def landscape(seed, interactions=True, faults=True):
         gain = sum(main[item] for item in levels) + sum(pair.get((a, b), 0.0) for a in levels for b in levels)
         return 100 * math.exp(-gain) * (-1 if wrong & set(levels) else 1)
 
-    space = Space(choices, conflict, needs, cost=lambda recipe: 2 if dear & recipe.levels.keys() else 1)
+    space = Space(choices, conflict, needs, cost=lambda recipe: 2 if expensive & recipe.levels.keys() else 1)
     return space, time_ms
 
 
@@ -164,9 +164,9 @@ def test_ten_techniques_take_few_trials():
         total = sum(gain.get(name, -0.1) for name in recipe.levels)
         return 400 * math.exp(-total - 0.7 * ({"precision", "channels_last"} <= recipe.levels.keys()))
 
-    dear = {"compile", "freeze", "quant", "runtime"}
+    expensive = {"compile", "freeze", "quant", "runtime"}
     needs = {"freeze": {"compile": "default"}}
-    space = Space(choices, conflict, needs, cost=lambda recipe: 2 if dear & recipe.levels.keys() else 1)
+    space = Space(choices, conflict, needs, cost=lambda recipe: 2 if expensive & recipe.levels.keys() else 1)
     session = Recorded(time_ms)
     found = auto(space, session)
     assert found is not None

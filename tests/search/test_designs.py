@@ -65,7 +65,7 @@ def test_a_fraction_is_balanced_and_the_same_each_time():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_what_did_not_fit_at_once_is_asked_for_again(seed):
-    """A session that keeps much time back takes one recipe at a time: the search is the same, only in smaller heats."""
+    """A session that keeps much time back takes one recipe at a time: the search is the same, only in smaller races."""
 
     class Cautious(Recorded):
         def measure(self, recipes):

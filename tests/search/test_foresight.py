@@ -99,11 +99,11 @@ def test_what_takes_a_minute_must_promise_more() -> None:
     told = session()
     guide = Guide(Says(truth, seconds=lambda recipe: 600.0 if "compile" in recipe.levels else 5.0))
     auto(SPACE, told, guide=guide)
-    first = next(heat for heat in told.heats if any(recipe.levels for recipe in heat))
+    first = next(race for race in told.races if any(recipe.levels for recipe in race))
     assert not any("compile" in recipe.levels for recipe in first)
     quick = session()
     auto(SPACE, quick, guide=Guide(Says(truth)))
-    assert any("compile" in recipe.levels for recipe in quick.heats[0])
+    assert any("compile" in recipe.levels for recipe in quick.races[0])
 
 
 def test_it_says_what_it_expected_and_what_it_found() -> None:
@@ -129,7 +129,7 @@ def test_a_search_that_goes_on_asks_the_same() -> None:
     again = session()
     again.trials = dict(first.trials)
     auto(SPACE, again, guide=Guide(Says(truth)))
-    assert again.heats == first.heats
+    assert again.races == first.races
     assert again.trials.keys() == first.trials.keys()
 
 

@@ -103,13 +103,15 @@ def test_another_limit_shares_no_load_test(done, package):
 def test_ctrl_c_keeps_what_is_done(done, package, tmp_path):
     stop = asyncio.Event()
 
-    def tell(text):
+    def on_progress(text):
         if "requests/s on" in text:
             stop.set()
 
     keep = tmp_path / "measured.json"
     keep.write_bytes(done[1].read_bytes())  # other load tests, of the same calibration
-    found = asyncio.run(search(package, LIMIT, keep=keep, on_progress=tell, stop=stop, **{**QUICK, "seconds": 0.7}))
+    found = asyncio.run(
+        search(package, LIMIT, keep=keep, on_progress=on_progress, stop=stop, **{**QUICK, "seconds": 0.7})
+    )
     assert found.interrupted
     assert found.points  # simulated by then
     assert Journal(keep).calibrations
@@ -173,7 +175,7 @@ def made_up(monkeypatch):
     async def overheads(self, setting):
         return Overheads(0.0, 0.0, 0.0, 0.0, 0.0)
 
-    async def prove(package, point, costs, found, seconds, journal, tell, stop, expected, to_beat):
+    async def prove(package, point, costs, found, seconds, journal, on_progress, stop, expected, to_beat):
         real = Costs({rows: (value,) for rows, value in World.truth.items()}, 0, 0)
         point.measured = capacity(point.setting.batching(), real, found.limit_s, requests=1500)[0]
 
@@ -204,7 +206,7 @@ def test_others_are_tested_from_where_the_first_one_lets_expect_and_none_that_di
 ):
     begun, rows = [], []
 
-    async def prove(package, point, costs, found, seconds, journal, tell, stop, expected, to_beat):
+    async def prove(package, point, costs, found, seconds, journal, on_progress, stop, expected, to_beat):
         begun.append(expected and expected / point.predicted)
         rows.append(point.setting.max_rows)
         point.measured = 0.97 * point.predicted

@@ -326,6 +326,10 @@ def run_cases(first: int, count: int, folder: Path, state: Path | None = None) -
             answer_everything(path)
             if seed % TOLD_EVERY == 0:
                 tell(path, seed)
+        except (KeyboardInterrupt, SystemExit):
+            if state is not None:
+                state.write_text(json.dumps({"next": seed, "failed": failed}))
+            raise
         except Exception as error:
             failed.append(f"seed {seed}: {type(error).__name__}: {str(error)[:200]}")
         finally:
@@ -351,6 +355,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--state", type=Path)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended; --state goes on from here"))
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     with tempfile.TemporaryDirectory() as folder:
         failed = run_cases(options.first, options.count, Path(folder), options.state)

@@ -56,9 +56,11 @@ def test_a_queue_that_was_never_full_has_no_depth(tmp_path: Path) -> None:
     assert queue_summary(trace)["depth"].to_list() == [None]
 
 
-@pytest.mark.parametrize("seed", [*range(24), 1019, 1206, 1387])
+@pytest.mark.parametrize("seed", [*range(24), 1019, 1206, 1387, 2396, 2666])
 def test_random_programs(tmp_path: Path, seed: int) -> None:
-    """The first ones of the bench; then two waits for a slot in all, two reasons on one stream, a graph that waits."""
+    """The first ones of the bench; then two waits for a slot in all, two reasons on one stream, a graph that
+    waits, a wait for what is launched later, a call that seems to begin in the one before.
+    """
     program = random_program(seed)
     outcome = simulate(program)
     trace = load(write(program, outcome, tmp_path / "trace.json"), use_sidecar=False)

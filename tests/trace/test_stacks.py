@@ -19,15 +19,22 @@ SPANS = st.lists(st.tuples(st.integers(0, 15), st.integers(0, 9), st.integers(1,
 
 
 def test_a_chain_of_overlaps_is_cut_in_order_and_loses_nothing_else(tmp_path: Path) -> None:
-    made = Build().op("a", 0, 10).op("b", 9, 11).op("c", 19, 11).op("inside c", 20, 9).op("d", 29, 5)
+    made = Build().op("a", 0, 20).op("b", 18, 22).op("c", 38, 22).op("inside c", 40, 18).op("d", 58, 10)
     stacks = host_stacks(made.load(tmp_path))
-    # b is cut at a's end, 10; then c, which b's old end had covered, has no parent and keeps its whole length.
+    # b is cut at a's end, 20; then c, which b's old end had covered, has no parent and keeps its whole length.
     assert stacks.parent.tolist() == [-1, 0, -1, 2, 2]
     assert stacks.overlaps_cut == 2
     pieces = zip(stacks.segment_row, stacks.segment_start // 1000, stacks.segment_end // 1000, strict=True)
     assert [tuple(map(int, p)) for p in pieces] == [
-        (0, 0, 9), (1, 9, 10), (2, 19, 20), (3, 20, 29), (4, 29, 30),
+        (0, 0, 18), (1, 18, 20), (2, 38, 40), (3, 40, 58), (4, 58, 60),
     ]  # fmt: skip
+
+
+def test_what_begins_where_another_ends_but_for_rounding_comes_after_it(tmp_path: Path) -> None:
+    made = Build().op("a", 0, 10).op("inside a", 1, 8).call("cudaStreamSynchronize", 9.999, 500)
+    stacks = host_stacks(made.load(tmp_path))
+    assert stacks.parent.tolist() == [-1, 0, -1]
+    assert stacks.self_ns.tolist() == [2_000, 8_000, 499_999]
 
 
 def test_a_range_opened_in_a_function_holds_what_runs_after_it(tmp_path: Path) -> None:
@@ -52,7 +59,7 @@ def test_nesting_is_that_of_a_stack(
     """Whatever the size of the blocks that it is found in."""
     made = Build()
     for start, length, thread in spans:
-        made.op("x", start, length, tid=thread)
+        made.op("x", 2 * start, 2 * length, tid=thread)  # less than a microsecond would be rounding
     trace = made.load(tmp_path_factory.mktemp("s"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(room, "BLOCK", block)

@@ -13,14 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from fettle.measure import Accuracy, WorkerError, _entrants, _rounds, _watch
+from fettle.measure import Accuracy, WorkerError, _candidates, _rounds, _watch
 from fettle.measure.messages import Asked, Built, Prepare, Prepared, SliceTaken, TakeSlice
 from fettle.recipe import Recipe
 from fettle.result import Limits, Reference
 from fettle.search import Space
 from fettle.techniques import CATALOGUE, Facts
-from fettle.tuning import _budget
-from fettle.tuning._last_race import LastRace, last_race
+from fettle.tuning import Options, _budget
+from fettle.tuning._final_race import FinalRace, final_race
 from fettle.tuning._plan import MemoryPlan
 from fettle.tuning._probe import Probed
 from fettle.tuning.session import Session
@@ -59,11 +59,11 @@ class World:
     def install(self, monkeypatch) -> None:
         """Let the rooms of measuring and tuning live in this world."""
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
-        for module in (_entrants, importlib.import_module("fettle.measure.race"), _rounds, _watch, _budget):
+        for module in (_candidates, importlib.import_module("fettle.measure.race"), _rounds, _watch, _budget):
             monkeypatch.setattr(module, "time", clock)
         monkeypatch.setattr(_watch, "read_machine", self.reading)
-        monkeypatch.setattr(_entrants, "Worker", lambda *args, **kwargs: _Worker(self))
-        monkeypatch.setattr(_entrants, "_memory_is_short", lambda entrants: False)
+        monkeypatch.setattr(_candidates, "Worker", lambda *args, **kwargs: _Worker(self))
+        monkeypatch.setattr(_candidates, "_memory_is_short", lambda running: False)
 
     def sleep(self, seconds: float) -> None:
         self.others_s += seconds * self.neighbour(self.now)
@@ -103,10 +103,10 @@ class _Worker:
                 raise WorkerError("timed out", "timeout")
             world.now += seconds
             world.compiled.add(request.label)
-            dear = world.ready_s(self.recipe) > 5
+            expensive = world.ready_s(self.recipe) > 5
             return Prepared(
                 load_s=0.1, optimize_s=0.1, first_call_s=first_s, samples=1, peak_bytes=1 << 20,
-                cache=("warm" if warm else "cold") if dear else "", device="cpu", gpu="",
+                cache=("warm" if warm else "cold") if expensive else "", device="cpu", gpu="",
                 accuracy=Accuracy(world.error(self.recipe), 1.0, 0.0, 1.0, finite=True, judged_batches=2),
                 call_ns=int(self.ms * 1e6), notes=[], learned={},
             )  # fmt: skip
@@ -172,10 +172,14 @@ def made_up_space() -> tuple[Space, Facts]:
     return space_for(facts, levels)[0], facts
 
 
-def session_in(world: World, folder: Path, budget_s: float | None, facts: Facts, tell=lambda event: None) -> Session:
+def session_in(
+    world: World, folder: Path, budget_s: float | None, facts: Facts, on_progress=lambda event: None
+) -> Session:
     """A session that was just opened in this world."""
     target = Target("made/up.py:workload", name="made up")
-    session = Session(target, folder, Limits(0.02), "throughput", budget_s, world.now, tell)
+    session = Session(
+        target, Options(limits=Limits(0.02), budget_s=budget_s, output=folder), on_progress, started=world.now
+    )
     session.rules = replace(session.rules, may_go_first=False)
     session.patience.left_s = 0.6 * session._may_wait_s
     reference = Reference(dtype="float64", why="", noise=0.0, metric=math.nan)
@@ -186,9 +190,9 @@ def session_in(world: World, folder: Path, budget_s: float | None, facts: Facts,
     return session
 
 
-def study(world: World, session: Session, space, design) -> LastRace:
+def study(world: World, session: Session, space, design) -> FinalRace:
     """What `tune` does between the probe and the outcome."""
     space = replace(space, cost=session.cost)
     session.measure([Recipe()])
     design(space, session)
-    return last_race(session, space)
+    return final_race(session, space)

@@ -32,10 +32,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("arguments", "words"),
     [
         ("tune", "Missing argument"),
-        ("tune .", "is no target"),
+        ("tune .", "is not a target"),
         ("tune ./text.txt", "is no Python file"),
-        ("tune work.py:", "is no target"),
-        ("tune work.py:two:three", "is no target"),
+        ("tune work.py:", "is not a target"),
+        ("tune work.py:two:three", "is not a target"),
         ("tune work.py --budget -5", "is not a duration"),
         ("tune work.py --budget nan", "is not a duration"),
         ("tune work.py --budget 1..5s", "is not a duration"),

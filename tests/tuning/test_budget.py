@@ -1,4 +1,4 @@
-"""A budget holds the last race too. Machine, processes and clock are made up; session, race and search are the real."""
+"""A budget holds the final race too. Machine, processes and clock are made up; session, race and search are real."""
 
 import math
 
@@ -66,7 +66,7 @@ def test_calls_that_take_long_leave_time_for_what_promises_most(tmp_path, monkey
     assert not last.unconfirmed
 
 
-def test_without_a_budget_the_last_race_is_whole(tmp_path, monkeypatch):
+def test_without_a_budget_the_final_race_is_whole(tmp_path, monkeypatch):
     world = World(time_ms(5), ready_s(1.0))
     world.install(monkeypatch)
     space, facts = made_up_space()
@@ -83,7 +83,7 @@ def test_a_budget_that_is_too_small_is_said_plainly(tmp_path, monkeypatch):
     world.install(monkeypatch)
     space, facts = made_up_space()
     said = []
-    session = session_in(world, tmp_path, 14, facts, tell=lambda event: said.append(event.doing))
+    session = session_in(world, tmp_path, 14, facts, on_progress=lambda event: said.append(event.doing))
     last = study(world, session, space, auto)
     assert last.trials == ()
     assert last.unconfirmed.startswith("Not confirmed: the budget of 14 s was too small")

@@ -1,4 +1,4 @@
-"""Studies beside a neighbour, in a made-up world: what is said, who meets in the last race, what is announced."""
+"""Studies beside a neighbour, in a made-up world: what is said, who meets in the final race, what is announced."""
 
 import math
 
@@ -35,7 +35,7 @@ def run(tmp_path, monkeypatch, neighbour, budget_s=240.0, seed=0):
     world = World(time_ms, seed=seed, neighbour=neighbour, beside=beside)
     world.install(monkeypatch)
     space, facts = made_up_space()
-    session = session_in(world, tmp_path, budget_s, facts, tell=lambda event: told.append(event.doing))
+    session = session_in(world, tmp_path, budget_s, facts, on_progress=lambda event: told.append(event.doing))
     last = study(world, session, space, auto)
     winner, verdict = pick_winner(session, last.trials)
     return session, last, winner, verdict, told
@@ -73,7 +73,7 @@ def test_a_baseline_that_swings_is_told_of_before_minutes_are_spent(tmp_path, mo
     world = World(time_ms, neighbour=lambda now: 0.5 if now < 4.45 else 0.0, beside=beside)
     world.install(monkeypatch)
     told = []
-    session = session_in(world, tmp_path, 240.0, made_up_space()[1], tell=lambda event: told.append(event.doing))
+    session = session_in(world, tmp_path, 240.0, made_up_space()[1], on_progress=lambda event: told.append(event.doing))
     session.patience.left_s = 0.0
     session.measure([Recipe()])
     session.look_at_baseline()
@@ -85,7 +85,7 @@ def trial(text, ms, *, elapsed_ms=None, race=1, quiet=True):
     recipe = Recipe.parse(text)
     slices = [Slice(f"{race} {text}", turn, elapsed_ms or ms * (1 + 0.001 * (turn % 3)), ms * (1 + 0.001 * (turn % 3)),
                     quiet, 0.0 if quiet else 0.8) for turn in range(1, 9)]  # fmt: skip
-    return Trial(recipe, "measured", time_ms=ms, slices=slices, heat=race, is_quiet=quiet)
+    return Trial(recipe, "measured", time_ms=ms, slices=slices, race=race, is_quiet=quiet)
 
 
 def session_with(tmp_path, monkeypatch, *races):
@@ -93,7 +93,7 @@ def session_with(tmp_path, monkeypatch, *races):
     world.install(monkeypatch)
     session = session_in(world, tmp_path, 240.0, made_up_space()[1])
     for number, trials in enumerate(races, 1):
-        session._heat = number
+        session._race = number
         session.keep(trials)
     return session
 
@@ -112,15 +112,15 @@ def test_finalists_are_all_that_may_be_the_best_and_one_of_another_kind(tmp_path
     assert "channels_last=on" not in chosen
 
 
-def test_a_leader_that_others_may_beat_is_never_alone_in_the_last_race(tmp_path, monkeypatch):
+def test_a_leader_that_others_may_beat_is_never_alone_in_the_final_race(tmp_path, monkeypatch):
     for seed in range(4):
         _, last, winner, _, _ = run(tmp_path, monkeypatch, bursts, seed=seed)
         assert len(last.trials) >= 2
-        assert winner.heat == last.trials[0].heat
+        assert winner.race == last.trials[0].race
 
 
 def test_of_two_that_cannot_be_told_apart_the_simpler_wins(tmp_path, monkeypatch):
-    """A longer recipe led by luck; in the last race its own simplification is as fast."""
+    """A longer recipe led by luck; in the final race its own simplification is as fast."""
     long, short = "channels_last=on precision=bf16 grad=no_grad", "channels_last=on precision=bf16"
     session = session_with(tmp_path, monkeypatch, [trial("baseline", 90.0), trial(long, 40.8)])
     last = session.standings.confirmed(
@@ -134,7 +134,7 @@ def test_of_two_that_cannot_be_told_apart_the_simpler_wins(tmp_path, monkeypatch
 
 
 def test_a_gain_that_every_race_saw_is_not_cannot_tell(tmp_path, monkeypatch):
-    """The last race was disturbed so much that it tells nothing by itself."""
+    """The final race was disturbed so much that it tells nothing by itself."""
     fast = "precision=bf16"
     session = session_with(
         tmp_path, monkeypatch,
@@ -144,7 +144,7 @@ def test_a_gain_that_every_race_saw_is_not_cannot_tell(tmp_path, monkeypatch):
     wild = [Slice(one.slices[0].process, turn, ms, ms) for one, base in zip(vague, (9.0, 3.0), strict=True)
             for turn, ms in enumerate([base, 9 * base, base / 9], 1)]  # fmt: skip
     last = session.standings.confirmed([
-        Trial(one.recipe, "measured", time_ms=1.0, heat=4, slices=wild[3 * place : 3 * place + 3])
+        Trial(one.recipe, "measured", time_ms=1.0, race=4, slices=wild[3 * place : 3 * place + 3])
         for place, one in enumerate(vague)
     ])  # fmt: skip
     _, verdict = pick_winner(session, last)

@@ -50,7 +50,7 @@ def test_a_dict_is_tuned_and_the_result_applies_with_the_studys_inputs(tmp_path:
     wanted = model(**inputs).detach()
     notes: list[str] = []
     result = fettle.tune(
-        model, inputs, techniques=GIVEN, budget_s=0, output=tmp_path, tell=lambda event: notes.append(event.note)
+        model, inputs, techniques=GIVEN, budget_s=0, output=tmp_path, on_progress=lambda event: notes.append(event.note)
     )
     assert "inputs: one batch of keyword arguments: ids, mask" in notes
     assert result.trials[0].status == "measured"
@@ -95,7 +95,7 @@ def test_an_edited_model_starts_a_study_beside_the_old_one_and_says_so(tmp_path:
     assert len(names(again)) == 1
     assert "not those of the study 'work'" in again.notes[0]
     events: list[fettle.Event] = []
-    same = run(tell=events.append)  # the edited one goes on
+    same = run(on_progress=events.append)  # the edited one goes on
     assert names(same) == names(again)
     assert not any(event.trial for event in events)
     with pytest.raises(fettle.UsageError, match="another workload"):

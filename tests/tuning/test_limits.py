@@ -1,4 +1,4 @@
-"""The goal and the limits as numbers, and the time that is kept back for the last race."""
+"""The goal and the limits as numbers, and the time that is kept back for the final race."""
 
 import math
 import time
@@ -9,7 +9,7 @@ from fettle.measure import Accuracy, Interval, Startup, Trial
 from fettle.recipe import Recipe
 from fettle.result import Limits
 from fettle.tuning._budget import Budget
-from fettle.tuning._last_race import climb
+from fettle.tuning._final_race import climb
 from fettle.tuning._limits import distance, misses, score
 
 

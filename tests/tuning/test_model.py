@@ -31,7 +31,7 @@ class Machine:
                     ms = TRUTH_MS[recipe] * math.exp(luck + self.random.gauss(0, self.noise))
                     elapsed = ms * (slower or {}).get(recipe, 1.0)
                     slices.append(Slice(name, turn, elapsed, ms, quiet, 0.0 if quiet else 0.8))
-            trials.append(Trial(recipe, "measured", time_ms=1.0, slices=slices, heat=number))
+            trials.append(Trial(recipe, "measured", time_ms=1.0, slices=slices, race=number))
         return trials
 
 
@@ -97,7 +97,7 @@ def test_quiet_rounds_leave_the_busy_ones_out():
     busy = machine.race(1, [GIVEN, FAST], rounds=5, quiet=False)
     trials = [
         Trial(one.recipe, "measured", slices=[*one.slices, *(Slice(s.process, s.round + 3, 50.0, 50.0, False, 0.9)
-                                                           for s in other.slices)], heat=1)
+                                                           for s in other.slices)], race=1)
         for one, other in zip(quiet, busy, strict=True)
     ]  # fmt: skip
     races = Races()
@@ -119,5 +119,5 @@ def test_races_may_come_in_parts_and_again():
 def test_a_process_that_met_nobody_says_nothing():
     machine = Machine(7)
     first, second = machine.race(1, [GIVEN, FAST])
-    second = Trial(FAST, "measured", heat=1, slices=[Slice("x", 99, 4.0, 4.0)])
+    second = Trial(FAST, "measured", race=1, slices=[Slice("x", 99, 4.0, 4.0)])
     assert points_of(1, [first, second]) == []

@@ -6,8 +6,7 @@ import pytest
 
 from fettle.measure import Interval, Trial
 from fettle.recipe import Recipe
-from fettle.result import Limits
-from fettle.tuning import Session
+from fettle.tuning import Options, Session
 from fettle.tuning._outcome import _beside
 from fettle.workload import Target
 
@@ -21,11 +20,13 @@ def test_the_baseline_beside_the_winner_is_of_its_race():
     assert _beside(None, [GIVEN, WINNER]) is None
 
 
-def test_a_baseline_that_died_in_the_last_race_is_not_shown_as_its_time():
+def test_a_baseline_that_died_in_the_final_race_is_not_shown_as_its_time():
     assert _beside(WINNER, [Trial(Recipe(), "failed", "killed", time_ms=math.nan), WINNER]) is None
 
 
 @pytest.mark.parametrize(("goal", "seconds"), [("energy", 0.5), ("throughput", 0.08)])
 def test_slices_outlast_the_period_of_an_energy_counter(goal, seconds, tmp_path):
-    session = Session(Target("made/up.py:workload"), tmp_path, Limits(), goal, None, 0.0, lambda event: None)
+    session = Session(
+        Target("made/up.py:workload"), Options(goal=goal, budget_s=None, output=tmp_path), lambda event: None
+    )
     assert session.rules.slice_s == seconds

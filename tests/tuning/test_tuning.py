@@ -91,7 +91,7 @@ def test_a_workload_is_tuned_verified_and_written(tuned) -> None:
     }  # fmt: skip
     assert result.ladder[0].label == "as given"
     assert result.ladder[0].trial is result.baseline
-    assert result.verdict != "faster" or result.baseline_again is not None  # beside the winner, in the last race
+    assert result.verdict != "faster" or result.baseline_again is not None  # beside the winner, in the final race
     assert result.ladder[-1].trial.recipe == result.recipe
     assert any(item.technique == "compile" for item in result.left_out)
 
@@ -142,7 +142,7 @@ def test_optuna_reads_the_study(tuned) -> None:
 def test_the_same_call_again_measures_nothing(tuned) -> None:
     result, work, out = tuned
     events = []
-    again = fettle.tune(str(work), techniques=FEW, budget_s=BUDGET_S, output=out, tell=events.append)
+    again = fettle.tune(str(work), techniques=FEW, budget_s=BUDGET_S, output=out, on_progress=events.append)
     assert [event for event in events if event.trial is not None] == []
     assert [trial.recipe for trial in again.trials] == [trial.recipe for trial in result.trials]
 
@@ -253,7 +253,7 @@ def test_a_budget_that_the_probe_used_up_still_measures_the_workload_as_given(wo
     [
         (["nothing.py"], "no such file"),
         (["work.py:absent"], "no factory named 'absent'"),
-        (["not a target"], "is no target"),
+        (["not a target"], "is not a target"),
         (["work.py", "--technique", "warp=on"], "unknown technique 'warp'"),
         (["work.py", "--technique", "precision=fp3"], "no level 'fp3'"),
         (["work.py", "--technique", "precision"], "write NAME=LEVEL"),

@@ -22,6 +22,7 @@ from fettle.errors import UsageError
 
 COMMANDS = {
     "Make it fast": {
+        "improve": "the whole workflow, step by step, on one page",
         "tune": "find the fastest recipe within limits",
         "bench": "compare named recipes in one interleaved race",
         "study": "every combination, and how techniques interact",

@@ -34,6 +34,14 @@ def telling(first: str, *, quiet: bool = False) -> Iterator[Callable[[str], None
         yield lambda text: status.update(escape(text))
 
 
+def spoilers() -> None:
+    """A line on standard error for each thing in the environment that would spoil what is measured now."""
+    from fettle.doctor import spoilers as found
+
+    for finding in found():
+        print(f"fettle: {finding.seen} {finding.why} Mend it: {finding.mend}", file=sys.stderr)
+
+
 @contextmanager
 def bar(first: str, *, quiet: bool = False, lines: bool = False) -> Iterator[Callable[[str, float, float], None]]:
     """What runs now, how much is done, of how much, and the time left: on standard error, where that is a terminal.

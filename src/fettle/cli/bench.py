@@ -56,7 +56,7 @@ def command(
             budget_s=_options.duration_s(budget, "--budget") or None,
             under_load=under_load,
             polite=polite,
-            tell=show,
+            on_progress=show,
         )
     _show.answer(
         as_json,

@@ -39,7 +39,7 @@ def command(
     if foreign and not as_json:
         Console(stderr=True).print(f"[yellow]{foreign}; measuring it here[/]", highlight=False)
     with progress(quiet=as_json) as show:
-        comparison = check(target, found, mode=mode, force=force, tell=show)
+        comparison = check(target, found, mode=mode, force=force, on_progress=show)
     _show.answer(
         as_json, lambda: comparison_json(comparison), lambda console: _show.print_comparison(console, comparison)
     )

@@ -85,7 +85,11 @@ def command(
                 raise UsageError("--verify is for inference: of a training loop fettle tune tries what is named here")
             budget_s = _options.duration_s(budget, "--budget")
             checked = race_fixes(
-                target, [*found.findings, *found.opportunities], found.evidence.facts, budget_s=budget_s, tell=show
+                target,
+                [*found.findings, *found.opportunities],
+                found.evidence.facts,
+                budget_s=budget_s,
+                on_progress=show,
             )
         if output is not None:
             from fettle.diagnose.report import write_report
@@ -169,7 +173,7 @@ def _print(found: Diagnosis, checked: Sequence[Verified], console: Console) -> N
 
 def _print_watching(found: Diagnosis, console: Console) -> None:
     if found.watching:
-        console.print("\n[bold underline]What it was seen with[/]\n", highlight=False)
+        console.print("\n[bold underline]How the evidence was gathered[/]\n", highlight=False)
     for item in found.watching:
         console.print(f"{item.what}: {item.cost}", style="dim", highlight=False)
         for line in (item.says, item.command):

@@ -114,8 +114,8 @@ def command(
             raise UsageError("`response`, `factors` and `group_by` are for a table, `from_csv`")
         settings = _settings(design, technique, factor, order, recipe, cells, rounds, budget, mode, max_error, folder,
                              storage, atlas, trial_timeout, under_load, polite)  # fmt: skip
-        with progress(quiet=as_json) as tell:
-            made = study(targets or (), settings, tell, agreed=yes)
+        with progress(quiet=as_json) as on_progress:
+            made = study(targets or (), settings, on_progress, agreed=yes)
         if isinstance(made, Plan):
             raise UsageError(f"{made}: add `yes` to run it, or `budget='30m'` for the best fraction that fits")
         done, table = made, made.table

@@ -46,7 +46,7 @@ def command(
             raise UsageError(f"the workload could not be probed: {error}") from error
     catalogue = [technique for technique in CATALOGUE if facts.mode in technique.modes]
     rows = [
-        {"technique": t.name, "title": t.title, "given": t.default, "levels": msgspec.to_builtins(t.levels(facts))}
+        {"technique": t.name, "title": t.title, "default": t.default, "levels": msgspec.to_builtins(t.levels(facts))}
         for t in catalogue
     ]
     table = Table("technique", "level", "what it does", "here", box=None, header_style="bold", pad_edge=False)

@@ -75,4 +75,4 @@ def settings(here: Environment, rows: Mapping[str, tuple[str, Level, str]]) -> I
             continue
         words = values.lower().split("|")
         if "*" in words or value.lower() in words or ("on" in words and here.is_on(name)):
-            yield Finding("", level, f"{name}={value[:60]}", why, f"unset {name}")
+            yield Finding("", level, f"{name}={value[:60]} is set.", why, f"unset {name}")

@@ -18,7 +18,7 @@ _TRUTHS = (
 )  # fmt: skip
 _COUNTS = {
     "max_split_size_mb": (20, 1 << 40), "max_non_split_rounding_mb": (20, 1 << 40),
-    "large_segment_size_mb": (1, 1 << 40), "pinned_max_cached_size_mb": (0, 1 << 40),
+    "large_segment_size_mb": (11, 1 << 40), "pinned_max_cached_size_mb": (0, 1 << 40),
     "pinned_max_round_threshold_mb": (0, 1 << 40),
     "pinned_num_register_threads": (1, 128), "pinned_reserve_segment_size_mb": (0, 1 << 40),
 }  # fmt: skip
@@ -26,7 +26,7 @@ _SHARES = ("garbage_collection_threshold", "per_process_memory_fraction")
 _KEYS = (*_TRUTHS, *_COUNTS, *_SHARES, "roundup_power2_divisions", "backend")
 _NATIVE = ("expandable_segments", "max_split_size_mb", "garbage_collection_threshold", "roundup_power2_divisions")
 """What only torch's own allocator does."""
-_RAISES = "torch raises when it first uses the device, or when the settings are first read."
+_RAISES = "torch raises when the settings are first read, or reads something else."
 
 
 def _given(here: Environment) -> tuple[str, str]:
@@ -75,9 +75,9 @@ def _fault(key: str, value: str) -> tuple[str, str]:
     if key == "backend" and value not in ("native", "cudaMallocAsync", "hipMallocAsync"):
         return f"backend is {value!r}, and there are native and cudaMallocAsync.", "backend:native"
     if key == "roundup_power2_divisions":
-        numbers = [int(number[:9]) for number in re.findall(r":?([0-9]+)(?=[,\]]|$)", value)]
-        if not numbers or any(number & (number - 1) for number in numbers):
-            return f"{key} is {value!r}, and every number of divisions must be a power of two.", f"{key}:4"
+        numbers = [int(number[:9]) for number in re.findall("[0-9]+", value)]
+        if not numbers or any(number & (number - 1) for number in numbers) or value == "0":
+            return f"{key} is {value!r}, and every number in it must be a power of two.", f"{key}:4"
     return "", ""
 
 
@@ -133,6 +133,6 @@ def no_memory_cache(here: Environment) -> Iterator[Finding]:
     """The switch for memory checkers."""
     for name in ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING"):
         if name in here.variables:  # torch looks whether it is set, not to what
-            yield warning(f"{name}={here.variables[name]}",
+            yield warning(f"{name}={here.variables[name]} is set.",
                           "Every tensor is allocated and freed by the driver, which waits for the device.",
                           f"unset {name}")  # fmt: skip

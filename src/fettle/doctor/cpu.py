@@ -109,7 +109,7 @@ def slow_clock(here: Environment) -> Iterator[Finding]:
 @check()
 def two_openmps(here: Environment) -> Iterator[Finding]:
     """Two OpenMP runtimes in one process."""
-    if here.is_on("KMP_DUPLICATE_LIB_OK"):
+    if here.is_on("KMP_DUPLICATE_LIB_OK") and "KMP_INIT_AT_FORK" not in here.variables:  # scikit-learn sets both
         yield warning("KMP_DUPLICATE_LIB_OK hides that two OpenMP runtimes are loaded.",
                       "Each has threads of its own, which take the cores from one another, and results may be wrong.",
                       "unset KMP_DUPLICATE_LIB_OK  # and install torch and NumPy from one source")  # fmt: skip

@@ -113,7 +113,7 @@ def shadowing_index(here: Environment) -> Iterator[Finding]:
             yield warning(f"{where} sets {name} without TLS: {_plain(' '.join(remote))}.",
                           "Anybody on the way can replace a package.", mend)  # fmt: skip
     if "unsafe" in here.variables.get("UV_INDEX_STRATEGY", ""):
-        yield warning(f"UV_INDEX_STRATEGY={here.variables['UV_INDEX_STRATEGY']}",
+        yield warning(f"UV_INDEX_STRATEGY={here.variables['UV_INDEX_STRATEGY']} is set.",
                       "uv takes the best version from any index, as pip does: a public name can shadow a private one.",
                       "unset UV_INDEX_STRATEGY")  # fmt: skip
 

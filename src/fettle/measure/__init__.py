@@ -4,18 +4,18 @@ Other rooms use `race`, which measures recipes side by side, and the plain data 
 """
 
 from fettle.measure._accuracy import judge
-from fettle.measure._entrants import Held
+from fettle.measure._candidates import Held
 from fettle.measure._load import Load
 from fettle.measure._priority import READY, may_go_first, prefer
 from fettle.measure._process import Worker, WorkerError, close_all
-from fettle.measure._rules import Entry, Judge, Progress, Rules
+from fettle.measure._rules import Candidate, Judge, Progress, Rules
 from fettle.measure._statistics import ENOUGH, log_interval, paired, ratio_interval, verdict
 from fettle.measure._trial import Accuracy, Interval, Slice, Startup, Trial, by_round
 from fettle.measure._watch import Patience, Surroundings
 from fettle.measure.race import race
 
 __all__ = [
-    "ENOUGH", "READY", "Accuracy", "Entry", "Held", "Interval", "Judge", "Load", "Patience", "Progress", "Rules",
+    "ENOUGH", "READY", "Accuracy", "Candidate", "Held", "Interval", "Judge", "Load", "Patience", "Progress", "Rules",
     "Slice", "Startup", "Surroundings", "Trial", "Worker", "WorkerError", "by_round", "close_all",
     "judge", "log_interval", "may_go_first", "paired", "prefer", "race", "ratio_interval", "verdict",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The processes of a race: each entry's, started one after the other and paused, and what they have measured so far."""
+"""The processes of a race: each candidate's, started one after the other and paused, and what they have measured."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from pathlib import Path
 
 import psutil
 
+from fettle.generate.speed import Came
 from fettle.measure._priority import READY, prefer
 from fettle.measure._process import Worker, WorkerError
-from fettle.measure._rules import Entry, Judge, Progress, Rules
+from fettle.measure._rules import Candidate, Judge, OnProgress, Progress, Rules
 from fettle.measure._trial import Slice, Trial, by_round
 from fettle.measure.messages import Build, Built, Prepare, Prepared
 from fettle.procs.nodes import Nodes
@@ -35,7 +36,7 @@ class Held:
         kept = self.runners.get(recipe)
         if kept is None or kept.failure:
             return None
-        return replace(kept, began=time.monotonic(), slices=[], samples_ns=[], energy_j=[])
+        return replace(kept, began=time.monotonic(), slices=[], samples_ns=[], energy_j=[], texts=[])
 
     def keep(self, recipes: Collection[Recipe]) -> None:
         """End all processes but those of these recipes."""
@@ -49,9 +50,9 @@ class Held:
 
 @dataclass
 class Runner:
-    """One process of an entry."""
+    """One process of a candidate."""
 
-    entry: Entry
+    candidate: Candidate
     worker: Worker
     answer: Prepared
     rejected: str
@@ -61,6 +62,8 @@ class Runner:
     slices: list[Slice] = field(default_factory=list)
     samples_ns: list[int] = field(default_factory=list)
     energy_j: list[float] = field(default_factory=list)
+    texts: list[Came] = field(default_factory=list)
+    """How texts came, where the workload writes some."""
     failure: str = ""
 
     def times_ms(self, *, elapsed: bool = False) -> dict[int, float]:
@@ -69,8 +72,8 @@ class Runner:
 
 
 @dataclass
-class Entrant:
-    """An entry in the race: its processes, the first of which speaks for all where they cannot differ."""
+class Started:
+    """A candidate in the race: its processes, the first of which speaks for all where they cannot differ."""
 
     runners: list[Runner]
     live: bool = True
@@ -107,7 +110,7 @@ class Entrant:
 
 
 @dataclass(frozen=True)
-class Begun:
+class WithWorkload:
     """A process with the workload in it, or why it could not be built."""
 
     worker: Worker
@@ -126,86 +129,90 @@ class Start:
     rules: Rules
     log_folder: Path | None
     environment: Mapping[str, str]
-    heat: int
+    race: int
     held: Held | None
     nodes: Nodes | None = None
 
     def line_up(
-        self, entries: Sequence[Entry], trials: dict[int, Trial], stack: ExitStack, tell: Callable[[Progress], None]
-    ) -> dict[int, Entrant]:
+        self,
+        candidates: Sequence[Candidate],
+        trials: dict[int, Trial],
+        stack: ExitStack,
+        on_progress: OnProgress,
+    ) -> dict[int, Started]:
         """Start the workers one after the other; failures go into `trials`. Stops at the deadline, and when memory
-        runs short: the entries after the last one touched have not been begun."""
-        entrants: dict[int, Entrant] = {}
-        queue = [(entry, f"{index:02d}") for index, entry in enumerate(entries) if not self._held(entry)]
+        runs short: the candidates after the last one touched have not been begun."""
+        running: dict[int, Started] = {}
+        queue = [(candidate, f"{index:02d}") for index, candidate in enumerate(candidates) if not self._held(candidate)]
         with closing(self._built(queue)) as line:
-            self._line_up(entries, trials, entrants, line, stack, tell)
-        return entrants
+            self._line_up(candidates, trials, running, line, stack, on_progress)
+        return running
 
     def _line_up(
-        self, entries: Sequence[Entry], trials: dict[int, Trial], entrants: dict[int, Entrant],
-        line: Generator[Begun, None, None], stack: ExitStack, tell: Callable[[Progress], None],
+        self, candidates: Sequence[Candidate], trials: dict[int, Trial], running: dict[int, Started],
+        line: Generator[WithWorkload, None, None], stack: ExitStack, on_progress: OnProgress,
     ) -> None:  # fmt: skip
-        for index, entry in enumerate(entries):
+        for index, candidate in enumerate(candidates):
             if index and time.monotonic() > self.rules.deadline:
                 break
-            waiting = self._held(entry)
+            waiting = self._held(candidate)
             if waiting is not None:
-                entrants[index] = Entrant([waiting], elapsed=self.rules.under_load)
+                running[index] = Started([waiting], elapsed=self.rules.under_load)
                 continue
-            tell(Progress("start", entry.recipe))
+            on_progress(Progress("start", candidate.recipe))
             began = time.monotonic()
             try:
-                runner = self._ready(next(line), entry)
+                runner = self._ready(next(line), candidate, self._rows(candidate))
             except WorkerError as error:
                 if error.kind == "timeout" and time.monotonic() > self.rules.deadline:
                     break  # the budget ended it, not its own time limit: that says nothing about the recipe
                 trials[index] = Trial(
-                    entry.recipe, "failed", str(error), seconds=time.monotonic() - began, heat=self.heat
+                    candidate.recipe, "failed", str(error), seconds=time.monotonic() - began, race=self.race
                 )
-                tell(Progress("trial", entry.recipe, trial=trials[index]))
+                on_progress(Progress("trial", candidate.recipe, trial=trials[index]))
                 continue
-            entrants[index] = Entrant([runner], elapsed=self.rules.under_load)
+            running[index] = Started([runner], elapsed=self.rules.under_load)
             if self.held is not None:
-                self.held.runners[entry.recipe] = runner
+                self.held.runners[candidate.recipe] = runner
             else:
                 stack.callback(runner.worker.close)
-            if _memory_is_short(entrants.values()) and len(entrants) > 1:
+            if _memory_is_short(running.values()) and len(running) > 1:
                 break
 
-    def _held(self, entry: Entry) -> Runner | None:
-        return self.held.take(entry.recipe) if self.held is not None else None
+    def _held(self, candidate: Candidate) -> Runner | None:
+        return self.held.take(candidate.recipe) if self.held is not None else None
 
-    def replicate(
-        self, entrants: Mapping[int, Entrant], wanted: int, stack: ExitStack, tell: Callable[[Progress], None]
-    ) -> None:
-        """Start the further processes of each entry that may win, a whole set at a time, until each has `wanted`, as
-        far as time and memory allow."""
+    def replicate(self, running: Mapping[int, Started], wanted: int, stack: ExitStack, on_progress: OnProgress) -> None:
+        """Start the further processes of each candidate that may win, a whole set at a time, until each has `wanted`,
+        as far as time and memory allow."""
         able = {
-            index: entrant for index, entrant in entrants.items() if not (entrant.rejected or entrant.first.entry.once)
+            index: started
+            for index, started in running.items()
+            if not (started.rejected or started.first.candidate.once)
         }
         left_s = min(self.rules.replicate_s, self.rules.deadline - time.monotonic())
-        for copy in range(min((len(entrant.runners) for entrant in able.values()), default=wanted), wanted):
-            cost_s = sum(entrant.first.started_s for entrant in able.values())
-            if len(able) < 2 or cost_s > left_s or _memory_is_short(entrants.values()):
+        for copy in range(min((len(started.runners) for started in able.values()), default=wanted), wanted):
+            cost_s = sum(started.first.started_s for started in able.values())
+            if len(able) < 2 or cost_s > left_s or _memory_is_short(running.values()):
                 return
             began = time.monotonic()
-            queue = [(entrant.first.entry, f"{index:02d}-{copy}") for index, entrant in able.items()]
+            queue = [(started.first.candidate, f"{index:02d}-{copy}") for index, started in able.items()]
             with closing(self._built(queue)) as line:
-                for entrant in able.values():
-                    tell(Progress("start", entrant.first.entry.recipe))
+                for started in able.values():
+                    on_progress(Progress("start", started.first.candidate.recipe))
                     try:
-                        runner = self._ready(next(line), entrant.first.entry)
+                        runner = self._ready(next(line), started.first.candidate)
                     except WorkerError as error:
                         if error.kind == "timeout" and time.monotonic() > self.rules.deadline:
                             return  # the budget ended it: those that run already go on
-                        entrant.first.failure, entrant.live = f"its process {copy + 1}: {error}", False
+                        started.first.failure, started.live = f"its process {copy + 1}: {error}", False
                         continue
                     stack.callback(runner.worker.close)
-                    entrant.runners.append(runner)
-            able = {index: entrant for index, entrant in able.items() if entrant.live}
+                    started.runners.append(runner)
+            able = {index: started for index, started in able.items() if started.live}
             left_s -= time.monotonic() - began
 
-    def _built(self, queue: Sequence[tuple[Entry, str]]) -> Generator[Begun, None, None]:
+    def _built(self, queue: Sequence[tuple[Candidate, str]]) -> Generator[WithWorkload, None, None]:
         """The processes of `queue` in its order, each with the workload built and paused, `Rules.abreast` of them built
         side by side. Those that were built and never asked for are ended when the iterator is closed."""
         for begin in range(0, len(queue), self.rules.abreast):
@@ -217,13 +224,15 @@ class Start:
                 for one in built:
                     one.worker.close()
 
-    def _build(self, group: Sequence[tuple[Entry, str]]) -> list[Begun]:
+    def _build(self, group: Sequence[tuple[Candidate, str]]) -> list[WithWorkload]:
         began = time.monotonic()
         workers: list[Worker] = []
         try:
-            for entry, name in group:
-                log = self.log_folder / f"{self.heat:03d}-{name}.log" if self.log_folder else None
-                worker = Worker({**self.environment, **entry.environment}, log, ranks=entry.ranks, nodes=self.nodes)
+            for candidate, name in group:
+                log = self.log_folder / f"{self.race:03d}-{name}.log" if self.log_folder else None
+                worker = Worker(
+                    {**self.environment, **candidate.environment}, log, ranks=candidate.ranks, nodes=self.nodes
+                )
                 workers.append(worker)
                 if self.rules.may_go_first and not self.rules.under_load:
                     prefer(worker.pid, READY)
@@ -235,7 +244,7 @@ class Start:
                 worker.close()
             raise
         build_s = (time.monotonic() - began) / len(group)
-        return [Begun(worker, build_s, failure) for worker, failure in zip(workers, failures, strict=True)]
+        return [WithWorkload(worker, build_s, failure) for worker, failure in zip(workers, failures, strict=True)]
 
     def _finish(self, worker: Worker) -> None:
         built = worker.finish(Built, self.rules.prepare_timeout_s)
@@ -246,13 +255,16 @@ class Start:
                 "(seed every generator; fettle calls torch.manual_seed(0) first)"
             )
 
-    def _ready(self, built: Begun, entry: Entry) -> Runner:
+    def _rows(self, candidate: Candidate) -> tuple[int, ...]:
+        return self.rules.rows if self.rules.rows_for_all or not candidate.recipe.levels else ()
+
+    def _ready(self, built: WithWorkload, candidate: Candidate, rows: tuple[int, ...] = ()) -> Runner:
         """Apply the recipe in a process that was built, and pause it. Raises `WorkerError`, the process gone."""
         began = time.monotonic() - built.build_s
         try:
             if built.failure is not None:
                 raise built.failure
-            runner = self._prepared(built.worker, entry, began)
+            runner = self._prepared(built.worker, candidate, began, rows)
         except BaseException:
             built.worker.close()
             raise
@@ -260,16 +272,19 @@ class Start:
         runner.started_s = time.monotonic() - began
         return runner
 
-    def _prepared(self, worker: Worker, entry: Entry, began: float) -> Runner:
+    def _prepared(self, worker: Worker, candidate: Candidate, began: float, rows: tuple[int, ...]) -> Runner:
         timeout_s = max(
             10.0, min(self.rules.prepare_timeout_s, self.rules.deadline - time.monotonic() + self.rules.grace_s)
         )
-        request = Prepare(entry.source, str(entry.recipe), self.judging.path, entry.factor, entry.calibrated)
+        request = Prepare(
+            candidate.source, str(candidate.recipe), self.judging.path, candidate.factor, candidate.calibrated,
+            self.rules.part, rows,
+        )  # fmt: skip
         answer = worker.ask(request, Prepared, timeout_s)
         rejected = ""
-        if self.judging.path and not (self.judging.exempt_baseline and not entry.recipe.levels):
+        if self.judging.path and not (self.judging.exempt_baseline and not candidate.recipe.levels):
             rejected = self.judging.reason(answer.accuracy)
-        return Runner(entry, worker, answer, rejected, began, process=f"{self.heat}:{worker.pid}")
+        return Runner(candidate, worker, answer, rejected, began, process=f"{self.race}:{worker.pid}")
 
 
 def _failure(do: Callable[[], None]) -> WorkerError | None:
@@ -280,9 +295,9 @@ def _failure(do: Callable[[], None]) -> WorkerError | None:
     return None
 
 
-def _memory_is_short(entrants: Iterable[Entrant]) -> bool:
+def _memory_is_short(running: Iterable[Started]) -> bool:
     """Whether one more process might not fit beside these: the one that runs needs its peak again, the others rest."""
     memory = psutil.virtual_memory()
-    answers = [entrant.first.answer for entrant in entrants]
+    answers = [started.first.answer for started in running]
     peak = max((answer.peak_bytes or 0 for answer in answers if answer.device == "cpu"), default=0)
     return bool(memory.available < max(0.25 * memory.total, 1.1 * peak))

@@ -8,16 +8,16 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fettle.measure._decide import decided, is_dear
-from fettle.measure._entrants import Entrant, Runner
+from fettle.measure._candidates import Runner, Started
+from fettle.measure._decide import decided, is_expensive
 from fettle.measure._gpu_load import with_gpu
 from fettle.measure._load import Load
 from fettle.measure._priority import going_first
 from fettle.measure._process import WorkerError
-from fettle.measure._rules import Progress, Rules
+from fettle.measure._rules import OnProgress, Progress, Rules
 from fettle.measure._statistics import LOOKS
 from fettle.measure._trial import Slice
 from fettle.measure._watch import Patience, Watch
@@ -35,7 +35,7 @@ class Rounds:
 
     rules: Rules
     order: random.Random
-    tell: Callable[[Progress], None]
+    on_progress: OnProgress
     patience: Patience = field(default_factory=Patience)
     watch: Watch = field(default_factory=Watch)
     own: set[int] = field(default_factory=set)
@@ -45,30 +45,30 @@ class Rounds:
     _busy_until: float = 0.0
     """Until when the machine is taken to be busy, after a slice in which others had it."""
 
-    def run(self, entrants: Sequence[Entrant], anchor: Entrant, before: int = 0) -> None:
+    def run(self, running: Sequence[Started], anchor: Started, before: int = 0) -> None:
         """Until the leader is certain, nothing is left to win, or time is up. `before`: rounds that have been run
         already, which are neither counted nor looked at again."""
         rules = self.rules
         self.watch.restart()
-        self.own |= {runner.worker.pid for entrant in entrants for runner in entrant.runners}
+        self.own |= {runner.worker.pid for started in running for runner in started.runners}
         for count in range(1, (rules.equal_rounds or rules.max_rounds) + 1):
-            turns = [(entrant, runner) for entrant in entrants if entrant.live for runner in entrant.runners]
+            turns = [(started, runner) for started in running if started.live for runner in started.runners]
             self.order.shuffle(turns)
-            for entrant, runner in turns:
-                if not entrant.live:
+            for started, runner in turns:
+                if not started.live:
                     continue
                 try:
                     self._turn(runner, before + count)
                 except WorkerError as error:
-                    entrant.live, runner.failure = False, str(error)
-            self.tell(Progress("round", round=before + count, live=sum(entrant.live for entrant in entrants)))
-            if not rules.equal_rounds and count in LOOKS and decided(entrants, anchor, rules):
+                    started.live, runner.failure = False, str(error)
+            self.on_progress(Progress("round", round=before + count, live=sum(started.live for started in running)))
+            if not rules.equal_rounds and count in LOOKS and decided(running, anchor, rules):
                 return
             if time.monotonic() > rules.deadline and count >= LOOKS[0]:
                 return
-            if len(entrants) == 1 and is_dear(anchor):
+            if len(running) == 1 and is_expensive(anchor):
                 return  # nobody to compare it with, and every race that it meets somebody in times it again
-            if not any(entrant.live for entrant in entrants):
+            if not any(started.live for started in running):
                 return
 
     def _turn(self, runner: Runner, number: int) -> None:
@@ -80,7 +80,7 @@ class Rounds:
             if load.is_quiet or self.rules.under_load:
                 return
             if self.patience.may_wait():
-                self.tell(Progress("busy", runner.entry.recipe, load=load))
+                self.on_progress(Progress("busy", runner.candidate.recipe, load=load))
                 came = self.patience.wait(self.watch, self.rules.deadline)
                 self._busy_until = 0.0 if came else time.monotonic() + _BUSY_S
                 if came:

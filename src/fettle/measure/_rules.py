@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from fettle.measure._accuracy import judge
@@ -15,7 +15,7 @@ from fettle.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class Entry:
+class Candidate:
     """A recipe at the start line: its source and what its process needs."""
 
     recipe: Recipe
@@ -42,8 +42,8 @@ class Rules:
     confidence: float = 0.95
     """Of the whole race: the looks share what is left."""
     equal_rounds: int = 0
-    """So many rounds for every entry, and none dropped before: what effects are estimated from. 0: as many as it takes
-    to know the leader."""
+    """So many rounds for every candidate, and none dropped before: what effects are estimated from. 0: as many as it
+    takes to know the leader."""
     indifference: float = 0.01
     """Differences below this are not worth more rounds."""
     precision: float | None = None
@@ -54,14 +54,14 @@ class Rules:
     prepare_timeout_s: float = 900.0
     call_timeout_s: float = 120.0
     settle_verdicts: bool = False
-    """Go on until each entry's verdict against the baseline is known, not only the leader: what `bench` wants."""
+    """Go on until each candidate's verdict against the baseline is known, not only the leader: what `bench` wants."""
     replicates: int = 1
-    """Processes for each entry, as far as `replicate_s` allows."""
+    """Processes for each candidate, as far as `replicate_s` allows."""
     most_replicates: int = 1
-    """Processes for each entry where a speed-up is still vague after the rounds (`is_vague`), if these are more."""
+    """Processes for each candidate where a speed-up is still vague after the rounds (`is_vague`), if these are more."""
     replicate_s: float = 60.0
-    """What starting the second and further processes of all entries may take together, in seconds; as much again for
-    those of entries that are still vague."""
+    """What starting the second and further processes of all candidates may take together, in seconds; as much again for
+    those of candidates that are still vague."""
     abreast: int = 1
     """Processes that import and build the workload side by side. Only that: what is timed is done by one at a time."""
     under_load: bool = False
@@ -122,3 +122,6 @@ class Progress:
     live: int = 0
     load: Load | None = None
     trial: Trial | None = None
+
+
+OnProgress = Callable[[Progress], None]

@@ -9,7 +9,7 @@ that test at the wanted level, Student's t interval stands in.
 A race looks at its data several times. The error rate is kept by Bonferroni: every look uses alpha / looks.
 
 Rounds are repeated measurements of the same two processes, and say nothing of how other processes of the same code
-would differ. Where each entry ran in several processes (replicates), the process is the unit: one number for each,
+would differ. Where each candidate ran in several processes (replicates), the process is the unit: one number for each,
 and Welch's t interval between the two groups (B. L. Welch, *Biometrika* 34, 1947). From five processes on, each side's
 fastest and slowest fifth is trimmed (K. K. Yuen, *Biometrika* 61, 1974): about one process in a hundred is slow for
 life here, by a tenth to a third, and four of them cannot tell that from a difference between the recipes.

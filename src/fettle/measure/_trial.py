@@ -167,7 +167,7 @@ class Trial:
     start_s: float = math.nan
     """What one process of it took until it was ready to be timed: Python, the workload, the recipe, its first answers
     and the warm-up."""
-    heat: int = 0
+    race: int = 0
     """The race it was measured in."""
 
     @property
@@ -198,6 +198,7 @@ class Trial:
 
         plain = {**data, "recipe": {"levels": data["recipe"]}}
         plain.setdefault("learned", {key: data[key] for key in learned_types() if data.get(key)})  # as once written
+        plain.setdefault("race", data.get("heat", 0))  # as once written
         for key in ("time_ms", "p90_ms", "start_s"):
             plain[key] = math.nan if plain.get(key) is None else plain[key]
         for key in ("startup", "accuracy", "load"):

@@ -2,7 +2,7 @@
 
 Read `race` from top to bottom: start the workers one after the other, then rounds of equal slices in random order,
 with a look at the data now and then that drops what is certainly not the best. Where the rules ask for replicates and
-starting them is cheap enough, an entry runs in several processes: what a process is given for life (where its memory
+starting them is cheap enough, a candidate runs in several processes: what a process is given for life (where its memory
 lies) makes two processes of the same code differ, and no number of rounds would show it.
 """
 
@@ -12,18 +12,18 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 from fettle.generate.speed import Generation, figures
 from fettle.measure import _statistics
+from fettle.measure._candidates import Held, Runner, Start, Started
 from fettle.measure._decide import log_ratios
-from fettle.measure._entrants import Entrant, Held, Runner, Start
 from fettle.measure._load import mean_load
 from fettle.measure._rounds import Rounds
-from fettle.measure._rules import Entry, Judge, Progress, Rules
+from fettle.measure._rules import Candidate, Judge, OnProgress, Progress, Rules
 from fettle.measure._trial import Interval, Startup, Trial
 from fettle.measure._watch import Patience
 from fettle.procs.nodes import Nodes
@@ -33,60 +33,60 @@ from fettle.workload import Target
 def race(
     target: Target,
     fingerprint: str,
-    entries: Sequence[Entry],
+    candidates: Sequence[Candidate],
     judging: Judge,
     rules: Rules | None = None,
     *,
     log_folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
-    tell: Callable[[Progress], None] = lambda progress: None,
-    heat: int = 0,
+    on_progress: OnProgress = lambda progress: None,
+    number: int = 0,
     seed: int = 0,
     held: Held | None = None,
     nodes: Nodes | None = None,
     patience: Patience | None = None,
     before: int = 0,
 ) -> list[Trial]:
-    """Race `entries` on the workload of `target`; one trial each, in their order.
+    """Race `candidates` on the workload of `target`; one trial each, in their order.
 
-    The entry with the empty recipe is the baseline that every speed-up refers to; without one the first entry is.
-    `fingerprint` is what `target` must build. Entries that were not
-    begun when the deadline came are left out of the answer. With `held` the processes outlive the race: those in it
-    that have a recipe of `entries` run it, and all others join them. Entries of several ranks are spread over the
+    The candidate with the empty recipe is the baseline that every speed-up refers to; without one the first one is.
+    `fingerprint` is what `target` must build. `number` tells this race from the others of a study. Candidates that were
+    not begun when the deadline came are left out of the answer. With `held` the processes outlive the race: those in it
+    that have a recipe of `candidates` run it, and all others join them. Candidates of several ranks are spread over the
     `nodes`. `patience` is how long the race may wait for a quiet machine, not at all by default. Rounds are counted
     from `before` + 1.
     """
     rules = rules or Rules()
-    start = Start(target, fingerprint, judging, rules, log_folder, environment or {}, heat, held, nodes)
+    start = Start(target, fingerprint, judging, rules, log_folder, environment or {}, number, held, nodes)
     trials: dict[int, Trial] = {}
     with ExitStack() as stack:
-        entrants = start.line_up(entries, trials, stack, tell)
-        start.replicate(entrants, rules.replicates, stack, tell)
-        anchor = next((e for e in entrants.values() if not e.first.entry.recipe.levels), None) or next(
-            iter(entrants.values()), None
+        running = start.line_up(candidates, trials, stack, on_progress)
+        start.replicate(running, rules.replicates, stack, on_progress)
+        anchor = next((e for e in running.values() if not e.first.candidate.recipe.levels), None) or next(
+            iter(running.values()), None
         )
         if anchor is not None:
-            rounds = Rounds(rules, random.Random(seed * 1000 + heat), tell, patience or Patience())
-            rounds.run(list(entrants.values()), anchor, before)
-            found = {index: _trial(entrant, anchor, start, rounds) for index, entrant in entrants.items()}
-            found |= _go_on(start, rounds, entrants, found, anchor, stack, tell)
+            rounds = Rounds(rules, random.Random(seed * 1000 + number), on_progress, patience or Patience())
+            rounds.run(list(running.values()), anchor, before)
+            found = {index: _trial(started, anchor, start, rounds) for index, started in running.items()}
+            found |= _go_on(start, rounds, running, found, anchor, stack, on_progress)
             trials |= found
             if held is not None:
-                held.keep({e.first.entry.recipe for e in entrants.values() if not e.failure})
-    for index in sorted(entrants):
-        tell(Progress("trial", entries[index].recipe, trial=trials[index]))
+                held.keep({e.first.candidate.recipe for e in running.values() if not e.failure})
+    for index in sorted(running):
+        on_progress(Progress("trial", candidates[index].recipe, trial=trials[index]))
 
-    rest = list(entries[max(trials, default=-1) + 1 :])
+    rest = list(candidates[max(trials, default=-1) + 1 :])
     done = [trials[index] for index in sorted(trials)]
     if not rest or anchor is None or time.monotonic() > rules.deadline:
         return done
     # What did not fit into memory beside the others runs in a race of its own, the anchor in it again.
     if held is not None:
-        held.keep({anchor.first.entry.recipe})
+        held.keep({anchor.first.candidate.recipe})
     last = max((one.round for trial in done for one in trial.slices), default=before)
-    entries = [anchor.first.entry, *rest]
-    later = race(target, fingerprint, entries, judging, rules, log_folder=log_folder, environment=environment,
-                 tell=tell, heat=heat, seed=seed + 1, held=held, nodes=nodes, patience=patience,
+    candidates = [anchor.first.candidate, *rest]
+    later = race(target, fingerprint, candidates, judging, rules, log_folder=log_folder, environment=environment,
+                 on_progress=on_progress, number=number, seed=seed + 1, held=held, nodes=nodes, patience=patience,
                  before=last)  # fmt: skip
     return done + later[1:]
 
@@ -94,11 +94,11 @@ def race(
 def _go_on(
     start: Start,
     rounds: Rounds,
-    entrants: Mapping[int, Entrant],
+    running: Mapping[int, Started],
     found: Mapping[int, Trial],
-    anchor: Entrant,
+    anchor: Started,
     stack: ExitStack,
-    tell: Callable[[Progress], None],
+    on_progress: OnProgress,
 ) -> dict[int, Trial]:
     """Where a speed-up is vague: more processes of all that have several, as many rounds again, and what is known then.
 
@@ -107,20 +107,20 @@ def _go_on(
     rules, had = start.rules, len(anchor.runners)
     if anchor.failure or had >= rules.most_replicates or not any(map(_is_vague, found.values())):
         return {}
-    tell(Progress("vague"))
-    again = {index: entrants[index] for index, trial in found.items() if trial.ok and trial.processes > 1}
-    for entrant in again.values():
-        entrant.live = True
-    start.replicate(again, rules.most_replicates, stack, tell)
+    on_progress(Progress("vague"))
+    again = {index: running[index] for index, trial in found.items() if trial.ok and trial.processes > 1}
+    for started in again.values():
+        started.live = True
+    start.replicate(again, rules.most_replicates, stack, on_progress)
     if len(anchor.runners) == had:
         return {}
     rounds.run(list(again.values()), anchor, max(one.round for runner in anchor.runners for one in runner.slices))
     trials = {}
-    for index, entrant in again.items():
-        if entrant.failure:
-            trials[index] = replace(found[index], status="failed", reason=_ended(entrant))
+    for index, started in again.items():
+        if started.failure:
+            trials[index] = replace(found[index], status="failed", reason=_ended(started))
         elif not anchor.failure:
-            trials[index] = _trial(entrant, anchor, start, rounds)
+            trials[index] = _trial(started, anchor, start, rounds)
     return trials
 
 
@@ -129,30 +129,30 @@ def _is_vague(trial: Trial) -> bool:
     return trial.ok and trial.processes > 1 and trial.speedup is not None and _statistics.is_vague(trial.speedup)
 
 
-def _ended(entrant: Entrant) -> str:
-    return f"ended during the race: {entrant.failure}"
+def _ended(started: Started) -> str:
+    return f"ended during the race: {started.failure}"
 
 
-def _speedup(anchor: Entrant, entrant: Entrant, rules: Rules) -> Interval | None:
+def _speedup(anchor: Started, started: Started, rules: Rules) -> Interval | None:
     """How many times faster than the anchor, with its interval: over the processes where each has several, else over
     the rounds."""
-    if entrant is anchor:
+    if started is anchor:
         return Interval(1.0, 1.0, 1.0)
-    ratios = log_ratios(anchor, entrant)
+    ratios = log_ratios(anchor, started)
     if not ratios:
         return None
-    slower, faster = anchor.process_logs(), entrant.process_logs()
+    slower, faster = anchor.process_logs(), started.process_logs()
     if min(len(slower), len(faster)) < 2:
         return _statistics.exp(_statistics.log_interval(ratios, rules.alpha))
     return _statistics.exp(_statistics.replicate_interval(slower, faster, 1 - rules.confidence))
 
 
-def _elapsed_speedup(anchor: Entrant, entrant: Entrant, rules: Rules) -> Interval | None:
+def _elapsed_speedup(anchor: Started, started: Started, rules: Rules) -> Interval | None:
     """The ratio of times elapsed over the rounds in which others had the machine."""
     slower, faster = (
         {-number: math.log(ms / runner.answer.samples)
          for runner in each.runners for number, ms in runner.times_ms(elapsed=True).items() if number < 0}
-        for each in (anchor, entrant)
+        for each in (anchor, started)
     )  # fmt: skip
     ratios = _statistics.paired(slower, faster)
     return _statistics.exp(_statistics.log_interval(ratios, rules.alpha)) if len(ratios) > 1 else None
@@ -165,36 +165,36 @@ def _generation(runners: Sequence[Runner]) -> Generation | None:
     return None if known is None else figures(texts, known)
 
 
-def _trial(entrant: Entrant, anchor: Entrant, start: Start, rounds: Rounds) -> Trial:
-    first, runners, rules = entrant.first, entrant.runners, start.rules
-    answer, entry = first.answer, first.entry
+def _trial(started: Started, anchor: Started, start: Start, rounds: Rounds) -> Trial:
+    first, runners, rules = started.first, started.runners, start.rules
+    answer, candidate = first.answer, first.candidate
     if not first.slices:
         return Trial(
-            entry.recipe,
+            candidate.recipe,
             "failed",
-            entrant.failure or "it was not measured",
+            started.failure or "it was not measured",
             notes=answer.notes,
             seconds=time.monotonic() - first.began,
-            heat=start.heat,
+            race=start.race,
         )
     times = sorted(sample for runner in runners for sample in runner.samples_ns)
     energy = [joule for runner in runners for joule in runner.energy_j]
-    logs = entrant.per_sample
+    logs = started.per_sample
     quiet = [value for number, value in logs.items() if number > 0]
     is_quiet = len(quiet) >= min(len(logs), _statistics.ENOUGH)
     rounds_ms = [answer.samples * math.exp(value) for value in (quiet if is_quiet else logs.values())]
     # A recipe that died half-way has numbers, but nobody should be handed it.
-    reason = _ended(entrant) if entrant.failure else entrant.rejected
+    reason = _ended(started) if started.failure else started.rejected
     peaks = [runner.answer.peak_bytes for runner in runners if runner.answer.peak_bytes is not None]
     loads = [load for runner in runners for load in rounds.loads.get(runner.process, ())]
     return Trial(
-        recipe=entry.recipe,
-        status="failed" if entrant.failure else "rejected" if entrant.rejected else "measured",
+        recipe=candidate.recipe,
+        status="failed" if started.failure else "rejected" if started.rejected else "measured",
         reason=reason,
         time_ms=statistics.median(rounds_ms or [one.ms for one in first.slices]),
         p90_ms=times[min(len(times) - 1, int(0.9 * len(times)))] / 1e6,
-        speedup=_speedup(anchor, entrant, rules),
-        elapsed_speedup=_elapsed_speedup(anchor, entrant, rules),
+        speedup=_speedup(anchor, started, rules),
+        elapsed_speedup=_elapsed_speedup(anchor, started, rules),
         is_quiet=is_quiet,
         load=mean_load(loads),
         slices=tuple(one for runner in runners for one in runner.slices),
@@ -210,5 +210,5 @@ def _trial(entrant: Entrant, anchor: Entrant, start: Start, rounds: Rounds) -> T
         notes=tuple(answer.notes),
         learned=answer.learned,
         seconds=time.monotonic() - first.began,
-        heat=start.heat,
+        race=start.race,
     )

@@ -2,7 +2,7 @@
 
 A spike is a stretch in which use exceeds the plateau by more than five median absolute deviations (and by at least
 1 MiB and 1% of the plateau, so that a flat line has no spikes in its noise) because of a few blocks. What rises block
-by block, as the activations of a training step do, is no spike. The plateau is the median over events.
+by block, as the activations of a training step do, is not a spike. The plateau is the median over events.
 """
 
 from __future__ import annotations

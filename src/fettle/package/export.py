@@ -254,7 +254,7 @@ def _judge(
     allowed = evidence.get("limits", {}).get("max_error")
     if "error" in evidence.get("accuracy", {}):
         accuracy["tuned"] = {"relative_error": evidence["accuracy"]["error"], "allowed": allowed}
-    # Fewer batches are judged here than by the study: a little more is no surprise.
+    # Fewer batches are judged here than by the study: a little more is not a surprise.
     if isinstance(allowed, int | float) and not worst <= MORE_ERROR * allowed:
         raise UsageError(
             f"the packaged model's answers have a relative error of {worst:.2g}; fettle tune allowed {allowed:g}"

@@ -24,7 +24,7 @@ from fettle.procs.child import Failure, Reply, replied, what
 from fettle.procs.listener import KeyedListener
 from fettle.procs.parent import Parent, be_a_worker, die_with_parent
 from fettle.procs.process import how_it_ended
-from fettle.procs.rendezvous import LAUNCHER, VARIABLE, Rendezvous, given
+from fettle.procs.rendezvous import LAUNCHER, VARIABLE, Rendezvous, from_environment
 
 _GRACE_S = 5.0
 """When one rank fails others do too, as their connection breaks: how long to wait for the agent
@@ -168,7 +168,7 @@ def _run_agent(rendezvous: Rendezvous) -> list[tuple[int, int]]:
 def supervise() -> None:
     """The life of the process that starts a node's ranks; on the first node it passes requests on to all."""
     die_with_parent(pipe=int(sys.argv[1]))
-    rendezvous = given()
+    rendezvous = from_environment()
     parent = Parent()
     if rendezvous.node:
         _run_agent(rendezvous)
@@ -204,7 +204,7 @@ def be_a_rank() -> None:
     devices = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name] or [str(local)]
     os.environ["CUDA_VISIBLE_DEVICES"] = devices[local % len(devices)]
     be_a_worker()
-    rendezvous = given()
+    rendezvous = from_environment()
     del os.environ[VARIABLE]  # the user's code need not know the secret
     module: Any = importlib.import_module(rendezvous.module)
     link = Client((rendezvous.host, rendezvous.port), authkey=bytes.fromhex(rendezvous.secret))

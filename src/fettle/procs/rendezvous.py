@@ -57,6 +57,6 @@ def free_ports(host: str, count: int) -> list[int]:
         return [int(probe.getsockname()[1]) for probe in probes]
 
 
-def given() -> Rendezvous:
+def from_environment() -> Rendezvous:
     """The rendezvous that this process was started for."""
     return msgspec.json.decode(os.environ[VARIABLE], type=Rendezvous)

@@ -31,7 +31,7 @@ def figures(result: Outcome) -> list[Figure]:
         ("losses", "Losses, baseline and tuned", _training.losses_words(result), _training.losses),
         ("timeline", "A step, by phase", _training.timeline_words(result), _training.timeline),
         ("plan", "The memory plan, one rank", _training.plan_words(result), _training.plan),
-        ("rounds", "The last race, round by round", _rounds.words(result), _rounds.rounds),
+        ("rounds", "The final race, round by round", _rounds.words(result), _rounds.rounds),
         ("error", "Speed-up against error", _cloud_alt(result, error_name(result)), _scatter.against_error),
         ("footprint", "Speed-up against memory", _cloud_alt(result, "peak memory"), _scatter.against_memory),
         ("pareto", "The Pareto front", _front_alt(result), _scatter.front),

@@ -17,11 +17,11 @@ from fettle.page import clean
 from fettle.report import _format as fmt
 
 if TYPE_CHECKING:
-    from fettle.tuning import Event, Tell
+    from fettle.tuning import Event, OnProgress
 
 
 @contextmanager
-def progress(*, quiet: bool = False, lines: bool = True) -> Iterator[Tell]:
+def progress(*, quiet: bool = False, lines: bool = True) -> Iterator[OnProgress]:
     """Show it where a user is watching: a bar on a terminal, a changing output in a notebook.
 
     Where neither is, a line on standard error for each start and each trial, or nothing without `lines`.
@@ -40,7 +40,7 @@ def progress(*, quiet: bool = False, lines: bool = True) -> Iterator[Tell]:
 
 
 @contextmanager
-def _bar(console: Console) -> Iterator[Tell]:
+def _bar(console: Console) -> Iterator[OnProgress]:
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=18), TaskProgressColumn(),
                TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())  # fmt: skip
     with Progress(*columns, console=console, transient=True) as bar:
@@ -58,7 +58,7 @@ def _bar(console: Console) -> Iterator[Tell]:
 
 
 @contextmanager
-def _cell() -> Iterator[Tell]:
+def _cell() -> Iterator[OnProgress]:
     """An output of a notebook's cell that changes in place: the trials so far, and what runs now."""
     from IPython.display import display
 
@@ -81,7 +81,7 @@ def _cell() -> Iterator[Tell]:
     shown.update(bundle(f"done in {fmt.seconds(time.monotonic() - began)}"), raw=True)
 
 
-def _lines() -> Tell:
+def _lines() -> OnProgress:
     """For a log file: nothing for the rounds of a race."""
     began = time.monotonic()
 

@@ -33,7 +33,7 @@ class Evidence:
         """Race what is new among the recipes; whether all were measured. If not, the budget is spent.
 
         What does not fit is asked for again as long as something does: a trial may show that less time has to be kept
-        back for the last race than was feared.
+        back for the final race than was feared.
         """
         new = [recipe for recipe in dict.fromkeys(recipes) if recipe not in self.trials]
         while new:

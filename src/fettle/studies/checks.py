@@ -173,5 +173,5 @@ def _shape(model: Model, residuals: Vector) -> Iterator[Doubt]:
     if p < _SURE:
         yield Doubt(
             f"residuals change with the order of the experiments (correlation {slope:+.2f}): the machine drifted, or "
-            "something that is no factor here changed"
+            "something that is not a factor here changed"
         )

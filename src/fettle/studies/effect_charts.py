@@ -95,6 +95,8 @@ def _matrix(name: str, analysis: Analysis) -> Figure | None:
     )
     chart = alt.layer(cells, text).properties(width="container", height=max(120, 30 * len(order)))
     pairs = [one for one in _told(analysis) if len(one.levels) > 1 and one.is_told][:6]
-    said = "; ".join(f"{one.label} {one.ratio.estimate:.2f}x" for one in pairs if one.ratio) or "none that is no chance"
+    said = (
+        "; ".join(f"{one.label} {one.ratio.estimate:.2f}x" for one in pairs if one.ratio) or "none that is not chance"
+    )
     words = f"Matrix of {len(order)} levels: what two bring together beyond the product of each. Largest: {said}."
     return Figure(name, clean(_title("Interactions", analysis)), clean(words), clean(as_spec(chart)))

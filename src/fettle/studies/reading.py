@@ -35,7 +35,7 @@ def read_csv(
     `response` are the columns that came out: ``time_ms``, or ``throughput:larger`` and ``time:smaller`` where the name
     does not say which is better. `factors` are the columns that were set, ``compile`` or ``compile=False`` with the
     level that stands for how it was given; without any, all that vary within a group and look like settings. Rows are
-    analysed apart by the columns of `group_by`. Raises `UsageError` with one line for a file that is no such table.
+    analysed apart by the columns of `group_by`. Raises `UsageError` with one line for a file that is not such a table.
     """
     rows = _rows(path)
     columns = list(rows[0])
@@ -85,7 +85,7 @@ def _rows(path: Path) -> list[Row]:
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is no text in UTF-8") from error
+        raise UsageError(f"{path} is not text in UTF-8") from error
     try:
         lines = list(csv.reader(io.StringIO(text, newline="")))
     except csv.Error as error:

@@ -25,12 +25,11 @@ from fettle.studies import designs
 from fettle.studies.plan import Part, Plan
 from fettle.studies.table import Table
 from fettle.studies.trials import Measured, table_of
-from fettle.study import storage_url
 from fettle.techniques import CATALOGUE, check_names
-from fettle.tuning import Event, Options, Session, Tell, check_techniques, guide_for, space_for, writable
+from fettle.tuning import Event, OnProgress, Options, Session, check_techniques, guide_for, space_for, writable
 from fettle.workload import AUTO, Target, check_mode, find_target
 
-HEAT = 6
+TOGETHER = 6
 """Recipes of one race beside the workload as given."""
 ROUNDS = 12
 """Rounds of a race. How much two processes of the same code differ is more than what so many leave open."""
@@ -131,7 +130,7 @@ class _Workload:
         return [recipe for recipe in self.cells if recipe not in self.known]
 
 
-def study(targets: Sequence[str], settings: Settings, tell: Tell, *, agreed: bool = True) -> Done | Plan:
+def study(targets: Sequence[str], settings: Settings, on_progress: OnProgress, *, agreed: bool = True) -> Done | Plan:
     """Measure what the design says on each target, or what of it fits into the budget.
 
     The plan alone is returned where it takes more than `plan.LONG_S` and nobody has `agreed` to that. Raises
@@ -142,7 +141,7 @@ def study(targets: Sequence[str], settings: Settings, tell: Tell, *, agreed: boo
     _check(settings)
     rows = read_atlas(settings.atlas) if settings.atlas is not None else ()
     folder, machine = writable(settings.output), this_machine()
-    telling = _Progress(tell, began)
+    telling = _Progress(on_progress, began)
     workloads = [
         _Workload(target.group, target.arguments, _session(target.target, folder, settings, began, telling))
         for target in _targets(targets, settings)
@@ -150,7 +149,7 @@ def study(targets: Sequence[str], settings: Settings, tell: Tell, *, agreed: boo
     interrupted, plan = False, None
     try:
         for workload in workloads:
-            _open(workload, folder, settings, machine)
+            _open(workload, settings, machine)
             if settings.atlas is not None and not workload.failure:
                 others = [row for row in rows if row.fingerprint != workload.session.probed.fingerprint]
                 workload.guide = guide_for(workload.session, others, settings.atlas, machine)
@@ -231,22 +230,21 @@ def _typed(text: str) -> int | float | str:
     return text
 
 
-def _session(target: Target, folder: Path, settings: Settings, began: float, tell: Tell) -> Session:
-    options = Options(limits=Limits(max_error=settings.max_error))
-    budget_s = settings.budget_s if settings.design in designs.STEPS else None
-    return Session(
-        target, folder, options.limits, "throughput", budget_s, began, tell, settings.confidence,
-        settings.trial_timeout_s, training_limits=options.training_limits, text_limits=options.text_limits,
-        under_load=settings.under_load, polite=settings.polite,
+def _session(target: Target, folder: Path, settings: Settings, began: float, on_progress: OnProgress) -> Session:
+    options = Options(
+        limits=Limits(max_error=settings.max_error), output=folder, storage=settings.storage,
+        confidence=settings.confidence, budget_s=settings.budget_s if settings.design in designs.STEPS else None,
+        trial_timeout_s=settings.trial_timeout_s, under_load=settings.under_load, polite=settings.polite,
     )  # fmt: skip
+    return Session(target, options, on_progress, started=began)
 
 
-def _open(workload: _Workload, folder: Path, settings: Settings, machine: Machine) -> None:
+def _open(workload: _Workload, settings: Settings, machine: Machine) -> None:
     """Probe the workload, measure it as given, and say which recipes are to be measured."""
     session = workload.session
     try:
-        session.tell(f"building {workload.name} and its reference")
-        session.open("", storage_url(settings.storage, folder), machine, allow_batch=False)
+        session.report(f"building {workload.name} and its reference")
+        session.open(machine)
     except UsageError as error:
         workload.failure = str(error)
         return
@@ -311,7 +309,7 @@ def _plan(workloads: Sequence[_Workload], settings: Settings, began: float) -> P
 def _seconds(workload: _Workload, settings: Settings) -> list[float]:
     """What each unknown cell is expected to take, its share of what runs in each race beside it in it."""
     session, replicates = workload.session, workload.session.rules.replicates
-    beside_s = 2 * settings.rounds * (session.seconds_for(Recipe(), 1) - session.seconds_for(Recipe(), 0)) / HEAT
+    beside_s = 2 * settings.rounds * (session.seconds_for(Recipe(), 1) - session.seconds_for(Recipe(), 0)) / TOGETHER
     return [replicates * session.seconds_for(recipe, settings.rounds) + beside_s for recipe in workload.unknown()]
 
 
@@ -332,7 +330,7 @@ def _measure(workload: _Workload, settings: Settings, began: float) -> None:
         if settings.budget_s is not None:
             fit = designs.fitting(_seconds(workload, settings), settings.budget_s - (time.monotonic() - began))
             left = left[:fit]
-        if not session.measure(left[:HEAT]) or len(workload.unknown()) == before:
+        if not session.measure(left[:TOGETHER]) or len(workload.unknown()) == before:
             break
 
 
@@ -369,9 +367,9 @@ def _rungs(workload: _Workload) -> list[Rung]:
 class _Progress:
     """Passes events on with the plan's seconds, so that a bar shows how much is left."""
 
-    tell: Tell
+    on_progress: OnProgress
     began: float
     seconds: float | None = None
 
     def __call__(self, event: Event) -> None:
-        self.tell(replace(event, elapsed_s=time.monotonic() - self.began, budget_s=self.seconds))
+        self.on_progress(replace(event, elapsed_s=time.monotonic() - self.began, budget_s=self.seconds))

@@ -24,7 +24,7 @@ class Experiment:
     levels: Mapping[str, str]
     """By factor."""
     values: Mapping[str, float]
-    """By response; what is missing or no positive number is no observation of it."""
+    """By response; what is missing or not a positive number is not an observation of it."""
     group: str = ""
     """The model it was made on. Groups are analysed apart."""
     errors: Mapping[str, float] = field(default_factory=dict)

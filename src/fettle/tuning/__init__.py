@@ -7,11 +7,11 @@ from fettle.tuning._arguments import check_limits, check_techniques, target_of, 
 from fettle.tuning._guide import guide_for
 from fettle.tuning.kept import atlas_rows
 from fettle.tuning.options import Effort, Options
-from fettle.tuning.session import WAITING, Event, Session, Tell
+from fettle.tuning.session import WAITING, Event, OnProgress, Session
 from fettle.tuning.space import space_for
 from fettle.tuning.tune import tune
 
 __all__ = [
-    "WAITING", "Effort", "Event", "Options", "Session", "Tell", "atlas_rows", "check_limits", "check_techniques",
+    "WAITING", "Effort", "Event", "OnProgress", "Options", "Session", "atlas_rows", "check_limits", "check_techniques",
     "guide_for", "space_for", "target_of", "tune", "workload_of", "writable",
 ]  # fmt: skip

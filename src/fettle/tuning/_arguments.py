@@ -16,7 +16,7 @@ from fettle.procs.nodes import Nodes, address_of
 from fettle.recipe import Recipe
 from fettle.result import Goal, Limits
 from fettle.search import DESIGNS
-from fettle.techniques import check_names, respelled
+from fettle.techniques import CATALOGUE, check_names, respelled
 from fettle.train import TrainingWorkload
 from fettle.tuning.options import Options
 from fettle.workload import AUTO, Target, Workload, check_mode, find_target, target_from_objects
@@ -71,6 +71,9 @@ def check_options(options: Options) -> None:
         raise UsageError(f"unknown goal {options.goal!r}: there are {', '.join(GOALS)}")
     if options.design not in DESIGNS:
         raise UsageError(f"unknown design {options.design!r}: there are {', '.join(DESIGNS)}")
+    known = [technique.name for technique in CATALOGUE]
+    if unknown := [name for name in options.first if name not in known]:
+        raise UsageError(f"`first`: there is no technique {unknown[0]!r}")
     if options.atlas is not None and options.design != "auto":
         raise UsageError(f"`atlas` tells the design auto where to begin, and this is `design='{options.design}'`")
     check_limits(options.limits)

@@ -1,4 +1,4 @@
-"""The time that a study may take, and what its last race will take of it, from what measuring has cost so far."""
+"""The time that a study may take, and what its final race will take of it, from what measuring has cost so far."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from fettle.measure import Rules, Trial
 
 ROUNDS = 6
-"""Rounds of the last race that time is kept back for. It ends earlier or later, as its data say."""
+"""Rounds of the final race that time is kept back for. It ends earlier or later, as its data say."""
 FEWEST_ROUNDS = 3
 """Rounds after which a race can be stopped."""
 REPLICATES = 2
-"""Processes of each finalist in the last race, as far as time allows."""
+"""Processes of each finalist in the final race, as far as time allows."""
 MOST_REPLICATES = 5
 """Processes of each whose speed-up the first ones leave open, where there is time left."""
 REPLICATES_S = 60.0
@@ -57,7 +57,7 @@ class Budget:
         return seconds < self.left_s
 
     def deadline(self, finalists: Sequence[Trial]) -> float:
-        """`time.monotonic()` at which to begin the last race, so that it ends inside the budget.
+        """`time.monotonic()` at which to begin the final race, so that it ends inside the budget.
 
         `finalists` are the baseline and those that would be measured again now, the leader first. What is kept back
         is enough for all of them where that is no more than a third of the budget, and else for the leader and the
@@ -101,7 +101,7 @@ def replicates_s(trials: Sequence[Trial], copies: int) -> float:
 
 @dataclass(frozen=True)
 class FinalRacePlan:
-    """What the last race can be in the time that is left."""
+    """What the final race can be in the time that is left."""
 
     finalists: int
     """How many of the best are measured again beside the baseline, the leader first."""
@@ -116,7 +116,7 @@ class FinalRacePlan:
 def plan_final_race(
     left_s: float, baseline: Trial, best: Sequence[Trial], extras: int, most: int = REPLICATES
 ) -> FinalRacePlan | None:
-    """The largest last race that fits into `left_s`: first the leader and the baseline, then a second finalist, then
+    """The largest final race that fits into `left_s`: first the leader and the baseline, then a second finalist, then
     more processes of these, up to `most` each, then further finalists in as many, then up to `extras` cheap rungs in
     one process each. None when not even the first fits.
 

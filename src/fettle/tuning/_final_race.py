@@ -1,4 +1,4 @@
-"""The last race: the best measured again in fresh processes. Only what it says is announced."""
+"""The final race: the best measured again in fresh processes. Only what it says is announced."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fettle.tuning.standings import read_trials
 
 
 @dataclass(frozen=True)
-class LastRace:
-    """What the last race found."""
+class FinalRace:
+    """What the final race found."""
 
     trials: Sequence[Trial] = ()
     unconfirmed: str = ""
     """Why the leader was not measured again, one sentence; empty where it was, or where nothing had to be."""
 
 
-def last_race(session: Session, space: Space) -> LastRace:
+def final_race(session: Session, space: Space) -> FinalRace:
     """Measure the best again in fresh processes, beside the baseline and the cheap rungs of the leader's ladder.
 
     What was best in many races is likely to have been lucky in its own. It is all inside the budget: what does not fit
@@ -31,41 +31,43 @@ def last_race(session: Session, space: Space) -> LastRace:
     """
     leader, baseline = session.standings.best(), session.standings.known.get(Recipe())
     if leader is None or baseline is None or not leader.recipe.levels:
-        return LastRace()
+        return FinalRace()
     kept = _kept(session)
     if any(trial.recipe == leader.recipe for trial in kept):
-        return LastRace(session.standings.confirmed(kept))
+        return FinalRace(session.standings.confirmed(kept))
     rungs = [recipe for recipe in climb(leader.recipe) if recipe != leader.recipe and not space.conflict(recipe)]
     cheap = [recipe for recipe in rungs if space.cost(recipe) == 1 and recipe not in session.standings.known]
     best = session.standings.finalists()
-    budget = session.budget
-    plan = plan_final_race(budget.left_s + 0.5 * budget.grace_s, baseline, best, len(cheap), session.effort.replicates)
+    budget, replicates = session.budget, session.options.effort.replicates
+    plan = plan_final_race(budget.left_s + 0.5 * budget.grace_s, baseline, best, len(cheap), replicates)
     if plan is None:
         return _too_small(session, race_s([baseline, leader]))
     again, cheap = [trial.recipe for trial in best[: plan.finalists]], cheap[: plan.extras]
-    session.tell(f"last race: the best {len(again)} in fresh processes")
+    session.report(f"final race: the best {len(again)} in fresh processes")
     session.held.keep({Recipe()})  # nobody picked its process for having been fast
     session.be_patient(plan.spare_s)
     share_s = REPLICATES_S if budget.seconds is None else min(REPLICATES_S, max(0.0, budget.left_s))
     rules = replace(session.rules, deadline=budget.end, grace_s=budget.grace_s,
                     precision=0.05, replicates=plan.replicates, most_replicates=MOST_REPLICATES,
-                    replicate_s=share_s)  # fmt: skip
+                    replicate_s=share_s, rows_for_all=True)  # fmt: skip
     trials = session.run([Recipe(), *again, *cheap], rules, session.held, once=cheap)
     session.held.close()
     if leader.recipe not in {trial.recipe for trial in trials}:
         return _too_small(session, race_s([baseline, leader]))
-    session.study.set_note("last race", [trial.to_json() for trial in trials])
+    session.study.set_note("final race", [trial.to_json() for trial in trials])
     for trial in trials:
         if trial.recipe in cheap:
             session.remember(trial)
     trials = session.standings.confirmed(trials)
-    _show_dear(session, [recipe for recipe in rungs if recipe not in session.standings.known and recipe not in cheap])
-    return LastRace(trials)
+    _show_expensive(
+        session, [recipe for recipe in rungs if recipe not in session.standings.known and recipe not in cheap]
+    )
+    return FinalRace(trials)
 
 
 def _kept(session: Session) -> list[Trial]:
-    """The last race of an earlier run of the study; nothing where there was none, or what is there cannot be read."""
-    return [session.standings.judged(trial) for trial in read_trials(session.study.note("last race"))]
+    """The final race of an earlier run of the study; nothing where there was none, or what is there cannot be read."""
+    return [session.standings.judged(trial) for trial in read_trials(session.study.note("final race"))]
 
 
 def climb(recipe: Recipe) -> list[Recipe]:
@@ -78,7 +80,7 @@ def climb(recipe: Recipe) -> list[Recipe]:
     return steps
 
 
-def _show_dear(session: Session, rungs: list[Recipe]) -> None:
+def _show_expensive(session: Session, rungs: list[Recipe]) -> None:
     """Measure the rungs that take long to start, for the ladder alone: only where there is time for all of them."""
     if rungs and session.budget.affords(_cost_s(session) * (len(rungs) + 1)):
         session.race_unknown(rungs, session.budget.end)
@@ -86,16 +88,18 @@ def _show_dear(session: Session, rungs: list[Recipe]) -> None:
 
 def _cost_s(session: Session) -> float:
     """What a recipe that takes long to start has typically cost."""
-    dear = sorted(trial.seconds for trial in session.standings.known.values() if trial.startup.total_s > 5) or [30.0]
-    return dear[len(dear) // 2]
+    expensive = sorted(trial.seconds for trial in session.standings.known.values() if trial.startup.total_s > 5) or [
+        30.0
+    ]
+    return expensive[len(expensive) // 2]
 
 
-def _too_small(session: Session, needed_s: float) -> LastRace:
+def _too_small(session: Session, needed_s: float) -> FinalRace:
     seconds, left_s = session.budget.seconds or 0.0, max(0.0, session.budget.left_s)
     said = (
         f"Not confirmed: the budget of {seconds:.0f} s was too small to measure the best recipe again in fresh "
         f"processes, which takes about {needed_s:.0f} s where {left_s:.0f} s were left. "
         "The same command with a larger budget goes on from here."
     )
-    session.tell(said)
-    return LastRace((), said)
+    session.report(said)
+    return FinalRace((), said)

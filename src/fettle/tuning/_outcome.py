@@ -15,7 +15,7 @@ from fettle.measure import Interval, Trial, verdict
 from fettle.recipe import Recipe
 from fettle.result import TIMES, LeftOut, Rung, Verdict
 from fettle.techniques import find, preconditions, source
-from fettle.tuning._last_race import LastRace, climb
+from fettle.tuning._final_race import FinalRace, climb
 from fettle.tuning._limits import distance
 from fettle.tuning.session import Session
 
@@ -28,7 +28,7 @@ _SIMPLER = math.log(1.03)
 
 def outcome(
     session: Session,
-    last: LastRace,
+    last: FinalRace,
     left_out: Sequence[LeftOut],
     machine: Machine,
     command: str,
@@ -72,7 +72,7 @@ def outcome(
 
 
 def pick_winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, Verdict]:
-    """Who won the last race, and what that race says of it against the workload as given."""
+    """Who won the final race, and what that race says of it against the workload as given."""
     winner = leader = session.standings.best()
     said: Verdict = "cannot tell"
     if leader is not None and not leader.recipe.levels:
@@ -100,7 +100,7 @@ def pick_winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, 
 
 
 def _fastest(session: Session, able: Sequence[Trial]) -> Trial:
-    """The fastest of those that ran in the last race, by all races together; of those that cannot be told from it and
+    """The fastest of those that ran in the final race, by all races together; of those that cannot be told from it and
     lose no more than `_SIMPLER` the one that changes least."""
     known = {trial.recipe: session.standings.known.get(trial.recipe, trial) for trial in able}
     best = min(known.values(), key=session.standings.rank)
@@ -125,8 +125,8 @@ def _together(session: Session, winner: Trial) -> Interval | None:
 
 
 def _beside(winner: Trial | None, last: Sequence[Trial]) -> Trial | None:
-    """The workload as given in the last race, if that is where the winner's figures are from and it ran there too."""
-    if winner is None or not any((trial.recipe, trial.heat) == (winner.recipe, winner.heat) for trial in last):
+    """The workload as given in the final race, if that is where the winner's figures are from and it ran there too."""
+    if winner is None or not any((trial.recipe, trial.race) == (winner.recipe, winner.race) for trial in last):
         return None
     return next((trial for trial in last if not trial.recipe.levels and math.isfinite(trial.time_ms)), None)
 

@@ -49,7 +49,7 @@ class MemoryPlan:
 
 def plan_memory(
     worker: Worker, study: Study, ranks: int, nodes: int, device: str, device_memory_bytes: int | None,
-    tell: Callable[[str], None],
+    on_progress: Callable[[str], None],
 ) -> MemoryPlan:  # fmt: skip
     """Plan the parallel strategies over `ranks`, or recall the plan of an earlier run of the study."""
     before = study.note("ranks"), study.note("nodes") or 1
@@ -64,7 +64,7 @@ def plan_memory(
     key = f"plan {ranks} {memory}" if device_memory_bytes else f"plan {ranks}"
     kept = study.note(key)
     if kept is None:
-        tell(f"planning the memory of {ranks} ranks")
+        on_progress(f"planning the memory of {ranks} ranks")
         try:
             planned = worker.ask(messages.MakePlan(ranks, nodes, memory), messages.Planned, 300.0)
             kept = {"plan": msgspec.msgpack.decode(planned.plan), "note": planned.note}

@@ -102,7 +102,7 @@ def _recalled(study: Study) -> _Kept | None:
 
 
 def _first_look(worker: Worker) -> tuple[list[Advice], Mapping[str, Any]]:
-    """What a short diagnosis advises, and the features of the model; nothing where it cannot be watched."""
+    """What the findings of a short diagnosis advise, and the model's features; nothing where it cannot be watched."""
     from fettle.atlas import model_features
     from fettle.diagnose import Evidence, advice, findings_of
 

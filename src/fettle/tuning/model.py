@@ -115,8 +115,8 @@ class Races:
         """Trials of one race or of several; each race may come in parts."""
         for trial in trials:
             if trial.slices:
-                self.trials.setdefault(trial.heat, {})[trial.recipe] = trial
-                self._points.pop(trial.heat, None)
+                self.trials.setdefault(trial.race, {})[trial.recipe] = trial
+                self._points.pop(trial.race, None)
 
     def fit(self) -> Fit | None:
         """What all of it says; None before the first race."""

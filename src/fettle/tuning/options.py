@@ -24,9 +24,9 @@ class Effort:
     slice_s: float = Rules.slice_s
     """Length of one slice."""
     rounds: int = 20
-    """Most rounds of a race. Processes differ by more than these leave open: the last race has more of them."""
+    """Most rounds of a race. Processes differ by more than these leave open: the final race has more of them."""
     replicates: int = REPLICATES
-    """Processes of each finalist in the last race, as far as time allows."""
+    """Processes of each finalist in the final race, as far as time allows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +40,11 @@ class Options:
     limits: Limits = field(default_factory=Limits)
     """What a recipe must keep. `fettle.tune` takes its fields too: ``max_error=0.01``."""
 
-    max_spread: float = 1.0
+    max_spread: float | None = 1.0
     """In training, in place of `Limits.max_error`: how far the losses may be from the baseline's, in units of the
     typical distance of two seeds. With `Limits.max_metric_drop` the workload's metric decides instead."""
 
-    max_kl: float = MAX_KL
+    max_kl: float | None = MAX_KL
     """Where text is written, in place of `Limits.max_error`: the mean Kullback-Leibler divergence from the float32
     reference in nats per token. With `Limits.max_metric_drop` the workload's metric decides instead."""
 
@@ -59,6 +59,9 @@ class Options:
 
     design: str = "auto"
     """Which recipes are tried: ``auto``, ``ladder``, ``factorial`` or ``ablation``."""
+
+    first: Sequence[str] = ()
+    """Techniques that the design ``auto`` tries before others, the most promising first."""
 
     atlas: Path | None = None
     """An atlas, from which the design ``auto`` knows what to expect of a model that it has not seen."""
@@ -128,12 +131,13 @@ class Keywords(TypedDict, total=False):
     max_ttft_ms: float | None
     max_tpot_ms: float | None
     exact: bool
-    max_kl: float
-    max_spread: float
+    max_kl: float | None
+    max_spread: float | None
     budget_s: float | None
     techniques: Mapping[str, str | Sequence[str]] | None
     allow_batch: bool
     design: str
+    first: Sequence[str]
     atlas: str | Path | None
     mode: str
     nproc: int

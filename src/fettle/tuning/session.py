@@ -1,8 +1,9 @@
-"""One run of a study: it measures recipes in heats, remembers trials, and watches the budget."""
+"""One run of a study: it measures recipes in races, remembers trials, and watches the budget."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from fettle.errors import UsageError
 from fettle.machine import Machine
 from fettle.measure import (
     READY,
-    Entry,
+    Candidate,
     Held,
     Judge,
     Patience,
@@ -29,25 +30,25 @@ from fettle.measure import (
 from fettle.procs.nodes import Nodes
 from fettle.recipe import Recipe
 from fettle.result import Goal, Limits
-from fettle.study import Study
+from fettle.study import Study, storage_url
 from fettle.techniques import Facts, batch_factor, canonical, environment, is_calibrated, source, uses_ranks
 from fettle.tuning._budget import FEWEST_ROUNDS, Budget, start_s, turn_s
 from fettle.tuning._plan import plan_memory
 from fettle.tuning._probe import Probed, probe
 from fettle.tuning.model import PRIOR_SPREAD, Races
-from fettle.tuning.options import Effort
+from fettle.tuning.options import Options
 from fettle.tuning.space import level_cost
 from fettle.tuning.standings import Standings
 from fettle.workload import Target
 
 WAITING = 0.25
 """Share of the budget that the races may wait for a quiet machine. Where slices may go before others' work, all of it
-is for the last race, else two fifths."""
+is for the final race, else two fifths."""
 _UNLIMITED_WAIT_S = 120.0
 _SCREENING_INDIFFERENCE = PRIOR_SPREAD
 """Rounds tell two processes of the same code apart as well as two recipes: closer than this they are for more processes
-to tell, which the last race has."""
-_DEARER_S = {1: 0.0, 2: 6.0, 3: 30.0}
+to tell, which the final race has."""
+_EXTRA_START_S = {1: 0.0, 2: 6.0, 3: 30.0}
 """What a recipe of each cost needs beyond the workload as given until it is ready, as long as none was measured."""
 _SWINGS = 1.5
 """Slowest over fastest round of the workload as given from which that is said."""
@@ -72,67 +73,49 @@ class Event:
     """A line that stays on the screen."""
 
 
-Tell = Callable[[Event], None]
+OnProgress = Callable[[Event], None]
 
 
 class Session:
     """One run of a study. It is what a design of `fettle.search` measures with."""
 
     def __init__(
-        self,
-        target: Target,
-        folder: Path,
-        limits: Limits,
-        goal: Goal,
-        budget_s: float | None,
-        started: float,
-        tell: Tell,
-        confidence: float = 0.95,
-        trial_timeout_s: float = 900.0,
-        *,
-        training_limits: Limits | None = None,
-        text_limits: Limits | None = None,
-        nproc: int = 1,
-        nodes: Nodes | None = None,
-        device_memory_bytes: int | None = None,
-        under_load: bool = False,
-        polite: bool = False,
-        effort: Effort | None = None,
-    ) -> None:
-        self.target, self.folder = target, folder
-        self._training_limits, self._text_limits = training_limits, text_limits
-        self.budget = Budget(budget_s, started)
-        self.effort = effort = effort or Effort()
+        self, target: Target, options: Options, on_progress: OnProgress, *, nodes: Nodes | None = None,
+        started: float | None = None,
+    ) -> None:  # fmt: skip
+        self.target, self.options, self.folder = target, options, options.output
+        seconds, effort = options.budget_s or None, options.effort
+        self.budget = Budget(seconds, time.monotonic() if started is None else started)
         self.rules = Rules(
-            effort.slice_s, effort.rounds, confidence, prepare_timeout_s=trial_timeout_s, under_load=under_load
-        )
-        if polite:
+            effort.slice_s, effort.rounds, options.confidence, prepare_timeout_s=options.trial_timeout_s,
+            under_load=options.under_load,
+        )  # fmt: skip
+        if options.polite:
             self.rules = replace(self.rules, may_go_first=False)
-        if goal in ("ttft", "tpot"):
-            self.rules = replace(self.rules, part=goal)
-        if goal == "energy":
+        if options.goal in ("ttft", "tpot"):
+            self.rules = replace(self.rules, part=options.goal)
+        if options.goal == "energy":
             self.rules = replace(self.rules, slice_s=_ENERGY_SLICE_S)
-        self.standings = Standings(goal, limits, Races(under_load), confidence)
+        self.standings = Standings(options.goal, options.limits, Races(options.under_load), options.confidence)
         self.held = Held()
         """The processes of the workload as given and of the leader, which run in every race but the last."""
-        self._may_wait_s = _UNLIMITED_WAIT_S if budget_s is None else WAITING * budget_s
+        self._may_wait_s = _UNLIMITED_WAIT_S if seconds is None else WAITING * seconds
         self.patience = Patience(0.0 if self.rules.may_go_first else 0.6 * self._may_wait_s)
         self.notes: list[str] = []
         """What the result should say of how the study was made."""
-        self._tell = tell
-        self._nodes, self._device_memory_bytes = nodes, device_memory_bytes
-        self._ranks = nproc * (nodes.count if nodes is not None else 1)
-        self._heat = 0
+        self._on_progress, self._nodes = on_progress, nodes
+        self._node_count = nodes.count if nodes is not None else 1
+        self._ranks = options.nproc * self._node_count
+        self._race = 0
         self._earlier_s = 0.0
 
-    def open(self, name: str, storage: str, machine: Machine, allow_batch: bool, fingerprint: str = "") -> None:
-        """Probe the workload, compute its reference, and open or resume the study `name`, or the workload's own.
+    def open(self, machine: Machine, fingerprint: str = "") -> None:
+        """Probe the workload, compute its reference, and open or resume its study, by default the workload's own.
 
         `fingerprint`, when given, is what the workload must be for the recipe that is to run on it.
         Live objects of one class are other workloads as soon as their weights are: each has a study of its own.
         """
-        timeout_s = self.rules.prepare_timeout_s
-        count = self._nodes.count if self._nodes is not None else 1
+        timeout_s, name = self.rules.prepare_timeout_s, self.options.study or ""
         with Worker(self._environment(), self._folder("logs") / "probe.log") as worker:
             if self.rules.may_go_first and not self.rules.under_load:
                 prefer(worker.pid, READY)
@@ -140,11 +123,11 @@ class Session:
                 built = worker.ask(messages.Build(self.target), messages.Built, timeout_s)
                 self.target = replace(self.target, mode=built.mode)
                 if built.writes:
-                    self.standings.limits = self._text_limits or self.standings.limits
-                elif asked := _asked_of_text(self.standings.goal, self.standings.limits):
+                    self.standings.limits = self.options.text_limits
+                elif asked := _asked_of_text(self.options.goal, self.standings.limits):
                     raise UsageError(f"{asked} is for a fettle.GenerationWorkload")
-                if built.mode == "training" and self._training_limits is not None:
-                    self.standings.limits = self._training_limits
+                if built.mode == "training":
+                    self.standings.limits = self.options.training_limits
                 if built.inputs:
                     self.note(f"inputs: {built.inputs}")
                 if fingerprint and built.fingerprint != fingerprint:
@@ -153,7 +136,7 @@ class Session:
                 part = f"-{self.rules.part}" if self.rules.part else ""  # times of another thing: a study of its own
                 usual, name = self.target.name + own + part, name and name + part
                 self.study = Study.open(
-                    name or usual, storage, built.fingerprint, machine.id,
+                    name or usual, storage_url(self.options.storage, self.folder), built.fingerprint, machine.id,
                     structure=built.structure, beside=not name,
                 )  # fmt: skip
                 if self.study.name not in (name, usual):
@@ -167,7 +150,7 @@ class Session:
                     self.study,
                     self._folder("cache") / f"reference-{built.fingerprint}-{built.structure[:8]}.pt",
                     built.fingerprint,
-                    allow_batch,
+                    self.options.allow_batch,
                     timeout_s,
                     look_s=math.inf if self.budget.seconds is None else 0.1 * self.budget.seconds,
                 )
@@ -175,10 +158,10 @@ class Session:
                     worker,
                     self.study,
                     self._ranks,
-                    count,
+                    self._node_count,
                     probed.facts.device,
-                    self._device_memory_bytes,
-                    self.tell,
+                    self.options.device_memory_bytes,
+                    self.report,
                 )
             except WorkerError as error:
                 raise UsageError(f"the workload could not be probed: {error}") from error
@@ -191,9 +174,8 @@ class Session:
     def probed_as(self, probed: Probed) -> None:
         """Take what the first worker found for what this session measures by."""
         limits = self.standings.limits
-        count = self._nodes.count if self._nodes is not None else 1
         allowed = limits.above(probed.reference.noise).max_error
-        self.probed, self.facts = probed, replace(probed.facts, ranks=self._ranks, nodes=count)
+        self.probed, self.facts = probed, replace(probed.facts, ranks=self._ranks, nodes=self._node_count)
         if allowed is not None:
             self.facts = replace(self.facts, max_error=allowed)
         self.rules = replace(self.rules, abreast=_abreast(self.facts), rows=self.facts.row_counts)
@@ -210,7 +192,7 @@ class Session:
         """Recall what earlier runs of the study measured."""
         for trial in self.standings.recall(self.study):
             self._recall(trial)
-            self._heat = max(self._heat, trial.heat)
+            self._race = max(self._race, trial.race)
         self._earlier_s = float(self.study.note("seconds") or 0.0)
 
     # -- what a design asks ------------------------------------------------------------------------------------------
@@ -232,16 +214,16 @@ class Session:
         return self.standings.noise(one, other)
 
     def spent(self) -> bool:
-        """Whether the budget is used up, but for the last race."""
+        """Whether the budget is used up, but for the final race."""
         return self._left_s(self._deadline()) < 0
 
     # -- what is known -----------------------------------------------------------------------------------------------
 
     def cost(self, recipe: Recipe) -> int:
-        """How dear a recipe is to start, as `Space.cost`. Where a process of the workload as given takes longer to be
-        ready than the dearest level adds to that, all cost about alike: then none comes first for being cheap."""
+        """How expensive a recipe is to start, as `Space.cost`. Where a process of the workload as given takes longer to
+        be ready than the most expensive level adds to that, all cost about alike: none comes first for being cheap."""
         baseline = self.standings.known.get(Recipe())
-        if baseline is not None and start_s(baseline) > max(_DEARER_S.values()):
+        if baseline is not None and start_s(baseline) > max(_EXTRA_START_S.values()):
             return 2
         return level_cost(recipe)
 
@@ -253,24 +235,24 @@ class Session:
     # -- measuring ---------------------------------------------------------------------------------------------------
 
     def race_unknown(self, recipes: Sequence[Recipe], deadline: float | None = None) -> None:
-        """Race recipes that are not known in one heat, beside the baseline, and keep their trials. Those that do not
-        fit before the `deadline` (default: when the last race must begin) are left out."""
+        """Race recipes that are not known in one race, beside the baseline, and keep their trials. Those that do not
+        fit before the `deadline` (default: when the final race must begin) are left out."""
         if deadline is None:  # the workload as given comes first, and is measured
             deadline = self._deadline() if self.standings.known else math.inf
-        entries = [recipe for recipe in recipes if recipe.levels]
-        entries = entries[: self._how_many_fit(entries, self._left_s(deadline))]
-        if entries or not self.standings.known:
+        candidates = [recipe for recipe in recipes if recipe.levels]
+        candidates = candidates[: self._how_many_fit(candidates, self._left_s(deadline))]
+        if candidates or not self.standings.known:
             rules = replace(self.rules, deadline=deadline, grace_s=0.0,
                             indifference=max(self.rules.indifference, _SCREENING_INDIFFERENCE))  # fmt: skip
             leader = self.standings.best()
             again = [leader.recipe] if leader is not None and leader.recipe.levels else []
-            self.keep(self.run(list(dict.fromkeys([Recipe(), *again, *entries])), rules, self.held))
+            self.keep(self.run(list(dict.fromkeys([Recipe(), *again, *candidates])), rules, self.held))
             leader = self.standings.best()
             self.held.keep({Recipe()} | ({leader.recipe} if leader is not None else set()))
 
     def _how_many_fit(self, recipes: Sequence[Recipe], left_s: float) -> int:
         """How many of these can be raced in the time that is left: as many as can be started, run in the fewest rounds,
-        and started once more in the last race should one of them lead. What was not measured is taken to be no slower
+        and started once more in the final race should one of them lead. What was not measured is taken to be no slower
         than the workload as given."""
         baseline = self.standings.known.get(Recipe())
         if baseline is None or math.isinf(left_s):
@@ -290,30 +272,30 @@ class Session:
         return self._start_s(recipe, baseline) + rounds * turn_s(baseline)
 
     def _start_s(self, recipe: Recipe, baseline: Trial) -> float:
-        """What starting a recipe has typically cost where it was as dear; where none was, a guess on the low side."""
+        """What starting as expensive a recipe has typically cost; where none was, a guess on the low side."""
         cost = level_cost(recipe)
         alike = sorted(
             trial.start_s for known, trial in self.standings.known.items()
             if known.levels and level_cost(known) == cost and math.isfinite(trial.start_s)
         )  # fmt: skip
-        return alike[len(alike) // 2] if alike else start_s(baseline) + _DEARER_S[cost]
+        return alike[len(alike) // 2] if alike else start_s(baseline) + _EXTRA_START_S[cost]
 
     def run(
         self, recipes: Sequence[Recipe], rules: Rules, held: Held | None = None, *, once: Sequence[Recipe] = ()
     ) -> list[Trial]:
         """Race `recipes` as they are, known or not, in fresh processes (but for what is `held`), and keep nothing.
         Those in `once` have one process whatever the rules say."""
-        self._heat += 1
+        self._race += 1
         return race(
             self.target,
             self.probed.fingerprint,
-            [replace(self._entry(recipe), once=recipe in once) for recipe in recipes],
+            [replace(self._candidate(recipe), once=recipe in once) for recipe in recipes],
             self.standings.judge,
             rules,
             log_folder=self._folder("logs"),
             environment=self._environment(),
-            tell=self._pass_on,
-            heat=self._heat,
+            on_progress=self._pass_on,
+            number=self._race,
             held=held,
             nodes=self._nodes,
             patience=self.patience,
@@ -324,12 +306,12 @@ class Session:
         new = [trial for trial in trials if trial.recipe not in self.standings.known]
         again = [trial.to_json() for trial in trials if trial.recipe in self.standings.known and trial.slices]
         if again:
-            self.study.set_note(f"again in race {self._heat}", again)
+            self.study.set_note(f"again in race {self._race}", again)
         for trial in new:
             self.remember(trial)
         self.standings.add(trials)
         for trial in new:
-            self.tell(f"measured {trial.recipe}", self.standings.known[trial.recipe])
+            self.report(f"measured {trial.recipe}", self.standings.known[trial.recipe])
 
     def look_at_baseline(self) -> None:
         """Say so at once where the time of the workload as given swings, before minutes are spent."""
@@ -338,10 +320,10 @@ class Session:
         if baseline is None or not times or max(times) < _SWINGS * min(times):
             return
         why = str(baseline.load) if not baseline.load.is_quiet else "nobody else was seen: its own threads or the clock"
-        self.tell(f"the model as given took {min(times):.3g} to {max(times):.3g} ms a call: {why}")
+        self.report(f"the model as given took {min(times):.3g} to {max(times):.3g} ms a call: {why}")
 
     def be_patient(self, spare_s: float) -> None:
-        """The last race may wait for a quiet machine for what is left of the share; where slices may go before others'
+        """The final race may wait for a quiet machine for what is left of the share; where slices may go before others'
         work no longer than `spare_s`, as further processes tell more than waiting does."""
         left_s = max(0.0, self._may_wait_s - self.patience.waited_s)
         self.patience.left_s = min(left_s, spare_s) if self.rules.may_go_first else left_s
@@ -354,45 +336,45 @@ class Session:
         self.study.set_note("seconds", self.seconds)
 
     def _recall(self, trial: Trial) -> None:
-        """What a trial chose is chosen: the last race, ``optimized.py`` and a resumed study go by it."""
+        """What a trial chose is chosen: the final race, ``optimized.py`` and a resumed study go by it."""
         if trial.learned and trial.ok:
             self.facts = replace(self.facts, learned={**trial.learned, **self.facts.learned})
 
     def note(self, text: str) -> None:
         """Pass on a line that stays."""
-        self._tell(Event(text, elapsed_s=self.budget.elapsed_s, budget_s=self.budget.seconds, note=text))
+        self._on_progress(Event(text, elapsed_s=self.budget.elapsed_s, budget_s=self.budget.seconds, note=text))
 
-    def tell(self, doing: str, trial: Trial | None = None) -> None:
+    def report(self, doing: str, trial: Trial | None = None) -> None:
         """Pass on what happens."""
         best = self.standings.best() if self.standings.known else None
-        self._tell(Event(doing, trial, best, self.budget.elapsed_s, self.budget.seconds))
+        self._on_progress(Event(doing, trial, best, self.budget.elapsed_s, self.budget.seconds))
 
     def _pass_on(self, progress: Progress) -> None:
         if progress.stage == "start":
-            self.tell(f"starting {progress.recipe}")
+            self.report(f"starting {progress.recipe}")
         elif progress.stage == "busy":
-            self.tell(f"the machine is busy ({progress.load}): waiting for a quiet moment")
+            self.report(f"the machine is busy ({progress.load}): waiting for a quiet moment")
         elif progress.stage == "vague":
-            self.tell("the processes differ too much: a few more of each")
+            self.report("the processes differ too much: a few more of each")
         elif progress.stage == "round":
-            self.tell(f"round {progress.round}, {progress.live} in the race")
+            self.report(f"round {progress.round}, {progress.live} in the race")
 
     def _deadline(self) -> float:
-        """When to begin the last race."""
+        """When to begin the final race."""
         baseline = self.standings.known.get(Recipe())
         return self.budget.deadline([baseline, *(self.standings.finalists() or [baseline])] if baseline else [])
 
     def _left_s(self, deadline: float) -> float:
         return deadline - self.budget.started - self.budget.elapsed_s
 
-    def _entry(self, recipe: Recipe) -> Entry:
+    def _candidate(self, recipe: Recipe) -> Candidate:
         ranks, variables = self._ranks if uses_ranks(recipe) else 1, environment(recipe, self.facts)
         lines, factor = source(recipe, self.facts), batch_factor(recipe)
-        return Entry(recipe, lines, variables, factor, is_calibrated(recipe), ranks)
+        return Candidate(recipe, lines, variables, factor, is_calibrated(recipe), ranks)
 
     def _environment(self) -> dict[str, str]:
         return {
-            # One compile cache a study, so that the last race and a resumed study find what was compiled.
+            # One compile cache a study, so that the final race and a resumed study find what was compiled.
             "TORCHINDUCTOR_CACHE_DIR": str(self._folder("cache/inductor").resolve()),
             "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
         }

@@ -18,7 +18,7 @@ from fettle.tuning import _limits
 from fettle.tuning.model import Fit, Races
 
 FINALISTS = 4
-"""Most recipes that meet in the last race, as far as there is time."""
+"""Most recipes that meet in the final race, as far as there is time."""
 
 
 @dataclass
@@ -51,16 +51,16 @@ class Standings:
         trials = study.trials()
         for trial in trials:
             self.known[trial.recipe] = self.judged(trial)
-        races = range(1, 1 + max((trial.heat for trial in trials), default=0))
+        races = range(1, 1 + max((trial.race for trial in trials), default=0))
         again = [f"again in race {race}" for race in races]  # what was known by then ran in these
-        kept = [trial for note in (*again, "last race") for trial in read_trials(study.note(note))]
+        kept = [trial for note in (*again, "final race", "last race") for trial in read_trials(study.note(note))]
         self.add([*self.known.values(), *kept])
         return trials
 
     def confirmed(self, trials: Sequence[Trial]) -> list[Trial]:
-        """The last race's trials with what this race alone says of them, processes spread as in the whole study."""
+        """The final race's trials with what this race alone says of them, processes spread as in the whole study."""
         self.add(trials)
-        alone = self.races.of_race(trials[0].heat, self.fit) if self.fit is not None else None
+        alone = self.races.of_race(trials[0].race, self.fit) if self.fit is not None else None
         if alone is None:
             return list(trials)
         return [replace(trial, speedup=alone.speedup(trial.recipe, confidence=self.confidence) or trial.speedup)

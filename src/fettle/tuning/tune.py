@@ -6,7 +6,7 @@ probe (facts, reference) -> space of recipes -> design -> races -> trials in the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
@@ -16,7 +16,6 @@ from fettle.machine import this_machine
 from fettle.measure import close_all
 from fettle.recipe import Recipe
 from fettle.search import DESIGNS, auto
-from fettle.study import storage_url
 from fettle.tuning._arguments import (
     check_options,
     check_ranks,
@@ -26,11 +25,11 @@ from fettle.tuning._arguments import (
     workload_of,
     writable,
 )
+from fettle.tuning._final_race import FinalRace, final_race
 from fettle.tuning._guide import guide_for
-from fettle.tuning._last_race import LastRace, last_race
 from fettle.tuning._outcome import outcome
 from fettle.tuning.options import Keywords, Options, options_of
-from fettle.tuning.session import Session, Tell
+from fettle.tuning.session import OnProgress, Session
 from fettle.tuning.space import space_for
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ def tune(
     call: Callable[..., Any] | None = None,
     metric: Callable[[Callable[..., Any]], float] | None = None,
     options: Options | None = None,
-    tell: Tell | None = None,
+    on_progress: OnProgress | None = None,
     command: str = "",
     **keywords: Unpack[Keywords],
 ) -> Result:
@@ -62,7 +61,7 @@ def tune(
     Goal, limits, budget and what may be tried are keywords, the fields of `fettle.Options` and of `fettle.Limits`; they
     stand above those of an `options` object. Trials are kept in the study under ``output`` (or at ``storage``), so the
     same call goes on after an interrupt; where model or inputs were edited meanwhile it begins a study beside the old
-    one. `tell` is called with each `fettle.Event`; without it the progress is shown on a terminal or in a notebook.
+    one. `on_progress` is called with each `fettle.Event`; without it progress is shown on a terminal or in a notebook.
 
     Where the workload is a `fettle.TrainingWorkload` one call is one optimizer step, and the guard is on its losses
     (`Options.max_spread`). With ``nproc`` parallel strategies over so many ranks of this machine are tried as well.
@@ -79,25 +78,20 @@ def tune(
     rows = read_atlas(options.atlas) if options.atlas is not None else ()
     allowed = check_techniques(options.techniques)
     folder = writable(options.output)
+    options = replace(options, output=folder)
     given = workload_of(model, inputs, call, metric, options.mode)
     target = check_ranks(options, target_of(given, folder))
     machine = this_machine()
 
     watched = ExitStack()
-    tell = tell or watched.enter_context(progress(lines=False))
+    on_progress = on_progress or watched.enter_context(progress(lines=False))
     others = open_nodes(options, target)
-    session = Session(
-        target, folder, options.limits, options.goal, options.budget_s or None, started, tell, options.confidence,
-        options.trial_timeout_s, training_limits=options.training_limits, text_limits=options.text_limits,
-        nproc=options.nproc, nodes=others,
-        device_memory_bytes=options.device_memory_bytes, under_load=options.under_load,
-        polite=options.polite, effort=options.effort,
-    )  # fmt: skip
+    session = Session(target, options, on_progress, nodes=others, started=started)
     try:
         if others is not None:
-            others.gather(session.tell)
-        session.tell("building the workload and its reference")
-        session.open(options.study or "", storage_url(options.storage, folder), machine, options.allow_batch)
+            others.gather(session.report)
+        session.report("building the workload and its reference")
+        session.open(machine)
         space, left_out = space_for(session.facts, allowed, session.plan.rules_out, session.cost)
         interrupted = False
         try:
@@ -105,13 +99,13 @@ def tune(
             session.look_at_baseline()
             if options.design == "auto":
                 guide = guide_for(session, rows, options.atlas, machine) if options.atlas is not None else None
-                auto(space, session, first=_advised(session), guide=guide)
+                auto(space, session, first=_advised(session, options.first), guide=guide)
                 session.notes += guide.summary() if guide is not None else ()
             else:
                 DESIGNS[options.design](space, session)
         except KeyboardInterrupt:
             interrupted = True  # what is done is kept, and shown
-        last = LastRace() if interrupted else last_race(session, space)
+        last = FinalRace() if interrupted else final_race(session, space)
         machine = replace(machine, peaks=session.probed.peaks)
         result = outcome(session, last, left_out, machine, command, interrupted)
     finally:
@@ -123,6 +117,6 @@ def tune(
     return result
 
 
-def _advised(session: Session) -> list[str]:
-    """The techniques that the first look advised, the most promising first."""
-    return list(dict.fromkeys(name for item in session.probed.advice for name in item.levels))
+def _advised(session: Session, first: Sequence[str]) -> list[str]:
+    """The techniques that were named, then those that the first look advised, the most promising first."""
+    return list(dict.fromkeys([*first, *(name for item in session.probed.advice for name in item.levels)]))

@@ -156,7 +156,7 @@ class Worker:
         return int(header.id)
 
     def cancel(self, index: int) -> None:
-        """Tell the worker that one prompt of its batch is not waited for."""
+        """OnProgress the worker that one prompt of its batch is not waited for."""
         self._write(wire.Cancel(self._call, index))
 
     def _write(self, header: wire.ToWorker, bodies: Sequence[Any] = ()) -> None:

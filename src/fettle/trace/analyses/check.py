@@ -13,7 +13,7 @@ from fettle.trace.analyses.launches import launch_links
 from fettle.trace.analyses.operators import annotation_table, call_tree
 from fettle.trace.analyses.replay import Change
 from fettle.trace.analyses.steps import steps
-from fettle.trace.analyses.whatif import replayed_ns
+from fettle.trace.analyses.whatif import replayed_ns, stays_with_steps
 from fettle.trace.frames import frame_of
 from fettle.trace.intervals import clip, merge, split, total
 from fettle.trace.model import Trace
@@ -38,8 +38,9 @@ def identities(trace: Trace) -> pl.DataFrame:
         half = np.full(len(trace.device_rows), 0.5)
         saved = same - round(replayed_ns(trace, Change(half), path.start_ns, path.end_ns))
         on_path = _spent(path, ("compute", "communication", "copy")) // 2
-        what = "work half as long saves at most half of its time on the path"
-        rows.append((what, saved, on_path, "<=", wall // 100))
+        if stays_with_steps(trace, path):
+            what = "work half as long saves at most half of its time on the path"
+            rows.append((what, saved, on_path, "<=", wall // 100))
     columns = {"identity": str, "left_ns": int, "right_ns": int, "relation": str, "allowed_ns": int}
     frame = frame_of([(trace.rank, *row) for row in rows], rank=int, **columns)
     over = pl.col("left_ns") - pl.col("right_ns")

@@ -24,12 +24,12 @@ from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
 from fettle.trace.analyses.steps import step_thread, step_windows
 from fettle.trace.analyses.stops import autograd_threads, host_stops, main_thread
 from fettle.trace.analyses.waits import CAUSES, Held, Waits, blocking_calls, device_waits
-from fettle.trace.frames import frame_of
 from fettle.trace.kinds import without_address
 from fettle.trace.model import Trace
 
-CAUSE_NAMES = tuple(CAUSES)
 CATEGORIES = (*CLASSES, *CAUSES)
+_NUMBER = {category: i for i, category in enumerate(CATEGORIES)}
+_OF_HOST = np.array([_NUMBER[cause] for cause in CAUSES_OF_HOST])
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,8 @@ def window_of(trace: Trace, step: int | None = None) -> tuple[int, int]:
     marks = step_thread(trace)
     if step is None and marks >= 0:
         work, calls = launch_links(trace).known
+        late = trace.end[work] > high
+        work, calls = work[late], calls[late]
         mine = np.isin(trace.column("thread")[calls], [marks, *autograd_threads(trace)])
         mine &= (trace.ts[calls] >= low) & (trace.ts[calls] < high)
         high = max(high, int(trace.end[work[mine]].max(initial=high)))
@@ -125,15 +127,14 @@ class _Walk:
     def __init__(self, trace: Trace, low: int, high: int, waits: Waits | None = None) -> None:
         self.trace, self.low, self.high = trace, low, high
         self.stretches: list[tuple[int, int, int]] = []  # host time: thread, start, end
-        self.pieces: list[tuple[int, int, str, int]] = []  # device time and waits: start, end, category, row
+        self.pieces: list[tuple[int, int, int, int]] = []  # device time and waits: start, end, category, row
         self.seen: set[int] = set()
         self.stopped: set[int] = set()
         rows, waits = trace.device_rows, waits or device_waits(trace)
         self.rows = rows.tolist()
         self.start, self.end = trace.ts[rows].tolist(), trace.end[rows].tolist()
-        self.label = [CLASSES[c] for c in class_of_row(trace, rows).tolist()]
-        self.position = {row: i for i, row in enumerate(self.rows)}
-        self.since, self.cause = waits.since.tolist(), waits.cause.tolist()
+        self.label = class_of_row(trace, rows).tolist()
+        self.since, self.cause = waits.since.tolist(), (waits.cause.astype(int) + len(CLASSES)).tolist()
         self.source, self.previous = waits.source().tolist(), waits.previous.tolist()
         linked = waits.launch >= 0
         self.call_thread = np.where(linked, trace.column("thread")[np.maximum(waits.launch, 0)], -1).tolist()
@@ -193,7 +194,7 @@ class _Walk:
         since, source = min(self.since[index], start), self.source[index]
         if source in self.seen:  # clocks that contradict each other: no work is gone through twice
             source = -1
-        self._waited(since, start, CAUSE_NAMES[self.cause[index]], self.rows[index])
+        self._waited(since, start, self.cause[index], self.rows[index])
         if source >= 0:
             return ("device", source), since
         if self.call_thread[index] >= 0:
@@ -219,25 +220,25 @@ class _Walk:
             stop = min(end, time)
             self._stretch(thread, stop, time)
             if work >= 0:
-                waited = CAUSES_OF_HOST[host_stacks(self.trace).cause[self.stop_row[number]]]
-                self._add(when, stop, waited, self.stop_row[number])
+                row = self.stop_row[number]
+                self._add(when, stop, int(_OF_HOST[host_stacks(self.trace).cause[row]]), row)
                 return ("device", work), when
             self._stretch(thread, when, stop)
             return ("host", self.stop_other[number]), when
         self._stretch(thread, self.low, time)
         return ("host", thread), self.low
 
-    def _waited(self, start: int, end: int, cause: str, row: int) -> None:
+    def _waited(self, start: int, end: int, cause: int, row: int) -> None:
         """A wait of device work; what nothing explains is a call's that blocks meanwhile, as it is in the gaps."""
-        if cause == "queued_unknown":
+        if cause == _NUMBER["queued_unknown"]:
             starts, stops = self.blocked
             for i in range(bisect_right(stops, start), bisect_left(starts, end)):
                 self._add(start, max(starts[i], start), cause, row)
-                self._add(max(starts[i], start), min(stops[i], end), "blocking_call", row)
+                self._add(max(starts[i], start), min(stops[i], end), _NUMBER["blocking_call"], row)
                 start = max(start, min(stops[i], end))
         self._add(start, end, cause, row)
 
-    def _add(self, start: int, end: int, category: str, row: int) -> None:
+    def _add(self, start: int, end: int, category: int, row: int) -> None:
         start, end = max(start, self.low), min(end, self.high)
         if end > start:
             self.pieces.append((start, end, category, row))
@@ -249,21 +250,32 @@ class _Walk:
 
     def frame(self) -> pl.DataFrame:
         """All pieces in order of time."""
-        stacks, device = host_stacks(self.trace), self.trace.column("device")
-        found: list[tuple[int, int, str, int, str]] = []
-        for start, end, category, row in self.pieces:
-            on_device = row >= 0 and bool(self.trace.is_device[row])
-            place = f"device {device[row]}" if on_device else f"thread {self.trace.column('thread')[row]}"
-            found.append((start, end, category, row, place))
-        for thread in {t for t, _, _ in self.stretches}:
-            mine = np.array(sorted((s, e) for t, s, e in self.stretches if t == thread))
-            begins, stops, owner = mine[:, 0], mine[:, 1], np.full(len(mine), -1)
+        stacks, trace = host_stacks(self.trace), self.trace
+        start, end, category, row = np.array(self.pieces, dtype=np.int64).reshape(-1, 4).T
+        on_device = (row >= 0) & trace.is_device[row]
+        places = trace.column("thread")[row].astype(np.int64)
+        parts = [(start, end, category, row, np.where(on_device, -2 - trace.column("device")[row], places))]
+        stretches = np.array(sorted(self.stretches), dtype=np.int64).reshape(-1, 3)
+        for thread in np.unique(stretches[:, 0]).tolist():
+            _, begins, stops = stretches[stretches[:, 0] == thread].T
+            owner = np.full(len(begins), -1)
             if thread >= 0:
                 begins, stops, owner, _ = stacks.over(thread, begins, stops)
-            causes = [CAUSES_OF_HOST[stacks.cause[row]] if row >= 0 else "host_untraced" for row in owner.tolist()]
-            places = [f"thread {thread}"] * len(owner)
-            found += zip(begins.tolist(), stops.tolist(), causes, owner.tolist(), places, strict=True)
-        return frame_of(found, start_ns=int, end_ns=int, category=str, row=int, place=str).sort("start_ns")
+            causes = _OF_HOST[np.where(owner >= 0, stacks.cause[owner], 0)]
+            parts.append((begins, stops, causes, owner, np.full(len(owner), thread)))
+        start, end, category, row, place = (np.concatenate(column) for column in zip(*parts, strict=True))
+        order = np.argsort(start, kind="stable")
+        known, number = np.unique(place[order], return_inverse=True)
+        names = [f"device {-2 - one}" if one < -1 else f"thread {one}" for one in known.tolist()]
+        return pl.DataFrame(
+            {
+                "start_ns": start[order],
+                "end_ns": end[order],
+                "category": pl.Series(CATEGORIES).gather(category[order]),
+                "row": row[order],
+                "place": pl.Series(names, dtype=pl.String()).gather(number),
+            }
+        )
 
 
 def path_events(trace: Trace, path: CriticalPath) -> pl.DataFrame:

@@ -82,9 +82,9 @@ def _rounded(trace: Trace) -> _Rounded:
     steps = {c for c, n in enumerate(trace.names) if n.startswith("ProfilerStep#")}
     gpu = kept & (stream != -1)
     codes = trace.column("name")
-    if len(steps) > 1:
-        last = ts[host & np.isin(codes, list(steps))].max()
-        host &= ts < last
+    marks = host & np.isin(codes, list(steps))
+    if len(steps) > 1 and marks.any():
+        host &= ts < ts[marks].max()
         gpu &= (stream >= 0) & (correlation >= 0) & np.isin(correlation, correlation[host & (correlation >= 0)])
     rows = np.flatnonzero(gpu)
     types = np.array([kernel_type(n) for n in trace.names], dtype=object)

@@ -95,10 +95,11 @@ class Replay:
         trace, stops, thread = self.trace, self.stops, self.trace.column("thread")
         launch = self.waits.launch
         found: dict[int, _Call] = {}
-        graphs = {code for code, name in enumerate(trace.names) if is_graph_launch(name)}
-        for row in np.unique(launch[launch >= 0]).tolist():
-            graph = int(trace.column("name")[row]) in graphs
-            found[row] = _Call(int(thread[row]), int(trace.ts[row]), int(trace.end[row]), launches=True, graph=graph)
+        rows = np.unique(launch[launch >= 0])
+        graphs = np.array([is_graph_launch(name) for name in trace.names], dtype=bool)[trace.column("name")[rows]]
+        columns = (column.tolist() for column in (rows, thread[rows], trace.ts[rows], trace.end[rows], graphs))
+        for row, on, start, end, graph in zip(*columns, strict=True):
+            found[row] = _Call(on, start, end, launches=True, graph=graph)
         silent = []
         for i in range(len(stops.thread)):
             row = int(stops.row[i])
@@ -117,12 +118,12 @@ class Replay:
         wanted |= {(int(o), int(w)) for o, w in zip(stops.other, stops.when, strict=True) if o >= 0}
         points = [_Call(one, time, time) for one, time in sorted(wanted)]
         calls = [*found.values(), *silent, *points]
-        rows = [*found, *[-1] * (len(silent) + len(points))]
+        of_row = [*found, *[-1] * (len(silent) + len(points))]
         at = sorted(
             range(len(calls)),
-            key=lambda i: (calls[i].thread, calls[i].start, rows[i] >= 0 or calls[i].stop >= 0, -calls[i].end),
+            key=lambda i: (calls[i].thread, calls[i].start, of_row[i] >= 0 or calls[i].stop >= 0, -calls[i].end),
         )
-        number = {rows[j]: i for i, j in enumerate(at) if rows[j] >= 0}
+        number = {of_row[j]: i for i, j in enumerate(at) if of_row[j] >= 0}
         calls = [calls[j] for j in at]
         self.mark = {(c.thread, c.start): i for i, c in enumerate(calls) if c.start == c.end and not c.launches}
         self.call_of = [number.get(row, -1) for row in launch.tolist()]

@@ -30,6 +30,7 @@ _GIVE_WAY = ("operator", "python", "runtime_call", "host_untraced")
 BLOCK = 1 << 16
 Segments = tuple[npt.NDArray[np.int32], Ints, Ints, Ints]  # thread, start, end, row
 LONG_COPY_NS = 20_000
+ROUNDED_NS = 1_000
 ENTERING_EVENTS = 64  # functions and their calls on the way into a range
 CAUSES_OF_HOST = (
     "host_untraced",
@@ -150,11 +151,12 @@ def host_stacks(trace: Trace) -> HostStacks:
     lasting = trace.dur[all_rows] > 0
     begin = trace.ts
     rows = _outer_first(trace, all_rows[lasting], begin)
-    late = _begin_after_entering(trace, rows)
-    if len(late[0]):
-        begin = begin.copy()
-        begin[late[0]] = late[1]
-        rows = _outer_first(trace, rows, begin)
+    for late in (_begin_after_entering, _begin_after_rounding):
+        moved, to = late(trace, rows)
+        if len(moved):
+            begin = begin.copy()
+            begin[moved] = to
+            rows = _outer_first(trace, rows, begin)
     parent, depth = np.full(count, -1, dtype=np.int64), np.zeros(count, dtype=np.int64)
     segments, cut = _nest(trace, rows, begin, parent, depth)
     partial = HostStacks(parent, depth, np.zeros(0, np.uint8), rows, *segments, cut)
@@ -192,6 +194,22 @@ def _begin_after_entering(trace: Trace, rows: Ints) -> tuple[Ints, Ints]:
             break
     moved = np.flatnonzero(begin > trace.ts[ours])
     return ours[moved], begin[moved]
+
+
+def _begin_after_rounding(trace: Trace, rows: Ints) -> tuple[Ints, Ints]:
+    """Events that seem to begin in one that ends right then, as both ends were rounded, and when that ends: they come
+    after it, where nesting would cut nearly all of them.
+    """
+    start, end, thread = trace.ts[rows], trace.end[rows], trace.column("thread")[rows]
+    begin = start.copy()
+    for back in (1, 2):  # the event before, or what that lies in
+        over = end[:-back] - start[back:]
+        some = np.flatnonzero((over > 0) & (over <= ROUNDED_NS))
+        mine = some + back
+        some = some[(thread[some] == thread[mine]) & (end[mine] - end[some] > over[some])]
+        begin[some + back] = np.maximum(begin[some + back], end[some])
+    moved = np.flatnonzero(begin > start)
+    return rows[moved], begin[moved]
 
 
 def _nest(trace: Trace, rows: Ints, begin: Ints, parent_by_row: Ints, depth_by_row: Ints) -> tuple[Segments, int]:

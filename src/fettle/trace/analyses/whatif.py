@@ -20,7 +20,7 @@ from fettle.trace.analyses.kernels import class_of_row
 from fettle.trace.analyses.replay import Change, Run, data_loading, replay_of
 from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
 from fettle.trace.analyses.steps import step_thread, steps
-from fettle.trace.analyses.stops import main_thread
+from fettle.trace.analyses.stops import autograd_threads, main_thread
 from fettle.trace.intervals import clip, merge, total
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Trace, per_trace
@@ -108,7 +108,7 @@ def what_if(
     floor, ceiling = 0.0, float(wall)
     if scale is not None:
         matched = scale != 1
-        if change == "kernels":  # the path with its work changed remains a path
+        if change == "kernels" and stays_with_steps(trace, path):  # the path with its work changed remains a path
             floor = wall + _on_path(trace, path, np.minimum(scale - 1, 0))
         if (scale > 1).any():
             length = trace.dur[trace.device_rows]
@@ -123,6 +123,15 @@ def what_if(
     if change == "graph":  # whether the host time before uploads made their data is a guess
         low = min(low, _busy(trace, path))
     return WhatIf(change, wall, round(estimate), round(low), round(high), error, unknown)
+
+
+def stays_with_steps(trace: Trace, path: CriticalPath) -> bool:
+    """Whether the path stays with the main thread and its backward: a synchronise need not wait for what another thread
+    launches later than it begins.
+    """
+    mine = {f"thread {thread}" for thread in (-1, main_thread(trace), *autograd_threads(trace))}
+    places = path.pieces["place"].unique().to_list()
+    return all(place in mine or place.startswith("device") for place in places)
 
 
 def _makes_data(trace: Trace) -> bool:

@@ -84,7 +84,7 @@ def read(path: Path, key: dict[str, Any], rank: int | None) -> Trace | None:
 
 
 def write(trace: Trace, key: dict[str, Any]) -> None:
-    """Keep the columns; a folder that cannot be written is no error, the trace is only slower to open next time."""
+    """Keep the columns; a folder that cannot be written is not an error, the trace is only slower to open next time."""
     place = _place(key)
     scratch = None
     try:

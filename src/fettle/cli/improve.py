@@ -1,0 +1,87 @@
+"""fettle improve TARGET: the whole workflow, step by step."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from fettle.cli import _options, _quiet, _show
+
+if TYPE_CHECKING:
+    from fettle.improve import Improvement
+
+
+def command(
+    target: Annotated[str, typer.Argument(help="path/to/file.py:factory or package.module:factory")],
+    data: Annotated[
+        str, typer.Option(help="target of the loop's DataLoader, dataset or (either, step), as for fettle data")
+    ] = "",
+    skip: Annotated[
+        list[str] | None,
+        typer.Option(help="leave out a step: measure, diagnose, data, tune, verify or package. May be repeated"),
+    ] = None,
+    budget: Annotated[str, typer.Option(help="time for tuning, for example 10m; 0 for no limit")] = "15m",
+    max_error: Annotated[float, typer.Option(help="largest relative L2 error of the outputs")] = 0.02,
+    technique: Annotated[
+        list[str] | None, typer.Option(help="allow levels, NAME=LEVEL,LEVEL; one level pins it. May be repeated")
+    ] = None,
+    atlas: Annotated[Path | None, typer.Option(help="begin tuning with what this atlas expects")] = None,
+    mode: Annotated[str, typer.Option(help=_options.MODE)] = "auto",
+    output: Annotated[Path, typer.Option("--output", "-o", help="folder for what is found")] = Path("fettle-improve"),
+    as_json: Annotated[bool, typer.Option("--json", help="print what each step brought as JSON")] = False,
+) -> None:
+    """Measure, diagnose, find the loader's setting, tune, verify and package; each step's finding feeds the next.
+
+    Writes improve.html with what each step brought, and what the single commands write. Killed or interrupted, the same
+    command goes on where it was. Exit code 1: a step could not be done.
+
+    [bold]Examples[/]
+
+      fettle improve model.py
+
+      fettle improve train.py:workload --data train.py:loader --skip package --budget 10m
+    """
+    from fettle.improve import Settings, improve
+    from fettle.report import progress
+    from fettle.result import Limits
+
+    settings = Settings(
+        data=data, skip=tuple(skip or ()), budget_s=_options.duration_s(budget, "--budget"),
+        limits=Limits(max_error=max_error), techniques=_options.technique_levels(technique or []), atlas=atlas,
+        mode=mode, output=output,
+    )  # fmt: skip
+    with progress(quiet=as_json) as show:
+        found = improve(target, settings, show, quietly=_quiet.users_code_quiet,
+                        command=shlex.join(["fettle", *sys.argv[1:]]))  # fmt: skip
+    _show.answer(as_json, lambda: _data(found), lambda console: _print(found, console), found.folder / "improve.html")
+    _show.leave(interrupted=found.interrupted, missed=found.failed)
+
+
+def _data(found: Improvement) -> dict[str, Any]:
+    import msgspec
+
+    from fettle.files import finite
+
+    return {"target": found.target, "headline": found.headline, "interrupted": found.interrupted,
+            "steps": [finite(msgspec.to_builtins(step)) for step in found.steps]}  # fmt: skip
+
+
+def _print(found: Improvement, console: Console) -> None:
+    from fettle.improve.page import TITLES, brought
+
+    for number, step in enumerate(found.steps, 1):
+        gain = f"  [green]{escape(brought(step))}[/]" if brought(step) else ""
+        style = "bold red" if step.status == "failed" else "bold"
+        console.print(f"[{style}]{number}. {TITLES[step.name]}[/]{gain}", highlight=False)
+        console.print(f"   {escape(step.says)}", highlight=False)
+        for line in step.lines:
+            console.print(f"   {escape(line)}", style="dim", highlight=False)
+        if step.passes_on:
+            console.print(f"   → {escape(step.passes_on)}", highlight=False)
+    console.print(f"\n[bold]{escape(found.headline)}[/]", highlight=False)

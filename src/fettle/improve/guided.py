@@ -1,0 +1,274 @@
+"""The guided run. Read `improve` and you know the order of things.
+
+measure -> diagnose -> input pipeline -> tune -> verify -> package
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fettle.comparing import bench, check
+from fettle.diagnose import Finding, diagnose
+from fettle.diagnose.report import write_report as write_diagnosis
+from fettle.errors import UsageError
+from fettle.files import write_text
+from fettle.improve.page import page
+from fettle.improve.state import Step, keep, recall
+from fettle.inputs import measure_and_search
+from fettle.inputs.journal import content_hash
+from fettle.inputs.report import write_report as write_pipeline
+from fettle.measure import Interval
+from fettle.package.export import write_package
+from fettle.recipe_file import load_recipe
+from fettle.report import save, verdict
+from fettle.result import Limits
+from fettle.tuning import Event, OnProgress, Options, tune, writable
+from fettle.units import size_text
+from fettle.workload import AUTO, check_mode, find_target
+
+STEPS = ("measure", "diagnose", "data", "tune", "verify", "package")
+_MOST_LINES = 5
+_ROUNDS = 12
+_DIAGNOSE_S = 6.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a guided run is told."""
+
+    data: str = ""
+    """Target whose factory returns the loop's DataLoader, a dataset, or (either, step); empty where there is none."""
+    skip: Sequence[str] = ()
+    """Steps that are left out."""
+    budget_s: float = 900.0
+    """For tuning; the other steps take a minute or two each."""
+    limits: Limits = field(default_factory=Limits)
+    techniques: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
+    atlas: Path | None = None
+    mode: str = AUTO
+    output: Path = Path("fettle-improve")
+
+
+@dataclass(frozen=True)
+class Improvement:
+    """What the run came to."""
+
+    target: str
+    steps: Sequence[Step]
+    folder: Path
+    interrupted: bool = False
+
+    @property
+    def headline(self) -> str:
+        """What all of it brought, one sentence."""
+        for step in reversed(self.steps):
+            if step.name in ("verify", "tune") and step.status == "done" and step.speedup is not None:
+                proved = "verified in a race of its own" if step.name == "verify" else "not verified"
+                return f"{step.speedup} as fast as given, {proved}."
+        return "Nothing was found that makes it faster."
+
+    @property
+    def failed(self) -> bool:
+        """Whether a step could not be done."""
+        return any(step.status == "failed" for step in self.steps)
+
+
+def improve(
+    target: str,
+    settings: Settings,
+    on_progress: OnProgress = lambda event: None,
+    *,
+    quietly: Callable[[], AbstractContextManager[object]] = nullcontext,
+    command: str = "",
+) -> Improvement:
+    """Take a workload (``file.py:factory``) through all steps, and write one page with what each brought.
+
+    A step that cannot be done says why, and the others go on without what it would have told them; only a workload that
+    does not run at all ends the run. `quietly` is entered where the workload is built in this process. Raises
+    `UsageError` for bad input.
+    """
+    if unknown := [name for name in settings.skip if name not in STEPS]:
+        raise UsageError(f"`skip={unknown[0]}`: there are {', '.join(STEPS)}")
+    check_mode(settings.mode)
+    where = find_target(target).reference
+    run = _Run(target, settings, writable(settings.output), on_progress, quietly, command)
+    made_for = {"target": target, "content": content_hash(where), "data": settings.data, "mode": settings.mode,
+                "limits": repr(settings.limits), "techniques": settings.techniques}  # fmt: skip
+    known = recall(run.folder / "improve.json", made_for)
+    steps: list[Step] = []
+    interrupted = False
+    for name in STEPS:
+        try:
+            steps.append(known.get(name) or _step(name, run, steps))
+        except KeyboardInterrupt:
+            interrupted = True
+            break
+        if name not in known and steps[-1].status == "done":
+            known = {}  # what came after went by what it said before
+        keep(run.folder / "improve.json", made_for, steps)
+    found = Improvement(target, steps, run.folder, interrupted)
+    write_text(run.folder / "improve.html", page(found.headline, target, steps))
+    return found
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What every step is handed."""
+
+    target: str
+    settings: Settings
+    folder: Path
+    on_progress: OnProgress
+    quietly: Callable[[], AbstractContextManager[object]]
+    command: str
+
+    def say(self, text: str) -> None:
+        self.on_progress(Event(text))
+
+
+def _step(name: str, run: _Run, before: Sequence[Step]) -> Step:
+    """One step, with what those before it said."""
+    if name in run.settings.skip:
+        return Step(name=name, status="skipped", says="left out, as it was asked for")
+    began = time.monotonic()
+    run.say(f"{name}")
+    told: dict[str, Any] = {}
+    for step in before:
+        told |= step.told
+    try:
+        made = _DOES[name](run, told)
+    except UsageError as error:
+        if name == "measure":  # it does not run: no step could
+            raise
+        made = Step(name=name, status="failed", says=str(error))
+    return _timed(made, time.monotonic() - began)
+
+
+def _timed(step: Step, seconds: float) -> Step:
+    return msgspec.structs.replace(step, seconds=seconds)
+
+
+def _measure(run: _Run, told: Mapping[str, Any]) -> Step:
+    """What a call takes as given."""
+    race = bench(run.target, [], mode=run.settings.mode, max_rounds=_ROUNDS, settle=False, on_progress=run.on_progress)
+    trial = race.trials[0]
+    if trial.status == "failed":
+        raise UsageError(f"the workload does not run as given: {trial.reason}")
+    lines = [f"90% of calls are below {trial.p90_ms:.4g} ms; the first answer takes {trial.startup.total_s:.2g} s"]
+    if trial.peak_bytes:
+        lines.append(f"peak memory {size_text(trial.peak_bytes)}")
+    if not trial.is_quiet:
+        lines.append(f"the machine was not quiet: {trial.load}")
+    says = f"A call takes {trial.time_ms:.4g} ms, {trial.throughput:.4g} samples a second."
+    return Step(name="measure", says=says, lines=lines, told={"given_ms": trial.time_ms})
+
+
+def _diagnose(run: _Run, told: Mapping[str, Any]) -> Step:
+    """Why it is slow, and which techniques answer that."""
+    found = diagnose(run.target, seconds=_DIAGNOSE_S, mode=run.settings.mode, on_progress=run.say)
+    write_diagnosis(found, (), run.folder / "diagnosis.html", run.command)
+    every = [*found.findings, *found.opportunities]
+    first = _first(every)
+    lines = [f"{one.says} {one.advice}{f' (could save {one.most})' if one.most else ''}" for one in every[:_MOST_LINES]]
+    waits_s = found.evidence.loading.seconds if found.evidence is not None else 0.0
+    share = waits_s / found.wall_s if found.wall_s > 0 else 0.0
+    return Step(
+        name="diagnose", says=found.verdict, lines=lines, files=["diagnosis.html"],
+        told={"first": first, "loading": share},
+        passes_on=f"to tune: try {', '.join(first)} first" if first else "",
+    )  # fmt: skip
+
+
+def _first(found: Sequence[Finding]) -> list[str]:
+    """Techniques that findings name, the one that could save most first."""
+    ranked = sorted((one for one in found if one.levels), key=lambda one: -one.bound)
+    return list(dict.fromkeys(name for one in ranked for name in one.levels))
+
+
+def _data(run: _Run, told: Mapping[str, Any]) -> Step:
+    """The setting of the loop's loader."""
+    if not run.settings.data:
+        share = told.get("loading", 0.0)
+        waits = f"; a call spends {share:.0%} in a DataLoader: name its factory, --data" if share >= 0.01 else ""
+        return Step(name="data", status="skipped", says=f"no input pipeline was named{waits}")
+    found = measure_and_search(run.settings.data, keep=run.folder / "data.journal",
+                               on_progress=lambda doing, done, of: run.say(doing))  # fmt: skip
+    write_pipeline(found, run.folder / "data.html")
+    better = found.best.setting != found.before.setting
+    lines = [*(lint.says for lint in found.lints), *found.notes, *(found.code.splitlines() if better else ())]
+    return Step(
+        name="data", says=found.verdict, lines=lines, files=["data.html"],
+        speedup=Interval(found.gain, 0.0, math.inf) if better else None,
+        passes_on=f"to your loop: {found.best.setting.arguments}" if better else "",
+    )  # fmt: skip
+
+
+def _tune(run: _Run, told: Mapping[str, Any]) -> Step:
+    """The fastest recipe within the limits, beginning with what the diagnosis named."""
+    settings = run.settings
+    options = Options(
+        limits=settings.limits, budget_s=settings.budget_s, techniques=settings.techniques, mode=settings.mode,
+        output=run.folder / "tune", first=tuple(told.get("first", ())), atlas=settings.atlas,
+    )  # fmt: skip
+    result = tune(run.target, options=options, on_progress=run.on_progress, command=run.command)
+    paths = save(result, run.folder / "tune")
+    if result.interrupted:
+        raise KeyboardInterrupt
+    winner = result.winner
+    changed = winner is not None and bool(winner.recipe.levels)
+    return Step(
+        name="tune", says=verdict(result), lines=result.notes, files=[f"tune/{path.name}" for path in paths],
+        speedup=winner.speedup if winner is not None and changed else None,
+        told={"recipe": str(result.recipe)} if changed else {},
+        passes_on=f"to verify and package: {result.recipe}" if changed else "",
+    )  # fmt: skip
+
+
+def _verify(run: _Run, told: Mapping[str, Any]) -> Step:
+    """The recipe again, in fresh processes and a race of its own, on the workload as it is now."""
+    if "recipe" not in told:
+        return Step(name="verify", status="skipped", says="no recipe was found that changes anything")
+    compared = check(
+        run.target, run.folder / "tune" / "recipe.toml", mode=run.settings.mode, on_progress=run.on_progress
+    )
+    trial = compared.trials[1]
+    if trial.status != "measured":
+        return Step(name="verify", status="failed", says=f"{trial.recipe} is {trial.status}: {trial.reason}")
+    kept = compared.verdicts[1] != "slower"
+    says = f"{trial.recipe} is {trial.speedup} as fast as given, with a relative error of {trial.accuracy.error:.2g}."
+    return Step(name="verify", status="done" if kept else "failed", says=says, speedup=trial.speedup,
+                told={"verified": kept}, passes_on="to package: it holds" if kept else "")  # fmt: skip
+
+
+def _package(run: _Run, told: Mapping[str, Any]) -> Step:
+    """The model with its recipe, ready to be served."""
+    target = replace(find_target(run.target), mode=run.settings.mode)
+    if not told.get("verified", "verify" in run.settings.skip):
+        return Step(name="package", status="skipped", says="there is no recipe that held")
+    tuned = load_recipe(run.folder / "tune" / "recipe.toml")
+    path = run.folder / "package"
+    shutil.rmtree(path, ignore_errors=True)  # of an earlier run, for another recipe
+    with run.quietly():
+        workload = target.load()
+        if not hasattr(workload, "inputs"):
+            return Step(name="package", status="skipped", says="a training loop is not served")
+        made = write_package(workload, tuned.recipe, path, name=target.name, evidence=tuned.evidence,
+                             on_progress=run.say)  # fmt: skip
+    error = made.manifest.accuracy["relative_error"]
+    size = sum(item.stat().st_size for item in path.rglob("*") if item.is_file())
+    says = f"A package of {size_text(size)} is written, with a relative error of {error:.2g}."
+    return Step(name="package", says=says, lines=[f"fettle serve {path}"], files=["package"])
+
+
+_DOES: Mapping[str, Callable[[_Run, Mapping[str, Any]], Step]] = {
+    "measure": _measure, "diagnose": _diagnose, "data": _data, "tune": _tune, "verify": _verify, "package": _package,
+}  # fmt: skip

@@ -1,0 +1,47 @@
+"""The page of a guided run: what each step found, what it brought, and what it told the next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fettle.improve.state import Step
+from fettle.page import Cell, Table, clean, shell
+from fettle.units import seconds_text
+
+TITLES = {
+    "measure": "Measure", "diagnose": "Diagnose", "data": "Input pipeline", "tune": "Tune", "verify": "Verify",
+    "package": "Package",
+}  # fmt: skip
+
+
+def page(headline: str, target: str, steps: Sequence[Step]) -> str:
+    """The page as text."""
+    return shell.render(
+        "fettle.improve", "page.html.j2", clean(f"Improve {target}"), target=clean(target), headline=clean(headline),
+        table=table(steps), steps=clean([_shown(step) for step in steps]),
+    )  # fmt: skip
+
+
+def table(steps: Sequence[Step]) -> Table:
+    """A row a step."""
+    rows = [
+        (TITLES[step.name], step.status, brought(step), seconds_text(step.seconds) if step.seconds else "",
+         Cell(step.passes_on))
+        for step in steps
+    ]  # fmt: skip
+    kinds = ["failed" if step.status == "failed" else "" for step in steps]
+    return Table(("step", "", "brought", "took", "told the next"), rows, ("brought", "took"), kinds=kinds, stack=True)
+
+
+def brought(step: Step) -> str:
+    """The ratio with its interval, where there is one."""
+    ratio = step.speedup
+    if ratio is None:
+        return ""
+    return str(ratio) if ratio.low > 0 and math.isfinite(ratio.high) else f"{ratio.estimate:.2f}x"
+
+
+def _shown(step: Step) -> dict[str, object]:
+    return {"title": TITLES[step.name], "status": step.status, "says": step.says, "lines": list(step.lines),
+            "files": [name for name in step.files if name.endswith(".html")], "passes_on": step.passes_on}  # fmt: skip

@@ -1,0 +1,176 @@
+"""The guided run: its steps one by one with the commands behind them replaced, and once whole."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fettle.errors import UsageError
+from fettle.improve import STEPS, Settings, Step, guided, improve, page
+from fettle.improve.state import keep, recall
+from fettle.measure import Interval
+from tests.conftest import Run
+
+WORK = """
+import torch
+from torch import nn
+
+def workload():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
+    return model.eval(), [torch.randn(4, 64) for _ in range(4)]
+
+def loader():
+    return torch.utils.data.DataLoader(torch.arange(400.0).reshape(100, 4), batch_size=4)
+"""
+FOUND = {
+    "measure": Step(name="measure", says="A call takes 3 ms.", told={"given_ms": 3.0}),
+    "diagnose": Step(name="diagnose", says="It casts.", told={"first": ["precision"], "loading": 0.3}),
+    "data": Step(name="data", status="skipped", says="no input pipeline was named"),
+    "tune": Step(name="tune", says="Twice.", speedup=Interval(2.0, 1.9, 2.1), told={"recipe": "precision=bf16"}),
+    "verify": Step(name="verify", says="Holds.", speedup=Interval(1.9, 1.8, 2.0), told={"verified": True}),
+    "package": Step(name="package", says="Written.", files=["package"]),
+}
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    (tmp_path / "work.py").write_text(WORK)
+    return tmp_path / "work.py"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict]]:
+    """The steps that ran, with what they were told."""
+    seen: list[tuple[str, dict]] = []
+
+    def does(name: str):
+        def step(run, told):
+            seen.append((name, dict(told)))
+            return FOUND[name]
+
+        return step
+
+    monkeypatch.setattr(guided, "_DOES", {name: does(name) for name in STEPS})
+    return seen
+
+
+def test_each_step_is_told_what_those_before_it_found(work: Path, tmp_path: Path, asked) -> None:
+    found = improve(str(work), Settings(output=tmp_path / "out"))
+    assert [name for name, _ in asked] == list(STEPS)
+    told = dict(asked)
+    assert told["measure"] == {}
+    assert told["tune"] == {"given_ms": 3.0, "first": ["precision"], "loading": 0.3}
+    assert told["package"]["verified"] is True
+    assert found.headline == "1.90x [1.80, 2.00] as fast as given, verified in a race of its own."
+    assert not found.failed
+    text = (tmp_path / "out" / "improve.html").read_text()
+    for step in FOUND.values():
+        assert step.says in text
+
+
+def test_a_step_may_be_left_out(work: Path, tmp_path: Path, asked) -> None:
+    found = improve(str(work), Settings(output=tmp_path / "out", skip=["diagnose", "verify"]))
+    assert [name for name, _ in asked] == ["measure", "data", "tune", "package"]
+    assert found.headline.endswith("not verified.")
+    with pytest.raises(UsageError, match="`skip=cook`: there are measure, diagnose"):
+        improve(str(work), Settings(output=tmp_path / "out", skip=["cook"]))
+
+
+def test_it_goes_on_where_it_was_and_anew_where_the_target_was_edited(work: Path, tmp_path: Path, asked) -> None:
+    settings = Settings(output=tmp_path / "out")
+    improve(str(work), Settings(output=tmp_path / "out", skip=["verify", "package"]))
+    asked.clear()
+    improve(str(work), settings)
+    assert [name for name, _ in asked] == ["data", "verify", "package"]  # nothing was done for data
+    asked.clear()
+    work.write_text(WORK + "\n# edited\n")
+    improve(str(work), settings)
+    assert [name for name, _ in asked] == list(STEPS)
+
+
+def test_an_interrupt_keeps_what_is_done(work: Path, tmp_path: Path, asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(run, told):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(guided._DOES, "tune", interrupted)  # type: ignore[index]
+    found = improve(str(work), Settings(output=tmp_path / "out"))
+    assert found.interrupted
+    assert [step.name for step in found.steps] == ["measure", "diagnose", "data"]
+    monkeypatch.setitem(guided._DOES, "tune", lambda run, told: FOUND["tune"])  # type: ignore[index]
+    asked.clear()
+    assert not improve(str(work), Settings(output=tmp_path / "out")).interrupted
+    assert [name for name, _ in asked] == ["data", "verify", "package"]
+
+
+def test_what_cannot_be_done_says_why_and_the_others_go_on(work: Path, tmp_path: Path, asked, monkeypatch) -> None:
+    def fails(run, told):
+        raise UsageError("it cannot be watched")
+
+    monkeypatch.setitem(guided._DOES, "diagnose", fails)
+    found = improve(str(work), Settings(output=tmp_path / "out"))
+    assert found.failed
+    assert [(step.name, step.says) for step in found.steps if step.status == "failed"] == [
+        ("diagnose", "it cannot be watched")
+    ]
+    assert [name for name, _ in asked][-1] == "package"
+    monkeypatch.setitem(guided._DOES, "measure", fails)
+    with pytest.raises(UsageError, match="it cannot be watched"):  # nothing runs where the workload does not
+        improve(str(work), Settings(output=tmp_path / "other"))
+
+
+def test_techniques_that_findings_name_come_first_by_what_they_could_save() -> None:
+    found = [SimpleNamespace(levels=levels, bound=bound) for levels, bound in (
+        ({"precision": "bf16"}, 0.2), ({}, 0.9), ({"compile": "default", "freeze": "on"}, 0.5),
+        ({"precision": "x"}, 0.6),
+    )]  # fmt: skip
+    assert guided._first(found) == ["precision", "compile", "freeze"]  # type: ignore[arg-type]
+
+
+def test_without_a_pipeline_it_is_said_how_much_waits_for_one() -> None:
+    run = SimpleNamespace(settings=Settings())
+    assert "30% in a DataLoader" in guided._data(run, {"loading": 0.3}).says  # type: ignore[arg-type]
+    assert guided._data(run, {}).says == "no input pipeline was named"  # type: ignore[arg-type]
+    assert guided._verify(run, {}).status == "skipped"  # type: ignore[arg-type]
+
+
+def test_a_page_is_drawn_of_any_text(tmp_path: Path) -> None:
+    text = page("<b>fast</b>", "x<script>", [Step(name="tune", status="failed", says="<i>", lines=["a & b"])])
+    assert "x<script>" not in text
+    assert "&lt;b&gt;fast&lt;/b&gt;" in text
+    assert "a &amp; b" in text
+
+
+def test_a_file_that_is_none_is_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "improve.json"
+    keep(path, {"target": "x"}, list(FOUND.values()))
+    assert set(recall(path, {"target": "x"})) == set(STEPS) - {"data"}
+    assert recall(path, {"target": "x"})["tune"].speedup == Interval(2.0, 1.9, 2.1)
+    assert recall(path, {"target": "y"}) == {}
+    for text in ("", "{}", "[1]", '{"made_for": {}, "steps": [{"name": 3}]}'):
+        path.write_text(text)
+        assert recall(path, {"target": "x"}) == {}
+    assert recall(tmp_path / "absent", {}) == {}
+
+
+@pytest.mark.slow
+def test_a_whole_run(work: Path, tmp_path: Path, run_fettle: Run) -> None:
+    few = [f"--technique={name}={level}" for name, level in {
+        "grad": "grad,inference_mode", "precision": "fp32,bf16", "matmul": "highest", "channels_last": "off",
+        "threads": "as-given", "allocator": "default", "attention": "as-is", "quantize": "none", "compile": "off",
+        "runtime": "torch",
+    }.items()]  # fmt: skip
+    words = ["improve", work, f"--data={work}:loader", *few, "--budget=60s", "--max-error=0.1", "-o", tmp_path / "out",
+             "--json"]  # fmt: skip
+    said = run_fettle(*words)
+    assert said.code in (0, 1), said.err
+    steps = {step["name"]: step for step in json.loads(said.out)["steps"]}
+    assert list(steps) == list(STEPS)
+    assert all(steps[name]["status"] == "done" for name in ("measure", "diagnose", "data", "tune")), steps
+    assert {"improve.html", "diagnosis.html", "data.html", "tune"} <= {
+        path.name for path in (tmp_path / "out").iterdir()
+    }
+    again = run_fettle(*words)
+    kept = {step["name"]: step for step in json.loads(again.out)["steps"]}
+    assert all(kept[name] == steps[name] for name in ("measure", "diagnose", "data", "tune"))  # not made again
