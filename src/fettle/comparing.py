@@ -111,7 +111,9 @@ def check(
     """
     found = read_recipe(recipe)
     kept = found.evidence.get("limits")
-    limits = None if kept is None else Limits(**{name: kept.get(name) for name in _JUDGED})
+    limits = (
+        None if kept is None else Limits(**{name: kept.get(name) for name in _JUDGED}, exact=bool(kept.get("exact")))
+    )
     rules = Rules(settle_verdicts=True, max_rounds=48, replicates=REPLICATES, most_replicates=MOST_REPLICATES)
     fingerprint = "" if force else found.workload.get("fingerprint", "")
     return _race(

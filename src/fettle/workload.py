@@ -311,6 +311,10 @@ def fingerprint(workload: Workload) -> str:
         tensors += workload.model.state_dict().items()
     for index, batch in enumerate([*workload.inputs, *workload.check_inputs]):
         tensors += [(f"input{index}{path}", leaf) for path, leaf in leaves(batch)]
+    usual = {item.name for item in dataclasses.fields(Workload)}
+    for item in dataclasses.fields(workload):  # what another kind of workload has besides: texts, how much is written
+        if item.name not in usual:
+            tensors += [(f"{item.name}{path}", leaf) for path, leaf in leaves(getattr(workload, item.name))]
     for name, value in tensors:
         digest.update(name.encode())
         if type(value).__module__ == "numpy":

@@ -1,5 +1,6 @@
 """A worker and a study of a workload that writes text."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,8 @@ from fettle.report import Result, save
 from fettle.report.data import read_outcome
 from fettle.report.tables import print_result
 from fettle.techniques import source
-from fettle.workload import Target
+from fettle.tuning.session import _asked_of_text
+from fettle.workload import Target, fingerprint
 from tests.conftest import quick_studies
 
 pytest.importorskip("transformers")
@@ -62,7 +64,7 @@ def test_a_worker_takes_text_apart_and_judges_it_by_teacher_forcing(target: Targ
     assert told.perplexity is not None
     assert told.perplexity > 1
     assert told.decode_flops > 0
-    for part, levels in (("", {"precision": "bf16", "mode": "eval"}), ("ttft", {}), ("tpot", {"kv_cache": "static"})):
+    for part, levels in (("", {"precision": "bf16", "mode": "eval"}), ("ttft", {})):
         state, recipe = State(), Recipe(levels)
         _inference.build(state, messages.Build(target))
         request = messages.Prepare(source(recipe, facts), str(recipe), path, part=part, rows=(1, 2))
@@ -74,7 +76,7 @@ def test_a_worker_takes_text_apart_and_judges_it_by_teacher_forcing(target: Targ
         assert not Judge(path, max_error=0.05).reason(accuracy)
         assert ("KL" in Judge(path, max_error=1e-9).reason(accuracy)) == ("precision" in levels)
         assert bool(Judge(path, exact=True).reason(accuracy)) == (accuracy.unequal > 0)
-        assert answer.samples == 12
+        assert answer.samples == {"": 12, "ttft": 2}[part]
         assert answer.generation is not None
         sliced = take_slice(state, messages.TakeSlice(0.0))
         found = figures([*answer.texts, *sliced.texts], answer.generation)
@@ -92,6 +94,13 @@ def test_another_model_takes_the_prompts_of_a_target(target: Target) -> None:
     assert made.new_tokens == 6
 
 
+def test_another_length_or_another_text_is_another_workload(target: Target) -> None:
+    made = target.load()
+    assert isinstance(made, fettle.GenerationWorkload)
+    others = [replace(made, new_tokens=7), replace(made, texts=[made.texts[0] + 1])]
+    assert len({fingerprint(work) for work in (made, replace(made), *others)}) == 3
+
+
 def test_goals_of_text_are_for_text(tmp_path: Path) -> None:
     import torch
 
@@ -99,6 +108,8 @@ def test_goals_of_text_are_for_text(tmp_path: Path) -> None:
         fettle.tune(
             torch.nn.Linear(2, 2), [torch.rand(2, 2)], goal="ttft", output=tmp_path, on_progress=lambda event: None
         )
+    assert _asked_of_text("throughput", fettle.Limits(exact=True)) == "the limit `exact`"
+    assert not _asked_of_text("throughput", fettle.Limits())
     with pytest.raises(UsageError, match="max ttft"):
         fettle.tune(torch.nn.Linear(2, 2), [torch.rand(2, 2)], max_ttft_ms=0, output=tmp_path)
 

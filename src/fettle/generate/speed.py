@@ -39,6 +39,11 @@ class Generation:
     peak_bytes: int | None = None
     """Peak memory, the cache in it."""
 
+    @property
+    def throughput(self) -> float:
+        """Tokens a second with the rows of the prompts."""
+        return self.tokens_per_s.get(str(self.rows), math.nan)
+
 
 @dataclass(frozen=True)
 class Came:
@@ -71,10 +76,12 @@ class Text:
 
     @property
     def ttft_ns(self) -> int:
+        """Time to the first token."""
         return self.came[0][0] - self.began_ns
 
     @property
     def decode_ns(self) -> int:
+        """Time of all that came after it."""
         return self.came[-1][0] - self.came[0][0]
 
     def told(self) -> Came:
@@ -90,6 +97,11 @@ class Watcher:
     new_tokens: int
     part: str = "text"
     texts: list[Text] = field(default_factory=list)
+
+    @property
+    def counted(self) -> int:
+        """Tokens of a row in the part that counts; of a prompt one."""
+        return {"ttft": 1, "tpot": self.new_tokens - 1}.get(self.part, self.new_tokens)
 
     def sample_ns(self, run: Callable[..., Any], prompt: Mapping[str, Any], number: int) -> int:
         """Write after one prompt: nanoseconds of the part that counts."""

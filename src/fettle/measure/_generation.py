@@ -74,9 +74,11 @@ def prepare(state: State, request: Prepare) -> Prepared:
         state.cycle = itertools.cycle([numbered])
         _meters.trim()
         has_peak = _meters.reset_peak(state.device)
+        held = 0
         for number, prompt in numbered:  # a whole text, for what the race does not go by
             Watcher.sample_ns(whole := Watcher(watcher.new_tokens), run, prompt, number)
             watcher.texts += whole.texts
+            held = max(held, cache_bytes(run.decoder))
         peak = settled(state, has_peak, told.lines)
         whole_texts = [text for text in watcher.take() if text.steps_ns] if watcher.part == "ttft" else []
         watcher.texts = []
@@ -84,9 +86,9 @@ def prepare(state: State, request: Prepare) -> Prepared:
         speeds = {str(n): tokens_per_s(run, workload.inputs, n, watcher.new_tokens) for n in request.rows if n != rows}
         speeds = {count: rate for count, rate in speeds.items() if math.isfinite(rate)}  # as far as memory allows
         told.lines += compiler_notes()
-    ready = prepared(state, optimize_s, first_call_s, accuracy, peak, rows * watcher.new_tokens, told)
+    ready = prepared(state, optimize_s, first_call_s, accuracy, peak, rows * watcher.counted, told)
     known = Generation(
-        rows=rows, weight_bytes=weights_read(workload.model), cache_bytes=cache_bytes(run.decoder),
+        rows=rows, weight_bytes=weights_read(workload.model), cache_bytes=held,
         tokens_per_s=speeds, peak_bytes=ready.peak_bytes,
     )  # fmt: skip
     return msgspec.structs.replace(ready, generation=known, texts=whole_texts)

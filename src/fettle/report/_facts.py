@@ -122,7 +122,7 @@ def checks(result: Outcome, trial: Trial) -> list[Check]:
     if limits.max_tpot_ms is not None:
         found.append(_at_most("time per output token", text.tpot_ms, limits.max_tpot_ms, fmt.milliseconds))
     if limits.min_throughput is not None:
-        rate = trial.throughput
+        rate = text.throughput if trial.generation else trial.throughput
         held = None if not math.isfinite(rate) else rate >= limits.min_throughput
         what = "tokens a second" if result.facts.generates else "samples a second"
         found.append(Check(what, f"≥ {fmt.number(limits.min_throughput)}", fmt.number(rate), held))

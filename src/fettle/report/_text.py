@@ -104,8 +104,9 @@ def roofline(result: Outcome) -> Drawn | None:
     low, high = min(*(row["x"] for row in rows), knee) / 3, max(*(row["x"] for row in rows), knee) * 3
     roof: Rows = [{"x": x, "y": min(best, bandwidth * x) / 1e9} for x in (low, knee, high)]
     log = alt.Scale(type="log")
-    x = alt.X("x:Q", title="FLOP for each byte of weights and cache (log)", scale=log)
-    y = alt.Y("y:Q", title="GFLOP/s (log)", scale=log)
+    tens = alt.Axis(values=[10.0**power for power in range(-6, 9)])
+    x = alt.X("x:Q", title="FLOP for each byte of weights and cache (log)", scale=log, axis=tens)
+    y = alt.Y("y:Q", title="GFLOP/s (log)", scale=log, axis=tens)
     line = alt.Chart(theme.data(roof)).mark_line(color=WARN, strokeWidth=2).encode(x=x, y=y)
     dots = (
         alt.Chart(theme.data(rows))

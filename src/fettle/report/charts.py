@@ -77,7 +77,8 @@ def write_charts(result: Outcome, folder: str | Path) -> list[Path]:
 
 
 def _rate_title(result: Outcome) -> str:
-    return f"Throughput, {'tokens' if result.facts.generates else 'samples'} per second"
+    written = "prompts" if result.goal == "ttft" else "tokens"
+    return f"Throughput, {written if result.facts.generates else 'samples'} per second"
 
 
 def _bars_alt(rows: Rows) -> str:

@@ -44,6 +44,8 @@ class BatchSize(Technique):
 
     def levels(self, facts: Facts) -> list[Level]:
         why_not = "" if facts.allow_batch else "the batch size may not change here"
+        if facts.generates:
+            why_not = "tokens a second are told at several numbers of rows"
         most = facts.largest_batch or FACTORS[-1]
         small = f"only {facts.largest_batch} times the batch fits into memory"
         return [Level("as-given", "as given")] + [

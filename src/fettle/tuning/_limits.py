@@ -31,9 +31,15 @@ def misses(trial: Trial, limits: Limits) -> str:
         return f"{(trial.peak_bytes or 0) / 2**20:.0f} MiB is above {memory / 2**20:.0f} MiB"
     if broken := _misses_of_text(trial, limits):
         return broken
-    if least is not None and not trial.throughput >= least:
-        return f"{trial.throughput:.3g} samples a second are below {least:g}"
+    rate = _rate(trial)
+    if least is not None and not rate >= least:
+        return f"{rate:.3g} {'tokens' if trial.generation else 'samples'} a second are below {least:g}"
     return ""
+
+
+def _rate(trial: Trial) -> float:
+    """Samples a second; tokens of whole texts where those are written, whatever part of them the race went by."""
+    return trial.generation.throughput if trial.generation else trial.throughput
 
 
 def _misses_of_text(trial: Trial, limits: Limits) -> str:
@@ -58,8 +64,8 @@ def distance(trial: Trial, limits: Limits) -> float:
         factors.append(text.ttft_ms / limits.max_ttft_ms)
     if limits.max_tpot_ms is not None and text.tpot_ms > 0:
         factors.append(text.tpot_ms / limits.max_tpot_ms)
-    if limits.min_throughput is not None and trial.throughput > 0:
-        factors.append(limits.min_throughput / trial.throughput)
+    if limits.min_throughput is not None and _rate(trial) > 0:
+        factors.append(limits.min_throughput / _rate(trial))
     if limits.max_memory_bytes is not None:
         factors.append((trial.peak_bytes or 1) / limits.max_memory_bytes)
     return math.log(max(factors))

@@ -29,6 +29,7 @@ from fettle.measure import (
 )
 from fettle.procs.nodes import Nodes
 from fettle.recipe import Recipe
+from fettle.result import Goal, Limits
 from fettle.study import Study, storage_url
 from fettle.techniques import Facts, batch_factor, canonical, environment, is_calibrated, source, uses_ranks
 from fettle.tuning._budget import FEWEST_ROUNDS, Budget, start_s, turn_s
@@ -123,8 +124,8 @@ class Session:
                 self.target = replace(self.target, mode=built.mode)
                 if built.writes:
                     self.standings.limits = self.options.text_limits
-                elif self.options.goal in ("ttft", "tpot"):
-                    raise UsageError(f"the goal {self.options.goal} is for a fettle.GenerationWorkload")
+                elif asked := _asked_of_text(self.options.goal, self.standings.limits):
+                    raise UsageError(f"{asked} is for a fettle.GenerationWorkload")
                 if built.mode == "training":
                     self.standings.limits = self.options.training_limits
                 if built.inputs:
@@ -132,7 +133,8 @@ class Session:
                 if fingerprint and built.fingerprint != fingerprint:
                     raise UsageError("the recipe is for another workload: its weights or inputs differ from this one's")
                 own = f"-{built.fingerprint[:8]}" if self.target.is_live else ""
-                usual = self.target.name + own + (f"-{self.rules.part}" if self.rules.part else "")
+                part = f"-{self.rules.part}" if self.rules.part else ""  # times of another thing: a study of its own
+                usual, name = self.target.name + own + part, name and name + part
                 self.study = Study.open(
                     name or usual, storage_url(self.options.storage, self.folder), built.fingerprint, machine.id,
                     structure=built.structure, beside=not name,
@@ -381,6 +383,14 @@ class Session:
         folder = self.folder / name
         folder.mkdir(parents=True, exist_ok=True)
         return folder
+
+
+def _asked_of_text(goal: Goal, limits: Limits) -> str:
+    """What was asked for that only text has; empty for nothing."""
+    if goal in ("ttft", "tpot"):
+        return f"the goal {goal}"
+    asked = {"max_ttft_ms": limits.max_ttft_ms, "max_tpot_ms": limits.max_tpot_ms, "exact": limits.exact or None}
+    return next((f"the limit `{name}`" for name, value in asked.items() if value is not None), "")
 
 
 def _abreast(facts: Facts) -> int:
