@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import fettle.doctor
+from fettle.cli._show import after_spoilers
 from fettle.doctor import (
     Advisories,
     Environment,
@@ -207,13 +208,19 @@ def test_the_quick_checks_read_variables_and_say_warnings(monkeypatch: pytest.Mo
     assert this_environment(quick=True).program == Program()
 
 
-def test_tune_says_what_would_spoil_its_figures(run_fettle, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(run_fettle("tune", "absent.py").err.splitlines()) == 1  # that there is no such file
+def test_tune_says_what_would_spoil_its_figures_once_it_begins(run_fettle, monkeypatch, capsys) -> None:
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
-    said = run_fettle("tune", "absent.py").err.splitlines()
+    assert len(run_fettle("tune", "absent.py").err.splitlines()) == 1  # that there is no such file
+    shown: list[object] = []
+    show = after_spoilers(shown.append)
+    show("first")
+    said = [line for line in capsys.readouterr().err.splitlines() if "TORCH_COMPILE_DISABLE" in line]
+    assert len(said) == 1
     assert said[0].startswith("fettle: TORCH_COMPILE_DISABLE=1 is set. torch.compile does nothing")
     assert said[0].endswith("unset TORCH_COMPILE_DISABLE")
-    assert len(said) == 2
+    show("second")
+    assert capsys.readouterr().err == ""
+    assert shown == ["first", "second"]
 
 
 @pytest.mark.parametrize(

@@ -34,12 +34,22 @@ def telling(first: str, *, quiet: bool = False) -> Iterator[Callable[[str], None
         yield lambda text: status.update(escape(text))
 
 
-def spoilers() -> None:
-    """A line on standard error for each thing in the environment that would spoil what is measured now."""
-    from fettle.doctor import spoilers as found
+def after_spoilers(show: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`show`, which says first, on standard error, what in the environment would spoil what is measured: once the work
+    begins, so that bad input stays one line."""
+    said = False
 
-    for finding in found():
-        print(f"fettle: {finding.seen} {finding.why} Mend it: {finding.mend}", file=sys.stderr)
+    def told(event: Any) -> None:
+        nonlocal said
+        if not said:
+            said = True
+            from fettle.doctor import spoilers
+
+            for finding in spoilers():
+                print(f"fettle: {finding.seen} {finding.why} Mend it: {finding.mend}", file=sys.stderr)
+        show(event)
+
+    return told
 
 
 @contextmanager

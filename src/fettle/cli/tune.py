@@ -122,9 +122,13 @@ def command(
         under_load=under_load,
         polite=polite,
     )
-    _show.spoilers()
     with progress(quiet=as_json) as show:
-        result = tune(target, options=options, on_progress=show, command=shlex.join(["fettle", *sys.argv[1:]]))
+        result = tune(
+            target,
+            options=options,
+            on_progress=_show.after_spoilers(show),
+            command=shlex.join(["fettle", *sys.argv[1:]]),
+        )
     paths = save(result, output)
     _show.answer(as_json, lambda: to_json(result), lambda console: print_result(result, console))
     if not as_json:
