@@ -82,7 +82,7 @@ FILES = Planted({
     + "numpy/__pycache__/__init__.pyc,,\nnumpy-2.4.6.dist-info/RECORD,,\n",
     f"{SITE}/numpy/__init__.py": "one = 1\n",
     "/dev/shm/.keep": "",
-    "/etc/pip.conf": "[global]\nindex-url = https://pypi.org/simple\nextra-index-url =\n    file:///opt/wheels\n",
+    "/etc/pip.conf": "[global]\nindex-url = https://pypi.org/simple\nextra-index-url =\n    file:///srv/wheels\n",
     "/proc/self/mounts": "/dev/sda / ext4 rw,relatime 0 0\nnas:/data /data nfs4 rw 0 0\ntmpfs /ram tmpfs rw 0 0\n"
     "/dev/sdb /safe ext4 rw,noexec 0 0\n",
     "/proc/self/maps": "7f00-7f01 r-xp 0 08:01 1 /venv/lib/libgomp-a34b.so.1\n7f02-7f03 r-xp 0 08:01 1 /lib/libc.so.6\n",
