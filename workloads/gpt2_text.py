@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 def workload() -> dict:
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config())
+    model = GPT2LMHeadModel(GPT2Config()).eval()
     prompts = [torch.randint(50256, (1, tokens)) for tokens in (16, 64, 128, 16, 64)]
     return {
         "model": model,

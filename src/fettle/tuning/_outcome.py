@@ -91,6 +91,11 @@ def pick_winner(session: Session, last: Sequence[Trial]) -> tuple[Trial | None, 
                     return winner, said  # earlier races had told: that is neither "no difference" nor a promise
         elif again:
             winner = None  # they held once and not again: nothing to hand out with a good conscience
+        elif winner is not None:  # there was no time for a final race, which the result says
+            together = _together(session, winner)
+            if together is not None and together.low > 1:
+                winner = replace(winner, speedup=together)
+                said = cast(Verdict, verdict(together, session.rules.indifference))
     if winner is not None and said != "faster" and session.standings.goal in TIMES and last:
         # Nothing was gained that can be shown: change nothing, or no more than the answers need.
         plain = [session.standings.known.get(recipe) for recipe in (Recipe(), preconditions(session.facts))]
