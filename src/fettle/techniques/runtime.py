@@ -205,6 +205,7 @@ class Streams(Technique):
     default = "one"
     needs: ClassVar[Mapping[str, str]] = {"runtime": "openvino"}  # which every CPU can, with bfloat16 or without
     cost = 2
+    helps_when_shared = True
 
     def levels(self, facts: Facts) -> list[Level]:
         why_not = ""
