@@ -79,8 +79,8 @@ def tune(
     allowed = check_techniques(options.techniques)
     folder = writable(options.output)
     options = replace(options, output=folder)
-    given = workload_of(model, inputs, call, metric, options.mode)
-    target = check_ranks(options, target_of(given, folder))
+    subject = workload_of(model, inputs, call, metric, options.mode)
+    target = check_ranks(options, target_of(subject, folder))
     machine = this_machine()
 
     watched = ExitStack()
@@ -113,7 +113,7 @@ def tune(
         if others is not None:
             others.close()
         watched.close()
-    object.__setattr__(result, "workload", given)
+    object.__setattr__(result, "workload", subject)
     return result
 
 
