@@ -16,6 +16,7 @@ from fettle.machine import this_machine
 from fettle.measure import close_all
 from fettle.recipe import Recipe
 from fettle.search import DESIGNS, auto
+from fettle.techniques import factors
 from fettle.tuning._arguments import (
     check_options,
     check_ranks,
@@ -119,4 +120,6 @@ def tune(
 
 def _advised(session: Session, first: Sequence[str]) -> list[str]:
     """The techniques that were named, then those that the first look advised, the most promising first."""
-    return list(dict.fromkeys([*first, *(name for item in session.probed.advice for name in item.levels)]))
+    wanted = dict.fromkeys([*first, *(name for item in session.probed.advice for name in item.levels)])
+    known = [(name, technique.name) for name, technique, _ in factors(session.facts)]  # a part's bear the same advice
+    return [name for one in wanted for name, technique in known if one in (name, technique)]
