@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fettle.generate import brief
 from fettle.machine import find_libraries
 from fettle.procs.limits import usable_cores
 from fettle.techniques._attention_rewrite import count_manual_attention
@@ -36,7 +37,7 @@ def probe_facts(workload: Workload, *, allow_batch: bool = False) -> Facts:
     parameters = list(module.parameters())
     device = _commonest([tensor.device.type for tensor in [*parameters, *module.buffers(), *tensors]], "cpu")
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in parameters if tensor.is_floating_point()]
-    uses_sdpa, manual_attention, train_mode_differs, changes_buffers = _forward_facts(workload, module)
+    uses_sdpa, manual_attention, train_mode_differs, changes_buffers = _forward_facts(brief(workload), module)
     generation = generation_facts(workload)
     return Facts(
         device=device,
