@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fettle.errors import UsageError
+from fettle.generate import brief
 from fettle.machine import find_libraries
 from fettle.procs.limits import usable_cores
 from fettle.techniques._attention_rewrite import count_manual_attention
@@ -35,7 +36,7 @@ def probe_facts(workload: Workload, *, allow_batch: bool = False) -> Facts:
     """Look at a workload and at this machine. `allow_batch` is the user's word that the batch size may change."""
     if workload.parts:
         return _pipeline_facts(workload, allow_batch)
-    return _facts(workload, allow_batch, _forward_facts(workload))
+    return _facts(workload, allow_batch, _forward_facts(brief(workload)))
 
 
 def _pipeline_facts(workload: Workload, allow_batch: bool) -> Facts:
@@ -68,14 +69,14 @@ def _pipeline_facts(workload: Workload, allow_batch: bool) -> Facts:
     return replace(whole, parts=found, seconds=seconds)
 
 
-def _facts(workload: Workload, allow_batch: bool, seen: tuple[bool, int, bool, bool]) -> Facts:
+def _facts(workload: Workload, allow_batch: bool, forward: tuple[bool, int, bool, bool]) -> Facts:
     model = workload.model
     module = model if isinstance(model, torch.nn.Module) else torch.nn.Module()
     tensors = [leaf for _, leaf in _tensors(workload.inputs[0])]
     parameters = list(module.parameters())
     device = _commonest([tensor.device.type for tensor in [*parameters, *module.buffers(), *tensors]], "cpu")
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in parameters if tensor.is_floating_point()]
-    uses_sdpa, manual_attention, train_mode_differs, changes_buffers = seen
+    uses_sdpa, manual_attention, train_mode_differs, changes_buffers = forward
     generation = generation_facts(workload)
     return Facts(
         device=device,

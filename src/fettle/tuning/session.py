@@ -178,7 +178,7 @@ class Session:
         self.probed, self.facts = probed, replace(probed.facts, ranks=self._ranks, nodes=self._node_count)
         if allowed is not None:
             self.facts = replace(self.facts, max_error=allowed)
-        self.rules = replace(self.rules, abreast=_abreast(self.facts), rows=self.facts.row_counts)
+        self.rules = replace(self.rules, abreast=_abreast(self.facts))
         self.standings.judge = Judge(
             str(probed.reference_path),
             allowed,
