@@ -55,6 +55,8 @@ class Facts:
     """Attention implementations that a transformers model can be switched to here; the first is the one in use."""
     manual_attention: int = 0
     """Modules whose attention is written out by hand and can be rewritten to SDPA."""
+    decomposed_bias: int = 0
+    """Modules whose attention has a bias by row and by column, which can be added tile by tile."""
     uses_sdpa: bool = False
     """`scaled_dot_product_attention` was called in a forward pass."""
     physical_cores: int = 1

@@ -25,6 +25,7 @@ from fettle.techniques._facts import Facts
 from fettle.techniques._generation import generation_facts
 from fettle.techniques._host import cpu_flags, installed
 from fettle.techniques._pipeline import calls_of_parts, timed_parts
+from fettle.techniques._tiled_attention import with_decomposed_bias
 from fettle.techniques.compile import blocks_of
 from fettle.workload import Workload, leaves
 
@@ -99,6 +100,7 @@ def _facts(workload: Workload, allow_batch: bool, forward: tuple[bool, int, bool
         block_classes=_block_classes(module),
         hf_attention=_hf_attention(module, device),
         manual_attention=0 if generation else manual_attention,
+        decomposed_bias=len(with_decomposed_bias(module)),
         uses_sdpa=uses_sdpa,
         physical_cores=usable_cores(),
         threads=torch.get_num_threads(),
