@@ -29,6 +29,8 @@ from fettle.machine import this_machine
 from fettle.package import generating
 from fettle.package.export import write_package
 from fettle.package.handler import find_handler
+from fettle.package.handlers.generate import Ask
+from fettle.package.handlers.sampling import Sampling
 from fettle.package.model_runner import ModelRunner
 from fettle.recipe import Recipe
 from fettle.workload import Workload
@@ -45,7 +47,7 @@ def model_of(layers: int, width: int) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config).eval()
 
 
-def handler_of(model: GPT2LMHeadModel, folder: Path, most: int, *, keeps: bool):
+def running_of(model: GPT2LMHeadModel, folder: Path, most: int, *, keeps: bool):
     ids = torch.randint(0, WORDS, (2, 16))
     work = Workload(model, [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}])
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(WORDS)}, "0"))
@@ -56,7 +58,7 @@ def handler_of(model: GPT2LMHeadModel, folder: Path, most: int, *, keeps: bool):
             handler_settings={"max_new_tokens": most, "max_tokens": 1024},
         )  # fmt: skip
     assert keeps == ("past" in {spec.name for spec in package.manifest.inputs})
-    return find_handler(package, ModelRunner(package), "")
+    return find_handler(package, ModelRunner(package), "").running(8, 0, 1024)
 
 
 def main() -> None:
@@ -75,24 +77,25 @@ def main() -> None:
           flush=True)  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         handlers = {
-            "fettle, kept": handler_of(model, Path(folder) / "kept", given.new, keeps=True),
-            "fettle, whole text": handler_of(model, Path(folder) / "whole", given.new, keeps=False),
+            "fettle, kept": running_of(model, Path(folder) / "kept", given.new, keeps=True),
+            "fettle, whole text": running_of(model, Path(folder) / "whole", given.new, keeps=False),
         }
         for rows in given.rows:
             ids = torch.randint(0, WORDS, (rows, given.prompt))
             texts = [" ".join(map(str, row)) for row in ids.tolist()]
-            parameters = {"max_tokens": given.new}
-            bodies = [json.dumps({"text_input": text, "parameters": parameters}).encode() for text in texts]
+            asks = [Ask(text=text, sampling=Sampling(max_tokens=given.new)) for text in texts]
 
-            def by(handler, bodies=bodies) -> list[str]:
-                texts: dict[int, str] = {}
+            def by(running, asks=asks) -> list[str]:
+                texts = [""] * len(asks)
 
-                def hear(index: int, said: bytes, last: bool) -> None:
-                    if last:
-                        texts[index] = json.loads(said)["text_output"]
+                def tell(number: int, said: Any) -> None:
+                    texts[number] += said.text
 
-                handler.generate(bodies, hear, set)
-                return [texts[index].strip() for index in range(len(bodies))]
+                for number, ask in enumerate(asks):
+                    running.add(number, ask)
+                while running.texts:
+                    running.step(tell)
+                return [text.strip() for text in texts]
 
             def by_transformers(ids=ids) -> list[str]:
                 with torch.inference_mode():

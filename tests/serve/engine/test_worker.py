@@ -121,13 +121,12 @@ def test_the_next_batch_is_there_before_the_worker_asks():
     assert len(worker._process.sent) == 3
 
 
-@pytest.mark.parametrize("kinds", [{"count": wire.SHARED_FROM}, {"piece": print}], ids=["large", "generated"])
-def test_what_the_worker_must_not_see_before_is_sent_when_its_turn_comes(kinds):
+def test_what_is_too_large_to_wait_in_the_worker_is_sent_when_its_turn_comes():
     @in_loop
     def test():
         worker = quick()
         worker.run(batch(), 1.0)
-        worker.follow(batch(**kinds))
+        worker.follow(batch(count=wire.SHARED_FROM))
         assert len(worker._process.sent) == 2
         answer(worker)
         assert len(worker._process.sent) == 3
@@ -139,17 +138,17 @@ def test_what_the_worker_must_not_see_before_is_sent_when_its_turn_comes(kinds):
 
 
 @in_loop
-def test_a_prompt_given_up_behind_another_batch_is_not_computed():
+def test_a_request_given_up_behind_another_batch_is_not_computed():
     worker = quick()
     worker.run(batch(), 1.0)
-    second = batch(piece=print)
+    second = batch(count=wire.SHARED_FROM)
     worker.follow(second)
     second.items[0].answer.cancel()
     answer(worker)
     assert worker.batch.items == [second.items[1]]
-    assert len(worker._process.sent[-1][0].lengths) == 1
+    assert len(worker._process.sent[-1][0].shapes) == 1
     answer(worker)
-    third = batch(piece=print)
+    third = batch(count=wire.SHARED_FROM)
     worker.run(batch(), 1.0)
     worker.follow(third)
     for item in third.items:
