@@ -1,132 +1,376 @@
-"""Text token by token: fettle's generate handler with kept keys and values and without, and transformers' own.
+"""Writing text: recipes of fettle beside what a user would pick otherwise, all in one run, in turn.
 
-    python bench/generation.py --rounds 3
+    python bench/generation.py workloads/gpt2_text.py --rounds 9
+    python bench/generation.py workloads/smollm2_text.py --llama VENV/bin/python --openvino VENV/bin/python --gguf FILE
 
-The same model (half of GPT-2's layers, random weights: nothing is downloaded), the same prompts, greedy, the same
-number of new tokens, in one process. The ways take turns, in random order, `--rounds` times; shown is the median time,
-and the median over the rounds of its ratio to transformers' `generate` of the same round, which is what a user would
-write instead. The tokens must be the same, else nothing is timed and the exit code is 1.
+Each way is a process of its own that builds the model once and then waits. In a round every way writes after each of
+the workload's prompts, in random order, the others idle; told are the time to the first token, the time per token after
+it, and the ratio of whole texts to transformers' `generate` in the same round. Before that all ways but OpenVINO GenAI,
+which shows no scores, are fed the same tokens, and the mean divergence of their next token's distribution from the
+float32 model's is told; where it is above `--max-kl` a way is marked. The model in float32 writes these tokens.
+
+Peers: transformers as it comes, in bfloat16, with its static cache compiled, and its continuous batching
+(`generate_batch`); llama.cpp and OpenVINO GenAI with the GGUF file, where `--llama` and `--openvino` name a Python that
+has `llama_cpp` or `openvino_genai`. A way that fails is told with its reason. `--step` waits for a line on stdin before
+each round, for a machine that others use in between.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import tokenizers
-import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+RECIPES = {
+    "fettle, int8": "grad=inference_mode precision=bf16 weights=int8-dynamic kv_cache=static-prompts",
+    "fettle, int8, eager prompts": "grad=inference_mode precision=bf16 weights=int8-dynamic kv_cache=static-compiled",
+    "fettle, bf16": "grad=inference_mode precision=bf16 kv_cache=static-frozen",
+    "fettle, int4": "grad=inference_mode precision=bf16 weights=int4 kv_cache=static-compiled",
+}
+PEERS = ("transformers", "transformers, bf16", "transformers, bf16, static, compiled", "transformers, generate_batch")
+BASE = PEERS[0]
 
-from fettle.machine import this_machine
-from fettle.package import generating
-from fettle.package.export import write_package
-from fettle.package.handler import find_handler
-from fettle.package.handlers.generate import Ask
-from fettle.package.handlers.sampling import Sampling
-from fettle.package.model_runner import ModelRunner
-from fettle.recipe import Recipe
-from fettle.workload import Workload
-
-WORDS = 5000
+Write = Callable[[int, Callable[[], None]], None]
+"""Writes after a prompt, by its number, and calls back for each token."""
 
 
-def model_of(layers: int, width: int) -> GPT2LMHeadModel:
+def made(path: str) -> dict[str, Any]:
+    import torch
+
+    spec = importlib.util.spec_from_file_location("workload_file", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     torch.manual_seed(0)
-    config = GPT2Config(
-        n_layer=layers, n_embd=width, n_head=max(1, width // 64), vocab_size=WORDS, bos_token_id=None,
-        eos_token_id=None, initializer_range=0.5,
-    )  # fmt: skip
-    return GPT2LMHeadModel(config).eval()
+    found: dict[str, Any] = module.workload()
+    found.pop("name", None)
+    return found
 
 
-def running_of(model: GPT2LMHeadModel, folder: Path, most: int, *, keeps: bool):
-    ids = torch.randint(0, WORDS, (2, 16))
-    work = Workload(model, [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}])
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(WORDS)}, "0"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    with mock.patch.object(generating, "cached", generating.cached if keeps else lambda *given: None):
-        package = write_package(
-            work, Recipe(), folder, name="gpt", handler="generate", files={"tokenizer.json": made.to_str().encode()},
-            handler_settings={"max_new_tokens": most, "max_tokens": 1024},
-        )  # fmt: skip
-    assert keeps == ("past" in {spec.name for spec in package.manifest.inputs})
-    return find_handler(package, ModelRunner(package), "").running(8, 0, 1024)
+# -- ways: what writes, and what scores forced tokens ----------------------------------------------------------------
+
+
+def by_fettle(work: dict[str, Any], levels: str) -> tuple[Write, Any]:
+    import fettle
+    from fettle.recipe import Recipe
+    from fettle.techniques import load, probe_facts, source
+
+    workload = fettle.GenerationWorkload(**work)
+    recipe = Recipe(dict(level.split("=") for level in levels.split()))
+    run = load(source(recipe, probe_facts(workload)), str(recipe))(workload.model, workload.inputs)
+
+    def write(index: int, heard: Callable[[], None]) -> None:
+        run(**workload.inputs[index], on_tokens=lambda tokens: heard())
+
+    return write, lambda ids, forced: run(input_ids=ids, forced=forced)[0]
+
+
+def by_transformers(work: dict[str, Any], name: str) -> tuple[Write, Any]:
+    import torch
+    from transformers import CompileConfig, GenerationConfig
+
+    model, new = work["model"].eval(), work["new_tokens"]
+    if "bf16" in name:
+        model.to(torch.bfloat16)
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0}
+
+    class Heard:
+        def __init__(self, heard: Callable[[], None]) -> None:
+            self.heard, self.began = heard, False
+
+        def put(self, value: Any) -> None:
+            if self.began:  # what comes first is the prompt
+                self.heard()
+            self.began = True
+
+        def end(self) -> None: ...
+
+    if "static" in name:
+        compiling = CompileConfig(dynamic=False, fullgraph=False, mode="default")
+        compiling._compile_all_devices = True
+        settings |= {"cache_implementation": "static", "compile_config": compiling}
+
+    def write(index: int, heard: Callable[[], None]) -> None:
+        ids = work["inputs"][index]
+        with torch.inference_mode():
+            model.generate(ids, attention_mask=torch.ones_like(ids), streamer=Heard(heard), **settings)
+
+    def write_batch(index: int, heard: Callable[[], None]) -> None:
+        config = GenerationConfig(do_sample=False, max_new_tokens=new, eos_token_id=-1, pad_token_id=0)
+        with torch.inference_mode():
+            found = model.generate_batch([work["inputs"][index][0].tolist()], generation_config=config)
+        if not found or any(len(one.generated_tokens) != new for one in found.values()):
+            raise RuntimeError(f"generate_batch did not write {new} tokens")
+        heard()  # it tells nothing before the end
+        heard()
+
+    def score(ids: Any, forced: Any) -> Any:
+        with torch.inference_mode():
+            return model(torch.cat([ids, forced], 1)).logits[0, ids.shape[1] - 1 : -1]
+
+    return write_batch if "generate_batch" in name else write, score
+
+
+def by_llama(work: dict[str, Any], gguf: str) -> tuple[Write, Any]:
+    import numpy
+    from llama_cpp import Llama
+
+    model = Llama(gguf, n_ctx=512, n_batch=512, n_threads=2, n_threads_batch=2, verbose=False)
+    scoring = Llama(gguf, n_ctx=512, n_batch=512, n_threads=2, n_threads_batch=2, verbose=False, logits_all=True)
+
+    def write(index: int, heard: Callable[[], None]) -> None:
+        model.reset()
+        for count, _ in enumerate(model.generate(work["inputs"][index], temp=0.0, repeat_penalty=1.0), 1):
+            heard()
+            if count == work["new_tokens"]:
+                break
+
+    def score(ids: list[int], forced: list[int]) -> Any:
+        scoring.reset()
+        scoring.eval([*ids, *forced])
+        return numpy.array(scoring.scores[len(ids) - 1 : len(ids) + len(forced) - 1])
+
+    return write, score
+
+
+def by_openvino(work: dict[str, Any], gguf: str) -> tuple[Write, Any]:
+    import numpy
+    import openvino
+    import openvino_genai as genai
+
+    pipe = genai.LLMPipeline(gguf, "CPU", INFERENCE_NUM_THREADS=2)
+    config = genai.GenerationConfig(max_new_tokens=work["new_tokens"], do_sample=False, ignore_eos=True)
+
+    class Heard(genai.StreamerBase):
+        def __init__(self, heard: Callable[[], None]) -> None:
+            super().__init__()
+            self.heard = heard
+
+        def write(self, token: Any) -> Any:
+            self.heard()
+            return genai.StreamingStatus.RUNNING
+
+        def end(self) -> None: ...
+
+    def write(index: int, heard: Callable[[], None]) -> None:
+        ids = openvino.Tensor(numpy.array([work["inputs"][index]], dtype=numpy.int64))
+        pipe.generate(ids, config, Heard(heard))
+
+    return write, None
+
+
+# -- one way in a process of its own -------------------------------------------------------------------------------
+
+
+def way(name: str, path: str, folder: Path, gguf: str) -> None:
+    """Answer the parent's lines: `score`, or `write`, each with one line of JSON."""
+    out, sys.stdout = sys.stdout, sys.stderr
+    began = time.perf_counter()
+    if name in ("llama.cpp", "OpenVINO GenAI"):  # has no torch
+        work = json.loads((folder / "prompts.json").read_text())
+        write, score = {"llama.cpp": by_llama, "OpenVINO GenAI": by_openvino}[name](work, gguf)
+    else:
+        work = made(path)
+        write, score = by_fettle(work, RECIPES[name]) if name in RECIPES else by_transformers(work, name)
+    for index in range(len(work["inputs"])):  # warms up, compiles
+        write(index, lambda: None)
+        write(index, lambda: None)
+    print(json.dumps({"ready_s": time.perf_counter() - began}), file=out, flush=True)
+    for line in sys.stdin:
+        if line.strip() == "score":
+            answer = {"kl": None if score is None else divergence(score, folder, name == "llama.cpp")}
+        else:
+            answer = {"texts": [timed(write, index) for index in range(len(work["inputs"]))]}
+        print(json.dumps(answer), file=out, flush=True)
+
+
+def timed(write: Write, index: int) -> dict[str, float]:
+    times: list[float] = []
+    began = time.perf_counter()
+    write(index, lambda: times.append(time.perf_counter()))
+    return {"text_ms": (time.perf_counter() - began) * 1e3, "ttft_ms": (times[0] - began) * 1e3,
+            "decode_ms": (times[-1] - times[0]) * 1e3, "steps": len(times) - 1}  # fmt: skip
+
+
+def divergence(score: Any, folder: Path, plain: bool) -> float:
+    """Mean KL divergence from the reference's distributions, nats a token."""
+    import numpy
+
+    found = []
+    for number in range(len(list(folder.glob("forced-*.npz")))):
+        held = numpy.load(folder / f"forced-{number}.npz")
+        if plain:
+            scores = score(held["ids"][0].tolist(), held["forced"][0].tolist())
+        else:
+            import torch
+
+            scores = score(torch.from_numpy(held["ids"]), torch.from_numpy(held["forced"])).float().numpy()
+        log_q = scores - scores.max(-1, keepdims=True)
+        log_q = log_q.astype(numpy.float64)
+        log_q -= numpy.log(numpy.exp(log_q).sum(-1, keepdims=True))
+        log_p = held["log_p"].astype(numpy.float64)
+        found.append((numpy.exp(log_p) * (log_p - log_q[:, : log_p.shape[1]])).sum(-1))
+    return float(numpy.concatenate(found).mean())
+
+
+def write_reference(path: str, folder: Path) -> None:
+    """Prompts for those without torch, and what the float32 model writes after them and after the first tokens of the
+    texts, with its distributions."""
+    import numpy
+    import torch
+
+    work = made(path)
+    model = work["model"].float().eval()
+    prompts = {"inputs": [ids[0].tolist() for ids in work["inputs"]], "new_tokens": work["new_tokens"]}
+    (folder / "prompts.json").write_text(json.dumps(prompts))
+    pairs = []
+    with torch.inference_mode():
+        for ids in [*work["inputs"], *work.get("check_inputs", [])]:
+            new = work["new_tokens"]
+            whole = model.generate(ids, do_sample=False, max_new_tokens=new, min_new_tokens=new, pad_token_id=0)
+            pairs.append((ids, whole[:, ids.shape[1] :]))
+        pairs += [(text[:, :1], text[:, 1:]) for text in work.get("texts", [])]
+        for number, (ids, forced) in enumerate(pairs):
+            scores = model(torch.cat([ids, forced], 1)).logits[0, ids.shape[1] - 1 : -1]
+            numpy.savez(folder / f"forced-{number}.npz", ids=ids.numpy(), forced=forced.numpy(),
+                        log_p=scores.log_softmax(-1).numpy())  # fmt: skip
+
+
+# -- the run -------------------------------------------------------------------------------------------------------
+
+
+class Child:
+    """A way's process."""
+
+    def __init__(self, name: str, python: str, given: argparse.Namespace, folder: Path) -> None:
+        self.name, self.kl, self.rounds = name, None, []
+        self.log = folder / f"{name}.log"
+        command = [python, __file__, given.workload, "--way", name, "--folder", str(folder), "--gguf", given.gguf]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                                        stderr=self.log.open("w"))  # fmt: skip
+        self.failure, self.ready_s = "", 0.0
+        self.ready_s = self.heard().get("ready_s", 0.0)
+
+    def ask(self, line: str) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        if not self.failure:
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()
+        return self.heard()
+
+    def heard(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        if self.failure:
+            return {}
+        line = self.process.stdout.readline()
+        if not line:
+            said = [text for text in self.log.read_text().splitlines() if text.strip()]
+            self.failure = said[-1][:300] if said else "it ended"
+            return {}
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def figures(child: Child, base: Child, max_kl: float) -> dict[str, Any]:
+    if child.failure or not child.rounds:
+        return {"failed": child.failure or "not run"}
+    texts = [text for texts in child.rounds for text in texts]
+    told_apart = all(text["steps"] > 1 for text in texts)
+    ratios = [
+        sum(text["text_ms"] for text in theirs) / sum(text["text_ms"] for text in ours)
+        for theirs, ours in zip(base.rounds, child.rounds, strict=True)
+    ]
+    ordered = sorted(ratios)
+    mean = [statistics.fmean(text["text_ms"] for text in texts) for texts in child.rounds]
+    found = {
+        "text_ms": statistics.median(mean),
+        "speedup": statistics.median(ratios),
+        "speedup_of_rounds": [ordered[0], ordered[-1]],
+        "kl": child.kl,
+        "inside_max_kl": None if child.kl is None else child.kl <= max_kl,
+        "ready_s": child.ready_s,
+        "rounds": child.rounds,
+    }
+    if told_apart:
+        found["ttft_ms"] = statistics.median(
+            statistics.fmean(text["ttft_ms"] for text in texts) for texts in child.rounds
+        )
+        found["tpot_ms"] = statistics.median(text["decode_ms"] / text["steps"] for text in texts)
+        found["tokens_per_s"] = 1e3 / found["tpot_ms"]
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt")
-    parser.add_argument("--new", type=int, default=32, help="tokens to generate")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("workload")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", nargs="+", help="ways by name")
+    parser.add_argument("--llama", default="", metavar="PYTHON")
+    parser.add_argument("--openvino", default="", metavar="PYTHON")
+    parser.add_argument("--gguf", default="")
+    parser.add_argument("--max-kl", type=float, default=0.01)
+    parser.add_argument("--step", action="store_true")
     parser.add_argument("--json", type=Path, default=Path("generation.json"))
+    parser.add_argument("--way", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    model = model_of(given.layers, given.width)
-    found = []
-    print(f"exporting a model of {sum(p.numel() for p in model.parameters()) / 1e6:.1f} million parameters, twice",
-          flush=True)  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        handlers = {
-            "fettle, kept": running_of(model, Path(folder) / "kept", given.new, keeps=True),
-            "fettle, whole text": running_of(model, Path(folder) / "whole", given.new, keeps=False),
-        }
-        for rows in given.rows:
-            ids = torch.randint(0, WORDS, (rows, given.prompt))
-            texts = [" ".join(map(str, row)) for row in ids.tolist()]
-            asks = [Ask(text=text, sampling=Sampling(max_tokens=given.new)) for text in texts]
+    if given.way:
+        return way(given.way, given.workload, given.folder, given.gguf)
+    from fettle.machine import measure_peaks, this_machine
 
-            def by(running, asks=asks) -> list[str]:
-                texts = [""] * len(asks)
+    pythons = dict.fromkeys([*PEERS, *RECIPES], sys.executable)
+    pythons |= {
+        name: python for name, python in (("llama.cpp", given.llama), ("OpenVINO GenAI", given.openvino)) if python
+    }
 
-                def tell(number: int, said: Any) -> None:
-                    texts[number] += said.text
+    def turn(label: str) -> None:
+        if given.step:
+            print(label, flush=True)
+            sys.stdin.readline()
 
-                for number, ask in enumerate(asks):
-                    running.add(number, ask)
-                while running.texts:
-                    running.step(tell)
-                return [text.strip() for text in texts]
-
-            def by_transformers(ids=ids) -> list[str]:
-                with torch.inference_mode():
-                    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0,
-                                         max_new_tokens=given.new)  # fmt: skip
-                return [" ".join(map(str, row)) for row in out[:, ids.shape[1] :].tolist()]
-
-            ways = {name: (lambda handler=handler: by(handler)) for name, handler in handlers.items()}
-            ways["transformers"] = by_transformers
-            answers = {name: way() for name, way in ways.items()}  # warms up, too
-            wrong = [name for name, answer in answers.items() if answer != answers["transformers"]]
-            if wrong:
-                sys.exit(f"{rows} texts: not the tokens of transformers: {', '.join(wrong)}")
-            took: dict[str, list[float]] = {name: [] for name in ways}
-            for _ in range(given.rounds):
-                for name in random.sample(list(ways), len(ways)):
-                    began = time.perf_counter()
-                    ways[name]()
-                    took[name].append(time.perf_counter() - began)
-            row: dict[str, dict[str, Any]] = {}
-            print(f"{rows} texts, {given.prompt} + {given.new} tokens, the same ones by all", flush=True)
-            for name, seconds in took.items():
-                ratios = [mine / other for mine, other in zip(seconds, took["transformers"], strict=True)]
-                row[name] = {"seconds": seconds, "ratio_to_transformers": statistics.median(ratios)}
-                middle = statistics.median(seconds)
-                print(f"  {name:20} {middle:8.3f} s  {rows * given.new / middle:8.1f} tokens/s  "
-                      f"{statistics.median(ratios):6.2f}x transformers' time", flush=True)  # fmt: skip
-            found.append({"rows": rows, "ways": row})
-    settings = {key: value for key, value in vars(given).items() if key != "json"}
-    found_all = {"machine": this_machine().summary, "settings": settings, "runs": found}
-    given.json.write_text(json.dumps(found_all, indent=1) + "\n")
+    with tempfile.TemporaryDirectory() as held:
+        folder = Path(held)
+        turn("reference")
+        write_reference(given.workload, folder)
+        children = []
+        for name, python in pythons.items():
+            if not given.only or name in given.only or name == BASE:
+                turn(f"start {name}")
+                children.append(Child(name, python, given, folder))
+                if not children[-1].failure:
+                    children[-1].kl = children[-1].ask("score").get("kl")
+                print(f"{name}: {children[-1].failure or f'ready, KL {children[-1].kl}'}", flush=True)
+        base = next(child for child in children if child.name == BASE)
+        peaks = measure_peaks("cpu")
+        for number in range(given.rounds):
+            turn(f"round {number + 1}")
+            for child in random.sample(children, len(children)):
+                found = child.ask("write").get("texts")
+                if found:
+                    child.rounds.append(found)
+        turn("end")
+        ways = {child.name: figures(child, base, given.max_kl) for child in children}
+        for child in children:
+            child.process.kill()
+    for name, row in ways.items():
+        if "failed" in row:
+            print(f"{name:40} failed: {row['failed']}")
+            continue
+        apart = f"{row['ttft_ms']:8.1f} ms first {row['tpot_ms']:8.2f} ms/token" if "ttft_ms" in row else " " * 34
+        print(f"{name:40} {row['text_ms']:8.1f} ms {row['speedup']:6.2f}x {apart}  KL {row['kl']}")
+    found = {"machine": this_machine().summary, "peaks": peaks, "workload": given.workload, "max_kl": given.max_kl,
+             "recipes": RECIPES, "ways": ways}  # fmt: skip
+    given.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from fettle.generate.decoding import Kept, decoder_of, score, write
 from fettle.generate.speed import Came, Generation, Watcher, figures, rows_of, tokens_per_s
 from fettle.recipe import Recipe
 from fettle.techniques import conflict, load, probe_facts, source
+from fettle.techniques.kv_cache import attention_of_few
 from fettle.techniques.weights import FewBits
 
 transformers = pytest.importorskip("transformers")
@@ -207,7 +208,9 @@ def test_a_recipe_is_judged_by_divergence_and_not_by_its_free_text(tmp_path) -> 
     near = quality.closeness(again, [quality.scores_of(run, piece, "cpu") for piece in again])
     assert 0 < near.kl < near.worst_kl < 0.5
     assert near.low < near.ratio < near.high
-    assert not quality.astray(run, work.inputs[0], 8)
+    assert not quality.astray(run, work.inputs[0], run(**work.inputs[0]), 8)
+    assert quality.unequal(again, [piece.forced for piece in again[:2]]) == 0
+    assert quality.unequal(again, [again[0].forced + 1]) == 1
 
 
 def test_divergence_and_perplexity_are_those_of_the_textbook() -> None:
@@ -237,8 +240,9 @@ def test_text_that_does_not_follow_its_own_scores_is_found_out() -> None:
         text = write(decoder_of(model), forced=forced, **{"new_tokens": 6, **given})
         return text if forced is not None else (text + 1) % WORDS
 
-    assert "scores highest" in quality.astray(run, {"input_ids": ids(1, 6)}, 6)
-    assert "in place of" in quality.astray(lambda **given: ids(1, 5), {"input_ids": ids(1, 6)}, 6)
+    prompt = {"input_ids": ids(1, 6)}
+    assert "scores highest" in quality.astray(run, prompt, run(**prompt), 6)
+    assert "in place of" in quality.astray(run, prompt, ids(1, 5), 6)
 
 
 # -- speed ----------------------------------------------------------------------------------------------------
@@ -342,7 +346,7 @@ def test_a_technique_writes_the_same(make, levels) -> None:
         assert torch.allclose(run(**prompt, forced=forced), score(decoder_of(work.model), forced, **prompt), atol=1e-4)
 
 
-@pytest.mark.parametrize(("level", "most"), [("int8", 0.02), ("int4", 0.3)])
+@pytest.mark.parametrize(("level", "most"), [("int8", 0.02), ("int8-dynamic", 0.05), ("int4", 0.3)])
 def test_weights_in_few_bits_say_nearly_the_same(level, most, tmp_path) -> None:
     for make in (llama, gpt2):  # one has its own kind of linear layer, and its head is the embedding
         work = fettle.GenerationWorkload(make(), [ids(2, 30), ids(1, 5)], new_tokens=8)
@@ -351,19 +355,19 @@ def test_weights_in_few_bits_say_nearly_the_same(level, most, tmp_path) -> None:
         run = runs(work, weights=level, precision="bf16")
         found = quality.closeness(pieces, [quality.scores_of(run, piece, "cpu") for piece in pieces])
         assert 0 < found.kl < most
-        assert not quality.astray(run, work.inputs[0], 8)
-        assert limits.weights_read(work.model) < given * {"int8": 0.4, "int4": 0.35}[level]
+        assert not quality.astray(run, work.inputs[0], run(**work.inputs[0]), 8)
+        assert limits.weights_read(work.model) < given * (0.35 if level == "int4" else 0.4)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_few_rows_and_many_are_multiplied_alike(bits) -> None:
+@pytest.mark.parametrize(("bits", "integers"), [(8, False), (8, True), (4, False)])
+def test_few_rows_and_many_are_multiplied_alike(bits, integers) -> None:
     layer = torch.nn.Linear(64, 50)
-    few = FewBits(layer.weight, layer.bias, bits)
+    few = FewBits(layer.weight, layer.bias, bits, integers)
     x = torch.randn(3, 7, 64)
     alone = torch.stack([few(row) for row in x])  # 7 rows each, 21 together
     assert torch.allclose(few(x), alone, atol=1e-5)
     error = (few(x) - layer(x)).norm() / (layer(x) - layer.bias).norm()
-    assert error < {8: 0.01, 4: 0.12}[bits]
+    assert error < {8: 0.02, 4: 0.12}[bits]
 
 
 def test_what_repeats_is_guessed() -> None:
@@ -385,13 +389,31 @@ def test_levels_say_why_they_cannot_be_had() -> None:
     assert "runtime" in conflict(Recipe({"runtime": "onnxruntime"}), two_parts)
 
 
+@pytest.mark.parametrize("mask", [None, torch.tensor([[True, True, True, False]]), torch.tensor([[0, 0, -9.0, 0]])])
+def test_attention_of_one_token_is_the_attention_of_many(mask) -> None:
+    q, k, v = torch.randn(2, 6, 1, 8), torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4, 8)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+    assert torch.allclose(attention_of_few(q, k, v, mask, enable_gqa=True), wanted, atol=1e-5)
+    several = torch.randn(2, 6, 4, 8)
+    wanted = torch.nn.functional.scaled_dot_product_attention(several, k, v, is_causal=True, enable_gqa=True)
+    assert torch.equal(attention_of_few(several, k, v, is_causal=True, enable_gqa=True), wanted)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["static-compiled", "static-frozen"])
+@pytest.mark.parametrize("level", ["static-compiled", "static-prompts", "static-frozen"])
 def test_a_compiled_step_writes_the_same_and_compiles_once(level) -> None:
     work = fettle.GenerationWorkload(llama(), [ids(1, 9)], new_tokens=12)
-    wanted = [write(decoder_of(work.model), ids(1, n), new_tokens=12) for n in (9, 20)]
+    mask = torch.ones(2, 9).long()
+    mask[1, :3] = 0
+    prompts: list[dict] = [{"input_ids": ids(rows, n)} for rows, n in ((1, 9), (2, 9), (1, 20), (2, 30), (1, 1))]
+    prompts.append({"input_ids": ids(2, 9), "attention_mask": mask})
+    wanted = [write(decoder_of(work.model), **prompt, new_tokens=12) for prompt in prompts]
     run = runs(work, kv_cache=level, grad="inference_mode")
-    assert torch.equal(run(ids(1, 9)), wanted[0])
+    for prompt, text in zip(prompts, wanted, strict=True):  # each kind has a graph of its own: none looks at shapes
+        assert torch.equal(run(**prompt), text)
     torch._dynamo.utils.counters.clear()
-    assert torch.equal(run(ids(1, 20)), wanted[1])
+    for prompt, text in zip(prompts, wanted, strict=True):
+        assert torch.equal(run(**prompt), text)
+    assert torch.equal(run(ids(1, 13)), write(decoder_of(llama()), ids(1, 13), new_tokens=12))
     assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert torch.equal(run(ids(1, 70)), write(decoder_of(llama()), ids(1, 70), new_tokens=12))  # needs more room

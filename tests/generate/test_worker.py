@@ -10,7 +10,7 @@ import fettle
 from fettle.applying import with_inputs
 from fettle.errors import UsageError
 from fettle.generate.speed import figures
-from fettle.measure import Judge, _inference, messages
+from fettle.measure import Judge, _generation, _inference, messages
 from fettle.measure._slice import take_slice
 from fettle.measure._state import State
 from fettle.recipe import Recipe
@@ -67,7 +67,7 @@ def test_a_worker_takes_text_apart_and_judges_it_by_teacher_forcing(target: Targ
     for part, levels in (("", {"precision": "bf16", "mode": "eval"}), ("ttft", {})):
         state, recipe = State(), Recipe(levels)
         _inference.build(state, messages.Build(target))
-        request = messages.Prepare(source(recipe, facts), str(recipe), path, part=part, rows=(1, 2))
+        request = messages.Prepare(source(recipe, facts), str(recipe), path, part=part)
         answer = _inference.prepare(state, request)
         answer = msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=messages.Prepared)  # as it travels
         accuracy = answer.accuracy
@@ -80,8 +80,10 @@ def test_a_worker_takes_text_apart_and_judges_it_by_teacher_forcing(target: Targ
         assert answer.generation is not None
         sliced = take_slice(state, messages.TakeSlice(0.0))
         found = figures([*answer.texts, *sliced.texts], answer.generation)
+        wider = _generation.measure_rows(state, messages.MeasureRows((2, 4))).tokens_per_s
+        assert wider.keys() == {"2", "4"}
         assert min(found.ttft_ms, found.tpot_ms, found.itl_p50_ms) > 0
-        assert found.tokens_per_s.keys() == {"1", "2"}
+        assert found.tokens_per_s.keys() == {"2"}
         assert found.cache_bytes > 0
         assert sliced.samples_ns[0] > 0
 

@@ -24,6 +24,7 @@ from fettle.diagnose.collectors.values import padding, weights
 from fettle.diagnose.collectors.variants import held, timed, variants
 from fettle.diagnose.collectors.waiting import CoreClock, waiting
 from fettle.diagnose.evidence import Batches, Cost, Evidence, Fresh
+from fettle.generate import brief
 from fettle.machine import measure_peaks
 from fettle.techniques import probe_facts, unchanged
 from fettle.train import TrainingWorkload
@@ -34,9 +35,9 @@ _MANY_PAGES = 64
 """Fewer a call, a quarter of a MiB, are what a program needs anyway."""
 
 
-def collect(given: Workload | TrainingWorkload, seconds: float) -> Evidence:
+def collect(measured: Workload | TrainingWorkload, seconds: float) -> Evidence:
     """All evidence of one workload, in about `seconds` and at least a few calls each; of a training loop its steps."""
-    workload = as_workload(given)
+    workload = as_workload(measured)
     model = workload.model
     owner = trained(workload)
     device = device_type(workload)
@@ -120,7 +121,7 @@ def glance(workload: Workload, seconds: float) -> Evidence:
     device = device_type(workload)
     module = workload.model if isinstance(workload.model, torch.nn.Module) else torch.nn.Module()
     # A model may write into what it is given, and the reference is computed from these inputs afterwards.
-    fresh = replace(workload, inputs=[map_tensors(torch.clone, workload.inputs[0])])
+    fresh = brief(replace(workload, inputs=[map_tensors(torch.clone, workload.inputs[0])]))
     with unchanged(workload, module), torch.no_grad():
         plain = timed(lambda: fresh.run(fresh.model, fresh.inputs[0]), device, 0.0, least=2)
         found = operations(fresh, device, calls=1)

@@ -4,6 +4,6 @@
 `quality` judges what is written, `speed` takes its time apart.
 """
 
-from fettle.generate.workload import GenerationWorkload
+from fettle.generate.workload import GenerationWorkload, brief
 
-__all__ = ["GenerationWorkload"]
+__all__ = ["GenerationWorkload", "brief"]

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fettle.generate.decoding import decoder_of, score, write
+from fettle.generate.decoding import decoder_of, score
 from fettle.generate.workload import GenerationWorkload
 
 MAX_KL = 0.01
@@ -80,10 +80,12 @@ def write_pieces(workload: GenerationWorkload, path: str) -> list[Piece]:
         workload.model.float().eval()
     pieces, left = [], _MOST_BYTES
     for prompt, text in _what_is_judged(workload):
-        forced = write(decoder, **prompt, new_tokens=int(workload.new_tokens)) if text is None else text
         if left <= 0:
             break
-        scores = score(decoder, forced, 1 if text is None else STRIDE, **prompt)
+        if text is None:
+            forced, scores = _written(decoder, prompt, int(workload.new_tokens))
+        else:
+            forced, scores = text, score(decoder, text, STRIDE, **prompt)
         keep = max(1, left // (4 * scores.shape[0] * scores.shape[2]))
         piece = Piece(prompt, forced[:, :keep].cpu(), scores[:, :keep].log_softmax(-1).cpu(), text is not None)
         pieces.append(piece)
@@ -91,6 +93,15 @@ def write_pieces(workload: GenerationWorkload, path: str) -> list[Piece]:
     torch.save([vars(piece) for piece in pieces], f"{path}.part")
     os.replace(f"{path}.part", path)  # whole or not at all: a resumed study trusts what is there
     return pieces
+
+
+def _written(decoder: Any, prompt: dict[str, Any], count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest `count` tokens after a prompt [rows, count], and the scores that each was chosen by."""
+    found = [decoder.prefill(room=count, **prompt)[:, None].to(torch.float32, copy=True)]
+    while len(found) < count:
+        found.append(decoder.decode(found[-1].argmax(-1)).to(torch.float32, copy=True))
+    scores = torch.cat(found, 1)
+    return scores.argmax(-1), scores
 
 
 def read_pieces(path: str) -> list[Piece]:
@@ -143,10 +154,9 @@ def closeness(pieces: Sequence[Piece], scores: Sequence[torch.Tensor]) -> Closen
     )
 
 
-def astray(run: Callable[..., Any], prompt: dict[str, torch.Tensor], new_tokens: int) -> str:
-    """What is wrong with the text that a recipe writes on its own, where that is not what its own scores say: forced
-    tokens alone would never show it. Empty when nothing is."""
-    text = run(**prompt, new_tokens=new_tokens)
+def astray(run: Callable[..., Any], prompt: dict[str, Any], text: Any, new_tokens: int) -> str:
+    """What is wrong with the `text` that a recipe wrote by itself after `prompt`, where that is not what its own scores
+    say: forced tokens alone would never show it. Empty when nothing is."""
     rows = len(next(iter(prompt.values())))
     if not isinstance(text, torch.Tensor) or tuple(text.shape) != (rows, new_tokens):
         return f"it wrote {list(getattr(text, 'shape', []))} tokens in place of {[rows, new_tokens]}"
@@ -156,15 +166,13 @@ def astray(run: Callable[..., Any], prompt: dict[str, torch.Tensor], new_tokens:
     return "" if lost <= _ASTRAY else f"it does not write what it scores highest: {lost:.2g} nats a token below"
 
 
-def unequal(run: Callable[..., Any], pieces: Sequence[Piece], device: str) -> float:
-    """Share of the tokens that it writes on its own which are not those that the reference wrote."""
+def unequal(pieces: Sequence[Piece], written: Sequence[torch.Tensor]) -> float:
+    """Share of the tokens that a recipe wrote on its own which are not those that the reference wrote, of the first
+    pieces, as many as are given."""
     different = total = 0
-    for piece in pieces:
-        if not piece.is_text:
-            prompt = {name: tensor.to(device) for name, tensor in piece.prompt.items()}
-            text = run(**prompt, new_tokens=piece.forced.shape[1]).cpu()
-            different += int((text != piece.forced).sum())
-            total += text.numel()
+    for piece, text in zip(pieces, written, strict=False):
+        different += int((text.cpu() != piece.forced).sum())
+        total += text.numel()
     return different / total if total else math.nan
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
@@ -74,6 +74,11 @@ class GenerationWorkload(Workload):
     def run(self, model: Any, batch: Batch) -> Any:
         """Write text after one prompt: by a model as it is, token after token."""
         return write(decoder_of(model), **{"new_tokens": int(self.new_tokens), **batch})
+
+
+def brief(workload: Workload) -> Workload:
+    """The same workload for a look at what a call does: where it writes text, two tokens are enough for that."""
+    return replace(workload, new_tokens=2) if isinstance(workload, GenerationWorkload) else workload
 
 
 def _prompt(batch: Any) -> dict[str, torch.Tensor]:

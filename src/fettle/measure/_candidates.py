@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from fettle.generate.speed import Came
@@ -18,7 +19,7 @@ from fettle.measure._priority import READY, prefer
 from fettle.measure._process import Worker, WorkerError
 from fettle.measure._rules import Candidate, Judge, OnProgress, Progress, Rules
 from fettle.measure._trial import Slice, Trial, by_round
-from fettle.measure.messages import Build, Built, Prepare, Prepared
+from fettle.measure.messages import Build, Built, MeasureRows, Prepare, Prepared, RowsMeasured
 from fettle.procs.nodes import Nodes
 from fettle.recipe import Recipe
 from fettle.workload import Target
@@ -156,13 +157,13 @@ class Start:
             if index and time.monotonic() > self.rules.deadline:
                 break
             waiting = self._held(candidate)
-            if waiting is not None:
+            if waiting is not None and not self.rules.rows:
                 running[index] = Started([waiting], elapsed=self.rules.under_load)
                 continue
             on_progress(Progress("start", candidate.recipe))
             began = time.monotonic()
             try:
-                runner = self._ready(next(line), candidate, self._rows(candidate))
+                runner = self._with_rows(waiting or self._ready(next(line), candidate))
             except WorkerError as error:
                 if error.kind == "timeout" and time.monotonic() > self.rules.deadline:
                     break  # the budget ended it, not its own time limit: that says nothing about the recipe
@@ -172,6 +173,8 @@ class Start:
                 on_progress(Progress("trial", candidate.recipe, trial=trials[index]))
                 continue
             running[index] = Started([runner], elapsed=self.rules.under_load)
+            if waiting is not None:
+                continue
             if self.held is not None:
                 self.held.runners[candidate.recipe] = runner
             else:
@@ -255,16 +258,32 @@ class Start:
                 "(seed every generator; fettle calls torch.manual_seed(0) first)"
             )
 
-    def _rows(self, candidate: Candidate) -> tuple[int, ...]:
-        return self.rules.rows if self.rules.rows_for_all or not candidate.recipe.levels else ()
+    def _with_rows(self, runner: Runner) -> Runner:
+        """The same with tokens a second at other numbers of rows, where the race tells them."""
+        known = runner.answer.generation
+        if known is None or not self.rules.rows:
+            return runner
+        try:
+            asked = MeasureRows(tuple(count for count in self.rules.rows if count != known.rows))
+            found = runner.worker.ask(asked, RowsMeasured, self._timeout_s())
+        except BaseException:
+            runner.worker.close()
+            raise
+        runner.worker.pause()
+        known = replace(known, tokens_per_s={**known.tokens_per_s, **found.tokens_per_s})
+        return replace(runner, answer=msgspec.structs.replace(runner.answer, generation=known))
 
-    def _ready(self, built: WithWorkload, candidate: Candidate, rows: tuple[int, ...] = ()) -> Runner:
+    def _timeout_s(self) -> float:
+        left_s = self.rules.deadline - time.monotonic() + self.rules.grace_s
+        return max(10.0, min(self.rules.prepare_timeout_s, left_s))
+
+    def _ready(self, built: WithWorkload, candidate: Candidate) -> Runner:
         """Apply the recipe in a process that was built, and pause it. Raises `WorkerError`, the process gone."""
         began = time.monotonic() - built.build_s
         try:
             if built.failure is not None:
                 raise built.failure
-            runner = self._prepared(built.worker, candidate, began, rows)
+            runner = self._prepared(built.worker, candidate, began)
         except BaseException:
             built.worker.close()
             raise
@@ -272,15 +291,12 @@ class Start:
         runner.started_s = time.monotonic() - began
         return runner
 
-    def _prepared(self, worker: Worker, candidate: Candidate, began: float, rows: tuple[int, ...]) -> Runner:
-        timeout_s = max(
-            10.0, min(self.rules.prepare_timeout_s, self.rules.deadline - time.monotonic() + self.rules.grace_s)
-        )
+    def _prepared(self, worker: Worker, candidate: Candidate, began: float) -> Runner:
         request = Prepare(
             candidate.source, str(candidate.recipe), self.judging.path, candidate.factor, candidate.calibrated,
-            self.rules.part, rows,
+            self.rules.part, self.judging.exact,
         )  # fmt: skip
-        answer = worker.ask(request, Prepared, timeout_s)
+        answer = worker.ask(request, Prepared, self._timeout_s())
         rejected = ""
         if self.judging.path and not (self.judging.exempt_baseline and not candidate.recipe.levels):
             rejected = self.judging.reason(answer.accuracy)

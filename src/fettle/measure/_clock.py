@@ -8,7 +8,7 @@ a model does not find its last input there.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,13 +48,15 @@ class Clock:
             torch.cuda.synchronize()
 
 
-def warm_up(call: Callable[[], int], *, limit_s: float = 10.0, tolerance: float = 0.02) -> tuple[list[int], bool]:
-    """Call until the time is steady. `call` makes one call and returns its nanoseconds.
+def warm_up(
+    call: Callable[[], int], earlier: Sequence[int] = (), *, limit_s: float = 10.0, tolerance: float = 0.02
+) -> tuple[list[int], bool]:
+    """Call until the time is steady. `call` makes one call and returns its nanoseconds, as `earlier` ones took.
 
     Steady: the median of the newest third of calls is within `tolerance` of the third before it, or is not lower.
     Returns the samples and whether they became steady within `limit_s` seconds.
     """
-    samples: list[int] = []
+    samples = list(earlier)
     deadline = time.perf_counter() + limit_s
     while True:
         samples.append(call())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import msgspec
 from fettle.measure._notes import compiler_notes, notes_kept
 from fettle.measure._state import State, prepared, settled
 from fettle.measure._trial import Accuracy
-from fettle.measure.messages import Prepare, Prepared, Reference, WriteReference
+from fettle.measure.messages import MeasureRows, Prepare, Prepared, Reference, RowsMeasured, WriteReference
 
 
 def reference(state: State, request: WriteReference) -> Reference:
@@ -45,7 +46,7 @@ def prepare(state: State, request: Prepare) -> Prepared:
     import torch
 
     from fettle.generate.limits import cache_bytes, weights_read
-    from fettle.generate.speed import Generation, Watcher, tokens_per_s
+    from fettle.generate.speed import Generation, Watcher
     from fettle.measure import _meters
     from fettle.measure._accuracy import user_metric
     from fettle.measure._clock import Clock
@@ -58,12 +59,11 @@ def prepare(state: State, request: Prepare) -> Prepared:
         run: Any = load(request.source, request.label)(workload.model, calibration)
         optimize_s = time.perf_counter() - started
         started = time.perf_counter()
-        for prompt in workload.inputs:
-            run(**prompt)
+        written = [run(**prompt) for prompt in workload.inputs]
         if state.device == "cuda":
             torch.cuda.synchronize()
         first_call_s = time.perf_counter() - started
-        accuracy = judged(state, run, request.path, len(calibration) if request.calibrated else 0)
+        accuracy = judged(state, run, written, request, len(calibration) if request.calibrated else 0)
         if workload.metric is not None:
             value, problem = user_metric(workload.metric, run)
             accuracy = replace(accuracy, metric=value, problem=accuracy.problem or problem)
@@ -74,40 +74,55 @@ def prepare(state: State, request: Prepare) -> Prepared:
         state.cycle = itertools.cycle([numbered])
         _meters.trim()
         has_peak = _meters.reset_peak(state.device)
-        held = 0
+        held, earlier, whole = 0, [int(first_call_s / len(numbered) * 1e9)], Watcher(watcher.new_tokens)
         for number, prompt in numbered:  # a whole text, for what the race does not go by
-            Watcher.sample_ns(whole := Watcher(watcher.new_tokens), run, prompt, number)
-            watcher.texts += whole.texts
+            whole.sample_ns(run, prompt, number)
             held = max(held, cache_bytes(run.decoder))
-        peak = settled(state, has_peak, told.lines)
-        whole_texts = [text for text in watcher.take() if text.steps_ns] if watcher.part == "ttft" else []
+        if watcher.part == "text":
+            earlier.append(sum(text.ttft_ns + text.decode_ns for text in whole.texts) // len(numbered))
+        peak = settled(state, has_peak, told.lines, earlier)
         watcher.texts = []
-        rows = len(next(iter(workload.inputs[0].values())))
-        speeds = {str(n): tokens_per_s(run, workload.inputs, n, watcher.new_tokens) for n in request.rows if n != rows}
-        speeds = {count: rate for count, rate in speeds.items() if math.isfinite(rate)}  # as far as memory allows
         told.lines += compiler_notes()
+    rows = len(next(iter(workload.inputs[0].values())))
     ready = prepared(state, optimize_s, first_call_s, accuracy, peak, rows * watcher.counted, told)
     known = Generation(
-        rows=rows, weight_bytes=weights_read(workload.model), cache_bytes=held,
-        tokens_per_s=speeds, peak_bytes=ready.peak_bytes,
-    )  # fmt: skip
-    return msgspec.structs.replace(ready, generation=known, texts=whole_texts)
+        rows=rows, weight_bytes=weights_read(workload.model), cache_bytes=held, peak_bytes=ready.peak_bytes
+    )
+    texts = whole.take() if watcher.part == "ttft" else []
+    return msgspec.structs.replace(ready, generation=known, texts=texts)
 
 
-def judged(state: State, run: Any, path: str, unseen: int) -> Accuracy:
-    """A recipe's text beside the reference's: pieces before `unseen` calibrated it, and do not judge."""
+def measure_rows(state: State, request: MeasureRows) -> RowsMeasured:
+    """Write with other numbers of rows, as far as memory allows."""
+    from fettle.generate.speed import tokens_per_s
+
+    run: Any = state.run
+    prompts, new_tokens = state.workload.inputs, int(state.workload.new_tokens)
+    speeds = {str(rows): tokens_per_s(run, prompts, rows, new_tokens) for rows in request.rows}
+    return RowsMeasured(tokens_per_s={count: rate for count, rate in speeds.items() if math.isfinite(rate)})
+
+
+def judged(state: State, run: Any, written: Sequence[Any], request: Prepare, unseen: int) -> Accuracy:
+    """A recipe's text beside the reference's: pieces before `unseen` calibrated it, and do not judge.
+
+    `written` are its own texts of the inputs."""
     import torch
 
     from fettle.generate.quality import astray, closeness, read_pieces, scores_of, unequal
 
-    if not path:
+    if not request.path:
         return Accuracy()
-    pieces = read_pieces(path)[unseen:]
+    workload, pieces = state.workload, read_pieces(request.path)[unseen:]
     with torch.no_grad():
-        found = closeness(pieces, [scores_of(run, piece, state.device) for piece in pieces])
-        first = next(piece for piece in pieces if not piece.is_text)
-        problem = found.problem or astray(run, state.workload.inputs[0], first.forced.shape[1])
-        different = unequal(run, pieces, state.device) if not problem else float("nan")
+        scores = [scores_of(run, piece, state.device) for piece in pieces]
+        found = closeness(pieces, scores)
+        problem = found.problem
+        for prompt, text in zip(workload.inputs[:1], written, strict=False):
+            problem = problem or astray(run, prompt, text, int(workload.new_tokens))
+        if not problem and request.exact:
+            written = [*written, *(run(**prompt) for prompt in workload.check_inputs)]
+        texts = [piece for piece in pieces if not piece.is_text]
+        different = unequal(texts, written[unseen:]) if not problem else float("nan")
     return Accuracy(
         error=found.kl, max_abs=found.worst_kl, agreement=found.agreement, finite=not found.problem,
         judged_batches=len(pieces), problem=problem, unequal=different, perplexity=found.perplexity,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from fettle.measure import _generation
 from fettle.measure._notes import compiler_notes, notes_kept
 from fettle.measure._slice import take_slice
 from fettle.measure._state import State, call, examine, peaks, prepared, same_shapes, settled, weight_bytes
@@ -18,6 +19,7 @@ from fettle.measure.messages import (
     Built,
     Examine,
     MeasurePeaks,
+    MeasureRows,
     Prepare,
     Prepared,
     Probe,
@@ -61,18 +63,19 @@ def build(state: State, request: Build) -> Built:
 
 def probe(state: State, request: Probe) -> Probed:
     """See that the model takes its inputs, and gather the facts."""
+    from fettle.generate import brief
     from fettle.techniques import probe_facts
 
-    check_inputs(state.workload)
+    check_inputs(brief(state.workload))
     facts = probe_facts(state.workload, allow_batch=request.allow_batch)
     if state.derived_check:  # the same rows again: what calibrates a recipe must not judge it
-        facts = replace(facts, calibration_batches=0)
+        parts = {name: replace(part, calibration_batches=0) for name, part in facts.parts.items()}
+        facts = replace(facts, calibration_batches=0, parts=parts)
     return Probed(facts=facts, has_metric=state.workload.metric is not None)
 
 
 def reference(state: State, request: WriteReference) -> Reference:
     """Compute the reference outputs and write them to `request.path`."""
-    from fettle.measure import _generation
     from fettle.measure._reference import write_reference
 
     if state.writes:
@@ -84,7 +87,7 @@ def prepare(state: State, request: Prepare) -> Prepared:
     """Apply a recipe's source, judge its first answers, warm up, and report what that took."""
     import torch
 
-    from fettle.measure import _generation, _meters
+    from fettle.measure import _meters
     from fettle.measure._accuracy import compare, first_rows, repeat_rows, tensors, user_metric, worst
     from fettle.measure._clock import Clock
     from fettle.measure._reference import read_reference
@@ -100,7 +103,7 @@ def prepare(state: State, request: Prepare) -> Prepared:
         extra = () if workload.call is None else (workload.call,)
         run = optimize(workload.model, calibration, *extra)
         optimize_s = time.perf_counter() - started
-        state.workload = replace(workload, model=run)  # a runtime of its own needs the original no more
+        state.workload = replace(workload, model=run, parts=())  # a runtime of its own needs the original no more
         del workload
 
         # The answers come first and in the reference's order: a model whose buffers change in forward must have gone
@@ -202,5 +205,6 @@ ACTIONS: Mapping[type[Asked], Callable[[State, Any], Answer]] = {
     MeasurePeaks: peaks,
     WriteReference: reference,
     Prepare: prepare,
+    MeasureRows: _generation.measure_rows,
     TakeSlice: take_slice,
 }

@@ -70,9 +70,7 @@ class Rules:
     part: str = ""
     """Where text is written, what is timed: ``ttft`` or ``tpot``; empty for the whole of it."""
     rows: tuple[int, ...] = ()
-    """Where text is written: numbers of rows at which tokens a second of the workload as given are measured, too,"""
-    rows_for_all: bool = False
-    """and of every recipe, in its first process."""
+    """Where text is written: numbers of rows at which tokens a second are measured, too, in each first process."""
     deadline: float = math.inf
     """`time.monotonic()` at which to stop: what has been measured by then counts."""
     grace_s: float = 30.0

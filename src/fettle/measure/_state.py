@@ -67,14 +67,16 @@ def examine(state: State, request: Examine) -> Examined:
     return Examined(evidence=msgspec.Raw(msgspec.msgpack.encode(found)), load_s=state.load_s)
 
 
-def settled(state: State, has_peak: bool, notes: list[str]) -> int | None:
-    """Call until the time is steady; the peak of memory meanwhile, where it was reset and can be known."""
+def settled(state: State, has_peak: bool, notes: list[str], earlier: Sequence[int] = ()) -> int | None:
+    """Call until the time is steady; the peak of memory meanwhile, where it was reset and can be known.
+
+    `earlier` are the nanoseconds of calls that were made already."""
     from fettle.measure import _meters
     from fettle.measure._clock import warm_up
 
     state.waits.refresh()
     before = state.waits.by_thread()
-    samples, steady = warm_up(lambda: one_sample(state))
+    samples, steady = warm_up(lambda: one_sample(state), earlier)
     state.waits.refresh()
     state.computing = busiest(before, state.waits.by_thread())
     peak = _meters.peak_bytes(state.device) if has_peak else None

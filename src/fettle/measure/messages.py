@@ -66,8 +66,14 @@ class Prepare(Request):
     calibrated: bool = False
     part: str = ""
     """Of a text: what is timed, see `fettle.generate.speed.PARTS`."""
-    rows: tuple[int, ...] = ()
-    """Numbers of rows at which tokens a second are wanted."""
+    exact: bool = False
+    """Every prompt's text is to be compared with the reference's, not only those of the inputs."""
+
+
+class MeasureRows(Request, tag="rows"):
+    """Text: write with so many rows. Answered by `RowsMeasured`."""
+
+    rows: tuple[int, ...]
 
 
 class TakeSlice(Request, tag="slice"):
@@ -78,7 +84,7 @@ class TakeSlice(Request, tag="slice"):
     """Hold each computing thread on a core of its own."""
 
 
-Asked = Build | Probe | MeasurePeaks | WriteReference | Examine | MakePlan | Prepare | TakeSlice
+Asked = Build | Probe | MeasurePeaks | WriteReference | Examine | MakePlan | Prepare | MeasureRows | TakeSlice
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,6 +204,12 @@ class Prepared(Answer, frozen=True, kw_only=True):
             call_ns=max(one.call_ns for one in every),
             notes=list(dict.fromkeys(note for one in every for note in one.notes)),
         )
+
+
+class RowsMeasured(Answer, frozen=True, kw_only=True):
+    """Tokens a second by the number of rows, as far as memory allows."""
+
+    tokens_per_s: Mapping[str, float]
 
 
 class SliceTaken(Answer, frozen=True, kw_only=True):

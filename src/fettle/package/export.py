@@ -79,6 +79,8 @@ def write_package(
         raise UsageError(f"{path} exists already: give another `output` or another `version`")
     check_name(name, version)
     settings = settings or ServeSettings()
+    if workload.parts:
+        raise UsageError("the workload is a pipeline, and a package holds one model: package the part that is served")
     if not isinstance(workload.model, torch.nn.Module):
         raise UsageError(f"the model is a {type(workload.model).__name__}: only an nn.Module can be packaged")
     served = recipe.without(*NOT_SERVED)

@@ -24,6 +24,7 @@ class Attention(Technique):
     order = 400
     title = "attention"
     default = "as-is"
+    of_module = True
 
     def levels(self, facts: Facts) -> list[Level]:
         manual = "" if facts.manual_attention else "no attention written out by hand was found that can be rewritten"

@@ -16,23 +16,65 @@ BLOCK = 64
 """Room is set aside in so many tokens at a time."""
 
 
+def attention_of_few(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: Any = None, enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """Attention of a few tokens to all before them, as sums that the compiler turns into loops: for one token the
+    kernel that is made for many takes longer. Queries [rows, heads, tokens, size], as for torch's own."""
+    rows, heads, tokens, size = q.shape
+    groups = k.shape[1]
+    if tokens > 2 or is_causal or dropout_p:
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    each = q.reshape(rows, groups, -1, 1, size).float() * (size**-0.5 if scale is None else scale)
+    scores = (each * k[:, :, None].float()).sum(-1).reshape(rows, heads, tokens, -1)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    shares = scores.softmax(-1).reshape(rows, groups, -1, k.shape[2], 1)
+    found: torch.Tensor = (shares * v[:, :, None].float()).sum(-2)
+    return found.to(q.dtype).reshape(rows, heads, tokens, -1)
+
+
+def compiled(call: Any, options: Any, guarded: bool) -> Any:
+    """`call` as one graph, compiled at its first call. Without guards it must be given the same shapes ever after:
+    looking through all that a model has takes a tenth of a step."""
+    from torch._inductor.compile_fx import compile_fx
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        for node in graph.graph.nodes:
+            if node.target is torch._C._nn.scaled_dot_product_attention:
+                node.target = attention_of_few
+        graph.recompile()
+        return compile_fx(graph, inputs)
+
+    if options.get("mode") and not guarded:
+        return torch.compile(call, fullgraph=True, dynamic=False, **options)
+    none: Any = {} if guarded else {"options": {"guard_filter_fn": lambda guards: [False] * len(guards)}}
+    return torch.compile(call, fullgraph=True, dynamic=None if guarded else False, backend=backend, **none)
+
+
 class Static(Kept):
     """The same with room for `tokens` set aside before, once for each number of rows; longer texts make it larger.
 
-    `compile` are options of torch.compile for calls of 1 and of `compiled` tokens; None runs them as they are.
+    `compile` are options of torch.compile for calls of 1 and of `compiled` tokens, and with `prompts` for those; None
+    runs them as they are.
     """
 
-    def __init__(self, model: Any, tokens: int, compile: Any = None, compiled: int = 1) -> None:
+    def __init__(self, model: Any, tokens: int, compile: Any = None, compiled: int = 1, prompts: bool = False) -> None:
         super().__init__(model)
         self.tokens, self.compiled, self.caches = tokens, compiled, {}  # type: ignore[var-annotated]
-        self.step: Any = None if compile is None else torch.compile(self.call, fullgraph=True, dynamic=False, **compile)
+        self.compile, self.prompts, self.graphs = compile, prompts, {}  # type: ignore[var-annotated]
 
     def new_cache(self, room: int, **prompt: Any) -> Any:
         from transformers import StaticCache
 
         rows, length = prompt["input_ids"].shape
         if length + room > self.tokens:
-            self.tokens, self.caches = -(-(length + room) // 64) * 64, {}
+            self.tokens, self.caches, self.graphs = -(-(length + room) // 64) * 64, {}, {}
         cache: Any = self.caches.get(rows)
         if cache is None:
             cache = self.caches[rows] = StaticCache(config=self.config, max_cache_len=self.tokens)
@@ -68,11 +110,13 @@ class Static(Kept):
         if self.places is not None and not first:
             self.places = self.places[:, -1:] + torch.arange(1, count + 1, device=tokens.device)
         call = self.call
-        if self.step is not None and not first and count in (1, self.compiled):
-            call, tokens = (
-                self.step,
-                tokens.clone(memory_format=torch.contiguous_format),
-            )  # other strides, another graph
+        if self.compile is not None and (self.prompts and count > 1 if first else count in (1, self.compiled)):
+            kind = (len(tokens), 0 if first else count, self.mask is None)
+            if kind not in self.graphs:
+                self.graphs[kind] = compiled(self.call, self.compile, guarded=first)
+            call, tokens = self.graphs[kind], tokens.clone(memory_format=torch.contiguous_format)
+            if first:
+                torch._dynamo.maybe_mark_dynamic(tokens, 1)
         scores: torch.Tensor = call(tokens, self.past, self.mask, self.places, last)
         return scores
 
@@ -97,7 +141,8 @@ class KvCache(Technique):
             Level("as-given", "as the model makes them"),
             Level("static", "room set aside before, nothing copied", why_not),
             Level("static-compiled", "room set aside before, and each step one compiled graph", why_not),
-            Level("static-frozen", "the same with weights as constants of the graph", why_not),
+            Level("static-prompts", "the same, and prompts of all lengths one more", why_not),
+            Level("static-frozen", "each step one compiled graph with weights as its constants", why_not),
         ]
 
     def level_cost(self, level: str) -> int:
@@ -129,8 +174,9 @@ class KvCache(Technique):
         setup: tuple[str, ...] = ("torch._dynamo.config.recompile_limit = 64  # a graph for each number of rows",)
         if level == "static-frozen":
             setup += ("from torch._inductor import config as inductor", "inductor.freezing = True")
-        decoder = f"Static(model, {tokens}, compile={options}, compiled={ahead})"
-        return Code(helpers=(Static,), setup=setup, decoder=decoder)
+        prompts = ", prompts=True" if level == "static-prompts" else ""
+        decoder = f"Static(model, {tokens}, compile={options}, compiled={ahead}{prompts})"
+        return Code(helpers=(attention_of_few, compiled, Static), setup=setup, decoder=decoder)
 
 
 AHEAD = 6

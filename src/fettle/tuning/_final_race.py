@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.search import Space
-from fettle.techniques import CATALOGUE
+from fettle.techniques import find
 from fettle.tuning._budget import MOST_REPLICATES, REPLICATES_S, plan_final_race, race_s
 from fettle.tuning.session import Session
 from fettle.tuning.standings import read_trials
@@ -49,7 +49,7 @@ def final_race(session: Session, space: Space) -> FinalRace:
     share_s = REPLICATES_S if budget.seconds is None else min(REPLICATES_S, max(0.0, budget.left_s))
     rules = replace(session.rules, deadline=budget.end, grace_s=budget.grace_s,
                     precision=0.05, replicates=plan.replicates, most_replicates=MOST_REPLICATES,
-                    replicate_s=share_s, rows_for_all=True)  # fmt: skip
+                    replicate_s=share_s, rows=session.facts.row_counts)  # fmt: skip
     trials = session.run([Recipe(), *again, *cheap], rules, session.held, once=cheap)
     session.held.close()
     if leader.recipe not in {trial.recipe for trial in trials}:
@@ -73,10 +73,9 @@ def _kept(session: Session) -> list[Trial]:
 def climb(recipe: Recipe) -> list[Recipe]:
     """The recipe's levels added one at a time, in the order of the rungs, then of the catalogue."""
     steps, levels = [], dict[str, str]()
-    for technique in sorted(CATALOGUE, key=lambda technique: (technique.rung, CATALOGUE.index(technique))):
-        if technique.name in recipe.levels:
-            levels[technique.name] = recipe.levels[technique.name]
-            steps.append(Recipe(levels))
+    for name, level in sorted(recipe.levels.items(), key=lambda item: (find(item[0]).rung, find(item[0]).order)):
+        levels[name] = level
+        steps.append(Recipe(levels))
     return steps
 
 

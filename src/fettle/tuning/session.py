@@ -178,7 +178,7 @@ class Session:
         self.probed, self.facts = probed, replace(probed.facts, ranks=self._ranks, nodes=self._node_count)
         if allowed is not None:
             self.facts = replace(self.facts, max_error=allowed)
-        self.rules = replace(self.rules, abreast=_abreast(self.facts), rows=self.facts.row_counts)
+        self.rules = replace(self.rules, abreast=_abreast(self.facts))
         self.standings.judge = Judge(
             str(probed.reference_path),
             allowed,
@@ -330,7 +330,7 @@ class Session:
 
     def remember(self, trial: Trial) -> None:
         """Keep the trial of a recipe that was not known."""
-        self.study.add(trial, self.facts.mode)
+        self.study.add(trial, self.facts)
         self.standings.known[trial.recipe] = trial
         self._recall(trial)
         self.study.set_note("seconds", self.seconds)
