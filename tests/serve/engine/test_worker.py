@@ -246,3 +246,63 @@ def test_a_batch_that_others_could_still_join_is_not_sent_ahead():
     for item in (older, *newer):
         queue.push(item)
     assert queue.take_full() is None  # the oldest request's turn is first, and others may still join it
+
+
+class Texts(Pool):
+    """Notes the pieces of texts, too."""
+
+    def on_piece(self, request, piece, rows, *, last):
+        self.told.append(("piece", bytes(piece), rows, last))
+
+    def plan_pump(self):
+        self.told.append("pump")
+
+
+def writer():
+    worker = Worker(Texts(), 0, 1)
+    worker._process = Process()
+    worker._on_message(wire.Ready(0.1, 3), memoryview(b""))
+    return worker
+
+
+@in_loop
+def test_texts_are_written_beside_each_other_and_leave_one_by_one():
+    worker = writer()
+    one, other = request(piece=print), request(piece=print)
+    worker.begin_text(one, 1.0)
+    worker.begin_text(other, 1.0)
+    assert (worker.free_texts, worker.idle, worker.requests()) == (1, False, [one, other])
+    first, second = [header.id for header, _ in worker._process.sent]
+    worker.run(batch(), 1.0)  # tensors are answered between two tokens
+    worker._on_message(wire.Piece(first), memoryview(b"a"))
+    worker._on_message(wire.Piece(second, last=True), memoryview(b"b"))
+    assert worker.pool.told[-3:] == [("piece", b"a", 2, False), ("piece", b"b", 2, True), "pump"]
+    assert worker.free_texts == 2
+    answer(worker)
+    assert not worker.cancel(other.answer)
+    assert worker.cancel(one.answer)
+    assert worker._process.sent[-1][0] == wire.Cancel(first)
+    assert (worker.free_texts, worker.idle) == (3, True)
+    told = len(worker.pool.told)
+    worker._on_message(wire.Piece(first), memoryview(b"late"))
+    assert len(worker.pool.told) == told
+    worker.close()
+
+
+@in_loop
+def test_one_text_that_fails_disturbs_no_other_and_a_lost_worker_fails_each():
+    worker = writer()
+    texts = [request(piece=print) for _ in range(3)]
+    for text in texts:
+        worker.begin_text(text, 1.0)
+    numbers = [header.id for header, _ in worker._process.sent]
+    worker._on_message(wire.Failed(numbers[1], "too long", usage=True, too_long=True), memoryview(b""))
+    failed = [said[1].items for said in worker.pool.told if said[0] == "failed"]
+    assert failed == [[texts[1]]]
+    assert worker.requests() == [texts[0], texts[2]]
+    worker.pool.closing = True  # it is not started again
+    worker._on_lost("ended")
+    failed = [said[1].items for said in worker.pool.told if said[0] == "failed"]
+    assert failed == [[texts[1]], [texts[0]], [texts[2]]]
+    assert worker.free_texts == 0
+    worker.close()

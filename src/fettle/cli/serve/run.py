@@ -133,6 +133,8 @@ def command(
 
 def _say_where(server: Server, address: Address, as_json: bool) -> None:
     """Where it listens, and what can be asked there."""
+    from fettle.package.handlers.generate import Settings
+
     base = f"http://{address.host}:{server.ports[0]}"
     names = {name: number for name, number, _ in server.registry.versions()}
     if as_json:
@@ -143,6 +145,8 @@ def _say_where(server: Server, address: Address, as_json: bool) -> None:
     for name in names:
         console.print(f"  POST {base}/v2/models/{name}/infer", highlight=False)
         console.print(f"  POST {base}/predictions/{name}", highlight=False)
+    if any(isinstance(version.package.manifest.handler, Settings) for _, _, version in server.registry.versions()):
+        console.print(f"  texts by OpenAI's protocol: {base}/v1", highlight=False)
     console.print(f"  all that can be asked: {base}/docs", highlight=False)
     if address.management_port is not None:
         console.print(f"management on port {server.ports[1]}, token in {_SECRET}", highlight=False)

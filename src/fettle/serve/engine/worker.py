@@ -208,6 +208,8 @@ class Worker:
             self.pool.problem = header.reason  # the process ends now, which `_on_lost` hears of
         elif isinstance(header, wire.Wrote):
             self.rss = header.rss
+            if self.texts:  # also while it computes a long prompt, of which no piece comes
+                self._wait(self.pool.settings.timeout_ms / 1e3)
             self.pool.wrote(header)
             self._replace_grown()
         elif header.id in self.texts:
