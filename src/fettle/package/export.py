@@ -19,7 +19,7 @@ import torch
 from fettle.errors import UsageError, first_line
 from fettle.package import handlers
 from fettle.package.flat import BEFORE_EXPORT, Flat, datatype
-from fettle.package.generating import generating, lengths
+from fettle.package.generating import generating, of_model
 from fettle.package.handler import Context
 from fettle.package.host import host_id
 from fettle.package.manifest import (
@@ -92,7 +92,7 @@ def write_package(
         choices = [workload]
         if handler == "generate":
             choices = generating(workload)
-            handler_settings = {**lengths(workload.model), **(handler_settings or {})}
+            handler_settings = {**of_model(workload.model), **(handler_settings or {})}
         flat, program, most = _exported(choices, recipe, settings.max_rows)
         on_progress("storing it with its recipe")
         kept = _store(program, flat, served, most, scratch, evidence or {})
