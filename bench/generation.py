@@ -110,7 +110,8 @@ def by_transformers(work: dict[str, Any], name: str) -> tuple[Write, Any]:
         with torch.inference_mode():
             found = model.generate_batch([work["inputs"][index][0].tolist()], generation_config=config)
         if not found or any(len(one.generated_tokens) != new for one in found.values()):
-            raise RuntimeError(f"generate_batch did not write {new} tokens")
+            said = [str(getattr(one, "error", None) or len(one.generated_tokens)) for one in found.values()]
+            raise RuntimeError(f"generate_batch did not write {new} tokens: {said}")
         heard()  # it tells nothing before the end
         heard()
 

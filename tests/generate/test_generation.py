@@ -209,8 +209,9 @@ def test_a_recipe_is_judged_by_divergence_and_not_by_its_free_text(tmp_path) -> 
     assert 0 < near.kl < near.worst_kl < 0.5
     assert near.low < near.ratio < near.high
     assert not quality.astray(run, work.inputs[0], run(**work.inputs[0]), 8)
-    assert quality.unequal(again, [piece.forced for piece in again[:2]]) == 0
-    assert quality.unequal(again, [again[0].forced + 1]) == 1
+    forced = [piece.forced for piece in again]
+    assert quality.unequal(forced, forced[:2]) == 0
+    assert quality.unequal(forced, [forced[0] + 1]) == 1
 
 
 def test_divergence_and_perplexity_are_those_of_the_textbook() -> None:
@@ -242,6 +243,8 @@ def test_text_that_does_not_follow_its_own_scores_is_found_out() -> None:
 
     prompt = {"input_ids": ids(1, 6)}
     assert "scores highest" in quality.astray(run, prompt, run(**prompt), 6)
+    asked = run(**prompt, forced=run(**prompt))
+    assert "scores highest" in quality.astray(lambda **given: None, prompt, run(**prompt), 6, asked)
     assert "in place of" in quality.astray(run, prompt, ids(1, 5), 6)
 
 

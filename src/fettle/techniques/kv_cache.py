@@ -158,9 +158,9 @@ class KvCache(Technique):
             return []
         half = {"precision": "bf16"} if facts.device != "cpu" or facts.has_bf16 else {}
         return [
-            Bundle(10, {"kv_cache": "static-frozen", **half}),
             Bundle(20, {"kv_cache": "static", **half}),
-            Bundle(30, {"kv_cache": "static-compiled", **half}),
+            Bundle(30, {"kv_cache": "static-frozen", **half}),
+            Bundle(60, {"kv_cache": "static-compiled", **half}),
         ]
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:

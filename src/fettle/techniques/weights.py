@@ -33,8 +33,10 @@ class FewBits(torch.nn.Module):
             low, high = groups.amin(-1), groups.amax(-1)
             step = ((high - low) / 15).clamp(min=1e-12).bfloat16().float()
             zero = (low + 8 * step).bfloat16().float()
-            codes = ((groups - zero[..., None]) / step[..., None] + 8).round().clamp(0, 15)
-            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.flatten(1).to(torch.int32), 1)
+            codes = ((groups - zero[..., None]) / step[..., None] + 8).round().clamp(0, 15).flatten(1).to(torch.int32)
+            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+            # Rows that lie together, by the width of this CPU's registers; 0: in another order
+            self.block = next((n for n in (64, 32) if torch.equal(self.codes(packed, n), codes)), 0)
             scales = torch.stack([step, zero], -1).transpose(0, 1).contiguous()
         self.register_buffer("packed", packed)
         self.register_buffer("scales", scales)
@@ -49,9 +51,21 @@ class FewBits(torch.nn.Module):
         wide = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self.packed, self.group, scales)
         return wide[:, : self.size]  # type: ignore[no-any-return]
 
+    @staticmethod
+    def codes(packed: torch.Tensor, block: int) -> torch.Tensor:
+        """The 4 bits of each weight [out, in], where `block` rows lie together: of each input those of the first half
+        in the low bits, those of the other half in the high ones."""
+        pairs = packed.reshape(len(packed) // block, -1, block // 2)
+        return torch.cat([pairs & 15, pairs >> 4], -1).transpose(1, 2).reshape(len(packed), -1)
+
     def whole(self, like: torch.Tensor) -> torch.Tensor:
         """The weights [out, in] in 4 bits as ordinary numbers."""
-        return self.multiply(torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)).T
+        if not self.block:
+            return self.multiply(torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)).T
+        step, zero = self.scales.to(like.dtype).permute(2, 1, 0)[..., None]
+        groups = self.codes(self.packed, self.block).to(like.dtype).reshape(*step.shape[:2], self.group)
+        weights: torch.Tensor = ((groups - 8) * step + zero).flatten(1)
+        return weights[: self.size]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
@@ -125,9 +139,13 @@ class Weights(Technique):
         if not facts.generates:
             return []
         half = {"precision": "bf16"} if facts.dtype == "float32" else {}
-        static = {"kv_cache": "static-compiled"} if facts.keeps == "static" else {}
-        places = {"int8-dynamic": 5, "int8": 15, "int4": 25}
-        return [Bundle(place, {"weights": level, **static, **half}) for level, place in places.items()]
+        if facts.keeps != "static":
+            return [Bundle(place, {"weights": level, **half}) for place, level in ((10, "int8-dynamic"), (30, "int8"))]
+        places = {10: ("int8-dynamic", "static"), 20: ("int8-dynamic", "static-compiled"),
+                  40: ("int8", "static-compiled"), 50: ("int4", "static-compiled")}  # fmt: skip
+        return [
+            Bundle(place, {"weights": level, "kv_cache": cache, **half}) for place, (level, cache) in places.items()
+        ]
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         bits = {"int8": "8", "int8-dynamic": "8, integers=True", "int4": "4"}[level]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from fettle.errors import UsageError
 from fettle.machine import Machine
@@ -52,7 +53,8 @@ _EXTRA_START_S = {1: 0.0, 2: 6.0, 3: 30.0}
 """What a recipe of each cost needs beyond the workload as given until it is ready, as long as none was measured."""
 _SWINGS = 1.5
 """Slowest over fastest round of the workload as given from which that is said."""
-_SMALL_BYTES = 256 << 20
+_SMALL_SHARE = 1 / 32
+"""Of the memory: weights of no more than that may be built in two processes side by side."""
 _ENERGY_SLICE_S = 0.5
 """A GPU's counter is renewed every 20 to 100 ms (Yang, Adamek and Armour, *Part-time Power Measurements*, 2023): in the
 usual slice it may not move at all."""
@@ -395,4 +397,5 @@ def _asked_of_text(goal: Goal, limits: Limits) -> str:
 
 def _abreast(facts: Facts) -> int:
     """How many processes import and build side by side: two of a small workload, where there are cores for it."""
-    return 2 if facts.ranks == 1 and facts.physical_cores > 1 and facts.parameter_bytes <= _SMALL_BYTES else 1
+    small = facts.parameter_bytes <= _SMALL_SHARE * psutil.virtual_memory().total
+    return 2 if facts.ranks == 1 and facts.physical_cores > 1 and small else 1
