@@ -15,6 +15,7 @@ import re
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -118,11 +119,12 @@ class Replay:
         order = np.lexsort((-end, lasts, start, thread))  # a moment comes before what begins then
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
-        calls = _Calls(*(column[order] for column in (thread, start, end, launches, graph, stop, queue)))
+        columns: tuple[Any, ...] = (thread, start, end, launches, graph, stop, queue)
+        calls = _Calls(*(column[order] for column in columns))
         call_of = np.full(len(launch), -1, dtype=np.int64)
         call_of[launch >= 0] = place[np.searchsorted(rows, launch[launch >= 0])]
         at = place[len(rows) + len(silent) :].tolist()
-        return calls, call_of, dict(zip(map(tuple, points.tolist()), at, strict=True))
+        return calls, call_of, dict(zip([(one, when) for one, when in points.tolist()], at, strict=True))
 
     def _lasts(self) -> set[tuple[int, int]]:
         """When each host thread is through."""
