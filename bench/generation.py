@@ -33,6 +33,7 @@ from typing import Any
 RECIPES = {
     "fettle, int8": "grad=inference_mode precision=bf16 weights=int8-dynamic kv_cache=static-prompts",
     "fettle, int8, eager prompts": "grad=inference_mode precision=bf16 weights=int8-dynamic kv_cache=static-compiled",
+    "fettle, int8, 16-bit tokens": "grad=inference_mode precision=bf16 weights=int8-16 kv_cache=static-compiled",
     "fettle, bf16": "grad=inference_mode precision=bf16 kv_cache=static-frozen",
     "fettle, int4": "grad=inference_mode precision=bf16 weights=int4 kv_cache=static-compiled",
 }
@@ -359,8 +360,11 @@ def main() -> None:
                 found = child.ask("write").get("texts")
                 if found:
                     child.rounds.append(found)
+            ways = {child.name: figures(child, base, given.max_kl) for child in children}
+            told = {"machine": this_machine().summary, "peaks": peaks, "workload": given.workload,
+                    "max_kl": given.max_kl, "recipes": RECIPES, "ways": ways}  # fmt: skip
+            given.json.write_text(json.dumps(told, indent=1) + "\n")  # what was measured so far, should it be stopped
         turn("end")
-        ways = {child.name: figures(child, base, given.max_kl) for child in children}
         for child in children:
             child.process.kill()
     for name, row in ways.items():
@@ -369,9 +373,6 @@ def main() -> None:
             continue
         apart = f"{row['ttft_ms']:8.1f} ms first {row['tpot_ms']:8.2f} ms/token" if "ttft_ms" in row else " " * 34
         print(f"{name:40} {row['text_ms']:8.1f} ms {row['speedup']:6.2f}x {apart}  KL {row['kl']}")
-    found = {"machine": this_machine().summary, "peaks": peaks, "workload": given.workload, "max_kl": given.max_kl,
-             "recipes": RECIPES, "ways": ways}  # fmt: skip
-    given.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

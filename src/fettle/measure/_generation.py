@@ -64,7 +64,7 @@ def prepare(state: State, request: Prepare) -> Prepared:
         run: Any = load(request.source, request.label)(workload.model, calibration)
         optimize_s = time.perf_counter() - started
         started = time.perf_counter()
-        seen = scored(state, run, request, len(calibration) if request.calibrated else 0)  # compiling is paid for here
+        fed = scored(state, run, request, len(calibration) if request.calibrated else 0)  # compiling is paid for here
         if state.device == "cuda":
             torch.cuda.synchronize()
         first_call_s = time.perf_counter() - started
@@ -85,7 +85,7 @@ def prepare(state: State, request: Prepare) -> Prepared:
             earlier = [max(int(first_call_s * 1e9), took), took]
         peak = settled(state, has_peak, told.lines, [ns // len(numbered) for ns in earlier])
         watcher.texts = []
-        accuracy = judged(state, run, seen, written, request)
+        accuracy = judged(state, run, fed, written, request)
         if workload.metric is not None:
             value, problem = user_metric(workload.metric, run)
             accuracy = replace(accuracy, metric=value, problem=accuracy.problem or problem)
@@ -110,7 +110,7 @@ def measure_rows(state: State, request: MeasureRows) -> RowsMeasured:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Scored:
     """What a recipe says of the tokens that it was fed."""
 
     found: Closeness
@@ -123,7 +123,7 @@ class Seen:
     """and what the recipe gives the tokens of the first of these."""
 
 
-def scored(state: State, run: Any, request: Prepare, unseen: int) -> Seen | None:
+def scored(state: State, run: Any, request: Prepare, unseen: int) -> Scored | None:
     """Feed the reference's tokens to a recipe, and compare its distributions; None where nothing judges, and the recipe
     has only written after each input."""
     import torch
@@ -138,28 +138,28 @@ def scored(state: State, run: Any, request: Prepare, unseen: int) -> Seen | None
     with torch.no_grad():
         scores = [scores_of(run, piece, state.device) for piece in pieces]
     prompts = [piece.forced for piece in pieces if not piece.is_text]
-    return Seen(closeness(pieces, scores), len(pieces), unseen, prompts, scores[0] if prompts else None)
+    return Scored(closeness(pieces, scores), len(pieces), unseen, prompts, scores[0] if prompts else None)
 
 
-def judged(state: State, run: Any, seen: Seen | None, written: Sequence[Any], request: Prepare) -> Accuracy:
+def judged(state: State, run: Any, fed: Scored | None, written: Sequence[Any], request: Prepare) -> Accuracy:
     """A recipe's text beside the reference's; `written` are the texts that it wrote by itself after the inputs."""
     import torch
 
     from fettle.generate.quality import astray, unequal
 
-    if seen is None:
+    if fed is None:
         return Accuracy()
-    workload, found, different = state.workload, seen.found, math.nan
+    workload, found, different = state.workload, fed.found, math.nan
     with torch.no_grad():
         own = written[0]
-        same = not seen.unseen and isinstance(own, torch.Tensor) and torch.equal(own.cpu(), seen.forced[0])
-        known = seen.first if same else None  # what it says of its own text was asked already
+        same = not fed.unseen and isinstance(own, torch.Tensor) and torch.equal(own.cpu(), fed.forced[0])
+        known = fed.first if same else None  # what it says of its own text was asked already
         problem = found.problem or astray(run, workload.inputs[0], own, int(workload.new_tokens), known)
         if not problem:
             checks = workload.check_inputs if request.exact else ()
-            different = unequal(seen.forced, [*written, *(run(**prompt) for prompt in checks)][seen.unseen :])
+            different = unequal(fed.forced, [*written, *(run(**prompt) for prompt in checks)][fed.unseen :])
     return Accuracy(
         error=found.kl, max_abs=found.worst_kl, agreement=found.agreement, finite=not found.problem,
-        judged_batches=seen.pieces, problem=problem, unequal=different, perplexity=found.perplexity,
+        judged_batches=fed.pieces, problem=problem, unequal=different, perplexity=found.perplexity,
         perplexity_ratio=found.ratio, perplexity_low=found.low, perplexity_high=found.high,
     )  # fmt: skip

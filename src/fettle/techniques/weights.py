@@ -3,7 +3,8 @@
 With activations as they are, torch's own kernels multiply packed weights as they are read. They are made for a few
 rows; a prompt has many, and for it the weights are unpacked for one ordinary product. With activations rounded to 8
 bits too, each token by its own scale, a product is one of integers, which for a prompt as well takes half the time of
-one in bfloat16.
+one in bfloat16. Where 8 bits are too coarse for a token, two numbers of 8 bits hold 16: the product has two rows for
+one then, and the weights are still read once.
 """
 
 from typing import Any
@@ -16,11 +17,12 @@ from fettle.techniques._generation import NO_TEXT
 
 class FewBits(torch.nn.Module):
     """A linear layer whose weight [out, in] is held in 8 bits with a scale for each row, or in 4 with a scale and a
-    zero for each `group` of inputs in a row. `integers`: what comes in is rounded to 8 bits, token by token."""
+    zero for each `group` of inputs in a row. With `parts` what comes in is rounded, token by token, to so many numbers
+    of 8 bits."""
 
-    def __init__(self, weight: torch.Tensor, bias: Any, bits: int, integers: bool = False, group: int = 32) -> None:
+    def __init__(self, weight: torch.Tensor, bias: Any, bits: int, parts: int = 0, group: int = 32) -> None:
         super().__init__()
-        self.bits, self.group, self.size, self.integers = bits, group, weight.shape[0], integers
+        self.bits, self.group, self.size, self.parts = bits, group, weight.shape[0], parts
         self.bias, self.most = bias, 16
         weight = weight.detach().float().contiguous()
         # Scales are rounded to bfloat16 before the weights are rounded to them: a later cast loses nothing.
@@ -69,11 +71,17 @@ class FewBits(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        if self.integers:
+        if self.parts:
             wide = rows.float()
-            top = wide.abs().amax(-1, keepdim=True).clamp(min=1e-12)
-            sums = torch._int_mm((wide * (127 / top)).round().to(torch.int8), self.packed.T)
-            found = sums.float() * (top / 127) * self.scales.float()
+            step = wide.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
+            coarse = (wide / step).round()
+            if self.parts == 1:
+                sums = torch._int_mm(coarse.to(torch.int8), self.packed.T).float()
+            else:
+                fine = ((wide / step - coarse) * 254).round().clamp(-127, 127)
+                both = torch._int_mm(torch.cat([coarse, fine]).to(torch.int8), self.packed.T).float()
+                sums = both[: len(rows)] + both[len(rows) :] / 254
+            found = sums * step * self.scales.float()
         elif len(rows) <= self.most:
             found = self.multiply(rows.contiguous())
         elif self.bits == 8:  # whole numbers up to 127 are exact in 16 bits
@@ -84,9 +92,9 @@ class FewBits(torch.nn.Module):
         return found.to(x.dtype).reshape(*x.shape[:-1], self.size)
 
 
-def few_bits(model: torch.nn.Module, bits: int, integers: bool = False) -> None:
-    """Hold the weights of linear layers in `bits` bits; with 4 the head, which decides, keeps 8. With `integers`
-    products are of integers."""
+def few_bits(model: torch.nn.Module, bits: int, parts: int = 0) -> None:
+    """Hold the weights of linear layers in `bits` bits; with 4 the head, which decides, keeps 8. With `parts` products
+    are of integers."""
     import logging
 
     ask: Any = getattr(model, "get_output_embeddings", None)
@@ -100,7 +108,7 @@ def few_bits(model: torch.nn.Module, bits: int, integers: bool = False) -> None:
             weight: Any = layer.weight.T if turned else layer.weight
             total += 1
             if weight.shape[1] % 32 == 0 and weight.is_floating_point():
-                setattr(parent, name, FewBits(weight, layer.bias, 8 if layer is head else bits, integers))
+                setattr(parent, name, FewBits(weight, layer.bias, 8 if layer is head else bits, parts))
                 found += 1
     if found == 0:
         raise RuntimeError(f"{bits} bits: 0 of {total} layers matched")
@@ -124,6 +132,9 @@ class Weights(Technique):
             Level("as-given", "as given"),
             Level("int8", "linear layers in 8 bits, a scale for each output", why_not),
             Level("int8-dynamic", "the same, and each token that comes in rounded to 8 bits", why_not),
+            Level(
+                "int8-16", "weights in 8 bits, and each token that comes in rounded to 16, two numbers of 8", why_not
+            ),
             Level("int4", "linear layers in 4 bits, a scale and a zero for 32 inputs; the head in 8", why_not),
         ]
 
@@ -131,7 +142,7 @@ class Weights(Technique):
         if level != self.default and recipe.levels.get("quantize", "none") != "none":
             return "quantize holds the weights in few bits already"
         plain = facts.dtype == "float32" and recipe.levels.get("precision") != "bf16"
-        if level not in (self.default, "int8-dynamic") and plain:
+        if level in ("int8", "int4") and plain:
             return "torch's kernels for packed weights are slow in float32: needs precision=bf16"
         return ""
 
@@ -139,14 +150,17 @@ class Weights(Technique):
         if not facts.generates:
             return []
         half = {"precision": "bf16"} if facts.dtype == "float32" else {}
+        levels = {"int8-dynamic": 10, "int8-16": 15, "int8": 40, "int4": 50}
+        found = [Bundle(place, {"weights": level, **half}) for level, place in levels.items()]
         if facts.keeps != "static":
-            return [Bundle(place, {"weights": level, **half}) for place, level in ((10, "int8-dynamic"), (30, "int8"))]
-        places = {10: ("int8-dynamic", "static"), 20: ("int8-dynamic", "static-compiled"),
-                  40: ("int8", "static-compiled"), 50: ("int4", "static-compiled")}  # fmt: skip
-        return [
-            Bundle(place, {"weights": level, "kv_cache": cache, **half}) for place, (level, cache) in places.items()
+            return found
+        compiled = [
+            Bundle(place + 10, {"weights": level, "kv_cache": "static-compiled", **half})
+            for level, place in levels.items()
         ]
+        static = [Bundle(one.place, {**one.levels, "kv_cache": "static"}) for one in found[:2]]
+        return [*static, *compiled]
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
-        bits = {"int8": "8", "int8-dynamic": "8, integers=True", "int4": "4"}[level]
+        bits = {"int8": "8", "int8-dynamic": "8, parts=1", "int8-16": "8, parts=2", "int4": "4"}[level]
         return Code(helpers=(FewBits, few_bits), prepare=(f"few_bits(model, {bits})",))
