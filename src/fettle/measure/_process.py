@@ -19,14 +19,14 @@ A = TypeVar("A", bound=Answer)
 class Worker(Ranks):
     """One worker, alive from construction to `close`, as one process or as several `ranks`. Use as a context manager.
 
-    `module` is what it runs. `environment` is added to ours.
+    `module` is what it runs, by `python` where that is not our interpreter. `environment` is added to ours.
     """
 
     def __init__(
         self, environment: Mapping[str, str] | None = None, log: Path | None = None, *,
-        module: str = "fettle.measure._worker", ranks: int = 1, nodes: Nodes | None = None,
+        module: str = "fettle.measure._worker", ranks: int = 1, nodes: Nodes | None = None, python: str = "",
     ) -> None:  # fmt: skip
-        super().__init__(module, ranks, nodes=nodes, variables=environment, log=log)
+        super().__init__(module, ranks, nodes=nodes, variables=environment, log=log, python=python)
         _LIVE.add(self)
 
     def ask(self, request: Asked, answer: type[A], timeout_s: float) -> A:

@@ -29,6 +29,8 @@ class Candidate:
     """Processes that it is spread over."""
     once: bool = False
     """One process is enough, whatever the rules say of replicates: nothing is announced of it."""
+    python: str = ""
+    """The interpreter of another environment; empty for ours."""
 
 
 @dataclass(frozen=True)
