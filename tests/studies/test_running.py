@@ -124,6 +124,7 @@ def test_a_ladder_shows_every_step_of_two_targets(work: Path, tmp_path: Path, ru
         (["w.py", "--order", "precison"], "there is no technique 'precison'"),
         (["w.py", "--technique", "precision=bf17"], "bf17"),
         (["w.py", "--recipe", "nonsense"], "is not TECHNIQUE=LEVEL"),
+        (["w.py", "--python", "/nowhere"], "there is no interpreter /nowhere"),
         (["w.py", "--rounds", "1"], "--rounds 1"),
         (["w.py", "--cells", "1"], "--cells 1"),
         (["w.py", "--budget", "soon"], "is not a duration"),
@@ -205,8 +206,7 @@ def slow():
     }  # fmt: skip
     assert all(row["ms_per_sample"] > 0 for row in rows)
     time_of = next(one for one in data["analyses"] if one["response"] == "ms_per_sample")
-    shares = {name: share for name, share in time_of["shares"].items() if "x" not in name}
-    assert max(shares, key=lambda name: shares[name]) == "python"
+    assert time_of["dominant"][0] == "python"
 
 
 def test_a_study_of_more_than_an_hour_asks_first(work: Path, tmp_path: Path, monkeypatch, run_fettle: Run):
