@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -243,7 +243,7 @@ class Start:
                     prefer(worker.pid, READY)
             failures = [_failure(partial(worker.send, Build(candidate.target or self.target)))
                         for worker, (candidate, _) in zip(workers, group, strict=True)]  # fmt: skip
-            failures = [failure or _failure(partial(self._finish, worker, candidate.label))
+            failures = [failure or _failure(partial(self._finish, worker, candidate))
                         for worker, failure, (candidate, _) in zip(workers, failures, group, strict=True)]  # fmt: skip
         except BaseException:
             for worker in workers:
@@ -252,16 +252,16 @@ class Start:
         build_s = (time.monotonic() - began) / len(group)
         return [WithWorkload(worker, build_s, failure) for worker, failure in zip(workers, failures, strict=True)]
 
-    def _finish(self, worker: Worker, label: str) -> None:
-        try:
+    def _finish(self, worker: Worker, candidate: Candidate) -> None:
+        with _usage_as_failure(candidate):
             built = worker.finish(Built, self.rules.prepare_timeout_s)
-        except UsageError as error:
-            raise UsageError(f"{label}: {error}" if label else str(error)) from error
         worker.fingerprint = built.fingerprint
         worker.pause()
         if self.fingerprint and built.fingerprint != self.fingerprint:
             raise WorkerError(
-                "the factory built other weights or inputs than before: make it deterministic "
+                "the factory builds other weights or inputs in that environment"
+                if candidate.python
+                else "the factory built other weights or inputs than before: make it deterministic "
                 "(seed every generator; fettle calls torch.manual_seed(0) first)"
             )
 
@@ -303,11 +303,24 @@ class Start:
             candidate.source, str(candidate.recipe), self.judging.path, candidate.factor, candidate.calibrated,
             self.rules.part, self.judging.exact,
         )  # fmt: skip
-        answer = worker.ask(request, Prepared, self._timeout_s())
+        with _usage_as_failure(candidate):
+            answer = worker.ask(request, Prepared, self._timeout_s())
         rejected = ""
         if self.judging.path and not (self.judging.exempt_baseline and not candidate.recipe.levels):
             rejected = self.judging.reason(answer.accuracy)
         return Runner(candidate, worker, answer, rejected, began, process=f"{self.race}:{worker.pid}")
+
+
+@contextmanager
+def _usage_as_failure(candidate: Candidate) -> Iterator[None]:
+    """What somebody should mend in our environment says only of another one that the candidate cannot run there. With
+    a label it names the candidate."""
+    try:
+        yield
+    except UsageError as error:
+        if candidate.label:
+            raise UsageError(f"{candidate.label}: {error}") from error
+        raise (WorkerError(str(error)) if candidate.python else error) from None
 
 
 def _failure(do: Callable[[], None]) -> WorkerError | None:
