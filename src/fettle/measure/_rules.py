@@ -27,10 +27,10 @@ class Candidate:
     """Batches that calibrated it may not judge it."""
     ranks: int = 1
     """Processes that it is spread over."""
-    once: bool = False
-    """One process is enough, whatever the rules say of replicates: nothing is announced of it."""
     python: str = ""
     """The interpreter of another environment; empty for ours."""
+    once: bool = False
+    """One process is enough, whatever the rules say of replicates: nothing is announced of it."""
 
 
 @dataclass(frozen=True)
