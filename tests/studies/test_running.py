@@ -124,6 +124,7 @@ def test_a_ladder_shows_every_step_of_two_targets(work: Path, tmp_path: Path, ru
         (["w.py", "--order", "precison"], "there is no technique 'precison'"),
         (["w.py", "--technique", "precision=bf17"], "bf17"),
         (["w.py", "--recipe", "nonsense"], "is not TECHNIQUE=LEVEL"),
+        (["w.py", "--recipe", "python=old"], "there is no environment 'old': name it, --python"),
         (["w.py", "--python", "/nowhere"], "there is no interpreter /nowhere"),
         (["w.py", "--rounds", "1"], "--rounds 1"),
         (["w.py", "--cells", "1"], "--cells 1"),

@@ -65,8 +65,8 @@ class Child(Process):
     """
 
     def __init__(
-        self, module: str, *, variables: Mapping[str, str] | None = None, log: Path | None = None, python: str = ""
-    ) -> None:
+        self, module: str, *, variables: Mapping[str, str] | None = None, log: Path | None = None, python: str = "",
+    ) -> None:  # fmt: skip
         self._link, theirs = Pipe()
         with theirs:
             super().__init__(

@@ -149,6 +149,9 @@ def study(targets: Sequence[str], settings: Settings, on_progress: OnProgress, *
     _check(settings)
     rows = read_atlas(settings.atlas) if settings.atlas is not None else ()
     found, wanted = find_interpreters(settings.pythons), _targets(targets, settings)
+    named = settings.start.levels.get(PYTHON.name, PYTHON.default) if settings.start is not None else PYTHON.default
+    if named not in (PYTHON.default, *(one.name for one in found)):
+        raise UsageError(f"`recipe`: there is no environment {named!r}: name it, `python='{named}=PATH'`")
     folder, machine = writable(settings.output), this_machine()
     telling = _Progress(on_progress, began)
     environments = _environments(found, folder)
