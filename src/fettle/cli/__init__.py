@@ -42,6 +42,7 @@ COMMANDS = {
     },
     "Serve it": {
         "serve": "package a model, serve it, find its best setting, load it",
+        "container": "an image that pins what a study was measured with",
     },
 }
 """The help's groups: in each, the commands (their modules are in this folder) and one line on each."""
