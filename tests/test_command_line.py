@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import fettle
 from fettle.cli import COMMANDS, _options
@@ -13,9 +14,12 @@ from fettle.cli._old_spellings import as_options, renewed
 from fettle.errors import UsageError
 
 
-def test_the_version(run_fettle) -> None:
+def test_the_versions(run_fettle) -> None:
     said = run_fettle("--version")
-    assert (said.code, said.out) == (0, f"fettle {fettle.__version__}\n")
+    versions = dict(line.split(" ", 1) for line in said.out.splitlines())
+    assert said.code == 0
+    assert said.out.startswith(f"fettle {fettle.__version__}\npython 3.")
+    assert versions["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
 
 
 def test_the_first_page_of_help_names_the_commands_and_imports_none_of_them() -> None:

@@ -60,12 +60,7 @@ def this_machine() -> Machine:
         gpus = tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
     cpu = _cpu_name()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    versions = installed()
     versions["torch"] = str(torch.__version__)
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
@@ -80,6 +75,17 @@ def this_machine() -> Machine:
         python=platform.python_version(),
         versions=versions,
     )
+
+
+def installed() -> dict[str, str]:
+    """Versions of the libraries that decide what is measured, of those that are installed. None is imported."""
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def find_libraries() -> dict[str, str]:

@@ -7,6 +7,7 @@ raises `UsageError` for what the caller can mend (one line, exit code 2) and `ty
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import sys
 from typing import Annotated, Any, NoReturn
@@ -42,6 +43,7 @@ COMMANDS = {
     },
     "Serve it": {
         "serve": "package a model, serve it, find its best setting, load it",
+        "container": "an image that pins what a study was measured with",
     },
 }
 """The help's groups: in each, the commands (their modules are in this folder) and one line on each."""
@@ -76,7 +78,7 @@ def build() -> typer.Typer:
     @app.callback(epilog="TARGET is path/to/file.py:factory; begin with: fettle tune model.py --budget 10m")
     def _root(
         version: Annotated[
-            bool, typer.Option("--version", is_eager=True, callback=_print_version, help="print the version and exit")
+            bool, typer.Option("--version", is_eager=True, callback=_print_version, help="print the versions and exit")
         ] = False,
     ) -> None:
         pass
@@ -86,7 +88,13 @@ def build() -> typer.Typer:
 
 def _print_version(asked: bool) -> None:
     if asked:
+        from fettle.machine import installed
+
         print(f"fettle {fettle.__version__}")
+        print(f"python {platform.python_version()}")
+        for name, version in installed().items():
+            if name != "torch-fettle":
+                print(f"{name} {version}")
         raise typer.Exit
 
 

@@ -1,0 +1,259 @@
+"""The files of an image: Containerfile, lock, entry point, compose and Kubernetes."""
+
+from __future__ import annotations
+
+import platform
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+from fettle.container.lock import OWN, closure, lock
+from fettle.errors import UsageError
+from fettle.files import write_text
+from fettle.package.manifest import open_package
+from fettle.recipe_file import load_recipe
+from fettle.techniques import CATALOGUE
+
+_LIBRARIES = {"jemalloc": ("libjemalloc2", "libjemalloc.so.2"),
+              "tcmalloc": ("libtcmalloc-minimal4", "libtcmalloc_minimal.so.4")}  # fmt: skip
+"""Debian's packages of allocators, and their files."""
+_JEMALLOC = "oversize_threshold:1,background_thread:true,metadata_thp:auto,dirty_decay_ms:-1,muzzy_decay_ms:-1"
+_COMPILED = ("aoti",)
+_USER = 10001
+
+_ENTRY = """#!/bin/sh
+# As many threads as the quota has cores, unless the recipe or the caller says how many.
+set -eu
+if [ -z "${OMP_NUM_THREADS:-}" ]; then
+    cores=$(nproc)
+    if [ -r /sys/fs/cgroup/cpu.max ]; then
+        read -r quota period < /sys/fs/cgroup/cpu.max
+        if [ "$quota" != max ] && [ $(((quota + period - 1) / period)) -lt "$cores" ]; then
+            cores=$(((quota + period - 1) / period))
+        fi
+    fi
+    export OMP_NUM_THREADS="$cores"
+fi
+exec "$@"
+"""
+
+
+@dataclass(frozen=True)
+class Image:
+    """What an image is made of."""
+
+    name: str
+    levels: Mapping[str, str]
+    """The recipe."""
+    python: str
+    versions: Mapping[str, str]
+    """Distributions."""
+    serves: bool
+    """A package behind HTTP; else an environment with the recipe in it."""
+    wheel: str = ""
+    """File name of fettle's own wheel, where it is not from an index."""
+    files: tuple[str, ...] = field(default=())
+    """What was written."""
+
+    @property
+    def debian(self) -> list[str]:
+        """Packages of the system: an allocator, and a compiler where something is compiled."""
+        found = [_LIBRARIES[level][0] for level in [self.levels.get("allocator", "")] if level in _LIBRARIES]
+        compiles = self.levels.get("compile", "off") != "off" or self.levels.get("runtime") in _COMPILED
+        return [*found, *(["g++"] if compiles else [])]
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment that the recipe's processes had."""
+        found = {"HOME": "/cache", "PYTHONUNBUFFERED": "1", "TORCHINDUCTOR_CACHE_DIR": "/cache/inductor",
+                 "TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TRITON_CACHE_DIR": "/cache/triton"}  # fmt: skip
+        if self.levels.get("threads", "").isdigit():
+            found["OMP_NUM_THREADS"] = self.levels["threads"]
+        allocator = self.levels.get("allocator", "")
+        if allocator in _LIBRARIES:
+            found["LD_PRELOAD"] = _LIBRARIES[allocator][1]  # by its name: the loader knows its architecture's folder
+        if allocator == "jemalloc":
+            found["MALLOC_CONF"] = _JEMALLOC
+        return found
+
+
+def write_image(source: Path, output: Path, wheel: Path | None = None) -> Image:
+    """Write an image's files into `output`, for a package of `fettle serve package` or a ``recipe.toml``.
+
+    It must be called in the environment that the study was measured in: `UsageError` where a version differs from what
+    the recipe or the package says, and where fettle was installed from a folder and no `wheel` of it is given.
+    """
+    if wheel is not None and not (wheel.is_file() and wheel.name.startswith("torch_fettle-")):
+        raise UsageError(f"`wheel`: {wheel} is no wheel of fettle: build one with pip wheel --no-deps")
+    serves = source.is_dir() or source.suffix == ".zip"
+    if serves:
+        package = open_package(source)
+        levels, said, name = dict(package.manifest.recipe), dict(package.manifest.machine), package.manifest.name
+        needs = list(package.manifest.requires)
+    else:
+        recipe = load_recipe(source)
+        levels, said, name = dict(recipe.levels), dict(recipe.machine.get("versions", {})), "recipe"
+        name, needs = str(recipe.workload.get("name") or "recipe"), []
+    extras = "[serve]" if serves else ""
+    versions = closure([OWN + extras, *dict.fromkeys([*needs, *_libraries(levels)])])
+    _check(versions, said)
+    if wheel is None and '"dir_info"' in (metadata.distribution(OWN).read_text("direct_url.json") or ""):
+        raise UsageError(
+            "fettle was installed from a folder: build its wheel (pip wheel --no-deps), and name it, `wheel`"
+        )
+    image = Image(_slug(name), levels, platform.python_version(), versions, serves, wheel.name if wheel else "")
+    texts = {
+        "requirements.lock": lock(versions, wheel), "Containerfile": containerfile(image), "entrypoint.sh": _ENTRY,
+        "compose.yaml": compose(image), "kubernetes.yaml": kubernetes(image),
+        ".containerignore": "*\n" + "".join(f"!{name}\n" for name in (*_carried(image), "requirements.lock")),
+    }  # fmt: skip
+    for file, text in texts.items():
+        write_text(output / file, text)
+    if serves:
+        place = output / "model"
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(package.folder, place)
+    else:
+        shutil.copyfile(source, output / "recipe.toml")
+    if wheel is not None and wheel.resolve() != (output / wheel.name).resolve():
+        shutil.copyfile(wheel, output / wheel.name)
+    return Image(image.name, levels, image.python, versions, serves, image.wheel, tuple(sorted(texts)))
+
+
+def containerfile(image: Image) -> str:
+    """The Containerfile (docker and podman)."""
+    apt = ""
+    if image.debian:
+        apt = f"""# hadolint ignore=DL3008
+RUN apt-get update \\
+    && apt-get install -y --no-install-recommends {" ".join(image.debian)} \\
+    && rm -rf /var/lib/apt/lists/*
+"""
+    variables = " \\\n    ".join(f'{name}="{value}"' for name, value in sorted(image.variables.items()))
+    probe = (
+        "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8080/v2/health/ready', timeout=3)"
+        if image.serves
+        else "import fettle, torch"
+    )
+    command = (
+        'EXPOSE 8080\nCMD ["fettle", "serve", "run", "/app/model", "--host", "0.0.0.0", "--port", "8080", "--insecure"]'
+        if image.serves
+        else '# Your program: COPY it, and apply the recipe with fettle.apply(model, "/app/recipe.toml", batches).\n'
+        'CMD ["fettle", "techniques"]'
+    )
+    return f"""# Written by fettle container: what {image.name} was measured with. Build: podman build -t {image.name} .
+FROM docker.io/library/python:{image.python}-slim
+{apt}WORKDIR /app
+COPY {" ".join(["requirements.lock", *([image.wheel] if image.wheel else [])])} ./
+RUN pip install --no-cache-dir --require-hashes --no-deps -r requirements.lock
+RUN mkdir -p /cache && chown {_USER}:{_USER} /cache
+ENV {variables}
+# What is wrong with the environment stops the build.
+RUN fettle doctor --fail-on error
+COPY --chmod=755 entrypoint.sh ./
+COPY {"model ./model" if image.serves else "recipe.toml ./"}
+USER {_USER}:{_USER}
+VOLUME /cache
+HEALTHCHECK --interval=30s --timeout=10s --start-period=180s CMD ["python", "-c", "{probe}"]
+ENTRYPOINT ["/app/entrypoint.sh"]
+{command}
+"""
+
+
+def compose(image: Image) -> str:
+    """A compose file: the cache is a volume, what is compiled outlives the container."""
+    ports = "    ports: ['127.0.0.1:8080:8080']  # without a token: not for other machines\n" if image.serves else ""
+    return f"""services:
+  {image.name}:
+    build: {{context: ., dockerfile: Containerfile}}
+    image: {image.name}
+{ports}    volumes: ['cache:/cache']
+    read_only: true
+    tmpfs: [/tmp]
+    shm_size: 1gb
+    cap_drop: [ALL]
+    security_opt: ['no-new-privileges:true']
+volumes:
+  cache: {{}}
+"""
+
+
+def kubernetes(image: Image) -> str:
+    """A Deployment with its volume, and a Service where the image serves."""
+    port = "          ports: [{containerPort: 8080}]\n" if image.serves else ""
+    probes = """          readinessProbe: {httpGet: {path: /v2/health/ready, port: 8080}, periodSeconds: 5}
+          livenessProbe: {httpGet: {path: /v2/health/live, port: 8080}, periodSeconds: 15}
+          startupProbe: {httpGet: {path: /v2/health/ready, port: 8080}, failureThreshold: 60, periodSeconds: 5}
+""" if image.serves else ""  # fmt: skip
+    service = f"""---
+apiVersion: v1
+kind: Service
+metadata: {{name: {image.name}}}
+spec:
+  selector: {{app: {image.name}}}
+  ports: [{{port: 8080, targetPort: 8080}}]
+""" if image.serves else ""  # fmt: skip
+    return f"""apiVersion: v1
+kind: PersistentVolumeClaim
+metadata: {{name: {image.name}-cache}}
+spec:
+  accessModes: [ReadWriteOnce]
+  resources: {{requests: {{storage: 5Gi}}}}
+---
+apiVersion: apps/v1
+kind: Deployment
+metadata: {{name: {image.name}}}
+spec:
+  replicas: 1
+  selector: {{matchLabels: {{app: {image.name}}}}}
+  template:
+    metadata: {{labels: {{app: {image.name}}}}}
+    spec:
+      securityContext: {{runAsNonRoot: true, runAsUser: {_USER}, fsGroup: {_USER}}}
+      containers:
+        - name: {image.name}
+          image: {image.name}
+{port}          resources: {{requests: {{cpu: "2", memory: 4Gi}}, limits: {{cpu: "2", memory: 4Gi}}}}
+          securityContext:
+            allowPrivilegeEscalation: false
+            readOnlyRootFilesystem: true
+            capabilities: {{drop: [ALL]}}
+{probes}          volumeMounts: [{{name: cache, mountPath: /cache}}, {{name: tmp, mountPath: /tmp}}]
+      volumes:
+        - {{name: cache, persistentVolumeClaim: {{claimName: {image.name}-cache}}}}
+        - {{name: tmp, emptyDir: {{}}}}
+{service}"""
+
+
+def _libraries(levels: Mapping[str, str]) -> list[str]:
+    """Distributions that the recipe's levels need, of those that their techniques look for and that are here."""
+    used = [technique for technique in CATALOGUE if levels.get(technique.name, technique.default) != technique.default]
+    here = {dist.metadata["Name"].lower().replace("_", "-") for dist in metadata.distributions()}
+    found = [package for technique in used for package in technique.packages]
+    runtime = levels.get("runtime", "")
+    if runtime:  # it looks for all runtimes: only what belongs to this one
+        kind = "openvino" if runtime.startswith("openvino") else "onnx" if runtime.startswith("onnx") else ""
+        others = {"openvino": ("openvino", "nncf"), "onnx": ("onnx", "onnxruntime", "onnxscript")}
+        found = [name for name in found if not any(name in names for key, names in others.items() if key != kind)]
+    return [name for name in dict.fromkeys(found) if name.replace("_", "-") in here]
+
+
+def _check(versions: Mapping[str, str], said: Mapping[str, str]) -> None:
+    for name, version in said.items():
+        if name in versions and re.match(r"\d", version) and versions[name] != version:
+            raise UsageError(
+                f"it was measured with {name} {version}, and {versions[name]} is installed here: run this where it was "
+                "measured"
+            )
+
+
+def _carried(image: Image) -> list[str]:
+    return ["entrypoint.sh", "model" if image.serves else "recipe.toml", *([image.wheel] if image.wheel else [])]
+
+
+def _slug(name: str) -> str:
+    """A name as Kubernetes takes it."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40] or "model"

