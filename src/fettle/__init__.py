@@ -12,6 +12,7 @@ print(result.code)
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from fettle.workload import Target, Workload
 
 __version__ = "0.1.0"
+# OpenVINO and NNCF report their use over the network from the process that imports them, unless this is missing.
+sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
 __all__ = [
     "Comparison", "Event", "GenerationWorkload", "Interval", "Limits", "Options", "Recipe", "RecipeFile", "Result",
     "Target", "TrainingWorkload", "Trial", "UsageError", "Workload", "apply", "bench", "check", "step_timer", "tune",

@@ -13,7 +13,7 @@ from fettle.errors import UsageError
 from fettle.machine import this_machine
 from fettle.recipe import Recipe
 from fettle.recipe_file import RecipeFile, read_recipe
-from fettle.techniques import LARGEST, Facts, canonical, conflict, find, load, probe_facts, source
+from fettle.techniques import LARGEST, Facts, canonical, conflict, environment, load, probe_facts, source
 from fettle.train import TrainingWorkload, load_training
 from fettle.train.workload import make
 from fettle.workload import Target, Workload
@@ -49,7 +49,7 @@ def apply(
     """
     found = read_recipe(recipe)
     warn_if_foreign(found)
-    workload = _workload(model, inputs, call)
+    workload = _workload(model, inputs, call, found.recipe.parts)
     if isinstance(workload, TrainingWorkload):
         from fettle.train import training_facts
 
@@ -69,22 +69,23 @@ def _compiled(recipe: Recipe, facts: Facts) -> Callable[..., Any]:
     why_not = conflict(levels, facts)
     if why_not:
         raise UsageError(f"the recipe cannot work here: {why_not}")
-    for name, level in levels.levels.items():
-        for variable, value in find(name).code(level, levels, facts).environment.items():
-            if os.environ.get(variable) != value:
-                warnings.warn(f"{name}={level} takes full effect only when {variable}={value} is set before Python "
-                              "starts", stacklevel=3)  # fmt: skip
+    for variable, value in environment(levels, facts).items():
+        if os.environ.get(variable) != value:
+            warnings.warn(f"{levels} takes full effect only when {variable}={value} is set before Python starts",
+                          stacklevel=3)  # fmt: skip
     return load(source(levels, facts), str(levels))
 
 
-def _workload(model: Any, inputs: Any, call: Callable[..., Any] | None) -> Workload | TrainingWorkload:
+def _workload(
+    model: Any, inputs: Any, call: Callable[..., Any] | None, parts: list[str]
+) -> Workload | TrainingWorkload:
     if isinstance(model, (Workload, TrainingWorkload)):
         if inputs is not None or call is not None:
             raise UsageError("inputs and call belong to a live model; a workload brings its own")
         return model
     if inputs is None:
         raise UsageError("give sample inputs, as in fettle.apply(model, recipe, [batch])")
-    return Workload(model, inputs, call)
+    return Workload(model, inputs, call, parts=parts)
 
 
 def with_inputs(

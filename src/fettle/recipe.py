@@ -17,11 +17,25 @@ from fettle.files import write_text
 
 FORMAT = 1
 _NAME = re.compile(r"[a-z0-9][a-z0-9_:.+-]{0,63}")
+_FACTOR = re.compile(r"([a-z0-9][a-z0-9_:.+-]{0,63})(?:\[([A-Za-z_][A-Za-z0-9_.]{0,127})\])?")
+
+
+def factor_name(technique: str, part: str) -> str:
+    """How a recipe spells a technique for one part of a pipeline: ``precision[image_encoder]``."""
+    return f"{technique}[{part}]" if part else technique
+
+
+def technique_and_part(name: str) -> tuple[str, str]:
+    """The two that `factor_name` put together; the part is empty for the whole call."""
+    technique, _, part = name.partition("[")
+    return technique, part.removesuffix("]")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Levels by technique; a technique that is absent stays as the workload was given."""
+    """Levels by technique; a technique that is absent stays as the workload was given.
+
+    In a pipeline the techniques of a module are set for each part: ``precision[image_encoder]=bf16``."""
 
     levels: Mapping[str, str] = field(default_factory=dict)
 
@@ -36,7 +50,7 @@ class Recipe:
             return cls()
         for part in re.split(r"[,\s]+", text.strip()):
             name, equals, level = part.partition("=")
-            if not equals or not _NAME.fullmatch(name) or not _NAME.fullmatch(level):
+            if not equals or not _FACTOR.fullmatch(name) or not _NAME.fullmatch(level):
                 raise UsageError(f"{part!r} is not TECHNIQUE=LEVEL, for example precision=bf16")
             if name in levels:
                 raise UsageError(f"{name} is given twice in {text!r}")
@@ -50,6 +64,21 @@ class Recipe:
     def without(self, *names: str) -> Recipe:
         """The same recipe with some techniques as given."""
         return Recipe({name: level for name, level in self.levels.items() if name not in names})
+
+    @property
+    def parts(self) -> list[str]:
+        """The parts of a pipeline that it names."""
+        found = (technique_and_part(name)[1] for name in self.levels)
+        return list(dict.fromkeys(part for part in found if part))
+
+    def of_part(self, part: str) -> Recipe:
+        """As one part sees it: its own levels under their plain names, beside those of the whole call."""
+        seen = {}
+        for name, level in self.levels.items():
+            technique, of = technique_and_part(name)
+            if of in ("", part):
+                seen[technique] = level
+        return Recipe(seen)
 
     def save(self, path: str | Path) -> None:
         """Write the levels alone as a recipe file; ``result.save(folder)`` writes them with their evidence."""

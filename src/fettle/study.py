@@ -21,7 +21,7 @@ from optuna.trial import TrialState, create_trial
 
 from fettle.errors import UsageError, first_line
 from fettle.measure import Trial
-from fettle.techniques import CATALOGUE, known_levels
+from fettle.techniques import Facts, factors, known_levels
 
 _WORKLOAD, _TRIAL, _MACHINE, _CODE = "fettle:workload", "fettle", "fettle:machine", "fettle:code"
 
@@ -111,14 +111,15 @@ class Study:
                 raise UsageError(f"trial {trial.number} of the study cannot be read: {first_line(error)}") from error
         return found
 
-    def add(self, trial: Trial, mode: str = "inference") -> None:
-        """Keep a finished trial: its parameters are the techniques of that mode."""
+    def add(self, trial: Trial, facts: Facts = Facts()) -> None:  # noqa: B008
+        """Keep a finished trial: its parameters are what a recipe may set on such a workload."""
         params: dict[str, Any] = {}
         distributions: dict[str, optuna.distributions.BaseDistribution] = {}
         known = known_levels()  # the same on every machine: a storage is shared, and Optuna's choices are fixed
-        for technique in [technique for technique in CATALOGUE if mode in technique.modes]:
-            params[technique.name] = trial.recipe.levels.get(technique.name, technique.default)
-            distributions[technique.name] = optuna.distributions.CategoricalDistribution(known[technique.name])
+        for name, technique, _ in factors(facts):
+            if facts.mode in technique.modes:
+                params[name] = trial.recipe.levels.get(name, technique.default)
+                distributions[name] = optuna.distributions.CategoricalDistribution(known[technique.name])
         failed = trial.status == "failed" or math.isnan(trial.time_ms)
         error = trial.accuracy.error
         kept = create_trial(

@@ -10,7 +10,7 @@ from fettle.diagnose.advice import ratio
 from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.result import ALONE, Limits
-from fettle.techniques import Facts, canonical, conflict, preconditions
+from fettle.techniques import Facts, canonical, conflict, for_parts, preconditions
 from fettle.workload import Target
 
 
@@ -30,7 +30,7 @@ def verify(
     answers: list[Verified] = []
     able: dict[Recipe, Finding] = {}
     for finding in found:
-        recipe = canonical(Recipe({**first.levels, **finding.levels}))
+        recipe = canonical(Recipe({**first.levels, **for_parts(finding.levels, facts)}))
         if not finding.levels or finding.bound <= 0 or recipe in able:
             continue
         why_not = conflict(recipe, facts)

@@ -64,6 +64,10 @@ class Workload:
     samples: int | None = None
     """Rows in one call, for throughput. None: the first dimension of the first tensor of the first batch."""
 
+    parts: Sequence[str] = ()
+    """A pipeline: the names of those submodules of `model` that are tuned each on its own, such as ``("text_encoder",
+    "unet", "vae.decoder")``. What is done between them stays as it is. Each must be called as a module."""
+
     inputs_taken_for: str = field(default="", init=False, repr=False, compare=False)
     """What `inputs` were read as, in one line: ``one batch of keyword arguments: input_ids``."""
 
@@ -76,6 +80,7 @@ class Workload:
                 raise UsageError(f"the workload's {name} is a {type(value).__name__}, which cannot be called")
         if self.samples is not None and (not isinstance(self.samples, Integral) or self.samples < 1):
             raise UsageError(f"the workload's samples are {self.samples!r}: give the number of rows in one call")
+        _check_parts(self.model, self.parts)
         read = read_batches(self.inputs, self.model, self.call)
         object.__setattr__(self, "inputs", read.items)
         object.__setattr__(self, "inputs_taken_for", read.taken_for)
@@ -94,6 +99,30 @@ class Workload:
         """Call `model` on one batch in the workload's way."""
         args, kwargs = spread(batch)
         return model(*args, **kwargs) if self.call is None else self.call(model, *args, **kwargs)
+
+
+def _check_parts(model: Any, parts: Sequence[str]) -> None:
+    """Raise `UsageError` for parts of a pipeline that are no submodules, or lie in one another."""
+    import torch
+
+    if isinstance(parts, str):
+        raise UsageError(f"the workload's parts are a list of names, as in [{parts!r}]")
+    if parts and not isinstance(model, torch.nn.Module):
+        raise UsageError(
+            f"the workload has parts, and its model is a {type(model).__name__}: make it an nn.Module that holds them, "
+            "such as nn.ModuleDict, and give the workload a call"
+        )
+    for place, name in enumerate(parts):
+        try:
+            found = model.get_submodule(name) if name else None
+        except AttributeError:
+            found = None
+        if found is None:
+            known = [child for child, _ in model.named_children()]
+            raise UsageError(f"the workload's part {name!r} is no submodule of its model: it has {', '.join(known)}")
+        for other in (*parts[:place], *parts[place + 1 :]):
+            if name == other or name.startswith(f"{other}."):
+                raise UsageError(f"the workload's parts {other!r} and {name!r} lie in one another: name one of them")
 
 
 def spread(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -315,6 +344,8 @@ def fingerprint(workload: Workload) -> str:
     for item in dataclasses.fields(workload):  # what another kind of workload has besides: texts, how much is written
         if item.name not in usual:
             tensors += [(f"{item.name}{path}", leaf) for path, leaf in leaves(getattr(workload, item.name))]
+    for part in workload.parts:
+        digest.update(f"part {part}".encode())
     for name, value in tensors:
         digest.update(name.encode())
         if type(value).__module__ == "numpy":

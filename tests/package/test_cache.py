@@ -1,19 +1,21 @@
 """Keys and values kept between tokens: the same texts as the model's own, for a token's work each."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from fettle.errors import UsageError
 from fettle.package.export import write_package
-from fettle.package.generating import generating, lengths
+from fettle.package.generating import generating, of_model
 from fettle.package.handler import find_handler
+from fettle.package.handlers.generate import Ask
+from fettle.package.handlers.sampling import Sampling
 from fettle.package.model_runner import ModelRunner
 from fettle.package.settings import ServeSettings
 from fettle.recipe import Recipe
 from fettle.workload import Workload
-from tests.package.test_generate import post, whole
+from tests.package.test_generate import post, written
 from tests.serving import running
 
 transformers = pytest.importorskip("transformers")
@@ -78,36 +80,48 @@ def test_prompts_of_many_lengths_get_the_models_own_texts(tmp_path):
     assert found == [expected(model, tokens, 4 + 2 * len(tokens)) for tokens in PROMPTS]
 
 
-def bodies(prompts, lengths):
-    asked = [(" ".join(map(str, prompt)), most) for prompt, most in zip(prompts, lengths, strict=True)]
-    return [json.dumps({"text_input": text, "parameters": {"max_tokens": most}}).encode() for text, most in asked]
+def asks(prompts, most):
+    return [Ask(tokens=tuple(p), sampling=Sampling(max_tokens=n)) for p, n in zip(prompts, most, strict=True)]
 
 
-def test_a_token_costs_a_tokens_work_and_a_text_that_ends_disturbs_nobody(tmp_path):
-    class Counting(ModelRunner):
-        calls = ()
+class Counting(ModelRunner):
+    calls = ()
 
-        def call(self, tensors):
-            self.calls += (tuple(tensors[0].shape),)
-            return super().call(tensors)
+    def call(self, tensors):
+        self.calls += (tuple(tensors[0].shape),)
+        return super().call(tensors)
 
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    return packaged(tmp_path_factory.mktemp("gpt2") / "m", gpt2())
+
+
+def test_a_token_costs_a_tokens_work_and_a_text_that_joins_or_leaves_disturbs_nobody(package):
     model = gpt2()
-    package = packaged(tmp_path / "m", model)
     runner = Counting(package)
     handler = find_handler(package, runner, "")
-    lengths = [3, 40, 9, 1]
-    found = whole(handler, bodies(PROMPTS[2:6], lengths), lambda: {2} if len(runner.calls) >= 5 else set())
-    assert runner.calls[0] == (4, 6)  # the prompts, filled up to the longest
-    assert [shape[1] for shape in runner.calls[1:]] == [1] * 39
-    assert [shape[0] for shape in runner.calls] == [4, 3, 3, 2, 2, *[1] * 35]
-    assert [(row["tokens"], row["reason"]) for row in found] == [
-        (3, "length"),
-        (40, "length"),
-        (5, "gone"),
-        (1, "length"),
-    ]
-    for row, prompt in zip(found, PROMPTS[2:6], strict=True):
-        assert row["text_output"] == expected(model, prompt, row["tokens"])
+    running = handler.running(3, 0, 8)
+    long = [(5 * n) % WORDS for n in range(20)]
+    prompts, most = [*PROMPTS[2:5], long, *PROMPTS[:6]], [3, 40, 9, 7, 1, 2, 30, 4, 5, 12]
+    found = written(running, asks(prompts, most), lambda step: {2} if step == 5 else ())
+    assert max(tokens for _, tokens in runner.calls) == 8  # no more of a prompt at once, however long it is
+    assert {rows for rows, tokens in runner.calls if tokens == 1} == {1, 2, 3}
+    for number, (text, tokens, reason) in enumerate(found):
+        assert (tokens, reason) == ((0, "gone") if number == 2 else (most[number], "length"))
+        assert expected(model, prompts[number], most[number]).startswith(text)
+        assert number == 2 or text == expected(model, prompts[number], most[number])
+    assert sum(tokens == 1 for _, tokens in runner.calls) < 0.6 * sum(most)
+    assert not running.texts
+
+
+def test_the_cache_has_a_bound(package):
+    handler = find_handler(package, ModelRunner(package), "")
+    row = 2 * 2 * 32 * 4 * 100  # layers, keys and values, width, bytes, tokens
+    running = handler.running(8, 3 * row + 17, 256)
+    assert (running.rows, running.cache.nbytes) == (3, 3 * row)
+    with pytest.raises(UsageError, match="no text fits"):
+        handler.running(8, row - 1, 256)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +135,7 @@ def test_it_may_compute_in_another_type(tmp_path, how):
     assert "past" in {spec.name for spec in package.manifest.inputs}
     assert (0 < package.manifest.accuracy["relative_error"] < 0.1) or how == "given"
     handler = find_handler(package, ModelRunner(package), "")
-    assert [row["tokens"] for row in whole(handler, bodies(PROMPTS[:3], [5, 6, 7]))] == [5, 6, 7]
+    assert [row[1] for row in written(handler.running(8, 0, 256), asks(PROMPTS[:3], [5, 6, 7]))] == [5, 6, 7]
 
 
 @pytest.mark.parametrize("odd", ["window", "eager", "positions"])
@@ -142,6 +156,6 @@ def test_a_model_that_keeps_something_else_runs_the_whole_text(odd):
 
 
 def test_a_text_is_no_longer_than_the_model_has_positions():
-    assert lengths(llama(max_position_embeddings=64)) == {"max_tokens": 64, "max_new_tokens": 64}
-    assert lengths(llama(max_position_embeddings=512)) == {"max_tokens": 512, "max_new_tokens": 256}
-    assert lengths(llama(max_position_embeddings=4096)) == lengths(torch.nn.Linear(2, 2)) == {}
+    assert of_model(llama(max_position_embeddings=64)) == {"max_tokens": 64, "max_new_tokens": 64}
+    assert of_model(llama(max_position_embeddings=512)) == {"max_tokens": 512, "max_new_tokens": 256}
+    assert of_model(llama(max_position_embeddings=4096)) == of_model(torch.nn.Linear(2, 2)) == {}

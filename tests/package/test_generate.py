@@ -12,11 +12,14 @@ import torch
 from fettle.errors import UsageError
 from fettle.package.export import write_package
 from fettle.package.handler import find_handler
-from fettle.package.handlers.generate import read_prompt
+from fettle.package.handlers.generate import Ask, Piece
+from fettle.package.handlers.sampling import Sampling
 from fettle.package.manifest import open_package
 from fettle.package.model_runner import ModelRunner
 from fettle.package.settings import ServeSettings
 from fettle.recipe import Recipe
+from fettle.serve.engine.refusal import Malformed
+from fettle.serve.http.generation import read_prompt
 from fettle.workload import Workload
 from tests.serve.test_server import ask
 from tests.serving import running, until
@@ -131,7 +134,7 @@ def test_an_answer_ends_before_a_stop_token_and_may_be_empty(server):
     [
         {}, {"text_input": 1}, {"text_input": ""}, {"text_input": "1 " * 60}, {"text_input": "1 " * 200_000},
         {"text_input": "1", "parameters": {"max_tokens": 0}}, {"text_input": "1", "parameters": {"temperature": -1}},
-        {"text_input": "1", "parameters": {"top_p": 0.5}}, {"text_input": "1", "parameters": {"seed": "a"}},
+        {"text_input": "1", "parameters": {"top_q": 0.5}}, {"text_input": "1", "parameters": {"seed": "a"}},
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("path", ["generate", "generate_stream"])
@@ -141,56 +144,61 @@ def test_what_cannot_be_asked_is_refused_by_its_status(server, said, path):
     assert answer["error"]
 
 
-def test_sampling_follows_its_seed_and_temperature(folder):
-    package = open_package(folder)
-    handler = find_handler(package, ModelRunner(package), "")
+def handler_of(package, runner=ModelRunner):
+    return find_handler(package, runner(package), "")
 
-    def answer(**parameters):
-        body = json.dumps({"text_input": "1 2", "parameters": {"max_tokens": 20, **parameters}}).encode()
-        return whole(handler, [body])[0]["text_output"]
+
+def written(running, asks, gone=lambda step: ()):
+    """Each text, its tokens and why it ended; `asks` join as soon as there is room, and `gone(step)` are given up."""
+    texts, ends, waiting, step = {}, {}, list(enumerate(asks)), 0
+
+    def tell(number, said):
+        assert isinstance(said, Piece), said
+        texts[number] = texts.get(number, "") + said.text
+        if said.reason:
+            ends[number] = (said.tokens, said.reason)
+
+    while waiting or running.texts:
+        while waiting and len(running.texts) < running.rows:
+            running.add(*waiting.pop(0))
+        running.step(tell)
+        step += 1
+        for number in gone(step):
+            running.cancel(number)
+    return [(texts.get(number, ""), *ends.get(number, (0, "gone"))) for number in range(len(asks))]
+
+
+def test_sampling_follows_its_seed_and_temperature(folder):
+    running = handler_of(open_package(folder)).running(1, 0, 256)
+
+    def answer(**sampling):
+        return written(running, [Ask(text="1 2", sampling=Sampling(max_tokens=20, **sampling))])[0][0]
 
     hot = {"temperature": 100.0, "seed": 1}
     assert answer(**hot) == answer(**hot)
     assert answer(**hot) != answer(temperature=100.0, seed=2)
     assert answer(temperature=100.0, top_k=1) == answer() == expected([1, 2], 20)
-    assert answer(temperature=1e-300, seed=1) == answer()
+    assert answer(temperature=1e-300, seed=1) == answer(temperature=100.0, top_p=1e-9, seed=1) == answer()
+    assert answer(temperature=1.0, min_p=0.9, seed=3) == answer()
 
 
-def whole(handler, bodies, gone=set):
-    """The whole answers of a handler's steps, in order."""
-    found = {}
-    handler.generate(bodies, lambda index, said, last: found.update({index: json.loads(said)}) if last else None, gone)
-    return [found[index] for index in range(len(bodies))]
-
-
-def test_a_short_answer_does_not_wait_for_the_longest_of_its_batch(folder):
-    package = open_package(folder)
-    handler, heard = find_handler(package, ModelRunner(package), ""), []
-    bodies = [json.dumps({"text_input": "1", "parameters": {"max_tokens": n}}).encode() for n in (9, 2)]
-    handler.generate(bodies, lambda index, said, last: heard.append((index, last)), set)
-    assert heard.index((1, True)) == 4  # two pieces of each, then the end of the short one
-    assert heard[-1] == (0, True)
-
-
-def test_a_client_that_goes_stops_its_own_text_only(folder):
-    class Slowly(ModelRunner):
-        calls = 0
+def test_texts_join_and_leave_between_two_tokens(folder):
+    class Counting(ModelRunner):
+        rows = ()
 
         def run(self, parts, size):
-            self.calls += 1
+            self.rows += (len(parts),)
             return super().run(parts, size)
 
-    package = open_package(folder)
-    runner = Slowly(package)
-    handler = find_handler(package, runner, "")
-    bodies = [
-        json.dumps({"text_input": text, "parameters": {"max_tokens": n}}).encode() for text, n in (("1", 40), ("2", 8))
-    ]
-    found = whole(handler, bodies, lambda: {0} if runner.calls >= 3 else set())
-    assert [row["reason"] for row in found] == ["gone", "length"]
-    assert found[0]["tokens"] == 3
-    assert found[1]["text_output"] == expected([2], 8)
-    assert runner.calls == 8
+    runner = Counting(open_package(folder))
+    running = find_handler(open_package(folder), runner, "").running(2, 0, 256)
+    asks = [Ask(text=text, sampling=Sampling(max_tokens=n)) for text, n in (("1", 9), ("2", 2), ("5", 4), ("1", 1))]
+    found = written(running, asks)
+    assert found == [(expected([w], n), n, "length") for w, n in ((1, 9), (2, 2), (5, 4), (1, 1))]
+    assert runner.rows == (2, 2, 2, 2, 2, 2, 2, 1, 1)  # 16 tokens in 9 calls
+    found = written(running, asks, lambda step: {0} if step == 3 else ())
+    assert found[0] == (expected([1], 3), 0, "gone")
+    assert found[1:] == [(expected([w], n), n, "length") for w, n in ((2, 2), (5, 4), (1, 1))]
 
 
 def test_a_stream_that_is_hung_up_on_frees_its_worker(tmp_path):
@@ -245,5 +253,5 @@ def test_a_model_that_looks_ahead_or_gives_no_scores_is_refused(tmp_path):
 def test_prompts_are_parsed_strictly():
     assert read_prompt(b'{"text_input": "a", "parameters": {"stream": true}, "more": 1}').text_input == "a"
     for body in (b"", b"[]", b"[" * 100_000, b'{"text_input": "a", "parameters": 3}'):
-        with pytest.raises(UsageError):
+        with pytest.raises(Malformed):
             read_prompt(body)

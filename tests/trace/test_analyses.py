@@ -595,7 +595,7 @@ def test_data_that_the_main_thread_makes_has_a_price_that_is_not_known(tmp_path:
         answer = T.what_if(build.load(tmp_path), "data_ready")
         assert answer.estimate_ns == pytest.approx(200_000, rel=0.01)
         assert answer.cannot_tell is not sure
-        assert answer.answer.startswith("saves 5" if sure else "cannot tell, at best 5")
+        assert answer.answer.startswith("saves 5" if sure else "cannot tell, saves 0.0% to 5")
 
 
 def test_idle_time_of_each_stream(tmp_path: Path) -> None:

@@ -133,6 +133,17 @@ def test_of_two_that_cannot_be_told_apart_the_simpler_wins(tmp_path, monkeypatch
     assert math.isclose(winner.speedup.estimate, 90.0 / 42.6, rel_tol=0.01)
 
 
+@pytest.mark.parametrize(("quiet", "shared_ms", "wins"), [(False, 4.6, False), (False, 4.0, True), (True, 4.6, True)])
+def test_what_helps_beside_a_neighbour_must_gain_more_there(tmp_path, monkeypatch, quiet, shared_ms, wins):
+    """A stream a core by a tenth faster than one beside a neighbour: the neighbour may be all of that."""
+    plain, shared = "runtime=openvino-bf16", "runtime=openvino-bf16 streams=per-core"
+    times = (("baseline", 30.0), (plain, 5.0), (shared, shared_ms))
+    session = session_with(tmp_path, monkeypatch, [trial(text, ms, quiet=quiet) for text, ms in times])
+    assert str(session.standings.best().recipe) == (shared if wins else plain)
+    last = session.standings.confirmed([trial(text, ms, race=2, quiet=quiet) for text, ms in times])
+    assert str(pick_winner(session, last)[0].recipe) == (shared if wins else plain)
+
+
 def test_a_gain_that_every_race_saw_is_not_cannot_tell(tmp_path, monkeypatch):
     """The final race was disturbed so much that it tells nothing by itself."""
     fast = "precision=bf16"

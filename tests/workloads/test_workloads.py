@@ -41,7 +41,9 @@ def tensors(tree: object) -> dict[str, torch.Tensor]:
 
 
 def test_every_file_is_tested() -> None:
-    assert {path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith("train_")} == {*LIGHT, *HEAVY}
+    assert {path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith("train_")} == {
+        *LIGHT, *HEAVY, "segment_anything",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -121,3 +123,24 @@ def test_readme_names_every_workload() -> None:
     text = (FOLDER / "README.md").read_text("utf-8")
     missing = [name for name in [*LIGHT, *HEAVY] if f"`{name}.py`" not in text]
     assert not missing
+
+
+def test_segment_anything_from_photograph_to_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reduced configuration: parts, grid of points, masks as run lengths, and a metric that sees other masks."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("sklearn")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = find_target(f"{FOLDER / 'segment_anything.py'}:small").load()
+    assert made.metric is not None
+    assert list(made.parts) == ["vision_encoder", "mask_decoder", "prompt_encoder"]
+    with torch.inference_mode():
+        found = made.run(made.model.eval(), made.inputs[0])
+        other = made.run(made.model, made.check_inputs[0])
+    assert found["logits"].shape == (16, 3, 64, 64)
+    assert found["masks"]
+    assert all(sum(runs) == 64 * 64 for runs in found["masks"])
+    assert (found["logits"] - other["logits"]).norm() > 0.1 * found["logits"].norm()
+    assert made.metric(lambda *inputs: made.run(made.model, inputs)) == 1
+    fast = fettle.apply(made, "precision[vision_encoder]=bf16 attention[vision_encoder]=tiled grad=inference_mode")
+    assert 0.98 < made.metric(fast) < 1
+    assert made.metric(lambda *inputs: {"logits": -other["logits"]}) < 0.5

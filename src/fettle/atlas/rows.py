@@ -17,13 +17,13 @@ def rows_of(about: Subject, trials: Sequence[Trial]) -> list[Row]:
 
     Speed-ups are those that the trials say, which should be what all races of the study say together.
     """
-    given = next((trial for trial in trials if not trial.recipe.levels and trial.status != "failed"), None)
-    if given is None:
+    baseline = next((trial for trial in trials if not trial.recipe.levels and trial.status != "failed"), None)
+    if baseline is None:
         return []
-    return [_row(about, trial, given) for trial in trials]
+    return [_row(about, trial, baseline) for trial in trials]
 
 
-def _row(about: Subject, trial: Trial, given: Trial) -> Row:
+def _row(about: Subject, trial: Trial, baseline: Trial) -> Row:
     ratio = trial.speedup if trial.recipe.levels else None
     known = ratio is not None and trial.status != "failed" and 1e-6 < ratio.estimate < 1e6
     same = not trial.recipe.levels
@@ -32,10 +32,10 @@ def _row(about: Subject, trial: Trial, given: Trial) -> Row:
         speedup=1.0 if same else ratio.estimate if known and ratio is not None else None,
         low=1.0 if same else _number(ratio.low) if known and ratio is not None else None,
         high=1.0 if same else _number(ratio.high) if known and ratio is not None else None,
-        given_ms=_number(given.time_ms), error=_number(trial.accuracy.error),
-        peak_bytes=_number(trial.peak_bytes), given_peak_bytes=_number(given.peak_bytes),
-        start_s=_number(trial.start_s), given_start_s=_number(given.start_s), rounds=float(trial.rounds),
-        quiet=trial.is_quiet and given.is_quiet,
+        given_ms=_number(baseline.time_ms), error=_number(trial.accuracy.error),
+        peak_bytes=_number(trial.peak_bytes), given_peak_bytes=_number(baseline.peak_bytes),
+        start_s=_number(trial.start_s), given_start_s=_number(baseline.start_s), rounds=float(trial.rounds),
+        quiet=trial.is_quiet and baseline.is_quiet,
     )  # fmt: skip
 
 

@@ -148,6 +148,13 @@ def _print(found: Diagnosis, checked: Sequence[Verified], console: Console) -> N
                     f"  {share:6.1%} [cyan]{'█' * round(share * 40)}[/] {escape(name)}",
                     highlight=False,
                 )
+    if found.evidence is not None and found.evidence.facts.parts:
+        from fettle.techniques import parts_lines
+
+        console.print("What each part of the pipeline takes:")
+        for name, calls, seconds, share, _ in parts_lines(found.evidence.facts):
+            often = f", {calls} calls" if calls > 1 else ""
+            console.print(f"  {share:6.1%} {escape(name)}: {seconds * 1e3:.4g} ms{often}", highlight=False)
     roofs = found.roofline
     if roofs is not None and roofs.mfu == roofs.mfu:
         console.print(

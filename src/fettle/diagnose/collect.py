@@ -35,9 +35,9 @@ _MANY_PAGES = 64
 """Fewer a call, a quarter of a MiB, are what a program needs anyway."""
 
 
-def collect(given: Workload | TrainingWorkload, seconds: float) -> Evidence:
+def collect(measured: Workload | TrainingWorkload, seconds: float) -> Evidence:
     """All evidence of one workload, in about `seconds` and at least a few calls each; of a training loop its steps."""
-    workload = as_workload(given)
+    workload = as_workload(measured)
     model = workload.model
     owner = trained(workload)
     device = device_type(workload)

@@ -23,6 +23,7 @@ from fettle.errors import UsageError
 from fettle.files import plain
 from fettle.machine import this_machine
 from fettle.measure import WorkerError
+from fettle.techniques import parts_lines
 from fettle.workload import AUTO, Target, check_mode, find_target
 
 OnProgress = Callable[[str], None]
@@ -168,6 +169,10 @@ def diagnosis_json(diagnosis: Diagnosis) -> dict[str, Any]:
                 for name in ("modules", "operators", "kernels")
             },
         }
+        data["parts"] = [
+            {"name": name, "calls": calls, "seconds": seconds, "share": share, "parameter_bytes": held}
+            for name, calls, seconds, share, held in parts_lines(diagnosis.evidence.facts)
+        ]
         data["evidence"] = plain(diagnosis.evidence)
     return data
 

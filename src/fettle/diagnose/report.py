@@ -15,6 +15,7 @@ from fettle.diagnose.roofline import Roof, Roofline
 from fettle.files import write_text
 from fettle.page import Cell, Row, Still, Table, shell, still, theme
 from fettle.page.marks import sized
+from fettle.techniques import parts_lines
 
 Bar = tuple[str, float, str, bool]
 """Name, width in percent, its text, and whether it was brought by a fix."""
@@ -41,6 +42,7 @@ def page(diagnosis: Diagnosis, checked: Sequence[Verified] = (), command: str = 
         d=diagnosis,
         parts=parts,
         roofs=roofs,
+        pipeline=_pipeline(diagnosis),
         roofs_of=_table,
         places=_places,
         picture=_picture(diagnosis, roofs),
@@ -48,6 +50,13 @@ def page(diagnosis: Diagnosis, checked: Sequence[Verified] = (), command: str = 
         verified={item.finding.rule: item for item in checked},
         command=command,
     )
+
+
+def _pipeline(diagnosis: Diagnosis) -> list[Bar]:
+    """What each part of a pipeline takes of a call."""
+    lines = parts_lines(diagnosis.evidence.facts) if diagnosis.evidence is not None else []
+    return [(f"{name} ({calls} calls)" if calls > 1 else name, 100 * share, f"{share:.1%}", False)
+            for name, calls, _, share, _ in lines]  # fmt: skip
 
 
 def _before_after(checked: Sequence[Verified]) -> list[Bar]:

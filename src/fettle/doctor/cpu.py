@@ -217,13 +217,13 @@ def busy_neighbour(here: Environment) -> Iterator[Finding]:
     pressure = re.search(r"some avg10=([0-9.]+)", here.files.text("/proc/pressure/cpu"))
     load = re.match(r"([0-9.]+)", here.files.text("/proc/loadavg"))
     if pressure and float(pressure[1]) > _BUSY:
-        seen = f"Tasks waited for a core in {float(pressure[1]):.0f}% of the last 10 seconds."
+        finding = f"Tasks waited for a core in {float(pressure[1]):.0f}% of the last 10 seconds."
     elif not pressure and load and float(load[1]) > here.cpus + 1:
-        seen = f"{float(load[1]):.1f} tasks want to run on {here.cpus} cores."
+        finding = f"{float(load[1]):.1f} tasks want to run on {here.cpus} cores."
     else:
-        seen = ""
-    if seen:
-        yield warning(seen, "What is measured now is the neighbour's too; code in several threads suffers most.",
+        finding = ""
+    if finding:
+        yield warning(finding, "What is measured now is the neighbour's too; code in several threads suffers most.",
                       "top -o %CPU")  # fmt: skip
     for number, gpu in enumerate(here.gpus):
         if gpu.busy > 0.1:

@@ -139,19 +139,19 @@ def _decode_s(files: list[bytes], scale: int) -> float:
 @contextlib.contextmanager
 def _watch_pillow() -> Iterator[Pictures]:
     """Pillow's `load` and `resize` take notes inside the block; nothing where Pillow is not used."""
-    seen = Pictures()
+    pictures = Pictures()
     try:
         from PIL import Image, ImageFile
     except ImportError:
-        yield seen
+        yield pictures
         return
 
     def load(original: Any) -> Any:
         def loading(self: Any, *args: Any, **kwargs: Any) -> Any:
             if getattr(self, "tile", None):  # else it is decoded already
-                seen.decoded.append(self.size)
-                if len(seen.files) < _PICTURES:
-                    _keep_file(self, seen)
+                pictures.decoded.append(self.size)
+                if len(pictures.files) < _PICTURES:
+                    _keep_file(self, pictures)
             return original(self, *args, **kwargs)
 
         return loading
@@ -162,16 +162,16 @@ def _watch_pillow() -> Iterator[Pictures]:
             box = kwargs.get("box") or (args[1] if len(args) > 1 else None)
             source = (box[2] - box[0], box[3] - box[1]) if box else self.size
             if len(size) == 2 and min(size) > 0:
-                seen.shrunk.append((min(source[0] / size[0], source[1] / size[1]), tuple(source), tuple(size)))
+                pictures.shrunk.append((min(source[0] / size[0], source[1] / size[1]), tuple(source), tuple(size)))
             return original(self, size, *args, **kwargs)
 
         return resizing
 
     with replaced(ImageFile.ImageFile, "load", load), replaced(Image.Image, "resize", resize):
-        yield seen
+        yield pictures
 
 
-def _keep_file(image: Any, seen: Pictures) -> None:
+def _keep_file(image: Any, pictures: Pictures) -> None:
     """The encoded picture, read from the file that it is about to be decoded from."""
     file: Any = getattr(image, "fp", None)
     with contextlib.suppress(Exception):
@@ -180,7 +180,7 @@ def _keep_file(image: Any, seen: Pictures) -> None:
         data = file.read(_LARGEST_PICTURE + 1)
         file.seek(place)
         if len(data) <= _LARGEST_PICTURE:
-            seen.files.append((data, str(image.format)))
+            pictures.files.append((data, str(image.format)))
 
 
 def _users_caller(stats: dict[Place, Any], place: Place) -> Place | None:

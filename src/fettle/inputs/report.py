@@ -36,12 +36,12 @@ def facts(result: PipelineResult) -> list[str]:
         "others)."
     )
     if result.best.setting.num_workers:
-        seen, workers = result.best.last, result.best.setting.num_workers
+        timing, workers = result.best.last, result.best.setting.num_workers
         where = "the worker" if workers == 1 else f"each of {workers} workers"
         lines.append(
-            f"In {where} it takes {seconds_text(seen.fetch_p50_s)} (95%: {seconds_text(seen.fetch_p95_s)}); a worker "
-            f"holds {size_text(seen.worker_bytes)} of its own, and up to "
-            f"{size_text(workers * result.best.setting.prefetch_factor * seen.batch_bytes)} of "
+            f"In {where} it takes {seconds_text(timing.fetch_p50_s)} (95%: {seconds_text(timing.fetch_p95_s)}); a "
+            f"worker holds {size_text(timing.worker_bytes)} of its own, and up to "
+            f"{size_text(workers * result.best.setting.prefetch_factor * timing.batch_bytes)} of "
             "batches are in flight."
         )
     lines += _kept(result)
@@ -95,12 +95,12 @@ def rows(result: PipelineResult) -> list[dict[str, str]]:
         # The level is what comparisons gave: rates of different minutes do not compare.
         cells = dict.fromkeys(("batches/s", "waiting", "batch 50%", "95%", "first"), "-")
         if item.slices:
-            seen = next(iter(item.slices.values()))
+            timing = next(iter(item.slices.values()))
             cells = {
                 "batches/s": f"{item.level:,.1f}" if item.level < 1000 else f"{item.level:,.0f}",
                 "waiting": f"{item.waiting:.0%}",
-                "batch 50%": seconds_text(seen.fetch_p50_s),
-                "95%": seconds_text(seen.fetch_p95_s), "first": seconds_text(item.start_s),
+                "batch 50%": seconds_text(timing.fetch_p50_s),
+                "95%": seconds_text(timing.fetch_p95_s), "first": seconds_text(item.start_s),
             }  # fmt: skip
         workers = bool(setting.num_workers)
         listed.append({

@@ -132,17 +132,17 @@ def _why_workers_lost(result: PipelineResult) -> str:
         reasons = failed or [item for item in result.settings if item.left_out]
         return f"Workers do not run: {reasons[0].failure}." if reasons else ""
     fastest = max(tried, key=lambda item: ratio(item, result.plain))
-    seen, reached = next(iter(fastest.slices.values())), ratio(fastest, result.plain)
+    timing, reached = next(iter(fastest.slices.values())), ratio(fastest, result.plain)
     many = fastest.setting.num_workers
     beside = f"one brings {reached:.2f}x" if many == 1 else f"{many} of them bring {reached:.2f}x"
     if reached >= 1 + WITHIN:
         return f"Workers cannot help beside {result.best.setting.name}: alone {beside}."
     if result.step_s and reached > 1 - WITHIN and result.plain.waiting < 0.1:
         return f"Workers cannot help: waiting is {result.plain.waiting:.1%} of a step, and {beside}."
-    if seen.fetch_p50_s * seen.rate < 0.5 * fastest.setting.num_workers:
-        handing = max(1 / seen.rate - result.step_s, 0.0)
+    if timing.fetch_p50_s * timing.rate < 0.5 * fastest.setting.num_workers:
+        handing = max(1 / timing.rate - result.step_s, 0.0)
         return (
-            f"Workers cannot help: making a batch of {size_text(seen.batch_bytes)} takes "
+            f"Workers cannot help: making a batch of {size_text(timing.batch_bytes)} takes "
             f"{seconds_text(result.batch_p50_s)}, getting it from a worker {seconds_text(handing)}; {beside}."
         )
     if result.plain.last.cpu_share > 0.9 * result.cores:

@@ -148,17 +148,17 @@ def climb(race: Race, facts: Facts, scores: dict[Setting, float], step_s: float)
 
     if not run(1, rough=True):
         return
-    seen = race.measured[settings[1]].last
-    if scores[settings[1]] < 0.9 and seen.fetch_p50_s * seen.rate < 0.5:
+    timing = race.measured[settings[1]].last
+    if scores[settings[1]] < 0.9 and timing.fetch_p50_s * timing.rate < 0.5:
         return  # slower, and the worker idles more than half of its time: handing over is what takes the time
-    if facts.glibc and seen.fetch_fresh > _FRESH:
+    if facts.glibc and timing.fetch_fresh > _FRESH:
         keeps = replace(settings[1], keep_memory=True)
         if _pair(race, scores, keeps, settings[1]) > 1 / (1 - WITHIN):
-            base, seen = replace(base, keep_memory=True), race.measured[keeps].last
+            base, timing = replace(base, keep_memory=True), race.measured[keeps].last
             settings = {0: Setting(), 1: keeps}  # as many workers as were given are worth another look
-    waits = seen.fetch_busy < 0.5
+    waits = timing.fetch_busy < 0.5
     limit, most = (4 * cores, 8 * cores) if waits else (cores, 2 * cores)
-    wanted = max(1, min(limit, math.ceil(seen.fetch_p95_s / step_s) if step_s else limit))
+    wanted = max(1, min(limit, math.ceil(timing.fetch_p95_s / step_s) if step_s else limit))
     while wanted > 1 and not run(wanted):
         most, wanted = wanted - 1, wanted // 2
     while True:
@@ -278,11 +278,11 @@ def variants(race: Race, facts: Facts, scores: dict[Setting, float], useless: bo
 
 def _no_deeper(item: Measured) -> str:
     """Why a deeper queue would not help, where batches take like times, or no worker ever waits for room in it."""
-    seen = item.last
-    if seen.fetch_p99_s <= 3 * seen.fetch_p50_s:
-        times = seen.fetch_p99_s / max(seen.fetch_p50_s, 1e-12)
+    timing = item.last
+    if timing.fetch_p99_s <= 3 * timing.fetch_p50_s:
+        times = timing.fetch_p99_s / max(timing.fetch_p50_s, 1e-12)
         return f"batches take about the same time each (99%: {times:.1f} times the median)"
-    busy = min(1.0, seen.fetch_mean_s * item.rate / item.setting.num_workers)
+    busy = min(1.0, timing.fetch_mean_s * item.rate / item.setting.num_workers)
     return f"workers make batches {busy:.0%} of the time" if busy > 1 - _IDLE else ""
 
 

@@ -49,11 +49,11 @@ def model_request(url: str, rows: int = 1, free: int = 16, seed: int = 0, token:
     base = url.rstrip("/").removesuffix("/infer")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     if "/v2/models/" not in base:
-        names = _get(f"{base}/v2/models", headers).get("models", [])
+        names = get_json(f"{base}/v2/models", headers).get("models", [])
         if len(names) != 1:
             raise UsageError(f"{base} serves {len(names)} models ({', '.join(map(str, names))}): name one in the URL")
         base = f"{base}/v2/models/{names[0]}"
-    said = _get(base, headers)
+    said = get_json(base, headers)
     random = np.random.default_rng(seed)
     given = []
     for spec in said.get("inputs", []):
@@ -85,7 +85,8 @@ def tensor_request(url: str, tensors: Sequence[tuple[str, str, Any]], headers: d
     return http_request(url, head + b"".join(raw), headers | more)
 
 
-def _get(url: str, headers: dict[str, str]) -> dict[str, Any]:
+def get_json(url: str, headers: dict[str, str]) -> dict[str, Any]:
+    """What a server answers to GET. Raises `UsageError`."""
     if not url.startswith("http://"):
         raise UsageError(f"{url!r} is not an http:// address")
     try:

@@ -20,7 +20,8 @@ import numpy as np
 
 from fettle.errors import UsageError
 from fettle.load.client import Connection, Request
-from fettle.load.run import KINDS, LITTLE, LOST, UNANSWERED, UNREACHED, Run, warm_up
+from fettle.load.run import KINDS, LITTLE, LOST, UNANSWERED, UNREACHED, Run, Text, TextLimits, warm_up
+from fettle.load.texts import Heard, TextConnection, TextRequest
 from fettle.loop import PreciseTimer
 
 _Array = np.ndarray[Any, Any]
@@ -30,6 +31,7 @@ MAX_CONNECTIONS = 2048
 
 async def open_loop(
     requests: Sequence[Request], due: np.ndarray[Any, Any], *, limit_s: float = 0.0, patience_s: float = 10.0,
+    limits: TextLimits | None = None,
     on_progress: Callable[[float, int], None] = lambda seconds, waiting: None, stop: asyncio.Event | None = None,
 ) -> Run:  # fmt: skip
     """Send requests when they are due, whatever the server does. `requests` are used in turn.
@@ -60,6 +62,7 @@ async def open_loop(
                 break
         await load.drain(patience_s if stable else 1.0)
     run = load.result("open")
+    run.limits = limits or run.limits
     lost = sum(run.statuses.get(kind, 0) for kind in KINDS)
     run.stable = stable and lost <= 0.02 * max(1, sum(run.statuses.values()))
     run.rate = rate
@@ -74,6 +77,7 @@ async def open_loop(
 
 async def closed_loop(
     requests: Sequence[Request], concurrency: int, seconds: float, *, limit_s: float = 0.0,
+    limits: TextLimits | None = None,
     on_progress: Callable[[float, int], None] = lambda seconds, waiting: None, stop: asyncio.Event | None = None,
 ) -> Run:  # fmt: skip
     """So many clients, each asking again as soon as it has its answer, for so long."""
@@ -90,6 +94,7 @@ async def closed_loop(
         load.again, load.until = False, time.perf_counter() - load.start
         await load.drain(10.0)
     run = load.result("closed")
+    run.limits = limits or run.limits
     run.concurrency, run.rate = concurrency, run.throughput
     run.void = run.void or _inconsistent(run)
     run.interrupted = stop is not None and stop.is_set()
@@ -116,6 +121,8 @@ class _Load:
         self._ending = False
         self.rows: list[tuple[float, float, float, int]] = []
         """Due, sent, answered, status."""
+        self._heard: dict[tuple[float, float, float, int], Heard] = {}
+        """Of a server that writes texts: what came for each of them."""
         self._moves: list[tuple[float, int]] = []
         """When the number on their way changed, and to what."""
         self._free: deque[Connection] = deque()
@@ -133,10 +140,9 @@ class _Load:
 
     async def _open(self) -> Connection:
         request = self.requests[0]
+        kind = TextConnection if isinstance(request, TextRequest) else Connection
         try:
-            _, connection = await self._loop.create_connection(
-                lambda: Connection(self._done), request.host, request.port
-            )
+            _, connection = await self._loop.create_connection(lambda: kind(self._done), request.host, request.port)
         except OSError as error:
             raise UsageError(f"nothing answers at {request.host}:{request.port}: {error.strerror or error}") from error
         self._all.add(connection)
@@ -166,7 +172,10 @@ class _Load:
     def _done(self, connection: Connection, status: int) -> None:
         now = time.perf_counter() - self.start
         due, sent = connection.tag
-        self.rows.append((due, sent, now, status or (UNANSWERED if self._ending else LOST)))
+        row = (due, sent, now, status or (UNANSWERED if self._ending else LOST))
+        self.rows.append(row)
+        if isinstance(connection, TextConnection) and status == 200:
+            self._heard[row] = connection.heard(self.start)
         self._move(-1)
         if not self.waiting:
             self._empty.set()
@@ -265,6 +274,11 @@ class _Load:
             mean_inflight=self._mean_waiting(first, end),
             expected_inflight=float((table[:, 2] - table[:, 1]).sum() / span),  # lateness is told for itself
             done_s=table[good, 2],
+            texts=[
+                Text(heard, due, end)
+                for due, sent, end in table[good].tolist()
+                if (heard := self._heard.get((due, sent, end, 200))) is not None
+            ],
         )  # fmt: skip
 
 

@@ -9,12 +9,44 @@ from typing import Any
 import numpy as np
 
 from fettle.files import plain
+from fettle.load.texts import BROKEN, Heard
 
 LOST, UNANSWERED, UNREACHED = 0, -1, -2
-KINDS = {LOST: "connection lost", UNANSWERED: "no answer", UNREACHED: "no connection"}
+KINDS = {BROKEN: "the text broke off", LOST: "connection lost", UNANSWERED: "no answer", UNREACHED: "no connection"}
 """What stands in the place of a status where there was no answer."""
 LITTLE = 0.1
 """A run whose count of requests differs by this share from what Little's law says is void."""
+
+
+@dataclass(frozen=True)
+class TextLimits:
+    """What users of a server that writes texts may wait, in seconds; 0: any time."""
+
+    ttft_s: float = 0.0
+    """For the first token."""
+    itl_s: float = 0.0
+    """For each after it."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """One text that was written: what came, when it was due, and when it was whole."""
+
+    heard: Heard
+    due_s: float
+    done_s: float
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first token, from when the request was due."""
+        moments = self.heard.moments
+        return float(moments[0] if len(moments) else self.done_s) - self.due_s
+
+    def within(self, limits: TextLimits) -> bool:
+        """Whether its first token, and 99% of the gaps between the others, came in time."""
+        gaps = self.heard.gaps_s
+        slow = limits.itl_s and len(gaps) and float(np.percentile(gaps, 99)) > limits.itl_s
+        return not slow and not (limits.ttft_s and self.ttft_s > limits.ttft_s)
 
 
 @dataclass
@@ -47,6 +79,9 @@ class Run:
     interrupted: bool = False
     done_s: np.ndarray[Any, Any] = field(default_factory=lambda: np.array([]))
     """When each of `latency_s` was answered, from the start of the run."""
+    texts: list[Text] = field(default_factory=list)
+    """Of a server that writes texts, in the order of `latency_s`."""
+    limits: TextLimits = TextLimits()
 
     @property
     def answered(self) -> int:
@@ -71,8 +106,14 @@ class Run:
     @property
     def goodput(self) -> float:
         """Successful answers within the limit, a second."""
-        good = int((self.latency_s <= self.limit_s).sum()) if self.limit_s else self.answered
+        good = int(self._good.sum())
         return good / self.duration_s if self.duration_s else 0.0
+
+    @property
+    def _good(self) -> np.ndarray[Any, Any]:
+        """Which of `latency_s` were within the limits."""
+        good = self.latency_s <= (self.limit_s or math.inf)
+        return good & [text.within(self.limits) for text in self.texts] if self.texts else good
 
     @property
     def within(self) -> float:
@@ -84,6 +125,32 @@ class Run:
     def mean_s(self) -> float:
         """Of the latency; NaN where nothing was answered."""
         return float(self.latency_s.mean()) if len(self.latency_s) else math.nan
+
+    def ttft_s(self, percent: float) -> float:
+        """Percentile of the time to a text's first token; NaN where there is none."""
+        found = [text.ttft_s for text in self.texts]
+        return float(np.percentile(found, percent)) if found else math.nan
+
+    def itl_s(self, percent: float) -> float:
+        """Percentile of the time between two tokens, of all gaps of all texts; NaN where there is none."""
+        found = np.concatenate([text.heard.gaps_s for text in self.texts]) if self.texts else np.array([])
+        return float(np.percentile(found, percent)) if len(found) else math.nan
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens that were written, a second."""
+        return sum(text.heard.tokens for text in self.texts) / self.duration_s if self.duration_s else 0.0
+
+    @property
+    def missed(self) -> bool:
+        """Whether the limits on texts were not kept at the 99th percentile, or too few texts were answered."""
+        limits = self.limits
+        if not (limits.ttft_s or limits.itl_s):
+            return False
+        slow = (limits.ttft_s and not self.ttft_s(99) <= limits.ttft_s) or (
+            limits.itl_s and self.itl_s(99) > limits.itl_s
+        )
+        return bool(slow) or self.answered < 0.99 * sum(self.statuses.values())
 
     def percentile(self, percent: float) -> float:
         """Of the latency; NaN where nothing was answered."""
@@ -160,9 +227,22 @@ def as_data(run: Run) -> dict[str, Any]:
         "p99_interval_ms": _ms(run.interval(99)), "late_ms": run.late_s * 1e3, "little": run.little,
         "mean_inflight": run.mean_inflight, "stable": run.stable, "void": run.void, "interrupted": run.interrupted,
         "batches": run.batches(),
+        **({"texts": _texts(run)} if run.texts else {}),
     })  # fmt: skip
     return data
 
 
 def _ms(ends: tuple[float, float] | None) -> list[float] | None:
     return [end * 1e3 for end in ends] if ends else None
+
+
+def _texts(run: Run) -> dict[str, Any]:
+    """What a run on a server that writes texts shows."""
+    percents = (50, 90, 95, 99, 100)
+    return {
+        "ttft_ms": {f"p{p}": run.ttft_s(p) * 1e3 for p in percents},
+        "itl_ms": {f"p{p}": run.itl_s(p) * 1e3 for p in percents},
+        "ttft_limit_ms": run.limits.ttft_s * 1e3, "itl_limit_ms": run.limits.itl_s * 1e3,
+        "tokens_per_s": run.tokens_per_s, "tokens": sum(text.heard.tokens for text in run.texts),
+        "prompt_tokens": sum(text.heard.prompt_tokens for text in run.texts),
+    }  # fmt: skip

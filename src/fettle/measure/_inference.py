@@ -69,7 +69,8 @@ def probe(state: State, request: Probe) -> Probed:
     check_inputs(brief(state.workload))
     facts = probe_facts(state.workload, allow_batch=request.allow_batch)
     if state.derived_check:  # the same rows again: what calibrates a recipe must not judge it
-        facts = replace(facts, calibration_batches=0)
+        parts = {name: replace(part, calibration_batches=0) for name, part in facts.parts.items()}
+        facts = replace(facts, calibration_batches=0, parts=parts)
     return Probed(facts=facts, has_metric=state.workload.metric is not None)
 
 
@@ -102,7 +103,7 @@ def prepare(state: State, request: Prepare) -> Prepared:
         extra = () if workload.call is None else (workload.call,)
         run = optimize(workload.model, calibration, *extra)
         optimize_s = time.perf_counter() - started
-        state.workload = replace(workload, model=run)  # a runtime of its own needs the original no more
+        state.workload = replace(workload, model=run, parts=())  # a runtime of its own needs the original no more
         del workload
 
         # The answers come first and in the reference's order: a model whose buffers change in forward must have gone

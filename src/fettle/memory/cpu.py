@@ -30,7 +30,7 @@ class CpuTimeline:
         self.events: deque[dict[str, Any]] = deque(maxlen=max_events)
         self.annotations: deque[dict[str, Any]] = deque(maxlen=max_events)
         self.alive: dict[int, dict[str, Any]] = {}
-        self.seen = 0
+        self.recorded = 0
         self._begun, self._steps, self._events_per_step = 0, 0, 0.0
         self._running: profile | None = None
 
@@ -46,7 +46,7 @@ class CpuTimeline:
             activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True, with_stack=True
         )
         self._running.start()
-        self._begun, self._steps = self.seen, 0
+        self._begun, self._steps = self.recorded, 0
 
     def step(self) -> None:
         """The profiler has no ring: end the piece once it may hold as many events as the ring takes."""
@@ -54,7 +54,7 @@ class CpuTimeline:
         if self._events_per_step and self._steps * self._events_per_step < self.max_events:
             return
         self._end()
-        self._events_per_step = max((self.seen - self._begun) / self._steps, 1.0)
+        self._events_per_step = max((self.recorded - self._begun) / self._steps, 1.0)
         self.start()
 
     def stop(self, error: BaseException | None) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class CpuTimeline:
         fields = event.extra_fields
         if fields.device.type != "cpu":
             return
-        self.seen += 1
+        self.recorded += 1
         size, time_us = int(fields.alloc_size), event.start_time_ns // 1000
         entry = {"size": abs(size), "stream": 0, "time_us": time_us, "frames": _frames(event)}
         if kind == "OutOfMemory":

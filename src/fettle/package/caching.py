@@ -17,12 +17,14 @@ from fettle.workload import Workload
 class CachedNextToken(torch.nn.Module):
     """A causal model's scores after one position of each row, and the keys and values of the new tokens.
 
+    With `head_once` only that position goes through the model's last layer, which of a long prompt is much of the work.
+
     Letters of shapes: r rows, n new tokens, p kept ones, l layers, h heads, d a head's size.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, *, head_once: bool) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.head_once = model, head_once
         self.dtype = next(model.parameters()).dtype
 
     def forward(
@@ -54,16 +56,21 @@ class CachedNextToken(torch.nn.Module):
         places = torch.arange(kept + new, device=input_ids.device)
         there = torch.cat([seen, attention_mask], 1).bool()
         before = places[None, :] <= places[kept:, None]
-        answer = self.model(
-            input_ids=input_ids,
-            attention_mask=before[None, None] & there[:, None, None],
-            position_ids=(seen.sum(1, keepdim=True) + attention_mask.cumsum(1) - 1).clamp_min(0),
-            past_key_values=cache,
-            use_cache=True,
-        )
+        given: dict[str, Any] = {
+            "input_ids": input_ids,
+            "attention_mask": before[None, None] & there[:, None, None],
+            "position_ids": (seen.sum(1, keepdim=True) + attention_mask.cumsum(1) - 1).clamp_min(0),
+            "past_key_values": cache,
+            "use_cache": True,
+        }
+        model: Any = self.model
+        if self.head_once:
+            head, states = model.get_output_embeddings(), model.base_model(**given).last_hidden_state
+        else:
+            head, states = None, model(**given).logits
+        chosen = states.gather(1, last[:, None, None].expand(-1, 1, states.shape[-1]))[:, 0]
         fresh = [torch.stack([one.keys[..., kept:, :], one.values[..., kept:, :]], 1) for one in cache.layers]
-        scores = answer.logits.gather(1, last[:, None, None].expand(-1, 1, answer.logits.shape[-1]))[:, 0]
-        return {LOGITS: scores, FRESH: torch.stack(fresh, 1)}
+        return {LOGITS: chosen if head is None else head(chosen), FRESH: torch.stack(fresh, 1)}
 
 
 def cached(model: torch.nn.Module, ids: torch.Tensor, wanted: torch.Tensor) -> Workload | None:
@@ -79,7 +86,7 @@ def cached(model: torch.nn.Module, ids: torch.Tensor, wanted: torch.Tensor) -> W
         return None
     if not isinstance(model, PreTrainedModel) or model.config._attn_implementation != "sdpa":
         return None
-    step, length = CachedNextToken(model).eval(), ids.shape[1]
+    step, length = CachedNextToken(model, head_once=_ends_with_head(model, ids)).eval(), ids.shape[1]
 
     def sample(cut: int, end: int, empty: int) -> dict[str, torch.Tensor]:
         """The tokens from `cut` to `end`, those before kept, after so many empty places."""
@@ -113,3 +120,18 @@ def cached(model: torch.nn.Module, ids: torch.Tensor, wanted: torch.Tensor) -> W
     if not all(torch.allclose(scores, wanted, rtol=1e-2, atol=close) for scores in found):
         return None
     return Workload(step, batches, samples=len(ids))
+
+
+def _ends_with_head(model: Any, ids: torch.Tensor) -> bool:
+    """Whether the model's scores are its last hidden states through its output embeddings, and nothing else."""
+    if any("logit" in name and value not in (None, 1, 1.0) for name, value in model.config.to_dict().items()):
+        return False  # scaled or capped: too little to be seen in the scores of a model that is not trained
+    try:
+        with torch.no_grad():
+            states, wanted = model.base_model(input_ids=ids).last_hidden_state, model(input_ids=ids).logits
+            found = model.get_output_embeddings()(states)
+    except Exception:  # a model that has no such parts
+        return False
+    return found.shape == wanted.shape and torch.allclose(
+        found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max())
+    )

@@ -19,7 +19,7 @@ import torch
 from fettle.errors import UsageError, first_line
 from fettle.package import handlers
 from fettle.package.flat import BEFORE_EXPORT, Flat, datatype
-from fettle.package.generating import generating, lengths
+from fettle.package.generating import generating, of_model
 from fettle.package.handler import Context
 from fettle.package.host import host_id
 from fettle.package.manifest import (
@@ -79,6 +79,8 @@ def write_package(
         raise UsageError(f"{path} exists already: give another `output` or another `version`")
     check_name(name, version)
     settings = settings or ServeSettings()
+    if workload.parts:
+        raise UsageError("the workload is a pipeline, and a package holds one model: package the part that is served")
     if not isinstance(workload.model, torch.nn.Module):
         raise UsageError(f"the model is a {type(workload.model).__name__}: only an nn.Module can be packaged")
     served = recipe.without(*NOT_SERVED)
@@ -90,7 +92,7 @@ def write_package(
         choices = [workload]
         if handler == "generate":
             choices = generating(workload)
-            handler_settings = {**lengths(workload.model), **(handler_settings or {})}
+            handler_settings = {**of_model(workload.model), **(handler_settings or {})}
         flat, program, most = _exported(choices, recipe, settings.max_rows)
         on_progress("storing it with its recipe")
         kept = _store(program, flat, served, most, scratch, evidence or {})

@@ -86,8 +86,8 @@ class Flat(torch.nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Put the tensors where the batch had them, call the model, and take its tensors out again."""
-        given = iter(tensors)
-        batch = _with_tensors(self.workload.inputs[0], given)
+        replaced = iter(tensors)
+        batch = _with_tensors(self.workload.inputs[0], replaced)
         found = list(leaves(self.workload.run(self.inner, batch)))
         self.paths = [path for path, leaf in found if isinstance(leaf, torch.Tensor)]
         return tuple(leaf for _, leaf in found if isinstance(leaf, torch.Tensor))
@@ -157,11 +157,11 @@ def _dynamic(index: int, batches: Sequence[Sequence[torch.Tensor]], rows: int) -
     sizes = [batch[index].shape for batch in batches]
     dynamic = {}
     for dim in range(len(sizes[0])):
-        seen = [size[dim] for size in sizes]
-        if dim == 0 and seen[0] == rows:
+        lengths = [size[dim] for size in sizes]
+        if dim == 0 and lengths[0] == rows:
             dynamic[0] = "rows"
-        elif len(set(seen)) > 1:
-            dynamic[dim] = "n" + hashlib.sha256(str(seen).encode()).hexdigest()[:6]
+        elif len(set(lengths)) > 1:
+            dynamic[dim] = "n" + hashlib.sha256(str(lengths).encode()).hexdigest()[:6]
     return dynamic
 
 

@@ -75,13 +75,18 @@ def generating(workload: Workload) -> list[Workload]:
     return [kept, plain] if kept is not None else [plain]
 
 
-def lengths(model: Any) -> dict[str, int]:
-    """Settings of the generate handler for a model that says how many positions it has; empty for the usual ones."""
-    usual = Settings()
-    most = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    if not isinstance(most, int) or not 1 < most < usual.max_tokens:
-        return {}
-    return {"max_tokens": most, "max_new_tokens": min(usual.max_new_tokens, most)}
+def of_model(model: Any) -> dict[str, Any]:
+    """Settings of the generate handler that the model knows itself: how many positions it has, where its texts end."""
+    usual, config = Settings(), getattr(model, "config", None)
+    found: dict[str, Any] = {}
+    most = getattr(config, "max_position_embeddings", None)
+    if isinstance(most, int) and 1 < most < usual.max_tokens:
+        found = {"max_tokens": most, "max_new_tokens": min(usual.max_new_tokens, most)}
+    for where in (getattr(model, "generation_config", None), config):
+        ends = getattr(where, "eos_token_id", None)
+        if ends is not None:
+            return {**found, "stop_tokens": [ends] if isinstance(ends, int) else list(ends)}
+    return found
 
 
 def _logits(answer: Any) -> torch.Tensor:

@@ -15,10 +15,10 @@ import importlib.util
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -27,6 +27,9 @@ from fettle.package import handlers
 from fettle.package.handlers.parts import Item
 from fettle.package.manifest import HANDLER, Manifest, Package
 from fettle.package.model_runner import ModelRunner
+
+if TYPE_CHECKING:
+    from fettle.package.handlers.running import Running
 
 _METRIC = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,63}")
 
@@ -118,21 +121,10 @@ class Steps:
         found = [explainer.attribute(item.arrays) for item in data]
         return [next((a for a in arrays if a.any()), arrays[0]).tolist() for arrays in found]
 
-    def generate(
-        self, bodies: Sequence[bytes], on_piece: Callable[[int, bytes, bool], None], gone: Callable[[], set[int]]
-    ) -> None:
-        """Answer prompts. `on_piece` hears the pieces, and at its end each answer as JSON. Raises `UsageError`."""
-        found = getattr(self.handler, "generate", None)
-        if found is None:
-            raise UsageError("this model generates no text")
-
-        def hear(index: int, said: str | dict[str, Any]) -> None:
-            if isinstance(said, str):
-                on_piece(index, said.encode(), False)
-            else:
-                on_piece(index, msgspec.json.encode(said), True)
-
-        found(bodies, hear, gone)
+    def running(self, rows: int, cache_bytes: int, prefill_tokens: int) -> Running | None:
+        """The texts that a generating model writes together; None for other models. Raises `UsageError`."""
+        made = getattr(self.handler, "running", None)
+        return None if made is None else made(rows, cache_bytes, prefill_tokens)
 
     def handle(self, bodies: Sequence[bytes], kinds: Sequence[str], explainer: Any = None) -> list[tuple[bytes, str]]:
         """The four steps for a batch of requests; as many answers, with their content types.

@@ -89,13 +89,13 @@ def _converts_nothing(node: torch.fx.Node) -> bool:
     asked = (*node.args[1:], *node.kwargs.values())
     if any(value is True or isinstance(value, torch.memory_format) for value in asked):  # a copy, another layout
         return False
-    given = node.args[0].meta.get("val") if isinstance(node.args[0], torch.fx.Node) else None
+    before = node.args[0].meta.get("val") if isinstance(node.args[0], torch.fx.Node) else None
     made = node.meta.get("val")
-    if not isinstance(given, torch.Tensor) or not isinstance(made, torch.Tensor):
+    if not isinstance(before, torch.Tensor) or not isinstance(made, torch.Tensor):
         return False
     # What the program gives back is known by its name.
     kept = any(user.op == "output" for user in node.users)
-    return (given.dtype, given.device) == (made.dtype, made.device) and not kept
+    return (before.dtype, before.device) == (made.dtype, made.device) and not kept
 
 
 def _two_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -178,16 +178,16 @@ def _check_new_shapes_only(module: torch.nn.Module) -> None:
     """
     seen: set[tuple[torch.Size, ...]] = set()
 
-    def before(module: Any, given: tuple[torch.Tensor, ...]) -> None:
+    def before(module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
         if torch.compiler.is_dynamo_compiling():
             return  # compiled code has guards of its own
-        new = tuple(tensor.shape for tensor in given) not in seen
+        new = tuple(tensor.shape for tensor in inputs) not in seen
         if module.validate_inputs is not new:
             module.validate_inputs = new
 
-    def after(module: Any, given: tuple[torch.Tensor, ...], answer: Any) -> None:
+    def after(module: Any, inputs: tuple[torch.Tensor, ...], answer: Any) -> None:
         if not torch.compiler.is_dynamo_compiling() and module.validate_inputs:
-            _remember(seen, tuple(tensor.shape for tensor in given))
+            _remember(seen, tuple(tensor.shape for tensor in inputs))
 
     module.register_forward_pre_hook(before, prepend=True)
     module.register_forward_hook(after)

@@ -68,6 +68,11 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The longest that a request may take where it does not say itself, and the longest that a batch may take."""
     max_worker_bytes: int = 0
     """A worker that has grown beyond this is replaced between two batches; 0: never."""
+    cache_bytes: int = 0
+    """Of a model that writes texts: the most that each worker keeps of keys and values. Fewer texts are written at once
+    than `max_rows` where they do not fit. 0: half of the memory that is free when it is loaded."""
+    prefill_tokens: int = 256
+    """Tokens of prompts that are computed before the texts that are being written go on."""
     limit_ms: float = 0.0
     """The latency limit that these settings were chosen for: slower answers are counted. 0: none."""
     curve: CostCurve | None = None
@@ -88,6 +93,8 @@ class ServeSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError('devices are named as torch does: "cpu", "cuda", "cuda:1"')
         if not (0 <= self.threads <= MAX_THREADS and 0 < self.timeout_ms < 1e9 and 0 <= self.limit_ms < math.inf):
             raise ValueError(f"threads is 0 to {MAX_THREADS}, timeout_ms a time, limit_ms 0 or more")
+        if self.cache_bytes < 0 or self.prefill_tokens < 1:
+            raise ValueError("cache_bytes is 0 or more, prefill_tokens 1 or more")
 
     def call_rows(self, rows: int) -> int:
         """Rows of the call that carries so many: where only some sizes exist, the next of them."""

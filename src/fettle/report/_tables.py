@@ -6,6 +6,7 @@ from fettle.page import Cell, Row, Table
 from fettle.report import _facts, _verdict
 from fettle.report import _format as fmt
 from fettle.result import Outcome
+from fettle.techniques import parts_lines
 
 
 def limits(result: Outcome) -> Table:
@@ -86,6 +87,16 @@ def advice(result: Outcome) -> Table:
 def failures(result: Outcome) -> list[Cell]:
     """What did not run, and why."""
     return [Cell(_facts.name_of(trial.recipe), code=True, rest=f": {trial.reason}") for trial in _facts.failed(result)]
+
+
+def parts(result: Outcome) -> Table:
+    """What each part of a pipeline costs as given."""
+    rows: list[Row] = [
+        [Cell(name, code=name in result.facts.parts), str(calls), fmt.milliseconds(1e3 * seconds), f"{share:.1%}",
+         fmt.size(held)]
+        for name, calls, seconds, share, held in parts_lines(result.facts)
+    ]  # fmt: skip
+    return Table(("part", "calls", "time", "share", "weights"), rows, ("calls", "time", "share", "weights"))
 
 
 def left_out(result: Outcome) -> Table:

@@ -13,6 +13,7 @@ from fettle.page import clean
 from fettle.report import _facts, _text, _verdict
 from fettle.report import _format as fmt
 from fettle.result import Outcome
+from fettle.techniques import parts_sentence
 
 _STYLES = {"winner": "bold green", "rejected": "yellow", "over limit": "yellow", "baseline": "bold"}
 
@@ -24,6 +25,8 @@ def print_result(result: Outcome, console: Console) -> None:
     console.print(result_table(result, wide=console.width >= 120))
     for trial in _facts.failed(result):
         console.print(f"[red]failed[/] {escape(_facts.name_of(trial.recipe))}: {escape(trial.reason)}", highlight=False)
+    if result.facts.parts:
+        console.print(f"[dim]{escape(parts_sentence(result.facts))}[/]", highlight=False)
     if result.left_out:
         names = dict.fromkeys(item.technique for item in result.left_out)
         console.print(

@@ -265,12 +265,12 @@ class _Search:
     def _next(self, count: int) -> list[Point]:
         """The best points that were not tested; those that differ in their delay only are as good as one."""
         chosen: list[Point] = []
-        seen = {replace(setting, delay_s=0.0) for setting in self._tested}
+        alike_tested = {replace(setting, delay_s=0.0) for setting in self._tested}
         for point in self.found.points:
             alike = replace(point.setting, delay_s=0.0)
-            if point.predicted > 0 and alike not in seen and len(chosen) < count:
+            if point.predicted > 0 and alike not in alike_tested and len(chosen) < count:
                 chosen.append(point)
-                seen.add(alike)
+                alike_tested.add(alike)
         return chosen
 
     def _expected(self, point: Point) -> float | None:
@@ -331,8 +331,8 @@ class _Search:
             point.cost = price / 3600 / point.capacity * 1e6
         if found.reference_rate and point.predicted >= 0.5 * found.reference_rate:
             costs = found.branches[setting.branch].costs
-            seen = simulate(poisson(1.0, 4000, 1)[:3000] / found.reference_rate, setting.batching(), costs)
-            point.p99_s = seen.percentile(99)
+            outcome = simulate(poisson(1.0, 4000, 1)[:3000] / found.reference_rate, setting.batching(), costs)
+            point.p99_s = outcome.percentile(99)
 
     def _rank(self) -> list[Point]:
         """All settings, simulated with what is known now; points that were measured stay as they are."""

@@ -130,10 +130,10 @@ class _Recorder:
                 self._waits.append(queue_s)
             count_request(seconds, queue_s, limit_s)
 
-        def batch(rows: int, size: int, join_s: float, model_s: float) -> None:
+        def batch(rows: int, size: int, join_s: float, model_s: float, calls: int = 1) -> None:
             if len(self._calls) < _MOST:
-                self._calls.append((rows, size, join_s, model_s))
-            count_batch(rows, size, join_s, model_s)
+                self._calls += [(rows, size, join_s, model_s)] * calls
+            count_batch(rows, size, join_s, model_s, calls)
 
         metrics.request, metrics.batch = request, batch  # type: ignore[method-assign]
 

@@ -190,20 +190,20 @@ def capacity(
     unit = poisson(1.0, requests * 1.2, seed)[:requests]
 
     def good(rate: float) -> Predicted | None:
-        seen = simulate(unit / rate, settings, costs, seed, give_up=(limit_s, 1 - percent / 100 + 2 / requests))
-        return seen if seen.percentile(percent) <= limit_s else None
+        outcome = simulate(unit / rate, settings, costs, seed, give_up=(limit_s, 1 - percent / 100 + 2 / requests))
+        return outcome if outcome.percentile(percent) <= limit_s else None
 
     low, high, found = 0.0, IDLE * rates[0], None
-    while (seen := good(high)) is not None:
-        low, found = high, seen
+    while (outcome := good(high)) is not None:
+        low, found = high, outcome
         if high == top:
             return low, found
         high = min(2 * high, top)
     while found is not None and high / low > 1.01:
         middle = math.sqrt(low * high)
-        seen = good(middle)
-        if seen is None:
+        outcome = good(middle)
+        if outcome is None:
             high = middle
         else:
-            low, found = middle, seen
+            low, found = middle, outcome
     return low, found

@@ -99,11 +99,11 @@ class Model:
         for name in self.levels:
             if name == level[0]:
                 continue
-            seen = {row.levels[name] for row in self.rows if row.levels[level[0]] == level[1]}
-            for other in seen - {self.levels[name][0]}:
+            others = {row.levels[name] for row in self.rows if row.levels[level[0]] == level[1]}
+            for other in others - {self.levels[name][0]}:
                 term = self.pair(level, (name, other))
                 if term in self.columns:
-                    weights[term] = 1 / len(seen)
+                    weights[term] = 1 / len(others)
         return self.gain(weights)
 
     def beside(self, level: Level, other: Level | None) -> Estimate | None:
@@ -141,11 +141,11 @@ def fit(table: Table, group: str, response: Response) -> Model | None:
     Raises `UsageError` where statsmodels is not installed.
     """
     rows = [row for row in table.of(group) if row.value(response.name) is not None]
-    seen = {name: {row.levels[name] for row in rows} for name in table.factors}
+    present = {name: {row.levels[name] for row in rows} for name in table.factors}
     levels = {
-        name: tuple(level for level in all_of if level in seen[name])
+        name: tuple(level for level in all_of if level in present[name])
         for name, all_of in table.factors.items()
-        if len(seen[name]) > 1
+        if len(present[name]) > 1
     }
     if not levels or len(rows) < 3:
         return None

@@ -19,17 +19,21 @@ from fettle.techniques._catalogue import (
     check_names,
     conflict,
     environment,
+    factors,
     find,
+    for_parts,
     handed_on,
     idle,
     is_calibrated,
     kind_of,
     known_levels,
     learned_types,
+    needs_of,
     preconditions,
     respelled,
     uses_ranks,
 )
+from fettle.techniques._facts import parts_lines, parts_sentence
 from fettle.techniques._host import cpu_flags
 from fettle.techniques._openvino import OpenvinoRequest, openvino_model
 from fettle.techniques._openvino_core import openvino_core
@@ -46,10 +50,11 @@ for _file in pkgutil.iter_modules(__path__):
 
 __all__ = [
     "CATALOGUE", "LARGEST", "Bundle", "Code", "Facts", "Learned", "Level", "OpenvinoRequest", "Technique",
-    "batch_factor", "bundles", "canonical", "check_names", "conflict", "cpu_flags", "enlarged", "environment", "find",
-    "handed_on", "idle", "int8_part", "is_calibrated", "kind_of", "known_levels", "learned_types", "load",
-    "machine_facts", "modules_by_size", "openvino_core", "openvino_model", "openvino_precision", "preconditions",
-    "probe_facts", "quantize_exported", "register", "repeated_blocks", "respelled", "source", "unchanged", "uses_ranks",
+    "batch_factor", "bundles", "canonical", "check_names", "conflict", "cpu_flags", "enlarged", "environment",
+    "factors", "find", "for_parts", "handed_on", "idle", "int8_part", "is_calibrated", "kind_of", "known_levels",
+    "learned_types", "load", "machine_facts", "modules_by_size", "needs_of", "openvino_core", "openvino_model",
+    "openvino_precision", "parts_lines", "parts_sentence", "preconditions", "probe_facts", "quantize_exported",
+    "register", "repeated_blocks", "respelled", "source", "unchanged", "uses_ranks",
 ]  # fmt: skip
 
 

@@ -128,6 +128,8 @@ class Technique:
     """What a trial costs to start: 1 seconds, 2 tens of seconds (a compile or export), 3 minutes (autotuning)."""
     rung: ClassVar[int] = 5
     """Where a ladder of techniques has it: the field's usual order, smaller first, catalogue order among equals."""
+    of_module: ClassVar[bool] = False
+    """Whether it is set for each part of a pipeline, and not for the whole call or the process."""
     calibrated: ClassVar[frozenset[str]] = frozenset()
     """Levels that look at the values of `batches`: such batches must not judge them."""
     learns: ClassVar[Learned | None] = None

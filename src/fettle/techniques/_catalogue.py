@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fettle.errors import UsageError
-from fettle.recipe import Recipe
+from fettle.recipe import Recipe, factor_name, technique_and_part
 from fettle.techniques._base import CATALOGUE, Technique
 from fettle.techniques._facts import Facts
 
@@ -14,19 +14,40 @@ _MOST_BUNDLES = 8
 
 
 def find(name: str) -> Technique:
-    """The technique of that name; KeyError when there is none."""
+    """The technique of that name, which may be that of a factor; KeyError when there is none."""
+    plain, _ = technique_and_part(name)
     for technique in CATALOGUE:
-        if technique.name == name:
+        if technique.name == plain:
             return technique
     raise KeyError(name)
 
 
 def changed(recipe: Recipe) -> Iterator[tuple[Technique, str]]:
-    """The techniques that a recipe changes with their levels. One that comes from a file may name others: not these."""
+    """The techniques that a recipe changes with their levels, part by part in a pipeline. One that comes from a file
+    may name others: not these."""
+    for _, technique, level in changed_by_part(recipe):
+        yield technique, level
+
+
+def changed_by_part(recipe: Recipe) -> Iterator[tuple[str, Technique, str]]:
+    """The same with the part of a pipeline first; empty for the whole call."""
+    for part in ("", *recipe.parts):
+        for technique in CATALOGUE:
+            level = recipe.levels.get(factor_name(technique.name, part), technique.default)
+            if level != technique.default:
+                yield part, technique, level
+
+
+def factors(facts: Facts) -> Iterator[tuple[str, Technique, Facts]]:
+    """What a recipe may set here: the name, the technique, and the facts that it goes by.
+
+    In a pipeline the techniques of a module are there once for each part."""
     for technique in CATALOGUE:
-        level = recipe.levels.get(technique.name, technique.default)
-        if level != technique.default:
-            yield technique, level
+        if facts.parts and technique.of_module:
+            for part, own in facts.parts.items():
+                yield factor_name(technique.name, part), technique, own
+        else:
+            yield technique.name, technique, facts
 
 
 def canonical(recipe: Recipe, facts: Facts | None = None) -> Recipe:
@@ -36,9 +57,36 @@ def canonical(recipe: Recipe, facts: Facts | None = None) -> Recipe:
     return Recipe({n: level for n, level in levels.items() if facts is None or not find(n).is_met(level, facts)})
 
 
+def for_parts(levels: Mapping[str, str], facts: Facts) -> dict[str, str]:
+    """Levels in which a technique of a module, named alone, is meant for every part of a pipeline that can have it."""
+    found = {}
+    for name, technique, own in factors(facts):
+        level = levels.get(name, levels.get(technique.name))
+        if level is not None and (name == technique.name or name in levels or not technique.why_not(level, own)):
+            found[name] = level
+    return found
+
+
+def needs_of(facts: Facts) -> dict[str, dict[str, str]]:
+    """By factor: levels of others that it cannot do without, in the same part where there are parts."""
+    names = {name for name, _, _ in factors(facts)}
+    found = {}
+    for name, technique, own in factors(facts):
+        if technique.needs:
+            inside = {other: factor_name(other, own.part) for other in technique.needs}
+            found[name] = {
+                inside[other] if inside[other] in names else other: level for other, level in technique.needs.items()
+            }
+    return found
+
+
 def idle(recipe: Recipe) -> list[str]:
     """Techniques whose levels work and change nothing beside the recipe's others."""
-    return [technique.name for technique, _ in changed(recipe) if technique.is_idle(recipe)]
+    return [
+        factor_name(technique.name, part)
+        for part, technique, _ in changed_by_part(recipe)
+        if technique.is_idle(recipe.of_part(part) if part else recipe)
+    ]
 
 
 def known_levels() -> dict[str, list[str]]:
@@ -56,9 +104,12 @@ def respelled(levels: Mapping[str, str]) -> dict[str, str]:
 def check_names(recipe: Recipe) -> None:
     """Raise `UsageError` for a technique or level that is not in the catalogue on any machine."""
     known = known_levels()
-    for name, level in recipe.levels.items():
+    for factor, level in recipe.levels.items():
+        name, part = technique_and_part(factor)
         if name not in known:
             raise UsageError(f"unknown technique {name!r}: there are {', '.join(known)}")
+        if part and not find(name).of_module:
+            raise UsageError(f"{factor}: {name} is set for the whole call, not for one part of it")
         if level not in known[name]:
             levels = known[name]
             few = levels if len(levels) <= 20 else [*levels[:3], "...", levels[-1]]  # threads go up to 256
@@ -67,21 +118,30 @@ def check_names(recipe: Recipe) -> None:
 
 def conflict(recipe: Recipe, facts: Facts) -> str:
     """Why `recipe` cannot work on this workload and machine, naming the level at fault; empty when it can."""
-    for technique in CATALOGUE:
-        level = recipe.levels.get(technique.name, technique.default)
+    if unknown := [part for part in recipe.parts if part not in facts.parts]:
+        there_are = f"there are {', '.join(facts.parts)}" if facts.parts else "the workload names none"
+        return f"there is no part {unknown[0]!r}: {there_are}"
+    if facts.parts:
+        for name in recipe.levels:
+            if find(name).of_module and "[" not in name:
+                return f"{name} is set for each part of a pipeline: {name}[{next(iter(facts.parts))}]"
+    seen = {part: recipe.of_part(part) for part in facts.parts} if recipe.parts else {}
+    for name, technique, own in factors(facts):
+        level = recipe.levels.get(name, technique.default)
+        beside = seen.get(own.part, recipe)
         if facts.mode not in technique.modes:
             wrong_mode = f"it is for {' and '.join(sorted(technique.modes))} only"
             why_not = "" if level == technique.default else wrong_mode
         else:
-            why_not = technique.why_not(level, facts) or technique.conflict(level, recipe, facts)
+            why_not = technique.why_not(level, own) or technique.conflict(level, beside, own)
         if why_not:
-            return f"{technique.name}={level}: {why_not}"
+            return f"{name}={level}: {why_not}"
     return ""
 
 
 def preconditions(facts: Facts) -> Recipe:
     """The levels without which no recipe gives right answers on this workload."""
-    return canonical(Recipe({technique.name: technique.precondition(facts) for technique in CATALOGUE}))
+    return canonical(Recipe({name: technique.precondition(own) for name, technique, own in factors(facts)}))
 
 
 def kind_of(recipe: Recipe) -> tuple[str, ...]:
@@ -91,6 +151,8 @@ def kind_of(recipe: Recipe) -> tuple[str, ...]:
 
 def bundles(facts: Facts) -> list[Recipe]:
     """Four to eight recipes without conflict on these facts, those that promise most for their cost first."""
+    if facts.parts:
+        return _bundles_of_parts(facts)
     techniques = [technique for technique in CATALOGUE if facts.mode in technique.modes]
     usual = {technique.name: technique.usual(facts) for technique in techniques}
     offered = [bundle for technique in techniques for bundle in technique.bundles(facts)]
@@ -103,14 +165,35 @@ def bundles(facts: Facts) -> list[Recipe]:
     return list(found)[:_MOST_BUNDLES]
 
 
+def _bundles_of_parts(facts: Facts) -> list[Recipe]:
+    """The bundles of a pipeline: the first of every part together, then those of the part that takes longest beside
+    the usual levels of the others, then the second of every part together."""
+    usual = {name: technique.usual(own) for name, technique, own in factors(facts) if facts.mode in technique.modes}
+    offered = {part: bundles(own) for part, own in facts.parts.items()}
+
+    def joined(chosen: Mapping[str, Recipe]) -> Recipe:
+        levels = {name: level for name, level in usual.items() if technique_and_part(name)[1] not in chosen}
+        for part, bundle in chosen.items():
+            levels |= {factor_name(n, part): level for n, level in bundle.levels.items() if find(n).of_module}
+        return canonical(Recipe(levels))
+
+    longest = next(iter(offered))
+    chosen = [{part: found[0] for part, found in offered.items() if found}]
+    chosen += [{longest: bundle} for bundle in offered[longest]]
+    chosen.insert(3, {part: found[1] for part, found in offered.items() if len(found) > 1})
+    recipes = [recipe.without(*idle(recipe)) for recipe in map(joined, chosen)]
+    return list(dict.fromkeys(recipe for recipe in recipes if not conflict(recipe, facts)))[:_MOST_BUNDLES]
+
+
 # -- what a trial of a recipe takes ----------------------------------------------------------------------------------
 
 
 def environment(recipe: Recipe, facts: Facts) -> dict[str, str]:
     """The variables that a process of this recipe must start with."""
     variables: dict[str, str] = {}
-    for technique, level in changed(recipe):
-        variables |= technique.code(level, recipe, facts).environment
+    for part, technique, level in changed_by_part(recipe):
+        own, seen = (facts.parts[part], recipe.of_part(part)) if part else (facts, recipe)
+        variables |= technique.code(level, seen, own).environment
     return variables
 
 

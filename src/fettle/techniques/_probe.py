@@ -10,10 +10,12 @@ import contextlib
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from fettle.errors import UsageError
 from fettle.generate import brief
 from fettle.machine import find_libraries
 from fettle.procs.limits import usable_cores
@@ -22,6 +24,8 @@ from fettle.techniques._base import CATALOGUE
 from fettle.techniques._facts import Facts
 from fettle.techniques._generation import generation_facts
 from fettle.techniques._host import cpu_flags, installed
+from fettle.techniques._pipeline import calls_of_parts, timed_parts
+from fettle.techniques._tiled_attention import with_decomposed_bias
 from fettle.techniques.compile import blocks_of
 from fettle.workload import Workload, leaves
 
@@ -31,13 +35,49 @@ _BATCH_NORM = (torch.nn.modules.batchnorm._BatchNorm,)
 
 def probe_facts(workload: Workload, *, allow_batch: bool = False) -> Facts:
     """Look at a workload and at this machine. `allow_batch` is the user's word that the batch size may change."""
+    if workload.parts:
+        return _pipeline_facts(workload, allow_batch)
+    return _facts(workload, allow_batch, _forward_facts(brief(workload)))
+
+
+def _pipeline_facts(workload: Workload, allow_batch: bool) -> Facts:
+    """Those of a pipeline, with each part's, which is looked at as a model of its own on what it is called with."""
+    module, batch = workload.model, workload.inputs[0]
+    assert isinstance(module, torch.nn.Module)
+
+    def run() -> None:
+        torch.manual_seed(0)
+        workload.run(module, copy.deepcopy(batch))
+
+    with unchanged(workload, module):
+        calls = calls_of_parts(module, workload.parts, run)
+        costs, seconds = timed_parts(module, workload.parts, run)
+    if never := [name for name, found in calls.items() if not found]:
+        raise UsageError(f"the part {never[0]!r} is not called by the pipeline, or not as a module")
+    found = {}
+    for name, cost in sorted(costs.items(), key=lambda item: -item[1].seconds):
+        part = Workload(module.get_submodule(name), calls[name])
+        facts = _facts(part, False, _forward_facts(part))
+        found[name] = replace(
+            facts, part=name, calls=cost.calls, seconds=cost.seconds, share=cost.seconds / seconds,
+            calibration_batches=len(workload.calibration),
+        )  # fmt: skip
+    differs = any(one.train_mode_differs for one in found.values()) or any(
+        child.training and _random_or_batch_dependent(child) for child in module.modules()
+    )
+    changes = any(one.changes_buffers for one in found.values())
+    whole = _facts(workload, allow_batch, (False, 0, differs, changes))
+    return replace(whole, parts=found, seconds=seconds)
+
+
+def _facts(workload: Workload, allow_batch: bool, forward: tuple[bool, int, bool, bool]) -> Facts:
     model = workload.model
     module = model if isinstance(model, torch.nn.Module) else torch.nn.Module()
     tensors = [leaf for _, leaf in _tensors(workload.inputs[0])]
     parameters = list(module.parameters())
     device = _commonest([tensor.device.type for tensor in [*parameters, *module.buffers(), *tensors]], "cpu")
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in parameters if tensor.is_floating_point()]
-    uses_sdpa, manual_attention, train_mode_differs, changes_buffers = _forward_facts(brief(workload), module)
+    uses_sdpa, manual_attention, train_mode_differs, changes_buffers = forward
     generation = generation_facts(workload)
     return Facts(
         device=device,
@@ -60,6 +100,7 @@ def probe_facts(workload: Workload, *, allow_batch: bool = False) -> Facts:
         block_classes=_block_classes(module),
         hf_attention=_hf_attention(module, device),
         manual_attention=0 if generation else manual_attention,
+        decomposed_bias=len(with_decomposed_bias(module)),
         uses_sdpa=uses_sdpa,
         physical_cores=usable_cores(),
         threads=torch.get_num_threads(),
@@ -111,9 +152,10 @@ class _SeesSdpa(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _forward_facts(workload: Workload, module: torch.nn.Module) -> tuple[bool, int, bool, bool]:
+def _forward_facts(workload: Workload) -> tuple[bool, int, bool, bool]:
     """Whether SDPA is called, how many modules write attention out, whether train mode changes the answers, and
     whether eval mode changes buffers."""
+    module = workload.model if isinstance(workload.model, torch.nn.Module) else torch.nn.Module()
     training = [child for child in module.modules() if child.training and child is not module] or (
         [module] if module.training and isinstance(workload.model, torch.nn.Module) else []
     )

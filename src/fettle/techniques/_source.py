@@ -18,8 +18,10 @@ from typing import Any
 
 from fettle.recipe import Recipe
 from fettle.techniques._base import Code, Facts, Technique
-from fettle.techniques._catalogue import changed
+from fettle.techniques._catalogue import changed, changed_by_part
+from fettle.techniques._exported import spread
 from fettle.techniques._generation import writing
+from fettle.techniques._pipeline import Part, calls_of_parts, put_part
 
 _BEFORE_START = ("LD_PRELOAD", "MALLOC_CONF")
 """Variables that a process which is running already takes no notice of."""
@@ -93,6 +95,8 @@ def render(
     it. `calibration` is how many of
     the workload's first batches are handed to ``optimize``.
     """
+    if facts.parts:
+        return _render_pipeline(recipe, facts, heading, target, calibration)
     parts = codes(recipe, facts)
     writes = [writing([code for _, _, code in parts], facts)] if facts.generates else []
     lines = preamble(heading or f"Optimised for inference: {recipe}.", [*writes, *(code for _, _, code in parts)])
@@ -102,6 +106,60 @@ def render(
     elif heading:
         lines += [_USE.format(call=_call(facts))]
     return text_of(lines)
+
+
+def _render_pipeline(
+    recipe: Recipe, facts: Facts, heading: str, target: tuple[str, str] | None, calibration: int
+) -> str:
+    """A function for each part that changes, and one that puts them into their places."""
+    by_part: dict[str, list[tuple[Technique, str, Code]]] = {"": []}
+    for part, technique, level in changed_by_part(recipe):
+        own, seen = (facts.parts[part], recipe.of_part(part)) if part else (facts, recipe)
+        by_part.setdefault(part, []).append((technique, level, technique.code(level, seen, own)))
+    whole = by_part.pop("")
+    if by_part:  # after the mode, before the call
+        names = {part: f"optimize_{part.replace('.', '_')}" for part in by_part}
+        places: list[str] = []
+        helpers: list[Callable[..., Any]] = [Part, put_part]
+        looked_at = [part for part, codes in by_part.items() if _looks_at_batches(codes)]
+        if looked_at:
+            call = "call(model, *args, **kwargs)" if facts.custom_call else "model(*args, **kwargs)"
+            helpers += [spread, calls_of_parts]
+            places += [
+                "def run_all():",
+                "    for batch in batches:",
+                "        args, kwargs = spread(batch)",
+                f"        {call}",
+                "",
+                f"seen = calls_of_parts(model, {looked_at}, run_all)",
+            ]
+        for part, name in names.items():
+            batches = f'seen["{part}"]' if part in looked_at else "[]"
+            places.append(f'put_part(model, "{part}", {name}(model.get_submodule("{part}"), {batches}))')
+        whole.append((_PARTS, ", ".join(by_part), Code(helpers=tuple(helpers), prepare=tuple(places))))
+    everything = [code for found in (whole, *by_part.values()) for _, _, code in found]
+    lines = preamble(heading or f"Optimised for inference: {recipe}.", everything)
+    for part, found in by_part.items():
+        lines += ["", *_optimize(found, facts.parts[part], names[part], f"The part {part}: change it in place"), ""]
+    lines += ["", *_optimize(whole, facts)]
+    if target is not None:
+        lines += [_main(target, facts, calibration)]
+    elif heading:
+        lines += [_USE.format(call=_call(facts))]
+    return text_of(lines)
+
+
+class _Parts(Technique):
+    """The title of the lines that put parts into their places."""
+
+    title = "parts"
+
+
+_PARTS = _Parts()
+
+
+def _looks_at_batches(found: Sequence[tuple[Technique, str, Code]]) -> bool:
+    return any(_uses_name(line, "batches") for _, _, code in found for line in code.prepare)
 
 
 def text_of(lines: Iterable[str]) -> str:
@@ -160,10 +218,13 @@ def load(source: str, label: str) -> Callable[..., Callable[..., Any]]:
     return found  # type: ignore[no-any-return]
 
 
-def _optimize(parts: list[tuple[Technique, str, Code]], facts: Facts) -> list[str]:
+def _optimize(
+    parts: list[tuple[Technique, str, Code]], facts: Facts, name: str = "optimize",
+    does: str = "Change `model` in place",
+) -> list[str]:  # fmt: skip
     body = [
-        f"def optimize(model, batches{_call(facts)}):",
-        f'    """Change `model` in place and return the fast callable, which {TAKES[facts.generates]}."""',
+        f"def {name}(model, batches{_call(facts)}):",
+        f'    """{does} and return the fast callable, which {TAKES[facts.generates]}."""',
     ]
     for _, _, code in parts:
         if code.setup:

@@ -3,6 +3,7 @@
 from fettle.techniques._attention_rewrite import REWRITE
 from fettle.techniques._base import Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques._exported import spread
+from fettle.techniques._tiled_attention import TILED
 
 _HF = ("sdpa", "flash_attention_2", "eager")
 
@@ -24,12 +25,14 @@ class Attention(Technique):
     order = 400
     title = "attention"
     default = "as-is"
+    of_module = True
 
     def levels(self, facts: Facts) -> list[Level]:
         manual = "" if facts.manual_attention else "no attention written out by hand was found that can be rewritten"
         found = [
             Level("as-is", "as given"),
             Level("sdpa", "attention written out by hand becomes scaled_dot_product_attention", manual),
+            Level("tiled", "a bias by row and column is added tile by tile, and never written out", _tiled(facts)),
         ]
         for name in _HF:
             why_not = f"this model cannot be switched to {name} here"
@@ -43,9 +46,14 @@ class Attention(Technique):
         return found
 
     def usual(self, facts: Facts) -> str:
+        if not _tiled(facts):
+            return "tiled"
         return "sdpa" if facts.manual_attention else self.default
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
+        runtime = recipe.levels.get("runtime", "torch")
+        if level == "tiled" and runtime != "torch":
+            return f"runtime={runtime} would write out a loop over tiles"
         half = recipe.levels.get("precision", "fp32") != "fp32" or facts.dtype in ("bfloat16", "float16")
         if level == "hf-flash_attention_2" and not half:
             return "flash attention computes in 16 bits: needs precision=bf16 or fp16"
@@ -55,8 +63,16 @@ class Attention(Technique):
         return ""
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        if level == "tiled":
+            return Code(helpers=TILED, prepare=("tile_attention(model)",))
         if level == "sdpa":
             invoke = "call(model, *args, **kwargs)" if facts.custom_call else "model(*args, **kwargs)"
             lines = ("args, kwargs = spread(batches[0])", f"rewrite_attention(model, lambda: {invoke})")
             return Code(helpers=(spread, *REWRITE), prepare=lines)
         return Code(helpers=(set_attention,), prepare=(f'set_attention(model, "{level.removeprefix("hf-")}")',))
+
+
+def _tiled(facts: Facts) -> str:
+    if not facts.decomposed_bias:
+        return "no attention with a decomposed relative-position bias was found"
+    return "" if facts.device == "cpu" else "it is for CPUs: a loop over tiles leaves a GPU idle"

@@ -26,6 +26,7 @@ class ChannelsLast(Technique):
     rung = 3
     title = "channels last"
     default = "off"
+    of_module = True
 
     def levels(self, facts: Facts) -> list[Level]:
         why_not = ""

@@ -49,6 +49,7 @@ class Compile(Technique):
     modes = BOTH
     title = "torch.compile"
     default = "off"
+    of_module = True
     cost = 2
 
     def levels(self, facts: Facts) -> list[Level]:
@@ -117,6 +118,7 @@ class Freeze(Technique):
     order = 620
     title = "frozen weights"
     default = "off"
+    of_module = True
     needs: ClassVar[Mapping[str, str]] = {"compile": "default", "grad": "inference_mode"}
     cost = 2
 
@@ -136,6 +138,10 @@ class Freeze(Technique):
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         # Process-wide, not an option of the compile call: tracing asks for it too, and with the option alone the
         # weights stay inputs of the graph (torch 2.13, torch._dynamo.utils.is_parameter_freezing).
+        if facts.part:  # of a pipeline, whose other parts may keep theirs
+            return Code(
+                setup=("from torch._inductor import config as inductor",), contexts=("inductor.patch(freezing=True)",)
+            )
         return Code(setup=("from torch._inductor import config as inductor", "inductor.freezing = True"))
 
 
@@ -143,6 +149,7 @@ class _Within(Technique):
     """A setting of the compile call: its lines are `Compile.code`'s."""
 
     modes = BOTH
+    of_module = True
     needs: ClassVar[Mapping[str, str]] = {"compile": "default"}
     cost = 2
 

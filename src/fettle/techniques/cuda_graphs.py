@@ -56,6 +56,7 @@ class CudaGraphs(Technique):
     order = 670
     title = "CUDA graphs"
     default = "off"
+    of_module = True
     needs: ClassVar[Mapping[str, str]] = {"grad": "inference_mode"}
 
     def levels(self, facts: Facts) -> list[Level]:

@@ -64,6 +64,7 @@ class Precision(Technique):
     title = "16-bit precision"
     shrinks_states = frozenset({"bf16-master"})
     default = "fp32"
+    of_module = True
 
     def levels(self, facts: Facts) -> list[Level]:
         whole = "" if facts.is_module else "the model is a plain callable, its weights are out of reach"

@@ -90,6 +90,7 @@ class Quantize(Technique):
     order = 530
     title = "quantisation"
     default = "none"
+    of_module = True
     needs: ClassVar[Mapping[str, str]] = {"compile": "default", "grad": "inference_mode"}
     cost = 2
     packages = ("torchao",)

@@ -94,12 +94,16 @@ _SHARE = 0.9
 """Of the limit on the error: batches that layers were chosen on flatter the choice, and others judge it."""
 
 
+_OF_A_PART = "its layers are chosen by the error of a whole model, and a part's is another"
+
+
 @register
 class Runtime(Technique):
     name = "runtime"
     order = 650
     title = "runtime"
     default = "torch"
+    of_module = True
     cost = 2
     calibrated = frozenset({"openvino-int8", "openvino-int8-part"})
     learns = Learned("int8_layers", frozenset({"openvino-int8-part"}), _LAYERS)
@@ -127,7 +131,7 @@ class Runtime(Technique):
             Level(
                 "openvino-int8-part",
                 "OpenVINO, int8 in as many layers as the error allows",
-                openvino or data,
+                openvino or data or (_OF_A_PART if facts.part else ""),
             ),
             Level("openvino", "OpenVINO, computing in float32", openvino),
             Level("aoti", "AOTInductor: compiled ahead of time to a shared library", cannot),
@@ -203,8 +207,10 @@ class Streams(Technique):
     order = 660
     title = "streams"
     default = "one"
+    of_module = True
     needs: ClassVar[Mapping[str, str]] = {"runtime": "openvino"}  # which every CPU can, with bfloat16 or without
     cost = 2
+    helps_when_shared = True
 
     def levels(self, facts: Facts) -> list[Level]:
         why_not = ""

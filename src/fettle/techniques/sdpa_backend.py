@@ -20,6 +20,7 @@ class SdpaBackend(Technique):
     modes = BOTH
     title = "SDPA kernel"
     default = "auto"
+    of_module = True
 
     def levels(self, facts: Facts) -> list[Level]:
         uses = facts.uses_sdpa or facts.manual_attention or "sdpa" in facts.hf_attention

@@ -35,6 +35,7 @@ class Sparsity(Technique):
     order = 520
     title = "2:4 sparsity"
     default = "none"
+    of_module = True
     needs: ClassVar[Mapping[str, str]] = {"precision": "bf16", "grad": "inference_mode"}
 
     def levels(self, facts: Facts) -> list[Level]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.search import Space
-from fettle.techniques import CATALOGUE
+from fettle.techniques import find
 from fettle.tuning._budget import MOST_REPLICATES, REPLICATES_S, plan_final_race, race_s
 from fettle.tuning.session import Session
 from fettle.tuning.standings import read_trials
@@ -73,10 +73,9 @@ def _kept(session: Session) -> list[Trial]:
 def climb(recipe: Recipe) -> list[Recipe]:
     """The recipe's levels added one at a time, in the order of the rungs, then of the catalogue."""
     steps, levels = [], dict[str, str]()
-    for technique in sorted(CATALOGUE, key=lambda technique: (technique.rung, CATALOGUE.index(technique))):
-        if technique.name in recipe.levels:
-            levels[technique.name] = recipe.levels[technique.name]
-            steps.append(Recipe(levels))
+    for name, level in sorted(recipe.levels.items(), key=lambda item: (find(item[0]).rung, find(item[0]).order)):
+        levels[name] = level
+        steps.append(Recipe(levels))
     return steps
 
 

@@ -332,7 +332,7 @@ class Session:
 
     def remember(self, trial: Trial) -> None:
         """Keep the trial of a recipe that was not known."""
-        self.study.add(trial, self.facts.mode)
+        self.study.add(trial, self.facts)
         self.standings.known[trial.recipe] = trial
         self._recall(trial)
         self.study.set_note("seconds", self.seconds)

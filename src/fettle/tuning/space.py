@@ -5,10 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from fettle.errors import UsageError
-from fettle.recipe import Recipe
+from fettle.recipe import Recipe, technique_and_part
 from fettle.result import LeftOut
 from fettle.search import Space
-from fettle.techniques import CATALOGUE, Facts, Technique, bundles, canonical, conflict, find, idle, preconditions
+from fettle.techniques import (
+    Facts,
+    Technique,
+    bundles,
+    canonical,
+    conflict,
+    factors,
+    find,
+    idle,
+    needs_of,
+    preconditions,
+)
+
+_LEAST_SHARE = 0.01
+"""A part of a pipeline that takes less of the call's time is not tuned: all of it would hardly be measured."""
 
 
 def space_for(
@@ -25,29 +39,36 @@ def space_for(
     choices: dict[str, tuple[str, ...]] = {}
     left_out: list[LeftOut] = []
     required = dict(preconditions(facts).levels)
-    for technique in CATALOGUE:
+    allowed = _of_factors(allowed, facts)
+    for name, technique, own in factors(facts):
         usable = [technique.default]
         if facts.mode not in technique.modes:
-            if technique.name in allowed:
-                raise UsageError(f"the technique {technique.name} is for {' and '.join(technique.modes)} only")
+            if name in allowed:
+                raise UsageError(f"the technique {name} is for {' and '.join(technique.modes)} only")
             continue
-        for level in technique.levels(facts):
-            permitted = technique.name not in allowed or level.name in allowed[technique.name]
+        small = _too_small(own) if name not in allowed else ""
+        for level in technique.levels(own):
+            permitted = name not in allowed or level.name in allowed[name]
             if level.name == technique.default:
                 continue
-            if level.why_not:
-                left_out.append(LeftOut(technique.name, level.name, level.why_not))
+            if why := level.why_not or small:
+                left_out.append(LeftOut(name, level.name, why))
             elif not permitted:
-                left_out.append(LeftOut(technique.name, level.name, "not among the levels that are allowed"))
+                left_out.append(LeftOut(name, level.name, "not among the levels that are allowed"))
             else:
                 usable.append(level.name)
-                if why := ruled_out(Recipe({technique.name: level.name})):
-                    left_out.append(LeftOut(technique.name, level.name, f"{why}, unless another technique saves it"))
-        if technique.name in allowed:
-            _pin(technique, allowed[technique.name], facts, usable, required)
-        choices[technique.name] = tuple(usable)
+                if why := ruled_out(Recipe({name: level.name})):
+                    left_out.append(LeftOut(name, level.name, f"{why}, unless another technique saves it"))
+        if name in allowed:
+            _pin(name, technique, allowed[name], own, usable, required)
+        choices[name] = tuple(usable)
+    # Of a part that is not worth it a bundle goes without.
+    able = [
+        Recipe({name: level for name, level in bundle.levels.items() if len(choices[name]) > 1 or not facts.parts})
+        for bundle in bundles(facts)
+    ]
     useful = [
-        bundle for bundle in bundles(facts) if all(level in choices[name] for name, level in bundle.levels.items())
+        bundle for bundle in dict.fromkeys(able) if all(level in choices[name] for name, level in bundle.levels.items())
     ]
 
     def why_not(recipe: Recipe) -> str:
@@ -62,7 +83,7 @@ def space_for(
     space = Space(
         choices=choices,
         conflict=why_not,
-        needs={technique.name: technique.needs for technique in CATALOGUE if technique.needs},
+        needs=needs_of(facts),
         required=canonical(Recipe(required)),
         cost=cost or level_cost,
         bundles=[canonical(Recipe({**recipe.levels, **required})) for recipe in useful],
@@ -75,12 +96,33 @@ def level_cost(recipe: Recipe) -> int:
     return max((find(name).level_cost(level) for name, level in recipe.levels.items()), default=1)
 
 
+def _too_small(facts: Facts) -> str:
+    """Why a part of a pipeline is not worth a trial; empty for one that is, and for a whole workload."""
+    return f"the part takes {facts.share:.2%} of the call's time" if facts.share < _LEAST_SHARE else ""
+
+
+def _of_factors(allowed: Mapping[str, Sequence[str]], facts: Facts) -> Mapping[str, Sequence[str]]:
+    """The user's choice by factor: a technique named alone is meant for every part that can have one of its levels.
+
+    Raises `UsageError` for a part that there is not."""
+    found: dict[str, Sequence[str]] = {}
+    for name, levels in allowed.items():
+        technique, part = technique_and_part(name)
+        if part and part not in facts.parts:
+            raise UsageError(conflict(Recipe({name: levels[0]}), facts))
+        own = [(factor, kind, one) for factor, kind, one in factors(facts) if kind.name == technique]
+        able = [factor for factor, kind, one in own if any(not kind.why_not(level, one) for level in levels)]
+        for factor in [name] if part or not facts.parts else able or [own[0][0]]:
+            found.setdefault(factor, levels)
+    return found
+
+
 def _pin(
-    technique: Technique, levels: Sequence[str], facts: Facts, usable: list[str], required: dict[str, str]
+    name: str, technique: Technique, levels: Sequence[str], facts: Facts, usable: list[str], required: dict[str, str]
 ) -> None:
     """Take the user's choice for one technique: it is an error when none of the levels can be had; a lone one is
     required."""
-    name, default = technique.name, technique.default
+    default = technique.default
     usable += [level for level in levels if level not in usable and not technique.why_not(level, facts)]
     possible = [level for level in levels if level in usable]
     if not possible:

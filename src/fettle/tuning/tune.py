@@ -16,6 +16,7 @@ from fettle.machine import this_machine
 from fettle.measure import close_all
 from fettle.recipe import Recipe
 from fettle.search import DESIGNS, auto
+from fettle.techniques import factors
 from fettle.tuning._arguments import (
     check_options,
     check_ranks,
@@ -79,8 +80,8 @@ def tune(
     allowed = check_techniques(options.techniques)
     folder = writable(options.output)
     options = replace(options, output=folder)
-    given = workload_of(model, inputs, call, metric, options.mode)
-    target = check_ranks(options, target_of(given, folder))
+    subject = workload_of(model, inputs, call, metric, options.mode)
+    target = check_ranks(options, target_of(subject, folder))
     machine = this_machine()
 
     watched = ExitStack()
@@ -113,10 +114,12 @@ def tune(
         if others is not None:
             others.close()
         watched.close()
-    object.__setattr__(result, "workload", given)
+    object.__setattr__(result, "workload", subject)
     return result
 
 
 def _advised(session: Session, first: Sequence[str]) -> list[str]:
     """The techniques that were named, then those that the first look advised, the most promising first."""
-    return list(dict.fromkeys([*first, *(name for item in session.probed.advice for name in item.levels)]))
+    wanted = dict.fromkeys([*first, *(name for item in session.probed.advice for name in item.levels)])
+    known = [(name, technique.name) for name, technique, _ in factors(session.facts)]  # a part's bear the same advice
+    return [name for one in wanted for name, technique in known if one in (name, technique)]

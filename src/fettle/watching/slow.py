@@ -77,16 +77,16 @@ def _frames(frame: FrameType | None) -> tuple[tuple[str, str, int], ...]:
 
 def hottest(samples: list[Sample]) -> str | None:
     """The innermost line outside installed packages and this package, over all samples."""
-    seen: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for _, frames in samples:
         for _, file, line in reversed(frames):
             if is_program(file):
-                seen[f"{file}:{line}"] = seen.get(f"{file}:{line}", 0) + 1
+                counts[f"{file}:{line}"] = counts.get(f"{file}:{line}", 0) + 1
                 break
-    if not seen:
+    if not counts:
         return None
-    place = max(seen, key=lambda key: seen[key])
-    return f"{place} ({seen[place] / len(samples):.0%} of samples)"
+    place = max(counts, key=lambda key: counts[key])
+    return f"{place} ({counts[place] / len(samples):.0%} of samples)"
 
 
 def write_samples(path: Path, samples: list[Sample], number: int) -> None:

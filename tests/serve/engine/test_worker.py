@@ -121,13 +121,12 @@ def test_the_next_batch_is_there_before_the_worker_asks():
     assert len(worker._process.sent) == 3
 
 
-@pytest.mark.parametrize("kinds", [{"count": wire.SHARED_FROM}, {"piece": print}], ids=["large", "generated"])
-def test_what_the_worker_must_not_see_before_is_sent_when_its_turn_comes(kinds):
+def test_what_is_too_large_to_wait_in_the_worker_is_sent_when_its_turn_comes():
     @in_loop
     def test():
         worker = quick()
         worker.run(batch(), 1.0)
-        worker.follow(batch(**kinds))
+        worker.follow(batch(count=wire.SHARED_FROM))
         assert len(worker._process.sent) == 2
         answer(worker)
         assert len(worker._process.sent) == 3
@@ -139,17 +138,17 @@ def test_what_the_worker_must_not_see_before_is_sent_when_its_turn_comes(kinds):
 
 
 @in_loop
-def test_a_prompt_given_up_behind_another_batch_is_not_computed():
+def test_a_request_given_up_behind_another_batch_is_not_computed():
     worker = quick()
     worker.run(batch(), 1.0)
-    second = batch(piece=print)
+    second = batch(count=wire.SHARED_FROM)
     worker.follow(second)
     second.items[0].answer.cancel()
     answer(worker)
     assert worker.batch.items == [second.items[1]]
-    assert len(worker._process.sent[-1][0].lengths) == 1
+    assert len(worker._process.sent[-1][0].shapes) == 1
     answer(worker)
-    third = batch(piece=print)
+    third = batch(count=wire.SHARED_FROM)
     worker.run(batch(), 1.0)
     worker.follow(third)
     for item in third.items:
@@ -247,3 +246,63 @@ def test_a_batch_that_others_could_still_join_is_not_sent_ahead():
     for item in (older, *newer):
         queue.push(item)
     assert queue.take_full() is None  # the oldest request's turn is first, and others may still join it
+
+
+class Texts(Pool):
+    """Notes the pieces of texts, too."""
+
+    def on_piece(self, request, piece, rows, *, last):
+        self.told.append(("piece", bytes(piece), rows, last))
+
+    def plan_pump(self):
+        self.told.append("pump")
+
+
+def writer():
+    worker = Worker(Texts(), 0, 1)
+    worker._process = Process()
+    worker._on_message(wire.Ready(0.1, 3), memoryview(b""))
+    return worker
+
+
+@in_loop
+def test_texts_are_written_beside_each_other_and_leave_one_by_one():
+    worker = writer()
+    one, other = request(piece=print), request(piece=print)
+    worker.begin_text(one, 1.0)
+    worker.begin_text(other, 1.0)
+    assert (worker.free_texts, worker.idle, worker.requests()) == (1, False, [one, other])
+    first, second = [header.id for header, _ in worker._process.sent]
+    worker.run(batch(), 1.0)  # tensors are answered between two tokens
+    worker._on_message(wire.Piece(first), memoryview(b"a"))
+    worker._on_message(wire.Piece(second, last=True), memoryview(b"b"))
+    assert worker.pool.told[-3:] == [("piece", b"a", 2, False), ("piece", b"b", 2, True), "pump"]
+    assert worker.free_texts == 2
+    answer(worker)
+    assert not worker.cancel(other.answer)
+    assert worker.cancel(one.answer)
+    assert worker._process.sent[-1][0] == wire.Cancel(first)
+    assert (worker.free_texts, worker.idle) == (3, True)
+    told = len(worker.pool.told)
+    worker._on_message(wire.Piece(first), memoryview(b"late"))
+    assert len(worker.pool.told) == told
+    worker.close()
+
+
+@in_loop
+def test_one_text_that_fails_disturbs_no_other_and_a_lost_worker_fails_each():
+    worker = writer()
+    texts = [request(piece=print) for _ in range(3)]
+    for text in texts:
+        worker.begin_text(text, 1.0)
+    numbers = [header.id for header, _ in worker._process.sent]
+    worker._on_message(wire.Failed(numbers[1], "too long", usage=True, too_long=True), memoryview(b""))
+    failed = [said[1].items for said in worker.pool.told if said[0] == "failed"]
+    assert failed == [[texts[1]]]
+    assert worker.requests() == [texts[0], texts[2]]
+    worker.pool.closing = True  # it is not started again
+    worker._on_lost("ended")
+    failed = [said[1].items for said in worker.pool.told if said[0] == "failed"]
+    assert failed == [[texts[1]], [texts[0]], [texts[2]]]
+    assert worker.free_texts == 0
+    worker.close()

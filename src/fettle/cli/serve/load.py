@@ -19,14 +19,17 @@ from fettle.files import check_writable, plain, read_bytes, write_text
 if TYPE_CHECKING:
     from fettle.load.client import Request
     from fettle.load.compare import Change
-    from fettle.load.run import Run
+    from fettle.load.run import Run, TextLimits
     from fettle.page import Table
 
 
 def command(
     url: Annotated[
         str,
-        typer.Argument(help="http://HOST:PORT, where one model is served; .../v2/models/NAME; or any URL, with --body"),
+        typer.Argument(
+            help="http://HOST:PORT, where one model is served; .../v2/models/NAME; .../v1 for texts by OpenAI's "
+            "protocol; or any URL, with --body"
+        ),
     ],
     rate: Annotated[
         list[float] | None, typer.Option(min=0.01, help="open loop: requests a second. Repeated: one run for each")
@@ -47,6 +50,21 @@ def command(
     p99: Annotated[
         str | None, typer.Option("--p99", help="latency limit for 99% of the requests, for example 100ms")
     ] = None,
+    ttft: Annotated[
+        str | None, typer.Option(help="of texts: limit for 99% of the times to the first token, for example 500ms")
+    ] = None,
+    itl: Annotated[
+        str | None, typer.Option(help="of texts: limit for 99% of the times between two tokens, for example 50ms")
+    ] = None,
+    prompt_tokens: Annotated[
+        str, typer.Option(help="of texts: 128, uniform:16:256, exponential:128 or lognormal:128:0.8")
+    ] = "128",
+    output_tokens: Annotated[str, typer.Option(help="of texts, as --prompt-tokens")] = "128",
+    texts: Annotated[
+        Path | None,
+        typer.Option(help='a line of JSON for each text: {"prompt": TEXT or a number of tokens, "max_tokens": N}'),
+    ] = None,
+    model: Annotated[str, typer.Option(help="of texts: which model, where several are served")] = "",
     rows: Annotated[int, typer.Option(min=1, help="rows in each request")] = 1,
     body: Annotated[Path | None, typer.Option(help="send this file as the body of every request")] = None,
     content_type: Annotated[str, typer.Option(help="content type of --body")] = "application/json",
@@ -82,11 +100,14 @@ def command(
 
       fettle serve load http://127.0.0.1:8080/predictions/bert --body request.json --rate 50
 
+      fettle serve load http://127.0.0.1:8080/v1 --rate 2 --ttft 500ms --itl 50ms --output-tokens lognormal:100:0.8
+
       fettle serve load http://127.0.0.1:8080 --rate 80 --baseline last-week.json
     """
     try:
         from fettle.load.compare import compare, read_baseline
-        from fettle.load.run import as_data
+        from fettle.load.run import TextLimits, as_data
+        from fettle.load.texts import text_requests
         from fettle.load.torchserve import COLUMNS, torchserve_row
     except ImportError as error:
         raise extra(f"{error.name} is not installed", "serve") from error
@@ -95,13 +116,21 @@ def command(
     check_writable(markdown, csv_file)
     seconds, limit_s = _options.duration_s(duration, "--duration"), _options.duration_s(p99 or "0", "--p99")
     token = read_bytes(token_file).decode().strip() if token_file is not None else ""
-    requests = _requests(url, rows, seed, body, content_type, token)
+    limits = TextLimits(_options.duration_s(ttft or "0", "--ttft"), _options.duration_s(itl or "0", "--itl"))
+    if _of_texts(url):
+        requests = text_requests(
+            url, prompt_tokens, output_tokens, file=texts, model=model, seed=seed, token=token
+        )  # fmt: skip
+    elif ttft or itl or texts:
+        raise UsageError("--ttft, --itl and --texts are for a server that writes texts: give its URL with /v1")
+    else:
+        requests = _requests(url, rows, seed, body, content_type, token)
     plans = _plans(rate or [], concurrency or [], schedule, even, seconds, seed)
     from fettle.loop import run
 
     earlier = read_baseline(baseline) if baseline is not None else []
     with _show.telling("starting", quiet=as_json) as show:
-        runs = run(_all(requests, plans, seconds, limit_s, show))
+        runs = run(_all(requests, plans, seconds, limit_s, limits, show))
     interrupted = any(run.interrupted for run in runs)
     changes = compare([as_data(run) for run in runs], earlier) if earlier and not interrupted else []
     data: Any = [as_data(run) for run in runs]
@@ -114,7 +143,7 @@ def command(
         _options.write_csv(csv_file, COLUMNS, (torchserve_row(as_data(run), url) for run in runs))
     # What was refused or failed was not answered within the limit either.
     worse = any(change.verdict == "worse" for change in changes)
-    missed = worse or (limit_s and any(run.within < 0.99 for run in runs))
+    missed = worse or (limit_s and any(run.within < 0.99 for run in runs)) or any(run.missed for run in runs)
     failed = missed or any(run.void or not run.stable or not run.answered for run in runs)
     _show.leave(interrupted=interrupted, missed=bool(failed))
 
@@ -144,7 +173,14 @@ def _requests(url: str, rows: int, seed: int, body: Path | None, content_type: s
     return [http_request(url, read_bytes(body), headers)]
 
 
-async def _all(requests: Any, plans: list[tuple[str, Any]], seconds: float, limit_s: float, show: Any) -> list[Run]:
+def _of_texts(url: str) -> bool:
+    """Whether texts are asked for, by OpenAI's protocol."""
+    return url.rstrip("/").endswith(("/v1", "/v1/completions", "/v1/chat/completions"))
+
+
+async def _all(
+    requests: Any, plans: list[tuple[str, Any]], seconds: float, limit_s: float, limits: TextLimits, show: Any
+) -> list[Run]:
     from fettle.load.loops import closed_loop, open_loop
 
     stop = asyncio.Event()
@@ -156,10 +192,12 @@ async def _all(requests: Any, plans: list[tuple[str, Any]], seconds: float, limi
         def on_progress(now: float, waiting: int, number: int = number, end: float = end) -> None:
             show(f"run {number} of {len(plans)}: {max(0.0, end - now):.0f} s left, {waiting} requests on their way")
 
+        how: dict[str, Any] = {"limit_s": limit_s, "limits": limits, "on_progress": on_progress, "stop": stop}
         if mode == "closed":
-            runs.append(await closed_loop(requests, plan, seconds, limit_s=limit_s, on_progress=on_progress, stop=stop))
+            runs.append(await closed_loop(requests, plan, seconds, **how))
         else:
-            runs.append(await open_loop(requests, plan, limit_s=limit_s, on_progress=on_progress, stop=stop))
+            how["patience_s"] = 60.0 if _of_texts(requests[0].path) else 10.0
+            runs.append(await open_loop(requests, plan, **how))
         if stop.is_set():
             break
     return runs
@@ -173,6 +211,11 @@ _COLUMNS = (
     "p95 ms",
     "p99 ms",
     "max ms",
+    "TTFT p50 ms",
+    "TTFT p99 ms",
+    "ITL p50 ms",
+    "ITL p99 ms",
+    "tokens/s",
     "within",
     "goodput/s",
     "refused",
@@ -197,10 +240,15 @@ def _row(run: Run) -> list[str]:
         notes.append(", ".join(f"{kind}: {count}" for kind, count in run.errors.items()))
     if run.interrupted:
         notes.append("interrupted")
-    within = f"{run.within:.1%}" if run.limit_s else ""
+    limited = run.limit_s or run.limits != type(run.limits)()
+    within = f"{run.within:.1%}" if limited else ""
+    text = ["", "", "", "", ""]
+    if run.texts:
+        times = (run.ttft_s(50), run.ttft_s(99), run.itl_s(50), run.itl_s(99))
+        text = [*(f"{seconds * 1e3:.1f}" for seconds in times), f"{run.tokens_per_s:.5g}"]
     middle = [f"{run.percentile(p) * 1e3:.1f}" for p in (50, 90, 95)]
-    good = f"{run.goodput:.5g}" if run.limit_s else ""
-    return [load, f"{run.throughput:.5g}", *middle, p99, f"{run.percentile(100) * 1e3:.1f}", within, good,
+    good = f"{run.goodput:.5g}" if limited else ""
+    return [load, f"{run.throughput:.5g}", *middle, p99, f"{run.percentile(100) * 1e3:.1f}", *text, within, good,
             str(run.shed), str(run.failed), f"{run.late_s * 1e3:.2f}" if run.mode == "open" else "",
             f"{run.little:.2f}", "; ".join(notes)]  # fmt: skip
 

@@ -39,6 +39,10 @@ def command(
     tokenizer: Annotated[
         Path | None, typer.Option(help="tokenizer.json of the library tokenizers, or its folder")
     ] = None,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(help="the chat template of a --handler generate; default: that of the tokenizer's folder"),
+    ] = None,
     requires: Annotated[
         list[str] | None,
         typer.Option(help="a library that your handler.py imports: scipy, or 'scipy>=1.10'"),
@@ -60,6 +64,7 @@ def command(
 
       fettle serve package workloads/minilm.py --handler text --tokenizer minilm/tokenizer.json
     """
+    from fettle.package.chatting import read_chat
     from fettle.package.export import write_package
     from fettle.package.settings import ServeSettings
     from fettle.recipe_file import RecipeFile, load_recipe
@@ -69,11 +74,19 @@ def command(
     tuned = load_recipe(recipe) if recipe is not None else RecipeFile()
     called = name or found.name
     path = output or Path(f"{called}-{version}")
+    files = add_files(labels, tokenizer)
+    special: dict[str, str] = {}
+    if handler == "generate":
+        chat, special = read_chat(tokenizer if tokenizer is not None and tokenizer.is_dir() else None, chat_template)
+        files |= chat
+    elif chat_template is not None:
+        raise UsageError("a chat template is for --handler generate")
     with _show.telling("building the workload", quiet=as_json) as progress, _quiet.users_code_quiet():
         package = write_package(
             found.load(), tuned.recipe, path, name=called, version=version, settings=ServeSettings(max_rows=max_rows),
-            handler=as_handler(handler), handler_settings=toml_settings(handler_settings),
-            files=add_files(labels, tokenizer), requires=requires or (), evidence=tuned.evidence,
+            handler=as_handler(handler),
+            handler_settings={**special, **toml_settings(handler_settings)},
+            files=files, requires=requires or (), evidence=tuned.evidence,
             on_progress=progress,
         )  # fmt: skip
     show(package, path, as_json)

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from fettle.cli import _options, _quiet
 from fettle.errors import UsageError, extra
+from fettle.units import parse_size
 
 if TYPE_CHECKING:
     from fettle.package.manifest import Package
@@ -51,6 +52,15 @@ def command(
     workers: Annotated[int | None, typer.Option(min=1, help="worker processes of each model")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="threads of each worker")] = None,
     max_rows: Annotated[int | None, typer.Option(min=1, max=8192, help="rows of the largest batch")] = None,
+    cache_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="of a model that writes texts: most that a worker keeps of keys and values, for example 4GiB"
+        ),
+    ] = None,
+    prefill_tokens: Annotated[
+        int | None, typer.Option(min=1, help="tokens of prompts that are computed between two tokens of other texts")
+    ] = None,
     delay: Annotated[str | None, typer.Option(help="time to wait for a batch to fill, for example 5ms")] = None,
     device: Annotated[
         list[str] | None, typer.Option(help="cpu, cuda, or several: cuda:0,cuda:1; default: serve.toml's")
@@ -74,6 +84,8 @@ def command(
 
       fettle serve model.py --recipe recipe.toml --p99 100ms --rate 80
 
+      fettle serve smollm-1 --max-rows 32 --cache-memory 2GiB
+
       fettle serve --store models --management-port 8081 --state served.json
     """
     _quiet.speak_up()
@@ -92,7 +104,9 @@ def command(
     if store is not None and not store.is_dir():
         raise UsageError(f"no such folder: {store}")
     override: dict[str, Any] = {
-        "workers": workers, "threads": threads, "max_rows": max_rows, "delay_ms": waits_ms
+        "workers": workers, "threads": threads, "max_rows": max_rows, "delay_ms": waits_ms,
+        "cache_bytes": None if cache_memory is None else parse_size(cache_memory, "--cache-memory"),
+        "prefill_tokens": prefill_tokens,
     }  # fmt: skip
     token = token_from(token_file) if token_file is not None else ""
     address = Address(
@@ -119,6 +133,8 @@ def command(
 
 def _say_where(server: Server, address: Address, as_json: bool) -> None:
     """Where it listens, and what can be asked there."""
+    from fettle.package.handlers.generate import Settings
+
     base = f"http://{address.host}:{server.ports[0]}"
     names = {name: number for name, number, _ in server.registry.versions()}
     if as_json:
@@ -129,6 +145,8 @@ def _say_where(server: Server, address: Address, as_json: bool) -> None:
     for name in names:
         console.print(f"  POST {base}/v2/models/{name}/infer", highlight=False)
         console.print(f"  POST {base}/predictions/{name}", highlight=False)
+    if any(isinstance(version.package.manifest.handler, Settings) for _, _, version in server.registry.versions()):
+        console.print(f"  texts by OpenAI's protocol: {base}/v1", highlight=False)
     console.print(f"  all that can be asked: {base}/docs", highlight=False)
     if address.management_port is not None:
         console.print(f"management on port {server.ports[1]}, token in {_SECRET}", highlight=False)

@@ -96,9 +96,9 @@ class _Row:
             self.written += written
         shape = max((tuple(tensor.shape) for tensor in outputs), key=math.prod, default=())
         self.largest = max(self.largest, shape, key=math.prod)
-        given = max((tensor.numel() for tensor in inputs), default=0)
-        if given and math.prod(shape) >= 1 << 20:
-            self.growth = max(self.growth, math.prod(shape) / given)
+        input_elements = max((tensor.numel() for tensor in inputs), default=0)
+        if input_elements and math.prod(shape) >= 1 << 20:
+            self.growth = max(self.growth, math.prod(shape) / input_elements)
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -108,7 +108,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.modules: list[tuple[str, str]] = [("", "")]
-        self.seen: dict[tuple[str, str, str, str], _Row] = {}
+        self.by_place: dict[tuple[str, str, str, str], _Row] = {}
         self.call = -1
         self.handles: list[Any] = []
         self.overhead_s = _watching_s(device)
@@ -164,7 +164,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         module, kind = self.modules[-1]
         line, function = _user_place()
         key = (func.overloadpacket.__name__, module, line, _dtype(_tensors(out), _tensors((args, kwargs))))
-        row = self.seen.setdefault(key, _Row(kind, function))
+        row = self.by_place.setdefault(key, _Row(kind, function))
         while len(row.rounds) <= self.call:
             row.rounds.append([0.0, 0])
         row.rounds[self.call][0] += max(0.0, spent - self.overhead_s)
@@ -194,7 +194,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 written=row.written,
                 growth=row.growth,
             )
-            for (name, module, line, dtype), row in self.seen.items()
+            for (name, module, line, dtype), row in self.by_place.items()
             if row.group  # it ran in the first call; else control flow took another way
         ]
         return sorted(found, key=lambda row: -row.seconds)
@@ -285,12 +285,12 @@ def _named_modules(model: Any) -> list[tuple[str, torch.nn.Module]]:
 
 def _digest(args: Any) -> bytes | None:
     """What identifies the values of a module's inputs; None where there are none, or too many to read."""
-    given = tensors(args)
-    if not given or sum(tensor.numel() * tensor.element_size() for tensor in given) > 16 << 20:
+    inputs = tensors(args)
+    if not inputs or sum(tensor.numel() * tensor.element_size() for tensor in inputs) > 16 << 20:
         return None
     whole = hashlib.blake2b(digest_size=16)
     try:
-        for tensor in given:
+        for tensor in inputs:
             whole.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
             whole.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     except (RuntimeError, TypeError):  # a tensor without plain memory: sparse, nested, quantised

@@ -50,7 +50,7 @@ class Recorded:
         return max(1.0, self.recorded_s / self.plain_s) if self.plain_s > 0 else 1.0
 
 
-def trace(given: Workload | TrainingWorkload, path: str, seconds: float) -> Recorded:
+def trace(measured: Workload | TrainingWorkload, path: str, seconds: float) -> Recorded:
     """Write a profiler trace of at most five calls to `path`, in about `seconds` of plain calls; at least one.
 
     Raises `UsageError` for a call of more than 100,000 operators, or where a profiler runs already.
@@ -59,10 +59,10 @@ def trace(given: Workload | TrainingWorkload, path: str, seconds: float) -> Reco
     def recorder(calls: int, device: str) -> Recorder:
         return record_trace(path, warmup=1, active=calls)
 
-    return _record(given, seconds, _TRACED_CALLS, (_operators, "operators"), recorder, warmup=1)
+    return _record(measured, seconds, _TRACED_CALLS, (_operators, "operators"), recorder, warmup=1)
 
 
-def memory(given: Workload | TrainingWorkload, path: str, seconds: float) -> Recorded:
+def memory(measured: Workload | TrainingWorkload, path: str, seconds: float) -> Recorded:
     """Write the allocator's history of at most eight calls to `path`, in about `seconds` of plain calls; at least one.
 
     On a CPU it is taken from the profiler with Python's stacks, which slows small operators severalfold. Raises
@@ -72,11 +72,11 @@ def memory(given: Workload | TrainingWorkload, path: str, seconds: float) -> Rec
     def recorder(calls: int, device: str) -> Recorder:
         return record_memory(Path(path), device="cuda" if device == "cuda" else "cpu")
 
-    return _record(given, seconds, _MEMORY_CALLS, (_functions, "Python functions"), recorder)
+    return _record(measured, seconds, _MEMORY_CALLS, (_functions, "Python functions"), recorder)
 
 
 def _record(
-    given: Workload | TrainingWorkload,
+    measured: Workload | TrainingWorkload,
     seconds: float,
     most_calls: int,
     events: tuple[Callable[[Callable[[], Any]], int], str],
@@ -89,7 +89,7 @@ def _record(
     """
     if torch.autograd.profiler._is_profiler_enabled:  # of two, the one that began first would lose what it has
         raise UsageError("a profiler is running in the workload already")
-    workload = as_workload(given)
+    workload = as_workload(measured)
     device = device_type(workload)
 
     def call() -> None:
@@ -112,26 +112,26 @@ def _record(
 def _operators(call: Callable[[], Any]) -> int:
     """Operators below the dispatcher in one call."""
 
-    seen = 0
+    events = 0
 
     class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            nonlocal seen
-            seen += 1
+            nonlocal events
+            events += 1
             return func(*args, **(kwargs or {}))
 
     with Count():  # type: ignore[no-untyped-call]
         call()
-    return seen
+    return events
 
 
 def _functions(call: Callable[[], Any]) -> int:
     """Functions that Python calls in one call, built-in ones too."""
-    seen = 0
+    calls = 0
 
     def note(frame: Any, event: str, argument: Any) -> None:
-        nonlocal seen
-        seen += event in ("call", "c_call")
+        nonlocal calls
+        calls += event in ("call", "c_call")
 
     before = sys.getprofile()
     sys.setprofile(note)
@@ -139,4 +139,4 @@ def _functions(call: Callable[[], Any]) -> int:
         call()
     finally:
         sys.setprofile(before)
-    return seen
+    return calls

@@ -80,14 +80,14 @@ def find_cuda_syncs(call: Callable[[], Any], *, calls: int = 1) -> SyncReport:
         raise RuntimeError("no CUDA device here: find_syncs finds them on a CPU")
     places: Counter[Sync] = Counter()
 
-    def seen(message: Any, *args: Any, **kwargs: Any) -> None:
+    def on_warning(message: Any, *args: Any, **kwargs: Any) -> None:
         if "synchronizing CUDA operation" in str(message):
             places[here("cuda", "wait", "CUDA reported a synchronising call")] += 1
 
     before, started = torch.cuda.get_sync_debug_mode(), time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        warnings.showwarning = seen  # called on the warning's own stack, so the user's line is there to be found
+        warnings.showwarning = on_warning  # called on the warning's own stack, so the user's line is there to be found
         torch.cuda.set_sync_debug_mode("warn")
         try:
             for _ in range(calls):

@@ -16,14 +16,14 @@ def padding(workload: Workload) -> Padding:
     padded = positions = 0
     where = ""
     for batch in workload.inputs:
-        given = {path: leaf for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() == 2}
-        mask = next((t for path, t in given.items() if path.endswith("attention_mask")), None)
+        matrices = {path: leaf for path, leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() == 2}
+        mask = next((t for path, t in matrices.items() if path.endswith("attention_mask")), None)
         if mask is not None:
             padded += int((mask == 0).sum())
             positions += mask.numel()
             where = "attention_mask"
             continue
-        ids = next((t for t in given.values() if t.dtype in (torch.int32, torch.int64) and t.shape[1] > 4), None)
+        ids = next((t for t in matrices.values() if t.dtype in (torch.int32, torch.int64) and t.shape[1] > 4), None)
         if ids is not None:
             last = ids[:, -1:]
             run = (ids.flip(1) == last).long().cumprod(1).sum(1)

@@ -23,12 +23,12 @@ def variants(
     """
     from fettle.measure import log_interval
 
-    given = torch.get_num_threads()
+    own = torch.get_num_threads()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     switches: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {}
-    if given != usable:
+    if own != usable:
         switches[f"threads={usable}"] = lambda: threads(usable)
-    if given > 1 and wall_s < 0.5:
+    if own > 1 and wall_s < 0.5:
         switches["threads=1"] = lambda: threads(1)
     if torch.is_grad_enabled():
         switches["grad=inference_mode"] = torch.inference_mode
@@ -84,15 +84,15 @@ def timed(call: Callable[[], Any], device: str, seconds: float, least: int = 3) 
 
 
 @contextlib.contextmanager
-def held(holder: Any, setter_name: str, value: Any, given: Any) -> Iterator[None]:
-    """A process-wide setting at `value`, whatever the call itself asks for; then at `given` again."""
+def held(holder: Any, setter_name: str, value: Any, original: Any) -> Iterator[None]:
+    """A process-wide setting at `value`, whatever the call itself asks for; then at `original` again."""
     setter = getattr(holder, setter_name)
     setter(value)
     try:
         with replaced(holder, setter_name, lambda _: lambda *_, **__: contextlib.nullcontext()):
             yield
     finally:
-        setter(given)
+        setter(original)
 
 
 def threads(count: int) -> contextlib.AbstractContextManager[None]:

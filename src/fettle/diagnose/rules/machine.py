@@ -218,25 +218,25 @@ def subnormal(call: Evidence) -> Finding | None:
 @rule("inference", "training")
 def threads(call: Evidence) -> Finding | None:
     """Fewer threads than cores, or too many: more than there are cores, or threads that only wait for each other."""
-    given, cores = call.threads, call.cores
+    count, cores = call.threads, call.cores
     if not call.operations or call.facts.device != "cpu":
         return None  # threads are the operators': without any, what their number seemed to save is chance
-    why = "more than there are cores" if given > cores else "and they mostly wait for each other"
-    tried = [] if given == cores else [cores]
-    if given > cores or call.crowded <= CROWDED:
+    why = "more than there are cores" if count > cores else "and they mostly wait for each other"
+    tried = [] if count == cores else [cores]
+    if count > cores or call.crowded <= CROWDED:
         tried.append(1)  # where other programs take the cores, threads that wait for one seem to wait for each other
     for wanted in tried:
-        few = wanted > given
+        few = wanted > count
         saved, low, high = call.variants.get(f"threads={wanted}", UNKNOWN)
         if saved > (LEAST if few else 0.1) and low > 0:
             return cause(
-                f"{given} of {cores} cores are used." if few else f"{given} threads, {why}.",
+                f"{count} of {cores} cores are used." if few else f"{count} threads, {why}.",
                 bound=high,
                 evidence=(f"the same call with {wanted}{' threads' if few else ''} took {saved:.0%} less",),
                 levels={"threads": str(wanted)} if few or wanted == 1 else {},
                 advice=f"torch.set_num_threads({'number of cores' if few else wanted})",
                 formula="upper end of what the other number of threads saved when it was tried",
-                before=f"torch.set_num_threads({given})",
+                before=f"torch.set_num_threads({count})",
                 after=f"torch.set_num_threads({wanted})",
             )
     return None

@@ -1,4 +1,4 @@
-"""The keys and values of the texts that are being generated, kept between their tokens."""
+"""The keys and values of the texts that are being written: a row of fixed length for each, and a bound on all."""
 
 from __future__ import annotations
 
@@ -7,64 +7,99 @@ from typing import Any
 
 import torch
 
-from fettle.package.handlers.parts import FRESH, LAST, PAST, SEEN, Array, output_index
+from fettle.errors import UsageError
+from fettle.package.handlers.parts import FRESH, LAST, PAST, SEEN, output_index
 from fettle.package.tensors import TensorSpec
+from fettle.units import size_text
+
+_SHARE = 0.5
+"""Of the memory that is free: what a cache may take whose size nobody says."""
 
 
 class Cache:
-    """Of one batch of texts, where the model is. The first place is empty: a program has no sizes of 0."""
+    """Rows of keys and values, where the model is: ``[rows, layers, 2, heads, length, a head's size]``.
 
-    def __init__(self, runner: Any, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], scores: int) -> None:
-        self.runner, self.scores, self.fresh = runner, scores, output_index(outputs, FRESH)
-        self.inputs = inputs
-        self.shape = next(spec.shape for spec in inputs if spec.name == PAST)
-        self.texts: list[int] = []
-        """Which text each row is."""
-        self.filled = 0
-        self.seen = self.past = torch.empty(0)
+    Those that are in use stand first, so that a call reads them where they lie. The memory is the system's to give as
+    it is written to, and never more than `rows` times `length` tokens.
+    """
+
+    def __init__(
+        self, runner: Any, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], scores: int, *, rows: int,
+        length: int, most_bytes: int,
+    ) -> None:  # fmt: skip
+        self.runner, self.inputs = runner, inputs
+        self.scores, self.fresh = scores, output_index(outputs, FRESH)
+        _, self.layers, _, self.heads, _, self.size = next(spec.shape for spec in inputs if spec.name == PAST)
+        self._past = torch.zeros(1, self.layers, 2, self.heads, 1, self.size, device=runner.device)
+        with torch.inference_mode():
+            dtype = self._call(0, [[0]], [0])[self.fresh].dtype  # as the model computes, which its recipe may change
+        token = self.layers * 2 * self.heads * self.size * dtype.itemsize
+        self.rows = min(rows, (most_bytes or int(_SHARE * _free_bytes(runner.device))) // (token * length))
+        if self.rows < 1:
+            raise UsageError(
+                f"no text fits into {size_text(most_bytes)} of cache: {length} tokens take "
+                f"{size_text(token * length)}; serve with more --cache-memory, or package with a smaller max_tokens"
+            )
+        shape = (self.rows, self.layers, 2, self.heads, length, self.size)
+        self._past = torch.zeros(shape, dtype=dtype, device=runner.device)
+
+    @property
+    def nbytes(self) -> int:
+        """What all rows take at most."""
+        return self._past.nbytes
 
     @torch.inference_mode()
-    def logits(self, texts: Sequence[int], ids: Sequence[Sequence[int]]) -> Array:
-        """Scores of the token after each text [texts, vocabulary].
+    def logits(self, first: int, new: Sequence[Sequence[int]], kept: Sequence[int]) -> torch.Tensor:
+        """Scores of the token after each row's `new` ones [rows, vocabulary], in float32.
 
-        `texts` names those of the call before, or some of them; each has one token more than then.
+        The rows are those from `first` on; of each so many tokens are `kept` already, and the new ones join them.
         """
-        if not self.filled:
-            self._begin(len(texts))
-            new = ids
+        found = self._call(first, new, kept)
+        fresh = found[self.fresh]
+        if all(len(tokens) == 1 for tokens in new):
+            rows = torch.arange(first, first + len(new), device=self._past.device)
+            ends = torch.tensor(kept, device=self._past.device)
+            self._past[rows, :, :, :, ends] = fresh[..., 0, :]
         else:
-            new = [tokens[-1:] for tokens in ids]
-            if len(texts) < len(self.texts):
-                rows = torch.tensor([self.texts.index(text) for text in texts], device=self.past.device)
-                self.seen, self.past = self.seen[rows], self.past[rows]
-        self.texts = list(texts)
-        length = max(map(len, new))
-        given = {
-            "input_ids": torch.tensor([[*tokens, *[0] * (length - len(tokens))] for tokens in new]),
-            "attention_mask": torch.tensor([[1] * len(tokens) + [0] * (length - len(tokens)) for tokens in new]),
-            LAST: torch.tensor([len(tokens) - 1 for tokens in new]),
-        }
-        given = {name: tensor.to(self.runner.device) for name, tensor in given.items()}
-        kept = {SEEN: self.seen[:, : self.filled], PAST: self.past[..., : self.filled, :]}
-        found = self.runner.call([{**given, **kept}[spec.name] for spec in self.inputs])
-        self._keep(given["attention_mask"], found[self.fresh])
-        scores: Array = found[self.scores].float().cpu().numpy()
+            for row, (tokens, begin) in enumerate(zip(new, kept, strict=True)):
+                end = begin + len(tokens)
+                self._past[first + row, ..., begin:end, :] = fresh[row, ..., : len(tokens), :]
+        scores: torch.Tensor = found[self.scores].float()
         return scores
 
-    def _begin(self, rows: int) -> None:
-        _, layers, two, heads, _, size = self.shape
-        self.seen = torch.zeros(rows, 1, dtype=torch.long, device=self.runner.device)
-        self.past = torch.zeros(rows, layers, two, heads, 1, size, device=self.runner.device)
-        self.filled = 1
+    def _call(self, first: int, new: Sequence[Sequence[int]], kept: Sequence[int]) -> list[torch.Tensor]:
+        longest, most = max(map(len, new)), max(1, *kept)  # a program has no sizes of 0
+        device = self.runner.device
+        given = {
+            "input_ids": torch.tensor([[*tokens, *[0] * (longest - len(tokens))] for tokens in new], device=device),
+            "attention_mask": torch.tensor(
+                [[1] * len(tokens) + [0] * (longest - len(tokens)) for tokens in new], device=device
+            ),
+            LAST: torch.tensor([len(tokens) - 1 for tokens in new], device=device),
+            SEEN: (torch.arange(most, device=device) < torch.tensor(kept, device=device)[:, None]).long(),
+            PAST: self._past[first : first + len(new), ..., :most, :],
+        }
+        found: list[torch.Tensor] = self.runner.call([given[spec.name] for spec in self.inputs])
+        return found
 
-    def _keep(self, seen: torch.Tensor, fresh: torch.Tensor) -> None:
-        """Put new keys and values behind the others; the room for them doubles when it is full."""
-        filled, end = self.filled, self.filled + seen.shape[1]
-        room = self.past.shape[4]
-        if end > room or fresh.dtype != self.past.dtype:
-            past, there = self.past, self.seen
-            self.past = fresh.new_zeros(*past.shape[:4], max(end, 2 * room), past.shape[5])
-            self.seen = there.new_zeros(len(there), max(end, 2 * room))
-            self.past[..., :filled, :], self.seen[:, :filled] = past[..., :filled, :], there[:, :filled]
-        self.past[..., filled:end, :], self.seen[:, filled:end] = fresh, seen
-        self.filled = end
+    def move(self, row: int, to: int, length: int) -> None:
+        """Put a row's first `length` tokens into another row."""
+        self._past[to, ..., :length, :] = self._past[row, ..., :length, :]
+
+    def swap(self, one: int, other: int, length: int) -> None:
+        """Let two rows, neither longer than `length`, change places."""
+        kept = self._past[one, ..., :length, :].clone()
+        self.move(other, one, length)
+        self._past[other, ..., :length, :] = kept
+
+    def wipe(self, row: int) -> None:
+        """Forget what is not finite: a place that is left out counts nothing times itself, which it would spoil."""
+        self._past[row] = 0
+
+
+def _free_bytes(device: str) -> int:
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(device)[0])
+    import psutil
+
+    return int(psutil.virtual_memory().available)

@@ -25,10 +25,10 @@ class Tally:
         self._counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
-    def observe(self, value: float) -> None:
+    def observe(self, value: float, times: int = 1) -> None:
         """Count a value in the first bucket that holds it."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self.sum += value
+        self._counts[bisect_left(self._bounds, value)] += times
+        self.sum += value * times
 
     @property
     def count(self) -> int:
@@ -106,6 +106,10 @@ class Metrics:
         self.pre_s = histogram("preprocess_seconds", "A handler's step before the model, for one call", seconds)
         self.post_s = histogram("postprocess_seconds", "A handler's step after the model, for one call", seconds)
         self.model_s = histogram("model_seconds", "One call of the model", seconds)
+        self.first_token_s = histogram(
+            "time_to_first_token_seconds", "From a text's arrival to its first token", seconds
+        )
+        self.next_token_s = histogram("inter_token_seconds", "Between two tokens of a text", seconds)
         self.batch_rows = histogram("batch_rows", "Rows of a call, padding apart", _ROWS)
         self.responses = Counts("fettle_responses", "Answers by HTTP status", (*labels, "code"))
         self.registry.register(self.responses)
@@ -145,6 +149,8 @@ class ModelMetrics:
         self.join, self.model = metrics.join_s.labels(*self.labels), metrics.model_s.labels(*self.labels)
         self.pre, self.post = metrics.pre_s.labels(*self.labels), metrics.post_s.labels(*self.labels)
         self.rows, self._padding = metrics.batch_rows.labels(*self.labels), metrics.padding.labels(*self.labels)
+        self._first_token = metrics.first_token_s.labels(*self.labels)
+        self._next_token = metrics.next_token_s.labels(*self.labels)
         self._violations = metrics.violations.labels(*self.labels)
         self._codes = metrics.responses.labels(*self.labels)
         self._names: set[str] = set()
@@ -159,15 +165,19 @@ class ModelMetrics:
         if 0 < limit_s < seconds:
             self._violations.inc()
 
-    def batch(self, rows: int, size: int, join_s: float, model_s: float) -> None:
-        """A call was made."""
-        self.join.observe(join_s)
-        self.model.observe(model_s)
-        self.rows.observe(rows)
+    def piece(self, seconds: float, *, first: bool) -> None:
+        """A text's next token came, so long after the one before; the first so long after it was asked for."""
+        (self._first_token if first else self._next_token).observe(seconds)
+
+    def batch(self, rows: int, size: int, join_s: float, model_s: float, calls: int = 1) -> None:
+        """A call was made, or several like this one on average."""
+        self.join.observe(join_s, calls)
+        self.model.observe(model_s, calls)
+        self.rows.observe(rows, calls)
         if size > rows:
             self._padding.inc(size - rows)
-        calls, joining, computing = self.by_size.get(rows, (0, 0.0, 0.0))
-        self.by_size[rows] = (calls + 1, joining + join_s, computing + model_s)
+        before, joining, computing = self.by_size.get(rows, (0, 0.0, 0.0))
+        self.by_size[rows] = (before + calls, joining + join_s * calls, computing + model_s * calls)
 
     def steps(self, pre_s: float, post_s: float) -> None:
         """A call went through a handler."""

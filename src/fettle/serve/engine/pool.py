@@ -40,6 +40,8 @@ class Pool:
         self.specs, self.output_specs = package.manifest.inputs, package.manifest.outputs
         self.attribution_specs = [msgspec.structs.replace(spec, datatype="FP32") for spec in self.specs]
         self.queue: BatchQueue[Request] = BatchQueue(settings)
+        self.texts: BatchQueue[Request] = BatchQueue(_one_by_one(settings))
+        """Those that ask for a text, in the order in which they came."""
         self._row_s = settings.row_s(machine)
         self.trust, self.explains = trust, explain
         threads = threads_each(settings.threads, settings.workers)
@@ -118,7 +120,11 @@ class Pool:
     def load_message(self, worker: Worker) -> wire.Load:
         """What a worker has to load."""
         folder, threads, cores = str(self.package.folder), worker.threads, worker.cores
-        return wire.Load(folder, self.sizes, threads, cores, self.trust, worker.device, self.explains)
+        settings = self.settings
+        return wire.Load(
+            folder, self.sizes, threads, cores, self.trust, worker.device, self.explains, settings.max_rows,
+            settings.cache_bytes, settings.prefill_tokens,
+        )  # fmt: skip
 
     def without(self, worker: Worker) -> None:
         """One that left has answered its last batch."""
@@ -156,15 +162,15 @@ class Pool:
             self._give_up(request, Rejected(503, "the model is being unloaded", 1.0, "unload"))
         self._alarm.clear()
         for worker in [*self.workers, *self._joining]:
-            for batch in (worker.batch, worker.following):
-                for request in batch.items if batch is not None else ():
-                    self._give_up(request, Rejected(503, "the model was unloaded during the call", 1.0, "unload"))
+            for request in worker.requests():
+                self._give_up(request, Rejected(503, "the model was unloaded during the call", 1.0, "unload"))
             worker.close()
 
     def change(self, settings: ServeSettings, machine: str) -> None:
         """Other batching settings, while running."""
         self.settings, self._row_s = settings, settings.row_s(machine)
         self.queue.change(settings)
+        self.texts.change(_one_by_one(settings))
         self.plan_pump()
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -181,12 +187,13 @@ class Pool:
         request.deadline_s = now + min(timeout_s or longest, longest)
         request.answer = self.loop.create_future()
         try:
-            taken = self.queue.push(request)
+            taken = self._queue_of(request).push(request)
         except ValueError as error:
             raise Rejected(400, str(error), kind="rows") from None
         if not taken:
             self._refuse()
-        self._anticipation.arrived(now)
+        if request.piece is None:
+            self._anticipation.arrived(now)
         self._idle.clear()
         self.plan_pump()
         return request.answer
@@ -204,31 +211,33 @@ class Pool:
         if self.closing or not self._serves:
             self.metrics.shed("not_ready")
             raise Rejected(503, "the model is not ready", 1.0, "not_ready")
-        if self.queue.rows >= self.settings.max_queue_rows:
+        if self.waiting_rows >= self.settings.max_queue_rows:
             self._refuse()
 
     def _refuse(self) -> NoReturn:
         self.metrics.shed("queue_full")
         ahead = sum(worker.following.rows for worker in self.workers if worker.following is not None)
-        raise Rejected(429, "too many requests wait", max(0.05, (ahead + self.queue.rows) * self._row_s), "queue_full")
+        raise Rejected(
+            429, "too many requests wait", max(0.05, (ahead + self.waiting_rows) * self._row_s), "queue_full"
+        )
 
     def stop(self, answer: asyncio.Future[Answer]) -> None:
-        """Nobody wants this prompt's answer any more: the worker turns to the others."""
-        for worker in self.workers:
-            for index, item in enumerate(worker.batch.items if worker.batch is not None else ()):
-                if item.answer is answer:
-                    worker.cancel(index)
-        answer.cancel()
+        """Nobody wants this text any more: the next one takes its place."""
+        answer.cancel()  # where it still waits, it is dropped when its turn comes
+        any(worker.cancel(answer) for worker in self.workers)
+
+    def _queue_of(self, request: Request) -> BatchQueue[Request]:
+        return self.queue if request.piece is None else self.texts
 
     @property
     def waiting_rows(self) -> int:
         """Rows that wait now."""
-        return self.queue.rows
+        return self.queue.rows + self.texts.rows
 
     @property
     def inflight(self) -> int:
         """Requests that are with a worker now."""
-        return sum(len(batch.items) for worker in self.workers for batch in (worker.batch, worker.following) if batch)
+        return sum(len(worker.requests()) for worker in self.workers)
 
     # -- batching ----------------------------------------------------------------------------------------------------
 
@@ -241,7 +250,7 @@ class Pool:
     def _pump(self) -> None:
         self._pump_planned = False
         now = time.perf_counter()
-        for late in self.queue.expire(now):
+        for late in [*self.queue.expire(now), *self.texts.expire(now)]:
             self.metrics.shed("deadline")
             self._give_up(late, Rejected(504, "the request's time was over before its turn came", kind="deadline"))
         hold_s = self._anticipation.hold_s(now) if self.queue.gains_by_waiting else 0.0
@@ -254,10 +263,22 @@ class Pool:
             if batch is not None:
                 free[0].run(batch, now)
         self._send_ahead()
-        wake_s = self.queue.wake_s(now)
+        self._begin_texts(now)
+        wake_s = min(self.queue.wake_s(now), self.texts.wake_s(now))
         self._alarm.set(min(wake_s, hold_s) if hold_s else wake_s, self.loop)
-        if not self.queue.requests and not self.inflight:
+        if not self.waiting_rows and not self.inflight:
             self._idle.set()
+
+    def _begin_texts(self, now: float) -> None:
+        """Let texts join those that are being written, wherever a worker's cache has room for one."""
+        while self.texts.requests:
+            worker = max(self.workers, key=lambda worker: worker.free_texts)
+            if worker.free_texts < 1:
+                return
+            batch = self.texts.take(now, 1)
+            batch = self.without_gone(batch) if batch is not None else None
+            if batch is not None:
+                worker.begin_text(batch.items[0], now)
 
     def _send_ahead(self) -> None:
         """Give busy workers what they go on with, where what comes meanwhile could not change it.
@@ -292,7 +313,7 @@ class Pool:
             request.answer.set_exception(why)
 
     def _all_waiting(self) -> list[Request]:
-        return self.queue.expire(math.inf)
+        return [*self.queue.expire(math.inf), *self.texts.expire(math.inf)]
 
     def next_id(self) -> int:
         """A number for the next call."""
@@ -307,15 +328,14 @@ class Pool:
         first = batch.items[0]
         if not first.explain:
             self.metrics.batch(batch.rows, batch.size, done.join_s, done.model_s)
-        if first.body is not None and first.piece is None and not first.explain:
+        if first.body is not None and not first.explain:
             self.metrics.steps(done.pre_s, done.post_s)
         if done.metrics:
             self.metrics.handler(done.metrics)
-        if first.piece is None:  # each text was answered when it was whole
-            specs = self.attribution_specs if first.explain else self.output_specs
-            for request, answer in zip(batch.items, answers(batch.items, specs, done, body), strict=True):
-                answer.join_s, answer.model_s = done.join_s, done.model_s
-                self._give(request, answer, sent, batch.rows, now)
+        specs = self.attribution_specs if first.explain else self.output_specs
+        for request, answer in zip(batch.items, answers(batch.items, specs, done, body), strict=True):
+            answer.join_s, answer.model_s = done.join_s, done.model_s
+            self._give(request, answer, sent, batch.rows, now)
         others = len(batch.items) > 1 or self.queue.requests > 0
         self._anticipation.answered(len(batch.items) if others else 0, now - sent, now)
         if others and not self._watching and self.settings.max_rows > 1:
@@ -331,14 +351,23 @@ class Pool:
             self._watching = False
             self._pump()
 
-    def on_piece(self, request: Request, piece: memoryview, rows: int, sent: float, *, last: bool) -> None:
-        """A worker generated a piece of a text, or says all of it at last."""
+    def on_piece(self, request: Request, piece: memoryview, rows: int, *, last: bool) -> None:
+        """A worker wrote the next piece of a text, one of `rows`."""
+        now, said = time.perf_counter(), bytes(piece)
+        self.metrics.piece(now - (request.told_s or request.arrival_s), first=not request.pieces)
         request.pieces += 1
+        request.told_s = now
+        if request.piece is not None and not request.answer.done():
+            request.piece(said)
         if last:
-            now = time.perf_counter()
-            self._give(request, Answer(body=bytes(piece), kind="application/json", model_s=now - sent), sent, rows, now)
-        elif request.piece is not None:
-            request.piece(bytes(piece))
+            answer = Answer(body=said, kind="application/json", model_s=now - request.sent_s)
+            self._give(request, answer, request.sent_s, rows, now)
+
+    def wrote(self, found: wire.Wrote) -> None:
+        """A worker says what its texts cost."""
+        for rows, calls, seconds in found.calls:
+            self.metrics.batch(rows, rows, 0.0, seconds / calls, calls)
+        self.metrics.handler(found.metrics)
 
     def _give(self, request: Request, answer: Answer, sent: float, rows: int, now: float) -> None:
         answer.queue_s, answer.batch_rows = sent - request.arrival_s, rows
@@ -360,7 +389,8 @@ class Pool:
             if request.answer.done():
                 continue
             request.tries += 1
-            alone = len(batch.items) == 1
+            # A text is given up for what it asks, and tried again where others that were written with it may be why.
+            alone = len(batch.items) == 1 and (request.piece is None or why.status == 400)
             if alone or request.tries > 2 or request.pieces or self.closing:
                 self._give_up(request, why)
                 continue
@@ -369,5 +399,10 @@ class Pool:
         self.plan_pump()
 
     def _wait_again(self, request: Request) -> None:
-        if not self.queue.push(request):
+        if not self._queue_of(request).push(request):
             self._give_up(request, Rejected(429, "too many requests wait", 1.0, "queue_full"))
+
+
+def _one_by_one(settings: ServeSettings) -> ServeSettings:
+    """The settings of the queue of texts: each joins others for itself, and nothing is gained by waiting."""
+    return msgspec.structs.replace(settings, max_rows=1, delay_ms=0.0, buckets=())

@@ -46,6 +46,10 @@ class Load(_Message):
     trust: str = ""
     device: str = "cpu"
     explain: bool = False
+    rows: int = 1
+    cache_bytes: int = 0
+    prefill_tokens: int = 256
+    """Of a model that writes texts: so many at once, as `ServeSettings` says."""
 
 
 class Run(_OfCall):
@@ -67,22 +71,25 @@ class Call(_OfCall):
 
 
 class Generate(_OfCall):
-    """To the worker: prompts to answer piece by piece; their lengths describe the body. `Done` has none then."""
-
-    lengths: list[int]
+    """To the worker: write a text, while others are written. The body is the JSON of what is asked for."""
 
 
 class Cancel(_OfCall):
-    """To the worker, during `Generate`: nobody waits for this prompt's answer any more."""
-
-    index: int
+    """To the worker: nobody waits for this text any more."""
 
 
 class Piece(_OfCall):
-    """From the worker, during `Generate`: the body is the next piece of this prompt's answer, or `last`, all of it."""
+    """From the worker: the body is the JSON of a text's next piece, or of its `last`."""
 
-    index: int
     last: bool = False
+
+
+class Wrote(_Message):
+    """From the worker, from time to time while it writes texts: rows of calls, their number and seconds since then."""
+
+    calls: list[tuple[int, int, float]]
+    rss: int
+    metrics: list[tuple[str, str, float]] = []
 
 
 class Ping(_OfCall):
@@ -93,6 +100,8 @@ class Ready(_Message):
     """From the worker: loaded and warm."""
 
     load_s: float
+    texts: int = 0
+    """How many it can write at once."""
 
 
 class Done(_OfCall):
@@ -115,6 +124,8 @@ class Failed(_OfCall):
 
     reason: str
     usage: bool = False
+    too_long: bool = False
+    """A prompt is."""
 
 
 class Pong(_OfCall):
@@ -125,7 +136,7 @@ class Pong(_OfCall):
 
 Message = TypeVar("Message")
 ToWorker = Load | Run | Call | Generate | Cancel | Ping
-FromWorker = Ready | Piece | Done | Failed | Pong
+FromWorker = Ready | Piece | Wrote | Done | Failed | Pong
 _encoder = msgspec.msgpack.Encoder()
 to_worker = msgspec.msgpack.Decoder(ToWorker)
 from_worker = msgspec.msgpack.Decoder(FromWorker)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 import time
@@ -14,7 +15,7 @@ from fettle.serve.engine.alarm import Alarm
 from fettle.serve.engine.batching import Batch
 from fettle.serve.engine.placement import device_for
 from fettle.serve.engine.refusal import Rejected
-from fettle.serve.engine.request import Request
+from fettle.serve.engine.request import Answer, Request
 from fettle.serve.engine.worker_link import WorkerLink
 
 if TYPE_CHECKING:
@@ -42,6 +43,10 @@ class Worker:
         self.batch: Batch[Request] | None = None
         self.following: Batch[Request] | None = None
         """What it goes on with after `batch`, without waiting for us in between."""
+        self.texts: dict[int, Request] = {}
+        """What it writes now, by their numbers; other batches are answered between two tokens of them."""
+        self.most_texts = 0
+        """How many its cache has room for."""
         self.rss = 0
         self.restarts = 0
         self.started_at = 0.0
@@ -95,8 +100,42 @@ class Worker:
     def leave(self) -> None:
         """Take no more batches, and end once the last is answered."""
         self.ready, self.leaving = False, True
-        if self.batch is None:
+        if self.idle:
             self.pool.without(self)
+
+    def requests(self) -> list[Request]:
+        """All that it was given and has not answered."""
+        batches = [batch.items for batch in (self.batch, self.following) if batch is not None]
+        return [*itertools.chain(*batches), *self.texts.values()]
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has nothing to do."""
+        return self.batch is None and not self.texts
+
+    @property
+    def free_texts(self) -> int:
+        """How many more texts it can begin now."""
+        return self.most_texts - len(self.texts) if self.ready else 0
+
+    def begin_text(self, request: Request, now: float) -> None:
+        """Let a text join those that it writes."""
+        if self.idle:
+            self._wait(self.pool.settings.timeout_ms / 1e3)
+        number = self.pool.next_id()
+        request.sent_s = now
+        self.texts[number] = request
+        self._write(wire.Generate(number), [request.body or b""])
+
+    def cancel(self, answer: asyncio.Future[Answer]) -> bool:
+        """Give up a text that nobody waits for any more; its place is free at once. False where it has none such."""
+        for number, request in self.texts.items():
+            if request.answer is answer:
+                del self.texts[number]
+                self._write(wire.Cancel(number))
+                self._text_ended()
+                return True
+        return False
 
     def close(self) -> None:
         """End it for good."""
@@ -119,8 +158,7 @@ class Worker:
         assert self.batch is not None
         self.following, self._next_call = batch, 0
         header, bodies = self._message(batch)
-        generates = isinstance(header, wire.Generate) or self.batch.items[0].piece is not None
-        if not generates and sum(len(body) for body in bodies) < wire.SHARED_FROM:
+        if sum(len(body) for body in bodies) < wire.SHARED_FROM:
             self._next_call = self._send(header, bodies)
 
     def _begin(self, batch: Batch[Request], now: float) -> None:
@@ -133,7 +171,8 @@ class Worker:
         if batch is not None and not self._next_call:
             batch = self.pool.without_gone(batch)
         if batch is None:
-            self._rest()
+            if not self.texts:
+                self._rest()
             return
         self._begin(batch, now)
         self._call = self._next_call or self._send(*self._message(batch))
@@ -141,11 +180,8 @@ class Worker:
     def _message(self, batch: Batch[Request]) -> tuple[wire.ToWorker, list[Any]]:
         """What a batch is for the worker, under a number of its own."""
         call, items, first = self.pool.next_id(), batch.items, batch.items[0]
-        if first.piece is not None:
-            bodies: list[Any] = [item.body or b"" for item in items]
-            return wire.Generate(call, [len(body) for body in bodies]), bodies
         if first.body is not None:
-            bodies = [item.body or b"" for item in items]
+            bodies: list[Any] = [item.body or b"" for item in items]
             return wire.Call(call, [len(body) for body in bodies], [item.kind for item in items], first.explain), bodies
         bodies = [wire.flat(array) for item in items for array in item.arrays]
         shapes = [[array.shape for array in item.arrays] for item in items]
@@ -154,10 +190,6 @@ class Worker:
     def _send(self, header: Any, bodies: Sequence[Any]) -> int:
         self._write(header, bodies)
         return int(header.id)
-
-    def cancel(self, index: int) -> None:
-        """OnProgress the worker that one prompt of its batch is not waited for."""
-        self._write(wire.Cancel(self._call, index))
 
     def _write(self, header: wire.ToWorker, bodies: Sequence[Any] = ()) -> None:
         assert self._process is not None
@@ -170,25 +202,57 @@ class Worker:
             self._is_ready(header)
         elif isinstance(header, wire.Pong):
             self.rss = header.rss
-            if self.batch is None:  # else it was asked just before its batch came, whose answer is awaited
+            if self.idle:  # else it was asked just before its batch came, whose answer is awaited
                 self._rest()
         elif isinstance(header, wire.Failed) and header.id < 0:
             self.pool.problem = header.reason  # the process ends now, which `_on_lost` hears of
-        elif header.id != self._call or self.batch is None:
+        elif isinstance(header, wire.Wrote):
+            self.rss = header.rss
+            if self.texts:  # also while it computes a long prompt, of which no piece comes
+                self._wait(self.pool.settings.timeout_ms / 1e3)
+            self.pool.wrote(header)
+            self._replace_grown()
+        elif header.id in self.texts:
+            self._of_text(header, body)
+        elif header.id != self._call or self.batch is None or isinstance(header, wire.Piece):
             return  # of a call that was given up
-        elif isinstance(header, wire.Piece):
-            self._wait(self.pool.settings.timeout_ms / 1e3)
-            self.pool.on_piece(self.batch.items[header.index], body, self.batch.rows, self.began, last=header.last)
         else:
             self._answered(header, body)
 
     def _is_ready(self, header: wire.Ready) -> None:
-        self.ready, self._failures = True, 0
+        self.ready, self._failures, self.most_texts = True, 0, header.texts
         log.info("worker %d of %s ready in %.1f s", self.index, self.pool.name, header.load_s)
         self._rest()
         if self._loaded is not None and not self._loaded.done():
             self._loaded.set_result(None)
         self.pool.plan_pump()
+
+    def _of_text(self, header: wire.Piece | wire.Done | wire.Failed, body: memoryview) -> None:
+        self._wait(self.pool.settings.timeout_ms / 1e3)
+        if isinstance(header, wire.Piece):
+            self.pool.on_piece(self.texts[header.id], body, len(self.texts), last=header.last)
+            if header.last:
+                del self.texts[header.id]
+                self._text_ended()
+        elif isinstance(header, wire.Failed):
+            self.pool.failed(Batch([self.texts.pop(header.id)], 1, 1), _why(header))
+            self._text_ended()
+
+    def _text_ended(self) -> None:
+        if self.idle:
+            self._rest()
+            if self.leaving:
+                self.pool.without(self)
+        self._replace_grown()
+        self.pool.plan_pump()
+
+    def _replace_grown(self) -> None:
+        """One that has grown too much gets nothing more, and is replaced once it has nothing left."""
+        if self._has_grown():
+            self.ready = False
+        if not self.ready and self.idle and not self.leaving:
+            log.warning("worker %d of %s has grown to %d MiB: replaced", self.index, self.pool.name, self.rss >> 20)
+            self._on_lost("grown")
 
     def _answered(self, header: wire.Done | wire.Failed, body: memoryview) -> None:
         assert self.batch is not None
@@ -198,19 +262,15 @@ class Worker:
         if isinstance(header, wire.Done):
             self.rss = header.rss
             if self._has_grown():
-                self.ready = False  # it gets nothing more, and is replaced once it has nothing left
+                self.ready = False
             self.pool.finished(batch, began, header, body)
         else:
             log.warning("a call of %s failed: %s", self.pool.name, header.reason)
-            why = Rejected(400, header.reason, kind="input") if header.usage else Rejected(500, "the model failed")
-            self.pool.failed(batch, why)
-        if self.batch is not None:
-            return
-        if self.leaving:
+            self.pool.failed(batch, _why(header))
+        if self.idle and self.leaving:
             self.pool.without(self)
-        elif not self.ready:
-            log.warning("worker %d of %s has grown to %d MiB: replaced", self.index, self.pool.name, self.rss >> 20)
-            self._on_lost("grown")
+        else:
+            self._replace_grown()
 
     def _has_grown(self) -> bool:
         most = self.pool.settings.max_worker_bytes
@@ -241,12 +301,13 @@ class Worker:
         """This process is of no more use: give its call back, and start another one after a while."""
         first_start = not self.restarts and self._loaded is not None and not self._loaded.done()
         batch, following = self.batch, self.following
+        texts, self.texts = list(self.texts.values()), {}
         self.batch = self.following = None
         self.end()
         if following is not None:  # it had not begun with it
             self.pool.returned(following)
-        if batch is not None:
-            self.pool.failed(batch, Rejected(500, "the model's process ended during the call", kind="crash"))
+        for lost in [*([batch] if batch is not None else []), *(Batch([text], 1, 1) for text in texts)]:
+            self.pool.failed(lost, Rejected(500, "the model's process ended during the call", kind="crash"))
         if self.leaving:
             self.pool.without(self)
         if self.leaving or first_start or self.pool.closing:
@@ -266,3 +327,10 @@ class Worker:
         except OSError as error:  # no process to be had now: memory, descriptors
             log.error("worker %d of %s cannot be started: %s", self.index, self.pool.name, error.strerror)
             self._on_lost("not started")
+
+
+def _why(failed: wire.Failed) -> Rejected:
+    """What is answered to a call that failed."""
+    if failed.usage:
+        return Rejected(400, failed.reason, kind="too_long" if failed.too_long else "input")
+    return Rejected(500, "the model failed")

@@ -48,7 +48,9 @@ class WorkerLink(asyncio.Protocol):
         """Send one message: a header, and buffers that follow it."""
         assert self._transport is not None
         size = sum(len(part) for part in body)
-        if self._memory is not None and wire.SHARED_FROM <= size <= SHARED_BYTES:
+        # Several texts may be on their way at once, and the memory holds one body.
+        fits = wire.SHARED_FROM <= size <= SHARED_BYTES and not isinstance(header, wire.Generate)
+        if self._memory is not None and fits:
             self._transport.write(wire.shared_frame(header, body, self._memory))
         else:
             self._transport.writelines(wire.frame(header, body))

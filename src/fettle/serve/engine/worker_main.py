@@ -16,7 +16,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from fettle.errors import UsageError, first_line
+from fettle.package.handlers.generate import Piece, TooLong, asks
 from fettle.procs.parent import die_with_parent
 from fettle.serve.engine import wire
 from fettle.serve.engine.worker_start import SHARED_BYTES
@@ -55,8 +58,9 @@ def main() -> None:
             send(link, _failed(-1, error))
             return
         gc.freeze()  # what loading made stays: no collection needs to look at it again
-        send(link, wire.Ready(time.perf_counter() - began))
+        send(link, wire.Ready(time.perf_counter() - began, worker.texts))
         while True:
+            worker.write(link)
             worker.answer(link, *receive(link))
 
 
@@ -84,6 +88,9 @@ class _Worker:
         self.one = len(inputs) == 1 and inputs[0].batched
         self.runner = ModelRunner(package, load.device)
         self.handler = find_handler(package, self.runner, load.trust)
+        self.running = self.handler.running(load.rows, load.cache_bytes, load.prefill_tokens)
+        self.texts = self.running.rows if self.running is not None else 0
+        self._said_at = 0.0
         if load.explain:  # the server lets no explanation through without it
             from fettle.serve.engine.explain import Explainer
 
@@ -105,9 +112,14 @@ class _Worker:
             if isinstance(header, wire.Run):
                 done, parts = self.run(header, body)
             elif isinstance(header, wire.Generate):
-                done, parts = self.generate(link, header, body)
+                if self.running is None:
+                    raise UsageError("this model generates no text")
+                self.running.add(header.id, asks.decode(body))
+                return
             elif isinstance(header, wire.Cancel):
-                return  # the answer was whole before it came
+                if self.running is not None:
+                    self.running.cancel(header.id)
+                return
             else:
                 done, parts = self.call(header, body)
         except Exception as error:
@@ -116,24 +128,29 @@ class _Worker:
             return
         send(link, done, parts)
 
-    def generate(self, link: socket.socket, header: wire.Generate, body: memoryview) -> tuple[wire.Done, list[Any]]:
-        """Prompts in; pieces out as they come, and each whole answer as soon as it is there."""
-        began = time.perf_counter()
-        left: set[int] = set()
+    def write(self, link: socket.socket) -> None:
+        """Write texts, token by token, until the server says something or all are whole."""
+        running = self.running
+        if running is None:
+            return
+        while running.texts and not select.select([link], [], [], 0)[0]:
+            told: list[Any] = []
 
-        def on_piece(index: int, piece: bytes, last: bool) -> None:
-            send(link, wire.Piece(header.id, index, last), [piece])
+            def tell(number: int, said: Piece | Exception, told: list[Any] = told) -> None:
+                if isinstance(said, Piece):
+                    told += wire.frame(wire.Piece(number, bool(said.reason)), [msgspec.json.encode(said)])
+                else:
+                    told += wire.frame(_failed(number, said))
 
-        def gone() -> set[int]:
-            while select.select([link], [], [], 0)[0]:
-                said, _ = receive(link)
-                if isinstance(said, wire.Cancel) and said.id == header.id:
-                    left.add(said.index)
-            return left
-
-        self.handler.generate(wire.pieces(body, header.lengths), on_piece, gone)
-        took = time.perf_counter() - began
-        return wire.Done(header.id, [], 0.0, took, self.rss(), metrics=self.handler.metrics.take()), []
+            running.step(tell)
+            now = time.monotonic()
+            if running.steps.by_rows and (now - self._said_at > 0.5 or not running.texts):
+                self._said_at = now
+                steps = running.take_steps()
+                calls = [(rows, *counted) for rows, counted in steps.by_rows.items()]
+                self.handler.metrics.add_counter("generated_tokens", steps.tokens)
+                told += wire.frame(wire.Wrote(calls, self.rss(), self.handler.metrics.take()))
+            link.sendall(b"".join(told))
 
     def run(self, header: wire.Run, body: memoryview) -> tuple[wire.Done, list[Any]]:
         """Tensors in, tensors out."""
@@ -174,7 +191,8 @@ class _Worker:
 def _failed(number: int, error: Exception) -> wire.Failed:
     """What to say of an error. The text of a `UsageError` is for whoever asked, word for word."""
     usage = isinstance(error, UsageError)
-    return wire.Failed(number, str(error) if usage else first_line(error), usage)
+    reason = str(error) if usage else first_line(error)
+    return wire.Failed(number, reason, usage, too_long=isinstance(error, TooLong))
 
 
 def receive(link: socket.socket) -> tuple[Any, memoryview]:

@@ -8,16 +8,25 @@ import msgspec
 from prometheus_client import generate_latest
 
 from fettle import __version__
-from fettle.package.handlers.generate import Prompt
 from fettle.serve.engine.registry import Registry
-from fettle.serve.http import generation, oip, torchserve
+from fettle.serve.http import generation, oip, openai, torchserve
 from fettle.serve.http.call import Call
 from fettle.serve.http.openapi import operation, page
 from fettle.serve.http.protocol import Outputs
-from fettle.serve.http.reply import Error, Reply, TorchServeError, json_reply
+from fettle.serve.http.reply import Error, OpenAIError, Reply, TorchServeError, json_reply
 
 _SCHEMAS: dict[str, Any] = msgspec.json.schema_components(
-    (Error, TorchServeError, Outputs, Prompt, generation.Text), ref_template="#/components/schemas/{name}"
+    (
+        Error,
+        TorchServeError,
+        OpenAIError,
+        Outputs,
+        generation.Prompt,
+        generation.Text,
+        openai.Completions,
+        openai.Chat,
+    ),
+    ref_template="#/components/schemas/{name}",
 )[1]
 _NO_SCRIPTS = (b"content-security-policy", b"default-src 'none'; style-src 'unsafe-inline'")
 
@@ -38,7 +47,7 @@ async def read(call: Call) -> Reply | None:
 def document(registry: Registry) -> dict[str, Any]:
     """What can be called, for the models that are served now, by OpenAPI 3.1."""
     paths = {"/metrics": {"get": operation("Prometheus metrics", kind="text/plain", answer={"type": "string"})}}
-    for protocol in (oip, generation, torchserve):
+    for protocol in (oip, generation, openai, torchserve):
         paths |= protocol.paths(registry)
     info = {"title": "fettle", "version": __version__}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": _SCHEMAS}}

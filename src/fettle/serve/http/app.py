@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from fettle.serve.engine.refusal import NoSuchPath, Refusal
 from fettle.serve.engine.registry import Registry
 from fettle.serve.engine.spans import Spans
-from fettle.serve.http import about, generation, management, oip, torchserve
+from fettle.serve.http import about, generation, management, oip, openai, torchserve
 from fettle.serve.http.call import Call, Limits, path_parts
 from fettle.serve.http.guard import Guard
 from fettle.serve.http.reply import Reply, error_reply, json_reply
@@ -22,6 +22,7 @@ REQUESTS: tuple[Route, ...] = (
     oip.infer,
     torchserve.predict,
     generation.generate,
+    openai.answer,
     oip.read,
     torchserve.ping,
     about.read,

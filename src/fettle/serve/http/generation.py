@@ -1,26 +1,44 @@
-"""Triton's generate extension: a prompt in; the text out, whole, or as it comes by server-sent events."""
+"""Texts that a model writes: how any protocol asks for one, and Triton's generate extension."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import msgspec
 
-from fettle.errors import UsageError
 from fettle.package.handlers import generate as prompts
-from fettle.serve.engine.pool import Pool
-from fettle.serve.engine.refusal import Rejected
+from fettle.package.handlers.generate import Ask, Piece
+from fettle.package.handlers.sampling import Sampling
+from fettle.serve.engine.refusal import Malformed, Refusal, Rejected
 from fettle.serve.engine.registry import Registry, Version
-from fettle.serve.engine.request import Answer, Request
+from fettle.serve.engine.request import Request
 from fettle.serve.http.call import Call
 from fettle.serve.http.openapi import operation, ref
 from fettle.serve.http.reply import GONE, Error, Reply, json_reply
 
+EVENTS = b"text/event-stream"
+NO_CACHE = ((b"cache-control", b"no-cache"),)
+
+
+class Parameters(Sampling, frozen=True, forbid_unknown_fields=True):
+    """What a request of Triton's extension may ask for."""
+
+    stream: bool | None = None
+    """Clients say it again; the path decides."""
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """A request of Triton's generate extension."""
+
+    text_input: str
+    id: str = ""
+    parameters: Parameters = Parameters()
+
 
 class Text(msgspec.Struct, omit_defaults=True):
-    """Text that was generated: all of it, or the next piece."""
+    """Text that was written: all of it, or the next piece."""
 
     model_name: str
     model_version: str
@@ -28,9 +46,100 @@ class Text(msgspec.Struct, omit_defaults=True):
     id: str = ""
 
 
+_prompts = msgspec.json.Decoder(Prompt)
+
+
+class Writing:
+    """A text that is being written for a client: its pieces as they come. It is given up when the client goes."""
+
+    def __init__(self, call: Call, version: Version, ask: Ask) -> None:
+        self._pool, self._gone = version.pool, call.gone
+        self._came: asyncio.Queue[bytes | None] = asyncio.Queue()
+        request = Request(
+            1, "text", body=msgspec.json.encode(ask), kind="application/json", gone=call.gone,
+            piece=self._came.put_nowait,
+        )  # fmt: skip
+        self.answer = self._pool.submit(request)
+        self.answer.add_done_callback(lambda _: self._came.put_nowait(None))
+        self._first: bytes | None = None
+
+    async def begin(self) -> None:
+        """Wait for the first piece: what is refused is refused by its status, before a stream has begun."""
+        self._first = await self._came.get()
+        if self._first is None:
+            await self.answer
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """All of them, after `begin`; fewer where the client goes. Raises `Refusal` where the writing breaks off."""
+        said = self._first
+        while said is not None:
+            if self._gone():
+                self.stop()
+                return
+            yield prompts.pieces.decode(said)
+            said = await self._came.get()
+        if not self.answer.cancelled():
+            await self.answer
+
+    async def whole(self) -> list[Piece]:
+        """All pieces. Raises `Refusal`."""
+        try:
+            await self.begin()
+            found = [piece async for piece in self.pieces()]
+        finally:
+            self.stop()
+        if self.answer.cancelled():
+            raise Rejected(GONE, "the client went away")
+        return found
+
+    def stop(self) -> None:
+        """Nobody wants it any more, if it is not whole."""
+        if not self.answer.done():
+            self._pool.stop(self.answer)
+
+
 def generates(version: Version) -> bool:
     """Whether it answers prompts."""
     return isinstance(version.package.manifest.handler, prompts.Settings)
+
+
+def writer(call: Call, name: str, number: str | None) -> Version:
+    """The version that writes texts under this name. Raises `Refusal`."""
+    version = call.choose(name, number)
+    if not generates(version):
+        raise Rejected(400, f"the model {name} generates no text")
+    return version
+
+
+def read_prompt(body: bytes) -> Prompt:
+    """The request that a body holds. Raises `Malformed`."""
+    try:
+        return _prompts.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Malformed(f"the body is not a request to generate: {str(error)[:200]}") from None
+
+
+def as_ask(body: bytes) -> Ask:
+    """What a request of Triton's extension asks for. Raises `Malformed`."""
+    return _asked(read_prompt(body))
+
+
+def _asked(prompt: Prompt) -> Ask:
+    given = {name: getattr(prompt.parameters, name) for name in Sampling.__struct_fields__}
+    return Ask(text=prompt.text_input, sampling=Sampling(**given))
+
+
+def plain_text(body: bytes) -> str:
+    """A body as text. Raises `Malformed`."""
+    try:
+        return body.decode("utf-8")
+    except UnicodeDecodeError:
+        raise Malformed("the body is not text in UTF-8") from None
+
+
+async def whole_text(call: Call, version: Version, ask: Ask) -> str:
+    """All that a model writes. Raises `Refusal`."""
+    return "".join(piece.text for piece in await Writing(call, version, ask).whole())
 
 
 async def generate(call: Call) -> Reply | None:
@@ -43,53 +152,29 @@ async def generate(call: Call) -> Reply | None:
 
 async def _generate(call: Call, name: str, number: str | None, *, stream: bool) -> Reply:
     body = call.body()
-    version = call.choose(name, number)
-    if not generates(version):
-        raise Rejected(400, f"the model {name} generates no text")
-    try:
-        prompt = prompts.read_prompt(body)
-    except UsageError as error:
-        raise Rejected(400, str(error)) from None
-    gone = call.gone
-    pieces: asyncio.Queue[bytes | None] = asyncio.Queue()
-    request = Request(1, "generate", body=body, kind="application/json", gone=gone, piece=pieces.put_nowait)
-    answer = version.pool.submit(request)
-    answer.add_done_callback(lambda _: pieces.put_nowait(None))
-    first = await pieces.get()  # what is refused is refused by its status, before a stream has begun
-    if first is None:
-        await answer
-    manifest = version.package.manifest
+    version = writer(call, name, number)
+    prompt = read_prompt(body)
+    ask, manifest = _asked(prompt), version.package.manifest
 
     def text(said: str) -> Text:
         return Text(manifest.name, manifest.version, said, prompt.id)
 
-    events = _events(version.pool, answer, first, pieces, text, gone)
-    if stream:
-        return Reply(200, kind=b"text/event-stream", headers=((b"cache-control", b"no-cache"),), events=events)
-    async for _ in events:
-        pass
-    if answer.cancelled():
-        raise Rejected(GONE, "the client went away")
-    return json_reply(text(msgspec.json.decode((await answer).body)["text_output"]))
+    if not stream:
+        return json_reply(text(await whole_text(call, version, ask)))
+    writing = Writing(call, version, ask)
+    await writing.begin()
 
-
-async def _events(
-    pool: Pool, answer: asyncio.Future[Answer], first: bytes | None, pieces: asyncio.Queue[bytes | None],
-    text: Callable[[str], Text], gone: Callable[[], bool] | None,
-) -> AsyncGenerator[bytes, None]:  # fmt: skip
-    """Server-sent events of a text that is being generated. Where the client goes away, the generating stops."""
-    piece = first
-    try:
-        while piece is not None:
-            if gone is not None and gone():
-                return
-            yield b"data: " + msgspec.json.encode(text(piece.decode())) + b"\n\n"
-            piece = await pieces.get()
-        if answer.done() and not answer.cancelled() and answer.exception() is not None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        try:
+            async for piece in writing.pieces():
+                if piece.text:
+                    yield b"data: " + msgspec.json.encode(text(piece.text)) + b"\n\n"
+        except Refusal:
             yield b"data: " + msgspec.json.encode(Error("the model failed")) + b"\n\n"
-    finally:
-        if not answer.done():
-            pool.stop(answer)
+        finally:
+            writing.stop()
+
+    return Reply(200, kind=EVENTS, headers=NO_CACHE, events=events())
 
 
 def paths(registry: Registry) -> dict[str, Any]:

@@ -17,7 +17,7 @@ def ref(name: str) -> dict[str, str]:
 
 _ERROR = {
     "description": "refused or failed",
-    "content": {_JSON: {"schema": {"anyOf": [ref("Error"), ref("TorchServeError")]}}},
+    "content": {_JSON: {"schema": {"anyOf": [ref("Error"), ref("TorchServeError"), ref("OpenAIError")]}}},
 }
 
 

@@ -16,6 +16,7 @@ JSON = b"application/json"
 GONE = 499
 """Inside the server: the client went away. Where somebody still listens, it reads 503."""
 _TORCHSERVE = ("predictions", "explanations", "models", "v1")
+_OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _TORCHSERVE_TYPES = {
     400: "BadRequestException", 404: "ModelNotFoundException", 413: "RequestEntityTooLargeException",
     500: "InternalServerException", 503: "ServiceUnavailableException",
@@ -34,6 +35,21 @@ class TorchServeError(msgspec.Struct):
     code: int
     type: str
     message: str
+
+
+class ErrorOf(msgspec.Struct):
+    """What was wrong, as OpenAI's protocol says it."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class OpenAIError(msgspec.Struct):
+    """The error of OpenAI's protocol, which has its paths under ``/v1``."""
+
+    error: ErrorOf
 
 
 @dataclass(slots=True)
@@ -63,7 +79,9 @@ def json_reply(value: Any, status: int = 200) -> Reply:
 def error_reply(refusal: Refusal, parts: Sequence[str]) -> Reply:
     """What a client of the protocol that this path belongs to understands as an error."""
     status = 503 if refusal.status == GONE else refusal.status
-    if not parts or parts[0] not in _TORCHSERVE:
+    if parts and parts[0] == "v1" and not (len(parts) == 3 and ":" in parts[2]):
+        reply = json_reply(_by_openai(refusal, status), status)
+    elif not parts or parts[0] not in _TORCHSERVE:
         reply = json_reply(Error(refusal.reason), status)
     else:
         kind = _TORCHSERVE_TYPES.get(status, "ServiceException")
@@ -72,3 +90,10 @@ def error_reply(refusal: Refusal, parts: Sequence[str]) -> Reply:
         reply = json_reply(TorchServeError(status, kind, refusal.reason), status)
     reply.headers = refusal.headers
     return reply
+
+
+def _by_openai(refusal: Refusal, status: int) -> OpenAIError:
+    kind = _OPENAI_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    too_long = getattr(refusal, "kind", "") == "too_long"
+    code = "context_length_exceeded" if too_long else getattr(refusal, "code", None)
+    return OpenAIError(ErrorOf(refusal.reason, kind, getattr(refusal, "param", None), code))

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from fettle.package.handlers.generate import Ask
 from fettle.serve.engine.refusal import NoSuchPath, Rejected
 from fettle.serve.engine.registry import Registry, Version
 from fettle.serve.engine.request import Request
 from fettle.serve.http.call import Call
 from fettle.serve.http.form import read_field
+from fettle.serve.http.generation import as_ask, generates, plain_text, whole_text
 from fettle.serve.http.openapi import OBJECT, operation
 from fettle.serve.http.reply import Reply, json_reply
 
@@ -43,6 +45,11 @@ async def _predict(call: Call, name: str, number: str | None, *, explain: bool =
     kind = call.header(b"content-type")[:200]
     if kind.startswith("multipart/form-data"):
         body = read_field(body, kind, ("data", "body"))
+    if generates(version):
+        if explain:
+            raise Rejected(400, "what moved a text that is written cannot be explained", kind="input")
+        said = await whole_text(call, version, as_ask(body) if "json" in kind else Ask(text=plain_text(body)))
+        return Reply(200, (said.encode(),), b"text/plain; charset=utf-8")
     request = Request(1, "body", body=body, kind=kind, gone=call.gone, explain=explain)
     answer = await version.pool.submit(request)
     return Reply(200, (answer.body,), answer.kind.encode("latin-1"), answer=answer)

@@ -17,9 +17,10 @@ from fettle.trace.analyses.waits import CAUSES
 from fettle.trace.frames import frame_of
 from fettle.trace.intervals import Intervals, length_within, merge
 from fettle.trace.kinds import Kind
-from fettle.trace.model import Ints, Trace
+from fettle.trace.model import Ints, Trace, per_trace
 
 
+@per_trace
 def device_classes(trace: Trace, device: int) -> tuple[Intervals, Intervals, Intervals]:
     """Compute, communication and copies (with memory sets) of one device, each as disjoint intervals that may overlap
     others.

@@ -20,6 +20,7 @@ import polars as pl
 
 from fettle.trace.analyses.kernels import CLASSES, class_of_row
 from fettle.trace.analyses.launches import launch_links
+from fettle.trace.analyses.slots import doubtful_waits
 from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
 from fettle.trace.analyses.steps import step_thread, step_windows
 from fettle.trace.analyses.stops import autograd_threads, host_stops, main_thread
@@ -96,17 +97,20 @@ def path_shares(trace: Trace, path: CriticalPath) -> pl.DataFrame:
 
     Where two reasons let go of some work at about the same time, either may have been the one that held it, and
     shortening one alone gains nothing. Columns: category, time_ns, share, and low_share and high_share over the paths
-    that follow such rivals: all of them of a launch, of a stream, or of an event.
+    that follow such rivals: all of them of a launch, of a stream, or of an event; and over the path on which long
+    launch calls that returned when some work began had waited for a slot, where too few did for a depth to show.
     """
     waits, found = device_waits(trace), path.summary()
     on_path = np.isin(trace.device_rows, path.pieces["row"].to_numpy())
     shares = [found.select("category", "share")]
-    for sort in (Held.LAUNCH, Held.STREAM, Held.EVENT):
-        if (on_path & (waits.rival == sort)).any():
-            walk = _Walk(trace, path.start_ns, path.end_ns, waits.preferring(sort))
-            walk.run(step_thread(trace))
-            other = CriticalPath(path.start_ns, path.end_ns, walk.frame())
-            shares.append(other.summary().select("category", "share"))
+    rivals = [s for s in (Held.LAUNCH, Held.STREAM, Held.EVENT) if (on_path & (waits.rival == s)).any()]
+    walks = [_Walk(trace, path.start_ns, path.end_ns, waits.preferring(sort)) for sort in rivals]
+    if np.isin(doubtful_waits(trace)[0], path.pieces["row"].to_numpy()).any():
+        walks.append(_Walk(trace, path.start_ns, path.end_ns, doubtful=True))
+    for walk in walks:
+        walk.run(step_thread(trace))
+        other = CriticalPath(path.start_ns, path.end_ns, walk.frame())
+        shares.append(other.summary().select("category", "share"))
     number = len(shares)
     spread = (
         pl.concat(shares)
@@ -124,7 +128,7 @@ def path_shares(trace: Trace, path: CriticalPath) -> pl.DataFrame:
 class _Walk:
     """State of one backward walk."""
 
-    def __init__(self, trace: Trace, low: int, high: int, waits: Waits | None = None) -> None:
+    def __init__(self, trace: Trace, low: int, high: int, waits: Waits | None = None, doubtful: bool = False) -> None:
         self.trace, self.low, self.high = trace, low, high
         self.stretches: list[tuple[int, int, int]] = []  # host time: thread, start, end
         self.pieces: list[tuple[int, int, int, int]] = []  # device time and waits: start, end, category, row
@@ -140,11 +144,11 @@ class _Walk:
         self.call_thread = np.where(linked, trace.column("thread")[np.maximum(waits.launch, 0)], -1).tolist()
         calls_start, calls_end, _ = blocking_calls(trace)
         self.blocked = calls_start.tolist(), calls_end.tolist()
-        self._stops()
+        self._stops(doubtful)
 
-    def _stops(self) -> None:
+    def _stops(self, doubtful: bool) -> None:
         """By thread and end: what a thread waited for, as (end, start, number)."""
-        stops = host_stops(self.trace)
+        stops = host_stops(self.trace, doubtful)
         self.stop_of: dict[int, list[tuple[int, int, int]]] = {}
         for i in np.lexsort((stops.start, stops.end)).tolist():
             if stops.met[i]:

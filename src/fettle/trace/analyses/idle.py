@@ -23,7 +23,7 @@ from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
 from fettle.trace.analyses.steps import step_windows
 from fettle.trace.analyses.stops import autograd_threads, main_thread
 from fettle.trace.analyses.waits import CAUSES, NUMBER, Held, blocking_calls, device_waits
-from fettle.trace.frames import with_rank
+from fettle.trace.frames import frame_of, with_rank
 from fettle.trace.intervals import Intervals, gaps, merge, split
 from fettle.trace.kinds import Kind, without_address
 from fettle.trace.model import Bools, Ints, Trace, per_trace
@@ -311,28 +311,26 @@ def idle_summary(trace: Trace, device: int, step: int | None = None) -> pl.DataF
     Columns: rank, device, cause, idle_ns, share (of this device's idle time), gaps (pieces), what (the three longest
     details with their ns), meaning.
     """
-    frame = idle_within(trace, device, step).select("cause", "detail", idle_ns=pl.col("end_ns") - pl.col("start_ns"))
-    told = frame.filter(pl.col("detail") >= 0).group_by("cause", "detail").agg(pl.col("idle_ns").sum())
-    names = [without_address(trace.names[d]) for d in told["detail"]]
-    by_name = told.with_columns(name=pl.Series(names, dtype=pl.String())).group_by("cause", "name")
-    longest = by_name.agg(pl.col("idle_ns").sum()).sort("idle_ns", "name", descending=[True, False])
-    what = {
-        str(cause[0]): "; ".join(f"{name[:120]} ({ns / 1e6:.3f} ms)" for _, name, ns in part.head(3).iter_rows())
-        for cause, part in longest.group_by("cause", maintain_order=True)
-    }
-    total = int(frame["idle_ns"].sum())
-    summary = frame.group_by("cause").agg(pl.col("idle_ns").sum(), gaps=pl.len()).sort("idle_ns", descending=True)
-    summary = summary.with_columns(pl.col("cause").cast(pl.String()))
-    causes = summary["cause"].to_list()
-    return with_rank(
-        trace,
-        summary.select(
-            pl.lit(device, dtype=pl.Int64()).alias("device"),
-            "cause",
-            "idle_ns",
-            pl.Series("share", summary["idle_ns"] / max(total, 1), dtype=pl.Float64()),
-            "gaps",
-            pl.Series("what", [what.get(c, "") for c in causes], dtype=pl.String()),
-            pl.Series("meaning", [CAUSES[c] for c in causes], dtype=pl.String()),
-        ),
-    )
+    frame = idle_pieces(trace, device)
+    pieces: Intervals = (frame["start_ns"].to_numpy(), frame["end_ns"].to_numpy())
+    start, end, piece, _ = split(pieces, step_windows(trace, step))
+    length, detail = (end - start).astype(float), frame["detail"].to_numpy()[piece].astype(np.int64)
+    number = frame["cause"].to_physical().to_numpy()[piece].astype(np.int64)
+    # Sums below 2**53 ns (104 days) are exact in the float64 that `bincount` adds in.
+    idle, count = (np.bincount(number, weights, minlength=len(CAUSES)) for weights in (length, None))
+    told, of_told = np.unique(number * 2**32 + detail + 1, return_inverse=True)
+    by_name: dict[int, dict[str, int]] = {}
+    for key, ns in zip(told.tolist(), np.bincount(of_told, length).tolist(), strict=True):
+        if key % 2**32:
+            mine, name = by_name.setdefault(key >> 32, {}), without_address(trace.names[key % 2**32 - 1])
+            mine[name] = mine.get(name, 0) + int(ns)
+    parts = []
+    for one in np.argsort(-idle, kind="stable").tolist():
+        if count[one]:
+            longest = sorted(by_name.get(one, {}).items(), key=lambda item: (-item[1], item[0]))[:3]
+            what = "; ".join(f"{name[:120]} ({ns / 1e6:.3f} ms)" for name, ns in longest)
+            cause, ns = list(CAUSES)[one], int(idle[one])
+            share = ns / max(int(idle.sum()), 1)
+            parts.append((trace.rank, device, cause, ns, share, int(count[one]), what, CAUSES[cause]))
+    ints, shares = dict.fromkeys(("rank", "device"), int), {"cause": str, "idle_ns": int, "share": float}
+    return frame_of(parts, **ints, **shares, gaps=int, what=str, meaning=str)

@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 
 from fettle.trace.analyses.account import device_classes
-from fettle.trace.analyses.launches import launch_stats, text_column
+from fettle.trace.analyses.launches import launch_links, text_column
 from fettle.trace.frames import frame_of, with_rank
 from fettle.trace.intervals import combinations, total
 from fettle.trace.kinds import Kind
@@ -46,21 +46,26 @@ def kernel_table(trace: Trace, rows: Ints | None = None) -> pl.DataFrame:
     median_ns, std_ns (of the launches; 0 for one), min_ns, max_ns, short (launches under 10 us), call_ns (mean launch
     call), delay_ns (median from the end of the launch call to the start).
     """
+    links = launch_links(trace)
+    launch_of = np.full(trace.events.height, -1)
+    launch_of[links.device_rows] = links.launch_rows
     rows = trace.device_rows if rows is None else rows
+    launch = launch_of[rows]
+    linked = pl.col("linked")
     frame = pl.DataFrame(
         {
-            "row": rows,
             "device": trace.column("device")[rows].astype(np.int64),
             "code": trace.column("name")[rows],
             "class": class_of_row(trace, rows),
             "dur": trace.dur[rows],
+            "linked": launch >= 0,
+            "call_ns": trace.dur[launch],
+            "delay_ns": trace.ts[rows] - trace.end[launch],
         }
     )
-    links = launch_stats(trace).select("row", "call_ns", "delay_ns")
     dur = pl.col("dur")
     table = (
-        frame.join(links, on="row", how="left")
-        .group_by("device", "code", "class")
+        frame.group_by("device", "code", "class")
         .agg(
             count=pl.len(),
             sum_ns=dur.sum(),
@@ -70,8 +75,8 @@ def kernel_table(trace: Trace, rows: Ints | None = None) -> pl.DataFrame:
             min_ns=dur.min(),
             max_ns=dur.max(),
             short=(dur < SHORT_NS).sum(),
-            call_ns=pl.col("call_ns").mean(),
-            delay_ns=pl.col("delay_ns").median(),
+            call_ns=pl.col("call_ns").filter(linked).mean(),
+            delay_ns=pl.col("delay_ns").filter(linked).median(),
         )
         .sort("sum_ns", "code", descending=[True, False])
     )

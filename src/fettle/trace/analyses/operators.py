@@ -39,7 +39,7 @@ def operator_table(trace: Trace) -> pl.DataFrame:
         .agg(count=pl.len(), host_ns=pl.col("dur").sum(), self_ns=pl.col("self").sum())
     )
     launched, calls = launch_links(trace).known
-    operator = ancestors(trace).operator[calls]
+    operator = nearest(trace, trace.kind == Kind.OPERATOR, calls)[calls]
     known = operator >= 0
     work = (
         pl.DataFrame(

@@ -25,9 +25,10 @@ from fettle.trace.analyses.steps import step_thread, step_windows
 from fettle.trace.analyses.stops import Why, autograd_threads, host_stops, main_thread
 from fettle.trace.analyses.waits import NUMBER, Held, device_waits
 from fettle.trace.intervals import Intervals, length_within, merge
-from fettle.trace.model import Ints, Trace, per_trace
+from fettle.trace.model import Bools, Ints, Trace, per_trace
 
 _UPLOAD = re.compile(r"memcpy\s*(HtoD|H2D|HostToDevice)", re.IGNORECASE)
+_NEVER = float("-inf")
 _WORK, _END, _BEGIN = 0, 1, 2  # at one moment work begins first, then calls end, then others begin
 
 
@@ -44,19 +45,18 @@ class Change:
 
 
 @dataclass
-class _Call:
-    """A stretch of a host thread that the replay looks at: a launch, a wait, or both."""
+class _Calls:
+    """Stretches of host threads that the replay looks at, launches, waits, or both, by thread and time: columns of one
+    length. A stretch of no length marks a moment.
+    """
 
-    thread: int
-    start: int
-    end: int
-    gap: float = 0.0  # host time since the call before
-    loading: float = 0.0  # of it, data loading
-    kept: float = 0.0  # of it, what stays where launches cost nothing
-    launches: bool = False
-    graph: bool = False
-    stop: int = -1  # number of the stop
-    queue: int = -1  # the work that must have begun before the call can return
+    thread: Ints
+    start: Ints
+    end: Ints
+    launches: Bools
+    graph: Bools
+    stop: Ints  # number of the stop; -1: none
+    queue: Ints  # the work that must have begun before the call can return; -1: none
 
 
 def data_loading(trace: Trace, thread: int) -> Intervals:
@@ -70,68 +70,59 @@ def data_loading(trace: Trace, thread: int) -> Intervals:
 
 
 @per_trace
-def replay_of(trace: Trace) -> Replay:
-    """The trace, ready to be run again."""
-    return Replay(trace)
+def replay_of(trace: Trace, doubtful: bool = False) -> Replay:
+    """The trace, ready to be run again; where asked, with launch calls waiting that only may have waited for a slot."""
+    return Replay(trace, doubtful)
 
 
 class Replay:
     """One trace, run again as often as is asked."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, doubtful: bool = False) -> None:
         self.trace = trace
-        self.waits, self.stops = device_waits(trace), host_stops(trace)
+        self.waits, self.stops = device_waits(trace), host_stops(trace, doubtful)
         rows = trace.device_rows
         self.start, self.end = trace.ts[rows], trace.end[rows]
-        self.work_of: list[list[int]] = []
-        self.calls = self._calls()
+        self.calls, self.call_of, self.mark = self._calls()
         self._gaps()
         self._rests()
         self.order = self._order()
 
     # --- the program ---
 
-    def _calls(self) -> list[_Call]:
-        trace, stops, thread = self.trace, self.stops, self.trace.column("thread")
-        launch = self.waits.launch
-        found: dict[int, _Call] = {}
-        rows = np.unique(launch[launch >= 0])
-        graphs = graph_names(trace)[trace.column("name")[rows]]
-        columns = (column.tolist() for column in (rows, thread[rows], trace.ts[rows], trace.end[rows], graphs))
-        for row, on, start, end, graph in zip(*columns, strict=True):
-            found[row] = _Call(on, start, end, launches=True, graph=graph)
-        silent = []
-        for i in range(len(stops.thread)):
-            row = int(stops.row[i])
-            if row < 0:
-                silent.append(_Call(int(stops.thread[i]), int(stops.start[i]), int(stops.end[i]), stop=i))
-            else:
-                call = found.setdefault(row, _Call(int(thread[row]), int(trace.ts[row]), int(trace.end[row])))
-                call.stop = i
-        for queue in queues(trace):
-            for row, bound in zip(queue.calls.tolist(), queue.bound.tolist(), strict=True):
-                if row in found:
-                    found[row].queue = bound
+    def _calls(self) -> tuple[_Calls, Ints, dict[tuple[int, int], int]]:
+        """The stretches, the one that launched each piece of work (-1: unknown), and by thread and time those that
+        mark a moment.
+        """
+        trace, stops, launch = self.trace, self.stops, self.waits.launch
+        asked = np.flatnonzero(stops.row >= 0)
+        silent = np.flatnonzero(stops.row < 0)
+        rows = np.unique(np.concatenate([launch[launch >= 0], stops.row[asked]]))
         wanted, marks = self._lasts(), step_thread(trace)
         self.step_times = np.unique(np.concatenate(step_windows(trace))).tolist() if marks >= 0 else []
         wanted |= {(marks, time) for time in self.step_times}
         wanted |= {(int(o), int(w)) for o, w in zip(stops.other, stops.when, strict=True) if o >= 0}
-        points = [_Call(one, time, time) for one, time in sorted(wanted)]
-        calls = [*found.values(), *silent, *points]
-        of_row = [*found, *[-1] * (len(silent) + len(points))]
-        at = sorted(
-            range(len(calls)),
-            key=lambda i: (calls[i].thread, calls[i].start, of_row[i] >= 0 or calls[i].stop >= 0, -calls[i].end),
-        )
-        number = {of_row[j]: i for i, j in enumerate(at) if of_row[j] >= 0}
-        calls = [calls[j] for j in at]
-        self.mark = {(c.thread, c.start): i for i, c in enumerate(calls) if c.start == c.end and not c.launches}
-        self.call_of = [number.get(row, -1) for row in launch.tolist()]
-        self.work_of = [[] for _ in calls]
-        for work, at_call in enumerate(self.call_of):
-            if at_call >= 0:
-                self.work_of[at_call].append(work)
-        return calls
+        points = np.array(sorted(wanted), dtype=np.int64).reshape(-1, 2)
+        thread = np.concatenate([trace.column("thread")[rows], stops.thread[silent], points[:, 0]]).astype(np.int64)
+        start = np.concatenate([trace.ts[rows], stops.start[silent], points[:, 1]])
+        end = np.concatenate([trace.end[rows], stops.end[silent], points[:, 1]])
+        launches, graph = np.zeros((2, len(start)), dtype=bool)
+        launches[: len(rows)] = np.isin(rows, launch)
+        graph[: len(rows)] = graph_names(trace)[trace.column("name")[rows]]
+        stop, queue = np.full((2, len(start)), -1, dtype=np.int64)
+        stop[np.searchsorted(rows, stops.row[asked])] = asked
+        stop[len(rows) : len(rows) + len(silent)] = silent
+        for one in queues(trace):
+            queue[np.searchsorted(rows, one.calls)] = one.bound
+        lasts = np.arange(len(start)) < len(rows) + len(silent)
+        order = np.lexsort((-end, lasts, start, thread))  # a moment comes before what begins then
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        calls = _Calls(*(column[order] for column in (thread, start, end, launches, graph, stop, queue)))
+        call_of = np.full(len(launch), -1, dtype=np.int64)
+        call_of[launch >= 0] = place[np.searchsorted(rows, launch[launch >= 0])]
+        at = place[len(rows) + len(silent) :].tolist()
+        return calls, call_of, dict(zip(map(tuple, points.tolist()), at, strict=True))
 
     def _lasts(self) -> set[tuple[int, int]]:
         """When each host thread is through."""
@@ -141,34 +132,31 @@ class Replay:
         return {(int(t), int(trace.end[rows[thread == t]].max())) for t in np.unique(thread)}
 
     def _gaps(self) -> None:
-        """Host time between the calls of each thread; a call inside another counts from where that one ends."""
-        uploads = np.array([bool(_UPLOAD.search(n)) for n in self.trace.names], dtype=bool)
-        code = self.trace.column("name")[self.trace.device_rows]
-        low = self.trace.span[0]
-        by_thread: dict[int, list[int]] = {}
-        for i, call in enumerate(self.calls):
-            by_thread.setdefault(call.thread, []).append(i)
-        self.host_threads = list(by_thread)
-        for thread, mine in by_thread.items():
-            reach, starts, stops = low, [], []
-            for i in mine:
-                call = self.calls[i]
-                call.start = max(call.start, reach)
-                lasting = call.launches or call.stop >= 0
-                call.end = max(call.end, call.start + lasting)
-                starts.append(reach)
-                stops.append(call.start)
-                reach = call.end
+        """Host time between the calls of each thread: `gap`, `loading` of it in data loading, `kept` of it where
+        launches cost nothing. A call inside another counts from where that one ends.
+        """
+        calls, trace, low = self.calls, self.trace, self.trace.span[0]
+        uploads = np.array([bool(_UPLOAD.search(n)) for n in trace.names], dtype=bool)
+        feeds = np.zeros(len(calls.start), dtype=bool)
+        feeds[self.call_of[uploads[trace.column("name")[trace.device_rows]] & (self.call_of >= 0)]] = True
+        before = np.empty_like(calls.start)
+        loading = np.zeros(len(calls.start))
+        lasting = (calls.launches | (calls.stop >= 0)).astype(np.int64)
+        self.host_threads = np.unique(calls.thread).tolist()
+        for thread in self.host_threads:
+            mine = slice(*np.searchsorted(calls.thread, [thread, thread + 1]).tolist())
+            # Each ends no earlier than `lasting` after its begin and after the end before: a running maximum.
+            least = np.cumsum(lasting[mine])
+            ends = np.maximum(calls.end[mine], calls.start[mine] + lasting[mine]) - least
+            reach = np.maximum(np.maximum.accumulate(ends), low) + least
+            before[mine] = np.concatenate([[low], reach[:-1]])
+            calls.start[mine] = np.maximum(calls.start[mine], before[mine])
+            calls.end[mine] = reach
             # Data loading stays where launches cost nothing, and so does what may make the data of an upload.
-            before, until = np.array(starts, dtype=np.int64), np.array(stops, dtype=np.int64)
-            loading = np.zeros(len(mine))
-            if thread == main_thread(self.trace):
-                loading = length_within(data_loading(self.trace, thread), before, until).astype(float)
-            for i, gap, load in zip(mine, (until - before).tolist(), loading.tolist(), strict=True):
-                call = self.calls[i]
-                call.gap, call.loading = float(gap), load
-                feeds = any(uploads[code[w]] for w in self.work_of[i])
-                call.kept = float(gap) if feeds else load
+            if thread == main_thread(trace):
+                loading[mine] = length_within(data_loading(trace, thread), before[mine], calls.start[mine])
+        gap = (calls.start - before).astype(float)
+        self.gap, self.loading, self.kept = gap, loading, np.where(feeds, gap, loading)
 
     def _rests(self) -> None:
         """What passed after the last reason of each wait, and what usually passes after each sort."""
@@ -177,8 +165,9 @@ class Replay:
         # Work whose launch nobody knows comes after what was before it, as long after as it did.
         held = np.where((waits.held == Held.NOTHING) & (waits.previous >= 0), Held.STREAM, waits.held)
         known = ~np.isin(waits.cause, [NUMBER["queued_unknown"], NUMBER["unlinked"]])
-        begun = np.array([self.calls[c].start if c >= 0 else 0 for c in self.call_of], dtype=np.int64)
-        after_launch = np.maximum(start - begun, 0).astype(float)
+        calls = self.calls
+        self.launched = np.append(calls.start, 0)[self.call_of]  # when each launch call began; 0: unknown
+        after_launch = np.maximum(start - self.launched, 0).astype(float)
         free = self.end[np.maximum(waits.previous, 0)]
         event_end = self.end[np.maximum(waits.event, 0)]
         room = {
@@ -187,7 +176,7 @@ class Replay:
             Held.EVENT: np.maximum(start - event_end, 0).astype(float),
         }
         has = {
-            Held.LAUNCH: np.array([c >= 0 for c in self.call_of], dtype=bool),
+            Held.LAUNCH: self.call_of >= 0,
             Held.STREAM: waits.previous >= 0,
             Held.EVENT: waits.event >= 0,
         }
@@ -211,10 +200,11 @@ class Replay:
         for k in np.flatnonzero(stops.whole & (stops.work >= 0)).tolist():
             self.last_work[k] += self._ended(int(stops.end[k]))
         self.usual_call = {False: 5_000.0, True: 5_000.0}  # of graphs apart
+        lasts = (calls.end - calls.start).astype(float)
         for graph in self.usual_call:
-            lasts = [c.end - c.start for c in self.calls if c.launches and c.stop < 0 and c.graph == graph]
-            if lasts:
-                self.usual_call[graph] = float(np.median(lasts))
+            alike = calls.launches & (calls.stop < 0) & (calls.graph == graph)
+            if alike.any():
+                self.usual_call[graph] = float(np.median(lasts[alike]))
 
     @cached_property
     def _lanes(self) -> list[tuple[Ints, Ints]]:
@@ -228,91 +218,87 @@ class Replay:
         found = [(lane, int(np.searchsorted(ends, time, side="right")) - 1) for lane, ends in self._lanes]
         return [int(lane[at]) for lane, at in found if at >= 0]
 
-    def _order(self) -> list[tuple[int, int, int]]:
-        events = []
-        for i, call in enumerate(self.calls):
-            events.append((call.start, _BEGIN, i))
-            if call.end > call.start:
-                after = (
-                    int(self.stops.when[call.stop]) + 1 if call.stop >= 0 and self.stops.other[call.stop] >= 0 else 0
-                )
-                events.append((max(call.end, after), _END, i))
-        for work, launch in enumerate(self.call_of):
-            begun = self.calls[launch].start + 1 if launch >= 0 else 0
-            events.append((max(int(self.start[work]), begun), _WORK, work))
-        events.sort()
-        return events
+    def _order(self) -> list[tuple[int, int]]:
+        """What happens, in the order in which it happened: the sort of event, and which call or piece of work."""
+        calls, stops = self.calls, self.stops
+        # A call that waits for nothing is over with its begin.
+        waits = np.flatnonzero((calls.stop >= 0) | (calls.queue >= 0))
+        stop = calls.stop[waits]
+        after = np.where(np.append(stops.other, -1)[stop] >= 0, np.append(stops.when, 0)[stop] + 1, calls.end[waits])
+        launched = self.launched + (self.call_of >= 0)
+        time = [calls.start, np.maximum(calls.end[waits], after), np.maximum(self.start, launched)]
+        what = np.repeat([_BEGIN, _END, _WORK], [len(part) for part in time])
+        which = np.concatenate([np.arange(len(calls.start)), waits, np.arange(len(self.start))])
+        order = np.lexsort((which, what, np.concatenate(time)))
+        return list(zip(what[order].tolist(), which[order].tolist(), strict=True))
 
     # --- running it ---
 
     def run(self, change: Change | None = None, *, usual: bool = False) -> Run:
         """Run it with a change."""
-        change = change or Change()
+        change, calls = change or Change(), self.calls
         length = (self.end - self.start).astype(float)
         durations = (length if change.scale is None else length * change.scale).tolist()
         rests = self.mean_rest if usual else self.rest
-        by_launch, by_stream, by_event = (rests[s] for s in (Held.LAUNCH, Held.STREAM, Held.EVENT))
-        previous, event = self.waits.previous.tolist(), self.waits.event.tolist()
+        by_stream, by_event = rests[Held.STREAM], rests[Held.EVENT]
+        by_launch = rests[Held.LAUNCH] if change.launching else [0.0] * len(durations)
+        call_of, previous, event = self.call_of.tolist(), self.waits.previous.tolist(), self.waits.event.tolist()
         measured = (self.start - self.trace.span[0]).tolist()  # floats from 1970 on would be exact to 256 ns only
-        begun = [0.0] * len(self.calls)
-        left = [0.0] * len(self.calls)  # when each call ended
-        began: list[float | None] = [None] * len(durations)
-        done: list[float | None] = [None] * len(durations)
+        gap = (self.kept if not change.launching else self.gap if change.loading else self.gap - self.loading).tolist()
+        costs = change.launching | ~calls.launches
+        lasts = np.where(costs & (calls.stop < 0), calls.end - calls.start, 0).astype(float).tolist()
+        stops, queue, thread = calls.stop.tolist(), calls.queue.tolist(), calls.thread.tolist()
+        # What is not known, or has not happened yet, holds nothing up: the last place, where -1 points.
+        begun, left = [_NEVER] * (len(gap) + 1), [_NEVER] * (len(gap) + 1)
+        began, done = [_NEVER] * (len(durations) + 1), [_NEVER] * (len(durations) + 1)
         host = dict.fromkeys(self.host_threads, 0.0)
-        for _, what, i in self.order:
+        for what, i in self.order:
             if what == _WORK:
-                call = self.call_of[i]
-                ready = begun[call] + (by_launch[i] if change.launching else 0.0) if call >= 0 else None
-                before = previous[i]
-                if before >= 0 and (at := done[before]) is not None:
-                    ready = max(ready or 0.0, at + by_stream[i])
-                if (other := event[i]) >= 0 and (at := done[other]) is not None:
-                    ready = max(ready or 0.0, at + by_event[i])
-                begins = float(measured[i]) if ready is None else ready
-                began[i], done[i] = begins, begins + durations[i]
+                ready = begun[call_of[i]] + by_launch[i]
+                if (at := done[previous[i]] + by_stream[i]) > ready:
+                    ready = at
+                if (at := done[event[i]] + by_event[i]) > ready:
+                    ready = at
+                began[i] = begins = measured[i] if ready == _NEVER else ready
+                done[i] = begins + durations[i]
             elif what == _BEGIN:
-                one = self.calls[i]
-                gap = one.gap if change.loading else one.gap - one.loading
-                host[one.thread] += gap if change.launching else one.kept
-                begun[i] = left[i] = host[one.thread]
+                begun[i] = begins = host[thread[i]] + gap[i]
+                left[i] = host[thread[i]] = begins + lasts[i]
             else:
-                one = self.calls[i]
-                left[i] = host[one.thread] = self._returns(one, begun, begun[i], change, usual, began, done, left)
-        return Run(self, left, [at if at is not None else 0.0 for at in done])
+                returns = left[i]
+                if stops[i] >= 0:
+                    returns = self._returns(i, begun, change, usual, began, done, left)
+                if change.launching and (at := began[queue[i]]) > returns:
+                    returns = at
+                left[i] = host[thread[i]] = returns
+        return Run(self, left, done[:-1])
 
     def _returns(
         self,
-        one: _Call,
+        call: int,
         begun_of: list[float],
-        begun: float,
         change: Change,
         usual: bool,
-        began: list[float | None],
-        done: list[float | None],
+        began: list[float],
+        done: list[float],
         left: list[float],
     ) -> float:
-        """When a call returns."""
-        stops, lasts = self.stops, float(one.end - one.start)
-        if one.stop < 0:
-            returns = begun + (lasts if change.launching or not one.launches else 0.0)
-        else:
-            k = one.stop
-            why = int(stops.why[k])
-            after = max(float(stops.end[k] - stops.when[k]), 0.0) if stops.met[k] else min(self.low_return, lasts)
-            if why == Why.THREAD:
-                mark = self.mark.get((int(stops.other[k]), int(stops.when[k])))
-                return max(begun, (left[mark] if mark is not None else begun) + after)
-            if usual and stops.met[k] and why == Why.SYNC:
-                after = min(after, 10 * self.usual_return)
-            own = min(lasts, after if why != Why.SLOT else self.usual_call[one.graph]) if stops.met[k] else lasts
-            returns = begun + (own if change.launching or not one.launches else 0.0)
-            times = began if stops.begins[k] else done
-            for work in self.last_work[k] if (change.launching if why == Why.SLOT else change.blocking) else ():
-                launch = self.call_of[work]
-                if (at := times[work]) is not None and (launch < 0 or begun_of[launch] <= begun):
-                    returns = max(returns, at + after)
-        if one.queue >= 0 and change.launching and (at := began[one.queue]) is not None:
-            returns = max(returns, at)
+        """When a call that waits returns."""
+        stops, calls, k = self.stops, self.calls, int(self.calls.stop[call])
+        lasts, begun, why, met = float(calls.end[call] - calls.start[call]), begun_of[call], stops.why[k], stops.met[k]
+        after = max(float(stops.end[k] - stops.when[k]), 0.0) if met else min(self.low_return, lasts)
+        if why == Why.THREAD:
+            mark = self.mark.get((int(stops.other[k]), int(stops.when[k])))
+            return max(begun, (left[mark] if mark is not None else begun) + after)
+        if usual and met and why == Why.SYNC:
+            after = min(after, 10 * self.usual_return)
+        own = min(lasts, after if why != Why.SLOT else self.usual_call[bool(calls.graph[call])]) if met else lasts
+        returns = begun + (own if change.launching or not calls.launches[call] else 0.0)
+        times = began if stops.begins[k] else done
+        for work in self.last_work[k] if (change.launching if why == Why.SLOT else change.blocking) else ():
+            launch = int(self.call_of[work])
+            if launch < 0 or begun_of[launch] <= begun:
+                returns = max(returns, times[work] + after)
         return returns
 
 
@@ -335,8 +321,9 @@ class Run:
             return self.ends[thread]
         replay = self.replay
         if thread >= 0:
-            group = {-1, thread, *autograd_threads(replay.trace)}
-            mine = np.array([c < 0 or replay.calls[c].thread in group for c in replay.call_of], dtype=bool)
+            group = [thread, *autograd_threads(replay.trace)]
+            call = replay.call_of
+            mine = (call < 0) | np.isin(replay.calls.thread[call], group)
         else:
             mine = np.ones(len(replay.end), dtype=bool)
         order = np.flatnonzero(mine)[np.argsort(replay.end[mine], kind="stable")]

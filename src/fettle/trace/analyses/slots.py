@@ -107,6 +107,24 @@ def slot_waits(trace: Trace) -> tuple[Ints, Ints]:
     return calls, released
 
 
+@per_trace
+def doubtful_waits(trace: Trace) -> tuple[Ints, Ints]:
+    """Launch calls that look as if they had waited for a slot and that no queue explains, as there are too few of them
+    or they left no plateau: as `slot_waits`.
+    """
+    links = launch_links(trace)
+    work, known = np.flatnonzero(links.launch_rows >= 0), slot_waits(trace)[0]
+    device = trace.column("device")[links.device_rows[work]]
+    parts = [(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))]
+    for device_number in np.unique(device).tolist():
+        mine = work[device == device_number]
+        one = _launches(trace, mine, links.launch_rows[mine])
+        may = one.freed & _long(one) & (one.lag <= CLEAR_RETURN_NS) & ~np.isin(one.calls, known)
+        parts.append((one.calls[may], one.order[one.seen[may] - 1]))
+    calls, freed = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return calls, freed
+
+
 def waited_ns(trace: Trace, queue: Queue) -> int:
     """How long launch calls waited for a slot, summed."""
     waits = queue.released >= 0
@@ -120,7 +138,7 @@ def _queue(trace: Trace, work: Ints, calls: Ints, mine: Bools, device: int, stre
     """
     work, calls = work[mine], calls[mine]
     found = _counted(trace, work, calls, device, stream)
-    if len(np.unique(calls)) == len(calls):
+    if (np.diff(np.sort(calls)) > 0).all():
         return found
     order = np.lexsort((work, calls))
     first = order[np.diff(calls[order], prepend=-1) != 0]
@@ -151,21 +169,15 @@ def _counted(trace: Trace, work: Ints, calls: Ints, device: int, stream: int) ->
     return Queue(device, stream, depth, one.calls, released, np.where(in_time, bound, -1))
 
 
-def _counts(calls: Ints, distinct: Ints) -> Ints:
-    """Pieces of work of each distinct call."""
-    order = np.sort(calls)
-    counts: Ints = np.searchsorted(order, distinct, side="right") - np.searchsorted(order, distinct, side="left")
-    return counts
-
-
 def _launches(trace: Trace, work: Ints, calls: Ints) -> _Launches:
-    distinct = np.unique(calls)
-    distinct = distinct[np.argsort(trace.ts[distinct], kind="stable")]
+    in_order = np.sort(calls)
+    first = np.flatnonzero(np.diff(in_order, prepend=-1))
+    by_time = np.argsort(trace.ts[in_order[first]], kind="stable")
+    distinct, launched = in_order[first[by_time]], np.cumsum(np.diff(first, append=len(calls))[by_time])
     start, end = trace.ts[distinct], trace.end[distinct]
     rows, order = trace.device_rows, np.sort(work)
     begins = trace.ts[rows[order]]
     seen = np.searchsorted(begins, end, side="right")
-    launched = np.cumsum(_counts(calls, distinct))
     graph = graph_names(trace)[trace.column("name")[distinct]]
     itself = calls[(trace.end[rows[work]] <= trace.end[calls]) & (trace.kind[rows[work]] != Kind.KERNEL)]
     plain = ~graph & ~np.isin(distinct, itself)  # a copy that waits for itself waits for no slot

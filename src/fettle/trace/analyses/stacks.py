@@ -277,10 +277,7 @@ def _outer_first(trace: Trace, rows: Ints, begin: Ints) -> Ints:
 def _parents(start: Ints, end: Ints, thread: Ints) -> Ints:
     """Index of each event's parent (-1: none); events sorted by thread and start, outer before inner."""
     candidate = np.arange(-1, len(start) - 1, dtype=np.int64)
-    if len(candidate):
-        first = np.ones(len(start), dtype=bool)
-        first[1:] = thread[1:] != thread[:-1]
-        candidate[first] = -1
+    candidate[np.diff(thread, prepend=-1) != 0] = -1
     active = np.flatnonzero(candidate >= 0)
     while len(active):
         # A candidate that has ended is replaced by its own candidate: all in between have ended too.
@@ -324,13 +321,10 @@ def _sweep(
 ) -> tuple[Ints, tuple[Ints, Ints, Ints, Ints]]:
     """Depth of each event, and the segments: who is innermost between one begin or end of an event and the next.
 
-    Events are in order of thread and start, outer before inner. At one instant events end before others begin; inner
-    ones end first, outer ones begin first.
+    There is one event or more, in order of thread and start, outer before inner. At one instant events end before
+    others begin; inner ones end first, outer ones begin first.
     """
     count = len(start)
-    if not count:
-        nothing = np.zeros(0, dtype=np.int64)
-        return nothing, (nothing, nothing, nothing, nothing)
     # Of 2n turns, ends carry n - 1 - index and begins n + index: this number alone says which event begins or ends.
     index = np.arange(count, dtype=np.int64)
     turn_bits, low = (2 * count - 1).bit_length(), int(start.min())
@@ -398,10 +392,9 @@ def _causes(trace: Trace, parent: Ints, host_rows: Ints) -> npt.NDArray[np.uint8
     cause[calls[waited]] = number["blocking_call"]
     # Data loading and compilation own what runs inside them, save calls that block and the profiler's own time.
     for owner in ("compile_or_load", "data_loading"):
-        marked = np.zeros(trace.events.height, dtype=bool)
-        marked[host_rows] = cause[host_rows] == number[owner]
+        marked = cause == number[owner]
         if marked.any():
             inside = inherit(marked, parent, host_rows)
             gives = np.isin(np.arange(len(CAUSES_OF_HOST)), [number[c] for c in _GIVE_WAY])
-            cause[inside & gives[cause] & trace.is_host] = number[owner]
+            cause[inside & gives[cause]] = number[owner]
     return cause

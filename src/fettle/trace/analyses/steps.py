@@ -10,11 +10,12 @@ import polars as pl
 from fettle.errors import UsageError
 from fettle.trace.intervals import Intervals
 from fettle.trace.kinds import Kind
-from fettle.trace.model import Trace
+from fettle.trace.model import Trace, per_trace
 
 _STEP = re.compile(r"^ProfilerStep#(\d+)$")
 
 
+@per_trace
 def steps(trace: Trace, annotation: str | None = None) -> pl.DataFrame:
     """The trace's steps in order.
 
@@ -74,6 +75,7 @@ def step_windows(trace: Trace, step: int | None = None) -> Intervals:
     return frame["start_ns"].to_numpy(), frame["end_ns"].to_numpy()
 
 
+@per_trace
 def step_thread(trace: Trace, annotation: str | None = None) -> int:
     """The thread whose annotations mark the steps; -1 where there are none."""
     codes = trace.column("name")

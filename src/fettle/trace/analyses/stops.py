@@ -9,7 +9,7 @@ from enum import IntEnum
 import numpy as np
 
 from fettle.trace.analyses.launches import launch_links
-from fettle.trace.analyses.slots import slot_waits
+from fettle.trace.analyses.slots import doubtful_waits, slot_waits
 from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
 from fettle.trace.kinds import Kind
 from fettle.trace.model import Bools, Ints, Trace, per_trace
@@ -77,11 +77,12 @@ def autograd_threads(trace: Trace) -> list[int]:
 
 
 @per_trace
-def host_stops(trace: Trace) -> Stops:
-    """All of them."""
+def host_stops(trace: Trace, doubtful: bool = False) -> Stops:
+    """All of them; where asked, launch calls that may have waited for a slot too."""
     copies = _own_copies(trace)
     rows = [*copies, *_blocking(trace, copies), *_hand_overs(trace)]
-    calls, freed = slot_waits(trace)
+    slots = [slot_waits(trace), *([doubtful_waits(trace)] if doubtful else [])]
+    calls, freed = (np.concatenate(column) for column in zip(*slots, strict=True))
     begins = trace.ts[trace.device_rows[freed]]
     thread = trace.column("thread")[calls]
     for values in zip(thread, trace.ts[calls], trace.end[calls], calls, freed, begins, strict=True):

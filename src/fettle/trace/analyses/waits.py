@@ -12,6 +12,7 @@ from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
+import polars as pl
 
 from fettle.trace.analyses.launches import graph_names, launch_links
 from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
@@ -253,7 +254,7 @@ def _told_events(trace: Trace, rows: Ints, key: Ints) -> tuple[Ints, Bools]:
     """What sync events say: the work on another stream behind whose event the work was queued."""
     event, told = np.full(len(rows), -1, dtype=np.int64), np.zeros(len(rows), dtype=bool)
     table = trace.side["syncs"]
-    waits = table.filter(table["sync"].str.contains("Wait")) if table.height else table
+    waits = table.filter(pl.Series(["Wait" in sync for sync in table["sync"]], dtype=pl.Boolean()))
     if not waits.height:
         return event, told
     correlation, stream, device = trace.column("correlation"), trace.column("stream"), trace.column("device")
@@ -287,7 +288,7 @@ def _asked_to_wait(trace: Trace, launch: Ints) -> Bools:
     waits = np.array(["StreamWaitEvent" in n for n in trace.names], dtype=bool)
     calls = np.flatnonzero((trace.kind == Kind.RUNTIME) & waits[trace.column("name")])
     syncs = trace.side["syncs"]
-    if not len(calls) or syncs["sync"].str.contains("Wait").any():
+    if not len(calls) or any("Wait" in sync for sync in syncs["sync"]):
         return answer
     thread = trace.column("thread")
     for one in np.unique(thread[launch[launch >= 0]]):

@@ -18,6 +18,7 @@ from fettle.errors import UsageError
 from fettle.trace.analyses.critical import CriticalPath, critical_path
 from fettle.trace.analyses.kernels import class_of_row
 from fettle.trace.analyses.replay import Change, Run, data_loading, replay_of
+from fettle.trace.analyses.slots import doubtful_waits
 from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
 from fettle.trace.analyses.steps import step_thread, steps
 from fettle.trace.analyses.stops import autograd_threads, main_thread
@@ -66,7 +67,8 @@ class WhatIf:
     def answer(self) -> str:
         """In words."""
         if self.unknown:
-            return f"cannot tell, at best {self.saving_share:.1%}: {self.unknown}"
+            wall = max(self.wall_ns, 1)
+            return f"cannot tell, saves {1 - self.high_ns / wall:.1%} to {1 - self.low_ns / wall:.1%}: {self.unknown}"
         if self.cannot_tell:
             return f"cannot tell: the unchanged replay is off by {abs(self.replay_error):.0%}"
         return (
@@ -120,6 +122,12 @@ def what_if(
     unknown = ""
     if change == "data_ready" and wall - estimate > TRUSTED_ERROR * wall and _makes_data(trace):
         unknown, high = "the main thread makes the data itself, and what others would take for it is not known", wall
+    calls, _ = doubtful_waits(trace)
+    if trace.dur[calls].sum() > TRUSTED_ERROR * wall:
+        other = min(max(_length(trace, replay_of(trace, True).run(asked), path.start_ns, path.end_ns), floor), ceiling)
+        low, high = min(low, other), max(high, other)
+        if abs(other - estimate) > TRUSTED_ERROR * wall:
+            unknown = unknown or "whether long launch calls waited for a slot in a full queue does not show"
     if change == "graph":  # whether the host time before uploads made their data is a guess
         low = min(low, _busy(trace, path))
     return WhatIf(change, wall, round(estimate), round(low), round(high), error, unknown)

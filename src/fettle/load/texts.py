@@ -1,0 +1,160 @@
+"""Load on a server that writes texts, by OpenAI's protocol: what is asked, and when each token came."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fettle.errors import UsageError, first_line
+from fettle.files import read_bytes
+from fettle.load.client import Connection, Request, get_json, http_request
+
+BROKEN = -3
+"""The status of a text that broke off."""
+_TOKENS = (10, 240)
+"""Prompts are made of these tokens, which every vocabulary has, at random: no two begin alike."""
+_DISTRIBUTIONS: Mapping[str, tuple[int, Callable[..., Any]]] = {
+    "uniform": (2, lambda random, count, low, high: random.integers(int(low), int(high) + 1, count)),
+    "exponential": (1, lambda random, count, mean: random.exponential(mean, count)),
+    "lognormal": (2, lambda random, count, median, sigma: random.lognormal(np.log(median), sigma, count)),
+}
+
+
+@dataclass(frozen=True)
+class TextRequest(Request):
+    """A request whose answer comes as server-sent events."""
+
+
+@dataclass(frozen=True)
+class Heard:
+    """When the pieces of one text came, in seconds from the start of the run, and how many tokens it had."""
+
+    moments: np.ndarray[Any, Any]
+    prompt_tokens: int
+    tokens: int
+
+    @property
+    def gaps_s(self) -> np.ndarray[Any, Any]:
+        """Between two pieces: the inter-token latency."""
+        return np.diff(self.moments)
+
+
+class TextConnection(Connection):
+    """A connection that notes when each piece of a text comes."""
+
+    def send(self, request: Request, tag: Any) -> None:
+        """Write a request."""
+        self._rest, self._whole = b"", False
+        self._moments: list[float] = []
+        self._usage: dict[str, Any] = {}
+        super().send(request, tag)
+
+    def on_body(self, data: bytes) -> None:
+        """What has come of the answer."""
+        now = time.perf_counter()
+        *events, self._rest = (self._rest + data).split(b"\n\n")
+        for event in events:
+            said = event.removeprefix(b"data: ")
+            if said == b"[DONE]":
+                self._whole = True
+                continue
+            try:
+                found = msgspec.json.decode(said)
+            except msgspec.DecodeError:
+                continue
+            self._usage = found.get("usage") or self._usage
+            if any(choice.get("text") or choice.get("delta", {}).get("content") for choice in found.get("choices", ())):
+                self._moments.append(now)
+
+    def heard(self, start: float) -> Heard:
+        """Of the last answer; `start` is when the run began."""
+        counts = [int(self._usage.get(key, 0)) for key in ("prompt_tokens", "completion_tokens")]
+        return Heard(np.array(self._moments) - start, *counts)
+
+    def on_message_complete(self) -> None:
+        """The answer has ended; one without its last event broke off."""
+        self._finish(self._status if self._status != 200 or self._whole else BROKEN)
+
+
+class _Line(msgspec.Struct):
+    """One of a file of texts."""
+
+    prompt: str | int
+    max_tokens: int = 128
+
+
+def text_requests(
+    url: str, prompt: str = "", output: str = "", *, file: Path | None = None, model: str = "", count: int = 256,
+    seed: int = 0, token: str = "",
+) -> list[Request]:  # fmt: skip
+    """Requests for texts, to be used in turn.
+
+    `url` is the server's, or ends in ``/v1``, ``/v1/completions`` or ``/v1/chat/completions``. `prompt` and `output`
+    say how many tokens there are: ``128``, ``uniform:16:256``, ``exponential:128`` (mean) or ``lognormal:128:0.8``
+    (median and sigma). A `file` has a line of JSON for each request instead: ``{"prompt": TEXT or a number of tokens,
+    "max_tokens": N}``. Raises `UsageError`.
+    """
+    chat = url.rstrip("/").endswith("/chat/completions")
+    base = url.rstrip("/").removesuffix("/completions").removesuffix("/chat").removesuffix("/v1") + "/v1"
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    if not model:
+        names = [row.get("id") for row in get_json(f"{base}/models", headers).get("data", [])]
+        if len(names) != 1:
+            raise UsageError(f"{base} serves {len(names)} models ({', '.join(map(str, names))}): name one with --model")
+        model = names[0]
+    random = np.random.default_rng(seed)
+    if file is not None:
+        asked = _read(file)
+    else:
+        sizes = [_lengths(text, option, count, random) for text, option in ((prompt, "prompt"), (output, "output"))]
+        asked = [_Line(*pair) for pair in zip(*sizes, strict=True)]
+    address = f"{base}/chat/completions" if chat else f"{base}/completions"
+    found: list[Request] = []
+    for line in asked:
+        body: dict[str, Any] = {
+            "model": model, "max_tokens": line.max_tokens, "temperature": 0, "stream": True,
+            "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        said: Any = line.prompt
+        if isinstance(said, int):
+            said = random.integers(*_TOKENS, said).tolist()
+            body["ignore_eos"] = True  # so that the lengths are those that were asked for
+        if chat and not isinstance(said, str):
+            raise UsageError("a chat takes texts, not numbers of tokens: give --texts FILE, or a URL of completions")
+        body |= {"messages": [{"role": "user", "content": said}]} if chat else {"prompt": said}
+        made = http_request(address, msgspec.json.encode(body), {"Content-Type": "application/json", **headers})
+        found.append(TextRequest(made.host, made.port, made.data, made.path))
+    return found
+
+
+def _lengths(text: str, option: str, count: int, random: np.random.Generator) -> list[int]:
+    """So many lengths, each at least 1. Raises `UsageError`."""
+    if text.isdigit() and int(text):
+        return [int(text)] * count
+    name, *numbers = text.split(":")
+    needs, draw = _DISTRIBUTIONS.get(name, (0, None))
+    try:
+        given = [float(number) for number in numbers]
+        if draw is None or len(given) != needs or min(given) <= 0:
+            raise ValueError
+        return [max(1, int(length)) for length in np.clip(draw(random, count, *given), 1, 1e6)]
+    except ValueError:
+        raise UsageError(
+            f"{option}_tokens: {text!r} is no length: 128, uniform:16:256, exponential:128 or lognormal:128:0.8"
+        ) from None
+
+
+def _read(file: Path) -> list[_Line]:
+    try:
+        found = [msgspec.json.decode(line, type=_Line) for line in read_bytes(file).splitlines() if line.strip()]
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"{file} has no line of JSON for each request: {first_line(error)}") from error
+    if not found:
+        raise UsageError(f"{file} is empty")
+    return found

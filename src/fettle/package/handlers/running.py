@@ -1,0 +1,228 @@
+"""The texts that a model writes at the same time: one joins or leaves between any two tokens.
+
+Each step gives every text that is being written its next token, by one call of the model, and then computes the
+prompts of those that joined, `prefill_tokens` of them at most: a long prompt makes the others wait for a part of it,
+never for all.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fettle.package.handlers.cache import Cache
+from fettle.package.handlers.generate import Ask, Piece, TokenLogprob, generator
+from fettle.package.handlers.parts import LAST
+from fettle.package.handlers.sampling import choose, log_probabilities
+from fettle.package.handlers.writing import Writing
+
+if TYPE_CHECKING:
+    from fettle.package.handlers.generate import Handler
+
+log = logging.getLogger("fettle.serve.worker")
+Told = Callable[[int, Piece | Exception], None]
+"""Called with a text's number and its next piece, or why it broke off."""
+
+
+@dataclass
+class _Text:
+    """One text that grows."""
+
+    number: int
+    ids: list[int]
+    prompt: int
+    """Tokens of the prompt."""
+    left: int
+    """Tokens that may still come."""
+    ask: Ask
+    writing: Writing
+    random: np.random.Generator
+    kept: int = 0
+    """Tokens whose keys and values are there."""
+    writes: bool = False
+    """Whether only its last token is not computed yet, so that one call gives the next."""
+    reason: str = ""
+
+
+@dataclass
+class Steps:
+    """What was computed since somebody asked."""
+
+    by_rows: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """Texts that got their next token in a call -> calls, seconds."""
+    tokens: int = 0
+    """Written."""
+
+
+class Running:
+    """At most `rows` texts. `step` is to be called while there are any; nothing here is safe for threads."""
+
+    def __init__(self, handler: Handler, rows: int, cache_bytes: int, prefill_tokens: int) -> None:
+        self.handler, self.prefill_tokens = handler, prefill_tokens
+        self.cache: Cache | None = None
+        if handler.keeps:
+            self.cache = Cache(
+                handler.runner, handler.inputs, handler.outputs, handler.place,
+                rows=rows, length=handler.settings.max_tokens, most_bytes=cache_bytes,
+            )  # fmt: skip
+        self.rows = rows if self.cache is None else self.cache.rows
+        self.texts: list[_Text] = []
+        """Each text's place is its row in the cache. Those that are being written stand before those whose prompts
+        are being computed."""
+        self.steps = Steps()
+
+    def take_steps(self) -> Steps:
+        """What was computed since the last time."""
+        found, self.steps = self.steps, Steps()
+        return found
+
+    def add(self, number: int, ask: Ask) -> None:
+        """Let a text join. Raises `UsageError` where it cannot be asked for."""
+        if len(self.texts) >= self.rows:
+            raise RuntimeError("there is no row left")
+        handler = self.handler
+        prompt = handler.prompt(ask)
+        left = handler.room(prompt, ask)
+        writing = Writing(handler.tokenizer, prompt, ask.sampling.stop)
+        made = _Text(number, prompt, len(prompt), left, ask, writing, generator(ask.sampling.seed))
+        self.texts.append(made)
+        if self.cache is None or len(prompt) == 1:
+            self._begin_to_write(len(self.texts) - 1)
+
+    def cancel(self, number: int) -> None:
+        """Give up a text, if it is still there."""
+        for row, text in enumerate(self.texts):
+            if text.number == number:
+                self._leave(row)
+                return
+
+    def step(self, told: Told) -> None:
+        """The next token of every text that is being written, and a part of the prompts."""
+        writing = self._writing
+        if self.cache is None:
+            self._advance(0, self.texts, [text.ids for text in self.texts], told)
+        else:
+            if writing:
+                self._advance(0, self.texts[:writing], [text.ids[-1:] for text in self.texts[:writing]], told)
+            if part := self._prompts():
+                self._advance(writing, self.texts[writing : writing + len(part)], part, told)
+        for row in reversed(range(len(self.texts))):
+            if self.texts[row].reason:
+                self._leave(row)
+
+    def _prompts(self) -> list[list[int]]:
+        """What to compute of the first texts whose prompts are not through."""
+        part: list[list[int]] = []
+        longest = 0
+        for text in self.texts[self._writing :]:
+            new = text.ids[text.kept : text.kept + self.prefill_tokens]
+            longest = max(longest, len(new))
+            if part and longest * (len(part) + 1) > self.prefill_tokens:
+                break
+            part.append(new)
+        return part
+
+    def _advance(self, first: int, texts: Sequence[_Text], new: Sequence[Sequence[int]], told: Told) -> None:
+        """Compute these tokens of the texts that stand from row `first` on; those that are through get the next."""
+        began = time.perf_counter()
+        try:
+            scores = self._logits(new) if self.cache is None else self.cache.logits(first, new, [t.kept for t in texts])
+            likeliest = scores.argmax(1).tolist()
+            sound = torch.isfinite(scores).all(1).tolist()
+        except Exception as error:
+            log.exception("a call failed")
+            for text in texts:
+                text.reason = "failed"
+                told(text.number, error)
+            return
+        for row, text in enumerate(texts):
+            text.kept = text.kept + len(new[row]) if self.cache is not None else len(text.ids)
+            if not sound[row]:
+                text.reason = "failed"
+                if self.cache is not None:
+                    self.cache.wipe(first + row)
+                told(text.number, RuntimeError("the model's scores are not finite"))
+            elif text.kept == len(text.ids):
+                self._grow(text, likeliest[row], scores[row], told)
+        calls, seconds = self.steps.by_rows.get(len(texts), (0, 0.0))
+        self.steps.by_rows[len(texts)] = calls + 1, seconds + time.perf_counter() - began
+        for row, text in enumerate(texts, first):
+            if not text.writes and text.kept >= text.prompt:
+                self._begin_to_write(row)
+
+    def _logits(self, texts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Scores of the token after each text, of a model that keeps nothing: one call for all, filled up on their
+        right, where a causal model cannot see."""
+        length = max(map(len, texts))
+        parts = []
+        for ids in texts:
+            real, fill = len(ids), [0] * (length - len(ids))
+            made = {"input_ids": [[*ids, *fill]], "attention_mask": [[1] * real + fill], LAST: [real - 1]}
+            parts.append([np.array(made[spec.name], spec.kind) for spec in self.handler.inputs])
+        return torch.from_numpy(self.handler.runner.run(parts, 0)[self.handler.place])
+
+    def _grow(self, text: _Text, token: int, row: torch.Tensor, told: Told) -> None:
+        """One token more: the likeliest, `token`, or what is drawn by its row of scores."""
+        sampling, scores = text.ask.sampling, np.empty(0)
+        if not sampling.plain or sampling.logprobs is not None:
+            scores = row.cpu().numpy()
+        if not sampling.plain:
+            token = choose(scores, sampling, text.random, text.ids[text.prompt :])
+        text.left -= 1
+        said = ""
+        if token in self.handler.stop and not sampling.ignore_eos:
+            text.reason = "stop"
+        else:
+            text.ids.append(token)
+            said = text.writing.add(token)
+            text.reason = "stop" if text.writing.stopped else "" if text.left else "length"
+        if text.reason:
+            said += text.writing.end()
+            if text.writing.stopped:  # by what was held back
+                text.reason = "stop"
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if sampling.logprobs is not None:
+            logprobs = (self._likely(token, scores, sampling.logprobs),)
+        counts = (text.prompt, len(text.ids) - text.prompt) if text.reason else (0, 0)
+        self.steps.tokens += 1
+        told(text.number, Piece(said, logprobs, text.reason, *counts))
+
+    def _likely(self, token: int, scores: Any, most: int) -> TokenLogprob:
+        own, best = log_probabilities(scores, token, most)
+
+        def name(one: int) -> str:
+            return str(self.handler.tokenizer.decode([one], skip_special_tokens=False))
+
+        return TokenLogprob(name(token), own, tuple((name(other), value) for other, value in best))
+
+    # -- rows --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _writing(self) -> int:
+        """How many texts are being written: the first row of those whose prompts are not through."""
+        return sum(text.writes for text in self.texts)
+
+    def _begin_to_write(self, row: int) -> None:
+        """Put a text whose prompt is through before those whose prompts are not."""
+        texts, front = self.texts, self._writing
+        if front != row:
+            if self.cache is not None:
+                self.cache.swap(front, row, max(texts[front].kept, texts[row].kept))
+            texts[front], texts[row] = texts[row], texts[front]
+        texts[front].writes = True
+
+    def _leave(self, row: int) -> None:
+        """Free a text's row: the last that is being written takes it, and the last of all takes that one's."""
+        texts, front = self.texts, self._writing
+        for last in (front - 1, len(texts) - 1) if row < front else (len(texts) - 1,):
+            if last != row:
+                if self.cache is not None:
+                    self.cache.move(last, row, texts[last].kept)
+                texts[row], row = texts[last], last
+        texts.pop()

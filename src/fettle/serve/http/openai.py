@@ -1,0 +1,351 @@
+"""OpenAI's protocol for texts: ``/v1/completions``, ``/v1/chat/completions`` and ``/v1/models``.
+
+Parameters that would change the answer and are not known here are refused, with the protocol's own error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from fettle.package.handlers.generate import Ask, Piece, TokenLogprob
+from fettle.package.handlers.sampling import Sampling
+from fettle.serve.engine.refusal import Malformed, NoSuchPath, Refusal
+from fettle.serve.engine.registry import Registry, Version
+from fettle.serve.http.call import Call
+from fettle.serve.http.generation import EVENTS, NO_CACHE, Writing, generates, writer
+from fettle.serve.http.openapi import OBJECT, operation, ref
+from fettle.serve.http.reply import ErrorOf, OpenAIError, Reply, json_reply
+
+MAX_CHOICES = 128
+_Tokens = Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """Of a stream."""
+
+    include_usage: bool = False
+    """Send the counts after the last piece."""
+
+
+class _Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What both calls may ask for. Fields of the second part are no part of OpenAI's protocol; others have them too."""
+
+    model: str
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stop: str | Annotated[tuple[str, ...], Meta(max_length=16)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    seed: int | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+
+    top_k: Annotated[int, Meta(ge=0)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    ignore_eos: bool | None = None
+
+
+class Completions(_Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A request for the text that follows a prompt."""
+
+    prompt: str | Annotated[tuple[str | int | _Tokens, ...], Meta(min_length=1, max_length=1 << 20)]
+    """A text, its tokens, or several of either."""
+    logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
+    suffix: None = None
+    logit_bias: Annotated[dict[str, float], Meta(max_length=0)] | None = None
+
+
+class Chat(_Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A request for the next message of a conversation."""
+
+    messages: Annotated[tuple[dict[str, Any], ...], Meta(min_length=1)]
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    response_format: Any = None
+    tools: None = None
+    logit_bias: Annotated[dict[str, float], Meta(max_length=0)] | None = None
+
+
+_Body = TypeVar("_Body", Completions, Chat)
+
+
+class BadRequest(Malformed):
+    """A request that the protocol does not allow, and the parameter that is wrong."""
+
+    def __init__(self, reason: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
+        super().__init__(reason, status)
+        self.param, self.code = param, code
+
+
+async def answer(call: Call) -> Reply | None:
+    """``POST /v1/completions``, ``POST /v1/chat/completions``, ``GET /v1/models`` and ``/v1/models/NAME``."""
+    match call.method, call.parts:
+        case "POST", ["v1", "completions"]:
+            return await _completions(call)
+        case "POST", ["v1", "chat", "completions"]:
+            return await _chat(call)
+        case "GET", ["v1", "models"]:
+            found = [_model(name, model.versions.values()) for name, model in sorted(call.registry.models.items())]
+            return json_reply({"object": "list", "data": [row for row in found if row is not None]})
+        case "GET", ["v1", "models", name] if name in call.registry.models:
+            row = _model(name, call.registry.models[name].versions.values())
+            if row is None:
+                raise NoSuchPath
+            return json_reply(row)
+    return None
+
+
+def _model(name: str, versions: Any) -> dict[str, Any] | None:
+    made = [version for version in versions if generates(version)]
+    if not made:
+        return None
+    began = int(min(worker.started_at for version in made for worker in version.pool.workers))
+    return {"id": name, "object": "model", "created": began, "owned_by": "fettle"}
+
+
+def _read(call: Call, kind: type[_Body]) -> _Body:
+    body = call.body()
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        said = str(error)[:300]
+        param = said.partition("`$.")[2].partition("`")[0] or said.partition("field `")[2].partition("`")[0] or None
+        raise BadRequest(f"this request cannot be answered: {said}", param) from None
+
+
+def _version(call: Call, name: str) -> Version:
+    try:
+        return writer(call, name, None)
+    except Refusal as refusal:
+        if refusal.status != 404:
+            raise
+        raise BadRequest(refusal.reason, "model", 404, "model_not_found") from None
+
+
+def _sampling(wanted: _Common, logprobs: int | None, most: int | None) -> Sampling:
+    stop = (wanted.stop,) if isinstance(wanted.stop, str) else wanted.stop or ()
+    given = {
+        "max_tokens": most, "logprobs": logprobs, "stop": stop,
+        "temperature": 1.0 if wanted.temperature is None else wanted.temperature,
+        **{
+            name: value
+            for name in ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "ignore_eos")
+            if (value := getattr(wanted, name)) is not None
+        },
+    }  # fmt: skip
+    try:
+        return msgspec.convert(given, Sampling)
+    except msgspec.ValidationError as error:
+        raise BadRequest(str(error), "stop") from None
+
+
+async def _completions(call: Call) -> Reply:
+    wanted = _read(call, Completions)
+    version = _version(call, wanted.model)
+    sampling = _sampling(wanted, wanted.logprobs, wanted.max_tokens or 16)
+    asks = [msgspec.structs.replace(ask, sampling=sampling, strict=True) for ask in _prompts(wanted.prompt)]
+    return await _Answer(call, version, wanted, asks, chat=False).reply()
+
+
+def _prompts(given: Any) -> list[Ask]:
+    if isinstance(given, str):
+        return [Ask(text=given)]
+    kinds = {type(one) for one in given}
+    if len(kinds) > 1:
+        raise BadRequest("a prompt is a text, its tokens, or several of either", "prompt")
+    if kinds == {int}:
+        if min(given) < 0:
+            raise BadRequest("tokens are 0 or more", "prompt")
+        return [Ask(tokens=given)]
+    return [Ask(text=one) if isinstance(one, str) else Ask(tokens=one) for one in given]
+
+
+async def _chat(call: Call) -> Reply:
+    wanted = _read(call, Chat)
+    version = _version(call, wanted.model)
+    if wanted.response_format not in (None, {"type": "text"}):
+        raise BadRequest("response_format is text", "response_format")
+    if wanted.top_logprobs is not None and not wanted.logprobs:
+        raise BadRequest("top_logprobs needs logprobs", "top_logprobs")
+    logprobs = (wanted.top_logprobs or 0) if wanted.logprobs else None
+    sampling = _sampling(wanted, logprobs, wanted.max_completion_tokens or wanted.max_tokens)
+    ask = Ask(messages=tuple(map(_message, wanted.messages)), sampling=sampling, strict=True)
+    return await _Answer(call, version, wanted, [ask], chat=True).reply()
+
+
+def _message(said: dict[str, Any]) -> dict[str, Any]:
+    """A message with its content as text: parts of type text are put together."""
+    content = said.get("content", "")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            raise BadRequest("the parts of a message are texts", "messages")
+        content = "".join(part["text"] for part in content)
+    if not isinstance(said.get("role"), str) or not isinstance(content, str):
+        raise BadRequest("a message has a role and a content, as text", "messages")
+    return {**said, "content": content}
+
+
+class _Answer:
+    """One answer with all its choices."""
+
+    def __init__(self, call: Call, version: Version, wanted: _Common, asks: Sequence[Ask], *, chat: bool) -> None:
+        count = wanted.n or 1
+        if len(asks) * count > MAX_CHOICES:
+            raise BadRequest(f"a request has at most {MAX_CHOICES} answers", "n")
+        self.wanted, self.chat, self.count = wanted, chat, count
+        self.writings: list[Writing] = []
+        try:
+            for ask in asks:
+                for index in range(count):
+                    seed = None if wanted.seed is None else (wanted.seed + index) % (1 << 63)
+                    sampling = msgspec.structs.replace(ask.sampling, seed=seed)
+                    self.writings.append(Writing(call, version, msgspec.structs.replace(ask, sampling=sampling)))
+        except BaseException:
+            self.stop()
+            raise
+        self.head = {
+            "id": ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex, "created": int(time.time()),
+            "model": wanted.model,
+        }  # fmt: skip
+        self.offsets = [0] * len(self.writings)
+
+    def stop(self) -> None:
+        """Give up what is not whole."""
+        for writing in self.writings:
+            writing.stop()
+
+    async def reply(self) -> Reply:
+        """The answer, whole or as a stream. Raises `Refusal`."""
+        if not self.wanted.stream:
+            try:
+                found = await asyncio.gather(*(writing.whole() for writing in self.writings))
+            finally:
+                self.stop()
+            choices = [self._whole(index, pieces) for index, pieces in enumerate(found)]
+            kind = "chat.completion" if self.chat else "text_completion"
+            ends = [pieces[-1] for pieces in found]
+            return json_reply({**self.head, "object": kind, "choices": choices, "usage": self._usage(ends)})
+        try:
+            await asyncio.gather(*(writing.begin() for writing in self.writings))
+        except BaseException:
+            self.stop()
+            raise
+        return Reply(200, kind=EVENTS, headers=NO_CACHE, events=self._events())
+
+    def _usage(self, ends: Sequence[Piece]) -> dict[str, int]:
+        """Tokens of all prompts and answers; a prompt that is answered several times counts once."""
+        prompt = sum(end.prompt_tokens for end in ends[:: self.count])
+        written = sum(end.tokens for end in ends)
+        return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+
+    def _whole(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
+        text = "".join(piece.text for piece in pieces)
+        likely = [one for piece in pieces for one in piece.logprobs]
+        choice = {"index": index, "finish_reason": pieces[-1].reason, "logprobs": self._logprobs(index, likely)}
+        return {**choice, "message": {"role": "assistant", "content": text}} if self.chat else {**choice, "text": text}
+
+    def _logprobs(self, index: int, likely: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if not likely:
+            return None
+        if self.chat:
+            return {"content": [
+                {**_chat_token(one.token, one.logprob), "top_logprobs": [_chat_token(*pair) for pair in one.top]}
+                for one in likely
+            ]}  # fmt: skip
+        offsets = []
+        for one in likely:
+            offsets.append(self.offsets[index])
+            self.offsets[index] += len(one.token)
+        return {
+            "tokens": [one.token for one in likely], "token_logprobs": [one.logprob for one in likely],
+            "top_logprobs": [dict(one.top) for one in likely], "text_offset": offsets,
+        }  # fmt: skip
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        """Server-sent events of all choices as they come."""
+        came: asyncio.Queue[tuple[int, Piece | None]] = asyncio.Queue()
+
+        async def listen(index: int, writing: Writing) -> None:
+            try:
+                async for piece in writing.pieces():
+                    came.put_nowait((index, piece))
+            except Refusal:
+                failed.append(index)
+            finally:
+                came.put_nowait((index, None))
+
+        failed: list[int] = []
+        listening = [asyncio.ensure_future(listen(*pair)) for pair in enumerate(self.writings)]
+        kind = "chat.completion.chunk" if self.chat else "text_completion"
+        usage = self.wanted.stream_options is not None and self.wanted.stream_options.include_usage
+        head = {**self.head, "object": kind, **({"usage": None} if usage else {})}
+
+        def event(said: Any) -> bytes:
+            return b"data: " + msgspec.json.encode(said) + b"\n\n"
+
+        ends: list[Piece] = []
+        left = len(self.writings)
+        try:
+            if self.chat:
+                for index in range(left):
+                    begin = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+                    yield event({**head, "choices": [begin]})
+            while left and not failed:
+                index, piece = await came.get()
+                if piece is None:
+                    left -= 1
+                    continue
+                if piece.reason:
+                    ends.append(piece)
+                if piece.text or piece.reason or piece.logprobs:
+                    yield event({**head, "choices": [self._chunk(index, piece)]})
+            if failed:
+                yield event(OpenAIError(ErrorOf("the model failed", "server_error")))
+                return
+            if len(ends) < len(self.writings):
+                return  # the client has gone
+            if usage:
+                yield event({**head, "choices": [], "usage": self._usage(ends)})
+            yield b"data: [DONE]\n\n"
+        finally:
+            for task in listening:
+                task.cancel()
+            self.stop()
+
+    def _chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+        choice = {
+            "index": index, "finish_reason": piece.reason or None, "logprobs": self._logprobs(index, piece.logprobs)
+        }  # fmt: skip
+        if not self.chat:
+            return {**choice, "text": piece.text}
+        return {**choice, "delta": {"content": piece.text} if piece.text else {}}
+
+
+def _chat_token(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+
+
+def paths(registry: Registry) -> dict[str, Any]:
+    """For the OpenAPI document."""
+    if not any(generates(version) for _, _, version in registry.versions()):
+        return {}
+    return {
+        "/v1/completions": {"post": operation("Text after a prompt, by OpenAI's protocol", ref("Completions"), OBJECT)},
+        "/v1/chat/completions": {"post": operation("The next message, by OpenAI's protocol", ref("Chat"), OBJECT)},
+        "/v1/models": {"get": operation("The models that write texts, by OpenAI's protocol")},
+    }

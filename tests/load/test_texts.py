@@ -1,0 +1,114 @@
+"""Load on a server that writes texts: lengths, and what is heard of answers whose moments are known."""
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+
+from fettle.errors import UsageError
+from fettle.load.arrivals import constant
+from fettle.load.loops import closed_loop, open_loop
+from fettle.load.run import Run, Text, TextLimits, as_data
+from fettle.load.texts import BROKEN, Heard, text_requests
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def chunk(said):
+    data = b"data: " + (said if isinstance(said, bytes) else json.dumps(said).encode()) + b"\n\n"
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+async def served(broken=False):
+    """A server that writes three pieces and counts 4 tokens; or breaks off after the first."""
+
+    async def answer(reader, writer):
+        while head := await reader.readuntil(b"\r\n\r\n") if not reader.at_eof() else b"":
+            length = next(int(line.split()[1]) for line in head.lower().split(b"\r\n") if b"content-length" in line)
+            body = json.loads(await reader.readexactly(length))
+            assert body["stream"]
+            writer.write(HEAD)
+            for text in ("a", "", "b", "c"):  # the second token's character is not whole
+                writer.write(chunk({"choices": [{"text": text}]}))
+                await writer.drain()
+                await asyncio.sleep(0.001)
+                if broken:
+                    break
+            if not broken:
+                writer.write(chunk({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 4}}))
+                writer.write(chunk(b"[DONE]"))
+            writer.write(b"0\r\n\r\n")
+
+    return await asyncio.start_server(answer, "127.0.0.1", 0)
+
+
+def load(loop, *given, broken=False, **how):
+    async def whole():
+        server = await served(broken)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+        return await loop(text_requests(url, "8", "4", model="m"), *given, **how)
+
+    return asyncio.run(whole())
+
+
+def test_each_token_is_heard_and_counted():
+    run = load(closed_loop, 2, 0.3, limits=TextLimits(60, 60))
+    assert run.texts
+    assert len(run.texts) == len(run.latency_s) == run.answered
+    assert {(text.heard.tokens, text.heard.prompt_tokens, len(text.heard.gaps_s)) for text in run.texts} == {(4, 5, 2)}
+    assert 0 < run.ttft_s(50) < run.percentile(50)
+    assert run.within == 1
+    assert not run.missed
+    said = as_data(run)["texts"]
+    assert said["tokens"] == 4 * run.answered
+    assert said["tokens_per_s"] == pytest.approx(4 * run.throughput, rel=0.01)
+    opened = load(open_loop, constant(50, 1), limits=TextLimits(1e-9, 0))
+    assert opened.texts
+    assert opened.goodput == 0
+    assert opened.missed
+
+
+def test_a_text_that_breaks_off_is_not_answered():
+    run = load(closed_loop, 1, 0.1, broken=True)
+    assert set(run.statuses) == {BROKEN}
+    assert "the text broke off" in run.errors
+
+
+def test_limits_count_the_first_token_and_the_gaps():
+    def text(ttft, *gaps):
+        moments = np.cumsum([ttft, *gaps])
+        return Text(Heard(moments, 1, len(moments)), 0.0, float(moments[-1]))
+
+    texts = [text(0.1, 0.01, 0.01), text(0.6, 0.01), text(0.1, 0.2), text(0.5)]
+    limits = TextLimits(0.5, 0.05)
+    assert [one.within(limits) for one in texts] == [True, False, False, True]
+    run = Run("open", 4, 1.0, np.array([one.done_s for one in texts]), statuses={200: 4}, texts=texts, limits=limits)
+    assert (run.goodput, run.within, run.missed) == (2, 0.5, True)
+    assert run.itl_s(100) == pytest.approx(0.2)
+
+
+def test_lengths_follow_their_distribution(tmp_path):
+    def lengths(prompt, output="7"):
+        made = text_requests("http://127.0.0.1:1", prompt, output, model="m", count=2000, seed=3)
+        bodies = [json.loads(request.data.partition(b"\r\n\r\n")[2]) for request in made]
+        assert {body["max_tokens"] for body in bodies} == {7}
+        return np.array([len(body["prompt"]) for body in bodies])
+
+    assert set(lengths("9")) == {9}
+    assert (lengths("uniform:3:5").min(), lengths("uniform:3:5").max()) == (3, 5)
+    assert np.median(lengths("lognormal:50:0.5")) == pytest.approx(50, rel=0.1)
+    assert lengths("exponential:40").mean() == pytest.approx(40, rel=0.1)
+    for wrong in ("", "0", "uniform:3", "normal:3:4", "uniform:a:b", "lognormal:-1:2"):
+        with pytest.raises(UsageError, match="no length"):
+            lengths(wrong)
+    file = tmp_path / "texts"
+    file.write_text('{"prompt": "a b", "max_tokens": 3}\n\n{"prompt": 4}\n')
+    first, second = text_requests("http://127.0.0.1:1/v1", file=file, model="m")
+    assert (b'"prompt":"a b"' in first.data, b"ignore_eos" in first.data) == (True, False)
+    assert b"ignore_eos" in second.data
+    with pytest.raises(UsageError, match="texts, not numbers"):
+        text_requests("http://127.0.0.1:1/v1/chat/completions", file=file, model="m")
+    file.write_text("{}")
+    with pytest.raises(UsageError, match="line of JSON"):
+        text_requests("http://127.0.0.1:1/v1", file=file, model="m")

@@ -1,0 +1,259 @@
+"""Pipelines: several modules with the user's code between them, each tuned on its own."""
+
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+
+import fettle
+from fettle.errors import UsageError
+from fettle.package.export import write_package
+from fettle.recipe import Recipe
+from fettle.techniques import (
+    bundles,
+    canonical,
+    conflict,
+    environment,
+    for_parts,
+    load,
+    parts_lines,
+    parts_sentence,
+    probe_facts,
+    source,
+)
+from fettle.tuning.space import space_for
+from fettle.workload import Workload, fingerprint
+
+FILE = '''
+import torch
+from torch import nn
+
+
+class Encoder(nn.Module):
+    scale = 2.0
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x, gain=1.0):
+        return self.two(self.one(x).relu()) * gain
+
+
+def call(pipeline, x):
+    """Encode once, decode four times on what the host makes of it."""
+    found = pipeline["encoder"](x, gain=pipeline["encoder"].scale)
+    for step in range(4):
+        found = found + pipeline["decoder"]["net"](found if step % 2 else found[:1]).mean()
+    return found
+
+
+def workload():
+    torch.manual_seed(0)
+    decoder = nn.ModuleDict({"net": nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.1))})
+    return {
+        "model": nn.ModuleDict({"encoder": Encoder(), "decoder": decoder}),
+        "inputs": [torch.randn(4, 32) for _ in range(3)],
+        "call": call,
+        "parts": ["encoder", "decoder.net"],
+    }
+'''
+
+
+@pytest.fixture
+def build():
+    def make() -> Workload:
+        module = sys.modules["pipe"] = types.ModuleType("pipe")
+        exec(compile(FILE, "pipe.py", "exec"), module.__dict__)
+        return Workload(**module.workload())
+
+    return make
+
+
+@pytest.fixture
+def facts(build):
+    return probe_facts(build())
+
+
+def test_the_facts_of_each_part(facts):
+    assert set(facts.parts) == {"encoder", "decoder.net"}
+    encoder, decoder = facts.parts["encoder"], facts.parts["decoder.net"]
+    assert (encoder.calls, decoder.calls) == (1, 4)
+    assert (encoder.num_linear, decoder.num_linear, facts.num_linear) == (2, 1, 3)
+    assert not encoder.custom_call
+    assert facts.custom_call
+    assert decoder.num_input_shapes == 2
+    assert facts.train_mode_differs  # dropout in one part
+    assert 0 < encoder.share + decoder.share <= 1
+    assert encoder.part == "encoder"
+
+
+def test_a_recipe_names_parts():
+    recipe = Recipe.parse("precision[encoder]=bf16, compile[decoder.net]=default grad=no_grad")
+    assert str(Recipe.parse(str(recipe))) == str(recipe)
+    assert recipe.parts == ["decoder.net", "encoder"]
+    assert recipe.of_part("encoder").levels == {"precision": "bf16", "grad": "no_grad"}
+    for text in ("precision[=bf16", "precision[]=bf16", "[encoder]=bf16", "precision[a b]=bf16"):
+        with pytest.raises(UsageError):
+            Recipe.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("precision=bf16", "precision is set for each part of a pipeline: precision["),
+        ("precision[unet]=bf16", "there is no part 'unet': there are "),
+        ("quantize[encoder]=int8-dynamic", "quantize[encoder]=int8-dynamic: eager int8 is slower"),
+        ("channels_last[encoder]=on", "channels_last[encoder]=on: the model has no 2-D convolution"),
+    ],
+)
+def test_what_cannot_work_is_said(facts, text, says):
+    assert conflict(Recipe.parse(f"mode=eval {text}"), facts).startswith(says)
+
+
+def test_parts_are_refused_where_there_are_none():
+    plain = probe_facts(Workload(nn.Linear(2, 2), [torch.rand(2, 2)]))
+    assert conflict(Recipe.parse("precision[a]=bf16"), plain) == "there is no part 'a': the workload names none"
+    with pytest.raises(UsageError, match=r"^threads\[a\]: threads is set for the whole call"):
+        fettle.apply(nn.Linear(2, 2), "threads[a]=1", [torch.rand(2, 2)])
+
+
+def test_the_parts_of_a_workload_must_be_there():
+    model = nn.ModuleDict({"a": nn.Sequential(nn.Linear(2, 2))})
+    for parts, says in (
+        (["b"], "'b' is no submodule of its model: it has a"),
+        (["a", "a.0"], "'a' and 'a.0' lie in one another"),
+        ("a", "are a list of names"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            Workload(model, [torch.rand(2, 2)], parts=parts)
+    with pytest.raises(UsageError, match=r"make it an nn\.Module"):
+        Workload(len, [torch.rand(2, 2)], parts=["a"])
+
+
+def test_a_part_that_is_never_called_is_said(build):
+    made = build()
+    with pytest.raises(UsageError, match=r"the part 'encoder.one' is not called"):
+        probe_facts(Workload(made.model, [torch.rand(2, 32)], lambda model, x: model["decoder"]["net"](x),
+                             parts=["encoder.one", "decoder"]))  # fmt: skip
+
+
+def test_parts_belong_to_the_fingerprint(build):
+    one = build()
+    assert fingerprint(one) != fingerprint(Workload(one.model, one.inputs, one.call))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "precision[encoder]=bf16",
+        "precision[encoder]=bf16 precision[decoder.net]=autocast-bf16 grad=inference_mode",
+        "runtime[encoder]=openvino grad=inference_mode",
+        pytest.param("runtime[decoder.net]=openvino-int8", marks=pytest.mark.slow),
+        pytest.param(
+            "compile[encoder]=default freeze[encoder]=on compile[decoder.net]=default grad=inference_mode",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_applied_each_part_in_its_place(build, text):
+    wanted = build()
+    wanted.model.eval()
+    made = build()
+    fast = fettle.apply(made, f"mode=eval {text}")
+    for batch in made.inputs:
+        with torch.no_grad():
+            torch.testing.assert_close(fast(batch), wanted.run(wanted.model, batch), rtol=0.05, atol=0.05)
+    if text == "precision[encoder]=bf16":
+        assert made.model.encoder.one.weight.dtype == torch.bfloat16  # seen through what stands in its place
+        assert made.model.decoder["net"][0].weight.dtype == torch.float32
+
+
+def test_a_live_model_needs_no_list_of_parts(build):
+    made = build()
+    fast = fettle.apply(made.model, "mode=eval precision[encoder]=bf16", made.inputs, call=made.call)
+    assert fast(made.inputs[0]).dtype == torch.float32
+
+
+def test_the_file_is_plain_pytorch(facts, build):
+    text = source(Recipe.parse("mode=eval precision[encoder]=bf16 grad=inference_mode"), facts)
+    assert "fettle" not in text
+    assert "def optimize_encoder(model, batches):" in text
+    assert 'put_part(model, "encoder", optimize_encoder(model.get_submodule("encoder"), []))' in text
+    assert "calls_of_parts" not in text  # nothing looks at what the parts are called with
+    made = build()
+    assert load(text, "pipe")(made.model, made.inputs, made.call)(made.inputs[0]).shape == (4, 32)
+
+
+def test_the_search_has_a_factor_for_each_part(facts):
+    space, left_out = space_for(facts, {})
+    assert "bf16" in space.choices["precision[encoder]"]
+    assert "precision" not in space.choices
+    assert "threads" in space.choices
+    assert "threads[encoder]" not in space.choices
+    assert space.needs["freeze[encoder]"] == {"compile[encoder]": "default", "grad": "inference_mode"}
+    assert any(item.technique == "channels_last[decoder.net]" for item in left_out)
+    assert space.bundles
+    assert all(not space.conflict(bundle) for bundle in space.bundles)
+    assert any({"encoder", "decoder.net"} == set(bundle.parts) for bundle in bundles(facts))
+    pinned, _ = space_for(facts, {"precision": ["bf16"]})
+    assert {"precision[encoder]", "precision[decoder.net]"} <= set(pinned.required.levels)
+
+
+def test_a_part_of_no_weight_is_left_out(facts):
+    from dataclasses import replace
+
+    light = replace(facts.parts["encoder"], share=0.004)
+    space, left_out = space_for(replace(facts, parts={**facts.parts, "encoder": light}), {})
+    assert space.choices["precision[encoder]"] == ("fp32",)
+    assert any(item.why == "the part takes 0.40% of the call's time" for item in left_out)
+
+
+def test_a_recipe_without_parts_is_what_it_was(facts):
+    assert canonical(Recipe.parse("precision[encoder]=fp32 mode=eval"), facts) == Recipe({"mode": "eval"})
+    assert environment(Recipe.parse("threads=1 precision[encoder]=bf16"), facts) == {"OMP_NUM_THREADS": "1"}
+
+
+def test_what_a_finding_names_is_for_every_part_that_can(facts):
+    assert for_parts({"precision": "bf16", "grad": "no_grad"}, facts) == {
+        "precision[encoder]": "bf16", "precision[decoder.net]": "bf16", "grad": "no_grad",
+    }  # fmt: skip
+    assert for_parts({"channels_last": "on"}, facts) == {}
+
+
+def test_which_part_costs_what(facts):
+    *parts, between = parts_lines(facts)
+    assert {name for name, *_ in parts} == {"encoder", "decoder.net"}
+    assert between[0] == "between them"
+    assert sum(share for _, _, _, share, _ in (*parts, between)) == pytest.approx(1)
+    assert parts_lines(probe_facts(Workload(nn.Linear(2, 2), [torch.rand(2, 2)]))) == []
+    assert "decoder.net" in parts_sentence(facts)
+    assert "(4 calls)" in parts_sentence(facts)
+
+
+def test_a_pipeline_is_no_package(build, tmp_path):
+    with pytest.raises(UsageError, match=r"^the workload is a pipeline"):
+        write_package(build(), Recipe(), tmp_path / "p", name="pipe")
+
+
+@pytest.mark.slow
+def test_tuned_from_end_to_end(tmp_path):
+    (tmp_path / "pipe.py").write_text(FILE)
+    options = "--budget 45s --output out --json --max-error 0.1 --technique compile=off --technique runtime=torch"
+    told = subprocess.run(
+        [sys.executable, "-m", "fettle", "tune", "pipe.py", *options.split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert told.returncode == 0, told.stderr
+    found = json.loads(told.stdout)
+    assert set(found["facts"]["parts"]) == {"encoder", "decoder.net"}
+    assert any("precision[encoder]" in (trial["recipe"].get("levels") or trial["recipe"]) for trial in found["trials"])
+    assert "What each part costs" in (tmp_path / "out" / "report.html").read_text()
+    ran = subprocess.run([sys.executable, "out/optimized.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "second call" in ran.stdout

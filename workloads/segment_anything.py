@@ -1,0 +1,167 @@
+"""Segment Anything (Kirillov et al. 2023) from photograph to masks: image encoder, prompt encoder, mask decoder and the
+automatic generation of masks over a grid of points, as a pipeline of three parts.
+
+The configuration is the default of transformers' SamConfig, which is facebook/sam-vit-base. Weights are random, but for
+a checkpoint of yours: FETTLE_SAM_CHECKPOINT names its folder (as `save_pretrained` writes one). The photographs are the
+two that ship with scikit-learn; the metric is the mean IoU with the masks of the model in float32, grid point by grid
+point, which are computed once and kept in the cache folder.
+"""
+
+import hashlib
+import os
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_sample_image
+from transformers import SamConfig, SamModel
+
+MEAN, DEVIATION = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
+AT_ONCE = 64
+"""Points that the decoder is given in one call, as in the published generator."""
+
+
+def photograph(name: str, size: int) -> torch.Tensor:
+    """One of scikit-learn's photographs with its longer side `size`, normalised and padded to a square."""
+    pixels = torch.tensor(load_sample_image(name)).permute(2, 0, 1)[None].float()
+    scale = size / max(pixels.shape[-2:])
+    height, width = (round(side * scale) for side in pixels.shape[-2:])
+    pixels = torch.nn.functional.interpolate(pixels, (height, width), mode="bilinear", antialias=True)
+    pixels = (pixels - torch.tensor(MEAN).view(1, 3, 1, 1)) / torch.tensor(DEVIATION).view(1, 3, 1, 1)
+    return torch.nn.functional.pad(pixels, (0, size - width, 0, size - height))
+
+
+def grid(side: int, size: int) -> torch.Tensor:
+    """Points in the middle of side x side cells: 1 x points x 1 x 2, in pixels."""
+    places = (torch.arange(side) + 0.5) * size / side
+    rows, columns = torch.meshgrid(places, places, indexing="ij")
+    return torch.stack([columns, rows], -1).reshape(1, -1, 1, 2)
+
+
+def generate(model: torch.nn.Module, pixels: torch.Tensor, points: torch.Tensor) -> dict:
+    """Everything in an image: logits (points x 3 x height x width) and predicted IoU of the masks at every point, and
+    those masks that are good, stable and no repetition of a better one, as run lengths."""
+    image = model.vision_encoder(pixels).last_hidden_state
+    position = model.get_image_wide_positional_embeddings()
+    logits, scores = [], []
+    for some in points.split(AT_ONCE, 1):
+        labels = torch.ones(some.shape[:-1], dtype=torch.int)
+        sparse, dense = model.prompt_encoder(input_points=some, input_labels=labels, input_boxes=None, input_masks=None)
+        masks, predicted = model.mask_decoder(
+            image_embeddings=image,
+            image_positional_embeddings=position,
+            sparse_prompt_embeddings=sparse,
+            dense_prompt_embeddings=dense,
+            multimask_output=True,
+        )
+        logits.append(masks[0])
+        scores.append(predicted[0])
+    found = {"logits": torch.cat(logits), "scores": torch.cat(scores)}
+    return {**found, "masks": distinct(found["logits"].flatten(0, 1), found["scores"].flatten())}
+
+
+def distinct(logits: torch.Tensor, scores: torch.Tensor, most: int = 100) -> list:
+    """The best of the stable masks, none of which overlaps a better one by more than 0.7 of their union."""
+    stable = (logits > 1).sum((-2, -1)) / (logits > -1).sum((-2, -1)).clamp(min=1)
+    filled = (logits > 0).flatten(1)
+    order = torch.argsort(scores * stable, descending=True)[: 2 * most]
+    kept: list[int] = []
+    masks = filled[order].float()
+    together = masks @ masks.T
+    union = masks.sum(1)[:, None] + masks.sum(1)[None] - together
+    overlap = together / union.clamp(min=1)
+    for place in range(len(order)):
+        if len(kept) < most and not any(overlap[place, other] > 0.7 for other in kept):
+            kept.append(place)
+    return [run_lengths(filled[order[place]]) for place in kept]
+
+
+def run_lengths(mask: torch.Tensor) -> list:
+    """Lengths of the runs of a flat mask, the first of which is empty pixels."""
+    turns = torch.nonzero(mask[1:] != mask[:-1]).flatten() + 1
+    edges = torch.cat([torch.tensor([0]), turns, torch.tensor([len(mask)])])
+    return [0] * bool(mask[0]) + (edges[1:] - edges[:-1]).tolist()
+
+
+def build(config: SamConfig) -> SamModel:
+    """The model with random weights that behave like trained ones, or the user's checkpoint."""
+    torch.manual_seed(0)
+    if checkpoint := os.environ.get("FETTLE_SAM_CHECKPOINT"):
+        return SamModel.from_pretrained(checkpoint, local_files_only=True)
+    model = SamModel(config)
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1 and "embedding" not in name and "embed" not in name:
+            torch.nn.init.normal_(weight, std=weight[0].numel() ** -0.5)  # the configuration's 1e-10 would give zeros
+        elif "pos" in name or "embed" in name or "token" in name:
+            torch.nn.init.normal_(weight, std=0.02 if "rel_pos" in name or "pos_embed" in name else 1.0)
+    return model
+
+
+def float32_masks(model: SamModel, batch: tuple) -> torch.Tensor:
+    """The masks at every point as the model in float32 has them, computed once for weights and inputs."""
+    digest = hashlib.sha256()
+    for value in (*model.state_dict().values(), *batch):
+        digest.update(value.reshape(-1)[:: max(1, value.numel() // 997)].numpy().tobytes())
+    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fettle-workloads"
+    path = folder / f"sam-{digest.hexdigest()[:16]}.pt"
+    if not path.exists():
+        training = model.training
+        with torch.inference_mode():
+            masks = generate(model.eval(), *batch)["logits"] > 0
+        model.train(training)
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(masks, path.with_suffix(f".{os.getpid()}"))
+        os.replace(path.with_suffix(f".{os.getpid()}"), path)
+    return torch.load(path, weights_only=True)
+
+
+def pipeline(config: SamConfig, side: int, name: str) -> dict:
+    model = build(config)
+    size = model.config.vision_config.image_size
+    points = grid(side, size)
+    images = [(photograph(photo, size), points) for photo in ("china.jpg", "flower.jpg")]
+    wanted = float32_masks(model, images[1])
+
+    def mean_iou(run) -> float:
+        found = run(*images[1])["logits"] > 0
+        union = (found | wanted).sum((-2, -1))
+        return float(torch.where(union > 0, (found & wanted).sum((-2, -1)) / union.clamp(min=1), 1.0).mean())
+
+    return {
+        "model": model,
+        "inputs": images[:1],
+        "check_inputs": images[1:],
+        "call": generate,
+        "parts": ["vision_encoder", "mask_decoder", "prompt_encoder"],
+        "metric": mean_iou,
+        "name": name,
+        "samples": 1,
+    }
+
+
+def workload() -> dict:
+    """ViT-B at 1024 x 1024, a grid of 16 x 16 points."""
+    return pipeline(SamConfig(), 16, "segment-anything-vit-b")
+
+
+def small() -> dict:
+    """The same at an eighth of its size: 256 x 256 pixels, four layers, a grid of 4 x 4 points."""
+    config = SamConfig(
+        vision_config={
+            "hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "image_size": 256, "mlp_dim": 384,
+            "global_attn_indexes": [1, 3], "output_channels": 64, "num_pos_feats": 32,
+        },
+        prompt_encoder_config={"hidden_size": 64, "image_size": 256},
+        mask_decoder_config={"hidden_size": 64, "mlp_dim": 256, "num_attention_heads": 4, "iou_head_hidden_dim": 64},
+    )  # fmt: skip
+    return pipeline(config, 4, "segment-anything-small")
+
+
+def vit_h() -> dict:
+    """ViT-H at 1024 x 1024, a grid of 32 x 32 points: for a GPU."""
+    config = SamConfig(
+        vision_config={
+            "hidden_size": 1280, "num_hidden_layers": 32, "num_attention_heads": 16, "mlp_dim": 5120,
+            "global_attn_indexes": [7, 15, 23, 31],
+        },
+    )  # fmt: skip
+    return pipeline(config, 32, "segment-anything-vit-h")
