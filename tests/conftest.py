@@ -24,10 +24,11 @@ import torch._dynamo
 import fettle
 from fettle import comparing
 from fettle.cli import main
+from fettle.gate import racing
 from fettle.tuning import Effort, session
 
 # Two tests run at a time, so the machine is never quiet: none waits for it (that is for tests/measure/test_rounds.py).
-session.WAITING = session._UNLIMITED_WAIT_S = comparing._WAIT_S = 0.0
+session.WAITING = session._UNLIMITED_WAIT_S = comparing._WAIT_S = racing._WAIT_S = 0.0
 
 # The same examples in every run: what a random one finds should not stop somebody else's change. `make test-all` draws
 # new ones (HYPOTHESIS_PROFILE=default); what they find becomes a test of its own.

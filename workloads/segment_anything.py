@@ -37,6 +37,7 @@ def grid(side: int, size: int) -> torch.Tensor:
     return torch.stack([columns, rows], -1).reshape(1, -1, 1, 2)
 
 
+@torch.no_grad()  # as the published generator: a graph through 256 points does not fit into 24 GB
 def generate(model: torch.nn.Module, pixels: torch.Tensor, points: torch.Tensor) -> dict:
     """Everything in an image: logits (points x 3 x height x width) and predicted IoU of the masks at every point, and
     those masks that are good, stable and no repetition of a better one, as run lengths."""

@@ -13,6 +13,8 @@ import importlib
 import importlib.util
 import inspect
 import itertools
+import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -208,6 +210,12 @@ class Target:
     returns."""
     arguments: Mapping[str, int | float | str] = field(default_factory=dict, hash=False)
     """What the factory is called with, by name."""
+    folder: str = field(default="", repr=False)
+    """Where its process works; empty for where we are."""
+    instead_of: str = field(default="", repr=False)
+    """Of another revision: the working tree, from which nothing may be imported."""
+    checkout: str = field(default="", repr=False)
+    """Of another revision: the root of its own files, which may lie in the working tree."""
 
     @property
     def is_live(self) -> bool:
@@ -221,6 +229,8 @@ class Target:
 
     def make(self, seed: int = 0) -> object:
         """What the factory returns, unchecked. A factory with a parameter ``seed`` is given it."""
+        if self.folder:
+            os.chdir(self.folder)
         for entry in reversed(self.search_path):
             if entry not in sys.path:
                 sys.path.insert(0, entry)
@@ -232,11 +242,30 @@ class Target:
                 raise UsageError(f"the factory {self.reference} has no parameter {name!r}")
         arguments = {"seed": seed, **self.arguments} if _takes(factory, "seed") else self.arguments
         try:
-            return factory(**arguments)
+            made = factory(**arguments)
+            if self.instead_of:
+                self._check_imports()
+            return made
         except UsageError:
             raise
         except (Exception, SystemExit) as error:  # a script without a main guard may leave
             raise UsageError(f"the factory {self.reference} raised {first_line(error)}") from error
+
+    def _check_imports(self) -> None:
+        """Raise `UsageError` where a module came from the working tree: it would be measured in place of its other
+        revision."""
+        folders = (self.checkout, sys.prefix, sys.base_prefix, os.environ.get("TORCHINDUCTOR_CACHE_DIR"))
+        allowed = tuple(os.path.abspath(folder) + os.sep for folder in folders if folder)
+        for name, module in list(sys.modules.items()):
+            file = getattr(module, "__file__", None) or ""
+            if (
+                file.startswith(self.instead_of + os.sep) and not file.startswith(allowed)
+                and name.partition(".")[0] != "fettle" and not re.search(r"/(site|dist)-packages/", file)
+            ):  # fmt: skip
+                raise UsageError(
+                    f"{name} was imported from the working tree ({file}), not from the other revision: an editable "
+                    "install that names its modules one by one; run fettle with PYTHONPATH set to the source folder"
+                )
 
     def _named(self, workload: Workload) -> Workload:
         return workload if workload.name else dataclasses.replace(workload, name=self.name)

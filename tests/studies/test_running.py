@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import venv
 from pathlib import Path
 
 import optuna
@@ -123,6 +124,7 @@ def test_a_ladder_shows_every_step_of_two_targets(work: Path, tmp_path: Path, ru
         (["w.py", "--order", "precison"], "there is no technique 'precison'"),
         (["w.py", "--technique", "precision=bf17"], "bf17"),
         (["w.py", "--recipe", "nonsense"], "is not TECHNIQUE=LEVEL"),
+        (["w.py", "--python", "/nowhere"], "there is no interpreter /nowhere"),
         (["w.py", "--rounds", "1"], "--rounds 1"),
         (["w.py", "--cells", "1"], "--cells 1"),
         (["w.py", "--budget", "soon"], "is not a duration"),
@@ -143,6 +145,68 @@ def test_bad_usage_is_one_line(words: list[str], says: str, tmp_path: Path, monk
 def test_a_factory_without_that_argument_fails_in_one_line(work: Path, tmp_path: Path):
     with pytest.raises(UsageError, match="has no parameter 'size'"):
         study([str(work)], Settings(arguments={"size": ["1", "2"]}, output=tmp_path), lambda event: None)
+
+
+@pytest.mark.slow
+def test_what_cannot_run_in_another_environment_is_a_failed_cell(work: Path, tmp_path: Path, run_fettle: Run):
+    bare = tmp_path / "bare"
+    venv.create(bare, symlinks=True)
+    words = ["study", work, TWO[0], "--technique=precision=fp32", *PINNED, "--design=sensitivity", "--rounds=3",
+             "-o", tmp_path / "out", "--json"]  # fmt: skip
+    said = run_fettle(*words, "--python", bare)
+    assert said.code == 0, said.err
+    data = json.loads(said.out)
+    assert f"python=bare is {bare}/bin/python: torch is not installed there" in data["notes"]
+    assert {(row["python"], row["grad"], row["reason"]) for row in data["experiments"]} == {
+        ("this", "grad", ""),
+        ("this", "inference_mode", ""),
+        ("bare", "grad", f"{bare}/bin/python: torch is not installed there"),
+    }
+    (next(bare.glob("lib/python*/site-packages")) / "torch.py").touch()
+    changed = run_fettle(*words, "--python", bare)
+    assert changed.code == 2
+    assert "is not what was measured under that name" in changed.err
+    without = run_fettle(*words)  # trials of other environments do not count where they are not asked for
+    assert [row["grad"] for row in json.loads(without.out)["experiments"]] == ["grad", "inference_mode"]
+
+
+@pytest.mark.slow
+def test_another_environment_is_raced_beside_ours(work: Path, tmp_path: Path, run_fettle: Run):
+    """It has a library that ours has not, by which its model is another function of the same weights."""
+    other = tmp_path / "other"
+    venv.create(other, symlinks=True)
+    packages = next(other.glob("lib/python*/site-packages"))
+    (packages / "ours.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    (packages / "only_there.py").touch()
+    model = tmp_path / "model.py"
+    model.write_text(
+        WORK
+        + """
+import importlib.util
+
+class Slow(nn.Sequential):
+    def forward(self, x):
+        for _ in range(20 if importlib.util.find_spec("only_there") else 1):
+            y = super().forward(x)
+        return y
+
+def slow():
+    torch.manual_seed(0)
+    return Slow(nn.Linear(256, 256)).eval(), [torch.randn(64, 256) for _ in range(4)]
+"""
+    )
+    said = run_fettle("study", f"{model}:slow", *TWO, *PINNED, "--rounds=6", "--python", f"Twenty={other}",
+                      "-o", tmp_path / "out", "--json")  # fmt: skip
+    assert said.code == 0, said.err
+    data = json.loads(said.out)
+    rows = data["experiments"]
+    assert {(row["python"], row["grad"], row["precision"]) for row in rows} == {
+        (python, grad, precision)
+        for python in ("this", "twenty") for grad in ("grad", "inference_mode") for precision in ("fp32", "bf16")
+    }  # fmt: skip
+    assert all(row["ms_per_sample"] > 0 for row in rows)
+    time_of = next(one for one in data["analyses"] if one["response"] == "ms_per_sample")
+    assert time_of["dominant"][0] == "python"
 
 
 def test_a_study_of_more_than_an_hour_asks_first(work: Path, tmp_path: Path, monkeypatch, run_fettle: Run):

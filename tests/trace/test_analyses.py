@@ -146,6 +146,15 @@ def test_a_trace_of_allocations_alone(tmp_path: Path) -> None:
     assert timeline.select("ts_ns", "bytes", "operator").rows() == [(5_000, 64, None)]
 
 
+def test_memory_counts_from_the_trace_start_where_the_allocator_tells_no_total(tmp_path: Path) -> None:
+    build = Build()
+    for at, size in enumerate((64, 32, -64)):
+        build.add("cpu_instant_event", "[memory]", 5 + at, 0, ph="i", Addr=at % 2, Bytes=size)
+    trace = build.load(tmp_path)
+    assert T.memory_timeline(trace)["held_bytes"].to_list() == [64, 96, 32]
+    assert T.memory_peak(trace)["peak_bytes"].unique().to_list() == [96]
+
+
 def test_ranks_without_communication_have_no_stragglers(tmp_path: Path) -> None:
     traces = []
     for rank in range(2):

@@ -1,18 +1,51 @@
-"""fettle bench TARGET: compare named recipes in one interleaved race."""
+"""fettle bench TARGET: compare named recipes, revisions of the code or environments in one interleaved race."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fettle.cli import _options, _show
+from fettle.errors import UsageError
+
+if TYPE_CHECKING:
+    from fettle.gate import Settings
+
+CANNOT_TELL = 3
+"""Exit code of a gate that cannot tell."""
+_OUTPUT = Path("fettle-gate")
 
 
 def command(
     target: _options.Target,
     recipe: Annotated[
         list[str] | None, typer.Option(help="'TECHNIQUE=LEVEL ...', 'baseline', or a recipe.toml. May be repeated")
+    ] = None,
+    against: Annotated[
+        str, typer.Option(help="gate: the working tree's code against this git revision of it, such as main")
+    ] = "",
+    against_python: Annotated[
+        str, typer.Option(help="gate: this environment against that of another Python, its path or folder")
+    ] = "",
+    bisect: Annotated[str, typer.Option(help="GOOD..BAD: find the commit in between that made it slower")] = "",
+    fail_slower: Annotated[
+        str | None, typer.Option(help="gate: exit code 1 where it takes so much longer; default 3%")
+    ] = None,
+    fail_memory: Annotated[
+        str | None, typer.Option(help="gate: exit code 1 where its peak memory is so much more, for example 5%")
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="gate: processes of each side; default 4, and 8 where that is vague")
+    ] = None,
+    link: Annotated[
+        list[Path] | None,
+        typer.Option(help="gate: a path that git does not hold, such as weights/, for the revision too. Repeatable"),
     ] = None,
     mode: _options.Mode = "auto",
     under_load: _options.UnderLoad = False,
@@ -24,20 +57,60 @@ def command(
     confidence: Annotated[float, typer.Option(help="share of intervals that hold the true ratio")] = 0.95,
     rounds: Annotated[int, typer.Option(help="most rounds of the race")] = 48,
     budget: Annotated[str, typer.Option(help="time for the whole race, for example 2m; 0 for no limit")] = "0",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="gate: folder of its history; default fettle-gate")
+    ] = None,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="gate: print a table for a comment")] = False,
     as_json: _options.AsJson = False,
 ) -> None:
-    """Compare named recipes side by side, each against the workload as given.
+    """Compare named recipes side by side, each against the workload as given; or, as a gate, code and environments.
 
-    Exit code 1: a recipe did not run, or its answers are off.
+    Exit code 1: a recipe did not run, or its answers are off; the code is slower or bigger than a limit of the gate.
+    Exit code 3: the gate, or the bisection, cannot tell; it says what would settle it.
 
     [bold]Examples[/]
 
       fettle bench model.py --recipe "precision=bf16" --recipe "precision=bf16 compile=default"
 
       fettle bench model.py --recipe baseline        # against itself: says "same"
+
+      fettle bench model.py --against main --fail-slower 3% --fail-memory 5%
+
+      fettle bench model.py --against-python old-venv/bin/python
+
+      fettle bench model.py --bisect v1.2..HEAD --fail-slower 5%
     """
+    if against or against_python or bisect:
+        if recipe or max_error is not None:
+            raise UsageError("--recipe and --max-error are for recipes: revisions run as they are")
+        if bisect and (against or against_python):
+            raise UsageError("--bisect compares the commits of GOOD..BAD: leave --against and --against-python out")
+        if as_json and as_markdown:
+            raise UsageError("choose --json or --markdown")
+        if bisect and fail_memory is not None:
+            raise UsageError("--bisect looks for what made it slower: --fail-memory is for --against")
+        from fettle.gate import Settings
+
+        settings = Settings(
+            3e-2 if fail_slower is None else _options.share(fail_slower, "--fail-slower"),
+            None if fail_memory is None else _options.share(fail_memory, "--fail-memory"),
+            processes, confidence, rounds, _options.duration_s(budget, "--budget") or None, mode, tuple(link or ()),
+            output or _OUTPUT, under_load, polite,
+        )  # fmt: skip
+        with _ended_in_order():
+            if bisect:
+                _bisect(target, bisect, settings, as_json, as_markdown)
+            else:
+                _gate(target, against, against_python, settings, as_json, as_markdown)
+        return
+    given = {
+        "--fail-slower": fail_slower, "--fail-memory": fail_memory, "--processes": processes, "--link": link,
+        "--output": output, "--markdown": as_markdown or None,
+    }  # fmt: skip
+    for name, value in given.items():
+        if value is not None:
+            raise UsageError(f"{name} is for a gate: name what to compare with, --against REVISION")
     from fettle.comparing import bench, comparison_json
-    from fettle.errors import UsageError
     from fettle.report import progress
     from fettle.result import Limits
 
@@ -64,3 +137,64 @@ def command(
         lambda console: _show.print_comparison(console, comparison, under_load),
     )
     _show.leave(missed=comparison.failed)
+
+
+def _gate(target: str, against: str, against_python: str, settings: Settings, as_json: bool, as_markdown: bool) -> None:
+    from fettle.gate import gate, gate_json, headline, lines, markdown, table
+    from fettle.report import progress
+
+    with progress(quiet=as_json) as show:
+        found = gate(target, against, against_python=against_python, settings=settings, on_progress=show)
+
+    def say(console: Any) -> None:
+        console.print(headline(found), highlight=False, markup=False, soft_wrap=True)
+        if found.judged:
+            _show.print_table(console, table(found))
+        for line in lines(found):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    if as_markdown:
+        print(markdown(found))
+    else:
+        _show.answer(as_json, lambda: gate_json(found), say, settings.output / "gate.html")
+    if found.verdict != "within":
+        raise typer.Exit(1 if found.verdict == "worse" else CANNOT_TELL)
+
+
+def _bisect(target: str, text: str, settings: Settings, as_json: bool, as_markdown: bool) -> None:
+    from fettle.gate import bisect, bisection_json, bisection_lines, bisection_markdown
+    from fettle.report import progress
+
+    good, dots, bad = text.partition("..")
+    if not good or not dots or bad.startswith("."):
+        raise UsageError(f"--bisect {text!r}: write GOOD..BAD, for example v1.2..HEAD")
+    with progress(quiet=as_json) as show:
+        found = bisect(target, good, bad or "HEAD", settings, show)
+
+    def say(console: Any) -> None:
+        for line in bisection_lines(found):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    if as_markdown:
+        print(bisection_markdown(found))
+    else:
+        _show.answer(as_json, lambda: bisection_json(found), say, settings.output / "gate.html")
+    if not found.found and found.steps[0].verdict != "fast":
+        raise typer.Exit(CANNOT_TELL)
+
+
+@contextlib.contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """A CI system that ends the job with SIGTERM is an interrupt: worktrees are removed on the way out."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -54,6 +54,14 @@ def command(
         list[str] | None,
         typer.Option(help="vary an argument of the factory, NAME=VALUE,VALUE, the usual value first. May be repeated"),
     ] = None,
+    python: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATH",
+            help="another environment, its interpreter or venv folder, raced beside this one; NAME=PATH names it. "
+            "May be repeated",
+        ),
+    ] = None,
     order: Annotated[str, typer.Option(help="techniques in the order of the ladder, NAME,NAME")] = "",
     recipe: Annotated[
         str | None, typer.Option(help="what an ablation takes apart, a sensitivity is asked around, a ladder stands on")
@@ -90,6 +98,8 @@ def command(
 
       fettle study model.py other.py --design pairs --factor batch=1,4,16 --budget 30m
 
+      fettle study model.py --python ../old/.venv --technique runtime=torch,openvino
+
       fettle study model.py --design ladder --order mode,precision,channels_last,compile
 
       fettle study --from-csv cube.csv --response "throughput (it/s)" --group-by model-arch
@@ -108,8 +118,8 @@ def command(
     else:
         if response or factors or group_by:
             raise UsageError("`response`, `factors` and `group_by` are for a table, `from_csv`")
-        settings = _settings(design, technique, factor, order, recipe, cells, rounds, budget, mode, max_error, folder,
-                             storage, atlas, trial_timeout, under_load, polite)  # fmt: skip
+        settings = _settings(design, technique, factor, python, order, recipe, cells, rounds, budget, mode, max_error,
+                             folder, storage, atlas, trial_timeout, under_load, polite)  # fmt: skip
         done = _measured(targets or [], settings, agreed=yes, quiet=as_json)
         table = done.table
     steps = done.steps if done is not None else {}
@@ -137,15 +147,16 @@ def _measured(targets: Sequence[str], settings: Settings, *, agreed: bool, quiet
 
 
 def _settings(
-    design: str, technique: list[str] | None, factor: list[str] | None, order: str, recipe: str | None,
-    cells: int | None, rounds: int, budget: str, mode: str, max_error: float, folder: Path, storage: str | None,
-    atlas: Path | None, trial_timeout: str, under_load: bool, polite: bool,
+    design: str, technique: list[str] | None, factor: list[str] | None, python: list[str] | None, order: str,
+    recipe: str | None, cells: int | None, rounds: int, budget: str, mode: str, max_error: float, folder: Path,
+    storage: str | None, atlas: Path | None, trial_timeout: str, under_load: bool, polite: bool,
 ) -> Settings:  # fmt: skip
     from fettle.recipe import Recipe
     from fettle.studies import Settings
 
     return Settings(
         design=design, techniques=_options.technique_levels(technique or []), arguments=_arguments(factor or []),
+        pythons=tuple(python or ()),
         order=tuple(name.strip() for name in order.split(",") if name.strip()),
         start=None if recipe is None else Recipe.parse(recipe), cells=cells, rounds=rounds,
         budget_s=_options.duration_s(budget, "--budget") or None, mode=mode, max_error=max_error, output=folder,

@@ -9,13 +9,22 @@ from fettle.measure._load import Load
 from fettle.measure._priority import READY, may_go_first, prefer
 from fettle.measure._process import Worker, WorkerError, close_all
 from fettle.measure._rules import Candidate, Judge, Progress, Rules
-from fettle.measure._statistics import ENOUGH, log_interval, paired, pareto, ratio_interval, verdict
-from fettle.measure._trial import Accuracy, Interval, Slice, Startup, Trial, by_round
+from fettle.measure._statistics import (
+    ENOUGH,
+    contrast_interval,
+    log_interval,
+    paired,
+    pareto,
+    ratio_interval,
+    verdict,
+)
+from fettle.measure._trial import Accuracy, Interval, Slice, Startup, Trial, by_round, process_logs
 from fettle.measure._watch import Patience, Surroundings
 from fettle.measure.race import race
 
 __all__ = [
     "ENOUGH", "READY", "Accuracy", "Candidate", "Held", "Interval", "Judge", "Load", "Patience", "Progress", "Rules",
     "Slice", "Startup", "Surroundings", "Trial", "Worker", "WorkerError", "by_round", "close_all",
-    "judge", "log_interval", "may_go_first", "paired", "pareto", "prefer", "race", "ratio_interval", "verdict",
+    "contrast_interval", "judge", "log_interval", "may_go_first", "paired", "pareto", "prefer", "process_logs", "race",
+    "ratio_interval", "verdict",
 ]  # fmt: skip

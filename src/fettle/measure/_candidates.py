@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from fettle.errors import UsageError
 from fettle.generate.speed import Came
 from fettle.measure._priority import READY, prefer
 from fettle.measure._process import Worker, WorkerError
@@ -160,7 +161,7 @@ class Start:
             if waiting is not None and not self.rules.rows:
                 running[index] = Started([waiting], elapsed=self.rules.under_load)
                 continue
-            on_progress(Progress("start", candidate.recipe))
+            on_progress(Progress("start", candidate.recipe, candidate.label))
             began = time.monotonic()
             try:
                 runner = self._with_rows(waiting or self._ready(next(line), candidate))
@@ -202,7 +203,7 @@ class Start:
             queue = [(started.first.candidate, f"{index:02d}-{copy}") for index, started in able.items()]
             with closing(self._built(queue)) as line:
                 for started in able.values():
-                    on_progress(Progress("start", started.first.candidate.recipe))
+                    on_progress(Progress("start", started.first.candidate.recipe, started.first.candidate.label))
                     try:
                         runner = self._ready(next(line), started.first.candidate)
                     except WorkerError as error:
@@ -234,14 +235,16 @@ class Start:
             for candidate, name in group:
                 log = self.log_folder / f"{self.race:03d}-{name}.log" if self.log_folder else None
                 worker = Worker(
-                    {**self.environment, **candidate.environment}, log, ranks=candidate.ranks, nodes=self.nodes
-                )
+                    {**self.environment, **candidate.environment}, log, ranks=candidate.ranks, nodes=self.nodes,
+                    python=candidate.python,
+                )  # fmt: skip
                 workers.append(worker)
                 if self.rules.may_go_first and not self.rules.under_load:
                     prefer(worker.pid, READY)
-            failures = [_failure(partial(worker.send, Build(self.target))) for worker in workers]
-            failures = [failure or _failure(partial(self._finish, worker))
-                        for worker, failure in zip(workers, failures, strict=True)]  # fmt: skip
+            failures = [_failure(partial(worker.send, Build(candidate.target or self.target)))
+                        for worker, (candidate, _) in zip(workers, group, strict=True)]  # fmt: skip
+            failures = [failure or _failure(partial(self._finish, worker, candidate))
+                        for worker, failure, (candidate, _) in zip(workers, failures, group, strict=True)]  # fmt: skip
         except BaseException:
             for worker in workers:
                 worker.close()
@@ -249,12 +252,16 @@ class Start:
         build_s = (time.monotonic() - began) / len(group)
         return [WithWorkload(worker, build_s, failure) for worker, failure in zip(workers, failures, strict=True)]
 
-    def _finish(self, worker: Worker) -> None:
-        built = worker.finish(Built, self.rules.prepare_timeout_s)
+    def _finish(self, worker: Worker, candidate: Candidate) -> None:
+        with _usage_as_failure(candidate):
+            built = worker.finish(Built, self.rules.prepare_timeout_s)
+        worker.fingerprint = built.fingerprint
         worker.pause()
         if self.fingerprint and built.fingerprint != self.fingerprint:
             raise WorkerError(
-                "the factory built other weights or inputs than before: make it deterministic "
+                "the factory builds other weights or inputs in that environment"
+                if candidate.python
+                else "the factory built other weights or inputs than before: make it deterministic "
                 "(seed every generator; fettle calls torch.manual_seed(0) first)"
             )
 
@@ -296,11 +303,24 @@ class Start:
             candidate.source, str(candidate.recipe), self.judging.path, candidate.factor, candidate.calibrated,
             self.rules.part, self.judging.exact,
         )  # fmt: skip
-        answer = worker.ask(request, Prepared, self._timeout_s())
+        with _usage_as_failure(candidate):
+            answer = worker.ask(request, Prepared, self._timeout_s())
         rejected = ""
         if self.judging.path and not (self.judging.exempt_baseline and not candidate.recipe.levels):
             rejected = self.judging.reason(answer.accuracy)
         return Runner(candidate, worker, answer, rejected, began, process=f"{self.race}:{worker.pid}")
+
+
+@contextmanager
+def _usage_as_failure(candidate: Candidate) -> Iterator[None]:
+    """What somebody should mend in our environment says only of another one that the candidate cannot run there. With
+    a label it names the candidate."""
+    try:
+        yield
+    except UsageError as error:
+        if candidate.label:
+            raise UsageError(f"{candidate.label}: {error}") from error
+        raise (WorkerError(str(error)) if candidate.python else error) from None
 
 
 def _failure(do: Callable[[], None]) -> WorkerError | None:

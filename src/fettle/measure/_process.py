@@ -19,14 +19,16 @@ A = TypeVar("A", bound=Answer)
 class Worker(Ranks):
     """One worker, alive from construction to `close`, as one process or as several `ranks`. Use as a context manager.
 
-    `module` is what it runs. `environment` is added to ours.
+    `module` is what it runs, by `python`, by default ours. `environment` is added to ours.
     """
 
     def __init__(
         self, environment: Mapping[str, str] | None = None, log: Path | None = None, *,
-        module: str = "fettle.measure._worker", ranks: int = 1, nodes: Nodes | None = None,
+        module: str = "fettle.measure._worker", ranks: int = 1, nodes: Nodes | None = None, python: str = "",
     ) -> None:  # fmt: skip
-        super().__init__(module, ranks, nodes=nodes, variables=environment, log=log)
+        super().__init__(module, ranks, nodes=nodes, variables=environment, log=log, python=python)
+        self.fingerprint = ""
+        """Of the workload that it has built, once it has."""
         _LIVE.add(self)
 
     def ask(self, request: Asked, answer: type[A], timeout_s: float) -> A:

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from fettle.measure._accuracy import judge
 from fettle.measure._load import Load
 from fettle.measure._priority import may_go_first
-from fettle.measure._statistics import LOOKS
+from fettle.measure._statistics import LOOKS, VAGUE
 from fettle.measure._trial import Accuracy, Trial
 from fettle.recipe import Recipe
+from fettle.workload import Target
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,12 @@ class Candidate:
     """Processes that it is spread over."""
     once: bool = False
     """One process is enough, whatever the rules say of replicates: nothing is announced of it."""
+    label: str = ""
+    """What tells it from others of the same recipe."""
+    target: Target | None = None
+    """The workload in another revision of its code; None for that of the race."""
+    python: str = ""
+    """The interpreter of another environment; empty for ours."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,8 @@ class Rules:
     """Processes for each candidate, as far as `replicate_s` allows."""
     most_replicates: int = 1
     """Processes for each candidate where a speed-up is still vague after the rounds (`is_vague`), if these are more."""
+    vague_above: float = VAGUE
+    """Half an interval's width from which a speed-up near 1 is vague."""
     replicate_s: float = 60.0
     """What starting the second and further processes of all candidates may take together, in seconds; as much again for
     those of candidates that are still vague."""
@@ -116,6 +125,7 @@ class Progress:
     """``start`` a worker, ``round`` of the race, ``busy`` where it waits for a quiet machine, ``vague`` if more
     processes are needed, ``trial`` is known."""
     recipe: Recipe | None = None
+    label: str = ""
     round: int = 0
     live: int = 0
     load: Load | None = None

@@ -33,6 +33,8 @@ LOOKS = (3, 4, 6, 8, 11, 15, 20, 27, 36, 48)
 """Rounds after which a race looks at its data: about a third more each time."""
 
 
+VAGUE = 0.025
+"""Half an interval of 2.5% hides a difference of 3%."""
 ENOUGH = LOOKS[0]
 """Quiet rounds from which those in which others had the machine are left out."""
 
@@ -79,9 +81,7 @@ def replicate_interval(
     """
     from scipy import stats  # a second to import, and a worker process never comes here
 
-    processes = [*slower, *faster]
-    units = [statistics.fmean(_apart(process, other) for other in processes) for process in processes]
-    first, second = units[: len(slower)], units[len(slower) :]
+    first, second = _units([slower, faster])
     fewest = min(len(first), len(second))
     trim = TRIM if fewest >= 1 / TRIM else 0.0
     found = stats.ttest_ind(first, second, equal_var=fewest == 2, trim=trim)
@@ -92,11 +92,43 @@ def replicate_interval(
     return Interval(estimate, float(low), float(high))
 
 
-def is_vague(speedup: Interval) -> bool:
-    """Whether a speed-up is known less well than to a quarter of itself, on the log scale, or to 2.5% if that is more:
-    a difference of 3% hides in half an interval of 2.5%, and "ten times" should not be "four to twenty-four"."""
+def contrast_interval(
+    groups: Sequence[Sequence[Mapping[int, float]]], weights: Sequence[float], alpha: float
+) -> Interval:
+    """The sum of `weights` times the means of `groups` of processes, with its two-sided interval of level 1 - `alpha`:
+    processes are the units as in `replicate_interval`, of which this is the form for more than two groups, with the
+    same trimming and the degrees of freedom of Welch and Satterthwaite. At least two processes a group; the weights
+    add up to 0.
+    """
+    from scipy.special import stdtrit
+
+    estimate, parts = 0.0, []
+    for units, weight in zip(_units(groups), weights, strict=True):
+        values, count = np.sort(np.asarray(units)), len(units)
+        cut = int(TRIM * count) if count >= 1 / TRIM else 0
+        left = count - 2 * cut
+        estimate += weight * float(values[cut : count - cut].mean())
+        spread = float(np.clip(values, values[cut], values[count - cut - 1]).var(ddof=1))
+        parts.append((weight**2 * (count - 1) * spread / (left * (left - 1)), left - 1))
+    variance = sum(part for part, _ in parts)
+    if variance <= 0:
+        return Interval(estimate, estimate, estimate)
+    freedom = variance**2 / sum(part**2 / degrees for part, degrees in parts)
+    half = float(stdtrit(freedom, 1 - alpha / 2)) * math.sqrt(variance)
+    return Interval(estimate, estimate - half, estimate + half)
+
+
+def _units(groups: Sequence[Sequence[Mapping[int, float]]]) -> list[list[float]]:
+    """One number for each process of each group: the mean of its differences from all processes."""
+    every = [process for group in groups for process in group]
+    return [[statistics.fmean(_apart(process, other) for other in every) for process in group] for group in groups]
+
+
+def is_vague(speedup: Interval, above: float = VAGUE) -> bool:
+    """Whether a speed-up is known less well than to a quarter of itself, on the log scale, or to `above` if that is
+    more: "ten times" should not be "four to twenty-four"."""
     low, high = (math.log(max(end, sys.float_info.min)) for end in (speedup.low, speedup.high))
-    return (high - low) / 2 > max(0.025, abs(math.log(speedup.estimate)) / 4)
+    return (high - low) / 2 > max(above, abs(math.log(speedup.estimate)) / 4)
 
 
 def ratio_interval(observations: Sequence[float], alpha: float) -> Interval:

@@ -122,6 +122,15 @@ def by_round(slices: Sequence[Slice], *, elapsed: bool = False) -> dict[int, flo
     return found if found or elapsed else by_round(slices, elapsed=True)
 
 
+def process_logs(trial: Trial, *, elapsed: bool = False) -> list[dict[int, float]]:
+    """Log time of one row by round (see `by_round`), for each process of a trial that has been timed."""
+    slices: dict[str, list[Slice]] = {}
+    for one in trial.slices:
+        slices.setdefault(one.process, []).append(one)
+    times = [by_round(each, elapsed=elapsed) for each in slices.values()]
+    return [{key: math.log(ms / trial.samples) for key, ms in each.items()} for each in times if each]
+
+
 @dataclass(frozen=True)
 class Trial:
     """One recipe measured on one workload on one machine, or why that failed."""
@@ -151,6 +160,10 @@ class Trial:
     """Rows in one call."""
     peak_bytes: int | None = None
     """CUDA: allocator peak. CPU: peak resident set above the process without the workload."""
+    peaks_bytes: Sequence[int] = ()
+    """The same of each process."""
+    fingerprint: str = ""
+    """Of the weights and inputs that it was measured with."""
     energy_j: float | None = None
     """Energy of one call where the machine tells it."""
     startup: Startup = field(default_factory=Startup)

@@ -105,7 +105,7 @@ def _go_on(
     How wide an interval is decides this, not what it says, and it is done once: the error rate stays what it was.
     """
     rules, had = start.rules, len(anchor.runners)
-    if anchor.failure or had >= rules.most_replicates or not any(map(_is_vague, found.values())):
+    if anchor.failure or had >= rules.most_replicates or not any(_is_vague(trial, rules) for trial in found.values()):
         return {}
     on_progress(Progress("vague"))
     again = {index: running[index] for index, trial in found.items() if trial.ok and trial.processes > 1}
@@ -124,9 +124,10 @@ def _go_on(
     return trials
 
 
-def _is_vague(trial: Trial) -> bool:
+def _is_vague(trial: Trial, rules: Rules) -> bool:
     """Whether its processes leave open how fast it is. What ran in one process has an interval of its rounds alone."""
-    return trial.ok and trial.processes > 1 and trial.speedup is not None and _statistics.is_vague(trial.speedup)
+    several = trial.ok and trial.processes > 1
+    return several and trial.speedup is not None and _statistics.is_vague(trial.speedup, rules.vague_above)
 
 
 def _ended(started: Started) -> str:
@@ -201,6 +202,8 @@ def _trial(started: Started, anchor: Started, start: Start, rounds: Rounds) -> T
         processes=len(runners),
         samples=answer.samples,
         peak_bytes=max(peaks, default=None),
+        peaks_bytes=tuple(peaks),
+        fingerprint=first.worker.fingerprint,
         energy_j=statistics.median(energy) if energy else None,
         startup=Startup(answer.load_s, answer.optimize_s, answer.first_call_s, answer.cache),
         accuracy=answer.accuracy,

@@ -64,11 +64,13 @@ class Child(Process):
     added to our environment.
     """
 
-    def __init__(self, module: str, *, variables: Mapping[str, str] | None = None, log: Path | None = None) -> None:
+    def __init__(
+        self, module: str, *, variables: Mapping[str, str] | None = None, log: Path | None = None, python: str = ""
+    ) -> None:
         self._link, theirs = Pipe()
         with theirs:
             super().__init__(
-                ["-m", module, str(theirs.fileno())], pass_fds=(theirs.fileno(),), log=log,
+                ["-m", module, str(theirs.fileno())], pass_fds=(theirs.fileno(),), log=log, python=python,
                 environment={**_VARIABLES, **os.environ, "PYTHONUNBUFFERED": "1", **(variables or {})},
             )  # fmt: skip
         self._doing = self._stage = ""

@@ -22,18 +22,19 @@ if TYPE_CHECKING:
 class Process:
     """Python with these arguments, in a session of its own, alive from construction to `close`: a context manager.
 
-    What it prints goes to the end of `log`, else to an unnamed file, for its last line; with `shows` to
-    where ours goes. `environment` is all that it inherits, ours where it is None. Raises OSError where none can be had.
+    What it prints goes to the end of `log`, else to an unnamed file, for its last line; with `shows` to where ours
+    goes. `environment` is all that it inherits, ours where it is None; `python` the interpreter, ours where it is
+    empty. Raises OSError where none can be had.
     """
 
     def __init__(
         self, arguments: Sequence[str], *, environment: Mapping[str, str] | None = None, pass_fds: Sequence[int] = (),
-        log: Path | str | None = None, shows: bool = False,
+        log: Path | str | None = None, shows: bool = False, python: str = "",
     ) -> None:  # fmt: skip
         self._log = None if shows else _opened(log)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, *arguments], env=environment, pass_fds=pass_fds, stdin=subprocess.DEVNULL,
+                [python or sys.executable, *arguments], env=environment, pass_fds=pass_fds, stdin=subprocess.DEVNULL,
                 stdout=self._log, stderr=self._log,
                 start_new_session=True,  # its own process group: stopped, continued and killed with its children
             )  # fmt: skip

@@ -25,7 +25,7 @@ class Ranks(Child):
 
     def __init__(
         self, module: str, count: int = 1, *, nodes: Nodes | None = None, variables: Mapping[str, str] | None = None,
-        log: Path | None = None,
+        log: Path | None = None, python: str = "",
     ) -> None:  # fmt: skip
         self._nodes = nodes if count > 1 else None
         self._rendezvous = _rendezvous(module, count, self._nodes) if count > 1 else None
@@ -35,7 +35,7 @@ class Ranks(Child):
             ours, module = variables_of(self._rendezvous), LAUNCHER
             if self._nodes is not None:
                 self._nodes.begin(self._rendezvous, variables or {})
-        super().__init__(module, variables={**ours, **(variables or {})}, log=log)
+        super().__init__(module, variables={**ours, **(variables or {})}, log=log, python=python)
 
     def gather(self, answer: type[T], timeout_s: float) -> list[T]:
         """The answers of all ranks to the request that was sent; raises what `receive` raises."""

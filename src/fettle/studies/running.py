@@ -8,8 +8,9 @@ counts too.
 from __future__ import annotations
 
 import math
+import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -18,6 +19,7 @@ from fettle.atlas import read_atlas
 from fettle.errors import UsageError
 from fettle.machine import Machine, this_machine
 from fettle.measure import Interval, Trial, close_all
+from fettle.procs.interpreter import Interpreter, find_interpreters, look
 from fettle.recipe import Recipe
 from fettle.result import Limits
 from fettle.search import Guide, Space, Step, auto, removals, steps
@@ -25,7 +27,7 @@ from fettle.studies import designs
 from fettle.studies.plan import Part, Plan
 from fettle.studies.table import Table
 from fettle.studies.trials import Measured, table_of
-from fettle.techniques import CATALOGUE, check_names
+from fettle.techniques import CATALOGUE, PYTHON, check_names, installed
 from fettle.tuning import Event, OnProgress, Options, Session, check_techniques, guide_for, space_for, writable
 from fettle.workload import AUTO, Target, check_mode, find_target
 
@@ -35,6 +37,9 @@ ROUNDS = 12
 """Rounds of a race. How much two processes of the same code differ is more than what so many leave open."""
 REPLICATES = 2
 """Processes of each recipe where a design has no repeats hidden in it."""
+
+_PACKAGES = {"torch", "numpy", "transformers", *(name for one in CATALOGUE for name in one.packages)}
+"""Distributions whose versions tell environments apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +51,8 @@ class Settings:
     """Levels that are varied, by technique; of techniques that are not named all. One level pins it."""
     arguments: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Factors outside of the recipe: values by argument of the factory, the usual one first."""
+    pythons: Sequence[str] = ()
+    """Other environments, ``PATH`` or ``NAME=PATH`` of an interpreter: levels of one factor beside ours."""
     order: Sequence[str] = ()
     """Techniques in the order of the ladder's steps; those that are not named come after them as the field has them."""
     start: Recipe | None = None
@@ -110,6 +117,7 @@ class _Workload:
     failure: str = ""
     steps: Sequence[Step] = ()
     guide: Guide | None = None
+    environments: Mapping[str, Interpreter] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -140,12 +148,15 @@ def study(targets: Sequence[str], settings: Settings, on_progress: OnProgress, *
     began = time.monotonic()
     _check(settings)
     rows = read_atlas(settings.atlas) if settings.atlas is not None else ()
+    found, wanted = find_interpreters(settings.pythons), _targets(targets, settings)
     folder, machine = writable(settings.output), this_machine()
     telling = _Progress(on_progress, began)
+    environments = _environments(found, folder)
     workloads = [
-        _Workload(target.group, target.arguments, _session(target.target, folder, settings, began, telling))
-        for target in _targets(targets, settings)
-    ]
+        _Workload(target.group, target.arguments, _session(target.target, folder, settings, began, telling),
+                  environments=environments)
+        for target in wanted
+    ]  # fmt: skip
     interrupted, plan = False, None
     try:
         for workload in workloads:
@@ -169,7 +180,12 @@ def study(targets: Sequence[str], settings: Settings, on_progress: OnProgress, *
     for workload in workloads:
         if workload.guide is not None:
             workload.session.notes += _told(workload.guide, workload)
-    notes = (*(plan.notes if plan else ()), *_failures(workloads), *(n for w in workloads for n in w.session.notes))
+    notes = (
+        *(plan.notes if plan else ()),
+        *_differences(environments.values()),
+        *_failures(workloads),
+        *(n for w in workloads for n in w.session.notes),
+    )
     measured = [_measured(workload) for workload in workloads if workload.failure or workload.known]
     if not measured:
         raise KeyboardInterrupt
@@ -192,8 +208,8 @@ def _check(settings: Settings) -> None:
     check_mode(settings.mode)
     check_techniques(settings.techniques)
     if settings.start is not None:
-        check_names(settings.start)
-    known = {technique.name for technique in CATALOGUE}
+        check_names(settings.start.without(PYTHON.name))
+    known = {PYTHON.name, *(technique.name for technique in CATALOGUE)}
     if unknown := [name for name in settings.order if name not in known]:
         raise UsageError(f"`order`: there is no technique {unknown[0]!r}")
     if settings.rounds < 3:
@@ -244,16 +260,19 @@ def _open(workload: _Workload, settings: Settings, machine: Machine) -> None:
     session = workload.session
     try:
         session.report(f"building {workload.name} and its reference")
+        session.environments = workload.environments
         session.open(machine)
+        _check_same(session)
     except UsageError as error:
         workload.failure = str(error)
         return
     replicates = REPLICATES if settings.design in designs.STEPS else 1
     session.rules = replace(session.rules, equal_rounds=settings.rounds, replicates=replicates)
     space, _ = space_for(session.facts, check_techniques(settings.techniques), session.plan.rules_out, session.cost)
-    names = sorted(space.choices, key=lambda name: _place(name, settings.order))
-    workload.space = replace(space, choices={name: space.choices[name] for name in names})
-    if clash := [name for name in settings.arguments if len(space.choices.get(name, ())) > 1]:
+    choices = {PYTHON.name: (PYTHON.default, *workload.environments), **space.choices}
+    names = sorted(choices, key=lambda name: _place(name, settings.order))
+    workload.space = replace(space, choices={name: choices[name] for name in names})
+    if clash := [name for name in settings.arguments if len(choices.get(name, ())) > 1]:
         raise UsageError(
             f"`factor={clash[0]}`: a technique of that name is varied too: pin it, `technique='{clash[0]}=LEVEL'`, or "
             "call the argument otherwise"
@@ -263,6 +282,39 @@ def _open(workload: _Workload, settings: Settings, machine: Machine) -> None:
     if not session.measure([Recipe()])[0].ok:
         workload.failure = f"as given it does not run: {workload.known[Recipe()].reason}"
     session.held.close()  # the next workload may need the memory
+
+
+def _environments(found: Sequence[Interpreter], folder: Path) -> dict[str, Interpreter]:
+    """By name, with what is installed in each."""
+    link = folder / "cache" / "source"
+    link.mkdir(parents=True, exist_ok=True)
+    return {one.name: look(one, _PACKAGES, link, module="fettle.measure._worker") for one in found}
+
+
+def _differences(environments: Iterable[Interpreter]) -> list[str]:
+    """What each has that ours has not, for people."""
+    lines = []
+    ours = {"python": platform.python_version(), **installed(_PACKAGES)}
+    for one in environments:
+        other = [f"{name} {version}" for name, version in one.versions.items() if version != ours.get(name)]
+        other += [f"no {name}" for name in ours if name not in one.versions]
+        what = one.problem or ", ".join(other) or "the same versions as here"
+        lines.append(f"{PYTHON.name}={one.name} is {one.path}: {what}")
+    return lines
+
+
+def _check_same(session: Session) -> None:
+    """Raise `UsageError` where the study knows one of the names as another environment: its trials count for it."""
+    for name, one in session.environments.items():
+        now = {"path": one.path, "versions": dict(one.versions), "problem": one.problem}
+        before = session.study.note(f"{PYTHON.name} {name}")
+        if before is None:
+            session.study.set_note(f"{PYTHON.name} {name}", now)
+        elif before != now:
+            raise UsageError(
+                f"`python={name}`: {one.path} is not what was measured under that name in {session.folder}: name it "
+                "otherwise, NAME=PATH, or choose another `output`"
+            )
 
 
 def _place(name: str, order: Sequence[str]) -> int:

@@ -34,10 +34,11 @@ from fettle.techniques._catalogue import (
     uses_ranks,
 )
 from fettle.techniques._facts import parts_lines, parts_sentence
-from fettle.techniques._host import cpu_flags
+from fettle.techniques._host import cpu_flags, installed
 from fettle.techniques._openvino import OpenvinoRequest, openvino_model
 from fettle.techniques._openvino_core import openvino_core
 from fettle.techniques._probe import machine_facts, probe_facts, unchanged
+from fettle.techniques._python import PYTHON
 from fettle.techniques._ranks import modules_by_size, repeated_blocks
 from fettle.techniques._source import load
 from fettle.techniques.batch import LARGEST, enlarged
@@ -49,12 +50,53 @@ for _file in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{_file.name}")
 
 __all__ = [
-    "CATALOGUE", "LARGEST", "Bundle", "Code", "Facts", "Learned", "Level", "OpenvinoRequest", "Technique",
-    "batch_factor", "bundles", "canonical", "check_names", "conflict", "cpu_flags", "enlarged", "environment",
-    "factors", "find", "for_parts", "handed_on", "idle", "int8_part", "is_calibrated", "kind_of", "known_levels",
-    "learned_types", "load", "machine_facts", "modules_by_size", "needs_of", "openvino_core", "openvino_model",
-    "openvino_precision", "parts_lines", "parts_sentence", "preconditions", "probe_facts", "quantize_exported",
-    "register", "repeated_blocks", "respelled", "source", "unchanged", "uses_ranks",
+    "CATALOGUE",
+    "LARGEST",
+    "PYTHON",
+    "Bundle",
+    "Code",
+    "Facts",
+    "Learned",
+    "Level",
+    "OpenvinoRequest",
+    "Technique",
+    "batch_factor",
+    "bundles",
+    "canonical",
+    "check_names",
+    "conflict",
+    "cpu_flags",
+    "enlarged",
+    "environment",
+    "factors",
+    "find",
+    "for_parts",
+    "handed_on",
+    "idle",
+    "installed",
+    "int8_part",
+    "is_calibrated",
+    "kind_of",
+    "known_levels",
+    "learned_types",
+    "load",
+    "machine_facts",
+    "modules_by_size",
+    "needs_of",
+    "openvino_core",
+    "openvino_model",
+    "openvino_precision",
+    "parts_lines",
+    "parts_sentence",
+    "preconditions",
+    "probe_facts",
+    "quantize_exported",
+    "register",
+    "repeated_blocks",
+    "respelled",
+    "source",
+    "unchanged",
+    "uses_ranks",
 ]  # fmt: skip
 
 

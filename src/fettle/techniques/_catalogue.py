@@ -9,6 +9,7 @@ from fettle.errors import UsageError
 from fettle.recipe import Recipe, factor_name, technique_and_part
 from fettle.techniques._base import CATALOGUE, Technique
 from fettle.techniques._facts import Facts
+from fettle.techniques._python import PYTHON
 
 _MOST_BUNDLES = 8
 
@@ -16,7 +17,7 @@ _MOST_BUNDLES = 8
 def find(name: str) -> Technique:
     """The technique of that name, which may be that of a factor; KeyError when there is none."""
     plain, _ = technique_and_part(name)
-    for technique in CATALOGUE:
+    for technique in (*CATALOGUE, PYTHON):
         if technique.name == plain:
             return technique
     raise KeyError(name)

@@ -51,8 +51,7 @@ def _rows(study: Study, machine: Machine, family: str) -> list[Row]:
     if not isinstance(probed, Mapping) or "facts" not in probed:
         return []
     standings = Standings("throughput", Limits(max_error=None), Races())
-    standings.recall(study)
-    trials = [standings.known[trial.recipe] for trial in study.trials()]
+    trials = [standings.known[trial.recipe] for trial in standings.recall(study)]
     about = subject(study.name, study.fingerprint, msgspec.convert(probed["facts"], Facts),
                     probed.get("features", {}), machine, probed.get("peaks", {}), family)  # fmt: skip
     return rows_of(about, trials)

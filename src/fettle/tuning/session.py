@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,11 +28,12 @@ from fettle.measure import (
     prefer,
     race,
 )
+from fettle.procs.interpreter import Interpreter
 from fettle.procs.nodes import Nodes
 from fettle.recipe import Recipe
 from fettle.result import Goal, Limits
 from fettle.study import Study, storage_url
-from fettle.techniques import Facts, batch_factor, canonical, environment, is_calibrated, source, uses_ranks
+from fettle.techniques import PYTHON, Facts, batch_factor, canonical, environment, is_calibrated, source, uses_ranks
 from fettle.tuning._budget import FEWEST_ROUNDS, Budget, start_s, turn_s
 from fettle.tuning._plan import plan_memory
 from fettle.tuning._probe import Probed, probe
@@ -103,6 +104,8 @@ class Session:
         """The processes of the workload as given and of the leader, which run in every race but the last."""
         self._may_wait_s = _UNLIMITED_WAIT_S if seconds is None else WAITING * seconds
         self.patience = Patience(0.0 if self.rules.may_go_first else 0.6 * self._may_wait_s)
+        self.environments: Mapping[str, Interpreter] = {}
+        """Those that a recipe may run in beside ours, by the level of `PYTHON` that says so."""
         self.notes: list[str] = []
         """What the result should say of how the study was made."""
         self._on_progress, self._nodes = on_progress, nodes
@@ -192,7 +195,7 @@ class Session:
 
     def _resume(self) -> None:
         """Recall what earlier runs of the study measured."""
-        for trial in self.standings.recall(self.study):
+        for trial in self.standings.recall(self.study, self.environments):
             self._recall(trial)
             self._race = max(self._race, trial.race)
         self._earlier_s = float(self.study.note("seconds") or 0.0)
@@ -241,7 +244,10 @@ class Session:
         fit before the `deadline` (default: when the final race must begin) are left out."""
         if deadline is None:  # the workload as given comes first, and is measured
             deadline = self._deadline() if self.standings.known else math.inf
-        candidates = [recipe for recipe in recipes if recipe.levels]
+        for recipe in recipes:
+            if problem := self._problem(recipe):
+                self.keep([Trial(recipe, "failed", problem, race=self._race)])
+        candidates = [recipe for recipe in recipes if recipe.levels and not self._problem(recipe)]
         candidates = candidates[: self._how_many_fit(candidates, self._left_s(deadline))]
         if candidates or not self.standings.known:
             rules = replace(self.rules, deadline=deadline, grace_s=0.0,
@@ -372,7 +378,21 @@ class Session:
     def _candidate(self, recipe: Recipe) -> Candidate:
         ranks, variables = self._ranks if uses_ranks(recipe) else 1, environment(recipe, self.facts)
         lines, factor = source(recipe, self.facts), batch_factor(recipe)
-        return Candidate(recipe, lines, variables, factor, is_calibrated(recipe), ranks)
+        there = self._where(recipe)
+        if there is not None:
+            cache = self._folder(f"cache/inductor-{there.name}").resolve()
+            variables = {**variables, **there.variables, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+        return Candidate(recipe, lines, variables, factor, is_calibrated(recipe), ranks,
+                         python=there.path if there is not None else "")  # fmt: skip
+
+    def _where(self, recipe: Recipe) -> Interpreter | None:
+        """The environment that a recipe runs in; None for ours."""
+        return self.environments.get(recipe.levels.get(PYTHON.name, PYTHON.default))
+
+    def _problem(self, recipe: Recipe) -> str:
+        """Why nothing can run in the environment of a recipe; empty where it can."""
+        there = self._where(recipe)
+        return f"{there.path}: {there.problem}" if there is not None and there.problem else ""
 
     def _environment(self) -> dict[str, str]:
         return {

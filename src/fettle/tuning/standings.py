@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from fettle.measure import Judge, Trial
 from fettle.recipe import Recipe
 from fettle.result import TIMES, Goal, Limits
 from fettle.study import Study
-from fettle.techniques import find, kind_of
+from fettle.techniques import PYTHON, find, kind_of
 from fettle.tuning import _limits
 from fettle.tuning.model import Fit, Races
 
@@ -50,9 +50,11 @@ class Standings:
             if speedup is not None:
                 self.known[recipe] = replace(trial, speedup=speedup)
 
-    def recall(self, study: Study) -> list[Trial]:
-        """Take what earlier runs of a study measured, and return its trials."""
-        trials = study.trials()
+    def recall(self, study: Study, environments: Collection[str] = ()) -> list[Trial]:
+        """Take what earlier runs of a study measured, and return its trials; those of other environments only as far as
+        they are named."""
+        ours = (PYTHON.default, *environments)
+        trials = [trial for trial in study.trials() if trial.recipe.levels.get(PYTHON.name, PYTHON.default) in ours]
         for trial in trials:
             self.known[trial.recipe] = self.judged(trial)
         races = range(1, 1 + max((trial.race for trial in trials), default=0))

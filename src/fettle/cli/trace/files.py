@@ -52,9 +52,9 @@ def _hta_charts(idle: pl.DataFrame, launches: pl.DataFrame) -> Any:
     from fettle.trace.report import charts
 
     where = pl.format("rank {} stream {}", "rank", "stream")
-    streams = charts.stacked(
-        idle.select("idle_category", where=where, ms=pl.col("idle_us") / 1e3), "where", "idle_category", "ms"
-    )
+    category = pl.col("idle_category").str.replace("_", " ")
+    waits = idle.select(category, where=where, ms=pl.col("idle_us") / 1e3)
+    streams = charts.stacked(waits, "where", "idle_category", "ms")
     return charts.stack_of({"Idle time of each stream": streams} | charts.launch_charts(launches))
 
 

@@ -32,7 +32,8 @@ def operators(traces: list[Trace]) -> Answer:
                 .sort("device_ns", column, descending=[True, False])
             )
     cost = "device_ns" if any(t.device_keys for t in traces) else "self_ns"
-    return Answer(frames, chart=lambda: charts.bar_chart(table, "operator", cost), long=lambda: {"work": work})
+    by_name = table.group_by("operator", maintain_order=True).agg(pl.col(cost).sum())
+    return Answer(frames, chart=lambda: charts.bar_chart(by_name, "operator", cost), long=lambda: {"work": work})
 
 
 @question
@@ -162,9 +163,11 @@ def memory(traces: list[Trace]) -> Answer:
     timeline = joined(traces, memory_timeline)
     if not timeline.height:
         raise UsageError("no memory events in this trace: record with profile_memory=True")
-    shown = timeline.with_columns(mib=pl.col("allocated_bytes") / 2**20)
+    shown = timeline.with_columns(mib=pl.col("held_bytes") / 2**20)
+    told = (timeline["allocated_bytes"] >= 0).all()
     return Answer(
         {"peak": joined(traces, memory_peak)},
+        {} if told else {"bytes": "since the trace began; what the allocator held in all is not in it"},
         chart=lambda: charts.step_line(shown, "mib", series="device", unit="MiB"),
         long=lambda: {"timeline": timeline},
     )

@@ -328,7 +328,7 @@ def idle_summary(trace: Trace, device: int, step: int | None = None) -> pl.DataF
     for one in np.argsort(-idle, kind="stable").tolist():
         if count[one]:
             longest = sorted(by_name.get(one, {}).items(), key=lambda item: (-item[1], item[0]))[:3]
-            what = "; ".join(f"{name[:120]} ({ns / 1e6:.3f} ms)" for name, ns in longest)
+            what = "; ".join(f"{name[:60]} ({ns / 1e6:.3f} ms)" for name, ns in longest)
             cause, ns = list(CAUSES)[one], int(idle[one])
             share = ns / max(int(idle.sum()), 1)
             parts.append((trace.rank, device, cause, ns, share, int(count[one]), what, CAUSES[cause]))

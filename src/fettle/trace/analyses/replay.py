@@ -118,11 +118,12 @@ class Replay:
         order = np.lexsort((-end, lasts, start, thread))  # a moment comes before what begins then
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
-        calls = _Calls(*(column[order] for column in (thread, start, end, launches, graph, stop, queue)))
+        times = thread[order], start[order], end[order]
+        calls = _Calls(*times, launches[order], graph[order], stop[order], queue[order])
         call_of = np.full(len(launch), -1, dtype=np.int64)
         call_of[launch >= 0] = place[np.searchsorted(rows, launch[launch >= 0])]
         at = place[len(rows) + len(silent) :].tolist()
-        return calls, call_of, dict(zip(map(tuple, points.tolist()), at, strict=True))
+        return calls, call_of, {(one, time): i for (one, time), i in zip(points.tolist(), at, strict=True)}
 
     def _lasts(self) -> set[tuple[int, int]]:
         """When each host thread is through."""

@@ -211,13 +211,13 @@ def memory(traces: list[Trace]) -> Section | None:
     section = Section("Memory over time", "What was taken before the trace began has no owner.")
     for trace in traces[:SHOWN_RANKS]:
         frame = memory_timeline(trace)
-        told = frame.filter(pl.col("allocated_bytes") >= 0)
-        if told.height:
-            series = told.with_columns(mib=pl.col("allocated_bytes") / 2**20)
+        if frame.height:
+            series = frame.with_columns(mib=pl.col("held_bytes") / 2**20)
+            since = "" if (frame["allocated_bytes"] >= 0).all() else " since the trace began"
             rank = f", rank {trace.rank}" if len(traces) > 1 else ""
-            peak = size_text(int(told["allocated_bytes"].max() or 0))  # type: ignore[arg-type]
+            peak = size_text(int(frame["held_bytes"].max() or 0))  # type: ignore[arg-type]
             section.chart(
-                f"Allocated{rank}, at most {peak}",
+                f"Allocated{since}{rank}, at most {peak}",
                 charts.step_line(series, "mib", series="device", unit="MiB", area=True),
             )
     peaks = pl.concat([memory_peak(t) for t in traces])

@@ -112,7 +112,9 @@ def what_if_chart(answers: pl.DataFrame) -> Any:
     names = {"low": "low_ns", "high": "high_ns", "estimate": "estimate_ns", "now": "wall_ns"}
     shown = answers.select("question", **{n: pl.col(c) / 1e6 for n, c in names.items()}).with_row_index("at")
     base = alt.Chart(shown).encode(y=alt.Y("at:O", axis=None))
-    bounds = base.mark_rule(strokeWidth=3, opacity=0.5, yOffset=8).encode(x=milliseconds("low"), x2="high:Q")
+    bounds = base.mark_rule(strokeWidth=3, opacity=0.5, yOffset=8).encode(
+        x=milliseconds("low", "milliseconds (point: estimate; line: its bounds; tick: as measured)"), x2="high:Q"
+    )
     points = base.mark_point(filled=True, size=90, color="#1f8a99", opacity=1, yOffset=8).encode(
         x="estimate:Q",
         tooltip=["question", *(alt.Tooltip(f"{c}:Q", format=",.3f") for c in ("now", "estimate", "low", "high"))],

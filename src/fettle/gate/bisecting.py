@@ -1,0 +1,209 @@
+"""Finding the commit that made a target slower, by races of commits, with the error rate of the whole search."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from fettle.errors import UsageError
+from fettle.files import plain
+from fettle.gate import history
+from fettle.gate.judging import slowdown
+from fettle.gate.racing import Ground, Settings, Side, ground_for, repository_for, revision
+from fettle.gate.revisions import Repository
+from fettle.machine import this_machine
+from fettle.measure import Interval, Trial, contrast_interval, process_logs
+from fettle.tuning import OnProgress
+
+LOOKS = (4, 8, 12)
+"""Processes of each commit in the races of one question: each race is a new one, and the next is made where the last
+could not tell."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A question of the search, and its answer."""
+
+    commit: str
+    name: str
+    change: Interval | None
+    """Time over that of GOOD."""
+    verdict: str
+    """``slow``, ``fast``, ``cannot tell``, or why it was left out."""
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """What a search found."""
+
+    good: str
+    bad: str
+    commits: int
+    """How many it looked for the culprit among."""
+    change: Interval | None
+    """Time of BAD over that of GOOD."""
+    steps: Sequence[Step]
+    suspects: Sequence[str]
+    """Names of the commits of which one is the culprit; one where it was found, none where BAD is not slower."""
+    sentence: str
+    error_rate: str
+    notes: Sequence[str] = ()
+
+    @property
+    def found(self) -> bool:
+        """Whether one commit is the culprit."""
+        return len(self.suspects) == 1
+
+
+def bisect(
+    target: str, good: str, bad: str, settings: Settings | None = None, on_progress: OnProgress = lambda event: None
+) -> Bisection:
+    """Find the commit after `good`, up to `bad`, along first parents, that made the target slower.
+
+    First GOOD and BAD are raced: the search begins where BAD is slower for certain and by more than `fail_slower`. Then
+    the middle commit of what is left is raced beside both, and is slow or fast where its time is certainly above or
+    below the middle of theirs. Every race has its share of the error rate, 1 - `confidence` in all: Bonferroni over the
+    questions that the search can ask and the races that each may take. That holds where one commit made the difference;
+    where several did, a commit in the middle may be near neither, and the range is all that is told.
+
+    What is known goes into the history at once, and an interrupted search goes on from there.
+    """
+    settings = settings or Settings()
+    ground = ground_for(target, settings, on_progress)
+    repository = repository_for(ground)
+    first, last = repository.resolve(good), repository.resolve(bad)
+    commits = repository.between(first, last)
+    search = _Search(ground, repository, target, first, last, 1 + math.ceil(math.log2(len(commits))))
+    with contextlib.ExitStack() as stack:
+        ends = [stack.enter_context(revision(ground, repository, commit)) for commit in (first, last)]
+        ground.look(ends[1])
+        return search.run(ends, commits)
+
+
+@dataclass
+class _Search:
+    ground: Ground
+    repository: Repository
+    target: str
+    good: str
+    bad: str
+    questions: int
+
+    @property
+    def alpha(self) -> float:
+        """Error rate of one race."""
+        return (1 - self.ground.settings.confidence) / (self.questions * len(LOOKS))
+
+    def run(self, ends: Sequence[Side], commits: Sequence[str]) -> Bisection:
+        steps, limit = [], math.log(1 + self.ground.settings.fail_slower)
+        step = self.ask(self.bad, ends, lambda trials: self._whole(trials, limit))
+        steps.append(step)
+        change = step.change
+        # suspects[-1] is slow, and what stands before suspects[0] is fast
+        suspects, left_out = list(commits) if step.verdict == "slow" else [], set[str]()
+        while len(suspects) > 1:
+            able = [commit for commit in suspects[:-1] if commit not in left_out]
+            if not able:
+                break
+            middle = able[(len(able) - 1) // 2]
+            step = self._ask_middle(middle, ends)
+            steps.append(step)
+            if step.verdict == "slow":
+                suspects = suspects[: suspects.index(middle) + 1]
+            elif step.verdict == "fast":
+                suspects = suspects[suspects.index(middle) + 1 :]
+            elif step.verdict == "cannot tell":
+                break
+            else:
+                left_out.add(middle)
+        names = [self.repository.name(commit) for commit in suspects]
+        return Bisection(
+            ends[0].label, ends[1].label, len(commits), change, steps, names,
+            self._sentence(names, steps, change), self._error_rate(), self.ground.notes,
+        )  # fmt: skip
+
+    def ask(self, commit: str, sides: Sequence[Side], answer: Any) -> Step:
+        """Race the sides until the answer is certain, or the looks are used up. Known answers are not asked again."""
+        name, machine = self.repository.name(commit), this_machine().id
+        for entry in history.read(self.ground.folder):
+            same = (entry.target, entry.machine, entry.bisect) == (self.target, machine, f"{self.good}..{self.bad}")
+            known = same and entry.verdict in ("slow", "fast") and entry.new_commit == commit
+            if known and entry.limit == self.ground.settings.fail_slower:
+                return Step(commit, name, entry.time, entry.verdict)
+        change, verdict = None, "cannot tell"
+        for processes in LOOKS:
+            trials = self.ground.race(sides, self.ground.rules(processes))
+            asked = trials[1] if len(trials) == 2 else trials[2]
+            if not asked.ok:
+                return Step(commit, name, None, f"left out: {asked.reason}")
+            change, verdict = slowdown(asked.speedup), answer(trials)
+            if verdict != "cannot tell":
+                break
+        history.keep(self.ground.folder, self._entry(trials[0], asked, name, commit, change, verdict))
+        return Step(commit, name, change, verdict)
+
+    def _ask_middle(self, commit: str, ends: Sequence[Side]) -> Step:
+        name = self.repository.name(commit)
+        try:
+            with revision(self.ground, self.repository, commit) as side:
+                return self.ask(commit, [*ends, side], self._beside)
+        except UsageError as error:
+            if not str(error).startswith((name, repr(name))) and name not in str(error):
+                raise
+            return Step(commit, name, None, f"left out: {error}")
+
+    def _whole(self, trials: Sequence[Trial], limit: float) -> str:
+        found = self._contrast(trials, (-1, 1))
+        if found.low > 0 and found.estimate > limit:
+            return "slow"
+        return "fast" if found.high < limit else "cannot tell"
+
+    def _beside(self, trials: Sequence[Trial]) -> str:
+        """Of the third against the middle of the first two."""
+        found = self._contrast(trials, (-0.5, -0.5, 1))
+        return "slow" if found.low > 0 else "fast" if found.high < 0 else "cannot tell"
+
+    def _contrast(self, trials: Sequence[Trial], weights: Sequence[float]) -> Interval:
+        logs = [process_logs(trial, elapsed=self.ground.settings.under_load) for trial in trials]
+        if min(map(len, logs)) < 2:
+            raise UsageError("the race had no time for several processes of each commit: give it a larger `budget`")
+        return contrast_interval(logs, weights, self.alpha)
+
+    def _sentence(self, names: Sequence[str], steps: Sequence[Step], change: Interval | None) -> str:
+        from fettle.gate.judging import percent
+
+        if steps[0].verdict == "fast":
+            return f"BAD is not slower than GOOD by the limit ({percent(change)}): there is nothing to find"
+        if not names:
+            return f"it cannot be told whether BAD is slower than GOOD ({percent(change)}): nothing was searched"
+        if len(names) == 1:
+            return f"{names[0]} made it slower: {percent(change)} from GOOD to BAD"
+        why = "could not be measured" if steps[-1].verdict.startswith("left out") else "is near neither GOOD nor BAD"
+        return f"one of {len(names)} commits, {names[0]} to {names[-1]}, made it slower; what lies between {why}"
+
+    def _error_rate(self) -> str:
+        rate = 1 - self.ground.settings.confidence
+        return (
+            f"Error rate of the whole search: at most {rate:.3g}, if one commit made the difference ({self.questions} "
+            f"questions, up to {len(LOOKS)} races each, {self.alpha:.2g} a race)."
+        )
+
+    def _entry(
+        self, old: Trial, new: Trial, name: str, commit: str, change: Interval | None, verdict: str
+    ) -> history.Entry:
+        return history.Entry(
+            history.now(), self.target, this_machine().id, self.repository.name(self.good), name, verdict,
+            round(old.time_ms, 6), round(new.time_ms, 6), change, limit=self.ground.settings.fail_slower,
+            processes=new.processes, old_commit=self.good, new_commit=commit, bisect=f"{self.good}..{self.bad}",
+        )  # fmt: skip
+
+
+def bisection_json(found: Bisection) -> dict[str, Any]:
+    """A bisection as plain data."""
+    data: dict[str, Any] = plain(msgspec.to_builtins(replace(found)))
+    return {**data, "found": found.found}

@@ -1,0 +1,132 @@
+"""The gate: is the working tree slower than another revision of it, or than it is in another environment?"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from fettle.errors import UsageError
+from fettle.files import check_writable, plain
+from fettle.gate import history
+from fettle.gate.judging import Judged, Verdict, judge, more_memory, overall, slowdown
+from fettle.gate.racing import Ground, Settings, Side, ground_for, interpreter, repository_for, revision
+from fettle.machine import Machine, this_machine
+from fettle.measure import Trial
+from fettle.tuning import OnProgress
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What a gate found."""
+
+    name: str
+    old: str
+    new: str
+    machine: Machine
+    trials: Sequence[Trial]
+    """The old code, then the new."""
+    judged: Sequence[Judged]
+    notes: Sequence[str]
+    seconds: float
+    reason: str = ""
+    """Why the new code did not run; empty where it did."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """Worse also where the new code did not run."""
+        return "worse" if self.reason else overall(self.judged)
+
+    @property
+    def settled_by(self) -> list[str]:
+        """What would settle what it cannot tell, with the time that it should take."""
+        found = []
+        for one in self.judged:
+            if text := one.settled_by:
+                minutes = self.seconds * one.needs / one.processes / 60
+                how = f" (--processes {one.needs}, about {minutes:.1f} minutes)" if one.needs else ""
+                found.append(f"{one.what}: {text}{how}")
+        return found
+
+
+def gate(
+    target: str,
+    against: str = "",
+    *,
+    against_python: str = "",
+    settings: Settings | None = None,
+    on_progress: OnProgress = lambda event: None,
+) -> Gate:
+    """Race the target in the working tree against the revision `against` of it, or against the environment of
+    `against_python`, or both, and judge the change.
+
+    The revision lies in a git worktree below the output folder while it runs. What was found is appended to
+    ``history.jsonl`` there, and drawn in ``gate.html``. Raises `UsageError` for what cannot be compared: no repository,
+    an unknown revision, a target that is not there or does not run.
+    """
+    settings = settings or Settings()
+    if not against and not against_python:
+        raise UsageError("a gate needs `against`, a revision, or `against_python`, an environment")
+    ground = ground_for(target, settings, on_progress)
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        old, new = _sides(ground, against, against_python, stack)
+        check_writable(history.path_of(settings.output))
+        ground.look(new)
+        trials = ground.race([old, new], ground.rules(settings.processes))
+    found = Gate(
+        ground.name, old.label, new.label, this_machine(), trials, _judged(trials, settings), ground.notes,
+        time.monotonic() - began, trials[1].reason if trials[1].status == "failed" else "",
+    )  # fmt: skip
+    history.keep(settings.output, history.entry_of(found, target, old.commit))
+    return found
+
+
+def _sides(ground: Ground, against: str, against_python: str, stack: contextlib.ExitStack) -> tuple[Side, Side]:
+    python = interpreter(against_python) if against_python else ""
+    if not against:
+        new = Side("this environment", ground.target)
+        return Side(f"environment {against_python}", ground.target, python=python), new
+    repository = repository_for(ground)
+    commit = repository.resolve(against)
+    if changed := repository.changed_locks(commit):
+        ground.note(
+            f"{', '.join(changed[:3])} differ{'s' if len(changed) == 1 else ''} from {against}, and no environment is "
+            "built for it: " + ("both sides run in this one; name another with --against-python" if not python
+                                else f"{against} runs in {against_python}")
+        )  # fmt: skip
+    old = stack.enter_context(revision(ground, repository, commit, python))
+    return old, Side(repository.working_tree(), ground.target)
+
+
+def _judged(trials: Sequence[Trial], settings: Settings) -> list[Judged]:
+    old, new = trials
+    if new.status == "failed":
+        return []
+    processes = min(old.processes, new.processes)
+    found = [judge("time", slowdown(new.speedup), settings.fail_slower, processes)]
+    if settings.fail_memory is not None:
+        change = more_memory(old, new, 1 - settings.confidence)
+        found.append(judge("memory", change, settings.fail_memory, processes))
+    return found
+
+
+def gate_json(found: Gate) -> dict[str, Any]:
+    """A gate as plain data."""
+    return {
+        "workload": found.name,
+        "old": found.old,
+        "new": found.new,
+        "verdict": found.verdict,
+        "reason": found.reason,
+        "judged": plain(list(found.judged)),
+        "settled_by": found.settled_by,
+        "notes": list(found.notes),
+        "seconds": round(found.seconds, 1),
+        "machine": msgspec.to_builtins(found.machine),
+        "trials": [trial.to_json() for trial in found.trials],
+    }

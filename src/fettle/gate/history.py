@@ -1,0 +1,176 @@
+"""What gates found, one line each in ``history.jsonl``, and the page that draws them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from fettle.errors import UsageError
+from fettle.files import plain, read_text, write_text
+from fettle.measure import Interval
+
+if TYPE_CHECKING:
+    from fettle.gate.gating import Gate
+    from fettle.page import Figure
+
+
+class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One race of an old and a new state of the code."""
+
+    when: str
+    """UTC, ISO 8601."""
+    target: str
+    machine: str
+    """`fettle.machine.Machine.id`: figures of two machines are not compared."""
+    old: str
+    new: str
+    verdict: str
+    old_ms: float | None
+    new_ms: float | None
+    time: Interval | None = None
+    """New over old."""
+    memory: Interval | None = None
+    limit: float = 0.03
+    processes: int = 1
+    old_commit: str = ""
+    new_commit: str = ""
+    bisect: str = ""
+    """Where it was a step of a bisection: its range, ``GOOD..BAD`` as commits."""
+    reason: str = ""
+
+
+def path_of(folder: Path) -> Path:
+    """The file of a folder's history."""
+    return folder / "history.jsonl"
+
+
+def entry_of(found: Gate, target: str, old_commit: str) -> Entry:
+    """What is kept of a gate."""
+    old, new = found.trials
+    change = {one.what: one.change for one in found.judged}
+    return Entry(
+        now(), target, found.machine.id, found.old, found.new, found.verdict, _number(old.time_ms),
+        _number(new.time_ms), change.get("time"), change.get("memory"),
+        next((one.limit for one in found.judged if one.what == "time"), 0.0), min(old.processes, new.processes),
+        old_commit, reason=found.reason,
+    )  # fmt: skip
+
+
+def now() -> str:
+    """The time, UTC, to the second."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def keep(folder: Path, entry: Entry) -> None:
+    """Append a line, and draw the page anew."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = path_of(folder)
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(plain(msgspec.to_builtins(entry))) + "\n")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    write_text(folder / "gate.html", page(read(folder)))
+
+
+def read(folder: Path) -> list[Entry]:
+    """The history, the oldest first. A line that was cut when a process was killed is left out."""
+    path = path_of(folder)
+    if not path.exists():
+        return []
+    found = []
+    for line in read_text(path, what="the history ").splitlines():
+        try:
+            found.append(msgspec.convert(_infinite(json.loads(line)), Entry))
+        except (ValueError, msgspec.ValidationError):
+            continue
+    return found
+
+
+def page(entries: Sequence[Entry]) -> str:
+    """The page: for each target and machine the changes with their intervals, in their order, and all as a table."""
+    from fettle.gate.judging import percent
+    from fettle.page import Table, clean, shell
+
+    figures = [figure for figure in _figures(entries) if figure is not None]
+    rows = [
+        (one.when.replace("T", " ").rstrip("Z"), one.verdict, percent(one.time), percent(one.memory) if one.memory
+         else "", one.new, one.old, one.target, one.machine)
+        for one in reversed(entries)
+    ]  # fmt: skip
+    columns = ("when (UTC)", "verdict", "time", "memory", "new", "old", "target", "machine")
+    kinds = ["failed" if one.verdict == "worse" else "" for one in reversed(entries)]
+    table = Table(columns, clean(rows), ("time", "memory"), kinds=kinds, stack=True)
+    last = f"{entries[-1].new}: {entries[-1].verdict}" if entries else "nothing was measured yet"
+    return shell.render(
+        "fettle.gate", "page.html.j2", "Performance gate", figures, headline=clean(last), table=table,
+        names=[figure.name for figure in figures],
+    )  # fmt: skip
+
+
+def _figures(entries: Sequence[Entry]) -> list[Figure | None]:
+    groups: dict[tuple[str, str], list[Entry]] = {}
+    for one in entries:
+        groups.setdefault((one.target, one.machine), []).append(one)
+    return [_figure(f"gate{n}", key, group) for n, (key, group) in enumerate(groups.items())]
+
+
+def _figure(name: str, key: tuple[str, str], entries: Sequence[Entry]) -> Figure | None:
+    """Points with their intervals in the order in which they were measured; the limit is a line."""
+    import altair as alt
+
+    from fettle.page import Figure, as_spec, clean, theme
+
+    rows = [
+        {
+            "order": f"{number}: {one.new_commit[:8] or one.new[:32]}", "change": 100 * (one.time.estimate - 1),
+            "low": _percent(one.time.low), "high": _percent(one.time.high), "verdict": one.verdict,
+            "limit": 100 * one.limit, "new": one.new, "old": one.old, "when": one.when,
+        }
+        for number, one in enumerate(entries, start=1)
+        if one.time is not None and math.isfinite(one.time.estimate)
+    ]  # fmt: skip
+    if not rows:
+        return None
+    words_of = ["within", "fast", "cannot tell", "worse", "slow"]
+    words_of = [word for word in words_of if any(row["verdict"] == word for row in rows)]
+    tones = {"cannot tell": theme.QUIET, "worse": theme.WARN, "slow": theme.WARN}
+    colours = alt.Scale(domain=words_of, range=[tones.get(word, theme.ACCENT) for word in words_of])
+    base = alt.Chart(theme.data(rows)).encode(
+        x=alt.X("order:O", sort=None, title=None, axis=alt.Axis(labelAngle=-40, labelLimit=120)),
+        color=alt.Color("verdict:N", scale=colours, title=None),
+        tooltip=["new:N", "old:N", "change:Q", "low:Q", "high:Q", "verdict:N", "when:N"],
+    )
+    title = "time against the old code, %"
+    rule = base.transform_filter("isValid(datum.low) && isValid(datum.high)").mark_rule(strokeWidth=1.6)
+    chart = alt.layer(
+        rule.encode(y=alt.Y("low:Q", title=title), y2="high:Q"),
+        base.mark_point(filled=True, size=55, opacity=1).encode(y=alt.Y("change:Q", title=title)),
+        base.mark_tick(thickness=1, color=theme.WARN, width=18).encode(y="limit:Q", color=alt.value(theme.WARN)),
+    ).properties(height=220, width="container")
+    words = "; ".join(f"{row['new']} {row['change']:+.1f}% {row['verdict']}" for row in rows[-20:])
+    return Figure(name, clean(f"{key[0]} on {key[1]}"), clean(f"Change of the time by gate: {words}."),
+                  clean(as_spec(chart)))  # fmt: skip
+
+
+def _percent(value: float) -> float | None:
+    return 100 * (value - 1) if math.isfinite(value) else None
+
+
+def _number(value: float) -> float | None:
+    return round(value, 6) if math.isfinite(value) else None
+
+
+def _infinite(data: Any) -> Any:
+    """JSON has no infinity: an end of an interval that is None had none."""
+    for key in ("time", "memory"):
+        ends = data.get(key) if isinstance(data, dict) else None
+        if isinstance(ends, dict) and ends.get("high") is None:
+            ends["high"] = math.inf
+    return data

@@ -1,0 +1,104 @@
+"""What a gate says of a change: worse, within the limit, or that it cannot tell and what would settle it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from fettle.measure import Interval, Trial, contrast_interval
+
+Verdict = Literal["worse", "within", "cannot tell"]
+MOST_PROCESSES = 64
+"""More processes than this are not recommended: the change is too near to what would be decided."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One figure of the new code beside the old."""
+
+    what: str
+    """``time`` or ``memory``."""
+    change: Interval | None
+    """New over old, above 1 is worse; None where it was not measured."""
+    limit: float
+    """Largest change that passes, as a share."""
+    verdict: Verdict
+    processes: int = 1
+    """Of each side."""
+    needs: int = 0
+    """Processes of each side that should settle it where it cannot tell, 0 where more would not help."""
+
+    @property
+    def settled_by(self) -> str:
+        """What to do where it cannot tell; empty otherwise."""
+        if self.verdict != "cannot tell":
+            return ""
+        if self.change is None:
+            return "it was not measured"
+        if self.processes < 2:
+            return "one process of each side tells nothing of others: give it --processes 4 and time to start them"
+        if not self.needs:
+            return (
+                f"the change is too near to what decides: more than {MOST_PROCESSES} processes a side would be needed; "
+                "choose another limit, or a longer call"
+            )
+        return f"about {self.needs} processes a side instead of {self.processes} should settle it"
+
+
+def judge(what: str, change: Interval | None, limit: float, processes: int) -> Judged:
+    """Worse where the interval excludes no change and the estimate is above the limit; within where the whole interval
+    is below it.
+
+    So code that did not change is called worse with half the interval's error rate at most, whatever the limit.
+    """
+    if change is None or not math.isfinite(change.estimate):
+        return Judged(what, None, limit, "cannot tell", processes)
+    estimate, low, high, most = (_log(x) for x in (change.estimate, change.low, change.high, 1 + limit))
+    if low > 0 and estimate > most:
+        return Judged(what, change, limit, "worse", processes)
+    if high < most:
+        return Judged(what, change, limit, "within", processes)
+    # As it looks now the change is above the limit, and must be told from none, or below, and must be told from it.
+    distance, half = (estimate if estimate > most else most - estimate), (high - low) / 2
+    needs = processes * (half / distance) ** 2 if distance > 0 and math.isfinite(half) else math.inf
+    whole = max(processes + 1, math.ceil(needs)) if needs <= MOST_PROCESSES else 0
+    return Judged(what, change, limit, "cannot tell", processes, whole)
+
+
+def slowdown(speedup: Interval | None) -> Interval | None:
+    """A speed-up as how many times longer it takes."""
+    if speedup is None:
+        return None
+    high = math.inf if speedup.low <= 0 else 1 / speedup.low
+    return Interval(1 / speedup.estimate, 1 / speedup.high if speedup.high > 0 else 0.0, high)
+
+
+def more_memory(old: Trial, new: Trial, alpha: float) -> Interval | None:
+    """New peak over old with its interval, processes as units; None for fewer than two of either side."""
+    if min(len(old.peaks_bytes), len(new.peaks_bytes)) < 2 or min((*old.peaks_bytes, *new.peaks_bytes)) <= 0:
+        return None
+    logs = [[{1: math.log(peak)} for peak in trial.peaks_bytes] for trial in (new, old)]
+    found = contrast_interval(logs, (1, -1), alpha)
+    return Interval(*(float(np.exp(value)) for value in (found.estimate, found.low, found.high)))
+
+
+def overall(judged: Sequence[Judged]) -> Verdict:
+    """Worse where anything is, within where all is."""
+    verdicts = [one.verdict for one in judged]
+    return "worse" if "worse" in verdicts else "cannot tell" if "cannot tell" in verdicts else "within"
+
+
+def percent(change: Interval | None) -> str:
+    """``+3.1% [+2.2, +4.0]``."""
+    if change is None:
+        return "not measured"
+    low, high = (f"{100 * (end - 1):+.1f}" if math.isfinite(end) else "?" for end in (change.low, change.high))
+    return f"{100 * (change.estimate - 1):+.1f}% [{low}, {high}]"
+
+
+def _log(value: float) -> float:
+    return math.log(value) if 0 < value < math.inf else -math.inf if value <= 0 else math.inf

@@ -1,0 +1,250 @@
+"""The race of a gate: the same target in revisions of its code or in two environments, side by side."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import fettle
+from fettle.errors import UsageError
+from fettle.gate.revisions import Repository, at, repository_of
+from fettle.measure import (
+    READY,
+    Candidate,
+    Judge,
+    Patience,
+    Progress,
+    Rules,
+    Trial,
+    Worker,
+    WorkerError,
+    close_all,
+    may_go_first,
+    messages,
+    prefer,
+    race,
+)
+from fettle.recipe import Recipe
+from fettle.techniques import source
+from fettle.tuning import Event, OnProgress
+from fettle.workload import AUTO, Target, check_mode, find_target
+
+PROCESSES, MORE_PROCESSES = 4, 8
+"""Of each side, and where that leaves the change vague."""
+_WAIT_S = 30.0
+"""Longest that a race waits for a quiet machine, all its slices together."""
+_START_S = 300.0
+"""What starting the processes may take in all."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a gate measures."""
+
+    fail_slower: float = 0.03
+    """Largest increase of time that passes, as a share."""
+    fail_memory: float | None = None
+    """The same of peak memory; None: not judged."""
+    processes: int | None = None
+    """Of each side; None for 4, and 8 where that is vague."""
+    confidence: float = 0.95
+    max_rounds: int = 48
+    budget_s: float | None = None
+    """Time of one race."""
+    mode: str = AUTO
+    links: Sequence[Path] = ()
+    """Paths that git does not know, such as weights, which another revision is given as well."""
+    output: Path = Path("fettle-gate")
+    under_load: bool = False
+    polite: bool = False
+
+    def __post_init__(self) -> None:
+        check_mode(self.mode)
+        if not 0.5 <= self.confidence < 1:
+            raise UsageError(f"`confidence` is a share from 0.5 to below 1, not {self.confidence:g}")
+        if self.max_rounds < 3:
+            raise UsageError("`rounds` must be 3 or more: an interval needs them")
+        for name, limit in (("fail_slower", self.fail_slower), ("fail_memory", self.fail_memory)):
+            if limit is not None and not 0.001 <= limit < 10:
+                raise UsageError(f"`{name}` is a share from 0.1% to below 1000%, for example 3%")
+        if self.processes is not None and not 2 <= self.processes <= 64:
+            raise UsageError("`processes` of each side are 2 to 64")
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one side of a race runs: a revision of the code, in an environment."""
+
+    label: str
+    target: Target
+    commit: str = ""
+    """Empty for the working tree."""
+    python: str = ""
+
+
+@dataclass
+class Ground:
+    """A target whose revisions are raced: its repository, and what a first process saw of it."""
+
+    target: Target
+    settings: Settings
+    on_progress: OnProgress
+    folder: Path
+    name: str = ""
+    notes: list[str] = field(default_factory=list)
+    _began: float = field(default_factory=time.monotonic)
+    _lines: str = ""
+    _races: int = 0
+
+    def say(self, doing: str, note: str = "") -> None:
+        """Tell what runs now."""
+        self.on_progress(Event(doing, elapsed_s=time.monotonic() - self._began, note=note))
+
+    def note(self, text: str) -> None:
+        """Something that the outcome should say."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def look(self, side: Side) -> None:
+        """Build the workload of one side once: how it is called, and whether it runs. Raises `UsageError`."""
+        self.say(f"building the workload: {side.label}")
+        rules = Rules()
+        with Worker(self.environment, self.log("look"), python=side.python) as worker:
+            if not (self.settings.polite or self.settings.under_load) and may_go_first():
+                prefer(worker.pid, READY)
+            try:
+                built = worker.ask(messages.Build(side.target), messages.Built, rules.prepare_timeout_s)
+                facts = worker.ask(messages.Probe(), messages.Probed, rules.prepare_timeout_s).facts
+            except (WorkerError, UsageError) as error:
+                raise UsageError(f"{side.label}: {error}") from error
+        self.target = replace(self.target, mode=built.mode)
+        self.name, self._lines = built.name or self.target.name, source(Recipe(), facts)
+
+    def race(self, sides: Sequence[Side], rules: Rules) -> list[Trial]:
+        """Race the sides; the first is what the others are compared with. Raises `UsageError` where one cannot be
+        built, with its label before the reason."""
+        self._races += 1
+        candidates = [
+            Candidate(Recipe(), self._lines, label=side.label, python=side.python,
+                      target=replace(side.target, mode=self.target.mode))
+            for side in sides
+        ]  # fmt: skip
+        budget_s = self.settings.budget_s
+        if budget_s:
+            rules = replace(rules, deadline=time.monotonic() + budget_s)
+        patience = Patience(min(_WAIT_S, budget_s / 4) if budget_s else _WAIT_S)
+        try:
+            trials = race(
+                self.target, "", candidates, Judge(), rules, log_folder=self.log("").parent,
+                environment=self.environment, on_progress=self._pass_on, number=self._races,
+                seed=os.getpid(), patience=patience,
+            )  # fmt: skip
+        finally:
+            close_all()
+        if len(trials) < len(sides):
+            raise UsageError("there was no time to start all sides: give the race a larger `budget`")
+        first = trials[0]
+        if first.status == "failed":
+            raise UsageError(f"{sides[0].label}: {first.reason}")
+        for side, trial in zip(sides[1:], trials[1:], strict=True):
+            if trial.ok and trial.fingerprint != first.fingerprint:
+                self.note(
+                    f"{side.label} builds other weights or inputs than {sides[0].label}: its time may differ for that"
+                )
+        return trials
+
+    def rules(self, processes: int | None) -> Rules:
+        """How races are run; a number of processes is kept to, without one it grows where the change is vague."""
+        settings = self.settings
+        return Rules(
+            confidence=settings.confidence, settle_verdicts=True, max_rounds=settings.max_rounds,
+            indifference=min(Rules.indifference, settings.fail_slower / 3), replicates=processes or PROCESSES,
+            most_replicates=processes or MORE_PROCESSES, vague_above=settings.fail_slower / 2,
+            replicate_s=max(_START_S, settings.budget_s or 0.0), abreast=2 if (os.cpu_count() or 1) > 1 else 1,
+            under_load=settings.under_load, may_go_first=may_go_first() and not settings.polite,
+        )  # fmt: skip
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of every process: what is compiled is kept from one gate to the next."""
+        return {"TORCHINDUCTOR_CACHE_DIR": str((self.folder / "cache" / "inductor").resolve()),
+                "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}  # fmt: skip
+
+    def log(self, name: str) -> Path:
+        """The log of a process."""
+        (self.folder / "logs").mkdir(parents=True, exist_ok=True)
+        return self.folder / "logs" / f"{name}.log"
+
+    def _pass_on(self, progress: Progress) -> None:
+        if progress.stage == "start":
+            self.say(f"starting {progress.label}")
+        elif progress.stage == "busy":
+            self.say(f"the machine is busy ({progress.load}): waiting for a quiet moment")
+        elif progress.stage == "vague":
+            self.say("the processes differ too much: a few more of each")
+        elif progress.stage == "round":
+            self.say(f"round {progress.round}, {progress.live} in the race")
+
+
+def ground_for(target: str, settings: Settings, on_progress: OnProgress) -> Ground:
+    """The ground that a target is raced on. Raises `UsageError` for a target that is not there."""
+    for path in settings.links:
+        if not path.exists():
+            raise UsageError(f"`link`: there is no {path}")
+    return Ground(find_target(target), settings, on_progress, settings.output)
+
+
+def repository_for(ground: Ground) -> Repository:
+    """The repository of a target's file, or the one that we are in for a module."""
+    location = ground.target.reference.rpartition(":")[0]
+    repository = repository_of(Path(location) if location.endswith(".py") else Path.cwd())
+    for path in ground.settings.links:
+        if repository.root not in path.resolve().parents:
+            raise UsageError(f"`link`: {path} does not lie in {repository.root}")
+    if repository.root in Path(fettle.__file__).resolve().parents:
+        ground.note("fettle itself measures, and is the same on both sides: its own code is not compared")
+    return repository
+
+
+@contextlib.contextmanager
+def revision(ground: Ground, repository: Repository, commit: str, python: str = "") -> Iterator[Side]:
+    """A side that runs a commit, in a worktree of its own until the block ends."""
+    location = ground.target.reference.rpartition(":")[0]
+    label = repository.name(commit)
+    if location.endswith(".py") and not repository.holds(commit, Path(location)):
+        raise UsageError(f"{Path(location).relative_to(repository.root)} is not there at {label!r}")
+    with repository.checkout(commit, ground.folder / "worktrees", ground.settings.links) as place:
+        yield Side(label, at(ground.target, repository, place), commit, python)
+
+
+def interpreter(path: str) -> str:
+    """The Python of another environment, from its path or that of its folder. Raises `UsageError` where it cannot
+    run what is measured here."""
+    given = Path(path).expanduser()
+    found = given / "bin" / "python" if given.is_dir() else given
+    executable = shutil.which(str(found.absolute() if os.sep in path or given.exists() else found))
+    if executable is None:
+        raise UsageError(f"`against_python`: there is no Python at {path}")
+    code = "import fettle, msgspec, psutil, torch; print(fettle.__version__)"
+    try:
+        done = subprocess.run([executable, "-c", code], capture_output=True, text=True, timeout=120)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UsageError(f"`against_python`: {path} cannot be run ({type(error).__name__})") from error
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["it failed"])[-1]
+        raise UsageError(f"`against_python`: {path} needs fettle and torch in its environment ({why})")
+    if (version := done.stdout.strip()) != fettle.__version__:
+        raise UsageError(f"`against_python`: fettle is {version} there and {fettle.__version__} here")
+    return executable
+
+
+def spent_s(trials: Sequence[Trial]) -> float:
+    """Seconds of the longest trial."""
+    return max((trial.seconds for trial in trials if math.isfinite(trial.seconds)), default=0.0)

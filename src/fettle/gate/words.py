@@ -1,0 +1,88 @@
+"""A gate in words: a table for the terminal, and one in Markdown for the comment of a merge request."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fettle.gate.bisecting import Bisection
+from fettle.gate.gating import Gate
+from fettle.gate.judging import Judged, percent
+from fettle.measure import Trial
+from fettle.page import Table, clean
+from fettle.units import size_text
+
+_SIGNS = {"worse": "❌", "within": "✅", "cannot tell": "❓"}
+
+
+def headline(found: Gate) -> str:
+    """The verdict as a sentence."""
+    if found.reason:
+        return f"{found.name} does not run in the {found.new}: {found.reason}"
+    said = {"worse": "is worse than", "within": "is within the limit of", "cannot tell": "cannot be told from"}
+    ending = "" if found.verdict != "cannot tell" else " well enough"
+    return f"{found.name}: {found.new} {said[found.verdict]} {found.old}{ending}"
+
+
+def table(found: Gate) -> Table:
+    """A row a figure."""
+    rows = [
+        (one.what, _value(found.trials[0], one), _value(found.trials[1], one), percent(one.change),
+         f"{100 * one.limit:.3g}%", one.verdict)
+        for one in found.judged
+    ]  # fmt: skip
+    kinds = ["failed" if one.verdict == "worse" else "" for one in found.judged]
+    return Table(("", "old", "new", "change", "limit", "verdict"), clean(rows), ("old", "new", "change", "limit"),
+                 kinds=kinds)  # fmt: skip
+
+
+def lines(found: Gate) -> list[str]:
+    """What else should be known, a sentence each."""
+    new = found.trials[1]
+    said = [f"Cannot tell: {text}." for text in found.settled_by]
+    said += [] if new.is_quiet else [f"The machine was busy ({new.load})."]
+    return [*said, *(f"Note: {note}." for note in found.notes)]
+
+
+def markdown(found: Gate) -> str:
+    """The same for a comment."""
+    sign = _SIGNS[found.verdict]
+    head = f"{sign} **{_escaped(headline(found))}**"
+    shown = table(found)
+    body = [" | ".join(row) for row in ([str(cell) for cell in row] for row in shown.rows)]
+    grid = ["| | old | new | change | limit | |", "| - | -: | -: | -: | -: | - |", *(f"| {row} |" for row in body)]
+    sides = (
+        f"old: `{_quoted(found.old)}`, new: `{_quoted(found.new)}`; {found.trials[1].processes} processes a side, "
+        f"interleaved; {_escaped(found.machine.summary)}"
+    )
+    said = [_escaped(line) for line in lines(found)]
+    return "\n".join([head, "", *(grid if body else []), "", f"<sub>{sides}</sub>", *("\n" + line for line in said)])
+
+
+def bisection_lines(found: Bisection) -> list[str]:
+    """What a bisection found, a sentence each."""
+    steps = [f"{step.name}: {percent(step.change)} against GOOD, {step.verdict}" for step in found.steps]
+    return [*steps, "", found.sentence, found.error_rate, *(f"Note: {note}." for note in found.notes)]
+
+
+def bisection_markdown(found: Bisection) -> str:
+    """The same for a comment."""
+    rows: Sequence[str] = [f"| `{_quoted(s.name)}` | {percent(s.change)} | {s.verdict} |" for s in found.steps]
+    grid = ["| commit | time against GOOD | |", "| - | -: | - |", *rows]
+    return "\n".join([f"**{_escaped(found.sentence)}**", "", *grid, "", f"<sub>{found.error_rate}</sub>"])
+
+
+def _value(trial: Trial, one: Judged) -> str:
+    if one.what == "memory":
+        return size_text(trial.peak_bytes) if trial.peak_bytes else "–"
+    return f"{trial.time_ms:.4g} ms" if math.isfinite(trial.time_ms) else "–"
+
+
+def _escaped(text: str) -> str:
+    """Text that Markdown shows as it is, on one line; a mention of somebody is none."""
+    marked = "".join("\\" + letter if letter in "\\`*_{}[]<>#|~" else letter for letter in " ".join(text.split()))
+    return marked.replace("@", "@&#8203;")
+
+
+def _quoted(text: str) -> str:
+    return " ".join(text.replace("`", "'").replace("|", "/").split())

@@ -1,0 +1,341 @@
+"""The gate: its judgement of made-up numbers, revisions of a made repository, and one race of a planted difference of
+twenty times."""
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from fettle.errors import UsageError
+from fettle.gate import Settings, bisecting, gating, history, judge, markdown, racing
+from fettle.gate.gating import Gate
+from fettle.gate.judging import more_memory, percent, slowdown
+from fettle.gate.revisions import at, repository_of
+from fettle.machine import this_machine
+from fettle.measure import Interval, Slice, Trial, contrast_interval, ratio_interval
+from fettle.measure._statistics import replicate_interval
+from fettle.recipe import Recipe
+from fettle.workload import find_target
+
+MODEL = "import torch\nfrom work import wait\n\ndef workload():\n    return wait, [torch.ones(2, 2)]\n"
+WORK = "import time\n\ndef wait(x):\n    time.sleep({})\n    return x\n"
+Git = Callable[..., str]
+
+
+@pytest.fixture
+def git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Git:
+    """A repository in the current folder: its first commit waits 1 ms, its second does not differ, its third waits
+    20 ms, and its fourth has a helper more."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> str:
+        command = ["git", "-c", "user.name=n", "-c", "user.email=n@example.org", *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
+
+    run("init", "-q", "-b", "main")
+    (tmp_path / "README").write_text("nothing\n")
+    run("add", "."), run("commit", "-qm", "before the model")
+    (tmp_path / "model.py").write_text(MODEL)
+    for number, wait in enumerate((0.001, 0.001, 0.02, 0.02), start=1):
+        (tmp_path / "work.py").write_text(WORK.format(wait) + f"# {number}\n")
+        run("add", "."), run("commit", "-qm", f"commit {number}"), run("tag", f"v{number}")
+    return run
+
+
+# -- what it says -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict", "needs"),
+    [
+        (Interval(1.10, 1.08, 1.12), "worse", 0),
+        (Interval(1.031, 1.002, 1.05), "worse", 0),
+        (Interval(1.02, 1.01, 1.029), "within", 0),
+        (Interval(0.90, 0.80, 1.02), "within", 0),
+        (Interval(1.00, 0.96, 1.04), "cannot tell", 8),
+        (Interval(1.06, 0.98, 1.15), "cannot tell", 8),
+        (Interval(1.0299, 0.99, 1.07), "cannot tell", 0),
+        (None, "cannot tell", 0),
+        (Interval(1.05, 0.0, math.inf), "cannot tell", 0),
+    ],
+)
+def test_a_change_is_judged_by_its_interval_and_its_estimate(change, verdict, needs) -> None:
+    found = judge("time", change, 0.03, 4)
+    assert (found.verdict, found.needs) == (verdict, needs)
+    assert bool(found.settled_by) == (verdict == "cannot tell")
+    if needs:
+        assert f"about {needs} processes a side instead of 4" in found.settled_by
+
+
+def test_a_speed_up_as_a_slowdown_and_in_words() -> None:
+    assert percent(slowdown(Interval(0.8, 0.5, 1.25))) == "+25.0% [-20.0, +100.0]"
+    assert percent(slowdown(Interval(1.0, 0.0, math.inf))) == "+0.0% [-100.0, ?]"
+    assert (slowdown(None), percent(None)) == (None, "not measured")
+
+
+def _logs(rng: random.Random, mean: float, count: int) -> list[dict[int, float]]:
+    processes = [rng.gauss(mean, 0.007) for _ in range(count)]
+    return [{n: process + rng.gauss(0, 0.002) for n in range(1, 5)} for process in processes]
+
+
+@pytest.mark.parametrize("count", [3, 4, 6])
+def test_the_contrast_of_two_groups_is_their_replicate_interval(count: int) -> None:
+    rng = random.Random(0)
+    first, second = _logs(rng, 1.0, count), _logs(rng, 0.9, count)
+    found, known = contrast_interval([first, second], (1, -1), 0.05), replicate_interval(first, second, 0.05)
+    assert (found.low, found.high) == pytest.approx((known.low, known.high), abs=1e-9)
+    assert found.estimate == pytest.approx(known.estimate, abs=1e-9)
+
+
+def test_no_more_commits_are_called_slow_or_fast_by_chance_than_the_error_rate_says() -> None:
+    """A commit exactly between GOOD and BAD is neither: every answer is an error."""
+    rng, answers = random.Random(1), 0
+    for _ in range(400):
+        groups = [_logs(rng, 0.0, 4), _logs(rng, 0.1, 4), _logs(rng, 0.05, 4)]
+        found = contrast_interval(groups, (-0.5, -0.5, 1), 0.05)
+        answers += found.low > 0 or found.high < 0
+    assert answers <= 32  # 5% of 400, and two standard deviations
+
+
+def test_memory_is_judged_by_processes() -> None:
+    old = Trial(Recipe(), "measured", peaks_bytes=(1000, 1010, 990, 1005))
+    new = Trial(Recipe(), "measured", peaks_bytes=(1100, 1110, 1090, 1105))
+    change = more_memory(old, new, 0.05)
+    assert change is not None
+    assert change.low < 1.1 < change.high
+    assert change.high - change.low < 0.05
+    assert more_memory(old, Trial(Recipe(), "measured", peaks_bytes=(1,)), 0.05) is None
+
+
+# -- revisions --------------------------------------------------------------------------------------------------------
+
+
+def test_a_revision_has_files_of_its_own_and_leaves_nothing(git: Git, tmp_path: Path) -> None:
+    repository = repository_of(tmp_path / "model.py")
+    commit, weights = repository.resolve("v1"), tmp_path / "weights" / "w.pt"
+    weights.parent.mkdir()
+    weights.write_text("weights")
+    with repository.checkout(commit, tmp_path / "out", [weights]) as place:
+        target = at(find_target("model.py:workload"), repository, place)
+        assert target.reference == f"{place}/model.py:workload"
+        assert target.search_path[0] == target.folder == str(place)
+        assert "0.001" in (place / "work.py").read_text()
+        assert (place / "weights" / "w.pt").read_text() == "weights"
+        assert len(git("worktree", "list").splitlines()) == 2
+    assert (len(git("worktree", "list").splitlines()), (tmp_path / "out").exists()) == (1, False)
+    assert weights.read_text() == "weights"
+    with pytest.raises(KeyboardInterrupt), repository.checkout(commit, tmp_path / "out"):
+        raise KeyboardInterrupt
+    assert (len(git("worktree", "list").splitlines()), (tmp_path / "out").exists()) == (1, False)
+
+
+def test_a_killed_gates_worktree_is_removed_by_the_next(git: Git, tmp_path: Path) -> None:
+    repository, folder = repository_of(tmp_path), tmp_path / "out"
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    git("worktree", "add", "-q", "--detach", str(folder / f"{gone.pid}-abc"), "v1")
+    with repository.checkout(repository.resolve("v2"), folder) as place:
+        assert [one.name for one in folder.iterdir()] == [place.name]
+    assert len(git("worktree", "list").splitlines()) == 1
+
+
+def test_what_lies_between_two_commits_and_what_the_working_tree_is(git: Git, tmp_path: Path) -> None:
+    repository = repository_of(tmp_path)
+    between = repository.between(repository.resolve("v1"), repository.resolve("v4"))
+    assert [repository.name(commit).partition(" ")[2] for commit in between] == ["commit 2", "commit 3", "commit 4"]
+    with pytest.raises(UsageError, match="no ancestor"):
+        repository.between(repository.resolve("v4"), repository.resolve("v1"))
+    assert "changes" not in repository.working_tree()
+    (tmp_path / "constraints.txt").write_text("torch==2.9\n")
+    git("add", ".")
+    assert "with changes" in repository.working_tree()
+    assert repository.changed_locks(repository.resolve("v1")) == ["constraints.txt"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--against nowhere", "there is no revision 'nowhere'"),
+        ("--against=--output=x", "is not a revision"),
+        ("--against v1~1", "model.py is not there at"),
+        ("--against-python absent/python", "there is no Python at absent/python"),
+        ("--against v1 --recipe baseline", "--recipe"),
+        ("--against v1 --link absent", "--link: there is no absent"),
+        ("--against v1 --link /etc", "--link: /etc does not lie in"),
+        ("--against v1 --fail-slower 0", "--fail-slower is a share"),
+        ("--against v1 --processes 1", "--processes of each side are 2 to 64"),
+        ("--against v1 --json --markdown", "choose --json or --markdown"),
+        ("--bisect v1", "write GOOD..BAD"),
+        ("--bisect v1..v2 --against v1", "leave --against"),
+        ("--bisect v2..v1", "is no ancestor of"),
+        ("--fail-slower 3%", "--fail-slower is for a gate"),
+        ("--markdown", "--markdown is for a gate"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_line(git: Git, run_fettle, arguments: str, says: str) -> None:
+    said = run_fettle("bench", "model.py", *arguments.split())
+    assert (said.code, said.out) == (2, "")
+    assert says in said.err
+    assert len(said.err.strip().splitlines()) == 1
+    assert len(git("worktree", "list").splitlines()) == 1
+
+
+def test_no_repository_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_fettle) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    (tmp_path / "model.py").write_text(MODEL)
+    monkeypatch.setattr(
+        "fettle.gate.racing.repository_of",
+        lambda place: repository_of(Path("/")),  # a temporary folder may lie in somebody's repository
+    )
+    said = run_fettle("bench", "model.py", "--against", "HEAD")
+    assert said.code == 2
+    assert "is in no git repository" in said.err
+    assert len(said.err.strip().splitlines()) == 1
+
+
+def test_modules_of_the_working_tree_do_not_stand_in_for_another_revision(
+    git: Git, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    __import__("work")  # as an editable install's import hook would find it
+    repository = repository_of(tmp_path)
+    try:
+        with repository.checkout(repository.resolve("v1"), tmp_path / "out") as place:
+            target = at(find_target("model.py:workload"), repository, place)
+            monkeypatch.setattr(sys, "path", list(sys.path))
+            with pytest.raises(UsageError, match="work was imported from the working tree"):
+                target.make()
+    finally:
+        sys.modules.pop("work", None)
+        os.chdir(tmp_path)
+
+
+# -- races ------------------------------------------------------------------------------------------------------------
+
+
+def test_code_that_waits_twenty_times_as_long_fails(git: Git, tmp_path: Path, run_fettle) -> None:
+    said = run_fettle("bench", "model.py", "--against", "v1", "--rounds", "3", "--processes", "2", "--markdown")
+    assert said.code == 1, said
+    assert said.out.startswith("❌ **")
+    assert "| time | 1." in said.out
+    assert len(git("worktree", "list").splitlines()) == 1
+    (entry,) = history.read(tmp_path / "fettle-gate")
+    assert entry.verdict == "worse"
+    assert entry.time is not None
+    assert entry.time.low > 5
+    assert "commit 1" in (tmp_path / "fettle-gate" / "gate.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_bisection_finds_the_commit_and_does_not_ask_twice(git: Git, tmp_path: Path, run_fettle) -> None:
+    arguments = ("bench", "model.py", "--bisect", "v1..v4", "--rounds", "3", "--json")
+    said = run_fettle(*arguments)
+    found = json.loads(said.out)
+    assert (said.code, found["found"], found["suspects"][0].partition(" ")[2]) == (0, True, "commit 3"), said
+    assert "at most 0.05" in found["error_rate"]
+    kept = history.read(tmp_path / "fettle-gate")
+    assert json.loads(run_fettle(*arguments).out)["suspects"] == found["suspects"]
+    assert history.read(tmp_path / "fettle-gate") == kept
+    assert len(git("worktree", "list").splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_an_interrupted_gate_leaves_no_worktree_and_no_process(git: Git, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fettle", "bench", "model.py", "--against", "v1", "--processes", "12"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "starting" in line:
+                break
+        process.send_signal(signal.SIGTERM)
+        process.stderr.read()
+        assert process.wait(60) == 130
+    assert len(git("worktree", "list").splitlines()) == 1
+    assert not list((tmp_path / "fettle-gate").glob("worktrees/*"))
+
+
+class _MadeUp(racing.Ground):
+    """Races whose truth is known: milliseconds by the first line of a commit's message."""
+
+    times: ClassVar = {"commit 1": 1.0, "commit 2": 1.0, "commit 3": 1.1, "commit 4": 1.1}
+
+    def look(self, side: racing.Side) -> None:
+        self.name = "model"
+
+    def race(self, sides, rules) -> list[Trial]:
+        trials, rng = [], random.Random(len(sides))
+        for number, side in enumerate(sides):
+            mean = math.log(self.times[side.label.partition(" ")[2]])
+            slices = [
+                Slice(f"{number}-{process}", turn, math.exp(value + rng.gauss(0, 0.002)))
+                for process, value in enumerate(rng.gauss(mean, 0.005) for _ in range(rules.replicates))
+                for turn in range(1, 5)
+            ]
+            ratio = ratio_interval([math.log(self.times["commit 1"]) - mean + d for d in (-0.01, 0, 0.01)], 0.05)
+            trials.append(Trial(Recipe(), "measured", time_ms=math.exp(mean), slices=slices, speedup=ratio,
+                                processes=rules.replicates))  # fmt: skip
+        return trials
+
+
+@pytest.mark.parametrize(
+    ("times", "suspects", "says"),
+    [
+        ({}, ["commit 3"], "commit 3 made it slower"),
+        ({"commit 2": 1.1}, ["commit 2"], "commit 2 made it slower"),
+        ({"commit 3": 1.0}, ["commit 4"], "commit 4 made it slower"),
+        ({"commit 3": 1.0, "commit 4": 1.0}, [], "there is nothing to find"),
+        ({"commit 2": 1.05, "commit 3": 1.05}, ["commit 2", "commit 3", "commit 4"], "is near neither"),
+    ],
+)
+def test_a_bisection_on_made_up_times(git: Git, monkeypatch: pytest.MonkeyPatch, times, suspects, says) -> None:
+    monkeypatch.setattr(racing, "Ground", _MadeUp)
+    monkeypatch.setattr(_MadeUp, "times", _MadeUp.times | times)
+    monkeypatch.setattr(history, "page", lambda entries: "")
+    found = bisecting.bisect("model.py", "v1", "v4", Settings())
+    assert [name.partition(" ")[2] for name in found.suspects] == suspects
+    assert says in found.sentence
+
+
+def test_a_page_and_a_comment_escape_what_they_show(tmp_path: Path) -> None:
+    trials = [Trial(Recipe(), "measured", time_ms=1.0, processes=4) for _ in range(2)]
+    judged = [judge("time", Interval(1.0, 0.95, 1.05), 0.03, 4)]
+    label = "abc <script>alert(1)</script> `@all` | x"
+    found = Gate("m", label, "working tree", this_machine(), trials, judged, ["a *note*"], 60.0)
+    text = markdown(found)
+    assert "❓" in text
+    assert "`@all`" not in text
+    assert "`abc <script>alert(1)</script> '@all' / x`" in text
+    assert "about 12 processes a side" in text
+    assert "(--processes 12, about 3.0 minutes)" in text
+    entry = history.entry_of(found, "model.py", "abc")
+    shown = history.page([entry])
+    assert "<script>alert(1)" not in shown
+    assert "cannot tell" in shown
+    history.path_of(tmp_path).write_text('{"when": "cut')
+    assert history.read(tmp_path) == []
+
+
+def test_another_interpreter_must_have_fettle(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'ModuleNotFoundError: No module named torch' >&2\nexit 1\n")
+    python.chmod(0o755)
+    with pytest.raises(UsageError, match=r"needs fettle and torch in its environment .*No module named torch"):
+        racing.interpreter(str(python))
+    python.write_text("#!/bin/sh\necho 9.9\n")
+    with pytest.raises(UsageError, match=r"fettle is 9\.9 there"):
+        racing.interpreter(str(python))
+    assert racing.interpreter(sys.executable) == sys.executable
+
+
+def test_the_gate_needs_something_to_compare_with() -> None:
+    with pytest.raises(UsageError, match="needs `against`"):
+        gating.gate("model.py")
