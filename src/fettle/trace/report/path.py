@@ -88,7 +88,8 @@ def slow_steps(traces: list[Trace]) -> Section | None:
 
 def _comparison(title: str, result: Comparison, text: str = "") -> Section:
     text += f"The mean step went from {ms(result.before_ns)} to {ms(result.after_ns)}. "
-    section = Section(title, text + "; ".join(result.notes))
+    said = "; ".join(result.notes)
+    section = Section(title, text + said[:1].upper() + said[1:])
     leaves = result.parts.filter(~pl.col("sums"))
     section.chart("The change, booked to its causes", charts.change_chart(leaves, result.before_ns, result.after_ns))
     changed = pl.col("change_ns").abs()
