@@ -492,7 +492,8 @@ def test_a_process_that_is_slow_for_life_brings_in_more(target: Target, tmp_path
 @pytest.mark.parametrize(
     ("number", "asked", "slices", "reason"),
     [
-        pytest.param(3, TakeSlice, 0, "ended during the race: gone", id="its second before it was timed"),
+        pytest.param(3, TakeSlice, 0, "ended during the race: gone", id="its second before it was timed",
+                     marks=pytest.mark.slow),
         pytest.param(5, Prepare, 0, "ended during the race: its process 3: gone", id="its third as it starts",
                      marks=pytest.mark.slow),
         pytest.param(5, TakeSlice, 1, "ended during the race: gone", id="its third in a round", marks=pytest.mark.slow),
