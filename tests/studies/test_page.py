@@ -1,5 +1,6 @@
 """The page and the pictures: drawn of what there is, escaped, without network."""
 
+import copy
 import math
 import re
 from dataclasses import replace
@@ -7,11 +8,15 @@ from dataclasses import replace
 import polars
 import pytest
 
+from fettle.errors import UsageError
 from fettle.measure import Interval
+from fettle.page import theme
 from fettle.studies.analysis import analyse
 from fettle.studies.charts import figures, unbeaten, write_charts
+from fettle.studies.ladder_chart import beside, unmatched
 from fettle.studies.output import rows, study_json, write_table
-from fettle.studies.page import headline, page
+from fettle.studies.page import headline, page, shares_table
+from fettle.studies.reading import read_ladder
 from fettle.studies.running import Rung
 from fettle.studies.table import Response, Table
 from tests.studies.made_up import switches, table
@@ -65,6 +70,44 @@ def test_every_picture_is_drawn_from_its_data(study, tmp_path):
     assert "2.01" in (tmp_path / "matrix-0-0.svg").read_text() or "2.0" in (tmp_path / "matrix-0-0.svg").read_text()
 
 
+def test_a_published_ladder_stands_beside_ours(study, tmp_path):
+    path = tmp_path / "theirs.csv"
+    path.write_text("# from an article\nstep,latency ms\neager,10\na=on,5\nd=on,2\n")
+    theirs = read_ladder(path)
+    assert theirs == {"eager": 1.0, "a=on": 2.0, "d=on": 5.0}
+    assert [beside(rung, RUNGS, theirs) for rung in RUNGS] == [1.0, 2.0, None, None]
+    assert unmatched({"model": RUNGS}, theirs) == ["d=on"]
+    ladder = figures(study, [], {"model": RUNGS}, theirs)[0]
+    assert "published 2.00x" in ladder.svg()
+    assert ladder.alt.startswith("Diamonds: as published.")
+    assert "Diamonds" not in figures(study, [], {"model": RUNGS})[0].alt
+    assert study_json(study, [], None, theirs)["published"] == theirs
+
+
+@pytest.mark.parametrize("text", ["step,a,b\nx,1,2\n", "name,fps\nx,1\n", "step,fps\nx,0\n", "step,fps\nx,1\nx,2\n",
+                                  "step,fps\nx,1\ny,fast\n"])  # fmt: skip
+def test_what_is_no_published_ladder_is_one_line(text: str, tmp_path):
+    path = tmp_path / "theirs.csv"
+    path.write_text(text)
+    with pytest.raises(UsageError) as said:
+        read_ladder(path)
+    assert "\n" not in str(said.value)
+
+
+def test_a_scatter_can_be_split_by_the_strongest_together_and_its_dots_pinned(study):
+    spec = copy.deepcopy(next(one for one in figures(study, analyse(study), {}) if one.name == "scatter-0").spec)
+    controls = {one["name"]: one for one in spec["params"]}
+    assert "a = on, " not in theme.svg(spec, 640)
+    assert ">a=on c=on<" not in theme.svg(spec, 640)
+    assert controls["depth_scatter_0"]["bind"]["max"] == 3
+    controls["depth_scatter_0"]["value"] = 2  # as the slider and a click set them
+    controls["pin_scatter_0"]["value"] = [{"recipe": "a=on c=on"}]
+    drawn = theme.svg(spec, 640)
+    assert "b = on, a = on" in drawn
+    assert ">a=on c=on<" in drawn
+    assert ">a=on b=on<" not in drawn
+
+
 def test_the_page_stands_alone_and_escapes_what_is_in_it(study):
     hostile = replace(study, notes=(HOSTILE,))
     analyses = analyse(hostile)
@@ -81,6 +124,15 @@ def test_a_ladder_is_headed_by_its_best_step(study):
     assert "<h1>a=on: 2.00x as fast as given, the best of 4 steps</h1>" in text
     assert all(f'id="chart-{name}"' in text for name in ("ladder-0", "front-0", "runs-0"))
     assert "No step ran" in page("x", study, [], [], (), {"model": RUNGS[3:]})
+
+
+def test_importance_by_another_method_stands_beside_the_shares(study):
+    lead = analyse(study)[0]
+    assert next(iter(lead.importance)) == lead.dominant[0] == "b"
+    assert sum(lead.importance.values()) == pytest.approx(1)
+    assert study_json(study, [lead])["analyses"][0]["importance"] == pytest.approx(dict(lead.importance))
+    assert shares_table(lead).columns[-1] == "importance (fANOVA)"
+    assert replace(lead, model=None).importance == {}
 
 
 def test_surprises_stand_before_what_helps(study):

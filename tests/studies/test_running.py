@@ -127,6 +127,8 @@ def test_a_ladder_shows_every_step_of_two_targets(work: Path, tmp_path: Path, ru
         (["w.py", "--recipe", "python=old"], "there is no environment 'old': name it, --python"),
         (["w.py", "--python", "/nowhere"], "there is no interpreter /nowhere"),
         (["w.py", "--rounds", "1"], "--rounds 1"),
+        (["w.py", "--published", "t.csv"], "--published stands beside a ladder that is measured"),
+        (["w.py", "--design", "ladder", "--published", "absent.csv"], "cannot read absent.csv"),
         (["w.py", "--cells", "1"], "--cells 1"),
         (["w.py", "--budget", "soon"], "is not a duration"),
         (["absent.py"], "no such file: absent.py"),

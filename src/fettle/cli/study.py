@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -82,6 +83,10 @@ def command(
     atlas: Annotated[
         Path | None, typer.Option(help="an atlas: where a search begins, and forecasts beside what is found")
     ] = None,
+    published: Annotated[
+        Path | None,
+        typer.Option(help="of a ladder: a CSV table of one that was published, step and throughput, drawn beside ours"),
+    ] = None,
     trial_timeout: _options.TrialTimeout = "15m",
     under_load: _options.UnderLoad = False,
     polite: _options.Polite = False,
@@ -104,12 +109,16 @@ def command(
 
       fettle study --from-csv cube.csv --response "throughput (it/s)" --group-by model-arch
     """
-    from fettle.studies import analyse, read_csv
+    from fettle.studies import analyse, read_csv, read_ladder
+    from fettle.studies.ladder_chart import unmatched
     from fettle.studies.output import study_json
 
     wanted = _options.outputs(output, ".csv", ".parquet", folder=True)
     folder = wanted.get("", _FOLDER)
     check_writable(folder / "study.html", *(path for suffix, path in wanted.items() if suffix))
+    if published is not None and (design != "ladder" or from_csv is not None):
+        raise UsageError("`published` stands beside a ladder that is measured: `design=ladder` with a target")
+    theirs = read_ladder(published) if published is not None else {}
     done = None
     if from_csv is not None:
         if targets:
@@ -123,11 +132,15 @@ def command(
         done = _measured(targets or [], settings, agreed=yes, quiet=as_json)
         table = done.table
     steps = done.steps if done is not None else {}
+    if done is not None and (missing := unmatched(steps, theirs)):
+        done = replace(done, notes=(*done.notes, f"published and no step of ours by that name: {', '.join(missing)}"))
     analyses = [] if steps else analyse(table)
     name = from_csv.name if from_csv is not None else f"{design} of {', '.join(table.groups)}"
-    paths = _write(folder, wanted, name, table, analyses, done)
+    paths = _write(folder, wanted, name, table, analyses, done, theirs)
     _show.answer(
-        as_json, lambda: study_json(table, analyses, done), lambda console: _print(console, table, analyses, done)
+        as_json,
+        lambda: study_json(table, analyses, done, theirs),
+        lambda console: _print(console, table, analyses, done, theirs),
     )
     if not as_json:
         print("\nwrote " + ", ".join(str(path) for path in paths))
@@ -180,31 +193,34 @@ def _arguments(options: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _write(
-    folder: Path, wanted: dict[str, Path], name: str, table: Table, analyses: Sequence[Analysis], done: Done | None
-) -> list[Path]:
+    folder: Path, wanted: dict[str, Path], name: str, table: Table, analyses: Sequence[Analysis], done: Done | None,
+    theirs: Mapping[str, float],
+) -> list[Path]:  # fmt: skip
     from fettle.studies.charts import figures, write_charts
     from fettle.studies.output import study_json, write_table
     from fettle.studies.page import page
 
     steps = dict(done.steps) if done is not None else {}
-    drawn = figures(table, analyses, steps)
+    drawn = figures(table, analyses, steps, theirs)
     notes = [*table.notes, *(done.notes if done is not None else ())]
     written = [folder / "study.html", folder / "study.json", folder / "study.csv"]
     write_text(written[0], page(name, table, analyses, drawn, notes, steps))
-    write_text(written[1], json.dumps(study_json(table, analyses, done), indent=1))
+    write_text(written[1], json.dumps(study_json(table, analyses, done, theirs), indent=1))
     for path in [written[2], *(path for suffix, path in wanted.items() if suffix)]:
         write_table(table, path)
     write_charts(drawn, folder / "pictures")
     return [*written, *(path for suffix, path in wanted.items() if suffix), folder / "pictures"]
 
 
-def _print(console: Console, table: Table, analyses: Sequence[Analysis], done: Done | None) -> None:
+def _print(
+    console: Console, table: Table, analyses: Sequence[Analysis], done: Done | None, theirs: Mapping[str, float]
+) -> None:
     from fettle.studies.page import lead
 
     for note in [*table.notes, *(done.notes if done is not None else ())]:
         console.print(f"[dim]{escape(note)}[/]", highlight=False)
     for name, rungs in (done.steps if done is not None else {}).items():
-        console.print(_ladder(name, rungs))
+        console.print(_ladder(name, rungs, theirs))
     for analysis in analyses:
         title = f"{analysis.group}: {analysis.response.name}" if analysis.group else analysis.response.name
         console.print(f"\n[bold]{escape(title)}[/]", highlight=False)
@@ -219,19 +235,22 @@ def _print(console: Console, table: Table, analyses: Sequence[Analysis], done: D
                 console.print(f"  [dim]and {len(said) - _SAID} more on the page[/]", highlight=False)
 
 
-def _ladder(name: str, rungs: Sequence[Rung]) -> Grid:
+def _ladder(name: str, rungs: Sequence[Rung], theirs: Mapping[str, float]) -> Grid:
+    from fettle.studies.ladder_chart import beside
     from fettle.units import size_text
 
     grid = Grid(title=name, box=None, title_justify="left", title_style="bold", header_style="dim", pad_edge=False)
     grid.add_column("step")
-    for column in ("per second", "speed-up", "memory", "error"):
+    for column in ("per second", "speed-up", *(["published"] if theirs else []), "memory", "error"):
         grid.add_column(column, justify="right")
     grid.add_column("")
     for rung in rungs:
         known = rung.speedup is not None
+        ratio = beside(rung, rungs, theirs)
+        told = [f"{ratio:.2f}x" if ratio is not None else "–"] if theirs else []
         error = f"{rung.error:.1e}" if math.isfinite(rung.error) else "–"
         grid.add_row(
-            escape(rung.label), f"{rung.per_second:.4g}" if known else "–", str(rung.speedup) if known else "–",
+            escape(rung.label), f"{rung.per_second:.4g}" if known else "–", str(rung.speedup) if known else "–", *told,
             size_text(rung.peak_bytes) if rung.peak_bytes else "–", error,
             "" if rung.kept else escape(rung.reason or "left out"), style="" if rung.kept else "yellow",
         )  # fmt: skip

@@ -5,10 +5,11 @@
 
 from fettle.studies.analysis import Analysis, analyse
 from fettle.studies.plan import Plan
-from fettle.studies.reading import read_csv
+from fettle.studies.reading import read_csv, read_ladder
 from fettle.studies.running import Done, Settings, study
 from fettle.studies.table import Experiment, Response, Table
 
 __all__ = [
-    "Analysis", "Done", "Experiment", "Plan", "Response", "Settings", "Table", "analyse", "read_csv", "study",
+    "Analysis", "Done", "Experiment", "Plan", "Response", "Settings", "Table", "analyse", "read_csv",
+    "read_ladder", "study",
 ]  # fmt: skip

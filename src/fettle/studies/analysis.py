@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from fettle.studies.checks import Checks, check
 from fettle.studies.effects import Effect, effects, shares
+from fettle.studies.importance import importance
 from fettle.studies.model import Model, fit
 from fettle.studies.sentences import Sentence, sentences
 from fettle.studies.table import Response, Table
@@ -31,6 +33,11 @@ class Analysis:
     why_not: str = ""
     """Why there is no fit."""
     model: Model | None = field(default=None, compare=False, repr=False)
+
+    @cached_property
+    def importance(self) -> Mapping[str, float]:
+        """By factor: what Optuna's functional ANOVA says; empty where there is no fit or scikit-learn is missing."""
+        return importance(self.model) if self.model is not None else {}
 
     @property
     def dominant(self) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,17 @@ from fettle.studies.trials import ERROR
 _HEIGHT = 320
 _MOST_RUNS = 24
 """Configurations whose rounds are drawn."""
+_MOST_SPLITS = 16
+"""Rows that a scatter is split into."""
 Rows = list[dict[str, Any]]
 
 
-def figures(table: Table, analyses: Sequence[Analysis], steps: dict[str, Sequence[Rung]]) -> list[Figure]:
+def figures(
+    table: Table, analyses: Sequence[Analysis], steps: Mapping[str, Sequence[Rung]],
+    published: Mapping[str, float] | None = None,
+) -> list[Figure]:  # fmt: skip
     """The pictures that this study has data for, by group in the order of the page."""
-    made = [ladder_chart.figure(f"ladder-{n}", name, rungs) for n, (name, rungs) in enumerate(steps.items())]
+    made = [ladder_chart.figure(f"ladder-{n}", name, rungs, published) for n, (name, rungs) in enumerate(steps.items())]
     first = table.responses[0]
     for place, group in enumerate(table.groups):
         of_group = [analysis for analysis in analyses if analysis.group == group]
@@ -62,10 +67,12 @@ def _of(group: str) -> str:
 
 
 def _scatter(name: str, table: Table, lead: Analysis) -> Figure:
-    """One dot an experiment; which factor colours it and which one splits it can be chosen on the page."""
+    """One dot an experiment. On the page one can choose which factor colours it and which splits it, slide to a split
+    by those that explain most together, and pin recipes by clicking: their names stay."""
     response = lead.response
     ranked = [*lead.dominant, *(factor for factor in table.factors if factor not in lead.dominant)]
     varied = [factor for factor in ranked if len({row.levels[factor] for row in table.of(lead.group)}) > 1]
+    deepest = _deepest(table, varied)
     rows: Rows = []
     for number, row in enumerate(table.of(lead.group)):
         value = row.value(response.name)
@@ -73,37 +80,63 @@ def _scatter(name: str, table: Table, lead: Analysis) -> Figure:
             rows.append({
                 "recipe": table.label(row), "value": value, "jitter": (number * 7919 % 101) / 101,
                 "levels": {factor: row.levels[factor] for factor in varied},
+                "together": [", ".join(f"{factor} = {row.levels[factor]}" for factor in varied[:count])
+                             for count in range(2, deepest + 1)],
             })  # fmt: skip
     second = varied[1] if len(varied) > 1 else varied[0]
     colour = alt.param(name=f"colour_{name.replace('-', '_')}", value=varied[0],
                        bind=alt.binding_select(options=varied, name="colour: "))  # fmt: skip
     split = alt.param(name=f"split_{name.replace('-', '_')}", value=second,
                       bind=alt.binding_select(options=varied, name="split by: "))  # fmt: skip
+    depth = alt.param(name=f"depth_{name.replace('-', '_')}", value=1,
+                      bind=alt.binding_range(min=1, max=deepest, step=1, name="strongest together: "))  # fmt: skip
+    pinned = alt.selection_point(
+        name=f"pin_{name.replace('-', '_')}", fields=["recipe"], on="click", toggle="event.shiftKey"
+    )
     picked = alt.selection_point(name=f"pick_{name.replace('-', '_')}", fields=["coloured"], bind="legend")
-    chart = (
+    base = (
         alt.Chart(theme.data(rows))
         .transform_calculate(
-            coloured=f"datum.levels[{colour.name}]", place=f"{split.name} + ' = ' + datum.levels[{split.name}]"
+            coloured=f"datum.levels[{colour.name}]",
+            place=(f"{depth.name} > 1 ? datum.together[{depth.name} - 2] : " if deepest > 1 else "")
+            + f"{split.name} + ' = ' + datum.levels[{split.name}]",
         )
-        .mark_point(filled=True, size=60, strokeWidth=0)
         .encode(
             x=alt.X("value:Q", title=f"{response.name} (log)", scale=alt.Scale(type="log", nice=False, padding=12),
                     axis=alt.Axis(tickCount=6, format="~s")),
-            y=alt.Y("place:N", title=None, axis=alt.Axis(labelLimit=180)),
+            y=alt.Y("place:N", title=None, axis=alt.Axis(labelLimit=220)),
             yOffset=alt.YOffset("jitter:Q"),
+            tooltip=[alt.Tooltip("recipe:N"), alt.Tooltip("value:Q", title=response.name, format=".4~g")],
+        )
+    )  # fmt: skip
+    dots = (
+        base.mark_point(filled=True, strokeWidth=0)
+        .encode(
             color=alt.Color("coloured:N", scale=alt.Scale(range=list(LEVERS)),
                             legend=alt.Legend(title=None, columns=4, labelLimit=160)),
             opacity=alt.condition(picked, alt.value(0.85), alt.value(0.12)),
-            tooltip=[alt.Tooltip("recipe:N"), alt.Tooltip("value:Q", title=response.name, format=".4~g")],
+            size=alt.condition(pinned, alt.value(190), alt.value(60), empty=False),
         )
-        .add_params(colour, split, picked)
-        .properties(width="container", height=_HEIGHT)
+        .add_params(colour, split, picked, pinned, *([depth] if deepest > 1 else []))
     )  # fmt: skip
+    names = base.transform_filter(pinned, empty=False).mark_text(dy=-12, fontSize=11, limit=260)
+    chart = sized(_HEIGHT, dots, names.encode(text="recipe:N"))
     words = (
         f"Scatter of {len(rows)} experiments by {response.name}, coloured by {varied[0]} and split by {second}: the "
         "two factors that explain most."
     )
     return _figure(name, f"Every experiment by {varied[0]}{_of(lead.group)}", words, chart)
+
+
+def _deepest(table: Table, ranked: Sequence[str]) -> int:
+    """How many of the strongest factors may split a chart together, as far as its rows can be read."""
+    rows, count = 1, 0
+    for factor in ranked:
+        rows *= len(table.factors[factor])
+        if rows > _MOST_SPLITS:
+            break
+        count += 1
+    return max(1, count)
 
 
 def _front(name: str, table: Table, group: str) -> Figure | None:

@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import altair as alt
 
 from fettle.page import Figure, as_spec, clean, theme
 from fettle.page.marks import captions, line_by_line, sized
-from fettle.page.theme import ACCENT, QUIET, WARN
+from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN
 from fettle.studies.running import Rung
 from fettle.units import size_text
 
 _STEP = 46
 
 
-def figure(name: str, workload: str, rungs: Sequence[Rung]) -> Figure | None:
-    """Bars of throughput with the speed-up's interval, each under its own line of text."""
+def figure(
+    name: str, workload: str, rungs: Sequence[Rung], published: Mapping[str, float] | None = None
+) -> Figure | None:
+    """Bars of throughput with the speed-up's interval, each under its own line of text.
+
+    What was `published` of a step, as a ratio to the first, stands beside its bar at the speed that ours would have.
+    """
     rows = [_row(place, rung) for place, rung in enumerate(rungs)]
+    given = rungs[0].per_second if rungs else math.nan
+    for row, rung in zip(rows, rungs, strict=True):
+        ratio = beside(rung, rungs, published or {})
+        row["published"] = given * ratio if ratio is not None and math.isfinite(given) else None
+        row["text"] += f" · published {ratio:.2f}x" if ratio is not None else ""
     drawn = [row for row in rows if row["value"] > 0]
     if not drawn:
         return None
-    top = max(row["value"] for row in drawn)
+    top = max(max(row["value"], row["published"] or 0.0) for row in rows)
     base = alt.Chart(theme.data(rows)).encode(
         y=line_by_line(),
         tooltip=["recipe:N", "text:N", "detail:N"],
@@ -40,9 +50,33 @@ def figure(name: str, workload: str, rungs: Sequence[Rung]) -> Figure | None:
         .mark_rule(strokeWidth=1.4, yOffset=10, clip=True)
         .encode(x=alt.X("low:Q", axis=None, scale=ends), x2="high:Q")
     )
-    chart = sized(_STEP * len(rows), bar, interval, *captions(base, "width * 0.55"))
-    words = "Bars: " + "; ".join(f"{row['label']} {row['text']}" for row in rows) + "."
+    others = (
+        base.transform_filter("isValid(datum.published)")
+        .mark_point(shape="diamond", filled=True, size=70, yOffset=10, color=LEVERS[4], opacity=1)
+        .encode(x=alt.X("published:Q", axis=None, scale=ends))
+    )
+    shown = [others] if any(row["published"] for row in rows) else []
+    chart = sized(_STEP * len(rows), bar, interval, *shown, *captions(base, "width * 0.55"))
+    words = (
+        ("Diamonds: as published. " if shown else "")
+        + "Bars: "
+        + "; ".join(f"{row['label']} {row['text']}" for row in rows)
+        + "."
+    )
     return Figure(name, clean(f"Every step: {workload}"), clean(words), clean(as_spec(chart)))
+
+
+def beside(rung: Rung, rungs: Sequence[Rung], published: Mapping[str, float]) -> float | None:
+    """What was published of a step that has the same name, ``precision=bf16``, or is the first; None for nothing."""
+    if rung is rungs[0]:
+        return 1.0 if published else None
+    return published.get(rung.label)
+
+
+def unmatched(steps: Mapping[str, Sequence[Rung]], published: Mapping[str, float]) -> list[str]:
+    """Steps that were published and are none of ours; the first is as given, whatever it is called."""
+    ours = {rung.label for rungs in steps.values() for rung in rungs}
+    return [step for step in list(published)[1:] if step not in ours]
 
 
 def _row(place: int, rung: Rung) -> dict[str, Any]:

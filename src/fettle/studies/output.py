@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ def analysis_json(analyses: Sequence[Analysis]) -> list[dict[str, Any]]:
             "effects": [{**msgspec.to_builtins(effect), "levels": [list(level) for level in effect.levels]}
                         for effect in one.effects],
             "shares": [{"factors": list(names), "share": share} for names, share in one.shares.items()],
+            "importance": dict(one.importance),
             "sentences": [{"kind": sentence.kind, "text": sentence.text, "surprise": sentence.is_surprise,
                            "levels": [list(level) for level in sentence.levels], "ratios": list(sentence.ratios)}
                           for sentence in one.sentences],
@@ -35,8 +36,10 @@ def analysis_json(analyses: Sequence[Analysis]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def study_json(table: Table, analyses: Sequence[Analysis], done: Done | None = None) -> dict[str, Any]:
-    """A whole study as plain data; `done` where it was measured here."""
+def study_json(
+    table: Table, analyses: Sequence[Analysis], done: Done | None = None, published: Mapping[str, float] | None = None
+) -> dict[str, Any]:
+    """A whole study as plain data; `done` where it was measured here, `published` a ladder beside its own."""
     data: dict[str, Any] = {
         "factors": {name: list(levels) for name, levels in table.factors.items()},
         "experiments": rows(table),
@@ -49,6 +52,8 @@ def study_json(table: Table, analyses: Sequence[Analysis], done: Done | None = N
             "machine": msgspec.to_builtins(done.machine), "notes": [*table.notes, *done.notes],
             "steps": {name: msgspec.to_builtins(list(rungs)) for name, rungs in done.steps.items()},
         }  # fmt: skip
+    if published:
+        data["published"] = dict(published)
     return plain(data)  # type: ignore[no-any-return]
 
 

@@ -130,8 +130,14 @@ def effects_table(analysis: Analysis) -> Table:
 
 
 def shares_table(analysis: Analysis) -> Table:
-    """What each factor and pair explains of the variance."""
+    """What each factor and pair explains of the variance, and how important Optuna holds each factor."""
     shown: Mapping[tuple[str, ...], float] = dict(list(analysis.shares.items())[:12])
-    rows = [(Cell(" × ".join(names), code=True), Cell(f"{share:.1%}", bar=100 * min(1.0, share)))
-            for names, share in shown.items() if share >= 0.0005]  # fmt: skip
-    return Table(("factor or pair", "share of variance"), rows, numbers=("share of variance",))
+    other = analysis.importance
+    rows: list[tuple[Cell | str, ...]] = []
+    for names, share in shown.items():
+        if share >= 0.0005:
+            alone = f"{other[names[0]]:.1%}" if len(names) == 1 and names[0] in other else MISSING
+            rows.append((Cell(" × ".join(names), code=True), Cell(f"{share:.1%}", bar=100 * min(1.0, share)),
+                         *([alone] if other else [])))  # fmt: skip
+    columns = ("share of variance", *(["importance (fANOVA)"] if other else []))
+    return Table(("factor or pair", *columns), rows, numbers=columns)

@@ -73,6 +73,26 @@ def read_csv(
     return Table(levels, tuple(responses), experiments, notes=tuple(notes))
 
 
+def read_ladder(path: Path) -> dict[str, float]:
+    """A ladder that somebody published: by step, how many times faster than its first one, which is as given.
+
+    The CSV file has a column ``step`` and one other, of which the name says whether larger is better. Raises
+    `UsageError` with one line for any other file.
+    """
+    rows = _rows(path)
+    others = [name for name in rows[0] if name != "step"]
+    if len(others) != 1 or "step" not in rows[0]:
+        raise UsageError(f"{path}: a published ladder has two columns, step and what came out, such as throughput")
+    response, found = _response(others[0], others), dict[str, float]()
+    first = _number(rows[0][response.name])
+    for row in rows:
+        ratio = _number(row[response.name]) / first if first > 0 else math.nan
+        if not (ratio > 0 and math.isfinite(ratio)) or row["step"] in found:
+            raise UsageError(f"{path}: each step has one positive number, and {row['step']!r} has not")
+        found[row["step"]] = ratio if response.larger_is_better else 1 / ratio
+    return found
+
+
 def _names(texts: Sequence[str], columns: Sequence[str]) -> list[str]:
     """``a,b`` as two, unless a column has that name."""
     return [name.strip() for text in texts for name in ([text] if text in columns else text.split(",")) if name.strip()]
