@@ -183,14 +183,8 @@ class Ground:
         return self.folder / "logs" / f"{name}.log"
 
     def _pass_on(self, progress: Progress) -> None:
-        if progress.stage == "start":
-            self.say(f"starting {progress.label}")
-        elif progress.stage == "busy":
-            self.say(f"the machine is busy ({progress.load}): waiting for a quiet moment")
-        elif progress.stage == "vague":
-            self.say("the processes differ too much: a few more of each")
-        elif progress.stage == "round":
-            self.say(f"round {progress.round}, {progress.live} in the race")
+        if progress.doing:
+            self.say(progress.doing)
 
 
 def ground_for(target: str, settings: Settings, on_progress: OnProgress) -> Ground:

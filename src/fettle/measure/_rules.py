@@ -131,5 +131,15 @@ class Progress:
     load: Load | None = None
     trial: Trial | None = None
 
+    @property
+    def doing(self) -> str:
+        """What runs now, for people; empty where a trial is known."""
+        return {
+            "start": f"starting {self.label or self.recipe}",
+            "busy": f"the machine is busy ({self.load}): waiting for a quiet moment",
+            "vague": "the processes differ too much: a few more of each",
+            "round": f"round {self.round}, {self.live} in the race",
+        }.get(self.stage, "")
+
 
 OnProgress = Callable[[Progress], None]

@@ -358,14 +358,8 @@ class Session:
         self._on_progress(Event(doing, trial, best, self.budget.elapsed_s, self.budget.seconds))
 
     def _pass_on(self, progress: Progress) -> None:
-        if progress.stage == "start":
-            self.report(f"starting {progress.recipe}")
-        elif progress.stage == "busy":
-            self.report(f"the machine is busy ({progress.load}): waiting for a quiet moment")
-        elif progress.stage == "vague":
-            self.report("the processes differ too much: a few more of each")
-        elif progress.stage == "round":
-            self.report(f"round {progress.round}, {progress.live} in the race")
+        if progress.doing:
+            self.report(progress.doing)
 
     def _deadline(self) -> float:
         """When to begin the final race."""
