@@ -8,9 +8,8 @@ counts too.
 from __future__ import annotations
 
 import math
-import platform
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -19,15 +18,16 @@ from fettle.atlas import read_atlas
 from fettle.errors import UsageError
 from fettle.machine import Machine, this_machine
 from fettle.measure import Interval, Trial, close_all
-from fettle.procs.interpreter import Interpreter, find_interpreters, look
+from fettle.procs.interpreter import Interpreter, find_interpreters
 from fettle.recipe import Recipe
 from fettle.result import Limits
 from fettle.search import Guide, Space, Step, auto, removals, steps
 from fettle.studies import designs
+from fettle.studies.environments import check_same, differences, environments_of
 from fettle.studies.plan import Part, Plan
 from fettle.studies.table import Table
 from fettle.studies.trials import Measured, table_of
-from fettle.techniques import CATALOGUE, PYTHON, check_names, installed
+from fettle.techniques import CATALOGUE, PYTHON, check_names
 from fettle.tuning import Event, OnProgress, Options, Session, check_techniques, guide_for, space_for, writable
 from fettle.workload import AUTO, Target, check_mode, find_target
 
@@ -38,7 +38,6 @@ ROUNDS = 12
 REPLICATES = 2
 """Processes of each recipe where a design has no repeats hidden in it."""
 
-_PACKAGES = {"torch", "numpy", "transformers", *(name for one in CATALOGUE for name in one.packages)}
 """Distributions whose versions tell environments apart."""
 
 
@@ -154,7 +153,7 @@ def study(targets: Sequence[str], settings: Settings, on_progress: OnProgress, *
         raise UsageError(f"`recipe`: there is no environment {named!r}: name it, `python='{named}=PATH'`")
     folder, machine = writable(settings.output), this_machine()
     telling = _Progress(on_progress, began)
-    environments = _environments(found, folder)
+    environments = environments_of(found, folder)
     workloads = [
         _Workload(target.group, target.arguments, _session(target.target, folder, settings, began, telling),
                   environments=environments)
@@ -185,7 +184,7 @@ def study(targets: Sequence[str], settings: Settings, on_progress: OnProgress, *
             workload.session.notes += _told(workload.guide, workload)
     notes = (
         *(plan.notes if plan else ()),
-        *_differences(environments.values()),
+        *differences(environments.values()),
         *_failures(workloads),
         *(n for w in workloads for n in w.session.notes),
     )
@@ -265,7 +264,7 @@ def _open(workload: _Workload, settings: Settings, machine: Machine) -> None:
         session.report(f"building {workload.name} and its reference")
         session.environments = workload.environments
         session.open(machine)
-        _check_same(session)
+        check_same(session)
     except UsageError as error:
         workload.failure = str(error)
         return
@@ -285,39 +284,6 @@ def _open(workload: _Workload, settings: Settings, machine: Machine) -> None:
     if not session.measure([Recipe()])[0].ok:
         workload.failure = f"as given it does not run: {workload.known[Recipe()].reason}"
     session.held.close()  # the next workload may need the memory
-
-
-def _environments(found: Sequence[Interpreter], folder: Path) -> dict[str, Interpreter]:
-    """By name, with what is installed in each."""
-    link = folder / "cache" / "source"
-    link.mkdir(parents=True, exist_ok=True)
-    return {one.name: look(one, _PACKAGES, link, module="fettle.measure._worker") for one in found}
-
-
-def _differences(environments: Iterable[Interpreter]) -> list[str]:
-    """What each has that ours has not, for people."""
-    lines = []
-    ours = {"python": platform.python_version(), **installed(_PACKAGES)}
-    for one in environments:
-        other = [f"{name} {version}" for name, version in one.versions.items() if version != ours.get(name)]
-        other += [f"no {name}" for name in ours if name not in one.versions]
-        what = one.problem or ", ".join(other) or "the same versions as here"
-        lines.append(f"{PYTHON.name}={one.name} is {one.path}: {what}")
-    return lines
-
-
-def _check_same(session: Session) -> None:
-    """Raise `UsageError` where the study knows one of the names as another environment: its trials count for it."""
-    for name, one in session.environments.items():
-        now = {"path": one.path, "versions": dict(one.versions), "problem": one.problem}
-        before = session.study.note(f"{PYTHON.name} {name}")
-        if before is None:
-            session.study.set_note(f"{PYTHON.name} {name}", now)
-        elif before != now:
-            raise UsageError(
-                f"`python={name}`: {one.path} is not what was measured under that name in {session.folder}: name it "
-                "otherwise, NAME=PATH, or choose another `output`"
-            )
 
 
 def _place(name: str, order: Sequence[str]) -> int:
