@@ -7,12 +7,14 @@ each of which asks for its next text as soon as it has one. Prompts and answers 
 distributions, the same ones for all. The ways take turns in random order:
 
 continuous       fettle's engine: a text joins and leaves between any two tokens
-batch by batch   the same engine, but the next texts wait until the last of a batch is whole
+batch by batch   the same engine, but the next texts wait until the last of a batch is whole; those that are whole leave
+padded batches   the same, but every text is computed until the longest of its batch is whole, as `generate` does
 generate         transformers' generate: batches filled up on their left, until the longest is whole
 generate_batch   transformers' continuous batching, where it runs
 
-Tokens a second are those that were asked for. A way without batches runs for `--seconds` and what is written by then
-counts; one with batches runs whole ones for at least that long. Greedy tokens must be those of the model alone.
+Tokens a second are those that were asked for. A way without batches runs for `--warm-up` seconds, so that texts have
+joined and left, and what is written in the `--seconds` after that counts; one with batches runs whole ones for at least
+`--seconds`. Greedy tokens must be those of the model alone.
 """
 
 from __future__ import annotations
@@ -80,8 +82,8 @@ def asked(seed: int) -> Iterator[Asked]:
         yield draw.integers(1, WORDS, prompt).tolist(), int(np.clip(draw.lognormal(np.log(48), 0.9), 2, 256))
 
 
-def joined(running: Running, texts: Iterator[Asked], streams: int, done: Callable[[int], bool], by_batch: bool) -> int:
-    """Tokens written until `done(tokens)`, which is asked after each step, or after each batch."""
+def joined(running: Running, texts: Iterator[Asked], streams: int, warm_up: float, seconds: float) -> float:
+    """Tokens a second of texts that join as soon as others leave, after a warm-up."""
     written, number = 0, itertools.count()
 
     def tell(_: int, said: Piece | Exception) -> None:
@@ -89,16 +91,34 @@ def joined(running: Running, texts: Iterator[Asked], streams: int, done: Callabl
         assert isinstance(said, Piece), said
         written += 1
 
-    while True:
-        if not (by_batch and running.texts):
+    def run(seconds: float) -> float:
+        nonlocal written
+        written, began = 0, time.perf_counter()
+        while time.perf_counter() < began + seconds:
             while len(running.texts) < streams:
                 prompt, most = next(texts)
                 running.add(next(number), Ask(tokens=tuple(prompt), sampling=Sampling(max_tokens=most)))
-        running.step(tell)
-        if done(written) and not (by_batch and running.texts):
-            break
+            running.step(tell)
+        return written / (time.perf_counter() - began)
+
+    run(warm_up)
+    rate = run(seconds)
     for text in list(running.texts):
         running.cancel(text.number)
+    return rate
+
+
+def batched(running: Running, texts: Iterator[Asked], streams: int, done: Callable[[int], bool], padded: bool) -> int:
+    """Tokens written in whole batches until `done(tokens)`."""
+    written = 0
+    while not done(written):
+        batch = list(itertools.islice(texts, streams))
+        longest = max(most for _, most in batch)
+        for number, (prompt, most) in enumerate(batch):
+            running.add(number, Ask(tokens=tuple(prompt), sampling=Sampling(max_tokens=longest if padded else most)))
+        while running.texts:
+            running.step(lambda number, said: None)
+        written += sum(most for _, most in batch)
     return written
 
 
@@ -116,8 +136,11 @@ def generated(model: LlamaForCausalLM, texts: Iterator[Asked], streams: int, don
     return written
 
 
-def by_generate_batch(model: LlamaForCausalLM, texts: Iterator[Asked], streams: int, seconds: float) -> float:
-    """Tokens a second by transformers' continuous batching: a manager that is given the next text as each is whole."""
+def by_generate_batch(
+    model: LlamaForCausalLM, texts: Iterator[Asked], streams: int, warm_up: float, seconds: float
+) -> float:
+    """Tokens a second, after a warm-up, by transformers' continuous batching: its manager is given the next text as
+    each is whole."""
     config = GenerationConfig(max_new_tokens=MOST, do_sample=False, eos_token_id=-1, pad_token_id=0)
     blocks = ContinuousBatchingConfig(num_blocks=max(32, 2 * streams * MOST // 256), max_batch_tokens=512)
     manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=blocks)
@@ -137,13 +160,16 @@ def by_generate_batch(model: LlamaForCausalLM, texts: Iterator[Asked], streams: 
         written: dict[str, int] = {}
         for prompt, most in itertools.islice(texts, streams):
             manager.add_request(prompt, max_new_tokens=most, streaming=True)
-        while time.perf_counter() - began < seconds:
+        before, end = 0, began + warm_up + seconds
+        while (now := time.perf_counter()) < end:
+            if not before and now >= began + warm_up:
+                before, warm = sum(written.values()), now
             found = result()
             written[found.request_id] = len(found.generated_tokens)
             if found.is_finished():
                 prompt, most = next(texts)
                 manager.add_request(prompt, max_new_tokens=most, streaming=True)
-        return sum(written.values()) / (time.perf_counter() - began)
+        return (sum(written.values()) - before) / (time.perf_counter() - warm)
     finally:
         manager.stop(block=True, timeout=20, hard_stop=True)
 
@@ -176,6 +202,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--warm-up", type=float, default=5.0)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--package", type=Path, help="keep the package here, to be used again")
     parser.add_argument("--only-package", action="store_true")
@@ -209,12 +236,15 @@ def main() -> None:
         return run
 
     ways: dict[str, Callable[[int], float]] = {
-        "continuous": timed(lambda texts, done: joined(running, texts, given.streams, done, False)),
-        "batch by batch": timed(lambda texts, done: joined(running, texts, given.streams, done, True)),
+        "continuous": lambda seed: joined(running, asked(seed), given.streams, given.warm_up, given.seconds),
+        "batch by batch": timed(lambda texts, done: batched(running, texts, given.streams, done, False)),
+        "padded batches": timed(lambda texts, done: batched(running, texts, given.streams, done, True)),
     }
     if not given.no_peers:
         ways["generate"] = timed(lambda texts, done: generated(model, texts, given.streams, done))
-        ways["generate_batch"] = lambda seed: by_generate_batch(model, asked(seed), given.streams, given.seconds)
+        ways["generate_batch"] = lambda seed: by_generate_batch(
+            model, asked(seed), given.streams, given.warm_up, given.seconds
+        )
     for seed in range(given.rounds):
         for name in random.sample(list(ways), len(ways)):
             if name in failed:

@@ -285,8 +285,11 @@ def test_the_commands(server, store, tmp_path, run_fettle):
         "--json",
         "--output",
         str(tmp_path / "c.csv"),
+        "--output",
+        str(tmp_path / "c.html"),
     )
     assert done.code == 0, done.err
+    assert "answers a second within the limits" in (tmp_path / "c.html").read_text()
     closed, opened = json.loads(done.out)
     assert (closed["mode"], opened["mode"]) == ("closed", "open")
     assert (tmp_path / "c.csv").read_text().startswith("Benchmark,TS failed requests,")

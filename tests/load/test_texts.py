@@ -11,6 +11,8 @@ from fettle.load.arrivals import constant
 from fettle.load.loops import closed_loop, open_loop
 from fettle.load.run import Run, Text, TextLimits, as_data
 from fettle.load.texts import BROKEN, Heard, text_requests
+from fettle.page import Table
+from fettle.report import write_load_report
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
@@ -67,6 +69,23 @@ def test_each_token_is_heard_and_counted():
     assert opened.texts
     assert opened.goodput == 0
     assert opened.missed
+
+
+def test_the_report_names_the_run_with_the_most_answers_in_time(tmp_path):
+    def run(clients, ttft):
+        texts = [Text(Heard(ttft + np.arange(10) * 0.02, 5, 10), 0.0, ttft + 0.2) for _ in range(20)]
+        latency = np.full(20, ttft + 0.2)
+        return Run("closed", clients, 20 / clients, latency, clients, {200: 20}, texts=texts, limits=TextLimits(0.3, 0))
+
+    runs = [run(1, 0.1), run(4, 0.2), run(2, 0.4)]
+    loads = ["1 client", "4 clients", "2 clients"]
+    table = Table(("load", *loads), [["TTFT p99 ms", "100.0", "200.0", "400.0"]], loads)
+    write_load_report([as_data(one) for one in runs], loads, table, "http://a/v1", "this machine", tmp_path / "a.html")
+    said = (tmp_path / "a.html").read_text()
+    assert "4 answers a second within the limits, 40 tokens a second, at 4 clients" in said
+    assert "4 clients p99 200 ms" in said
+    assert "limit 300 ms" in said
+    assert "1 client p95 20 ms" in said  # between two tokens
 
 
 def test_a_text_that_breaks_off_is_not_answered():

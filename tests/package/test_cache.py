@@ -63,12 +63,16 @@ def expected(model, tokens, most):
     return "".join(f" {token}" for token in ids[len(tokens) :])
 
 
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    return packaged(tmp_path_factory.mktemp("gpt2") / "m", gpt2())
+
+
 PROMPTS = [[(7 * n + i) % WORDS for i in range(1 + n % 6)] for n in range(12)]
 
 
-def test_prompts_of_many_lengths_get_the_models_own_texts(tmp_path):
-    model = llama()
-    package = packaged(tmp_path / "m", model)
+def test_prompts_of_many_lengths_get_the_models_own_texts(package):
+    model = gpt2()
     assert [spec.name for spec in package.manifest.inputs] == ["input_ids", "attention_mask", "last", "seen", "past"]
 
     def one(tokens):
@@ -92,11 +96,6 @@ class Counting(ModelRunner):
         return super().call(tensors)
 
 
-@pytest.fixture(scope="module")
-def package(tmp_path_factory):
-    return packaged(tmp_path_factory.mktemp("gpt2") / "m", gpt2())
-
-
 def test_a_token_costs_a_tokens_work_and_a_text_that_joins_or_leaves_disturbs_nobody(package):
     model = gpt2()
     runner = Counting(package)
@@ -113,6 +112,24 @@ def test_a_token_costs_a_tokens_work_and_a_text_that_joins_or_leaves_disturbs_no
         assert number == 2 or text == expected(model, prompts[number], most[number])
     assert sum(tokens == 1 for _, tokens in runner.calls) < 0.6 * sum(most)
     assert not running.texts
+
+
+def test_what_prompts_begin_with_is_computed_once(package):
+    """Of texts that are there, that came together, and that are gone; each is the model's own."""
+    model, runner = gpt2(), Counting(package)
+    running = find_handler(package, runner, "").running(4, 0, 32)
+    system = [(11 * n) % WORDS for n in range(24)]
+    prompts = [[*system, 3, 5], [*system, 9], system[:20], system, [1, *system]]
+    found = written(running, asks(prompts, [6, 2, 9, 3, 4]), lambda step: ())
+    assert [text for text, *_ in found] == [
+        expected(model, p, n) for p, n in zip(prompts, [6, 2, 9, 3, 4], strict=True)
+    ]
+    assert running.steps.reused == 24 + 19 + 23  # never all of a prompt, and nothing where the first token is another
+    again = written(running, asks([[*system, 3, 5, 7]], [5]), lambda step: ())
+    assert again[0][0] == expected(model, [*system, 3, 5, 7], 5)
+    assert running.steps.reused == 24 + 19 + 23 + 20  # of the text that ended last
+    running.cache.wipe(0)
+    assert running.cache.reuse(0, [9] * 40) == 0
 
 
 def test_the_cache_has_a_bound(package):

@@ -40,18 +40,10 @@ class CachedNextToken(torch.nn.Module):
         A token's position is the number of tokens before it, wherever its keys lie. `past` may come in float32, as
         clients and samples have it.
         """
-        from transformers import DynamicCache
-        from transformers.cache_utils import DynamicLayer
+        from fettle.package.attending import kept_apart
 
         if self.dtype != torch.float32:  # in the graph it would undo what a recipe computes in
             past = past.to(self.dtype)
-        cache: Any = DynamicCache()
-        for layer in range(past.shape[1]):
-            # Filled by hand: its own way begins with an empty tensor of one fixed type.
-            one: Any = DynamicLayer()  # type: ignore[no-untyped-call,unused-ignore]
-            one.keys, one.values, one.is_initialized = past[:, layer, 0], past[:, layer, 1], True
-            one.dtype, one.device = past.dtype, past.device
-            cache.layers.append(one)
         kept, new = past.shape[4], input_ids.shape[1]
         places = torch.arange(kept + new, device=input_ids.device)
         there = torch.cat([seen, attention_mask], 1).bool()
@@ -60,16 +52,17 @@ class CachedNextToken(torch.nn.Module):
             "input_ids": input_ids,
             "attention_mask": before[None, None] & there[:, None, None],
             "position_ids": (seen.sum(1, keepdim=True) + attention_mask.cumsum(1) - 1).clamp_min(0),
-            "past_key_values": cache,
             "use_cache": True,
         }
         model: Any = self.model
-        if self.head_once:
-            head, states = model.get_output_embeddings(), model.base_model(**given).last_hidden_state
-        else:
-            head, states = None, model(**given).logits
+        with kept_apart(past) as (cache, layers):
+            if self.head_once:
+                head = model.get_output_embeddings()
+                states = model.base_model(**given, past_key_values=cache).last_hidden_state
+            else:
+                head, states = None, model(**given, past_key_values=cache).logits
         chosen = states.gather(1, last[:, None, None].expand(-1, 1, states.shape[-1]))[:, 0]
-        fresh = [torch.stack([one.keys[..., kept:, :], one.values[..., kept:, :]], 1) for one in cache.layers]
+        fresh = [torch.stack(layer.fresh, 1) for layer in layers if layer.fresh is not None]
         return {LOGITS: chosen if head is None else head(chosen), FRESH: torch.stack(fresh, 1)}
 
 

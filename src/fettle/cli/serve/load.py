@@ -76,8 +76,8 @@ def command(
         typer.Option(
             "--output",
             "-o",
-            help="write the table as Markdown (.md), or a row for each run in TorchServe's benchmark columns (.csv); "
-            "for both repeat it",
+            help="write a report (.html), the table as Markdown (.md), or a row for each run in TorchServe's benchmark "
+            "columns (.csv); for several repeat it",
         ),
     ] = None,
     markdown: Annotated[Path | None, typer.Option(hidden=True)] = None,  # earlier spellings of --output, of any suffix
@@ -102,6 +102,8 @@ def command(
 
       fettle serve load http://127.0.0.1:8080/v1 --rate 2 --ttft 500ms --itl 50ms --output-tokens lognormal:100:0.8
 
+      fettle serve load http://127.0.0.1:8080/v1 -c 1 -c 8 -c 32 --ttft 500ms --itl 50ms -o report.html
+
       fettle serve load http://127.0.0.1:8080 --rate 80 --baseline last-week.json
     """
     try:
@@ -111,9 +113,9 @@ def command(
         from fettle.load.torchserve import COLUMNS, torchserve_row
     except ImportError as error:
         raise extra(f"{error.name} is not installed", "serve") from error
-    wanted = _options.outputs(output, ".md", ".csv")
-    markdown, csv_file = wanted.get(".md", markdown), wanted.get(".csv", csv_file)
-    check_writable(markdown, csv_file)
+    wanted = _options.outputs(output, ".html", ".md", ".csv")
+    page, markdown, csv_file = wanted.get(".html"), wanted.get(".md", markdown), wanted.get(".csv", csv_file)
+    check_writable(page, markdown, csv_file)
     seconds, limit_s = _options.duration_s(duration, "--duration"), _options.duration_s(p99 or "0", "--p99")
     token = read_bytes(token_file).decode().strip() if token_file is not None else ""
     limits = TextLimits(_options.duration_s(ttft or "0", "--ttft"), _options.duration_s(itl or "0", "--itl"))
@@ -137,6 +139,8 @@ def command(
     if baseline is not None:
         data = {"runs": data, "changes": [plain(asdict(change)) for change in changes]}
     _show.answer(as_json, lambda: data, lambda console: _print(runs, changes, console))
+    if page is not None:
+        _write_page(runs, url, page)
     if markdown is not None:
         write_text(markdown, _markdown(runs))
     if csv_file is not None:
@@ -253,13 +257,28 @@ def _row(run: Run) -> list[str]:
             f"{run.little:.2f}", "; ".join(notes)]  # fmt: skip
 
 
-def _print(runs: list[Run], changes: list[Change], console: Console) -> None:
+def _table(runs: list[Run]) -> Table:
     """A column for each run: so many measures side by side would not fit a terminal."""
     from fettle.page import Table
 
-    loads, *measures, notes = zip(*(_row(run) for run in runs), strict=True)
+    loads, *measures, _ = zip(*(_row(run) for run in runs), strict=True)
     rows = [[name, *cells] for name, cells in zip(_COLUMNS[1:-1], measures, strict=True) if any(cells)]
-    _show.print_table(console, Table((_COLUMNS[0], *loads), rows, loads))
+    return Table((_COLUMNS[0], *loads), rows, loads)
+
+
+def _write_page(runs: list[Run], url: str, path: Path) -> None:
+    from fettle.load.run import as_data
+    from fettle.machine import this_machine
+    from fettle.report import write_load_report
+
+    loads = [_row(run)[0] for run in runs]
+    write_load_report([as_data(run) for run in runs], loads, _table(runs), url, this_machine().summary, path)
+
+
+def _print(runs: list[Run], changes: list[Change], console: Console) -> None:
+    table = _table(runs)
+    _show.print_table(console, table)
+    loads, notes = table.columns[1:], [_row(run)[-1] for run in runs]
     for load, note in zip(loads, notes, strict=True):
         if note:
             console.print(f"{load}: {note}", style="yellow", highlight=False, markup=False)

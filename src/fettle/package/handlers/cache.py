@@ -12,6 +12,8 @@ from fettle.package.handlers.parts import FRESH, LAST, PAST, SEEN, output_index
 from fettle.package.tensors import TensorSpec
 from fettle.units import size_text
 
+_LEAST_REUSED = 16
+"""Fewer tokens that two prompts begin with are computed again."""
 _SHARE = 0.5
 """Of the memory that is free: what a cache may take whose size nobody says."""
 
@@ -40,8 +42,10 @@ class Cache:
                 f"no text fits into {size_text(most_bytes)} of cache: {length} tokens take "
                 f"{size_text(token * length)}; serve with more --cache-memory, or package with a smaller max_tokens"
             )
-        shape = (self.rows, self.layers, 2, self.heads, length, self.size)
-        self._past = torch.zeros(shape, dtype=dtype, device=runner.device)
+        # In memory the layers come first: a layer's keys of all rows are one batch of matrices then, and not copied.
+        shape = (self.layers, 2, self.rows, self.heads, length, self.size)
+        self._past = torch.zeros(shape, dtype=dtype, device=runner.device).permute(2, 0, 1, 3, 4, 5)
+        self._held: list[tuple[Sequence[int], int]] = [((), 0)] * self.rows
 
     @property
     def nbytes(self) -> int:
@@ -82,19 +86,45 @@ class Cache:
         found: list[torch.Tensor] = self.runner.call([given[spec.name] for spec in self.inputs])
         return found
 
+    def holds(self, row: int, tokens: Sequence[int], length: int) -> None:
+        """Note that a row has the keys and values of the first `length` of these tokens, to which more may be added."""
+        self._held[row] = tokens, length
+
+    def reuse(self, row: int, prompt: Sequence[int]) -> int:
+        """Give a row what any row has of the beginning of this prompt; of how many tokens, never of all.
+
+        A row has its last text's until the next one is written into it.
+        """
+        found = [_common(held, prompt, min(length, len(prompt) - 1)) for held, length in self._held]
+        most = max(found)
+        if most < _LEAST_REUSED:
+            return 0
+        if found[row] < most:
+            self.move(found.index(most), row, most)
+        self.holds(row, prompt, most)
+        return most
+
     def move(self, row: int, to: int, length: int) -> None:
         """Put a row's first `length` tokens into another row."""
         self._past[to, ..., :length, :] = self._past[row, ..., :length, :]
+        self._held[to] = self._held[row][0], min(length, self._held[row][1])
 
     def swap(self, one: int, other: int, length: int) -> None:
         """Let two rows, neither longer than `length`, change places."""
-        kept = self._past[one, ..., :length, :].clone()
+        kept, held = self._past[one, ..., :length, :].clone(), self._held[one]
         self.move(other, one, length)
         self._past[other, ..., :length, :] = kept
+        self.holds(other, held[0], min(length, held[1]))
 
     def wipe(self, row: int) -> None:
         """Forget what is not finite: a place that is left out counts nothing times itself, which it would spoil."""
         self._past[row] = 0
+        self.holds(row, (), 0)
+
+
+def _common(one: Sequence[int], other: Sequence[int], most: int) -> int:
+    """How many tokens both begin with, of the first `most`."""
+    return next((place for place in range(most) if one[place] != other[place]), most)
 
 
 def _free_bytes(device: str) -> int:

@@ -2,7 +2,7 @@
 
 Each step gives every text that is being written its next token, by one call of the model, and then computes the
 prompts of those that joined, `prefill_tokens` of them at most: a long prompt makes the others wait for a part of it,
-never for all.
+never for all. What a prompt begins with is not computed again where a row of the cache has it.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ class Steps:
     """Texts that got their next token in a call -> calls, seconds."""
     tokens: int = 0
     """Written."""
+    reused: int = 0
+    """Tokens of prompts whose keys and values another text had already."""
 
 
 class Running:
@@ -120,7 +122,10 @@ class Running:
         """What to compute of the first texts whose prompts are not through."""
         part: list[list[int]] = []
         longest = 0
-        for text in self.texts[self._writing :]:
+        for row, text in enumerate(self.texts[self._writing :], self._writing):
+            if self.cache is not None and not text.kept:
+                text.kept = self.cache.reuse(row, text.ids)
+                self.steps.reused += text.kept
             new = text.ids[text.kept : text.kept + self.prefill_tokens]
             longest = max(longest, len(new))
             if part and longest * (len(part) + 1) > self.prefill_tokens:
@@ -137,12 +142,16 @@ class Running:
             sound = torch.isfinite(scores).all(1).tolist()
         except Exception as error:
             log.exception("a call failed")
-            for text in texts:
+            for row, text in enumerate(texts, first):
                 text.reason = "failed"
+                if self.cache is not None:
+                    self.cache.holds(row, (), 0)
                 told(text.number, error)
             return
         for row, text in enumerate(texts):
             text.kept = text.kept + len(new[row]) if self.cache is not None else len(text.ids)
+            if self.cache is not None:
+                self.cache.holds(first + row, text.ids, text.kept)
             if not sound[row]:
                 text.reason = "failed"
                 if self.cache is not None:

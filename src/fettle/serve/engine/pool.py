@@ -25,6 +25,7 @@ from fettle.serve.engine.batching import Batch, BatchQueue
 from fettle.serve.engine.metrics import ModelMetrics
 from fettle.serve.engine.refusal import Rejected
 from fettle.serve.engine.request import Answer, Request
+from fettle.serve.engine.scaling import scale
 from fettle.serve.engine.worker import Worker
 from fettle.serve.engine.worker_start import Spare, Spawned, spawn, threads_each
 
@@ -48,7 +49,7 @@ class Pool:
         self.workers = [
             Worker(self, index, threads, cores[index] if cores else ()) for index in range(settings.workers)
         ]
-        self._joining: list[Worker] = []
+        self.joining: list[Worker] = []
         """Those that are started while the others serve."""
         self.spare = spare
         self.name = package.manifest.name
@@ -68,12 +69,13 @@ class Pool:
     async def start(self) -> None:
         """Start the workers and wait until all are warm. Raises `Rejected` (503) with the reason where one cannot."""
         try:
-            await self._start(self.workers)
+            await self.start_all(self.workers)
         except Rejected:
             await self.close(0)
             raise
 
-    async def _start(self, workers: Sequence[Worker]) -> None:
+    async def start_all(self, workers: Sequence[Worker]) -> None:
+        """Start these, and wait until all are warm. Raises `Rejected` (503)."""
         self.problem = ""
         try:
             await asyncio.gather(*(worker.start() for worker in workers))
@@ -83,34 +85,8 @@ class Pool:
             raise Rejected(503, self.problem or "a worker ended while loading", kind="load")
 
     async def scale(self, settings: ServeSettings, cores: Sequence[Sequence[int]], machine: str) -> None:
-        """Another number of workers, without a failed request.
-
-        New ones take part once all of them are warm. Those that are too many, or whose threads and cores are others
-        now, end after the batch that they have. Raises `Rejected` (503) where a new one cannot be started; then
-        nothing has changed.
-        """
-        threads = threads_each(settings.threads, settings.workers)
-        there = {worker.index: worker for worker in self.workers if not worker.leaving}
-        kept, self._joining = [], []
-        for index in range(settings.workers):
-            old, mine = there.get(index), list(cores[index]) if cores else []
-            if old is not None and old.threads == threads and (not cores or old.cores == mine):
-                kept.append(old)
-            else:
-                self._joining.append(Worker(self, index, threads, mine))
-        try:
-            await self._start(self._joining)
-        except BaseException:
-            for worker in self._joining:
-                worker.close()
-            raise
-        finally:
-            joined, self._joining = self._joining, []
-        left = [worker for worker in self.workers if worker not in kept]
-        self.workers = sorted([*kept, *joined], key=lambda worker: worker.index) + left
-        self.change(settings, machine)
-        for worker in left:
-            worker.leave()
+        """Another number of workers, without a failed request: see `scaling`."""
+        await scale(self, settings, cores, machine)
 
     def start_process(self, threads: int) -> Spawned:
         """A process for a worker: the spare one where it fits. OSError where none can be had."""
@@ -161,7 +137,7 @@ class Pool:
         for request in self._all_waiting():
             self._give_up(request, Rejected(503, "the model is being unloaded", 1.0, "unload"))
         self._alarm.clear()
-        for worker in [*self.workers, *self._joining]:
+        for worker in [*self.workers, *self.joining]:
             for request in worker.requests():
                 self._give_up(request, Rejected(503, "the model was unloaded during the call", 1.0, "unload"))
             worker.close()

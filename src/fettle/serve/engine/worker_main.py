@@ -149,6 +149,8 @@ class _Worker:
                 steps = running.take_steps()
                 calls = [(rows, *counted) for rows, counted in steps.by_rows.items()]
                 self.handler.metrics.add_counter("generated_tokens", steps.tokens)
+                if steps.reused:
+                    self.handler.metrics.add_counter("reused_prompt_tokens", steps.reused)
                 told += wire.frame(wire.Wrote(calls, self.rss(), self.handler.metrics.take()))
             link.sendall(b"".join(told))
 

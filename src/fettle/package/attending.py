@@ -1,0 +1,91 @@
+"""Attention to kept and to new tokens, where they lie: neither are they joined, nor is a head repeated.
+
+Joining them copies all keys and values that are kept, for every token that is written: most of a step's time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+_HIDDEN = -60_000.0
+"""The score of a token that is not seen: its share is exactly 0. A recipe may compute in float16, which ends there."""
+
+
+class KeptLayer(DynamicLayer):
+    """A layer's keys and values of the tokens before, [rows, heads, kept, a head's size] each; the new ones beside."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call,unused-ignore]
+        self.keys, self.values, self.is_initialized = keys, values, True
+        self.kept = keys, values
+        self.dtype, self.device = keys.dtype, keys.device
+        self.fresh: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.attended = False
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
+        """Remember the new ones, and hand them back alone."""
+        self.fresh = key_states, value_states
+        return self.fresh
+
+
+@contextmanager
+def kept_apart(past: torch.Tensor) -> Iterator[tuple[DynamicCache, list[KeptLayer]]]:
+    """A cache over `past` [rows, layers, 2, heads, kept, a head's size]; inside, SDPA attends to it and to new tokens.
+
+    Raises ValueError afterwards where a layer did not attend so.
+    """
+    layers = [KeptLayer(past[:, layer, 0], past[:, layer, 1]) for layer in range(past.shape[1])]
+    cache = DynamicCache()
+    cache.layers.extend(layers)
+
+    def attend(
+        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        attention_mask: torch.Tensor | None, scaling: float | None = None, **more: Any,
+    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+        own = [layer for layer in layers if layer.fresh is not None and layer.fresh[0] is key]
+        if len(own) != 1 or attention_mask is None or more.get("position_bias") is not None:
+            raise ValueError("this attention needs more than keys, values and a mask")
+        own[0].attended = True
+        return _attention(query, own[0], key, value, attention_mask, scaling), None
+
+    known = AttentionInterface._global_mapping
+    usual = known["sdpa"]
+    known["sdpa"] = attend
+    try:
+        yield cache, layers
+    finally:
+        known["sdpa"] = usual
+    if not all(layer.attended for layer in layers):
+        raise ValueError("a layer attends in a way of its own")
+
+
+def _attention(
+    query: torch.Tensor, layer: KeptLayer, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor,
+    scaling: float | None,
+) -> torch.Tensor:  # fmt: skip
+    """[rows, new, query's heads, a head's size]; `mask` [rows, 1, new, kept and new] is True where a token is seen.
+
+    The queries that share a head of keys stand below each other, so that each key is read once for all of them.
+    """
+    rows, all_heads, new, size = query.shape
+    kept_keys, kept_values = layer.kept
+    heads, before = key.shape[1], kept_keys.shape[2]
+    group = all_heads // heads
+    asked = _plain(query * (size**-0.5 if scaling is None else scaling)).view(rows, heads, group * new, size)
+    scores = torch.cat([asked @ kept_keys.transpose(-1, -2), asked @ _plain(key).transpose(-1, -2)], -1).float()
+    hidden = ~mask if group == 1 else ~mask.repeat(1, 1, group, 1)
+    shares = _plain(scores.masked_fill(hidden, _HIDDEN).softmax(-1).to(value.dtype))
+    found = shares[..., :before] @ kept_values + shares[..., before:] @ _plain(value)
+    found = _plain(found).view(rows, heads, group, new, value.shape[-1])
+    return _plain(found.permute(0, 3, 1, 2, 4)).flatten(2, 3)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Laid out row by row, which the exporter otherwise takes for a condition on the sizes."""
+    return tensor.clone(memory_format=torch.contiguous_format)

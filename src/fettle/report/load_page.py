@@ -1,0 +1,86 @@
+"""The report of load on a server: one HTML file that needs no network.
+
+It reads what ``fettle serve load --json`` prints (`fettle.load.run.as_data`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+
+from fettle.files import write_text
+from fettle.page import Figure, Table, as_spec, clean, shell, theme
+from fettle.page.marks import Rows, level, sized
+from fettle.page.theme import ACCENT, LEVERS
+
+Data = Mapping[str, Any]
+_MOST_LINES = 8
+_KINDS = (
+    ("ttft", "Time to the first token", "ttft_ms", "ttft_limit_ms"),
+    ("itl", "Time between two tokens", "itl_ms", "itl_limit_ms"),
+    ("latency", "Time to the whole answer", "latency_ms", "limit_ms"),
+)
+"""A chart's name, its title, and where its percentiles and its limit stand."""
+
+
+def write_load_report(
+    runs: Sequence[Data], loads: Sequence[str], table: Table, url: str, machine: str, path: str | Path
+) -> None:
+    """Write the page to `path`; `loads` names each run, `table` holds its figures. Raises `UsageError`."""
+    runs = [clean(run) for run in runs]
+    figures = [figure for kind in _KINDS if (figure := _figure(runs, loads, *kind)) is not None]
+    doubts = [f"{load}: {run['void']}" for load, run in zip(loads, runs, strict=True) if run["void"]]
+    said = headline(runs, loads)
+    page = shell.render(
+        "fettle.report", "load_page.html.j2", f"{said}: {url}", figures, headline=said,
+        url=url, table=table, names=[figure.name for figure in figures], doubts=doubts, machine=machine,
+    )  # fmt: skip
+    write_text(Path(path), page)
+
+
+def headline(runs: Sequence[Data], loads: Sequence[str]) -> str:
+    """The most that was answered in time, in a few words."""
+    limited = any(_limits(run) for run in runs)
+    best = max(range(len(runs)), key=lambda number: runs[number]["goodput"])
+    run = runs[best]
+    words = f"{run['goodput']:.3g} answers a second" + (" within the limits" if limited else "")
+    if "texts" in run:
+        words += f", {run['texts']['tokens_per_s']:.3g} tokens a second"
+    return f"{words}, at {loads[best]}"
+
+
+def _limits(run: Data) -> list[float]:
+    return [limit for *_, key in _KINDS if (limit := _part(run, key).get(key) or 0)]
+
+
+def _part(run: Data, key: str) -> Data:
+    """Where a figure stands: what texts show stands apart."""
+    return run if key in run else run.get("texts", {})
+
+
+def _figure(runs: Sequence[Data], loads: Sequence[str], name: str, title: str, key: str, limit: str) -> Figure | None:
+    rows: Rows = [
+        {"load": load, "percentile": float(percent.removeprefix("p")), "ms": value}
+        for load, run in zip(loads[:_MOST_LINES], runs, strict=False)
+        for percent, value in _part(run, key).get(key, {}).items()
+        if value is not None
+    ]
+    if not rows:
+        return None
+    shown = list(dict.fromkeys(row["load"] for row in rows))
+    colours = [ACCENT, *LEVERS[1:], *LEVERS][: len(shown)]
+    base = alt.Chart(theme.data(rows)).encode(
+        x=alt.X("percentile:O", title="percentile", axis=alt.Axis(labelAngle=0, grid=False)),
+        y=alt.Y("ms:Q", title="ms", scale=alt.Scale(zero=True, nice=True)),
+        color=alt.Color("load:N", title=None, sort=shown, scale=alt.Scale(domain=shown, range=colours),
+                        legend=alt.Legend(columns=3)),
+        tooltip=[alt.Tooltip("load:N"), alt.Tooltip("percentile:O"), alt.Tooltip("ms:Q", format=".4~g")],
+    )  # fmt: skip
+    most = _part(runs[0], limit).get(limit) or 0
+    words = "; ".join(f"{row['load']} p{row['percentile']:.0f} {row['ms']:.4g} ms" for row in rows)
+    chart = sized(260, base.mark_line(strokeWidth=2), base.mark_point(filled=True, size=45),
+                  *(level(most, f"limit {most:.4g} ms") if most else []))  # fmt: skip
+    return Figure(name, title, f"{words}.", as_spec(chart))
