@@ -68,9 +68,10 @@ def with_decomposed_bias(model: torch.nn.Module) -> list[Any]:
     modules: Any = model.modules()
     for module in modules:
         parts = [getattr(module, name, None) for name in ("rel_pos_h", "rel_pos_w", "qkv", "proj")]
-        heads = getattr(module, "num_attention_heads", None) or getattr(module, "num_heads", None)
-        if not heads or any(part is None for part in parts) or getattr(module.qkv, "in_features", 0) == 0:
+        if any(part is None for part in parts) or getattr(module.qkv, "in_features", 0) == 0:
             continue
+        if not (getattr(module, "num_attention_heads", None) or getattr(module, "num_heads", None)):
+            continue  # asked last: diffusers' models warn of the question
         weight = module.qkv.weight
         trial = torch.linspace(-1, 1, 15 * weight.shape[1], device=weight.device).reshape(1, 3, 5, -1).to(weight.dtype)
         training = module.training
