@@ -19,7 +19,6 @@ def relative_positions(size: int, table: torch.Tensor) -> torch.Tensor:
     return table[at[:, None] - at[None] + size - 1]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def tiled_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor,
     scale: float, tile: int = 1 << 20,
@@ -46,7 +45,7 @@ def tiled_attention(
     return out
 
 
-def attend_in_tiles(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+def attend_in_tiles(module: Any, hidden: torch.Tensor, attend: Any = tiled_attention) -> torch.Tensor:
     """What such a module computes of batch x height x width x channels."""
     batch, height, width, _ = hidden.shape
     heads = getattr(module, "num_attention_heads", None) or module.num_heads
@@ -55,7 +54,7 @@ def attend_in_tiles(module: Any, hidden: torch.Tensor) -> torch.Tensor:
     square = query.reshape(len(query), height, width, -1)
     rows = torch.einsum("bhwc,hkc->bhwk", square, relative_positions(height, module.rel_pos_h))
     columns = torch.einsum("bhwc,wkc->bhwk", square, relative_positions(width, module.rel_pos_w))
-    out = tiled_attention(query, key, value, rows.flatten(1, 2), columns.flatten(1, 2), query.shape[-1] ** -0.5)
+    out = attend(query, key, value, rows.flatten(1, 2), columns.flatten(1, 2), query.shape[-1] ** -0.5)
     out = out.reshape(batch, heads, height * width, -1).transpose(1, 2)
     projected: torch.Tensor = module.proj(out.reshape(batch, height, width, -1))
     return projected
@@ -92,9 +91,11 @@ def with_decomposed_bias(model: torch.nn.Module) -> list[Any]:
 def tile_attention(model: torch.nn.Module) -> int:
     """Let attention with a decomposed relative-position bias be computed in tiles; how many modules there were."""
 
+    attend = torch.compiler.disable(tiled_attention)  # type: ignore[no-untyped-call]
+
     def replaced(module: Any, in_tuple: bool) -> Any:
         def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            out = attend_in_tiles(module, hidden_states)
+            out = attend_in_tiles(module, hidden_states, attend)
             return (out, None) if in_tuple else out
 
         return forward
