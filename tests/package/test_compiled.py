@@ -107,6 +107,18 @@ def test_where_it_cannot_be_compiled_the_first_call_does_it(written, caplog, mon
     assert "not compiled ahead of time: RuntimeError: no compiler here" in text
 
 
+def test_a_library_that_answers_otherwise_is_not_kept(written, caplog, monkeypatch, tmp_path):
+    _, package = written
+    (library,) = compiled.cache_folder("compiled").glob("*.pt2")
+    other = library.read_bytes()
+    monkeypatch.setenv("FETTLE_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiled, "_compile", lambda *arguments: arguments[-1].write_bytes(other))
+    monkeypatch.setattr(compiled._Tuned, "forward", lambda self, *tensors: [3 * out for out in self.run(*tensors)])
+    _, text = said(caplog, package)
+    assert "not compiled ahead of time: ValueError: compiled ahead of time, its answers are off by 0.67" in text
+    assert not list(tmp_path.rglob("*.pt2"))
+
+
 def test_what_is_kept_is_bounded(monkeypatch, tmp_path):
     monkeypatch.setattr(compiled, "KEEP", 3)
     made = tmp_path / "made"
@@ -123,6 +135,7 @@ def test_what_is_kept_is_bounded(monkeypatch, tmp_path):
     ("recipe", "answer"),
     [
         ("compile=default", True), ("runtime=aoti", True), ("compile=default shapes=static", False),
+        ("compile=default quantize=int8-static", False),
         ("compile=max-autotune", False), ("precision=bf16", False), ("runtime=openvino", False),
     ],
 )  # fmt: skip
