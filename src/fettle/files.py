@@ -17,6 +17,12 @@ MOST_BYTES = 64 << 20
 """Of a file from outside, where nothing larger is to be expected."""
 
 
+def cache_folder(name: str) -> Path:
+    """Where what can be made again is kept: $FETTLE_CACHE or the user's cache folder."""
+    root = os.environ.get("FETTLE_CACHE") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(root) / "fettle" / name
+
+
 def check_writable(*paths: str | os.PathLike[str] | None) -> None:
     """Raise `UsageError` for a file that cannot be written: before the work that would be lost, not after it.
 
