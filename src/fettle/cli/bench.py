@@ -147,11 +147,11 @@ def _gate(target: str, against: str, against_python: str, settings: Settings, as
         found = gate(target, against, against_python=against_python, settings=settings, on_progress=show)
 
     def say(console: Any) -> None:
-        console.print(headline(found), highlight=False, markup=False, soft_wrap=True)
+        console.print(headline(found), markup=False, soft_wrap=True)
         if found.judged:
             _show.print_table(console, table(found))
         for line in lines(found):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            console.print(line, markup=False, soft_wrap=True)
 
     if as_markdown:
         print(markdown(found))
@@ -173,7 +173,7 @@ def _bisect(target: str, text: str, settings: Settings, as_json: bool, as_markdo
 
     def say(console: Any) -> None:
         for line in bisection_lines(found):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            console.print(line, markup=False, soft_wrap=True)
 
     if as_markdown:
         print(bisection_markdown(found))

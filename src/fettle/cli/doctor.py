@@ -96,6 +96,6 @@ def command(
 def _print(console: Console, found: list[Finding]) -> None:
     for finding in found:
         style = _STYLES[finding.level]
-        console.print(f"[{style}]{finding.level}[/] [bold]{escape(finding.seen)}[/]", highlight=False, soft_wrap=True)
-        console.print(f"  {escape(finding.why)} [dim]{finding.check}[/]", highlight=False, soft_wrap=True)
-        console.print(f"  → {escape(finding.mend)}\n", highlight=False, soft_wrap=True)
+        console.print(f"[{style}]{finding.level}[/] [bold]{escape(finding.seen)}[/]", soft_wrap=True)
+        console.print(f"  {escape(finding.why)} [dim]{finding.check}[/]", soft_wrap=True)
+        console.print(f"  → {escape(finding.mend)}\n", soft_wrap=True)

@@ -76,10 +76,10 @@ def _print(found: Improvement, console: Console) -> None:
     for number, step in enumerate(found.steps, 1):
         gain = f"  [green]{escape(brought(step))}[/]" if brought(step) else ""
         style = "bold red" if step.status == "failed" else "bold"
-        console.print(f"[{style}]{number}. {TITLES[step.name]}[/]{gain}", highlight=False)
-        console.print(f"   {escape(step.says)}", highlight=False)
+        console.print(f"[{style}]{number}. {TITLES[step.name]}[/]{gain}")
+        console.print(f"   {escape(step.says)}")
         for line in step.lines:
-            console.print(f"   {escape(line)}", style="dim", highlight=False)
+            console.print(f"   {escape(line)}", style="dim")
         if step.passes_on:
-            console.print(f"   → {escape(step.passes_on)}", highlight=False)
-    console.print(f"\n[bold]{escape(found.headline)}[/]", highlight=False)
+            console.print(f"   → {escape(step.passes_on)}")
+    console.print(f"\n[bold]{escape(found.headline)}[/]")

@@ -88,12 +88,12 @@ def command(
 def _print(console: Console, made: Plan, note: str) -> None:
     from fettle.parallel.report import basis, notes, tables, verdict
 
-    console.print(f"\n[bold]{escape(verdict(made))}[/]", highlight=False)
+    console.print(f"\n[bold]{escape(verdict(made))}[/]")
     for table in tables(made):
         _show.print_table(console, table)
     console.print()
     for line in notes(made):
-        console.print(f"[yellow]{escape(line)}[/]", highlight=False)
+        console.print(f"[yellow]{escape(line)}[/]")
     for text in (note, basis(made)):
         if text:
-            console.print(f"[dim]{escape(text)}[/]", highlight=False)
+            console.print(f"[dim]{escape(text)}[/]")

@@ -218,21 +218,21 @@ def _print(
     from fettle.studies.page import lead
 
     for note in [*table.notes, *(done.notes if done is not None else ())]:
-        console.print(f"[dim]{escape(note)}[/]", highlight=False)
+        console.print(f"[dim]{escape(note)}[/]")
     for name, rungs in (done.steps if done is not None else {}).items():
         console.print(_ladder(name, rungs, theirs))
     for analysis in analyses:
         title = f"{analysis.group}: {analysis.response.name}" if analysis.group else analysis.response.name
-        console.print(f"\n[bold]{escape(title)}[/]", highlight=False)
-        console.print(escape(lead(analysis)), highlight=False)
+        console.print(f"\n[bold]{escape(title)}[/]")
+        console.print(escape(lead(analysis)))
         for doubt in analysis.checks.doubts if analysis.checks is not None else ():
-            console.print(f"[yellow]! {escape(doubt.text)}[/]", highlight=False)
+            console.print(f"[yellow]! {escape(doubt.text)}[/]")
         helps = [sentence for sentence in analysis.sentences if not sentence.is_surprise]
         for mark, said in (("surprise", analysis.surprises), ("helps", helps)):
             for sentence in said[:_SAID]:
-                console.print(f"  {mark}: {escape(sentence.text)}", highlight=False)
+                console.print(f"  {mark}: {escape(sentence.text)}")
             if len(said) > _SAID:
-                console.print(f"  [dim]and {len(said) - _SAID} more on the page[/]", highlight=False)
+                console.print(f"  [dim]and {len(said) - _SAID} more on the page[/]")
 
 
 def _ladder(name: str, rungs: Sequence[Rung], theirs: Mapping[str, float]) -> Grid:
