@@ -15,6 +15,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table as RichTable
 
+from fettle.files import plain
+
 if TYPE_CHECKING:
     from fettle.comparing import Comparison
     from fettle.page import Table
@@ -78,7 +80,7 @@ def answer(
 ) -> None:
     """What a command found: as JSON for machines, else said to people, with the place of its report."""
     if as_json:
-        print(json.dumps(data(), default=str))
+        print(json.dumps(plain(data())))
         return
     console = Console(highlight=False)
     say(console)

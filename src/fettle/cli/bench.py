@@ -103,11 +103,11 @@ def command(
             else:
                 _gate(target, against, against_python, settings, as_json, as_markdown)
         return
-    given = {
+    of_gate = {
         "--fail-slower": fail_slower, "--fail-memory": fail_memory, "--processes": processes, "--link": link,
         "--output": output, "--markdown": as_markdown or None,
     }  # fmt: skip
-    for name, value in given.items():
+    for name, value in of_gate.items():
         if value is not None:
             raise UsageError(f"{name} is for a gate: name what to compare with, --against REVISION")
     from fettle.comparing import bench, comparison_json

@@ -93,12 +93,11 @@ def command(
 
 def _trace(before: Path, after: Path | None, as_json: bool) -> None:
     """What the steps of a profiled loop waited for."""
-    from dataclasses import asdict
-
+    from fettle.files import plain
     from fettle.inputs.from_trace import compare_text, waits_in_trace
 
     waits = [waits_in_trace(path) for path in ((before,) if after is None else (before, after))]
-    rows = [{**asdict(item), "bound": item.bound} for item in waits]
+    rows = [{**plain(item), "bound": item.bound} for item in waits]
     achieved = waits[0].step_s / waits[1].step_s if after is not None else None
     data = {"before": rows[0], "after": rows[1] if after else None, "achieved": achieved}
     text = "\n".join(compare_text(waits))

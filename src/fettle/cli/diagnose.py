@@ -120,13 +120,11 @@ def _allowed(text: str | None) -> dict[str, int]:
 
 
 def _verified_json(item: Verified) -> dict[str, object]:
-    import msgspec
-
     return {
         "rule": item.finding.rule,
         "recipe": item.recipe,
         "beside": item.beside,
-        "speedup": msgspec.to_builtins(item.speedup),
+        "speedup": item.speedup,
         "saved": item.saved,
         "speedup_at_most": item.finding.speedup,
         "bound_kept": item.bound_kept,

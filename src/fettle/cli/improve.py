@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -57,17 +57,9 @@ def command(
     with progress(quiet=as_json) as show:
         found = improve(target, settings, show, quietly=_quiet.users_code_quiet,
                         command=shlex.join(["fettle", *sys.argv[1:]]))  # fmt: skip
-    _show.answer(as_json, lambda: _data(found), lambda console: _print(found, console), found.folder / "improve.html")
+    shown = {name: getattr(found, name) for name in ("target", "headline", "interrupted", "steps")}
+    _show.answer(as_json, lambda: shown, lambda console: _print(found, console), found.folder / "improve.html")
     _show.leave(interrupted=found.interrupted, missed=found.failed)
-
-
-def _data(found: Improvement) -> dict[str, Any]:
-    import msgspec
-
-    from fettle.files import plain
-
-    return {"target": found.target, "headline": found.headline, "interrupted": found.interrupted,
-            "steps": [plain(msgspec.to_builtins(step)) for step in found.steps]}  # fmt: skip
 
 
 def _print(found: Improvement, console: Console) -> None:

@@ -122,8 +122,8 @@ def _print_leaks(console: Console, analysis: Analysis) -> None:
         console.print(f"\nLeaks: not judged: {escape(leaks.reason)}")
         return
     if not leaks.leaks:
-        seen = leaks.reason or f"{count_text(leaks.steps, 'step')}, {leaks.step_source}"
-        console.print(f"\nLeaks: none seen ({escape(seen)})")
+        basis = leaks.reason or f"{count_text(leaks.steps, 'step')}, {leaks.step_source}"
+        console.print(f"\nLeaks: none seen ({escape(basis)})")
     for leak in leaks.leaks:
         console.print(
             f"\n[bold]Leak[/] ({leak.kind}): {size_text(leak.bytes_per_step)} a step, "

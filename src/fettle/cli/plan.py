@@ -45,6 +45,7 @@ def command(
       fettle plan train.py --world-size 16 --strategy "zero3 checkpoint=block" --strategy ddp --output plan.html
     """
     from fettle.errors import UsageError
+    from fettle.files import plain
     from fettle.page import drawn
     from fettle.parallel import plan as planning
     from fettle.parallel.report import write_plan
@@ -78,7 +79,7 @@ def command(
             write_plan(made, output)
     _show.answer(
         as_json,
-        lambda: planning.as_json(made) | {"note": note},
+        lambda: {**plain(made), "note": note},
         lambda console: _print(console, made, note),
         output,
     )

@@ -109,7 +109,8 @@ def command(
 
       fettle study --from-csv cube.csv --response "throughput (it/s)" --group-by model-arch
     """
-    from fettle.studies import analyse, read_csv, read_ladder
+    from fettle.recipe import Recipe
+    from fettle.studies import Settings, analyse, read_csv, read_ladder
     from fettle.studies.ladder_chart import unmatched
     from fettle.studies.output import study_json
 
@@ -127,8 +128,15 @@ def command(
     else:
         if response or factors or group_by:
             raise UsageError("`response`, `factors` and `group_by` are for a table, `from_csv`")
-        settings = _settings(design, technique, factor, python, order, recipe, cells, rounds, budget, mode, max_error,
-                             folder, storage, atlas, trial_timeout, under_load, polite)  # fmt: skip
+        settings = Settings(
+            design=design, techniques=_options.technique_levels(technique or []), arguments=_arguments(factor or []),
+            pythons=tuple(python or ()),
+            order=tuple(name.strip() for name in order.split(",") if name.strip()),
+            start=None if recipe is None else Recipe.parse(recipe), cells=cells, rounds=rounds,
+            budget_s=_options.duration_s(budget, "--budget") or None, mode=mode, max_error=max_error, output=folder,
+            storage=storage, atlas=atlas, trial_timeout_s=_options.duration_s(trial_timeout, "--trial-timeout"),
+            under_load=under_load, polite=polite,
+        )  # fmt: skip
         done = _measured(targets or [], settings, agreed=yes, quiet=as_json)
         table = done.table
     steps = done.steps if done is not None else {}
@@ -157,25 +165,6 @@ def _measured(targets: Sequence[str], settings: Settings, *, agreed: bool, quiet
     if isinstance(made, Plan):
         raise UsageError(f"{made}: add `yes` to run it, or `budget='30m'` for the best fraction that fits")
     return made
-
-
-def _settings(
-    design: str, technique: list[str] | None, factor: list[str] | None, python: list[str] | None, order: str,
-    recipe: str | None, cells: int | None, rounds: int, budget: str, mode: str, max_error: float, folder: Path,
-    storage: str | None, atlas: Path | None, trial_timeout: str, under_load: bool, polite: bool,
-) -> Settings:  # fmt: skip
-    from fettle.recipe import Recipe
-    from fettle.studies import Settings
-
-    return Settings(
-        design=design, techniques=_options.technique_levels(technique or []), arguments=_arguments(factor or []),
-        pythons=tuple(python or ()),
-        order=tuple(name.strip() for name in order.split(",") if name.strip()),
-        start=None if recipe is None else Recipe.parse(recipe), cells=cells, rounds=rounds,
-        budget_s=_options.duration_s(budget, "--budget") or None, mode=mode, max_error=max_error, output=folder,
-        storage=storage, atlas=atlas, trial_timeout_s=_options.duration_s(trial_timeout, "--trial-timeout"),
-        under_load=under_load, polite=polite,
-    )  # fmt: skip
 
 
 def _arguments(options: Sequence[str]) -> dict[str, list[str]]:
