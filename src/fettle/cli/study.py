@@ -110,9 +110,7 @@ def command(
       fettle study --from-csv cube.csv --response "throughput (it/s)" --group-by model-arch
     """
     from fettle.recipe import Recipe
-    from fettle.studies import Settings, analyse, read_csv, read_ladder
-    from fettle.studies.ladder_chart import unmatched
-    from fettle.studies.output import study_json
+    from fettle.studies import Settings, read_csv, read_ladder
 
     wanted = _options.outputs(output, ".csv", ".parquet", folder=True)
     folder = wanted.get("", _FOLDER)
@@ -139,11 +137,23 @@ def command(
         )  # fmt: skip
         done = _measured(targets or [], settings, agreed=yes, quiet=as_json)
         table = done.table
+    name = from_csv.name if from_csv is not None else f"{design} of {', '.join(table.groups)}"
+    _tell(folder, wanted, name, table, done, theirs, as_json)
+
+
+def _tell(
+    folder: Path, wanted: dict[str, Path], name: str, table: Table, done: Done | None, theirs: Mapping[str, float],
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Analyse what was measured, write it, and say it; `theirs` is a ladder that was published."""
+    from fettle.studies import analyse
+    from fettle.studies.ladder_chart import unmatched
+    from fettle.studies.output import study_json
+
     steps = done.steps if done is not None else {}
     if done is not None and (missing := unmatched(steps, theirs)):
         done = replace(done, notes=(*done.notes, f"published and no step of ours by that name: {', '.join(missing)}"))
     analyses = [] if steps else analyse(table)
-    name = from_csv.name if from_csv is not None else f"{design} of {', '.join(table.groups)}"
     paths = _write(folder, wanted, name, table, analyses, done, theirs)
     _show.answer(
         as_json,

@@ -53,6 +53,8 @@ _SWINGS = 1.5
 """Slowest over fastest round of the workload as given from which that is said."""
 _SMALL_SHARE = 1 / 32
 """Of the memory: weights of no more than that may be built in two processes side by side."""
+SHARED_RACES = 10_000
+"""Races of a study that several work at are numbered from here, by the place of their first trial."""
 _ENERGY_SLICE_S = 0.5
 """A GPU's counter is renewed every 20 to 100 ms (Yang, Adamek and Armour, *Part-time Power Measurements*, 2023): in the
 usual slice it may not move at all."""
@@ -193,10 +195,16 @@ class Session:
 
     def _resume(self) -> None:
         """Recall what earlier runs of the study measured."""
+        self.refresh()
+        self._earlier_s = float(self.study.note("seconds") or 0.0)
+
+    def refresh(self) -> None:
+        """Know what the study knows by now, no more and no less."""
+        self.standings.known.clear()
+        self.standings.races = Races(self.options.under_load)
         for trial in self.standings.recall(self.study, self.environments):
             self._recall(trial)
             self._race = max(self._race, trial.race)
-        self._earlier_s = float(self.study.note("seconds") or 0.0)
 
     # -- what a design asks ------------------------------------------------------------------------------------------
 
@@ -207,6 +215,19 @@ class Session:
         if missing and not (self.standings.known and self.spent()):
             self.race_unknown(missing)
         return [self.standings.known[recipe] for recipe in wanted if recipe in self.standings.known]
+
+    def measure_share(self, recipes: Sequence[Recipe], most: int) -> bool:
+        """Of `recipes` claim `most` at most that no worker on a machine like this one has measured or is about to, and
+        measure them. False where there are none."""
+        mine, place = self.study.claim([canonical(recipe) for recipe in recipes], most, self.facts)
+        try:
+            if mine:
+                self.refresh()
+                self._race = SHARED_RACES + place  # no two workers have a race of the same number
+                self.measure(mine)
+        finally:
+            self.study.give_back()
+        return bool(mine)
 
     def score(self, trial: Trial) -> float:
         """The goal as a number, smaller is better; infinite where the trial may not win."""

@@ -58,9 +58,9 @@ class Standings:
         trials = [trial for trial in study.trials() if trial.recipe.levels.get(PYTHON.name, PYTHON.default) in ours]
         for trial in trials:
             self.known[trial.recipe] = self.judged(trial)
-        races = range(1, 1 + max((trial.race for trial in trials), default=0))
-        again = [f"again in race {race}" for race in races]  # what was known by then ran in these
-        kept = [trial for note in (*again, "final race", "last race") for trial in read_trials(study.note(note))]
+        again = study.notes("again in race ")  # what was known by then ran in these
+        kept = [trial for note in (*again, study.note("final race"), study.note("last race"))
+                for trial in read_trials(note)]  # fmt: skip
         self.add([*self.known.values(), *kept])
         return trials
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
@@ -59,6 +58,9 @@ def device_of(model: Any, batch: Any) -> str:
 
 def map_tensors(change: Any, tree: Any) -> Any:
     """A copy of a tree with every tensor changed: tuples, lists, dicts, dataclasses, and what torch knows as a tree."""
+    import copy  # in the body: this source is copied into optimized.py
+    import dataclasses
+
     import torch
 
     if isinstance(tree, torch.Tensor):

@@ -252,9 +252,10 @@ def _machine() -> str:
     import platform
     from importlib import metadata
 
-    from fettle.package.host import cores, cpu
+    from fettle.machine import cpu_name
+    from fettle.package.host import cores
 
-    return f"{cpu()}, {cores()} cores, torch {metadata.version('torch')}, Python {platform.python_version()}"
+    return f"{cpu_name()}, {cores()} cores, torch {metadata.version('torch')}, Python {platform.python_version()}"
 
 
 def _print(found: SearchResult, busy: str, written: Path | None, console: Console) -> None:
