@@ -49,8 +49,9 @@ def in_tiles(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """`tiled_attention` of batch x heads x tokens x channels."""
-    out: torch.Tensor = tiled_attention(*(part.flatten(0, 1) for part in (query, key, value, rows, columns)), scale)
-    return out.view(query.shape)
+    shape = query.shape
+    query, key, value, rows, columns = (part.flatten(0, 1) for part in (query, key, value, rows, columns))
+    return tiled_attention(query, key, value, rows, columns, scale).view(shape)
 
 
 def attend_to_square(module: Any, hidden: torch.Tensor, attention: Any) -> torch.Tensor:
