@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from fettle.comparing import bench
-from fettle.diagnose.advice import ratio as ratio_of
+from fettle.diagnose.finding import ratio as ratio_of
 from fettle.machine import this_machine
 from fettle.measure import Trial, by_round, paired, ratio_interval
 from fettle.recipe import Recipe

@@ -51,6 +51,7 @@ def test_a_dict_is_tuned_and_the_result_applies_with_the_studys_inputs(tmp_path:
 
 EDITED = """
 import torch
+from torch import nn
 
 class Net(nn.Module):
     def __init__(self):

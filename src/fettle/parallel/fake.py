@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from fettle.errors import UsageError, first_line
@@ -19,7 +20,6 @@ from fettle.patches import replaced
 @contextmanager
 def fake_world(world_size: int) -> Iterator[None]:
     """A process group of `world_size` ranks that pretends to communicate; this process is rank 0."""
-    import torch.distributed as dist
     from torch.distributed._tools import fake_collectives  # noqa: F401 (registers collectives for fake tensors)
     from torch.distributed.fsdp._fully_shard import _fsdp_param
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -15,7 +15,7 @@ import os
 from collections import Counter, UserDict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from fettle.errors import UsageError, first_line
 from fettle.parallel import formulas
-from fettle.parallel.ddp import collectives_of_ddp, ddp_buckets
 from fettle.parallel.fake import fake_model, fake_tensors, fake_world, fsdp_marks
+from fettle.parallel.formulas import collectives_of_ddp, ddp_buckets
 from fettle.parallel.strategies import Strategy, apply, mesh_shape, precision_context, units_of, usual_strategies
 from fettle.parallel.timeline import Timeline, peak_of
 from fettle.parallel.workspace import Workspaces
@@ -153,11 +153,6 @@ def build_fake(target: Target) -> tuple[TrainingWorkload, FakeTensorMode, str]:
         reason = first_line(error)
     workload = load_training(target)  # raises what is really wrong with it
     return workload, mode, f"built with real weights, as its factory needs values ({reason[:120]})"
-
-
-def as_json(made: Plan) -> dict[str, Any]:
-    """The plan as plain data."""
-    return asdict(made)
 
 
 def _predict(

@@ -140,16 +140,16 @@ def _say_where(server: Server, address: Address, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"url": base, "ports": server.ports, "models": names}), flush=True)
         return
-    console = Console(stderr=True, soft_wrap=True)  # addresses in one piece
-    console.print(f"serving {', '.join(names) or 'nothing yet'} at {base}", highlight=False)
+    console = Console(stderr=True, soft_wrap=True, highlight=False)  # addresses in one piece
+    console.print(f"serving {', '.join(names) or 'nothing yet'} at {base}")
     for name in names:
-        console.print(f"  POST {base}/v2/models/{name}/infer", highlight=False)
-        console.print(f"  POST {base}/predictions/{name}", highlight=False)
+        console.print(f"  POST {base}/v2/models/{name}/infer")
+        console.print(f"  POST {base}/predictions/{name}")
     if any(isinstance(version.package.manifest.handler, Settings) for _, _, version in server.registry.versions()):
-        console.print(f"  texts by OpenAI's protocol: {base}/v1", highlight=False)
-    console.print(f"  all that can be asked: {base}/docs", highlight=False)
+        console.print(f"  texts by OpenAI's protocol: {base}/v1")
+    console.print(f"  all that can be asked: {base}/docs")
     if address.management_port is not None:
-        console.print(f"management on port {server.ports[1]}, token in {_SECRET}", highlight=False)
+        console.print(f"management on port {server.ports[1]}, token in {_SECRET}")
 
 
 def _spare(packages: list[str] | None, threads: int | None, workers: int | None) -> Spare | None:

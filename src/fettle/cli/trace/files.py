@@ -123,7 +123,7 @@ def report(
     failed = write_report(open_traces(source, fresh, own_end), output, before=earlier)
     text = f"wrote {output}" + "".join(f"\nnot answered: {line}" for line in failed)
     data = {"file": str(output), "not_answered": failed}
-    _show.answer(as_json, lambda: data, lambda console: console.print(text, highlight=False, markup=False))
+    _show.answer(as_json, lambda: data, lambda console: console.print(text, markup=False))
 
 
 @app.command()
@@ -158,4 +158,4 @@ def record(
                     raise UsageError(f"{target} raised in step {number}: {first_line(error)}") from error
                 profiler.step()
     data = {"file": str(output), "steps": active}
-    _show.answer(as_json, lambda: data, lambda console: console.print(f"wrote {output}", highlight=False))
+    _show.answer(as_json, lambda: data, lambda console: console.print(f"wrote {output}"))
