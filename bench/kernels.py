@@ -99,7 +99,8 @@ def rows() -> Iterator[dict[str, Any]]:
                 for config in configs(kind, width):
                     kernel = compiled(target, kind, width, channels, config)
                     row = {"target": target, "type": kind, "width": width, "channels": channels, **config.all_kwargs()}
-                    row = {key: value for key, value in row.items() if value is not None and key != "num_ctas"} | resources(target, kernel)
+                    row = {key: value for key, value in row.items() if value is not None and key != "num_ctas"}
+                    row |= resources(target, kernel)
                     if target.startswith("sm_"):
                         row["warps"] = occupancy(target, config.num_warps, row["registers"], row["shared"])
                     yield row

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,6 +33,18 @@ def fake_world(world_size: int) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def unpacked() -> Iterator[None]:
+    """transformers reads off position ids that no row holds several texts. Of fake ones it cannot, and would build a
+    mask, because of which grouped keys and values are repeated for all heads."""
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    if masking is None or not hasattr(masking, "find_packed_sequence_indices"):
+        yield
+        return
+    with replaced(masking, "find_packed_sequence_indices", lambda _: lambda position_ids: None):
+        yield
 
 
 def _first_chunk(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:

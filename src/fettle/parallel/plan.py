@@ -14,7 +14,7 @@ import gc
 import os
 from collections import Counter, UserDict
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from fettle.errors import UsageError, first_line
 from fettle.parallel import formulas
-from fettle.parallel.fake import fake_model, fake_tensors, fake_world, fsdp_marks
+from fettle.parallel.fake import fake_model, fake_tensors, fake_world, fsdp_marks, unpacked
 from fettle.parallel.formulas import collectives_of_ddp, ddp_buckets
 from fettle.parallel.strategies import Strategy, apply, mesh_shape, precision_context, units_of, usual_strategies
 from fettle.parallel.timeline import Timeline, peak_of
@@ -172,7 +172,10 @@ def _predict(
         units = [sum(p.numel() * p.element_size() for p in unit.parameters()) for unit in units_of(model, strategy)]
         rest = all_bytes - sum(units)
         called = apply(model, replace(strategy, compile="off"), mesh)
-        timeline, states, optimizer = _step(called, workload, batch, strategy, ranks, ranks_per_node, device, round_to)
+        own_positions = isinstance(batch, dict) and "position_ids" in batch
+        with nullcontext() if own_positions else unpacked():
+            made = _step(called, workload, batch, strategy, ranks, ranks_per_node, device, round_to)
+        timeline, states, optimizer = made
     host, extra = 0, 0
     peak = peak_of(timeline)
     if strategy.offload == "cpu":

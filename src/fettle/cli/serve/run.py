@@ -48,6 +48,8 @@ def command(
         Path | None, typer.Option(help="ask every request for this file's token; made if it is not there")
     ] = None,
     insecure: Annotated[bool, typer.Option(help="let anybody who can reach the port call, without a token")] = False,
+    certificate: Annotated[Path | None, typer.Option(help="answer HTTPS with this PEM file, and nothing else")] = None,
+    key: Annotated[Path | None, typer.Option(help="PEM file of its private key, where it is another")] = None,
     trust: Annotated[list[str] | None, typer.Option(help="SHA-256 of a handler.py that may run")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="worker processes of each model")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="threads of each worker")] = None,
@@ -86,6 +88,8 @@ def command(
 
       fettle serve smollm-1 --max-rows 32 --cache-memory 2GiB
 
+      fettle serve digits-1 --host 0.0.0.0 --token-file token --certificate server.pem --key server-key.pem
+
       fettle serve --store models --management-port 8081 --state served.json
     """
     _quiet.speak_up()
@@ -111,9 +115,10 @@ def command(
     token = token_from(token_file) if token_file is not None else ""
     address = Address(
         host, port, management_port, token, token_from(_SECRET) if management_port is not None else "", insecure,
-        log_requests=log_requests, spans=Spans() if otel else None,
+        certificate, key, log_requests=log_requests, spans=Spans() if otel else None,
     )  # fmt: skip
     address.check()
+    address.tls()  # a wrong file is told before models are loaded
     options = Options(
         store, state, tuple(trust or ()), devices, explain, spare=spare,
         override={key: value for key, value in override.items() if value is not None},
@@ -135,7 +140,7 @@ def _say_where(server: Server, address: Address, as_json: bool) -> None:
     """Where it listens, and what can be asked there."""
     from fettle.package.handlers.generate import Settings
 
-    base = f"http://{address.host}:{server.ports[0]}"
+    base = f"{'http' if address.certificate is None else 'https'}://{address.host}:{server.ports[0]}"
     names = {name: number for name, number, _ in server.registry.versions()}
     if as_json:
         print(json.dumps({"url": base, "ports": server.ports, "models": names}), flush=True)

@@ -136,6 +136,9 @@ def record(
     warmup: Annotated[int, typer.Option(min=0, help="steps to run and throw away")] = 2,
     stacks: Annotated[bool, typer.Option("--stacks", help="with Python stacks: larger and slower")] = False,
     memory: Annotated[bool, typer.Option("--memory", help="with every allocation")] = False,
+    device_only: Annotated[
+        bool, typer.Option("--device-only", help="kernels and copies without torch's operators: slows least")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Run a function step by step under the profiler and keep the trace. What the function prints is not shown.
@@ -149,7 +152,9 @@ def record(
 
     with _show.bar("recording") as show, _quiet.users_code_quiet():
         step = load_target(target)
-        with record_trace(output, warmup=warmup, active=active, stacks=stacks, memory=memory) as profiler:
+        with record_trace(
+            output, warmup=warmup, active=active, stacks=stacks, memory=memory, device_only=device_only
+        ) as profiler:
             for number in range(warmup + active):
                 show("recording", number, warmup + active)
                 try:
