@@ -54,6 +54,23 @@ def in_tiles(
     return tiled_attention(query, key, value, rows, columns, scale).view(shape)
 
 
+def by_flex_attention() -> Any:
+    """The same by torch's FlexAttention, compiled with the bias as what it does to each score."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def attend(query: Any, key: Any, value: Any, rows: Any, columns: Any, scale: float) -> Any:
+        width = columns.shape[-1]
+
+        def biased(score: Any, batch: Any, head: Any, of: Any, to: Any) -> Any:
+            return score + rows[batch, head, of, to // width] + columns[batch, head, of, to % width]
+
+        return compiled(query, key, value, score_mod=biased, scale=scale)
+
+    return attend
+
+
 def attend_to_square(module: Any, hidden: torch.Tensor, attention: Any) -> torch.Tensor:
     """What such a module computes of batch x height x width x channels, its attention by `attention`."""
     batch, height, width, _ = hidden.shape
@@ -116,5 +133,6 @@ def change_attention(model: torch.nn.Module, attention: Any) -> int:
 
 
 DECOMPOSED = (
-    relative_positions, tiled_attention, in_tiles, attend_to_square, with_decomposed_bias, change_attention,
+    relative_positions, tiled_attention, in_tiles, by_flex_attention, attend_to_square, with_decomposed_bias,
+    change_attention,
 )  # fmt: skip
