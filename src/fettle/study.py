@@ -3,27 +3,73 @@
 Each trial is one Optuna trial: its parameters are the levels, its two objectives time and error, and the whole of it
 is the user attribute ``fettle``. So a killed study goes on where it stopped, several machines can share one storage,
 and optuna-dashboard opens it. Reading a study parses JSON and never runs code.
+
+Of several that work at one study on machines alike each `Study.claim`s what it is about to measure: an Optuna trial
+that is running, with a heartbeat for as long as its process lives. Whose heartbeat stops has lost its claims.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import functools
 import hashlib
 import json
 import math
+import os
+import platform
+import secrets
+import threading
+import time
 import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 import optuna
-from optuna.trial import TrialState, create_trial
+from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
+from optuna.storages import RDBStorage
+from optuna.trial import FrozenTrial, TrialState, create_trial
+from sqlalchemy.exc import DBAPIError
 
 from fettle.errors import UsageError, first_line
 from fettle.measure import Trial
+from fettle.recipe import Recipe
 from fettle.techniques import Facts, factors, known_levels
 
 _WORKLOAD, _TRIAL, _MACHINE, _CODE = "fettle:workload", "fettle", "fettle:machine", "fettle:code"
+_OWNER, _GIVEN_BACK = "fettle:worker", "fettle:given back"
+HEARTBEAT_S = 10
+"""How often a worker says that it lives."""
+GRACE_S = 45
+"""A worker that was silent for so long has lost its claims."""
+DEATHS = 3
+"""A recipe whose worker vanished so often has failed: it may be what ends them."""
+OUTAGE_S = 300.0
+"""How long a server may be away while a study runs."""
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _lasting(call: Callable[Concatenate[Study, _P], _R]) -> Callable[Concatenate[Study, _P], _R]:
+    """Ask a server again while it is away, for `OUTAGE_S` at most."""
+
+    @functools.wraps(call)
+    def asked(self: Study, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        end = time.monotonic() + (0 if self.is_file else OUTAGE_S)
+        while True:
+            try:
+                return call(self, *args, **kwargs)
+            except (StorageInternalError, DBAPIError):
+                if time.monotonic() > end:
+                    raise
+                time.sleep(1.0)
+
+    return asked
 
 
 class Study:
@@ -32,6 +78,12 @@ class Study:
     def __init__(self, study: optuna.Study, machine_id: str) -> None:
         self._study = study
         self._machine_id = machine_id
+        self._owner = f"{platform.node()}:{os.getpid()}:{secrets.token_hex(3)}"
+        self._claims: dict[Recipe, int] = {}
+        """What this process is about to measure, and the number that Optuna's storage has for each trial."""
+        self._seen: dict[int, float] = {}
+        """When a claim without a heartbeat was first seen, by the number of its trial."""
+        self._ended: threading.Event | None = None
 
     @classmethod
     def open(
@@ -70,7 +122,7 @@ class Study:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         try:
             study = optuna.create_study(
-                study_name=name, storage=storage, directions=["minimize", "minimize"], load_if_exists=True
+                study_name=name, storage=_storage(storage), directions=["minimize", "minimize"], load_if_exists=True
             )
             owner = study.user_attrs.get(_WORKLOAD)
             if owner is None:
@@ -98,56 +150,218 @@ class Study:
         """That of the workload."""
         return str(self._study.user_attrs.get(_WORKLOAD, ""))
 
+    @property
+    def is_file(self) -> bool:
+        """Whether the storage is a file and no server."""
+        backend = getattr(self._study._storage, "_backend", self._study._storage)
+        return not isinstance(backend, RDBStorage) or backend.url.startswith("sqlite")
+
+    @property
+    def _heart(self) -> Any:
+        """The storage, which Optuna does not say can keep heartbeats."""
+        return self._study._storage
+
+    def on(self, machine_id: str) -> Study:
+        """The same study as another machine sees it."""
+        return Study(self._study, machine_id)
+
+    @_lasting
+    def machines(self) -> dict[str, Any]:
+        """What is known of each machine that took part, by its id."""
+        start = f"{_MACHINE}:"
+        attrs = self._study.user_attrs
+        return {key.removeprefix(start): value for key, value in attrs.items() if key.startswith(start)}
+
+    @_lasting
+    def workers(self) -> dict[str, int]:
+        """How many recipes each process measured that claimed them, on machines like this one; ``HOST:PID:MARK``."""
+        return dict(Counter(trial.user_attrs[_OWNER] for trial in self._finished() if _OWNER in trial.user_attrs))
+
+    @_lasting
     def trials(self) -> list[Trial]:
         """The trials measured on this machine, oldest first."""
-        found = []
-        for trial in self._study.get_trials(deepcopy=False):
-            text = trial.user_attrs.get(_TRIAL)
-            if not isinstance(text, str) or trial.user_attrs.get(_MACHINE) != self._machine_id:
-                continue
+        found: dict[Recipe, Trial] = {}
+        for trial in self._finished():
             try:
-                found.append(Trial.from_json(json.loads(text)))
+                read = Trial.from_json(json.loads(trial.user_attrs[_TRIAL]))
             except (ValueError, KeyError, msgspec.ValidationError) as error:
                 raise UsageError(f"trial {trial.number} of the study cannot be read: {first_line(error)}") from error
-        return found
+            found.setdefault(read.recipe, read)  # whoever was first has measured it
+        return list(found.values())
 
+    def _finished(self) -> list[FrozenTrial]:
+        return [trial for trial in self._ours() if isinstance(trial.user_attrs.get(_TRIAL), str)]
+
+    def _ours(self) -> list[FrozenTrial]:
+        """All trials of machines like this one, those that are claimed and those that were given up as well."""
+        every = self._study.get_trials(deepcopy=False)
+        return [trial for trial in every if trial.user_attrs.get(_MACHINE) == self._machine_id]
+
+    @_lasting
     def add(self, trial: Trial, facts: Facts = Facts()) -> None:  # noqa: B008
-        """Keep a finished trial: its parameters are what a recipe may set on such a workload."""
-        params: dict[str, Any] = {}
-        distributions: dict[str, optuna.distributions.BaseDistribution] = {}
-        known = known_levels()  # the same on every machine: a storage is shared, and Optuna's choices are fixed
-        for name, technique, _ in factors(facts):
-            if facts.mode in technique.modes:
-                params[name] = trial.recipe.levels.get(name, technique.default)
-                distributions[name] = optuna.distributions.CategoricalDistribution(known[technique.name])
+        """Keep a finished trial. One whose claim was lost is dropped: another has measured it, or is about to."""
         failed = trial.status == "failed" or math.isnan(trial.time_ms)
         error = trial.accuracy.error
-        kept = create_trial(
-            state=TrialState.FAIL if failed else TrialState.COMPLETE,
-            values=None if failed else [trial.time_ms / trial.samples, error if math.isfinite(error) else 1e9],
-            params=params,
-            distributions=distributions,
-            user_attrs={
-                _TRIAL: json.dumps(trial.to_json()),
-                _MACHINE: self._machine_id,
-                "recipe": str(trial.recipe),
-                "status": trial.status,
-                "reason": trial.reason,
-            },
-            # Optuna's own mark for a trial that breaks a constraint: positive means infeasible.
-            system_attrs={"constraints": [1.0 if trial.status == "rejected" else 0.0]},
-        )
+        values = None if failed else [trial.time_ms / trial.samples, error if math.isfinite(error) else 1e9]
+        state = TrialState.FAIL if failed else TrialState.COMPLETE
+        told = {"recipe": str(trial.recipe), "status": trial.status, "reason": trial.reason,
+                _TRIAL: json.dumps(trial.to_json())}  # fmt: skip
+        # Optuna's own mark for a trial that breaks a constraint: positive means infeasible.
+        constraints = [1.0 if trial.status == "rejected" else 0.0]
+        if trial.recipe in self._claims:
+            storage, number = self._study._storage, self._claims[trial.recipe]
+            with contextlib.suppress(UpdateFinishedTrialError):
+                storage.set_trial_system_attr(number, "constraints", constraints)
+                for key, value in told.items():
+                    storage.set_trial_user_attr(number, key, value)
+                storage.set_trial_state_values(number, state, values)
+            del self._claims[trial.recipe]
+            return
+        kept = create_trial(state=state, values=values, **_levels(trial.recipe, facts),
+                            user_attrs={**told, _MACHINE: self._machine_id},
+                            system_attrs={"constraints": constraints})  # fmt: skip
         if kept.datetime_complete and math.isfinite(trial.seconds):  # a timeline without this has points, not bars
             kept.datetime_start = kept.datetime_complete - datetime.timedelta(seconds=trial.seconds)
         self._study.add_trial(kept)
 
+    # -- several at one study ----------------------------------------------------------------------------------------
+
+    def claim(self, recipes: Sequence[Recipe], most: int, facts: Facts = Facts()) -> tuple[list[Recipe], int]:  # noqa: B008
+        """Take `most` of `recipes` at most which nobody on a machine like this one has measured or is about to; they
+        are this process's until `add` or `give_back`. With a number that no other claim has.
+
+        A recipe whose worker vanished comes alone: should it be what ended that, it ends no other's measurement. After
+        `DEATHS` of them it is a failed trial.
+        """
+        self._bury()
+        free, deaths = self._free(recipes)
+        lost = [recipe for recipe in free if deaths[str(recipe)]]
+        wanted = [recipe for recipe in free if recipe not in lost][:most] or lost[:1]
+        for recipe in wanted:
+            self._begin(recipe, facts)
+        # Each writes before it reads, and numbers grow: of two who want the same both see the smaller number.
+        won = self._won(wanted)
+        self.give_back([recipe for recipe in wanted if recipe not in won])
+        for recipe in [recipe for recipe in won if deaths[str(recipe)] >= DEATHS]:
+            del won[recipe]
+            self.add(Trial(recipe, "failed", f"the worker that measured it vanished {DEATHS} times"), facts)
+        return list(won), min(won.values(), default=0)
+
+    @_lasting
+    def give_back(self, recipes: Sequence[Recipe] | None = None) -> None:
+        """Leave what was claimed and not measured to others; by default all of it."""
+        for recipe in list(self._claims) if recipes is None else recipes:
+            number = self._claims[recipe]
+            with contextlib.suppress(UpdateFinishedTrialError):
+                self._study._storage.set_trial_user_attr(number, _GIVEN_BACK, True)
+                self._study._storage.set_trial_state_values(number, TrialState.FAIL)
+            del self._claims[recipe]
+        if not self._claims and self._ended is not None:
+            self._ended.set()
+            self._ended = None
+
+    @_lasting
+    def _begin(self, recipe: Recipe, facts: Facts) -> None:
+        """Claim a recipe: first as waiting, then with a heartbeat, then as running."""
+        storage = self._study._storage
+        attrs = {_MACHINE: self._machine_id, _OWNER: self._owner, "recipe": str(recipe)}
+        waiting = create_trial(state=TrialState.WAITING, **_levels(recipe, facts), user_attrs=attrs)
+        number = self._claims[recipe] = storage.create_new_trial(self._study._study_id, waiting)
+        self._heart.record_heartbeat(number)
+        storage.set_trial_state_values(number, TrialState.RUNNING)
+        if self._ended is None:
+            self._ended = threading.Event()
+            threading.Thread(target=self._beat, args=(self._ended,), daemon=True).start()
+
+    def _beat(self, ended: threading.Event) -> None:
+        while not ended.wait(HEARTBEAT_S):
+            for number in list(self._claims.values()):
+                with contextlib.suppress(Exception):  # a server that is away for a while
+                    self._heart.record_heartbeat(number)
+
+    @_lasting
+    def _free(self, recipes: Sequence[Recipe]) -> tuple[list[Recipe], Counter[str]]:
+        """Those that nobody measured or claims, and how often a recipe's worker vanished."""
+        taken, deaths = set(), Counter[str]()
+        for trial in self._ours():
+            if _TRIAL in trial.user_attrs or not trial.state.is_finished():
+                taken.add(trial.user_attrs.get("recipe"))
+            elif _OWNER in trial.user_attrs and _GIVEN_BACK not in trial.user_attrs:
+                deaths[trial.user_attrs["recipe"]] += 1
+        return [recipe for recipe in recipes if str(recipe) not in taken], deaths
+
+    @_lasting
+    def _won(self, recipes: Sequence[Recipe]) -> dict[Recipe, int]:
+        """Of what this process claims what is its own, with the place of each claim in the study."""
+        first: dict[str, FrozenTrial] = {}
+        for trial in self._ours():
+            if _TRIAL in trial.user_attrs or not trial.state.is_finished():
+                first.setdefault(str(trial.user_attrs.get("recipe")), trial)
+        owned = {recipe: first[str(recipe)] for recipe in recipes if str(recipe) in first}
+        return {recipe: one.number for recipe, one in owned.items() if one._trial_id == self._claims[recipe]}
+
+    @_lasting
+    def _bury(self) -> None:
+        """End the claims of processes that vanished, and of our own those that an outage made twice."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            optuna.storages.fail_stale_trials(self._study)
+        now = time.monotonic()
+        for trial in self._ours():
+            if trial.state.is_finished() or trial._trial_id in self._claims.values():
+                continue
+            waited_s = now - self._seen.setdefault(trial._trial_id, now)
+            ours = trial.user_attrs.get(_OWNER) == self._owner
+            if ours or (trial.state == TrialState.WAITING and waited_s > GRACE_S):
+                with contextlib.suppress(UpdateFinishedTrialError):
+                    self._study._storage.set_trial_user_attr(trial._trial_id, _GIVEN_BACK, True)
+                    self._study._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+
+    # -- notes -------------------------------------------------------------------------------------------------------
+
+    @_lasting
     def note(self, key: str) -> Any:
         """A fact about the study as a whole on this machine, or None."""
         return self._study.user_attrs.get(f"fettle:{key}:{self._machine_id}")
 
+    @_lasting
+    def notes(self, start: str) -> list[Any]:
+        """All facts whose keys begin so, on this machine."""
+        start, end = f"fettle:{start}", f":{self._machine_id}"
+        attrs = self._study.user_attrs
+        return [value for key, value in attrs.items() if key.startswith(start) and key.endswith(end)]
+
+    @_lasting
     def set_note(self, key: str, value: Any) -> None:
         """Keep a fact about the study as a whole on this machine; plain JSON data."""
         self._study.set_user_attr(f"fettle:{key}:{self._machine_id}", value)
+
+
+def _levels(recipe: Recipe, facts: Facts) -> dict[str, Any]:
+    """A recipe as Optuna has it: what may be set on such a workload, and what is."""
+    params: dict[str, Any] = {}
+    distributions: dict[str, optuna.distributions.BaseDistribution] = {}
+    known = known_levels()  # the same on every machine: a storage is shared, and Optuna's choices are fixed
+    for name, technique, _ in factors(facts):
+        if facts.mode in technique.modes:
+            params[name] = recipe.levels.get(name, technique.default)
+            distributions[name] = optuna.distributions.CategoricalDistribution(known[technique.name])
+    return {"params": params, "distributions": distributions}
+
+
+def _storage(url: str) -> RDBStorage:
+    """The storage at a URL. Where several begin at once on an empty server, one makes the tables."""
+    options = {} if url.startswith("sqlite") else {"pool_pre_ping": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        for attempt in range(3):
+            try:
+                return RDBStorage(url, options, heartbeat_interval=HEARTBEAT_S, grace_period=GRACE_S)
+            except DBAPIError:
+                if not options or attempt == 2:
+                    raise
+                time.sleep(0.5 + secrets.randbelow(1000) / 1000)
+    raise AssertionError
 
 
 def storage_url(storage: str | None, folder: Path) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -23,8 +23,9 @@ from fettle.recipe import Recipe
 from fettle.result import Limits
 from fettle.search import Guide, Space, Step, auto, removals, steps
 from fettle.studies import designs
+from fettle.studies.designs import Part, Plan
 from fettle.studies.environments import check_same, differences, environments_of
-from fettle.studies.plan import Part, Plan
+from fettle.studies.sharing import MACHINE, elsewhere, labels, measure_shares, shares, this_one
 from fettle.studies.table import Table
 from fettle.studies.trials import Measured, table_of
 from fettle.techniques import CATALOGUE, PYTHON, check_names
@@ -37,8 +38,6 @@ ROUNDS = 12
 """Rounds of a race. How much two processes of the same code differ is more than what so many leave open."""
 REPLICATES = 2
 """Processes of each recipe where a design has no repeats hidden in it."""
-
-"""Distributions whose versions tell environments apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +66,17 @@ class Settings:
     confidence: float = 0.95
     output: Path = Path("fettle-study")
     storage: str | None = None
+    """An Optuna storage that others may work at too: combinations are claimed before they are measured."""
     atlas: Path | None = None
     """An atlas, from which a search knows where to begin, and whose forecasts are put beside what was found."""
     trial_timeout_s: float = 900.0
     under_load: bool = False
     polite: bool = False
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether others may measure the same combinations; the steps of a ladder are each machine's own."""
+        return self.storage is not None and self.design not in designs.STEPS
 
 
 @dataclass(frozen=True)
@@ -129,8 +134,12 @@ class _Workload:
 
     def trials(self) -> list[Trial]:
         """What is known of recipes in the space."""
+        return self.within(self.known.values())
+
+    def within(self, trials: Iterable[Trial]) -> list[Trial]:
+        """Those of recipes in the space."""
         allowed = {(name, level) for name, levels in self.space.choices.items() for level in levels}
-        return [trial for recipe, trial in self.known.items() if recipe.levels.items() <= allowed]
+        return [trial for trial in trials if trial.recipe.levels.items() <= allowed]
 
     def unknown(self) -> list[Recipe]:
         """Cells that are not measured."""
@@ -166,7 +175,8 @@ def study(targets: Sequence[str], settings: Settings, on_progress: OnProgress, *
             if settings.atlas is not None and not workload.failure:
                 others = [row for row in rows if row.fingerprint != workload.session.probed.fingerprint]
                 workload.guide = guide_for(workload.session, others, settings.atlas, machine)
-        _none_failed(workloads)
+        if all(workload.failure for workload in workloads):
+            raise UsageError(workloads[0].failure)
         plan = _plan(workloads, settings, began)
         if plan.is_long and not agreed and settings.budget_s is None:
             return plan
@@ -185,14 +195,19 @@ def study(targets: Sequence[str], settings: Settings, on_progress: OnProgress, *
     notes = (
         *(plan.notes if plan else ()),
         *differences(environments.values()),
-        *_failures(workloads),
+        *(f"{w.name} was not measured: {w.failure}" for w in workloads if w.failure),
         *(n for w in workloads for n in w.session.notes),
+        *(n for w in workloads if not w.failure for n in shares(w.name, w.session.study.workers())),
     )
-    measured = [_measured(workload) for workload in workloads if workload.failure or workload.known]
+    measured = [one for workload in workloads if workload.failure or workload.known for one in _measured(workload)]
     if not measured:
         raise KeyboardInterrupt
+    outside = {**settings.arguments}
+    if machines := list(dict.fromkeys(one.arguments[MACHINE] for one in measured if MACHINE in one.arguments)):
+        outside[MACHINE] = machines
+        measured = [replace(one, arguments={MACHINE: machines[0], **one.arguments}) for one in measured]
     return Done(
-        settings.design, table_of(measured, settings.arguments),
+        settings.design, table_of(measured, outside),
         {workload.name: _rungs(workload) for workload in workloads if workload.steps},
         machine, time.monotonic() - began, interrupted, notes,
     )  # fmt: skip
@@ -270,9 +285,9 @@ def _open(workload: _Workload, settings: Settings, machine: Machine) -> None:
         return
     replicates = REPLICATES if settings.design in designs.STEPS else 1
     session.rules = replace(session.rules, equal_rounds=settings.rounds, replicates=replicates)
-    space, _ = space_for(session.facts, check_techniques(settings.techniques), session.plan.rules_out, session.cost)
+    space, _ = space_for(session.facts, check_techniques(settings.techniques), session.plan.rules_out, session.costs.of)
     choices = {PYTHON.name: (PYTHON.default, *workload.environments), **space.choices}
-    names = sorted(choices, key=lambda name: _place(name, settings.order))
+    names = sorted(choices, key=lambda name: settings.order.index(name) if name in settings.order else len(choices))
     workload.space = replace(space, choices={name: choices[name] for name in names})
     if clash := [name for name in settings.arguments if len(choices.get(name, ())) > 1]:
         raise UsageError(
@@ -281,22 +296,11 @@ def _open(workload: _Workload, settings: Settings, machine: Machine) -> None:
         )
     if settings.design not in designs.STEPS:
         workload.cells = designs.cells(settings.design, workload.space, settings.start or Recipe(), settings.cells)
+    if settings.is_shared:
+        measure_shares(session, [Recipe()], 1, math.inf)
     if not session.measure([Recipe()])[0].ok:
         workload.failure = f"as given it does not run: {workload.known[Recipe()].reason}"
     session.held.close()  # the next workload may need the memory
-
-
-def _place(name: str, order: Sequence[str]) -> int:
-    return order.index(name) if name in order else len(order)
-
-
-def _none_failed(workloads: Sequence[_Workload]) -> None:
-    if all(workload.failure for workload in workloads):
-        raise UsageError(workloads[0].failure)
-
-
-def _failures(workloads: Sequence[_Workload]) -> list[str]:
-    return [f"{workload.name} was not measured: {workload.failure}" for workload in workloads if workload.failure]
 
 
 def _plan(workloads: Sequence[_Workload], settings: Settings, began: float) -> Plan:
@@ -308,7 +312,7 @@ def _plan(workloads: Sequence[_Workload], settings: Settings, began: float) -> P
         session = workload.session
         if settings.design in designs.STEPS:
             most = designs.about(settings.design, workload.space, settings.start)
-            each_s = session.seconds_for(Recipe(), settings.rounds)
+            each_s = session.costs.seconds_for(Recipe(), settings.rounds)
             seconds = most * each_s if settings.budget_s is None else min(most * each_s, settings.budget_s)
             parts.append(Part(workload.name, most, len(workload.trials()), seconds))
             continue
@@ -329,9 +333,9 @@ def _plan(workloads: Sequence[_Workload], settings: Settings, began: float) -> P
 
 def _seconds(workload: _Workload, settings: Settings) -> list[float]:
     """What each unknown cell is expected to take, its share of what runs in each race beside it in it."""
-    session, replicates = workload.session, workload.session.rules.replicates
-    beside_s = 2 * settings.rounds * (session.seconds_for(Recipe(), 1) - session.seconds_for(Recipe(), 0)) / TOGETHER
-    return [replicates * session.seconds_for(recipe, settings.rounds) + beside_s for recipe in workload.unknown()]
+    costs, replicates = workload.session.costs, workload.session.rules.replicates
+    beside_s = 2 * settings.rounds * (costs.seconds_for(Recipe(), 1) - costs.seconds_for(Recipe(), 0)) / TOGETHER
+    return [replicates * costs.seconds_for(recipe, settings.rounds) + beside_s for recipe in workload.unknown()]
 
 
 def _measure(workload: _Workload, settings: Settings, began: float) -> None:
@@ -345,6 +349,10 @@ def _measure(workload: _Workload, settings: Settings, began: float) -> None:
             found = auto(space, session, guide=workload.guide)
             start = found.recipe if found else Recipe()
         workload.steps = removals(space, session, start)
+        return
+    if settings.is_shared:
+        deadline = math.inf if settings.budget_s is None else began + settings.budget_s
+        measure_shares(session, workload.cells, TOGETHER, deadline)
         return
     while left := workload.unknown():
         before = len(left)
@@ -362,21 +370,33 @@ def _told(guide: Guide, workload: _Workload) -> list[str]:
     return [f"{workload.name}: {line}" for line in guide.summary()]
 
 
-def _measured(workload: _Workload) -> Measured:
+def _measured(workload: _Workload) -> list[Measured]:
+    """What was measured of a workload: here, and where other kinds of machines share the study, on each of them."""
     if workload.failure:
-        return Measured(workload.group, workload.arguments, {}, [Trial(Recipe(), "failed", reason=workload.failure)])
-    return Measured(workload.group, workload.arguments, workload.space.choices, workload.trials())
+        return [Measured(workload.group, workload.arguments, {}, [Trial(Recipe(), "failed", reason=workload.failure)])]
+    choices = workload.space.choices
+    ours = Measured(workload.group, workload.arguments, choices, workload.trials())
+    others = elsewhere(workload.session)
+    if not others:
+        return [ours]
+    here = this_one(workload.session)
+    names = labels([here, *(machine for machine, _ in others)])
+    return [
+        replace(ours, arguments={**ours.arguments, MACHINE: names[here.id]}),
+        *(Measured(ours.group, {**ours.arguments, MACHINE: names[machine.id]}, choices, workload.within(trials))
+          for machine, trials in others),
+    ]  # fmt: skip
 
 
 def _rungs(workload: _Workload) -> list[Rung]:
     """The steps with what all races say of them together."""
     known = workload.known
-    given = known[Recipe()]
+    baseline = known[Recipe()]
     rungs = []
     for step in workload.steps:
         trial = known.get(step.trial.recipe, step.trial)
         ratio = trial.speedup if trial.recipe.levels else Interval(1.0, 1.0, 1.0)
-        rate = given.throughput * ratio.estimate if ratio is not None else math.nan
+        rate = baseline.throughput * ratio.estimate if ratio is not None else math.nan
         rungs.append(Rung(
             step.label, str(trial.recipe), step.kept, trial.status, trial.reason,
             None if trial.status == "failed" else ratio, rate, trial.peak_bytes, trial.accuracy.error,

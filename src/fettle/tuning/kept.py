@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import msgspec
 import optuna
@@ -11,6 +11,7 @@ import optuna
 from fettle.atlas import Row, rows_of, subject
 from fettle.errors import UsageError, first_line
 from fettle.machine import Machine
+from fettle.measure import Trial
 from fettle.result import Limits
 from fettle.study import Study
 from fettle.techniques import Facts
@@ -50,8 +51,13 @@ def _rows(study: Study, machine: Machine, family: str) -> list[Row]:
     probed = study.note("probe")
     if not isinstance(probed, Mapping) or "facts" not in probed:
         return []
-    standings = Standings("throughput", Limits(max_error=None), Races())
-    trials = [standings.known[trial.recipe] for trial in standings.recall(study)]
+    trials = recalled(study, Limits(max_error=None))
     about = subject(study.name, study.fingerprint, msgspec.convert(probed["facts"], Facts),
                     probed.get("features", {}), machine, probed.get("peaks", {}), family)  # fmt: skip
     return rows_of(about, trials)
+
+
+def recalled(study: Study, limits: Limits, environments: Collection[str] = ()) -> list[Trial]:
+    """What a study knows of one machine, with what all races there say together."""
+    standings = Standings("throughput", limits, Races())
+    return [standings.known[trial.recipe] for trial in standings.recall(study, environments)]

@@ -281,7 +281,7 @@ def _print(runs: list[Run], changes: list[Change], console: Console) -> None:
     loads, notes = table.columns[1:], [_row(run)[-1] for run in runs]
     for load, note in zip(loads, notes, strict=True):
         if note:
-            console.print(f"{load}: {note}", style="yellow", highlight=False, markup=False)
+            console.print(f"{load}: {note}", style="yellow", markup=False)
     if changes:
         _show.print_table(console, _changes(changes))
 

@@ -42,6 +42,8 @@ def hta(traces: list[Trace]) -> Answer:
         for name in ("temporal_breakdown", "kernel_types", "idle_breakdown", "queue_summary", "kernel_statistics")
     }
     notes: dict[str, Any] = {f"overlap of rank {t.rank} (%)": h.communication_overlap(t) for t in traces}
+    differs = {f"HTA itself may differ (rank {t.rank})": "; ".join(h.deviations(t)) for t in traces}
+    notes |= {what: why for what, why in differs.items() if why}
     breakdown = frames["temporal_breakdown"]
     if (breakdown["non_compute_us"] < 0).any() or (breakdown["compute_us"] < 0).any():
         notes["negative times"] = "rounding both ends of events inward makes short ones negative, as it does there"
@@ -123,7 +125,7 @@ def report(
     failed = write_report(open_traces(source, fresh, own_end), output, before=earlier)
     text = f"wrote {output}" + "".join(f"\nnot answered: {line}" for line in failed)
     data = {"file": str(output), "not_answered": failed}
-    _show.answer(as_json, lambda: data, lambda console: console.print(text, highlight=False, markup=False))
+    _show.answer(as_json, lambda: data, lambda console: console.print(text, markup=False))
 
 
 @app.command()
@@ -136,6 +138,9 @@ def record(
     warmup: Annotated[int, typer.Option(min=0, help="steps to run and throw away")] = 2,
     stacks: Annotated[bool, typer.Option("--stacks", help="with Python stacks: larger and slower")] = False,
     memory: Annotated[bool, typer.Option("--memory", help="with every allocation")] = False,
+    device_only: Annotated[
+        bool, typer.Option("--device-only", help="kernels and copies without torch's operators: slows least")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Run a function step by step under the profiler and keep the trace. What the function prints is not shown.
@@ -149,7 +154,9 @@ def record(
 
     with _show.bar("recording") as show, _quiet.users_code_quiet():
         step = load_target(target)
-        with record_trace(output, warmup=warmup, active=active, stacks=stacks, memory=memory) as profiler:
+        with record_trace(
+            output, warmup=warmup, active=active, stacks=stacks, memory=memory, device_only=device_only
+        ) as profiler:
             for number in range(warmup + active):
                 show("recording", number, warmup + active)
                 try:
@@ -158,4 +165,4 @@ def record(
                     raise UsageError(f"{target} raised in step {number}: {first_line(error)}") from error
                 profiler.step()
     data = {"file": str(output), "steps": active}
-    _show.answer(as_json, lambda: data, lambda console: console.print(f"wrote {output}", highlight=False))
+    _show.answer(as_json, lambda: data, lambda console: console.print(f"wrote {output}"))

@@ -1,0 +1,104 @@
+"""One study on several machines: who measures what, and what others measured.
+
+Workers on machines alike share the combinations: each claims a race's worth of them, measures those beside the workload
+as given in a race of its own, and claims more. Machines that differ measure all of them each, and are the levels of a
+factor. A device has one worker at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from fettle.errors import UsageError
+from fettle.machine import Machine
+from fettle.measure import Trial
+from fettle.recipe import Recipe
+from fettle.tuning import Session, recalled
+
+MACHINE = "machine"
+"""The factor."""
+_LOOK_S = 1.0
+"""How often others' work is looked at."""
+
+
+def measure_shares(session: Session, cells: Sequence[Recipe], most: int, deadline: float) -> None:
+    """Measure `cells` together with whoever else is at it, `most` a race, until all are known or until `deadline`
+    (`time.monotonic`)."""
+    waiting = False
+    while time.monotonic() < deadline:
+        left = [cell for cell in cells if cell not in session.standings.known]
+        if not left:
+            return
+        with one_at_a_time(session):
+            busy = session.measure_share(left, most)
+        if not busy:
+            if not waiting:
+                session.report("others measure what is left")
+            time.sleep(_LOOK_S)
+            session.refresh()
+        waiting = not busy
+
+
+@contextlib.contextmanager
+def one_at_a_time(session: Session) -> Iterator[None]:
+    """Hold the device: of all workers of this user on it one measures at a time."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all") if session.facts.device != "cpu" else ""
+    name = re.sub(r"[^\w,]+", "-", f"fettle-{os.getuid()}-{session.facts.device}{visible}")
+    path = Path(tempfile.gettempdir()) / f"{name}.lock"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise UsageError(f"{path}: the device cannot be taken ({error.strerror})") from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            session.report("another worker measures on this device")
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def elsewhere(session: Session) -> list[tuple[Machine, list[Trial]]]:
+    """What other kinds of machines measured of the same workload, each by its own races."""
+    found = []
+    for name, facts in session.study.machines().items():
+        if name != this_one(session).id:
+            trials = recalled(session.study.on(name), session.standings.limits, session.environments)
+            if trials:
+                found.append((msgspec.convert(facts, Machine), trials))
+    return found
+
+
+def this_one(session: Session) -> Machine:
+    """The machine as the study has it."""
+    return msgspec.convert(session.study.note("machine"), Machine)
+
+
+def labels(machines: Sequence[Machine]) -> dict[str, str]:
+    """A short name for each, by id."""
+    names = {one.id: re.sub(r"[^\w.]+", "-", _name(one)).strip("-") for one in machines}
+    counts = list(names.values())
+    return {key: name if counts.count(name) == 1 else f"{name}-{key[:4]}" for key, name in names.items()}
+
+
+def _name(machine: Machine) -> str:
+    return ", ".join(machine.gpus) or f"{machine.cpu} x{machine.cores}"
+
+
+def shares(name: str, workers: Mapping[str, int]) -> list[str]:
+    """Who measured how much, for people; nothing where it was one."""
+    if len(workers) < 2:
+        return []
+    each = ", ".join(f"{':'.join(worker.split(':')[:2])} {count}" for worker, count in sorted(workers.items()))
+    return [f"{name}: measured by {len(workers)} workers: {each}"]

@@ -1,0 +1,286 @@
+"""Several workers at one study: who measures what, and what becomes of the work of one that vanishes."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import optuna
+import pytest
+
+from fettle import study as room
+from fettle.measure import Trial
+from fettle.recipe import Recipe
+from fettle.study import Study
+
+ONE, TWO, THREE = (Recipe.parse(text) for text in ("precision=bf16", "compile=default", "grad=inference_mode"))
+
+
+@pytest.fixture
+def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Study, Study]:
+    """Two workers on machines alike; who is silent for a second has vanished."""
+    monkeypatch.setattr(room, "HEARTBEAT_S", 1)
+    monkeypatch.setattr(room, "GRACE_S", 1)
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    return Study.open("net", url, "weights", "here"), Study.open("net", url, "weights", "here")
+
+
+def _silent(worker: Study) -> None:
+    """What `kill -9` does to its heartbeat."""
+    assert worker._ended is not None
+    worker._ended.set()
+
+
+def _claimed_at_last(worker: Study, recipes: list[Recipe], most: int) -> list[Recipe]:
+    """What it gets as soon as there is something to be had."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        if found := worker.claim(recipes, most)[0]:
+            return found
+        time.sleep(0.1)
+    raise AssertionError("nothing was to be had")
+
+
+def test_nobody_measures_what_another_is_about_to_and_no_two_claims_have_the_same_number(two):
+    first, second = two
+    mine, number = first.claim([ONE, TWO, THREE], 2)
+    theirs, other = second.claim([ONE, TWO, THREE], 2)
+    assert (mine, theirs) == ([ONE, TWO], [THREE])
+    assert number != other
+    assert second.claim([ONE, TWO, THREE], 2)[0] == []
+    for worker, recipes in ((first, mine), (second, theirs)):
+        for recipe in recipes:
+            worker.add(Trial(recipe, "measured", time_ms=1.0))
+    assert (
+        {trial.recipe for trial in first.trials()} == {trial.recipe for trial in second.trials()} == {ONE, TWO, THREE}
+    )
+    assert sorted(first.workers().values()) == [1, 2]
+
+
+def test_of_two_that_claim_at_once_one_has_it(two):
+    first, second = two
+    first._begin(ONE, room.Facts())
+    second._begin(ONE, room.Facts())
+    assert list(first._won([ONE])) == [ONE]
+    assert list(second._won([ONE])) == []
+
+
+def test_what_is_given_back_is_anothers(two):
+    first, second = two
+    first.claim([ONE, TWO], 2)
+    first.add(Trial(ONE, "failed", "it broke"))
+    first.give_back()
+    assert second.claim([ONE, TWO], 2)[0] == [TWO]  # ONE has failed, and is known
+
+
+def test_the_claims_of_one_that_vanished_are_taken_over_one_by_one_and_its_late_answer_is_dropped(two):
+    first, second = two
+    first.claim([ONE, TWO], 2)
+    _silent(first)
+    assert _claimed_at_last(second, [ONE, TWO], 2) == [ONE]
+    second.add(Trial(ONE, "measured", time_ms=2.0))
+    first.add(Trial(ONE, "measured", time_ms=1.0))  # it was only stopped, and goes on
+    first.add(Trial(TWO, "measured", time_ms=1.0))
+    assert [(trial.recipe, trial.time_ms) for trial in second.trials()] == [(ONE, 2.0)]
+    assert second.claim([ONE, TWO], 2)[0] == [TWO]
+
+
+def test_what_ends_each_of_its_workers_is_a_failed_trial(two, monkeypatch):
+    monkeypatch.setattr(room, "DEATHS", 1)
+    first, second = two
+    first.claim([ONE], 1)
+    _silent(first)
+    end = time.monotonic() + 60
+    while not second.trials() and time.monotonic() < end:
+        assert second.claim([ONE], 1)[0] == []
+        time.sleep(0.1)
+    assert [(trial.status, trial.reason) for trial in second.trials()] == [
+        ("failed", "the worker that measured it vanished 1 times")
+    ]
+
+
+def test_other_machines_have_claims_and_figures_of_their_own(two):
+    first, _ = two
+    there = first.on("there")
+    first.claim([ONE], 1)
+    assert there.claim([ONE], 1)[0] == [ONE]
+    there.add(Trial(ONE, "measured", time_ms=9.0))
+    assert first.trials() == []
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+WORK = """
+import torch
+from torch import nn
+
+def workload():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
+    return model.eval(), [torch.randn(4, 64) for _ in range(4)]
+"""
+WORDS = ["--technique=grad=grad,no_grad,inference_mode", "--technique=precision=fp32,bf16",
+         "--technique=channels_last=off", "--technique=matmul=highest", "--technique=threads=as-given,1",
+         "--technique=allocator=default", "--technique=attention=as-is", "--technique=quantize=none",
+         "--technique=compile=off", "--technique=runtime=torch", "--rounds=3"]  # fmt: skip
+CELLS = 12
+WORKER = "from fettle import study, cli; study.HEARTBEAT_S, study.GRACE_S = 1, 10; cli.main()"
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Iterator["Workers"]:
+    found = Workers(tmp_path)
+    yield found
+    found.end()
+
+
+class Workers:
+    """Processes that run the same command on one storage."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.all = folder, list[subprocess.Popen[bytes]]()
+        (folder / "work.py").write_text(WORK)
+
+    def start(self, storage: str, count: int, *, apart: bool) -> None:
+        """`apart`: each as if it were on a machine of its own, where no other holds the device."""
+        for _ in range(count):
+            own = self.folder / f"worker-{len(self.all)}"
+            own.mkdir()
+            env = {**os.environ, **({"TMPDIR": f"{own}"} if apart else {})}
+            words = ["study", "work.py", *WORDS, f"--storage={storage}", f"--output={own / 'out'}", "--json"]
+            with (own / "said").open("wb") as said, (own / "err").open("wb") as err:
+                self.all.append(subprocess.Popen([sys.executable, "-c", WORKER, *words], cwd=self.folder, env=env,
+                                                 stdout=said, stderr=err))  # fmt: skip
+
+    def said(self, number: int) -> dict[str, object]:
+        """What one said in the end."""
+        code = self.all[number].wait(600)
+        assert code == 0, (self.folder / f"worker-{number}" / "err").read_text()
+        return json.loads((self.folder / f"worker-{number}" / "said").read_text())
+
+    def end(self) -> None:
+        for process in self.all:
+            process.kill()
+            process.wait()
+
+
+def _all_trials(storage: str) -> list[optuna.trial.FrozenTrial]:
+    try:
+        (name,) = optuna.get_all_study_names(storage)
+        return optuna.load_study(study_name=name, storage=storage).trials
+    except Exception:  # not made yet, or the server is away
+        return []
+
+
+def _owner_at_work(storage: str, workers: Workers, but: int = -1) -> int:
+    """The first worker that is in the middle of a race of a few, by its place; not `but`."""
+    pids = {process.pid: place for place, process in enumerate(workers.all)}
+    end = time.monotonic() + 300
+    while time.monotonic() < end:
+        held = Counter(trial.user_attrs["fettle:worker"] for trial in _all_trials(storage)
+                       if trial.state == optuna.trial.TrialState.RUNNING)  # fmt: skip
+        for owner, count in held.items():
+            place = pids[int(owner.split(":")[-2])]
+            if count > 1 and place != but:
+                return place
+        time.sleep(0.05)
+    raise AssertionError("nobody measures")
+
+
+def _measured(storage: str) -> Counter[str]:
+    return Counter(trial.user_attrs["recipe"] for trial in _all_trials(storage) if "fettle" in trial.user_attrs)
+
+
+@pytest.mark.slow
+def test_of_three_workers_one_is_killed_and_the_others_measure_what_it_had_claimed(tmp_path: Path, workers: Workers):
+    storage = f"sqlite:///{tmp_path / 'shared.db'}"
+    workers.start(storage, 3, apart=False)
+    killed = _owner_at_work(storage, workers)
+    workers.all[killed].send_signal(signal.SIGKILL)
+    lost = [trial.user_attrs["recipe"] for trial in _all_trials(storage) if not trial.state.is_finished()]
+    said = [workers.said(place) for place in range(3) if place != killed]
+    measured = _measured(storage)
+    assert len(measured) == CELLS
+    assert set(measured.values()) == {1}
+    assert lost
+    assert set(lost) <= set(measured)
+    for data in said:
+        assert len(data["experiments"]) == CELLS
+        assert all(row["ms_per_sample"] > 0 for row in data["experiments"])
+        assert any("measured by" in note and "workers" in note for note in data["notes"])
+    assert all(trial.state.is_finished() for trial in _all_trials(storage))
+
+
+@pytest.fixture
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Server"]:
+    programs = sorted(Path("/usr/lib/postgresql").glob("*/bin")) if Path("/usr/lib/postgresql").is_dir() else []
+    if not programs:
+        pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
+    pytest.importorskip("psycopg", reason="psycopg is not installed: pip install 'torch-fettle[postgresql]'")
+    found = Server(programs[-1])
+    yield found
+    found.end()
+
+
+class Server:
+    """A PostgreSQL of our own on loopback."""
+
+    def __init__(self, programs: Path) -> None:
+        self.programs, self.folder = programs, Path(tempfile.mkdtemp(prefix="fettle-postgres-"))
+        self.user = {"user": "postgres", "group": "postgres"} if os.getuid() == 0 else {}  # it refuses to run as root
+        if self.user:
+            shutil.chown(self.folder, "postgres", "postgres")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.options = f"-p {port} -k {self.folder} -c listen_addresses=127.0.0.1 -c fsync=off"
+        self._run("initdb", "-D", f"{self.folder / 'data'}", "-U", "fettle", "-A", "trust")
+        self.start()
+        self.url = f"postgresql://fettle@127.0.0.1:{port}/postgres"
+
+    def start(self) -> None:
+        self._run("pg_ctl", "-D", f"{self.folder / 'data'}", "-l", f"{self.folder / 'log'}", "-o", self.options,
+                  "-w", "start")  # fmt: skip
+
+    def stop(self) -> None:
+        self._run("pg_ctl", "-D", f"{self.folder / 'data'}", "-m", "immediate", "-w", "stop")
+
+    def end(self) -> None:
+        self.stop()
+        shutil.rmtree(self.folder)
+
+    def _run(self, program: str, *words: str) -> None:
+        subprocess.run([self.programs / program, *words], check=True, cwd=self.folder, stdout=subprocess.DEVNULL,
+                       **self.user)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_on_a_server_that_restarts_one_worker_is_killed_and_one_stopped_for_a_while(workers: Workers, server: Server):
+    workers.start(server.url, 4, apart=True)
+    stopped = _owner_at_work(server.url, workers)
+    workers.all[stopped].send_signal(signal.SIGSTOP)
+    killed = _owner_at_work(server.url, workers, but=stopped)
+    workers.all[killed].send_signal(signal.SIGKILL)
+    server.stop()
+    server.start()
+    others = [place for place in range(4) if place not in (stopped, killed)]
+    for place in others:
+        workers.said(place)
+    before = _measured(server.url)
+    workers.all[stopped].send_signal(signal.SIGCONT)
+    said = [workers.said(place) for place in (*others, stopped)]
+    assert len(before) == CELLS
+    assert set(before.values()) == {1}
+    assert _measured(server.url) == before
+    assert [len(data["experiments"]) for data in said] == [24, CELLS, CELLS]
+    figures = [{(row["grad"], row["precision"], row["threads"]): row["ms_per_sample"]
+                for row in data["experiments"]} for data in said]  # fmt: skip
+    assert figures[0] == figures[1] == figures[2]
