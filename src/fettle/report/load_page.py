@@ -13,8 +13,7 @@ import altair as alt
 
 from fettle.files import write_text
 from fettle.page import Figure, Table, as_spec, clean, shell, theme
-from fettle.page.marks import Rows, level, sized
-from fettle.page.theme import ACCENT, LEVERS
+from fettle.page.theme import ACCENT, LEVERS, Rows, level, sized
 
 Data = Mapping[str, Any]
 _MOST_LINES = 8
