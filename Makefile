@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-all lint docs gpu-check clean
+.PHONY: demo test test-all lint docs gpu-check gpu-bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -20,8 +20,12 @@ test: $(STAMP)
 test-all: $(STAMP)
 	HYPOTHESIS_PROFILE=default $(BIN)/pytest
 
+# Both need a Python with torch for a GPU. They go on where they were stopped, and end with one file to send back.
 gpu-check:
-	$(PYTHON) -m pytest -m gpu
+	$(PYTHON) bench/gpu.py --only tests-
+
+gpu-bench:
+	$(PYTHON) bench/gpu.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports --no-cache

@@ -100,7 +100,7 @@ def main() -> None:
                 if way == "with":
                     predictor = Predictor(others, about[model.name], max_error=0.02, guess_s=_guess(session))
                     guide = Guide(predictor)
-                leader = auto(replace(space, cost=session.cost), session, guide=guide)
+                leader = auto(replace(space, cost=session.costs.of), session, guide=guide)
                 assert leader is not None
                 found[model.name][way] = {"seconds": round(world.now), "trials": len(session.standings.known),
                                           "regret": round(model.time_ms(leader.recipe) / best, 4)}  # fmt: skip
@@ -117,7 +117,7 @@ def main() -> None:
 
 
 def _guess(session):
-    return lambda recipe: session.seconds_for(recipe, 6)
+    return lambda recipe: session.costs.seconds_for(recipe, 6)
 
 
 def _recorded(model: Model, every, ready) -> list[Trial]:

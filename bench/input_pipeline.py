@@ -35,9 +35,8 @@ from scipy.stats import binom
 from fettle.inputs import Measured, Setting, measure_and_search
 from fettle.inputs.from_trace import compare_text, waits_in_trace
 from fettle.inputs.journal import Journal
-from fettle.inputs.limits import room
 from fettle.inputs.race import Race
-from fettle.inputs.setting import WITHIN, ratio
+from fettle.inputs.setting import WITHIN, ratio, room
 from fettle.machine import this_machine
 
 HERE = Path(__file__).parent

@@ -227,7 +227,7 @@ def _recording(on: bool, steps: int) -> Iterator[_Record]:
         yield record
         return
     from fettle.memory.cpu import events_in_time
-    from fettle.parallel.allocations import allocations
+    from fettle.parallel.workspace import allocations
 
     with allocations() as taken:
         yield record

@@ -15,10 +15,11 @@ import re
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from fettle.comparing import bench
-from fettle.diagnose.advice import ratio as ratio_of
+from fettle.diagnose.finding import ratio as ratio_of
 from fettle.machine import this_machine
 from fettle.measure import Trial, by_round, paired, ratio_interval
 from fettle.recipe import Recipe
@@ -61,16 +62,19 @@ def _with_choices(result: Result) -> RecipeFile:
     return RecipeFile(levels=dict(result.recipe.levels), evidence=result.learned)
 
 
-def measure(name: str, budget_s: float, rounds: int) -> dict:
-    """Tune one workload, then race its winner with the peers."""
-    target = str(HERE.parent / "workloads" / f"{name}.py")
+def measure(
+    name: str, budget_s: float, rounds: int, target: str = "", kept: Path | None = None,
+    peers: Mapping[str, str] = PEERS,
+) -> dict:  # fmt: skip
+    """Tune one workload, then race its winner with the peers. Its study is left in `kept`, and goes on from there."""
+    target = target or str(HERE.parent / "workloads" / f"{name}.py")
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as output:
-        result = tune(target, budget_s=budget_s, output=output, on_progress=_tell)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+        result = tune(target, budget_s=budget_s, output=kept or scratch, on_progress=_tell)
     tuned_s = time.monotonic() - started
     facts, winner = result.facts, result.recipe
     labels, recipes = [], []
-    for label, text in PEERS.items():
+    for label, text in peers.items():
         recipe = _possible(Recipe.parse(text), facts)
         if recipe is not None:
             labels.append(label)

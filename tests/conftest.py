@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +27,10 @@ from fettle import comparing
 from fettle.cli import main
 from fettle.gate import racing
 from fettle.tuning import Effort, session
+
+# What one run of the tests compiled or read, the next must not find.
+_CACHE = tempfile.TemporaryDirectory(prefix="fettle-cache-")
+os.environ["FETTLE_CACHE"] = _CACHE.name
 
 # Two tests run at a time, so the machine is never quiet: none waits for it (that is for tests/measure/test_rounds.py).
 session.WAITING = session._UNLIMITED_WAIT_S = comparing._WAIT_S = racing._WAIT_S = 0.0

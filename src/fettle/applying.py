@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, overload
 
+import torch
+
 from fettle.errors import UsageError
 from fettle.machine import this_machine
 from fettle.recipe import Recipe
@@ -101,8 +103,6 @@ def with_inputs(
 
 def _built(target: Target) -> Workload | TrainingWorkload:
     """What a target's factory makes with torch's seed 0, which leaves the caller's own random numbers alone."""
-    import torch
-
     with torch.random.fork_rng():
         made, mode = make(target)
         return load_training(target, made=made) if mode == "training" else target.load(made)

@@ -119,7 +119,8 @@ def _check_one(batch: Any, takes: _Signature | None) -> None:
 
 def _check_list(items: Sequence[Any], takes: _Signature | None) -> None:
     """A list whose items cannot each be a batch of one argument."""
-    if takes is not None and takes.least > 1 and items and not any(map(_is_spread, items)):
+    single = not any(_is_arguments(item) or isinstance(item, Mapping) for item in items)
+    if takes is not None and takes.least > 1 and items and single:
         letters = _letters(takes.least)
         raise UsageError(
             f"the inputs are a list of {len(items)} single values, and the model is called {takes.name}: write "
@@ -163,10 +164,6 @@ def _is_arguments(batch: Any) -> bool:
 
 def _is_keywords(batch: Any) -> bool:
     return type(batch) is dict and all(isinstance(key, str) for key in batch)
-
-
-def _is_spread(batch: Any) -> bool:
-    return _is_arguments(batch) or isinstance(batch, Mapping)
 
 
 def _letters(count: int) -> str:

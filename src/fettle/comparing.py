@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fettle.errors import UsageError
+from fettle.files import plain
 from fettle.machine import Machine, this_machine
 from fettle.measure import Rules, Trial, close_all, may_go_first, verdict
 from fettle.recipe import Recipe
@@ -170,11 +171,9 @@ def _race(
 
 def comparison_json(comparison: Comparison) -> dict[str, Any]:
     """A comparison as plain data."""
-    import msgspec
-
     return {
         "workload": comparison.name,
-        "machine": msgspec.to_builtins(comparison.machine),
+        "machine": plain(comparison.machine),
         "trials": [
             {**trial.to_json(), "verdict": word}
             for trial, word in zip(comparison.trials, comparison.verdicts, strict=True)

@@ -11,10 +11,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from fettle.errors import UsageError
 
 MOST_BYTES = 64 << 20
 """Of a file from outside, where nothing larger is to be expected."""
+
+
+def cache_folder(name: str) -> Path:
+    """Where what can be made again is kept: $FETTLE_CACHE or the user's cache folder."""
+    root = os.environ.get("FETTLE_CACHE") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(root) / "fettle" / name
 
 
 def check_writable(*paths: str | os.PathLike[str] | None) -> None:
@@ -94,8 +102,8 @@ def read_text(path: str | os.PathLike[str], most: int = MOST_BYTES, what: str = 
 
 
 def plain(value: Any, special: Mapping[type, Callable[[Any], Any]] | None = None) -> Any:
-    """The same as JSON can hold it: dataclasses are dictionaries, NaN and infinity None, what JSON does not know is
-    text. What is of a `special` type is what its function makes of it."""
+    """The same as JSON can hold it: dataclasses and structs are dictionaries, NaN and infinity None, what JSON does not
+    know is text. What is of a `special` type is what its function makes of it."""
     special = special or {}
     if type(value) in special:
         return special[type(value)](value)
@@ -105,6 +113,8 @@ def plain(value: Any, special: Mapping[type, Callable[[Any], Any]] | None = None
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {item.name: plain(getattr(value, item.name), special) for item in dataclasses.fields(value)}
+    if isinstance(value, msgspec.Struct):
+        return {name: plain(getattr(value, name), special) for name in value.__struct_fields__}
     if isinstance(value, Mapping):
         return {key if isinstance(key, str) else str(key): plain(item, special) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

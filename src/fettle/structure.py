@@ -24,14 +24,14 @@ def structure(model: Any, *functions: Any) -> str:
     stable for one version of Python.
     """
     digest = hashlib.sha256()
-    seen: set[int] = set()
+    visited: set[int] = set()
     for part in (model, *functions):
         try:
             digest.update(_ADDRESS.sub("", repr(part)).encode())
         except Exception:  # a module of the user's may fail to print
             digest.update(type(part).__name__.encode())
         for function in _functions_of(part):
-            _add(function, digest, seen)
+            _add(function, digest, visited)
     return digest.hexdigest()[:16]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from fettle.comparing import bench
 from fettle.diagnose import Finding, Verified
-from fettle.diagnose.advice import ratio
+from fettle.diagnose.finding import ratio
 from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.result import ALONE, Limits

@@ -12,10 +12,10 @@ import torch
 
 from fettle.cli import main
 from fettle.diagnose import Diagnosis, Finding, diagnose, diagnosis_json
-from fettle.diagnose.advice import Verified
 from fettle.diagnose.collect import collect
 from fettle.diagnose.collectors.memory import kept_alive
 from fettle.diagnose.evidence import Evidence, Operation
+from fettle.diagnose.finding import Verified
 from fettle.diagnose.report import page
 from fettle.diagnose.rules import RULES, findings
 from fettle.errors import UsageError

@@ -11,8 +11,7 @@ from fettle.applying import with_inputs
 from fettle.errors import UsageError
 from fettle.generate.speed import figures
 from fettle.measure import Judge, _generation, _inference, messages
-from fettle.measure._slice import take_slice
-from fettle.measure._state import State
+from fettle.measure._state import State, take_slice
 from fettle.recipe import Recipe
 from fettle.report import Result, save
 from fettle.report.data import read_outcome

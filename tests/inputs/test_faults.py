@@ -16,9 +16,8 @@ from fettle.errors import UsageError
 from fettle.inputs import Setting, measure_and_search, race
 from fettle.inputs._messages import TakeSlice
 from fettle.inputs.journal import Journal
-from fettle.inputs.limits import Room, room
 from fettle.inputs.race import Race
-from fettle.inputs.setting import Slice
+from fettle.inputs.setting import Room, Slice, room
 
 HERE = Path(__file__).parent
 LOADERS = HERE / "loaders.py"
@@ -100,7 +99,7 @@ def test_out_of_memory_is_told_as_such(run) -> None:
 def test_a_real_dev_shm_that_is_full() -> None:
     """In a mount namespace of its own, with 4 MiB for batches of 8 MiB."""
     script = (
-        "from fettle.inputs.race import Race; from fettle.inputs.limits import Room; "
+        "from fettle.inputs.race import Race; from fettle.inputs.setting import Room; "
         "from fettle.inputs.journal import Journal; from fettle.inputs import Setting; "
         f"c = Race('{LOADERS}:larger_than_shm', 0.1, 60.0, 'cpu', Room(2, 1 << 40, 1 << 40), Journal(None, {{}}), "
         "lambda *a: None); print(c.run(Setting(1), 0).failure); print(c.refused(Setting(2))); c.close()"

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from fettle.inputs import Setting
-from fettle.inputs.limits import Room, room, why_not
+from fettle.inputs.setting import Room, room, why_not
 from fettle.procs import limits
 
 GIB = 1 << 30

@@ -13,12 +13,11 @@ from fettle.errors import UsageError
 from fettle.inputs import Measured, Setting, measure_and_search
 from fettle.inputs._messages import Faults
 from fettle.inputs.journal import Journal
-from fettle.inputs.limits import Room
 from fettle.inputs.race import PAIRS, ROUNDS, Race
 from fettle.inputs.report import rows
 from fettle.inputs.result import cannot_help
 from fettle.inputs.search import _search
-from fettle.inputs.setting import AS_GIVEN, BATCH_INDEX, Facts, Slice, ratio, smallest_of_the_best
+from fettle.inputs.setting import AS_GIVEN, BATCH_INDEX, Facts, Room, Slice, ratio, smallest_of_the_best
 from fettle.procs.child import ChildError
 
 HERE = Path(__file__).parent

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from fettle.measure import Accuracy, judge
-from fettle.measure._accuracy import compare, first_rows, repeat_rows, tensors, user_metric, worst
+from fettle.measure import Accuracy, Judge
+from fettle.measure._accuracy import compare, first_rows, outputs_of, repeat_rows, user_metric, worst
 from fettle.measure._reference import read_reference, write_reference
 from fettle.workload import Workload
 
@@ -20,7 +20,7 @@ class Output:
 
 
 def test_equal_outputs_have_no_error() -> None:
-    out = tensors(Output(torch.randn(4, 10), (torch.randn(3),)))
+    out = outputs_of(Output(torch.randn(4, 10), (torch.randn(3),)))
     found = compare(out, out)
     assert found.error == 0
     assert found.cosine == pytest.approx(1)
@@ -39,7 +39,7 @@ def test_nan_and_inf_never_pass(value: float) -> None:
     reference = {"y": torch.ones(3)}
     found = compare({"y": torch.tensor([1.0, value, 1.0])}, reference)
     assert "NaN or infinite" in found.problem
-    assert judge(found, max_error=None, min_agreement=None, max_metric_drop=None, reference_metric=math.nan)
+    assert Judge().reason(found)
 
 
 def test_infinity_where_the_reference_has_it_is_right() -> None:
@@ -70,8 +70,7 @@ def test_worst_takes_each_measure_from_its_worst_batch() -> None:
 
 
 def _judge(accuracy: Accuracy, **limits: float) -> str:
-    values = {"max_error": None, "min_agreement": None, "max_metric_drop": None, "reference_metric": math.nan}
-    return judge(accuracy, **{**values, **limits})  # type: ignore[arg-type]
+    return Judge(**limits).reason(accuracy)  # type: ignore[arg-type]
 
 
 def test_nan_measures_fail_every_limit() -> None:
@@ -111,7 +110,7 @@ def test_growing_a_batch_and_cutting_its_output_back() -> None:
 
 def test_odd_containers_give_their_tensors() -> None:
     tree = OrderedDict(a=torch.ones(2), b=[{"c": torch.zeros(1)}, None, 3, "text"])
-    assert set(tensors(tree)) == {".a", ".b[0].c", ".b[2]"}
+    assert set(outputs_of(tree)) == {".a", ".b[0].c", ".b[2]"}
 
 
 def test_a_model_that_writes_into_its_input_has_a_reference_and_no_noise(tmp_path):

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fettle.measure._gpu_load import with_gpu
-from fettle.measure._load import Load
+from fettle.measure._load import Load, with_gpu
 
 
 def nvml(monkeypatch, *, running=(1,), utilisation=(), reasons=0, now=1500, missing=""):

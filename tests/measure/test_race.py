@@ -7,6 +7,8 @@ import math
 import os
 import signal
 import statistics
+import subprocess
+import sys
 import textwrap
 import time
 import weakref
@@ -30,14 +32,13 @@ from fettle.measure import (
     Worker,
     WorkerError,
     _candidates,
-    _decide,
     _inference,
-    _slice,
+    _rounds,
     messages,
     race,
 )
 from fettle.measure._clock import Clock
-from fettle.measure._state import State
+from fettle.measure._state import State, take_slice
 from fettle.measure.messages import (
     Answer,
     Asked,
@@ -126,7 +127,7 @@ def _workers() -> set[int]:
 def test_a_workload_whose_calls_take_long_is_not_timed_alone_for_longer_than_needed(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_decide, "_EXPENSIVE_CALL_NS", 10_000_000)
+    monkeypatch.setattr(_rounds, "_EXPENSIVE_CALL_NS", 10_000_000)
     rules = Rules(slice_s=0.01, max_rounds=4)
     alone = race(target, "", [_candidate("baseline")], Judge(), rules)[0]
     assert alone.rounds == 1
@@ -567,7 +568,14 @@ def test_long_calls_leave_nothing_behind_for_the_others_to_miss(seconds: float, 
     gc.collect()
     gc.disable()
     try:
-        _slice.take_slice(state, TakeSlice(seconds))
+        take_slice(state, TakeSlice(seconds))
         assert (left[-1]() is None) == collected
     finally:
         gc.enable()
+
+
+def test_a_process_that_measures_imports_no_compiler() -> None:
+    """Each candidate starts several of them: what a recipe does not use must not cost every start a second."""
+    code = "import sys, fettle.measure._worker; print({'torch._dynamo', 'optuna', 'polars'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

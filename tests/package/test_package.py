@@ -218,3 +218,23 @@ def test_a_file_that_is_no_archive(tmp_path):
     (tmp_path / "p.zip").write_bytes(b"not a zip")
     with pytest.raises(UsageError, match="cannot be unpacked"):
         open_package(tmp_path / "p.zip")
+
+
+class Positions(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(50, 8)
+        self.places = torch.nn.Parameter(torch.randn(16, 8))
+
+    def forward(self, ids):
+        return self.table(ids) + self.places[: ids.shape[1]]
+
+
+def test_a_model_with_so_many_positions_takes_texts_up_to_that_length(tmp_path):
+    torch.manual_seed(0)
+    batches = [torch.randint(50, (2, length)) for length in (5, 7)]
+    package = write_package(Workload(Positions().eval(), batches), Recipe({}), tmp_path / "p", name="p")
+    run, _ = load_model(package)
+    assert run(torch.randint(50, (3, 16)))[0].shape == (3, 16, 8)
+    with pytest.raises(Exception, match="16"):
+        run(torch.randint(50, (3, 17)))

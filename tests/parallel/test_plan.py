@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
+import fettle
 from fettle.cli.plan import _print
 from fettle.errors import UsageError
 from fettle.parallel import formulas
@@ -185,3 +186,27 @@ def test_png(tmp_path: Path) -> None:
     made, _ = planned("ddp", device_memory_bytes=1 << 20)
     write_plan(made, tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_grouped_keys_and_values_are_not_repeated_where_the_step_does_not(monkeypatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen2Config(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=2, use_cache=False,
+    )  # fmt: skip
+    attend, seen = torch.nn.functional.scaled_dot_product_attention, []
+
+    def watched(query, key, value, attn_mask=None, **more):
+        seen.append((tuple(key.shape), attn_mask is None))
+        return attend(query, key, value, attn_mask, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    model = transformers.Qwen2ForCausalLM(config)
+    batch = {"input_ids": torch.zeros(2, 16, dtype=torch.long), "labels": torch.zeros(2, 16, dtype=torch.long)}
+    work = fettle.TrainingWorkload(model, lambda p: torch.optim.SGD(p, 0.1), lambda m, b: m(**b).loss, [batch])
+    work.loss(model, batch)
+    stepped, seen[:] = list(seen), []
+    plan(work, 2, strategies=[parse_strategy("ddp")], device="cpu")
+    assert stepped == [((2, 2, 16, 8), True)] * 2
+    assert seen
+    assert set(seen) == set(stepped)

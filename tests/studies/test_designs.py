@@ -8,7 +8,7 @@ from fettle.errors import UsageError
 from fettle.recipe import Recipe
 from fettle.search import Space
 from fettle.studies import designs
-from fettle.studies.plan import Part, Plan
+from fettle.studies.designs import Part, Plan
 
 CHOICES = {"a": ("off", "on"), "b": ("off", "on"), "c": ("none", "x", "y")}
 

@@ -232,9 +232,9 @@ def slow():
 
 
 def test_a_study_of_more_than_an_hour_asks_first(work: Path, tmp_path: Path, monkeypatch, run_fettle: Run):
-    from fettle.studies import plan
+    from fettle.studies import designs
 
-    monkeypatch.setattr(plan, "LONG_S", 0.1)
+    monkeypatch.setattr(designs, "LONG_S", 0.1)
     words = ["study", work, *TWO, *PINNED, "--rounds=3", "-o", tmp_path / "out"]
     said = run_fettle(*words)
     assert said.code == 2

@@ -1,4 +1,4 @@
-"""The CPU allocator: what a recipe asks for is what the process really has."""
+"""The allocator: what a recipe asks for is what the process really has."""
 
 import os
 import subprocess
@@ -98,3 +98,29 @@ def test_importing_the_file_starts_nothing():
     exec(compile(text, "optimized.py", "exec"), {"__name__": "optimized"})
     assert dict(os.environ) == before
     assert "#   LD_PRELOAD=/nowhere/libjemalloc.so.2 MALLOC_CONF=" in text
+
+
+def test_levels_of_device_memory_are_for_gpus():
+    gpu = Facts(device="cuda", libraries=HERE)
+    assert conflict(Recipe({"allocator": "expandable"}), gpu) == ""
+    assert conflict(Recipe({"allocator": "cuda-async", "cuda_graphs": "off"}), gpu) == ""
+    assert "the work is on a GPU" in conflict(Recipe({"allocator": "keep"}), gpu)
+    for level in ("expandable", "cuda-async"):
+        assert conflict(Recipe({"allocator": level}), Facts()).endswith("the work is not on a CUDA device")
+
+
+@pytest.mark.parametrize(
+    ("level", "read"),
+    [
+        ("expandable", "torch._C._accelerator_getAllocatorSettings()"),
+        ("cuda-async", 'os.environ["PYTORCH_ALLOC_CONF"]'),
+    ],
+)
+def test_the_script_sets_it_before_torch_is_imported(level, read):
+    text = source(Recipe({"allocator": level}), Facts(device="cuda"))
+    assert text.index("PYTORCH_ALLOC_CONF") < text.index("import torch")
+    environment = {key: value for key, value in os.environ.items() if "ALLOC_CONF" not in key}
+    done = subprocess.run(
+        [sys.executable, "-c", f"{text}\nprint({read})"], capture_output=True, text=True, env=environment
+    )
+    assert {"expandable": "expandable_segments:True", "cuda-async": "backend:cudaMallocAsync"}[level] in done.stdout

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+import fettle
+from fettle.errors import UsageError
 from fettle.recipe import Recipe
 from fettle.techniques import load, probe_facts, source
 from fettle.techniques._attention_rewrite import count_manual_attention
@@ -113,3 +115,17 @@ def test_transformers_implementations():
     run = load(source(Recipe({"attention": "hf-eager"}), facts), "optimized")(model, [ids])
     assert model.config._attn_implementation == "eager"
     torch.testing.assert_close(run(ids).last_hidden_state, expected)
+
+
+def test_what_was_chosen_when_the_model_was_built_is_no_level():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.SamVisionConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=32, mlp_dim=16, window_size=0,
+        global_attn_indexes=[0], output_channels=8,
+    )  # fmt: skip
+    model = transformers.SamVisionModel(config).eval()
+    assert model._can_set_attn_implementation()  # so it says, for the sake of the mask decoder in the same file
+    facts = probe_facts(Workload(model, [torch.rand(1, 3, 32, 32)]))
+    assert facts.hf_attention == ("sdpa",)
+    with pytest.raises(UsageError, match="attention=hf-eager: this model cannot be switched to eager here"):
+        fettle.apply(model, "attention=hf-eager", [torch.rand(1, 3, 32, 32)])

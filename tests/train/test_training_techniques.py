@@ -17,7 +17,7 @@ from fettle.techniques.convolution import convolutions_by_products, the_faster
 from fettle.techniques.optimizer import compile_update
 from fettle.techniques.precision import gradients_to_masters, masters_to_weights
 from fettle.train import Steps, load_training
-from fettle.train.step_parts import step_parts
+from fettle.train.steps import step_parts
 from fettle.workload import find_target
 
 TINY = Path(__file__).parent / "tiny_loop.py"

@@ -21,8 +21,7 @@ from fettle.search import Space
 from fettle.techniques import CATALOGUE, Facts
 from fettle.tuning import Options, _budget
 from fettle.tuning._final_race import FinalRace, final_race
-from fettle.tuning._plan import MemoryPlan
-from fettle.tuning._probe import Probed
+from fettle.tuning._probe import MemoryPlan, Probed
 from fettle.tuning.session import Session
 from fettle.tuning.space import space_for
 from fettle.workload import Target
@@ -192,7 +191,7 @@ def session_in(
 
 def study(world: World, session: Session, space, design) -> FinalRace:
     """What `tune` does between the probe and the outcome."""
-    space = replace(space, cost=session.cost)
+    space = replace(space, cost=session.costs.of)
     session.measure([Recipe()])
     design(space, session)
     return final_race(session, space)

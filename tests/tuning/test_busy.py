@@ -7,7 +7,7 @@ from simulated import World, made_up_space, session_in, study
 
 from fettle.measure import Slice, Trial
 from fettle.recipe import Recipe
-from fettle.report._load import elapsed, load_lines, under
+from fettle.report._facts import elapsed, load_lines, under
 from fettle.search import auto
 from fettle.tuning._outcome import _threads_under_load, pick_winner
 

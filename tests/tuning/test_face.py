@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from masked import masked
 from test_tuning import FEW
-from torch import nn
 
 import fettle
 from fettle import comparing
@@ -29,20 +29,6 @@ def quick() -> Iterator[None]:
         patch.setattr(comparing, "MOST_REPLICATES", 1)
         patch.setattr(comparing, "Rules", partial(Rules, slice_s=0.05))
         yield
-
-
-class Masked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(50, 16)
-
-    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return self.table(ids) * mask[..., None]
-
-
-def masked() -> tuple[Masked, dict[str, torch.Tensor]]:
-    torch.manual_seed(0)
-    return Masked().eval(), {"ids": torch.randint(50, (4, 8)), "mask": torch.ones(4, 8)}
 
 
 def test_a_dict_is_tuned_and_the_result_applies_with_the_studys_inputs(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from fettle.recipe import Recipe
 from fettle.result import Limits
 from fettle.tuning._budget import Budget
 from fettle.tuning._final_race import climb
-from fettle.tuning._limits import distance, misses, score
+from fettle.tuning.standings import distance, misses_of, score_of
 
 
 def trial(**facts) -> Trial:
@@ -22,16 +22,16 @@ def trial(**facts) -> Trial:
 
 
 def test_a_score_is_smaller_for_the_better_trial():
-    assert score(trial(speedup=Interval(3.0, 2.9, 3.1)), "throughput") < score(trial(), "throughput")
-    assert score(trial(peak_bytes=1), "memory") < score(trial(), "memory")
-    assert score(trial(startup=Startup(0.1, 0.1, 0.1)), "startup") < score(trial(), "startup")
+    assert score_of(trial(speedup=Interval(3.0, 2.9, 3.1)), "throughput") < score_of(trial(), "throughput")
+    assert score_of(trial(peak_bytes=1), "memory") < score_of(trial(), "memory")
+    assert score_of(trial(startup=Startup(0.1, 0.1, 0.1)), "startup") < score_of(trial(), "startup")
 
 
 @pytest.mark.parametrize(
     ("facts", "goal"), [({"speedup": None}, "latency"), ({"peak_bytes": None}, "memory"), ({}, "energy")]
 )
 def test_what_was_not_measured_never_wins(facts, goal):
-    assert score(trial(**facts), goal) == math.inf
+    assert score_of(trial(**facts), goal) == math.inf
 
 
 @pytest.mark.parametrize(
@@ -44,12 +44,12 @@ def test_what_was_not_measured_never_wins(facts, goal):
     ],
 )
 def test_a_limit_that_is_missed_is_named(limits, phrase):
-    assert misses(trial(), limits) == phrase
+    assert misses_of(trial(), limits) == phrase
 
 
 def test_an_unknown_time_or_memory_keeps_no_limit():
-    assert misses(trial(time_ms=math.nan), Limits(max_latency_ms=9))
-    assert misses(trial(peak_bytes=None), Limits(max_memory_bytes=9))
+    assert misses_of(trial(time_ms=math.nan), Limits(max_latency_ms=9))
+    assert misses_of(trial(peak_bytes=None), Limits(max_memory_bytes=9))
 
 
 def test_the_largest_miss_is_the_distance():

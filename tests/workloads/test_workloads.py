@@ -4,6 +4,7 @@ import itertools
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def tensors(tree: object) -> dict[str, torch.Tensor]:
 
 def test_every_file_is_tested() -> None:
     assert {path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith("train_")} == {
-        *LIGHT, *HEAVY, "segment_anything",
+        *LIGHT, *HEAVY, "segment_anything", "stable_diffusion",
     }  # fmt: skip
 
 
@@ -144,3 +145,33 @@ def test_segment_anything_from_photograph_to_masks(tmp_path: Path, monkeypatch: 
     fast = fettle.apply(made, "precision[vision_encoder]=bf16 attention[vision_encoder]=tiled grad=inference_mode")
     assert 0.98 < made.metric(fast) < 1
     assert made.metric(lambda *inputs: {"logits": -other["logits"]}) < 0.5
+
+
+def test_stable_diffusion_from_prompt_to_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reduced configuration: parts, the scheduler's steps, both halves of the guidance, and two metrics."""
+    pytest.importorskip("diffusers")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    target = find_target(f"{FOLDER / 'stable_diffusion.py'}:small")
+    made = target.load()
+    assert made.metric is not None
+    assert list(made.parts) == ["unet", "vae.decoder", "text_encoder"]
+    picture, other = (made.run(made.model, batch) for batch in (made.inputs[0], made.check_inputs[0]))
+    assert picture.shape == (1, 3, 16, 16)
+    assert picture.std() > 0.1  # neither grey nor all black and white
+    assert ((picture > 0) & (picture < 1)).float().mean() > 0.5
+    tokens, latent = made.inputs[0]
+    unprompted = made.run(made.model, (tokens[:1].repeat(2, 1), latent))
+    assert (picture - unprompted).abs().mean() > 0.01
+
+    assert made.metric(lambda *inputs: made.run(made.model, inputs)) == pytest.approx(1)
+    assert made.metric(lambda *inputs: picture) < 0.5
+    dull = replace(target, arguments={"measure": "psnr", "halves": "apart"}).load()  # the picture is found in the cache
+    assert dull.metric is not None
+    assert dull.metric(lambda *inputs: other) == 100
+    assert dull.metric(lambda *inputs: other + 0.1) == pytest.approx(20)
+    assert dull.metric(lambda *inputs: dull.run(dull.model, inputs)) > 80
+    fast = fettle.apply(
+        made,
+        "grad=inference_mode precision[unet]=autocast-bf16 channels_last[vae.decoder]=on precision[vae.decoder]=bf16",
+    )
+    assert 0.9 < made.metric(fast) < 1

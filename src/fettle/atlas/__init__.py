@@ -9,8 +9,7 @@ from fettle.atlas.features import model_features, subject
 from fettle.atlas.prediction import Predictor
 from fettle.atlas.query import Effect, Pair, effects, matching, pairs
 from fettle.atlas.reading import read_atlas
-from fettle.atlas.rows import rows_of
-from fettle.atlas.table import Row, Subject, merged, write_atlas
+from fettle.atlas.table import Row, Subject, merged, rows_of, write_atlas
 
 __all__ = [
     "Effect", "Pair", "Predictor", "Row", "Subject", "effects", "matching", "merged", "model_features", "pairs",

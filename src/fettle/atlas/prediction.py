@@ -25,8 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.linalg import cho_solve, cholesky, solve_triangular
 
-from fettle.atlas.rows import rows_of
-from fettle.atlas.table import Row, Subject
+from fettle.atlas.table import Row, Subject, rows_of
 from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.search import Forecast
@@ -219,9 +218,9 @@ class Predictor:
         ])  # fmt: skip
         known = np.where(np.isnan(more), 0.0, 1.0)
         weights = weights * known[None, :]
-        guess, given = np.array([self._guess_s(recipe) for recipe in recipes]), self._guess_s(Recipe())
+        guess, baseline_s = np.array([self._guess_s(recipe) for recipe in recipes]), self._guess_s(Recipe())
         told = weights @ np.where(known > 0, more, 0.0)
-        return np.asarray((told + weights.sum(axis=1) * given + guess) / (weights.sum(axis=1) + 1))
+        return np.asarray((told + weights.sum(axis=1) * baseline_s + guess) / (weights.sum(axis=1) + 1))
 
 
 def _alike(apart: Numbers, same: Numbers, numbers: _Numbers) -> Numbers:

@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from fettle.errors import UsageError
 from fettle.files import whole
+from fettle.measure import Trial
 from fettle.recipe import Recipe
 
 MOST_BYTES = 64 << 20
@@ -195,3 +196,34 @@ def _sensible(row: Row) -> None:
         raise UsageError(f"a speed-up of {row.speedup:g}")
     if row.speedup is not None and not (row.low or 0) <= row.speedup <= (math.inf if row.high is None else row.high):
         raise UsageError(f"a speed-up of {row.speedup:g} outside of its interval")
+
+
+def rows_of(about: Subject, trials: Sequence[Trial]) -> list[Row]:
+    """A row for each trial; none where the workload as given did not run, for then there is nothing to compare with.
+
+    Speed-ups are those that the trials say, which should be what all races of the study say together.
+    """
+    baseline = next((trial for trial in trials if not trial.recipe.levels and trial.status != "failed"), None)
+    if baseline is None:
+        return []
+    return [_row(about, trial, baseline) for trial in trials]
+
+
+def _row(about: Subject, trial: Trial, baseline: Trial) -> Row:
+    ratio = trial.speedup if trial.recipe.levels else None
+    known = ratio is not None and trial.status != "failed" and 1e-6 < ratio.estimate < 1e6
+    same = not trial.recipe.levels
+    return Row(
+        **msgspec.structs.asdict(about), recipe=str(trial.recipe), status=trial.status, reason=trial.reason[:300],
+        speedup=1.0 if same else ratio.estimate if known and ratio is not None else None,
+        low=1.0 if same else _number(ratio.low) if known and ratio is not None else None,
+        high=1.0 if same else _number(ratio.high) if known and ratio is not None else None,
+        given_ms=_number(baseline.time_ms), error=_number(trial.accuracy.error),
+        peak_bytes=_number(trial.peak_bytes), given_peak_bytes=_number(baseline.peak_bytes),
+        start_s=_number(trial.start_s), given_start_s=_number(baseline.start_s), rounds=float(trial.rounds),
+        quiet=trial.is_quiet and baseline.is_quiet,
+    )  # fmt: skip
+
+
+def _number(value: float | None) -> float | None:
+    return float(value) if value is not None and math.isfinite(value) and value >= 0 else None

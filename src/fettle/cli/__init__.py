@@ -128,5 +128,5 @@ def main() -> None:
 
 def _fail(message: str, code: int = 2) -> NoReturn:
     line = escape(" ".join(message.split()))  # a message may hold brackets: [batch], torch-fettle[ray]
-    Console(stderr=True, soft_wrap=True).print(f"[bold red]fettle:[/] {line}", highlight=False)
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]fettle:[/] {line}")
     sys.exit(code)

@@ -57,8 +57,8 @@ def share(text: str, option: str) -> float:
 
 def devices(texts: str | Sequence[str] | None, also: Sequence[str] = ()) -> list[str]:
     """The devices of a ``--device cpu``, ``--device cuda:0,cuda:1`` or one that is repeated; `also` are other words."""
-    given = [texts] if isinstance(texts, str) else texts or ()
-    found = [name.strip() for text in given if text for name in text.split(",")]
+    values = [texts] if isinstance(texts, str) else texts or ()
+    found = [name.strip() for text in values if text for name in text.split(",")]
     for name in found:
         if name not in also and not _DEVICE.fullmatch(name):
             raise UsageError(f"--device {name}: write {', '.join((*also, 'cpu', 'cuda'))} or cuda:0")

@@ -15,6 +15,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table as RichTable
 
+from fettle.files import plain
+
 if TYPE_CHECKING:
     from fettle.comparing import Comparison
     from fettle.page import Table
@@ -26,7 +28,7 @@ _STYLES = {"winner": "green", "failed": "red"}
 @contextmanager
 def telling(first: str, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
     """A line that says what is going on, and changes in place: on standard error, where that is a terminal."""
-    console = Console(file=sys.stderr)  # this one, also while a factory has another
+    console = Console(file=sys.stderr, highlight=False)  # this one, also while a factory has another
     if quiet or not console.is_terminal:
         yield lambda text: None
         return
@@ -58,11 +60,11 @@ def bar(first: str, *, quiet: bool = False, lines: bool = False) -> Iterator[Cal
 
     Elsewhere nothing, or with `lines` one for each.
     """
-    console = Console(file=sys.stderr)
+    console = Console(file=sys.stderr, highlight=False)
     if quiet or not (console.is_terminal or lines):
         yield lambda doing, done, of: None
     elif not console.is_terminal:
-        yield lambda doing, done, of: console.print(f"[{done}/{of}] {doing}", highlight=False, markup=False)
+        yield lambda doing, done, of: console.print(f"[{done}/{of}] {doing}", markup=False)
     else:
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=18), TimeElapsedColumn(), TextColumn("left"),
                    TimeRemainingColumn())  # fmt: skip
@@ -78,12 +80,12 @@ def answer(
 ) -> None:
     """What a command found: as JSON for machines, else said to people, with the place of its report."""
     if as_json:
-        print(json.dumps(data(), default=str))
+        print(json.dumps(plain(data())))
         return
-    console = Console()
+    console = Console(highlight=False)
     say(console)
     if report is not None:
-        console.print(f"\nreport: {escape(str(report))}", highlight=False, soft_wrap=True)
+        console.print(f"\nreport: {escape(str(report))}", soft_wrap=True)
 
 
 def leave(*, interrupted: bool = False, missed: bool = False) -> None:
@@ -127,7 +129,7 @@ def print_table(console: Console, table: Table, title: str = "", without: Collec
     console.print(shown)
     if fit < len(columns):
         left = ", ".join(name for name, _ in columns[fit:])
-        console.print(f"no room for: {left} (a wider window, or --json)", highlight=False, markup=False)
+        console.print(f"no room for: {left} (a wider window, or --json)", markup=False)
 
 
 def _least_width(name: str, texts: Sequence[str], is_number: bool) -> int:

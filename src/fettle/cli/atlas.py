@@ -67,7 +67,7 @@ def add(
     counts = {"added": len(new), "rows": len(rows), "models": len({row.fingerprint for row in rows})}
     _show.answer(as_json, lambda: counts, lambda console: console.print(
         f"{escape(str(atlas))}: {len(new)} trials added; {len(rows)} trials of {counts['models']} models",
-        highlight=False, soft_wrap=True))  # fmt: skip
+        soft_wrap=True))  # fmt: skip
 
 
 @app.command()
@@ -157,7 +157,7 @@ def _print_contents(console: Console, rows: Sequence[Row]) -> None:
 
     data = _contents(rows)
     console.print(f"{data['trials']} trials, {data['quiet']} on a quiet machine: " + ", ".join(
-        f"{count} {status}" for status, count in data["statuses"].items()), highlight=False)  # fmt: skip
+        f"{count} {status}" for status, count in data["statuses"].items()))  # fmt: skip
     for name in ("machines", "models"):
         columns = list(data[name][0]) if data[name] else ["nothing"]
         cells = [["" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
@@ -168,7 +168,7 @@ def _print_contents(console: Console, rows: Sequence[Row]) -> None:
 def _print_answer(console: Console, rows: Sequence[Row], found: Sequence[Effect], together: Sequence[Pair]) -> None:
     from fettle.page import Table
 
-    console.print(f"{len(rows)} trials of {len({_model(row) for row in rows})} models and machines", highlight=False)
+    console.print(f"{len(rows)} trials of {len({_model(row) for row in rows})} models and machines")
     cells = [
         [one.name, _ratio(one), str(one.models), str(one.helped), str(one.hurt), _of(one.best), _of(one.worst),
          str(one.failed or ""), str(one.inaccurate or "")]

@@ -103,11 +103,11 @@ def command(
             else:
                 _gate(target, against, against_python, settings, as_json, as_markdown)
         return
-    given = {
+    of_gate = {
         "--fail-slower": fail_slower, "--fail-memory": fail_memory, "--processes": processes, "--link": link,
         "--output": output, "--markdown": as_markdown or None,
     }  # fmt: skip
-    for name, value in given.items():
+    for name, value in of_gate.items():
         if value is not None:
             raise UsageError(f"{name} is for a gate: name what to compare with, --against REVISION")
     from fettle.comparing import bench, comparison_json
@@ -147,11 +147,11 @@ def _gate(target: str, against: str, against_python: str, settings: Settings, as
         found = gate(target, against, against_python=against_python, settings=settings, on_progress=show)
 
     def say(console: Any) -> None:
-        console.print(headline(found), highlight=False, markup=False, soft_wrap=True)
+        console.print(headline(found), markup=False, soft_wrap=True)
         if found.judged:
             _show.print_table(console, table(found))
         for line in lines(found):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            console.print(line, markup=False, soft_wrap=True)
 
     if as_markdown:
         print(markdown(found))
@@ -173,7 +173,7 @@ def _bisect(target: str, text: str, settings: Settings, as_json: bool, as_markdo
 
     def say(console: Any) -> None:
         for line in bisection_lines(found):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            console.print(line, markup=False, soft_wrap=True)
 
     if as_markdown:
         print(bisection_markdown(found))

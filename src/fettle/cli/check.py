@@ -37,7 +37,7 @@ def command(
         warnings.simplefilter("ignore")
         foreign = warn_if_foreign(found)
     if foreign and not as_json:
-        Console(stderr=True).print(f"[yellow]{foreign}; measuring it here[/]", highlight=False)
+        Console(stderr=True, highlight=False).print(f"[yellow]{foreign}; measuring it here[/]")
     with progress(quiet=as_json) as show:
         comparison = check(target, found, mode=mode, force=force, on_progress=show)
     _show.answer(

@@ -42,6 +42,6 @@ def command(
         lambda console: console.print(
             f"wrote {', '.join(image.files)} into {output}: {len(image.versions)} distributions, "
             f"Python {image.python}.\n"
-            f"Build it: podman build -t {image.name} {output}", highlight=False, markup=False, soft_wrap=True,
+            f"Build it: podman build -t {image.name} {output}", markup=False, soft_wrap=True,
         ),
     )  # fmt: skip

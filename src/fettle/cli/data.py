@@ -93,16 +93,15 @@ def command(
 
 def _trace(before: Path, after: Path | None, as_json: bool) -> None:
     """What the steps of a profiled loop waited for."""
-    from dataclasses import asdict
-
+    from fettle.files import plain
     from fettle.inputs.from_trace import compare_text, waits_in_trace
 
     waits = [waits_in_trace(path) for path in ((before,) if after is None else (before, after))]
-    rows = [{**asdict(item), "bound": item.bound} for item in waits]
+    rows = [{**plain(item), "bound": item.bound} for item in waits]
     achieved = waits[0].step_s / waits[1].step_s if after is not None else None
     data = {"before": rows[0], "after": rows[1] if after else None, "achieved": achieved}
     text = "\n".join(compare_text(waits))
-    _show.answer(as_json, lambda: data, lambda console: console.print(escape(text), highlight=False))
+    _show.answer(as_json, lambda: data, lambda console: console.print(escape(text)))
 
 
 def _ranks() -> int:
@@ -114,16 +113,14 @@ def _print(result: PipelineResult, busy: str, console: Console) -> None:
     from fettle.inputs.report import facts, settings
 
     if busy:
-        console.print(f"[yellow]{escape(busy)}[/]\n", highlight=False)
-    console.print(f"[bold]{escape(result.verdict)}[/]\n", highlight=False)
+        console.print(f"[yellow]{escape(busy)}[/]\n")
+    console.print(f"[bold]{escape(result.verdict)}[/]\n")
     for line in facts(result):
-        console.print(escape(line), highlight=False)
+        console.print(escape(line))
     _show.print_table(console, settings(result), without=("first",))
     for lint in result.lints:
-        console.print(
-            f"\n[yellow]{escape(lint.says)}[/] {escape(lint.evidence)}\n  → {escape(lint.advice)}", highlight=False
-        )
+        console.print(f"\n[yellow]{escape(lint.says)}[/] {escape(lint.evidence)}\n  → {escape(lint.advice)}")
     for note in result.notes:
-        console.print(f"[dim]{escape(note)}[/]", highlight=False)
+        console.print(f"[dim]{escape(note)}[/]")
     if result.best.setting != result.given.setting:
-        console.print(f"\n{escape(result.code)}", style="green", highlight=False, soft_wrap=True)
+        console.print(f"\n{escape(result.code)}", style="green", soft_wrap=True)

@@ -103,7 +103,7 @@ def command(
     more = {"verified": [_verified_json(item) for item in checked], "over_the_limit": over}
     _show.answer(as_json, lambda: diagnosis_json(found) | more, lambda console: _print(found, checked, console), output)
     for line in () if as_json else over:
-        Console(stderr=True).print(f"[bold red]limit not kept[/]: {line}", highlight=False)
+        Console(stderr=True, highlight=False).print(f"[bold red]limit not kept[/]: {line}")
     _show.leave(missed=bool(over))
 
 
@@ -120,13 +120,11 @@ def _allowed(text: str | None) -> dict[str, int]:
 
 
 def _verified_json(item: Verified) -> dict[str, object]:
-    import msgspec
-
     return {
         "rule": item.finding.rule,
         "recipe": item.recipe,
         "beside": item.beside,
-        "speedup": msgspec.to_builtins(item.speedup),
+        "speedup": item.speedup,
         "saved": item.saved,
         "speedup_at_most": item.finding.speedup,
         "bound_kept": item.bound_kept,
@@ -136,9 +134,9 @@ def _verified_json(item: Verified) -> dict[str, object]:
 
 
 def _print(found: Diagnosis, checked: Sequence[Verified], console: Console) -> None:
-    console.print(f"[bold]{escape(found.verdict)}[/]\n", highlight=False)
+    console.print(f"[bold]{escape(found.verdict)}[/]\n")
     for note in found.notes:
-        console.print(f"[yellow]note:[/] {escape(note)}", highlight=False)
+        console.print(f"[yellow]note:[/] {escape(note)}")
     if found.budget:
         wall = f" ({found.wall_s * 1e3:.4g} ms a call)" if found.wall_s == found.wall_s else ""
         console.print(f"Where the time goes{wall}:")
@@ -146,7 +144,6 @@ def _print(found: Diagnosis, checked: Sequence[Verified], console: Console) -> N
             if share >= 0.005:
                 console.print(
                     f"  {share:6.1%} [cyan]{'█' * round(share * 40)}[/] {escape(name)}",
-                    highlight=False,
                 )
     if found.evidence is not None and found.evidence.facts.parts:
         from fettle.techniques import parts_lines
@@ -154,38 +151,36 @@ def _print(found: Diagnosis, checked: Sequence[Verified], console: Console) -> N
         console.print("What each part of the pipeline takes:")
         for name, calls, seconds, share, _ in parts_lines(found.evidence.facts):
             often = f", {calls} calls" if calls > 1 else ""
-            console.print(f"  {share:6.1%} {escape(name)}: {seconds * 1e3:.4g} ms{often}", highlight=False)
+            console.print(f"  {share:6.1%} {escape(name)}: {seconds * 1e3:.4g} ms{often}")
     roofs = found.roofline
     if roofs is not None and roofs.mfu == roofs.mfu:
-        console.print(
-            f"  MFU {roofs.mfu:.1%}: of the FLOP/s that a large {roofs.dtype} product reaches here", highlight=False
-        )
+        console.print(f"  MFU {roofs.mfu:.1%}: of the FLOP/s that a large {roofs.dtype} product reaches here")
     by_rule = {item.finding.rule: item for item in checked}
     for title, items in (("Faults", found.findings), ("Opportunities: fettle tune tries them", found.opportunities)):
         if items:
-            console.print(f"\n[bold underline]{title}[/]", highlight=False)
+            console.print(f"\n[bold underline]{title}[/]")
         for place, finding in enumerate(items[:_MOST], 1):
-            console.print(f"\n[bold]{place}. {escape(finding.says)}[/]  [yellow]{finding.most}[/]", highlight=False)
+            console.print(f"\n[bold]{place}. {escape(finding.says)}[/]  [yellow]{finding.most}[/]")
             for line in finding.evidence[: 3 if finding.opportunity else 5]:
-                console.print(f"   {escape(line)}", style="dim", highlight=False)
+                console.print(f"   {escape(line)}", style="dim")
             fix = " ".join(f"{name}={level}" for name, level in finding.levels.items())
             answer = f"   → {escape(finding.advice)}" + (f"  [green]{escape(fix)}[/]" if fix else "")
-            console.print(answer, highlight=False)
+            console.print(answer)
             if finding.rule in by_rule:
-                console.print(f"   {_checked(by_rule[finding.rule])}", highlight=False)
+                console.print(f"   {_checked(by_rule[finding.rule])}")
         if len(items) > _MOST:
-            console.print(f"\n{len(items) - _MOST} smaller ones: see --json or the report", highlight=False)
+            console.print(f"\n{len(items) - _MOST} smaller ones: see --json or the report")
     _print_watching(found, console)
 
 
 def _print_watching(found: Diagnosis, console: Console) -> None:
     if found.watching:
-        console.print("\n[bold underline]How the evidence was gathered[/]\n", highlight=False)
+        console.print("\n[bold underline]How the evidence was gathered[/]\n")
     for item in found.watching:
-        console.print(f"{item.what}: {item.cost}", style="dim", highlight=False)
+        console.print(f"{item.what}: {item.cost}", style="dim")
         for line in (item.says, item.command):
             if line:  # a command in one line, to be copied
-                console.print(f"   {escape(line)}", style="dim", highlight=False, soft_wrap=line == item.command)
+                console.print(f"   {escape(line)}", style="dim", soft_wrap=line == item.command)
 
 
 def _checked(item: Verified) -> str:

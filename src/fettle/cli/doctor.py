@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -78,7 +78,7 @@ def command(
         found = [finding for finding in examine(here) if finding.check not in left_out]
     age = (here.today - known.checked).days
     data = {
-        "findings": [asdict(finding) for finding in found], "checks": len(CHECKS) - len(left_out), "ignored": left_out,
+        "findings": found, "checks": len(CHECKS) - len(left_out), "ignored": left_out,
         "advisories": {"checked": str(known.checked), "age_days": age, "releases": len(known.advisory)},
     }  # fmt: skip
     _show.answer(as_json, lambda: data, lambda console: _print(console, found))
@@ -96,6 +96,6 @@ def command(
 def _print(console: Console, found: list[Finding]) -> None:
     for finding in found:
         style = _STYLES[finding.level]
-        console.print(f"[{style}]{finding.level}[/] [bold]{escape(finding.seen)}[/]", highlight=False, soft_wrap=True)
-        console.print(f"  {escape(finding.why)} [dim]{finding.check}[/]", highlight=False, soft_wrap=True)
-        console.print(f"  → {escape(finding.mend)}\n", highlight=False, soft_wrap=True)
+        console.print(f"[{style}]{finding.level}[/] [bold]{escape(finding.seen)}[/]", soft_wrap=True)
+        console.print(f"  {escape(finding.why)} [dim]{finding.check}[/]", soft_wrap=True)
+        console.print(f"  → {escape(finding.mend)}\n", soft_wrap=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -57,17 +57,9 @@ def command(
     with progress(quiet=as_json) as show:
         found = improve(target, settings, show, quietly=_quiet.users_code_quiet,
                         command=shlex.join(["fettle", *sys.argv[1:]]))  # fmt: skip
-    _show.answer(as_json, lambda: _data(found), lambda console: _print(found, console), found.folder / "improve.html")
+    shown = {name: getattr(found, name) for name in ("target", "headline", "interrupted", "steps")}
+    _show.answer(as_json, lambda: shown, lambda console: _print(found, console), found.folder / "improve.html")
     _show.leave(interrupted=found.interrupted, missed=found.failed)
-
-
-def _data(found: Improvement) -> dict[str, Any]:
-    import msgspec
-
-    from fettle.files import plain
-
-    return {"target": found.target, "headline": found.headline, "interrupted": found.interrupted,
-            "steps": [plain(msgspec.to_builtins(step)) for step in found.steps]}  # fmt: skip
 
 
 def _print(found: Improvement, console: Console) -> None:
@@ -76,10 +68,10 @@ def _print(found: Improvement, console: Console) -> None:
     for number, step in enumerate(found.steps, 1):
         gain = f"  [green]{escape(brought(step))}[/]" if brought(step) else ""
         style = "bold red" if step.status == "failed" else "bold"
-        console.print(f"[{style}]{number}. {TITLES[step.name]}[/]{gain}", highlight=False)
-        console.print(f"   {escape(step.says)}", highlight=False)
+        console.print(f"[{style}]{number}. {TITLES[step.name]}[/]{gain}")
+        console.print(f"   {escape(step.says)}")
         for line in step.lines:
-            console.print(f"   {escape(line)}", style="dim", highlight=False)
+            console.print(f"   {escape(line)}", style="dim")
         if step.passes_on:
-            console.print(f"   → {escape(step.passes_on)}", highlight=False)
-    console.print(f"\n[bold]{escape(found.headline)}[/]", highlight=False)
+            console.print(f"   → {escape(step.passes_on)}")
+    console.print(f"\n[bold]{escape(found.headline)}[/]")

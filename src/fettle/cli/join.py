@@ -22,6 +22,6 @@ def command(
     """
     from fettle.procs.nodes import address_of, join
 
-    console = Console(stderr=True)
-    workers = join(*address_of(address, "the study's address"), lambda text: console.print(text, highlight=False))
-    console.print(f"the study has ended; {workers} processes of it had ranks here", highlight=False)
+    console = Console(stderr=True, highlight=False)
+    workers = join(*address_of(address, "the study's address"), lambda text: console.print(text))
+    console.print(f"the study has ended; {workers} processes of it had ranks here")

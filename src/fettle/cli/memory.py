@@ -86,7 +86,7 @@ def _print(console: Console, analysis: Analysis, difference: Difference | None) 
             f"[yellow]the file contradicts itself in {count_text(len(analysis.violations), 'place')}[/], for instance:"
         )
         for row in analysis.violations[:3]:
-            console.print(f"  {escape(str(row))}", highlight=False)
+            console.print(f"  {escape(str(row))}")
     if difference is None:
         _print_analysis(console, analysis)
         return
@@ -98,12 +98,11 @@ def _print(console: Console, analysis: Analysis, difference: Difference | None) 
 
 def _print_analysis(console: Console, analysis: Analysis) -> None:
     window = analysis.replay
-    console.print(f"\n{escape(verdict(analysis))}\n", highlight=False)
+    console.print(f"\n{escape(verdict(analysis))}\n")
     if window.has_events:
         console.print(
             f"{count_text(len(window.trace), 'event')}; in use {window.start_bytes:,} -> peak {window.peak_bytes:,} -> "
             f"{window.end_bytes:,} bytes; {count_text(window.frees_from_before, 'free')} of blocks from before it",
-            highlight=False,
         )
     _show.print_table(console, tables.holders(analysis), "Who holds the peak" if window.has_events else "Who holds it")
     if analysis.spikes:
@@ -113,23 +112,22 @@ def _print_analysis(console: Console, analysis: Analysis) -> None:
         _show.print_table(console, tables.pools(analysis), "Reserved memory")
     _print_churn(console, analysis)
     for advice in analysis.advice:
-        console.print(f"\n[bold]{escape(advice.setting)}[/]: {escape(advice.why)}", highlight=False)
-        console.print(f"  not when: {escape('; '.join(advice.not_when))}", highlight=False)
+        console.print(f"\n[bold]{escape(advice.setting)}[/]: {escape(advice.why)}")
+        console.print(f"  not when: {escape('; '.join(advice.not_when))}")
 
 
 def _print_leaks(console: Console, analysis: Analysis) -> None:
     leaks = analysis.leaks
     if not leaks.judged:
-        console.print(f"\nLeaks: not judged: {escape(leaks.reason)}", highlight=False)
+        console.print(f"\nLeaks: not judged: {escape(leaks.reason)}")
         return
     if not leaks.leaks:
-        seen = leaks.reason or f"{count_text(leaks.steps, 'step')}, {leaks.step_source}"
-        console.print(f"\nLeaks: none seen ({escape(seen)})", highlight=False)
+        basis = leaks.reason or f"{count_text(leaks.steps, 'step')}, {leaks.step_source}"
+        console.print(f"\nLeaks: none seen ({escape(basis)})")
     for leak in leaks.leaks:
         console.print(
             f"\n[bold]Leak[/] ({leak.kind}): {size_text(leak.bytes_per_step)} a step, "
             f"{leak.growing_share:.0%} of steps grew. {escape(leak.what_to_do)}",
-            highlight=False,
         )
         _show.print_table(console, tables.survivors(leak), "Survivors")
 
@@ -142,5 +140,4 @@ def _print_churn(console: Console, analysis: Analysis) -> None:
             f"({size_text(row.freed_bytes)}) freed, "
             f"{row.allocated_segments} ({size_text(row.allocated_bytes)}) fetched{took}, at {escape(row.own_line)}. "
             f"{escape(row.what_to_do)}",
-            highlight=False,
         )

@@ -45,6 +45,7 @@ def command(
       fettle plan train.py --world-size 16 --strategy "zero3 checkpoint=block" --strategy ddp --output plan.html
     """
     from fettle.errors import UsageError
+    from fettle.files import plain
     from fettle.page import drawn
     from fettle.parallel import plan as planning
     from fettle.parallel.report import write_plan
@@ -78,7 +79,7 @@ def command(
             write_plan(made, output)
     _show.answer(
         as_json,
-        lambda: planning.as_json(made) | {"note": note},
+        lambda: {**plain(made), "note": note},
         lambda console: _print(console, made, note),
         output,
     )
@@ -88,12 +89,12 @@ def command(
 def _print(console: Console, made: Plan, note: str) -> None:
     from fettle.parallel.report import basis, notes, tables, verdict
 
-    console.print(f"\n[bold]{escape(verdict(made))}[/]", highlight=False)
+    console.print(f"\n[bold]{escape(verdict(made))}[/]")
     for table in tables(made):
         _show.print_table(console, table)
     console.print()
     for line in notes(made):
-        console.print(f"[yellow]{escape(line)}[/]", highlight=False)
+        console.print(f"[yellow]{escape(line)}[/]")
     for text in (note, basis(made)):
         if text:
-            console.print(f"[dim]{escape(text)}[/]", highlight=False)
+            console.print(f"[dim]{escape(text)}[/]")

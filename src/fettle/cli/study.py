@@ -123,9 +123,8 @@ def command(
 
       fettle study --from-csv cube.csv --response "throughput (it/s)" --group-by model-arch
     """
-    from fettle.studies import analyse, read_csv, read_ladder
-    from fettle.studies.ladder_chart import unmatched
-    from fettle.studies.output import study_json
+    from fettle.recipe import Recipe
+    from fettle.studies import Settings, read_csv, read_ladder
 
     wanted = _options.outputs(output, ".csv", ".parquet", folder=True)
     folder = wanted.get("", _FOLDER)
@@ -141,15 +140,35 @@ def command(
     else:
         if response or factors or group_by:
             raise UsageError("`response`, `factors` and `group_by` are for a table, `from_csv`")
-        settings = _settings(design, technique, factor, python, order, recipe, grow_batch, cells, rounds, budget,
-                             mode, max_error, folder, storage, atlas, trial_timeout, under_load, polite)  # fmt: skip
+        settings = Settings(
+            design=design, techniques=_options.technique_levels(technique or []), arguments=_arguments(factor or []),
+            pythons=tuple(python or ()),
+            order=tuple(name.strip() for name in order.split(",") if name.strip()),
+            start=None if recipe is None else Recipe.parse(recipe), cells=cells, rounds=rounds,
+            grow_batch=None if grow_batch is None else _limit_bytes(grow_batch),
+            budget_s=_options.duration_s(budget, "--budget") or None, mode=mode, max_error=max_error, output=folder,
+            storage=storage, atlas=atlas, trial_timeout_s=_options.duration_s(trial_timeout, "--trial-timeout"),
+            under_load=under_load, polite=polite,
+        )  # fmt: skip
         done = _measured(targets or [], settings, agreed=yes, quiet=as_json)
         table = done.table
+    name = from_csv.name if from_csv is not None else f"{design} of {', '.join(table.groups)}"
+    _tell(folder, wanted, name, table, done, theirs, as_json)
+
+
+def _tell(
+    folder: Path, wanted: dict[str, Path], name: str, table: Table, done: Done | None, theirs: Mapping[str, float],
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Analyse what was measured, write it, and say it; `theirs` is a ladder that was published."""
+    from fettle.studies import analyse
+    from fettle.studies.ladder_chart import unmatched
+    from fettle.studies.output import study_json
+
     steps = done.steps if done is not None else {}
     if done is not None and (missing := unmatched(steps, theirs)):
         done = replace(done, notes=(*done.notes, f"published and no step of ours by that name: {', '.join(missing)}"))
     analyses = [] if steps else analyse(table)
-    name = from_csv.name if from_csv is not None else f"{design} of {', '.join(table.groups)}"
     paths = _write(folder, wanted, name, table, analyses, done, theirs)
     _show.answer(
         as_json,
@@ -171,27 +190,6 @@ def _measured(targets: Sequence[str], settings: Settings, *, agreed: bool, quiet
     if isinstance(made, Plan):
         raise UsageError(f"{made}: add `yes` to run it, or `budget='30m'` for the best fraction that fits")
     return made
-
-
-def _settings(
-    design: str, technique: list[str] | None, factor: list[str] | None, python: list[str] | None, order: str,
-    recipe: str | None, grow_batch: str | None, cells: int | None, rounds: int, budget: str, mode: str,
-    max_error: float, folder: Path, storage: str | None, atlas: Path | None, trial_timeout: str,
-    under_load: bool, polite: bool,
-) -> Settings:  # fmt: skip
-    from fettle.recipe import Recipe
-    from fettle.studies import Settings
-
-    return Settings(
-        design=design, techniques=_options.technique_levels(technique or []), arguments=_arguments(factor or []),
-        pythons=tuple(python or ()),
-        order=tuple(name.strip() for name in order.split(",") if name.strip()),
-        start=None if recipe is None else Recipe.parse(recipe), cells=cells, rounds=rounds,
-        grow_batch=None if grow_batch is None else _limit_bytes(grow_batch),
-        budget_s=_options.duration_s(budget, "--budget") or None, mode=mode, max_error=max_error, output=folder,
-        storage=storage, atlas=atlas, trial_timeout_s=_options.duration_s(trial_timeout, "--trial-timeout"),
-        under_load=under_load, polite=polite,
-    )  # fmt: skip
 
 
 def _arguments(options: Sequence[str]) -> dict[str, list[str]]:
@@ -241,21 +239,21 @@ def _print(
     from fettle.studies.page import lead
 
     for note in [*table.notes, *(done.notes if done is not None else ())]:
-        console.print(f"[dim]{escape(note)}[/]", highlight=False)
+        console.print(f"[dim]{escape(note)}[/]")
     for name, rungs in (done.steps if done is not None else {}).items():
         console.print(_ladder(name, rungs, theirs))
     for analysis in analyses:
         title = f"{analysis.group}: {analysis.response.name}" if analysis.group else analysis.response.name
-        console.print(f"\n[bold]{escape(title)}[/]", highlight=False)
-        console.print(escape(lead(analysis)), highlight=False)
+        console.print(f"\n[bold]{escape(title)}[/]")
+        console.print(escape(lead(analysis)))
         for doubt in analysis.checks.doubts if analysis.checks is not None else ():
-            console.print(f"[yellow]! {escape(doubt.text)}[/]", highlight=False)
+            console.print(f"[yellow]! {escape(doubt.text)}[/]")
         helps = [sentence for sentence in analysis.sentences if not sentence.is_surprise]
         for mark, said in (("surprise", analysis.surprises), ("helps", helps)):
             for sentence in said[:_SAID]:
-                console.print(f"  {mark}: {escape(sentence.text)}", highlight=False)
+                console.print(f"  {mark}: {escape(sentence.text)}")
             if len(said) > _SAID:
-                console.print(f"  [dim]and {len(said) - _SAID} more on the page[/]", highlight=False)
+                console.print(f"  [dim]and {len(said) - _SAID} more on the page[/]")
 
 
 def _ladder(name: str, rungs: Sequence[Rung], theirs: Mapping[str, float]) -> Grid:

@@ -26,8 +26,6 @@ def command(
 
       fettle techniques model.py:classifier --json
     """
-    import msgspec
-
     from fettle.errors import UsageError
     from fettle.measure import Worker, WorkerError, messages
     from fettle.techniques import CATALOGUE, machine_facts
@@ -45,15 +43,12 @@ def command(
         except WorkerError as error:
             raise UsageError(f"the workload could not be probed: {error}") from error
     catalogue = [technique for technique in CATALOGUE if facts.mode in technique.modes]
-    rows = [
-        {"technique": t.name, "title": t.title, "default": t.default, "levels": msgspec.to_builtins(t.levels(facts))}
-        for t in catalogue
-    ]
+    rows = [{"technique": t.name, "title": t.title, "default": t.default, "levels": t.levels(facts)} for t in catalogue]
     table = Table("technique", "level", "what it does", "here", box=None, header_style="bold", pad_edge=False)
     for technique in catalogue:
         for index, level in enumerate(technique.levels(facts)):
             state = "as given" if level.name == technique.default else level.why_not or "yes"
             style = "dim" if level.why_not else None
             table.add_row(technique.name if index == 0 else "", level.name, level.summary, state, style=style)
-    data = {"facts": msgspec.to_builtins(facts), "techniques": rows}
+    data = {"facts": facts, "techniques": rows}
     _show.answer(as_json, lambda: data, lambda console: console.print(table))

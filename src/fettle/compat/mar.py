@@ -133,10 +133,10 @@ def import_mar(
         folder = Path(scratch)
         on_progress("unpacking the archive")
         unzip(mar.path, folder, what="model archive", max_files=MAX_FILES, folders=True)
-        given = dict(files or {})
+        named = dict(files or {})
         names = folder / "index_to_name.json"
-        if kind in ("image", "detection") and LABELS not in given and names.is_file():
-            given[LABELS] = labels_file(names)
+        if kind in ("image", "detection") and LABELS not in named and names.is_file():
+            named[LABELS] = labels_file(names)
         on_progress("reading the weights")
         weights = _member(folder, mar.weights)
         if workload is not None:
@@ -147,7 +147,7 @@ def import_mar(
             workload = Workload(_model(folder, mar, weights, batches[0]), batches)
         return write_package(
             workload, Recipe(), path, name=name or mar.name, version=mar.version, settings=settings,
-            handler=kind, handler_settings=handler_settings, files=given, on_progress=on_progress,
+            handler=kind, handler_settings=handler_settings, files=named, on_progress=on_progress,
         )  # fmt: skip
 
 

@@ -63,10 +63,10 @@ def scale(settings: ServeSettings, machine: str) -> Scale:
         why = "no curve of this machine with a limit: run fettle serve slo, and export again"
         return Scale(max(1.0, most_ongoing(settings) / 2), why)
     costs = Costs({rows: (seconds,) for rows, seconds in zip(curve.rows, curve.seconds, strict=True)})
-    rate, seen = capacity(settings, costs, settings.limit_ms / 1e3)
-    if seen is None:
+    rate, simulated = capacity(settings, costs, settings.limit_ms / 1e3)
+    if simulated is None:
         return Scale(1.0, f"one request alone takes longer than {settings.limit_ms:g} ms")
-    wait = float(seen.latency_s.mean())
+    wait = float(simulated.latency_s.mean())
     return Scale(max(1.0, rate * wait), f"{rate:.4g} requests/s x {wait * 1e3:.3g} ms within {settings.limit_ms:g} ms")
 
 

@@ -7,7 +7,6 @@ could bring, and `fettle.verifying` compares that bound with what the fix then b
 
 from __future__ import annotations
 
-from fettle.diagnose.advice import Verified, advice, brought
 from fettle.diagnose.collectors.compile_watch import watch_compile
 from fettle.diagnose.collectors.sync_report import SyncReport
 from fettle.diagnose.collectors.syncs import confirm, find_cuda_syncs, find_syncs, watch_syncs
@@ -15,7 +14,7 @@ from fettle.diagnose.compile_health import CompileHealth
 from fettle.diagnose.compile_worker import compile_health
 from fettle.diagnose.diagnosis import Diagnosis, diagnose, diagnosis_json
 from fettle.diagnose.evidence import Evidence, Operation, Sync
-from fettle.diagnose.finding import Finding
+from fettle.diagnose.finding import Finding, Verified, advice, brought
 from fettle.diagnose.roofline import Roof, Roofline, roofline
 from fettle.diagnose.rules import RULES
 from fettle.diagnose.rules import findings as findings_of

@@ -16,11 +16,17 @@ from typing import Any, TypeVar
 import torch
 
 from fettle.diagnose.collectors.compile_watch import is_compiled
-from fettle.diagnose.collectors.memory import allocator_counts, cost_of_fresh_memory, kept_alive, pages_fetched
+from fettle.diagnose.collectors.memory import (
+    allocator_counts,
+    cost_of_fresh_memory,
+    kept_alive,
+    padding,
+    pages_fetched,
+    weights,
+)
 from fettle.diagnose.collectors.operators import operations, watched
 from fettle.diagnose.collectors.syncs import syncs_on
 from fettle.diagnose.collectors.training import TrainingSteps, as_workload, device_type, trained
-from fettle.diagnose.collectors.values import padding, weights
 from fettle.diagnose.collectors.variants import held, timed, variants
 from fettle.diagnose.collectors.waiting import CoreClock, waiting
 from fettle.diagnose.evidence import Batches, Cost, Evidence, Fresh
@@ -89,7 +95,7 @@ def collect(measured: Workload | TrainingWorkload, seconds: float) -> Evidence:
         wall_s=wall_s,
         operations=watch.rows(),
         peaks=noted("peaks", lambda: measure_peaks(device)),
-        settings={**_settings(), "records": str(_records(call()))},
+        settings={**_settings(), "records": str(any(tensor.requires_grad for tensor in tensors(call())))},
         variants=switched,
         threads=torch.get_num_threads(),
         cores=facts.physical_cores,
@@ -149,8 +155,3 @@ def _settings() -> dict[str, str]:
         "profiler": str(torch.autograd.profiler._is_profiler_enabled),
         "grad": str(torch.is_grad_enabled()),
     }
-
-
-def _records(output: Any) -> bool:
-    """Whether autograd keeps a graph for the output."""
-    return any(tensor.requires_grad for tensor in tensors(output))

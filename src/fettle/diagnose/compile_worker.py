@@ -9,6 +9,8 @@ import itertools
 import time
 from dataclasses import replace
 
+import torch
+
 from fettle.diagnose.collectors.compile_watch import is_compiled, watch_compile
 from fettle.diagnose.compile_health import CompileHealth
 from fettle.errors import UsageError, first_line
@@ -65,8 +67,6 @@ def _in_worker(request: Compile, timeout_s: float) -> CompileHealth:
 
 def _run(request: Compile) -> CompileHealth:
     """The worker's part: build, compile, call."""
-    import torch
-
     torch.manual_seed(0)
     workload = request.target.load()
     model = workload.model

@@ -11,10 +11,8 @@ from typing import Any
 
 from fettle.diagnose.compile_worker import compile_health
 from fettle.diagnose.evidence import GROUPS, Evidence
-from fettle.diagnose.examiner import Examiner
-from fettle.diagnose.files import of_files, traces_and_snapshots
 from fettle.diagnose.finding import Finding
-from fettle.diagnose.recordings import Recording, joined
+from fettle.diagnose.recordings import Examiner, Recording, joined, of_files, traces_and_snapshots
 from fettle.diagnose.recordings import record as recorded
 from fettle.diagnose.roofline import Roofline, roofline
 from fettle.diagnose.rules import CROWDED

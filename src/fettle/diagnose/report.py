@@ -8,13 +8,12 @@ from pathlib import Path
 
 import altair as alt
 
-from fettle.diagnose.advice import Verified
 from fettle.diagnose.diagnosis import Diagnosis
-from fettle.diagnose.finding import Finding
+from fettle.diagnose.finding import Finding, Verified
 from fettle.diagnose.roofline import Roof, Roofline
 from fettle.files import write_text
 from fettle.page import Cell, Row, Still, Table, shell, still, theme
-from fettle.page.marks import sized
+from fettle.page.theme import sized
 from fettle.techniques import parts_lines
 
 Bar = tuple[str, float, str, bool]

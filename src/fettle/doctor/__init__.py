@@ -12,7 +12,6 @@ from fettle.doctor import (  # each registers its checks
     caches,
     cpu,
     debugging,
-    deprecated,
     distributed,
     input,
     precision,
@@ -26,7 +25,7 @@ from fettle.doctor.program import Loader, Model, Program, this_program
 
 __all__ = [
     "CHECKS", "LEVELS", "Advisories", "Check", "Environment", "Files", "Finding", "Gpu", "Level", "Loader", "Model",
-    "Package", "Program", "allocator", "caches", "cpu", "debugging", "deprecated", "distributed", "examine", "input",
+    "Package", "Program", "allocator", "caches", "cpu", "debugging", "distributed", "examine", "input",
     "precision", "read_advisories", "shipped_advisories", "spoilers", "supply_chain", "this_environment",
     "this_program", "versions",
 ]  # fmt: skip

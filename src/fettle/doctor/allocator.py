@@ -88,9 +88,9 @@ def _in_range(key: str, value: float) -> bool:
 @check(quick=True)
 def allocator_set_twice(here: Environment) -> Iterator[Finding]:
     """Several variables, of which one counts; or a key twice."""
-    given = {name: here.variables[name].strip() for name in _NAMES if here.variables.get(name, "").strip()}
-    if len(set(given.values())) > 1:
-        first, *others = given
+    set_values = {name: here.variables[name].strip() for name in _NAMES if here.variables.get(name, "").strip()}
+    if len(set(set_values.values())) > 1:
+        first, *others = set_values
         yield warning(f"{first} and {' and '.join(others)} are set, and differ.",
                       f"{first} counts, the other is ignored.", f"unset {' '.join(others)}")  # fmt: skip
     keys = [key for key, _ in _pairs(_given(here)[1])]

@@ -70,13 +70,13 @@ def interfaces(here: Environment) -> Iterator[Finding]:
 @check()
 def half_a_rendezvous(here: Environment) -> Iterator[Finding]:
     """Some of the variables of a distributed job, or a rank that cannot be."""
-    given = [name for name in _RENDEZVOUS if here.variables.get(name)]
-    missing = [name for name in _RENDEZVOUS if name not in given]
+    present = [name for name in _RENDEZVOUS if here.variables.get(name)]
+    missing = [name for name in _RENDEZVOUS if name not in present]
     rank, size = here.number("RANK"), here.number("WORLD_SIZE")
-    if ("RANK" in given and "WORLD_SIZE" not in given) or ("MASTER_ADDR" in given and "MASTER_PORT" not in given):
-        yield error(f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} set, {', '.join(missing)} not.",
+    if ("RANK" in present and "WORLD_SIZE" in missing) or ("MASTER_ADDR" in present and "MASTER_PORT" in missing):
+        yield error(f"{', '.join(present)} {'is' if len(present) == 1 else 'are'} set, {', '.join(missing)} not.",
                     "init_process_group fails, or waits for ranks that never come.",
-                    f"unset {' '.join(given)}  # or start with torchrun")  # fmt: skip
+                    f"unset {' '.join(present)}  # or start with torchrun")  # fmt: skip
     elif rank is not None and size is not None and rank >= size:
         yield error(f"RANK={rank}, and WORLD_SIZE={size}.", "Ranks go from 0 to WORLD_SIZE - 1: the job never begins.",
                     f"export RANK={size - 1}")  # fmt: skip

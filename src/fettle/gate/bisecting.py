@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
-
-import msgspec
 
 from fettle.errors import UsageError
 from fettle.files import plain
@@ -205,5 +203,4 @@ class _Search:
 
 def bisection_json(found: Bisection) -> dict[str, Any]:
     """A bisection as plain data."""
-    data: dict[str, Any] = plain(msgspec.to_builtins(replace(found)))
-    return {**data, "found": found.found}
+    return {**plain(found), "found": found.found}

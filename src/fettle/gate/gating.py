@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from fettle.errors import UsageError
 from fettle.files import check_writable, plain
 from fettle.gate import history
@@ -127,6 +125,6 @@ def gate_json(found: Gate) -> dict[str, Any]:
         "settled_by": found.settled_by,
         "notes": list(found.notes),
         "seconds": round(found.seconds, 1),
-        "machine": msgspec.to_builtins(found.machine),
+        "machine": plain(found.machine),
         "trials": [trial.to_json() for trial in found.trials],
     }

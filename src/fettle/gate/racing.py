@@ -221,9 +221,9 @@ def revision(ground: Ground, repository: Repository, commit: str, python: str = 
 def interpreter(path: str) -> str:
     """The Python of another environment, from its path or that of its folder. Raises `UsageError` where it cannot
     run what is measured here."""
-    given = Path(path).expanduser()
-    found = given / "bin" / "python" if given.is_dir() else given
-    executable = shutil.which(str(found.absolute() if os.sep in path or given.exists() else found))
+    place = Path(path).expanduser()
+    found = place / "bin" / "python" if place.is_dir() else place
+    executable = shutil.which(str(found.absolute() if os.sep in path or place.exists() else found))
     if executable is None:
         raise UsageError(f"`against_python`: there is no Python at {path}")
     code = "import fettle, msgspec, psutil, torch; print(fettle.__version__)"

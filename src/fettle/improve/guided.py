@@ -150,11 +150,7 @@ def _step(name: str, run: _Run, before: Sequence[Step]) -> Step:
         if name == "measure":  # it does not run: no step could
             raise
         made = Step(name=name, status="failed", says=str(error))
-    return _timed(made, time.monotonic() - began)
-
-
-def _timed(step: Step, seconds: float) -> Step:
-    return msgspec.structs.replace(step, seconds=seconds)
+    return msgspec.structs.replace(made, seconds=time.monotonic() - began)
 
 
 def _measure(run: _Run, told: Mapping[str, Any]) -> Step:

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 
 from fettle.errors import UsageError, first_line
@@ -227,8 +228,6 @@ def main(parent: Parent) -> None:
 
 
 def _to_device(batch: Any, non_blocking: bool) -> Any:
-    from torch.utils import _pytree as pytree
-
     return pytree.tree_map(
         lambda leaf: leaf.to("cuda", non_blocking=non_blocking) if isinstance(leaf, torch.Tensor) else leaf, batch
     )

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 
 from fettle.errors import first_line
@@ -170,7 +171,5 @@ def _hash(item: Any) -> str:
 
 
 def _values(item: Any) -> Any:
-    from torch.utils import _pytree as pytree
-
     return [leaf.tolist() if isinstance(leaf, torch.Tensor) or hasattr(leaf, "tolist") else leaf
             for leaf in pytree.tree_leaves(item)]  # fmt: skip

@@ -14,8 +14,7 @@ import psutil
 from fettle.errors import UsageError
 from fettle.inputs._messages import Describe, Faults, FindFaults, Open, TakeSlice, TimeStep
 from fettle.inputs.journal import Journal, key
-from fettle.inputs.limits import Room, why_not
-from fettle.inputs.setting import WITHIN, Facts, Measured, Setting, Slice
+from fettle.inputs.setting import WITHIN, Facts, Measured, Room, Setting, Slice, why_not
 from fettle.procs.child import Child, ChildError
 
 _MODULE = "fettle.inputs._run"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from fettle.files import plain
 from fettle.inputs.result import PipelineResult
@@ -113,24 +111,18 @@ def rows(result: PipelineResult) -> list[dict[str, str]]:
 
 def as_data(result: PipelineResult) -> dict[str, Any]:
     """Everything as plain data for JSON; what is not known is null."""
+    of_setting = ("setting", "rates", "failure", "left_out", "slices")
     settings = [
-        {
-            "setting": asdict(item.setting), "code": item.setting.code, "rates": item.rates,
-            "level": item.level or None,
-            "failure": item.failure, "left_out": item.left_out,
-            "slices": {str(number): msgspec.to_builtins(part) for number, part in item.slices.items()},
-        }
+        {**{name: getattr(item, name) for name in of_setting}, "code": item.setting.code, "level": item.level or None}
         for item in result.settings
-    ]  # fmt: skip
+    ]
+    of_result = (
+        "target", "verdict", "raises", "step_s", "waiting", "bound", "gain", "batch_p50_s", "batch_p95_s", "cores",
+        "code", "lints", "notes", "search_s", "seconds", "interrupted", "reused",
+    )  # fmt: skip
     data: dict[str, Any] = plain({
-        "target": result.target, "verdict": result.verdict, "raises": result.raises,
-        "step_s": result.step_s, "waiting": result.waiting,
-        "bound": result.bound, "gain": result.gain, "batch_p50_s": result.batch_p50_s,
-        "batch_p95_s": result.batch_p95_s,
-        "cores": result.cores, "given": asdict(result.given.setting), "best": asdict(result.best.setting),
-        "code": result.code, "settings": settings, "lints": [asdict(item) for item in result.lints],
-        "notes": list(result.notes), "search_s": result.search_s, "seconds": result.seconds,
-        "interrupted": result.interrupted, "reused": result.reused,
+        **{name: getattr(result, name) for name in of_result},
+        "given": result.given.setting, "best": result.best.setting, "settings": settings,
     })  # fmt: skip
     return data
 
@@ -192,7 +184,7 @@ def curve(result: PipelineResult, height: int = 300) -> dict[str, Any]:
     """Batches a second over workers as a Vega-Lite chart: a line a variant through medians, a dot a round."""
     import altair as alt
 
-    from fettle.page.marks import level, sized
+    from fettle.page.theme import level, sized
 
     points: list[dict[str, Any]] = []
     failed: list[dict[str, Any]] = []

@@ -18,7 +18,6 @@ import torch
 from fettle.errors import UsageError
 from fettle.inputs._messages import Faults
 from fettle.inputs.journal import Journal, content_hash
-from fettle.inputs.limits import room
 from fettle.inputs.race import OnProgress, Race
 from fettle.inputs.result import PipelineResult, cannot_help, verdict
 from fettle.inputs.setting import (
@@ -28,6 +27,7 @@ from fettle.inputs.setting import (
     Measured,
     Setting,
     ratio,
+    room,
     smallest_of_the_best,
 )
 

@@ -3,7 +3,6 @@
 Other rooms use `race`, which measures recipes side by side, and the plain data it returns.
 """
 
-from fettle.measure._accuracy import judge
 from fettle.measure._candidates import Held
 from fettle.measure._load import Load
 from fettle.measure._priority import READY, may_go_first, prefer
@@ -18,13 +17,13 @@ from fettle.measure._statistics import (
     ratio_interval,
     verdict,
 )
-from fettle.measure._trial import Accuracy, Interval, Slice, Startup, Trial, by_round, process_logs
+from fettle.measure._trial import Accuracy, Interval, Slice, Startup, Trial, by_round, process_logs, typed
 from fettle.measure._watch import Patience, Surroundings
 from fettle.measure.race import race
 
 __all__ = [
     "ENOUGH", "READY", "Accuracy", "Candidate", "Held", "Interval", "Judge", "Load", "Patience", "Progress", "Rules",
     "Slice", "Startup", "Surroundings", "Trial", "Worker", "WorkerError", "by_round", "close_all",
-    "contrast_interval", "judge", "log_interval", "may_go_first", "paired", "pareto", "prefer", "process_logs", "race",
-    "ratio_interval", "verdict",
+    "contrast_interval", "log_interval", "may_go_first", "paired", "pareto", "prefer", "process_logs", "race",
+    "ratio_interval", "typed", "verdict",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ Outputs = dict[str, torch.Tensor]
 """The tensor leaves of one output by path, on the CPU."""
 
 
-def tensors(output: Any) -> Outputs:
+def outputs_of(output: Any) -> Outputs:
     """Copy the tensor leaves of an output to the CPU; numbers count as tensors, other leaves are passed over."""
     found: Outputs = {}
     for path, leaf in leaves(output):
@@ -103,35 +103,6 @@ def user_metric(metric: Callable[[Any], float], run: Callable[..., Any]) -> tupl
     except (TypeError, ValueError):
         return math.nan, f"the metric returned a {type(value).__name__}, not a number"
     return (number, "") if math.isfinite(number) else (math.nan, f"the metric is {number}")
-
-
-def judge(accuracy: Accuracy, *, max_error: float | None, min_agreement: float | None,
-          max_metric_drop: float | None, reference_metric: float, exact: bool = False) -> str:  # fmt: skip
-    """Why an accuracy is outside the limits, one phrase; empty when it is inside. NaN is never inside."""
-    if accuracy.problem:
-        return accuracy.problem
-    if not accuracy.finite:
-        return "the outputs are not finite"
-    if exact and accuracy.unequal != 0:
-        return f"{accuracy.unequal:.2%} of the tokens it writes are not the reference's"
-    if max_error is not None and not accuracy.error <= max_error:
-        if accuracy.is_text:
-            return f"mean KL divergence {accuracy.error:.2g} is above {max_error:g}"
-        if accuracy.losses:
-            return f"its losses are {accuracy.error:.2g} times as far off as two seeds are from each other"
-        return f"relative error {accuracy.error:.2g} is above {max_error:g}"
-    if min_agreement is not None:
-        if math.isnan(accuracy.agreement):
-            return "no output looks like logits, so there is no agreement to judge"
-        if not accuracy.agreement >= min_agreement:
-            return f"top-1 agreement {accuracy.agreement:.4g} is below {min_agreement:g}"
-    if max_metric_drop is not None:
-        drop = reference_metric - accuracy.metric
-        if not drop <= max_metric_drop + 1e-12:
-            return (
-                f"the metric fell from {reference_metric:.4g} to {accuracy.metric:.4g}, more than {max_metric_drop:g}"
-            )
-    return ""
 
 
 def repeat_rows(batch: Any, factor: int, rows: int) -> Any:

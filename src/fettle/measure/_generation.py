@@ -7,29 +7,26 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+import torch
 
+from fettle.generate.limits import cache_bytes, count_work, weights_read
+from fettle.generate.quality import Closeness, astray, closeness, read_pieces, scores_of, unequal, write_pieces
+from fettle.generate.speed import Generation, Watcher, tokens_per_s
+from fettle.measure import _meters
+from fettle.measure._accuracy import user_metric
+from fettle.measure._clock import Clock
 from fettle.measure._notes import compiler_notes, notes_kept
 from fettle.measure._state import State, prepared, settled
 from fettle.measure._trial import Accuracy
 from fettle.measure.messages import MeasureRows, Prepare, Prepared, Reference, RowsMeasured, WriteReference
-
-if TYPE_CHECKING:
-    import torch
-
-    from fettle.generate.quality import Closeness
+from fettle.techniques import load
 
 
 def reference(state: State, request: WriteReference) -> Reference:
     """Let the reference write, and keep what recipes are judged by at `request.path`."""
-    import torch
-
-    from fettle.generate.limits import count_work
-    from fettle.generate.quality import closeness, write_pieces
-    from fettle.measure._accuracy import user_metric
-
     started = time.perf_counter()
     workload = state.workload
     metric, problem = None, ""
@@ -48,15 +45,6 @@ def reference(state: State, request: WriteReference) -> Reference:
 
 def prepare(state: State, request: Prepare) -> Prepared:
     """Apply a recipe's source, judge what it writes, warm up, and report what that took."""
-    import torch
-
-    from fettle.generate.limits import cache_bytes, weights_read
-    from fettle.generate.speed import Generation, Watcher
-    from fettle.measure import _meters
-    from fettle.measure._accuracy import user_metric
-    from fettle.measure._clock import Clock
-    from fettle.techniques import load
-
     workload = state.workload
     calibration = list(workload.calibration) or list(workload.inputs[:1])
     with notes_kept() as told:
@@ -101,8 +89,6 @@ def prepare(state: State, request: Prepare) -> Prepared:
 
 def measure_rows(state: State, request: MeasureRows) -> RowsMeasured:
     """Write with other numbers of rows, as far as memory allows."""
-    from fettle.generate.speed import tokens_per_s
-
     run: Any = state.run
     prompts, new_tokens = state.workload.inputs, int(state.workload.new_tokens)
     speeds = {str(rows): tokens_per_s(run, prompts, rows, new_tokens) for rows in request.rows}
@@ -126,10 +112,6 @@ class Scored:
 def scored(state: State, run: Any, request: Prepare, unseen: int) -> Scored | None:
     """Feed the reference's tokens to a recipe, and compare its distributions; None where nothing judges, and the recipe
     has only written after each input."""
-    import torch
-
-    from fettle.generate.quality import closeness, read_pieces, scores_of
-
     if not request.path:
         for prompt in state.workload.inputs:
             run(**prompt)
@@ -143,10 +125,6 @@ def scored(state: State, run: Any, request: Prepare, unseen: int) -> Scored | No
 
 def judged(state: State, run: Any, fed: Scored | None, written: Sequence[Any], request: Prepare) -> Accuracy:
     """A recipe's text beside the reference's; `written` are the texts that it wrote by itself after the inputs."""
-    import torch
-
-    from fettle.generate.quality import astray, unequal
-
     if fed is None:
         return Accuracy()
     workload, found, different = state.workload, fed.found, math.nan

@@ -8,10 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fettle.measure import _generation
+import torch
+
+from fettle.errors import UsageError, first_line, place
+from fettle.generate import GenerationWorkload, brief
+from fettle.measure import _generation, _meters
+from fettle.measure._accuracy import compare, first_rows, outputs_of, repeat_rows, user_metric, worst
+from fettle.measure._clock import Clock
 from fettle.measure._notes import compiler_notes, notes_kept
-from fettle.measure._slice import take_slice
-from fettle.measure._state import State, call, examine, peaks, prepared, same_shapes, settled, weight_bytes
+from fettle.measure._reference import buffers_kept, read_reference, write_reference
+from fettle.measure._state import State, call, examine, peaks, prepared, same_shapes, settled, take_slice, weight_bytes
 from fettle.measure.messages import (
     Answer,
     Asked,
@@ -28,17 +34,13 @@ from fettle.measure.messages import (
     TakeSlice,
     WriteReference,
 )
+from fettle.structure import structure
+from fettle.techniques import load, probe_facts
+from fettle.workload import device_of, fingerprint, map_tensors, tensors
 
 
 def build(state: State, request: Build) -> Built:
     """Build the workload, with the same seed in every worker."""
-    import torch
-
-    from fettle.generate import GenerationWorkload
-    from fettle.measure import _meters
-    from fettle.structure import structure
-    from fettle.workload import device_of, fingerprint
-
     started = time.perf_counter()
     torch.manual_seed(0)
     made = request.target.load(state.made)
@@ -63,9 +65,6 @@ def build(state: State, request: Build) -> Built:
 
 def probe(state: State, request: Probe) -> Probed:
     """See that the model takes its inputs, and gather the facts."""
-    from fettle.generate import brief
-    from fettle.techniques import probe_facts
-
     check_inputs(brief(state.workload))
     facts = probe_facts(state.workload, allow_batch=request.allow_batch)
     if state.derived_check:  # the same rows again: what calibrates a recipe must not judge it
@@ -76,8 +75,6 @@ def probe(state: State, request: Probe) -> Probed:
 
 def reference(state: State, request: WriteReference) -> Reference:
     """Compute the reference outputs and write them to `request.path`."""
-    from fettle.measure._reference import write_reference
-
     if state.writes:
         return _generation.reference(state, request)
     return write_reference(state.workload, request.path)
@@ -85,14 +82,6 @@ def reference(state: State, request: WriteReference) -> Reference:
 
 def prepare(state: State, request: Prepare) -> Prepared:
     """Apply a recipe's source, judge its first answers, warm up, and report what that took."""
-    import torch
-
-    from fettle.measure import _meters
-    from fettle.measure._accuracy import compare, first_rows, repeat_rows, tensors, user_metric, worst
-    from fettle.measure._clock import Clock
-    from fettle.measure._reference import read_reference
-    from fettle.techniques import load
-
     if state.writes:
         return _generation.prepare(state, request)
     workload = state.workload
@@ -122,7 +111,7 @@ def prepare(state: State, request: Prepare) -> Prepared:
                 torch.cuda.synchronize()
             first_call_s += time.perf_counter() - started if index < len(state.workload.inputs) else 0.0
             if wanted is not None and index in unseen:
-                judged.append(compare(first_rows(tensors(output), request.factor, wanted[index]), wanted[index]))
+                judged.append(compare(first_rows(outputs_of(output), request.factor, wanted[index]), wanted[index]))
             del output
         accuracy = worst(judged)
         metric = state.workload.metric
@@ -148,11 +137,6 @@ def rotation(batches: Sequence[Any]) -> list[list[Any]]:
 def with_check(workload: Any) -> Any:
     """The workload with its rows counted and, where the user gave one batch only, a second one to judge on: the same
     rows in another order, so that a recipe which only knows the first batch is found out."""
-    import torch
-
-    from fettle.errors import UsageError
-    from fettle.workload import map_tensors, tensors
-
     first = next(iter(tensors(workload.inputs[0])), None)
     rows = workload.samples or (int(first.size(0)) if first is not None and first.dim() else 1)
     if rows == 0:
@@ -171,12 +155,6 @@ def with_check(workload: Any) -> Any:
 
 def check_inputs(workload: Any) -> None:
     """Call the workload once as it is; raises `UsageError` with the model's own error and where it came from."""
-    import torch
-
-    from fettle.errors import UsageError, first_line, place
-    from fettle.measure._reference import buffers_kept
-    from fettle.workload import map_tensors
-
     model = workload.model
     if isinstance(model, torch.nn.Module) and any(tensor.is_meta for tensor in model.parameters()):
         raise UsageError("the model is on the meta device, where weights have no values: load them before it is tuned")

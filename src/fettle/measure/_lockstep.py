@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
+
 
 def agreed(go: bool) -> bool:
     """Rank 0's word."""
@@ -44,6 +46,4 @@ def _group() -> Any:
 
 
 def _number(group: Any, value: int) -> Any:
-    import torch
-
     return torch.tensor(value, dtype=torch.int64, device="cuda" if group.get_backend() == "nccl" else "cpu")

@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from fettle.errors import UsageError, first_line
-from fettle.measure._accuracy import Outputs, compare, tensors, user_metric, worst
+from fettle.measure._accuracy import Outputs, compare, outputs_of, user_metric, worst
 from fettle.measure.messages import Reference
 from fettle.workload import Workload, map_tensors
 
@@ -44,7 +44,7 @@ def write_reference(workload: Workload, path: str) -> Reference:
                 torch.manual_seed(seed)
                 fresh = map_tensors(torch.clone, batch)  # a model may write into what it is given
                 try:
-                    found.append(tensors(workload.run(model, cast(fresh))))
+                    found.append(outputs_of(workload.run(model, cast(fresh))))
                 except Exception as error:  # of the first batch, the probe has told
                     number, total = len(found) + 1, len(workload.inputs) + len(workload.check_inputs)
                     error.add_note(f"batch {number} of {total}")

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from fettle.measure._accuracy import judge
 from fettle.measure._load import Load
 from fettle.measure._priority import may_go_first
 from fettle.measure._statistics import LOOKS, VAGUE
@@ -106,15 +105,29 @@ class Judge:
     """The workload as given is measured also where its train mode makes its answers wrong."""
 
     def reason(self, accuracy: Accuracy) -> str:
-        """Why an accuracy is outside the limits, one phrase; empty when it is inside."""
-        return judge(
-            accuracy,
-            max_error=self.max_error,
-            min_agreement=self.min_agreement,
-            max_metric_drop=self.max_metric_drop,
-            reference_metric=self.reference_metric,
-            exact=self.exact,
-        )
+        """Why an accuracy is outside the limits, one phrase; empty when it is inside. NaN is never inside."""
+        if accuracy.problem:
+            return accuracy.problem
+        if not accuracy.finite:
+            return "the outputs are not finite"
+        if self.exact and accuracy.unequal != 0:
+            return f"{accuracy.unequal:.2%} of the tokens it writes are not the reference's"
+        if self.max_error is not None and not accuracy.error <= self.max_error:
+            if accuracy.is_text:
+                return f"mean KL divergence {accuracy.error:.2g} is above {self.max_error:g}"
+            if accuracy.losses:
+                return f"its losses are {accuracy.error:.2g} times as far off as two seeds are from each other"
+            return f"relative error {accuracy.error:.2g} is above {self.max_error:g}"
+        if self.min_agreement is not None:
+            if math.isnan(accuracy.agreement):
+                return "no output looks like logits, so there is no agreement to judge"
+            if not accuracy.agreement >= self.min_agreement:
+                return f"top-1 agreement {accuracy.agreement:.4g} is below {self.min_agreement:g}"
+        if self.max_metric_drop is not None:
+            fell = f"the metric fell from {self.reference_metric:.4g} to {accuracy.metric:.4g}"
+            if not self.reference_metric - accuracy.metric <= self.max_metric_drop + 1e-12:
+                return f"{fell}, more than {self.max_metric_drop:g}"
+        return ""
 
 
 @dataclass(frozen=True)

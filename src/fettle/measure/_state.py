@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import itertools
+import math
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+import torch
 
+from fettle.machine import measure_peaks
 from fettle.measure._notes import Notes, compile_cache
-from fettle.measure._waits import Waits, busiest
-from fettle.measure.messages import Examine, Examined, MeasurePeaks, Peaks, Prepared
+from fettle.measure._trial import Accuracy
+from fettle.measure._waits import Waits, busiest, one_core_each, without_waits
+from fettle.measure.messages import Examine, Examined, MeasurePeaks, Peaks, Prepared, SliceTaken, TakeSlice
 from fettle.workload import spread, tensors
-
-if TYPE_CHECKING:
-    from fettle.measure._trial import Accuracy
 
 
 @dataclass
@@ -51,15 +55,11 @@ class State:
 
 def peaks(state: State, request: MeasurePeaks) -> Peaks:
     """The machine's peaks on the workload's device."""
-    from fettle.machine import measure_peaks
-
     return Peaks(peaks=measure_peaks(state.device))
 
 
 def examine(state: State, request: Examine) -> Examined:
     """Hand the workload to a function of another room, and return what it finds."""
-    import importlib
-
     module, _, name = request.function.partition(":")
     function = getattr(importlib.import_module(module), name)
     writes = {"path": request.path} if request.path else {}
@@ -112,8 +112,6 @@ def prepared(
 
 def _gpu_uuid() -> str:
     """As NVML names the current device."""
-    import torch
-
     return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 
@@ -150,10 +148,67 @@ def call(run: Callable[..., Any] | None, batch: Any) -> Any:
 
 def weight_bytes(model: Any) -> int:
     """Bytes of a module's parameters and buffers, tied ones once; 0 for a plain callable."""
-    import torch
-
     if not isinstance(model, torch.nn.Module):
         return 0
     every = itertools.chain(model.parameters(), model.buffers())
-    seen = {id(t): t for t in every if not torch.nn.parameter.is_lazy(t)}
-    return sum(t.numel() * t.element_size() for t in seen.values() if t.device.type == "cpu")
+    distinct = {id(t): t for t in every if not torch.nn.parameter.is_lazy(t)}
+    return sum(t.numel() * t.element_size() for t in distinct.values() if t.device.type == "cpu")
+
+
+_CHUNK_NS = 10_000_000
+"""Calls between two looks at the scheduler's counters, which take 20 microseconds: a five hundredth."""
+
+
+def take_slice(state: State, request: TakeSlice) -> SliceTaken:
+    """Call for `request.seconds`, at least once.
+
+    With `request.apart` the threads that compute have a core each meanwhile (`one_core_each`).
+    """
+    from fettle.measure import _meters
+    from fettle.measure._lockstep import agreed
+
+    wanted_ns = int(request.seconds * 1e9)
+    # Where the allocator happens to put a buffer can change the time of a small model by half, for as long as the
+    # process lives. Blocks of random sizes, held until the next slice, move the buffers of each slice elsewhere.
+    state.padding = [torch.empty(random.randrange(64, 1 << 18), dtype=torch.uint8) for _ in range(16)]
+    apart = one_core_each(state.computing) if request.apart and state.device == "cpu" else contextlib.nullcontext()
+    samples: list[int] = []
+    chunks: list[tuple[int, int, int | None]] = []
+    with apart:
+        # What ran between two slices has emptied the caches: where calls are short, one call settles them unmeasured.
+        if state.call_ns * 5 < wanted_ns:
+            one_sample(state)
+        state.waits.refresh()
+        energy = _meters.energy_j(state.device)
+        cpu_s = time.process_time() + state.waits.children_s()
+        waited_ns = state.waits.total_ns()
+        started = chunk = time.perf_counter_ns()
+        count = 0
+        while not samples or agreed(time.perf_counter_ns() - started < wanted_ns):
+            samples.append(one_sample(state))
+            if time.perf_counter_ns() - chunk >= _CHUNK_NS:
+                before, waited_ns = waited_ns, state.waits.total_ns()
+                chunks.append(_chunk(state, samples[count:], before, waited_ns))
+                count, chunk = len(samples), time.perf_counter_ns()
+    after = _meters.energy_j(state.device)
+    if count < len(samples):
+        chunks.append(_chunk(state, samples[count:], waited_ns, state.waits.total_ns()))
+    if state.call_ns > 10 * wanted_ns:  # SAM's encoder keeps 3 GiB for its next call, which the others may need now
+        _meters.trim()
+    waited = [chunk[2] for chunk in chunks if chunk[2] is not None]
+    return SliceTaken(
+        samples_ns=samples,
+        unhindered_ns=without_waits(chunks),
+        waits=sum(waited) / sum(samples) if len(waited) == len(chunks) else math.nan,
+        cpu_s=time.process_time() + state.waits.children_s() - cpu_s,
+        energy_j=(after - energy) / len(samples) if energy is not None and after is not None else None,
+        texts=state.watcher.take() if state.writes else (),
+    )
+
+
+def _chunk(
+    state: State, samples: list[int], before_ns: int | None, after_ns: int | None
+) -> tuple[int, int, int | None]:
+    known = before_ns is not None and after_ns is not None
+    waited = max(0, after_ns - before_ns) // state.group if known else None  # type: ignore[operator]
+    return len(samples), sum(samples), waited

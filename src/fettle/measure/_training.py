@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import msgspec
+import psutil
 import torch
 
 from fettle.errors import UsageError, first_line, place
@@ -21,8 +22,7 @@ from fettle.measure._accuracy import user_metric
 from fettle.measure._clock import Clock
 from fettle.measure._lockstep import mean
 from fettle.measure._notes import compiler_notes, notes_kept
-from fettle.measure._slice import take_slice
-from fettle.measure._state import State, examine, peaks, prepared, same_shapes, settled, weight_bytes
+from fettle.measure._state import State, examine, peaks, prepared, same_shapes, settled, take_slice, weight_bytes
 from fettle.measure._trial import Accuracy
 from fettle.measure.messages import (
     Answer,
@@ -96,7 +96,9 @@ def probe(state: State, request: Probe) -> Probed:
 def reference(state: State, request: WriteReference) -> Reference:
     """Train the baseline from seed 0 and from other seeds, and write their curves to `request.path`."""
     started = time.perf_counter()
-    train = load(source(Recipe(), Facts(mode="training", max_grad_norm=_clip(state.workload))), "baseline")
+    clip = state.workload.max_grad_norm
+    facts = Facts(mode="training", max_grad_norm=None if clip is None else float(clip))
+    train = load(source(Recipe(), facts), "baseline")
     first = load_training(state.target)
     steps = Steps(train, _seeded(first, 0))
     baseline = steps.curve(int(first.steps))
@@ -270,15 +272,13 @@ def _largest_batch(workload: TrainingWorkload, facts: Facts) -> int:
     On a GPU an allocator that had to give memory back and try again counts as not fitting. On a CPU the limit is a
     share of the memory that is free now, and a size is not tried when the trend of the smaller ones says it is above.
     """
-    import psutil
-
     limit = _HEADROOM * psutil.virtual_memory().available
-    seen: dict[int, int] = {}
+    peaks: dict[int, int] = {}
     on_gpu = facts.device == "cuda"
 
     def fits(factor: int) -> bool:
-        if not on_gpu and len(seen) >= 2:
-            (one, low), (two, high) = sorted(seen.items())[-2:]
+        if not on_gpu and len(peaks) >= 2:
+            (one, low), (two, high) = sorted(peaks.items())[-2:]
             if high + (high - low) / (two - one) * (factor - two) > limit:
                 return False
         train = load(source(enlarged(factor), facts), f"batch x{factor}")
@@ -300,8 +300,8 @@ def _largest_batch(workload: TrainingWorkload, facts: Facts) -> int:
             raise UsageError(f"a batch of {factor} times the size raised {first_line(error)}") from error
         if on_gpu:
             return bool(torch.cuda.memory_stats().get("num_alloc_retries", 0) == retries)
-        seen[factor] = max(0, (_meters.peak_bytes(facts.device) or 0) - before)
-        return bool(seen[factor] <= limit)
+        peaks[factor] = max(0, (_meters.peak_bytes(facts.device) or 0) - before)
+        return bool(peaks[factor] <= limit)
 
     return largest_that_fits(fits, most=LARGEST)
 
@@ -312,7 +312,3 @@ def _pass_length(workload: TrainingWorkload) -> int:
     if not isinstance(data, Sized) or not isinstance(data, Sequence) or len(data) > MOST_BATCHES:
         return 1
     return 1 if same_shapes(data) else len(data)
-
-
-def _clip(workload: TrainingWorkload) -> float | None:
-    return None if workload.max_grad_norm is None else float(workload.max_grad_norm)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -13,7 +17,10 @@ from fettle.files import plain
 from fettle.generate.speed import Generation
 from fettle.measure._load import Load
 from fettle.recipe import Recipe
+from fettle.techniques import learned_types, respelled
 
+_RENAMED = {"heat": "race"}
+"""Fields as earlier versions called them, and as they are called now."""
 Status = Literal["measured", "rejected", "failed"]
 """measured: runs and is accurate enough; rejected: runs, but its answers are wrong; failed: did not run."""
 
@@ -206,36 +213,43 @@ class Trial:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Trial:
         """The inverse of `to_json`. Raises `msgspec.ValidationError` for anything else."""
-        from fettle.techniques import learned_types, respelled
-
-        plain = {**data, "recipe": {"levels": data["recipe"]}}
-        plain.setdefault("learned", {key: data[key] for key in learned_types() if data.get(key)})  # as once written
-        plain.setdefault("race", data.get("heat", 0))  # as once written
-        for key in ("time_ms", "p90_ms", "start_s"):
-            plain[key] = math.nan if plain.get(key) is None else plain[key]
-        for key in ("startup", "accuracy", "load"):
-            plain[key] = nan_for_none(plain.get(key, {}))
-        if plain.get("generation"):
-            plain["generation"] = read_generation(plain["generation"])
-        for key in ("speedup", "elapsed_speedup"):
-            ends = plain.get(key)
-            if ends is not None:  # an interval is infinite after one round, and JSON has no infinity
-                plain[key] = {
-                    "estimate": math.nan if ends["estimate"] is None else ends["estimate"],
-                    "low": 0.0 if ends["low"] is None else ends["low"],
-                    "high": math.inf if ends["high"] is None else ends["high"],
-                }
-        trial = msgspec.convert(plain, cls)
-        return replace(trial, recipe=Recipe(respelled(trial.recipe.levels)))
+        return msgspec.convert(typed(data, cls), cls)
 
 
-def read_generation(data: Mapping[str, Any]) -> Generation:
-    """The figures of a text from plain data, in which NaN may be None."""
-    known_as_none = {"peak_bytes": data.get("peak_bytes")}
-    speeds = nan_for_none(data.get("tokens_per_s", {}))
-    return msgspec.convert({**nan_for_none(data), **known_as_none, "tokens_per_s": speeds}, Generation)
+def typed(value: Any, kind: Any, unknown: Callable[[str], None] = lambda name: None) -> Any:
+    """Undo what JSON cannot say, for `msgspec.convert`: null where a plain number belongs is NaN, a recipe is its
+    levels, an interval is infinite after one round. What earlier versions wrote is put as this one does; `unknown` is
+    called with fields that it does not know."""
+    if kind is float:
+        return math.nan if value is None else value
+    if kind is Recipe:
+        is_one = isinstance(value, Mapping) and all(isinstance(level, str) for level in value.values())
+        return {"levels": respelled(value) if is_one else value}
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        inner = [argument for argument in arguments if argument is not type(None)]
+        return None if value is None or len(inner) != 1 else typed(value, inner[0], unknown)
+    if isinstance(value, list) and arguments and origin in (Sequence, list, tuple):
+        return [typed(item, arguments[0], unknown) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    if origin is Mapping:
+        return {key: typed(item, arguments[1], unknown) for key, item in value.items()}
+    if not dataclasses.is_dataclass(kind):
+        return value
+    hints = _hints(typing.cast(type, kind))
+    once = {key: value[key] for key in learned_types() if "learned" in hints and key in value}
+    if once:  # earlier versions wrote what was learned beside the other fields
+        value = {"learned": once, **{key: item for key, item in value.items() if key not in once}}
+    value = {_RENAMED.get(key, key) if key not in hints else key: item for key, item in value.items()}
+    if kind is Interval and value.get("high") is None:
+        value = {**value, "high": math.inf}
+    for name in value.keys() - hints.keys():
+        unknown(name)
+    return {key: typed(item, hints[key], unknown) for key, item in value.items() if key in hints}
 
 
-def nan_for_none(data: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN: read None as NaN."""
-    return {name: math.nan if value is None else value for name, value in data.items()}
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {item.name: hints[item.name] for item in dataclasses.fields(kind)}

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+import psutil
+
 from fettle.measure._load import Load
 
 _WINDOW_S = 0.5
@@ -263,8 +265,6 @@ class Surroundings:
 
 def _family_s() -> float:
     """CPU seconds of this process and of its children, those that have ended included."""
-    import psutil
-
     mine = os.times()
     total = mine.user + mine.system + mine.children_user + mine.children_system
     for child in psutil.Process().children(recursive=True):

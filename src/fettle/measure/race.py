@@ -20,9 +20,8 @@ from pathlib import Path
 from fettle.generate.speed import Generation, figures
 from fettle.measure import _statistics
 from fettle.measure._candidates import Held, Runner, Start, Started
-from fettle.measure._decide import log_ratios
 from fettle.measure._load import mean_load
-from fettle.measure._rounds import Rounds
+from fettle.measure._rounds import Rounds, log_ratios
 from fettle.measure._rules import Candidate, Judge, OnProgress, Progress, Rules
 from fettle.measure._trial import Interval, Startup, Trial
 from fettle.measure._watch import Patience

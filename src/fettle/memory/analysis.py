@@ -12,13 +12,12 @@ from fettle.errors import UsageError
 from fettle.memory.advice import Advice, advise
 from fettle.memory.churn import Churn, find_churn
 from fettle.memory.fragmentation import Fit, Pool, pools, would_fit
-from fettle.memory.holders import Holder, holders
+from fettle.memory.holders import Holder, Spike, holders, spikes
 from fettle.memory.invariants import Violation, check
 from fettle.memory.leaks import LeakReport, find_leaks
 from fettle.memory.moments import state_at
 from fettle.memory.replay import Replay, replay
 from fettle.memory.snapshot import Action, Frame, Snapshot
-from fettle.memory.spikes import Spike, spikes
 from fettle.memory.stacks import StackGroups, describe, group_stacks
 from fettle.memory.steps import Steps, find_steps
 from fettle.units import count_text, size_text
@@ -148,11 +147,14 @@ def _percent(share: float) -> str:
 
 def as_json(analysis: Analysis) -> dict[str, Any]:
     """Plain data for ``--json``: sizes in bytes, times in the unit of their name, stacks as text, innermost first."""
-    window = analysis.replay
+    window, cached = analysis.replay, bool(analysis.pools)
+    as_they_are = (
+        "device", "unexplained_bytes", "reserved_bytes", "never_used", "releasable_bytes", "non_releasable_bytes",
+        "violations", "holders", "spikes", "leaks", "fit", "churn", "advice",
+    )  # fmt: skip
     return {
         "snapshot": analysis.snapshot.name,
         "allocator": analysis.snapshot.allocator,
-        "device": analysis.device,
         "devices": analysis.snapshot.devices,
         "verdict": verdict(analysis),
         "notes": list(analysis.snapshot.notes),
@@ -162,27 +164,16 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         "peak_event": window.peak_event if window.has_events else None,
         "end_bytes": window.end_bytes,
         "frees_from_before_the_window": window.frees_from_before,
-        "unexplained_bytes": analysis.unexplained_bytes,
-        "reserved_bytes": analysis.reserved_bytes,
-        "peak_reserved_bytes": window.peak_reserved_bytes if analysis.pools and window.has_events else None,
-        "never_used": analysis.never_used,
+        "peak_reserved_bytes": window.peak_reserved_bytes if cached and window.has_events else None,
         "allocated_bytes": sum(pool.allocated_bytes for pool in analysis.pools),
-        "releasable_bytes": analysis.releasable_bytes,
-        "non_releasable_bytes": analysis.non_releasable_bytes,
         "largest_free_bytes": max((pool.largest_free_bytes for pool in analysis.pools), default=0),
         "steps": {"count": len(analysis.steps), "source": analysis.steps.source},
-        "violations": [plain(row) for row in analysis.violations],
-        "holders": [plain(row) for row in analysis.holders],
-        "spikes": [plain(row) for row in analysis.spikes],
-        "leaks": plain(analysis.leaks),
         "pools": [
             {**plain(row), "utilisation": row.utilisation, "internal": row.internal, "external": row.external}
             for row in analysis.pools
         ],
-        "fit": plain(analysis.fit) if analysis.fit else None,
-        "churn": [plain(row) for row in analysis.churn],
-        "advice": [plain(row) for row in analysis.advice],
         "settings": dict(analysis.snapshot.settings),
+        **{name: plain(getattr(analysis, name)) for name in as_they_are},
     }
 
 

@@ -74,7 +74,10 @@ def _churn(snapshot: Snapshot, replay: Replay, cause: str, frees: Ints, again: I
     trace, blamed = replay.trace, frees if len(frees) else again
     freed_bytes, gained_bytes = int(trace.size_bytes[frees].sum()), int(trace.size_bytes[again].sum())
     moved = min(freed_bytes, gained_bytes) if len(frees) else gained_bytes
-    lines = Counter(own_line(_python(snapshot.stacks[stack])) for stack in trace.stack[blamed].tolist())
+    lines = Counter(
+        own_line(tuple(frame for frame in snapshot.stacks[stack] if frame.filename.endswith(".py")))
+        for stack in trace.stack[blamed].tolist()
+    )
     return Churn(
         cause=cause,
         own_line=lines.most_common(1)[0][0],
@@ -115,10 +118,6 @@ def _varying_shapes(snapshot: Snapshot, replay: Replay, steps: Steps, gained: In
     if len(fresh) < _FEWEST_GROWING_STEPS:
         return ()
     return (_churn(snapshot, replay, "shapes", np.empty(0, np.int64), late),)
-
-
-def _python(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    return tuple(frame for frame in stack if frame.filename.endswith(".py"))
 
 
 def _overlap(freed: Ints, again: Ints) -> float:

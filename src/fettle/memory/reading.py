@@ -207,7 +207,7 @@ class _Parser:
         if not all(isinstance(event, dict) for event in events):
             raise self.bad(f"the trace of device {device} holds something that is not a dictionary")
         names = [event.get("action") for event in events]
-        unknown = {name for name in set(filter(_is_text, names)) if name not in _ACTIONS}
+        unknown = {name for name in names if isinstance(name, str) and name not in _ACTIONS}
         if unknown:
             shown = ", ".join(sorted(clean(name)[:40] for name in unknown)[:3])
             self.notes.append(f"device {device}: events of unknown kind are kept but change nothing: {shown}")
@@ -327,7 +327,3 @@ def _plain_settings(settings: object) -> dict[str, str | int | float | bool]:
                 if isinstance(size, str) and isinstance(divisions, int) and divisions > 1:
                     flat[f"roundup_power2_divisions[{clean(size)}]"] = divisions
     return flat
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 from importlib import metadata
 from pathlib import Path
+
+from fettle.machine import cpu_name
 
 
 def host_id() -> str:
@@ -16,12 +17,7 @@ def host_id() -> str:
     except metadata.PackageNotFoundError:
         torch = ""
     gpus = sorted(_field(path, "Model") for path in Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    return hashlib.sha256("|".join([cpu(), str(cores()), *gpus, torch]).encode()).hexdigest()[:12]
-
-
-def cpu() -> str:
-    """The processor's name."""
-    return _field(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine()
+    return hashlib.sha256("|".join([cpu_name(), str(cores()), *gpus, torch]).encode()).hexdigest()[:12]
 
 
 def devices() -> list[str]:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from fettle.errors import UsageError
+from fettle.package.compiled import compiled, wanted
 from fettle.package.manifest import SAMPLES, Package
 from fettle.package.program import as_function, load_program
 from fettle.recipe import Recipe
@@ -120,8 +121,10 @@ def tuned(folder: Path, kept: Tuned, samples: Sequence[torch.Tensor], device: st
         return OpenvinoModel(folder, kept.recipe.get("runtime", "openvino"))
     if kept.model != "exported":
         raise UsageError(f"the package's model is stored as {kept.model[:40]!r}, which this fettle does not know")
-    module = load_program(folder, device)
     rest = kept.rest
+    if wanted(Recipe(kept.recipe)) and (library := compiled(folder, rest, samples, device)) is not None:
+        return library
+    module = load_program(folder, device)
     if not rest.without("grad").levels:  # the runner calls it in inference mode anyway
         return as_function(module)
     batches = [tuple(samples)]

@@ -59,11 +59,28 @@ def export_program(
     ]
     try:
         with torch.inference_mode(False), torch.no_grad():
-            program = torch.export.export(model, tuple(examples), dynamic_shapes={"tensors": shapes})
+            program = _export(model, tuple(examples), {"tensors": shapes})
     except Exception as error:
         raise UsageError(f"the model cannot be exported for any number of rows: {first_line(error)}") from error
     _forget_types(program)
     return program
+
+
+def _export(
+    model: torch.nn.Module, examples: tuple[torch.Tensor, ...], shapes: dict[str, Any]
+) -> torch.export.ExportedProgram:
+    """Export with these sizes, within the bounds that the model has for them: as many positions as it has learned."""
+    from torch._dynamo.exc import UserError
+    from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
+
+    try:
+        return torch.export.export(model, examples, dynamic_shapes=shapes)
+    except UserError as error:
+        try:
+            narrower = refine_dynamic_shapes_from_suggested_fixes(error.msg, shapes)
+        except Exception:  # it suggests nothing
+            raise error from None
+        return torch.export.export(model, examples, dynamic_shapes=narrower)
 
 
 def _forget_types(program: torch.export.ExportedProgram) -> None:
@@ -179,14 +196,14 @@ def _check_new_shapes_only(module: torch.nn.Module) -> None:
     seen: set[tuple[torch.Size, ...]] = set()
 
     def before(module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_compiling():
             return  # compiled code has guards of its own
         new = tuple(tensor.shape for tensor in inputs) not in seen
         if module.validate_inputs is not new:
             module.validate_inputs = new
 
     def after(module: Any, inputs: tuple[torch.Tensor, ...], answer: Any) -> None:
-        if not torch.compiler.is_dynamo_compiling() and module.validate_inputs:
+        if not torch.compiler.is_compiling() and module.validate_inputs:
             _remember(seen, tuple(tensor.shape for tensor in inputs))
 
     module.register_forward_pre_hook(before, prepend=True)

@@ -5,8 +5,7 @@ of `blocks.html.j2`, rendered by `shell.render`.
 """
 
 from fettle.page import drawn, shell, theme
-from fettle.page.blocks import Cell, Figure, Row, Still, Table, still
-from fettle.page.clean import clean
+from fettle.page.blocks import Cell, Figure, Row, Still, Table, clean, still
 from fettle.page.shell import as_spec
 
 __all__ = ["Cell", "Figure", "Row", "Still", "Table", "as_spec", "clean", "drawn", "shell", "still", "theme"]

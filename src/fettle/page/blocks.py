@@ -1,9 +1,13 @@
-"""What pages are built of, as data: `blocks.html.j2` makes HTML of it, and escapes every text."""
+"""What pages are built of, as data: `blocks.html.j2` makes HTML of it, and escapes every text; and `clean`, which makes
+text that came from a model, an exception or a file fit for a terminal, a page and a picture."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from fettle.page import theme
 
@@ -88,3 +92,29 @@ class Table:
     """By row: a status, by which it is coloured (winner, failed), or nothing."""
     stack: bool = False
     """Whether on a phone a row's cells stand below each other."""
+
+
+_UNFIT = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]"
+)
+T = TypeVar("T")
+
+
+def clean(value: T) -> T:
+    """The same data with every unfit character in every string replaced; line ends and tabs stay.
+
+    Escape sequences would reach the reader's terminal, and a control character in a chart's text ends the process that
+    draws it (vl-convert aborts on text that XML cannot hold).
+    """
+    made: object = value
+    if isinstance(value, str):
+        made = _UNFIT.sub("\ufffd", value.replace("\r\n", "\n"))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
+        changed = {name: clean(item) for name, item in fields.items() if not isinstance(item, (int, float, type(None)))}
+        made = dataclasses.replace(value, **changed)
+    elif isinstance(value, Mapping):
+        made = {clean(key): clean(item) for key, item in value.items()}
+    elif isinstance(value, (list, tuple)):
+        made = [clean(item) for item in value]
+    return made  # type: ignore[return-value]

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from fettle.page import theme
-from fettle.page.blocks import Figure
-from fettle.page.clean import clean
+from fettle.page.blocks import Figure, clean
 from fettle.units import size_text
 
 if TYPE_CHECKING:

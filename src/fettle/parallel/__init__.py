@@ -4,6 +4,6 @@
     plan        its peak on one rank, from fake tensors, in this one process
     study       the plan as a study asks it
 
-The other files are the plan's parts: `fake` and `timeline` run a step without memory, `ddp` and `formulas` lay out what
-fake tensors cannot, `workspace` and `allocations` try convolutions on this CPU, `report` draws it.
+The other files are the plan's parts: `fake` and `timeline` run a step without memory, `formulas` lays out what
+fake tensors cannot, `workspace` tries convolutions on this CPU, `report` draws it.
 """

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from fettle.errors import UsageError, first_line
@@ -19,7 +21,6 @@ from fettle.patches import replaced
 @contextmanager
 def fake_world(world_size: int) -> Iterator[None]:
     """A process group of `world_size` ranks that pretends to communicate; this process is rank 0."""
-    import torch.distributed as dist
     from torch.distributed._tools import fake_collectives  # noqa: F401 (registers collectives for fake tensors)
     from torch.distributed.fsdp._fully_shard import _fsdp_param
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -32,6 +33,18 @@ def fake_world(world_size: int) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def unpacked() -> Iterator[None]:
+    """transformers reads off position ids that no row holds several texts. Of fake ones it cannot, and would build a
+    mask, because of which grouped keys and values are repeated for all heads."""
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    if masking is None or not hasattr(masking, "find_packed_sequence_indices"):
+        yield
+        return
+    with replaced(masking, "find_packed_sequence_indices", lambda _: lambda position_ids: None):
+        yield
 
 
 def _first_chunk(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:

@@ -14,8 +14,8 @@ import gc
 import os
 from collections import Counter, UserDict
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from fettle.errors import UsageError, first_line
 from fettle.parallel import formulas
-from fettle.parallel.ddp import collectives_of_ddp, ddp_buckets
-from fettle.parallel.fake import fake_model, fake_tensors, fake_world, fsdp_marks
+from fettle.parallel.fake import fake_model, fake_tensors, fake_world, fsdp_marks, unpacked
+from fettle.parallel.formulas import collectives_of_ddp, ddp_buckets
 from fettle.parallel.strategies import Strategy, apply, mesh_shape, precision_context, units_of, usual_strategies
 from fettle.parallel.timeline import Timeline, peak_of
 from fettle.parallel.workspace import Workspaces
@@ -155,11 +155,6 @@ def build_fake(target: Target) -> tuple[TrainingWorkload, FakeTensorMode, str]:
     return workload, mode, f"built with real weights, as its factory needs values ({reason[:120]})"
 
 
-def as_json(made: Plan) -> dict[str, Any]:
-    """The plan as plain data."""
-    return asdict(made)
-
-
 def _predict(
     workload: TrainingWorkload, strategy: Strategy, ranks: int, ranks_per_node: int, device: str, mode: FakeTensorMode
 ) -> Prediction:
@@ -177,7 +172,10 @@ def _predict(
         units = [sum(p.numel() * p.element_size() for p in unit.parameters()) for unit in units_of(model, strategy)]
         rest = all_bytes - sum(units)
         called = apply(model, replace(strategy, compile="off"), mesh)
-        timeline, states, optimizer = _step(called, workload, batch, strategy, ranks, ranks_per_node, device, round_to)
+        own_positions = isinstance(batch, dict) and "position_ids" in batch
+        with nullcontext() if own_positions else unpacked():
+            made = _step(called, workload, batch, strategy, ranks, ranks_per_node, device, round_to)
+        timeline, states, optimizer = made
     host, extra = 0, 0
     peak = peak_of(timeline)
     if strategy.offload == "cpu":

@@ -18,7 +18,7 @@ def bars(made: Plan, width: int = 520) -> Any:
     """
     import altair as alt
 
-    from fettle.page.marks import peaks
+    from fettle.page.theme import peaks
 
     longest = max(item.peak_bytes for item in made.predictions)
     unit, scale = ("GiB", 1 << 30) if longest >= 1 << 30 else ("MiB", 1 << 20)

@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fettle.errors import UsageError
 from fettle.techniques import modules_by_size, repeated_blocks
 
@@ -167,7 +169,6 @@ def _checkpoint(model: torch.nn.Module, blocks: list[torch.nn.Module]) -> None:
 
 
 def _shard(model: torch.nn.Module, strategy: Strategy, mesh: DeviceMesh) -> None:
-    import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": strategy.kind != "zero2"}
@@ -182,8 +183,6 @@ def _shard(model: torch.nn.Module, strategy: Strategy, mesh: DeviceMesh) -> None
 
 def precision_context(strategy: Strategy, device_type: str) -> AbstractContextManager[Any]:
     """Autocast for the kinds that have no policy of their own."""
-    import torch
-
     if strategy.precision == "bf16" and not strategy.sharded:
         return torch.autocast(device_type, torch.bfloat16)
     return nullcontext()

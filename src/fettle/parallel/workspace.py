@@ -7,17 +7,19 @@ up to a fifth. Each distinct convolution is run once on zeros of its shapes.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from fettle.parallel.allocations import allocations, taken_by
+from fettle.memory.cpu import events_in_time
 
 _PROBED = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 _LARGEST_BYTES = 1 << 30
@@ -81,3 +83,44 @@ def _quiet_stderr() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
+
+
+@contextmanager
+def allocations() -> Iterator[Callable[[], list[Any]]]:
+    """Count what torch's CPU allocator hands out, in all threads, from here on; afterwards the function that is yielded
+    gives the tree of the profiler's events.
+
+    The profiler reports each allocation and free of the threads it watches, and with each the allocator's count of what
+    it has handed out in all. By itself the allocator counts only what those threads do, and gloo frees the buffers of a
+    collective in threads of its own: they would look alive for ever. With c10's flag ``caffe2_report_cpu_memory_usage``
+    it counts for every thread.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    _count_every_thread()
+    events: list[Any] = []
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as running:
+        yield lambda: events
+    assert running.profiler is not None
+    assert running.profiler.kineto_results is not None
+    events += running.profiler.kineto_results.experimental_event_tree()
+
+
+def taken_by(events: list[Any]) -> int:
+    """How many bytes more were handed out at the peak than when the counting began."""
+    timed = (event.extra_fields for kind, event in events_in_time(events) if kind == "Allocation")
+    moves = [fields for fields in timed if fields.device.type == "cpu"]
+    if not moves:
+        return 0
+    before = int(moves[0].total_allocated) - int(moves[0].alloc_size)
+    return max(int(move.total_allocated) for move in moves) - before
+
+
+def _count_every_thread() -> None:
+    """Set the flag, where this build of torch has it under its own name; without it the count is too high at times."""
+    for library in sorted((Path(torch.__file__).parent / "lib").glob("*c10.*")):
+        try:
+            ctypes.c_bool.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_report_cpu_memory_usage").value = True
+            return
+        except (OSError, ValueError):
+            continue

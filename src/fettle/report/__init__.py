@@ -3,17 +3,15 @@
 Everything here reads a `fettle.result.Outcome`, or the plain data of a search for a service level, and changes nothing.
 """
 
-from fettle.report._load import load_lines
+from fettle.report._facts import load_lines
 from fettle.report._verdict import verdict
 from fettle.report.charts import write_charts
 from fettle.report.data import save_result, to_json
-from fettle.report.html import page, write_report
 from fettle.report.notebook import cell
 from fettle.report.progress import progress
-from fettle.report.result import Result, load_result
+from fettle.report.result import Result, load_result, page, save, write_report
 from fettle.report.slo import slo_page, write_slo_report
 from fettle.report.tables import comparison_table, print_result, result_table
-from fettle.report.takeaway import save
 
 __all__ = [
     "Result", "cell", "comparison_table", "load_lines", "load_result", "page", "print_result", "progress",

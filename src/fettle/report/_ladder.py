@@ -9,8 +9,7 @@ from typing import Any
 import altair as alt
 
 from fettle.page import theme
-from fettle.page.marks import Rows, captions, line_by_line, sized
-from fettle.page.theme import ACCENT, QUIET, Drawn
+from fettle.page.theme import ACCENT, QUIET, Drawn, Rows, captions, line_by_line, sized
 from fettle.report import _format as fmt
 from fettle.report._facts import NO_LEVER, speed
 from fettle.result import Outcome, Rung

@@ -8,8 +8,7 @@ import altair as alt
 
 from fettle.measure import Trial
 from fettle.page import theme
-from fettle.page.marks import moment, sized
-from fettle.page.theme import ACCENT, LEVERS, QUIET, Drawn
+from fettle.page.theme import ACCENT, LEVERS, QUIET, Drawn, moment, sized
 from fettle.report import _format as fmt
 from fettle.report._facts import front_trials, is_winner, ranked, speed, unit_name
 from fettle.result import Outcome

@@ -7,8 +7,7 @@ import altair as alt
 
 from fettle.measure import Slice, Trial
 from fettle.page import theme
-from fettle.page.marks import sized
-from fettle.page.theme import ACCENT, QUIET, WARN, Drawn
+from fettle.page.theme import ACCENT, QUIET, WARN, Drawn, sized
 from fettle.report import _format as fmt
 from fettle.result import Outcome
 

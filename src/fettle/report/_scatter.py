@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import altair as alt
 
 from fettle.page import theme
-from fettle.page.marks import NEUTRAL, Rows, level, moment, rule, sized
-from fettle.page.theme import ACCENT, LEVERS, QUIET, Drawn
+from fettle.page.theme import ACCENT, LEVERS, NEUTRAL, QUIET, Drawn, Rows, level, moment, rule, sized
 from fettle.report import _format as fmt
 from fettle.report._facts import error_name, front_trials, levers, name_of, ranked, speed, status_of, unit_name
 from fettle.result import Outcome

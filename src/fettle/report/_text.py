@@ -9,8 +9,7 @@ import altair as alt
 from fettle.generate.limits import Point, Work, peak_flops, points
 from fettle.measure import Trial
 from fettle.page import Cell, Row, Table, theme
-from fettle.page.marks import Rows, sized
-from fettle.page.theme import ACCENT, QUIET, WARN, Drawn
+from fettle.page.theme import ACCENT, QUIET, WARN, Drawn, Rows, sized
 from fettle.report import _format as fmt
 from fettle.report._facts import is_winner, name_of, ranked
 from fettle.result import Outcome

@@ -8,8 +8,7 @@ import altair as alt
 
 from fettle.measure import Trial
 from fettle.page import theme
-from fettle.page.marks import Rows, by_part, peaks, sized
-from fettle.page.theme import ACCENT, QUIET, Drawn
+from fettle.page.theme import ACCENT, QUIET, Drawn, Rows, by_part, peaks, sized
 from fettle.report import _format as fmt
 from fettle.result import Outcome
 from fettle.techniques import uses_ranks

@@ -6,8 +6,7 @@ import math
 
 from fettle.measure import Interval, Trial
 from fettle.report import _format as fmt
-from fettle.report._facts import misses, name_of, ran, speed, unit_name
-from fettle.report._load import elapsed, under
+from fettle.report._facts import elapsed, misses, name_of, ran, speed, under, unit_name
 from fettle.result import Outcome
 
 

@@ -8,7 +8,7 @@ import altair as alt
 
 from fettle.files import write_bytes, write_text
 from fettle.page import Figure, as_spec, clean
-from fettle.page.marks import Rows
+from fettle.page.theme import Rows
 from fettle.report import _format as fmt
 from fettle.report import _ladder, _payback, _rounds, _scatter, _text, _training
 from fettle.report._facts import error_name, front_trials, ranked

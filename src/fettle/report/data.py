@@ -6,13 +6,8 @@ nothing in it is ever run.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import json
 import math
-import types
-import typing
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +15,13 @@ import msgspec
 
 from fettle.errors import UsageError, first_line
 from fettle.files import plain, read_bytes, write_text
-from fettle.measure import Trial
+from fettle.measure import Trial, typed
 from fettle.recipe import Recipe
 from fettle.result import Outcome
-from fettle.techniques import learned_types, respelled
+from fettle.techniques import learned_types
 
 FORMAT = 1
 _MAX_TRIALS = 20_000
-_RENAMED = {"heat": "race"}
-"""Fields as earlier versions called them, and as they are called now."""
 
 
 def to_json(result: Outcome) -> dict[str, Any]:
@@ -45,7 +38,7 @@ def from_json(data: Any) -> Outcome:
         raise UsageError(f"it has result format {str(data['format'])[:40]}; this fettle reads format {FORMAT}")
     body = {key: value for key, value in data.items() if key != "format"}
     try:
-        result = msgspec.convert(_typed(body, Outcome), Outcome)
+        result = msgspec.convert(typed(body, Outcome, _unknown), Outcome)
         _check(result)
     except (msgspec.ValidationError, UsageError) as error:
         raise UsageError(f"it is not a fettle result: {' '.join(str(error).split())[:200]}") from error
@@ -68,36 +61,8 @@ def read_outcome(path: str | Path) -> Outcome:
         raise UsageError(f"{path} is not JSON: {first_line(error)}") from error
 
 
-def _typed(value: Any, kind: Any) -> Any:
-    """Undo what JSON cannot say: null where a plain number belongs is NaN, and a recipe is its levels."""
-    if kind is float:
-        return math.nan if value is None else value
-    if kind is Recipe:
-        is_one = isinstance(value, dict) and all(isinstance(level, str) for level in value.values())
-        return {"levels": respelled(value) if is_one else value}
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        inner = [argument for argument in arguments if argument is not type(None)]
-        return None if value is None or len(inner) != 1 else _typed(value, inner[0])
-    if isinstance(value, list) and arguments and origin in (Sequence, list, tuple):
-        return [_typed(item, arguments[0]) for item in value]
-    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        hints = _hints(typing.cast(type, kind))
-        once = {key: value[key] for key in learned_types() if "learned" in hints and key in value}
-        if once:  # earlier versions wrote what was learned beside the other fields
-            value = {"learned": once, **{key: item for key, item in value.items() if key not in once}}
-        value = {_RENAMED.get(key, key) if key not in hints else key: item for key, item in value.items()}
-        unknown = [key for key in value if key not in hints]
-        if unknown:  # a field that this version does not know may carry meaning: say so, do not drop it
-            raise UsageError(f"unknown field {str(unknown[0])[:60]!r}")
-        return {key: _typed(item, hints[key]) for key, item in value.items()}
-    return value
-
-
-@functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
-    hints = typing.get_type_hints(kind)
-    return {item.name: hints[item.name] for item in dataclasses.fields(kind)}
+def _unknown(name: str) -> None:  # such a field may carry meaning: say so, do not drop it
+    raise UsageError(f"unknown field {name[:60]!r}")
 
 
 def _check(result: Outcome) -> None:

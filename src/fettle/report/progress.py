@@ -26,7 +26,7 @@ def progress(*, quiet: bool = False, lines: bool = True) -> Iterator[OnProgress]
 
     Where neither is, a line on standard error for each start and each trial, or nothing without `lines`.
     """
-    console = Console(stderr=True)
+    console = Console(stderr=True, highlight=False)
     if quiet:
         yield lambda event: None
     elif console.is_jupyter:
@@ -50,9 +50,9 @@ def _bar(console: Console) -> Iterator[OnProgress]:
             text = f"{escape(event.doing[:60])}[dim]{_best(event)}[/]"
             bar.update(task, description=text, completed=event.elapsed_s, total=event.budget_s)
             if event.trial is not None:
-                bar.console.print(trial_line(event), highlight=False)
+                bar.console.print(trial_line(event))
             if event.note:
-                bar.console.print(event.note, style="dim", highlight=False, markup=False)
+                bar.console.print(event.note, style="dim", markup=False)
 
         yield on_progress
 

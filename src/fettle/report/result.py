@@ -1,12 +1,19 @@
-"""What `fettle.tune` hands over: the outcome of a study, which can show and save itself."""
+"""What `fettle.tune` hands over: the outcome of a study, which can show itself, and the four files to take away."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from fettle.report import _verdict, notebook, takeaway
-from fettle.report.data import read_outcome
+import msgspec
+
+from fettle.files import write_text
+from fettle.page import clean, shell
+from fettle.recipe_file import RecipeFile
+from fettle.report import _facts, _format, _tables, _text, _verdict, notebook
+from fettle.report.charts import figures
+from fettle.report.data import read_outcome, save_result
 from fettle.result import Outcome
 
 
@@ -22,10 +29,76 @@ class Result(Outcome):
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write recipe.toml, optimized.py, report.html and result.json to `folder`; returns their paths."""
-        return takeaway.save(self, Path(folder))
+        return save(self, Path(folder))
 
 
 def load_result(path: str | Path) -> Result:
     """Read a ``result.json``. Raises `UsageError` in one line for anything that is not one."""
     outcome = read_outcome(path)
     return Result(**{item.name: getattr(outcome, item.name) for item in fields(outcome)})
+
+
+def save(result: Outcome, folder: Path) -> list[Path]:
+    """Write what the user takes away: recipe.toml, optimized.py, result.json, report.html. Returns the paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    if result.winner is not None:
+        _recipe_file(result).save(folder / "recipe.toml")
+        write_text(folder / "optimized.py", result.code)
+        paths += [folder / "recipe.toml", folder / "optimized.py"]
+    save_result(result, folder / "result.json")
+    write_report(result, folder / "report.html")
+    return [*paths, folder / "report.html", folder / "result.json"]
+
+
+def _recipe_file(result: Outcome) -> RecipeFile:
+    """The winner's recipe with its evidence."""
+    winner = result.winner
+    assert winner is not None
+    accuracy = {k: v for k, v in msgspec.to_builtins(winner.accuracy).items() if not _is_nan(v) and v != ""}
+    evidence = {
+        "verdict": result.verdict,
+        "goal": result.goal,
+        "time_ms": winner.time_ms,
+        "baseline_ms": result.baseline.time_ms if result.baseline else None,
+        "speedup": winner.speedup.estimate if winner.speedup else None,
+        "speedup_low": winner.speedup.low if winner.speedup else None,
+        "speedup_high": winner.speedup.high if winner.speedup and math.isfinite(winner.speedup.high) else None,
+        "measured_on": "a quiet machine" if winner.is_quiet else f"a busy machine: {winner.load}",
+        "peak_bytes": winner.peak_bytes,
+        "startup_s": winner.startup.total_s,
+        "accuracy": accuracy,
+        "limits": msgspec.to_builtins(result.limits),
+        **result.learned,
+        "created": result.created,
+    }
+    machine = {key: result.machine[key] for key in ("id", "cpu", "cores", "gpus", "python", "versions")}
+    workload = {"name": result.name, "fingerprint": result.fingerprint, "target": result.target}
+    return RecipeFile(levels=dict(winner.recipe.levels), workload=workload, machine=machine, evidence=evidence)
+
+
+def _is_nan(value: object) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+def write_report(result: Outcome, path: str | Path) -> None:
+    """Write the page of `result` to `path`, whole or not at all. Raises `UsageError` when it cannot be written."""
+    write_text(Path(path), page(result))
+
+
+def page(result: Outcome) -> str:
+    """The page as text: every chart once as data for a screen and once as SVG for paper, the library once for all."""
+    result = clean(result)
+    title = f"{_verdict.headline(result)}: {result.name}"
+    return shell.render(
+        "fettle.report",
+        "page.html.j2",
+        title,
+        figures(result),
+        result=result,
+        fmt=_format,
+        facts=_facts,
+        say=_verdict,
+        tables=_tables,
+        text=_text,
+    )

@@ -14,8 +14,7 @@ import altair as alt
 
 from fettle.files import write_text
 from fettle.page import Figure, as_spec, clean, shell, theme
-from fettle.page.marks import Rows, level, rule, sized
-from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, Drawn
+from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, Drawn, Rows, level, rule, sized
 from fettle.report import _format as fmt
 from fettle.report import _slo_tables
 

@@ -24,25 +24,24 @@ def print_result(result: Outcome, console: Console) -> None:
     console.print()
     console.print(result_table(result, wide=console.width >= 120))
     for trial in _facts.failed(result):
-        console.print(f"[red]failed[/] {escape(_facts.name_of(trial.recipe))}: {escape(trial.reason)}", highlight=False)
+        console.print(f"[red]failed[/] {escape(_facts.name_of(trial.recipe))}: {escape(trial.reason)}")
     if result.facts.parts:
-        console.print(f"[dim]{escape(parts_sentence(result.facts))}[/]", highlight=False)
+        console.print(f"[dim]{escape(parts_sentence(result.facts))}[/]")
     if result.left_out:
         names = dict.fromkeys(item.technique for item in result.left_out)
         console.print(
             f"[dim]left out: {len(result.left_out)} levels of {', '.join(names)}; the report says why[/]",
-            highlight=False,
         )
     console.print()
-    console.print(f"[bold]{escape(_verdict.verdict(result))}[/]", highlight=False)
+    console.print(f"[bold]{escape(_verdict.verdict(result))}[/]")
     if written := _text.sentence(result):
-        console.print(escape(written), highlight=False)
+        console.print(escape(written))
     payback = _verdict.payback(result)
     if payback:
-        console.print(escape(payback), highlight=False)
+        console.print(escape(payback))
     for trial in result.nearest:
         why = trial.reason or _verdict.miss_text(result, trial)
-        console.print(f"  nearest: {escape(_facts.name_of(trial.recipe))}: {escape(why)}", highlight=False)
+        console.print(f"  nearest: {escape(_facts.name_of(trial.recipe))}: {escape(why)}")
 
 
 def result_table(result: Outcome, wide: bool = True) -> Table:

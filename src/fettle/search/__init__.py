@@ -9,13 +9,10 @@ from typing import Protocol
 
 from fettle.measure import Trial
 from fettle.recipe import Recipe
-from fettle.search._moves import moved, valid, with_required
-from fettle.search._space import Session, Space
-from fettle.search.ablation import ablation, removals
+from fettle.search._space import Session, Space, moved, valid, with_required
 from fettle.search.auto import auto
-from fettle.search.factorial import combinations_of, factorial
+from fettle.search.designs import Step, ablation, combinations_of, factorial, ladder, removals, steps
 from fettle.search.foresight import Forecast, Foreseen, Foresight, Guide
-from fettle.search.ladder import Step, ladder, steps
 
 
 class Design(Protocol):

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from fettle.measure import Trial
 from fettle.recipe import Recipe
-from fettle.search._moves import moved, with_required
-from fettle.search._space import Session, Space
+from fettle.search._space import Session, Space, moved, with_required
 
 OVERWHELMING = math.log(3)
 """So much slower than the leader by all evidence that a recipe is not tried. Interactions were found to change a

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.search._evidence import Evidence
-from fettle.search._moves import valid, with_required
-from fettle.search._space import Session, Space
+from fettle.search._space import Session, Space, valid, with_required
 from fettle.search.foresight import Guide
 
 _TOGETHER = {1: 6, 2: 3, 3: 2}

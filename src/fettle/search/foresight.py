@@ -20,8 +20,7 @@ from typing import Protocol
 from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.search._evidence import Evidence
-from fettle.search._moves import valid, with_required
-from fettle.search._space import Space
+from fettle.search._space import Space, valid, with_required
 
 LEAST = math.log(1.01)
 """Gains below this are worth no trial."""

@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import socket
+import ssl
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,6 +45,10 @@ class Address:
     management_token: str = ""
     insecure: bool = False
     """The operator's word that anybody may call on a host that is not loopback."""
+    certificate: Path | None = None
+    """PEM file of the server's certificate and those that vouch for it: HTTPS and nothing else on all ports."""
+    key: Path | None = None
+    """PEM file of its private key; None: it is in the same file."""
     limits: Limits = field(default_factory=Limits)
     log_requests: bool = False
     spans: Spans | None = None
@@ -57,6 +62,22 @@ class Address:
             )
         if self.management_port is not None and len(self.management_token) < 22:
             raise UsageError("the management port needs a token of at least 128 bits")
+        if self.key is not None and self.certificate is None:
+            raise UsageError("a private key needs --certificate")
+
+    def tls(self) -> ssl.SSLContext | None:
+        """How connections are encrypted; None: they are not. Raises `UsageError` where a file is not what it should
+        be."""
+        if self.certificate is None:
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)  # TLS 1.2 and later
+        try:
+            context.load_cert_chain(self.certificate, self.key, password=_no_password)
+        except OSError as error:  # ssl.SSLError is one
+            files = " and ".join(str(file) for file in (self.certificate, self.key) if file is not None)
+            reason = error.strerror if error.filename or not isinstance(error, ssl.SSLError) else error.reason
+            raise UsageError(f"no certificate with its private key in {files}: {reason or error}") from error
+        return context
 
 
 class Server:
@@ -75,6 +96,7 @@ class Server:
     async def start(self, packages: Sequence[Package]) -> None:
         """Bind the ports, load every package, then answer. Raises `UsageError` where one of them cannot be loaded."""
         address = self.address
+        tls = address.tls()
         for package in packages:
             check_here(package.manifest.name, package.manifest.requires)
         apps = [
@@ -102,7 +124,7 @@ class Server:
         for app, sock in zip(apps, self._sockets, strict=True):
             self._listening.append(
                 await loop.create_server(
-                    functools.partial(Connection, app, self._connections, loop), sock=sock, backlog=2048
+                    functools.partial(Connection, app, self._connections, loop), sock=sock, backlog=2048, ssl=tls
                 )
             )
 
@@ -180,6 +202,10 @@ async def serve(address: Address, options: Options, packages: Sequence[Package],
     finally:
         stopping.cancel()
         await server.close()
+
+
+def _no_password() -> str:
+    raise UsageError("the private key asks for a password: give one without")
 
 
 def _bind(host: str, port: int) -> socket.socket:

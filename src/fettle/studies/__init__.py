@@ -4,7 +4,7 @@
 """
 
 from fettle.studies.analysis import Analysis, analyse
-from fettle.studies.plan import Plan
+from fettle.studies.designs import Plan
 from fettle.studies.reading import read_csv, read_ladder
 from fettle.studies.running import Done, Settings, study
 from fettle.studies.table import Experiment, Response, Table

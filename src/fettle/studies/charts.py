@@ -12,8 +12,7 @@ import altair as alt
 from fettle.files import write_bytes, write_text
 from fettle.measure import pareto
 from fettle.page import Figure, as_spec, clean, theme
-from fettle.page.marks import sized
-from fettle.page.theme import ACCENT, LEVERS, QUIET, Drawn
+from fettle.page.theme import ACCENT, LEVERS, QUIET, Drawn, sized
 from fettle.studies import effect_charts, ladder_chart
 from fettle.studies.analysis import Analysis
 from fettle.studies.running import Rung

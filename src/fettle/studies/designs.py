@@ -1,16 +1,66 @@
-"""Which combinations a study measures."""
+"""Which combinations a study measures, how many they are and how long that takes, before they are measured."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 
 from fettle.errors import UsageError
 from fettle.recipe import Recipe
 from fettle.search import Space, combinations_of, moved, valid, with_required
 from fettle.studies.model import LEAST_FREEDOM
+
+LONG_S = 3600.0
+"""A study that takes longer is begun when somebody has agreed to that."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One workload."""
+
+    name: str
+    cells: int
+    """Combinations; of a ladder or an ablation about how many."""
+    known: int
+    """How many of them are measured already."""
+    seconds: float
+    """What the rest is expected to take."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All workloads of a study."""
+
+    design: str
+    parts: tuple[Part, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return sum(part.seconds for part in self.parts)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether somebody should agree first."""
+        return self.seconds > LONG_S
+
+    def __str__(self) -> str:
+        cells, known = (sum(getattr(part, name) for part in self.parts) for name in ("cells", "known"))
+        many = f"{cells} combinations" + (f" of {len(self.parts)} workloads" if len(self.parts) > 1 else "")
+        about = "about " if self.design in ("ladder", "ablation") else ""
+        measured = f", {known} of them measured already" if known else ""
+        return f"{self.design}: {about}{many}{measured}; the rest takes about {_duration(self.seconds)}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
+
 
 STEPS = ("ladder", "ablation")
 """Designs whose next recipe depends on what the ones before showed."""

@@ -8,8 +8,7 @@ from typing import Any
 import altair as alt
 
 from fettle.page import Figure, as_spec, clean, theme
-from fettle.page.marks import NEUTRAL, rule, sized
-from fettle.page.theme import ACCENT, QUIET, WARN
+from fettle.page.theme import ACCENT, NEUTRAL, QUIET, WARN, rule, sized
 from fettle.studies.analysis import Analysis
 from fettle.studies.effects import Effect
 

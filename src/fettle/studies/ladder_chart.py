@@ -9,8 +9,7 @@ from typing import Any
 import altair as alt
 
 from fettle.page import Figure, as_spec, clean, theme
-from fettle.page.marks import captions, line_by_line, sized
-from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN
+from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, captions, line_by_line, sized
 from fettle.studies.batches import Grown
 from fettle.studies.running import Rung
 from fettle.units import size_text
@@ -28,10 +27,10 @@ def figure(
     What was `published` of a step, as a ratio to the first, stands beside its bar at the speed that ours would have.
     """
     rows = [_row(place, rung) for place, rung in enumerate(rungs)]
-    given = rungs[0].per_second if rungs else math.nan
+    baseline = rungs[0].per_second if rungs else math.nan
     for row, rung in zip(rows, rungs, strict=True):
         ratio = beside(rung, rungs, published or {})
-        row["published"] = given * ratio if ratio is not None and math.isfinite(given) else None
+        row["published"] = baseline * ratio if ratio is not None and math.isfinite(baseline) else None
         row["text"] += f" · published {ratio:.2f}x" if ratio is not None else ""
         most = rung.grown if rung.grown is not None and rung.grown.factor else None
         row["grown"] = most.per_second if most is not None and math.isfinite(most.per_second) else None
@@ -107,8 +106,8 @@ def _row(place: int, rung: Rung) -> dict[str, Any]:
     if known and rung.speedup is not None:
         row["text"] = " · ".join([f"{rung.per_second:.4g}/s", f"{rung.speedup.estimate:.2f}x", *_details(rung)])
         if rung.speedup.low > 0 and rung.speedup.high < math.inf and place:
-            given = rung.per_second / rung.speedup.estimate
-            row["low"], row["high"] = given * rung.speedup.low, given * rung.speedup.high
+            baseline = rung.per_second / rung.speedup.estimate
+            row["low"], row["high"] = baseline * rung.speedup.low, baseline * rung.speedup.high
     return row
 
 

@@ -173,7 +173,7 @@ def fit(table: Table, group: str, response: Response) -> Model | None:
         chosen.add(pairs[pair], len(rows) - spare)
 
     x = np.column_stack([chosen.values[term] for term in chosen.values])
-    results = _least_squares(y, x)
+    results = statsmodels().api.OLS(y, x).fit()
     freedom = float(len(rows) - x.shape[1])
     covariance, left = _covariance(results, x, measured, freedom)
     return Model(response, levels, rows, tuple(chosen.values), chosen.left_out, x, y, results, covariance, left)
@@ -232,10 +232,6 @@ def _covariance(results: RegressionResults, x: Vector, measured: Vector | None, 
         half = inverse @ x.T
         return half @ np.diag(measured**2) @ half.T, math.inf
     return (np.asarray(results.cov_params()), freedom) if freedom > 0 else (np.full_like(inverse, math.inf), 0.0)
-
-
-def _least_squares(y: Vector, x: Vector) -> RegressionResults:
-    return statsmodels().api.OLS(y, x).fit()
 
 
 def statsmodels() -> Any:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import polars
 
 from fettle.files import plain, whole
@@ -22,15 +21,12 @@ def analysis_json(analyses: Sequence[Analysis]) -> list[dict[str, Any]]:
             "group": one.group, "response": one.response.name, "larger_is_better": one.response.larger_is_better,
             "experiments": one.experiments, "missing": one.missing, "why_not": one.why_not,
             "dominant": one.dominant,
-            "effects": [{**msgspec.to_builtins(effect), "levels": [list(level) for level in effect.levels]}
-                        for effect in one.effects],
-            "shares": [{"factors": list(names), "share": share} for names, share in one.shares.items()],
-            "importance": dict(one.importance),
+            "effects": one.effects, "importance": one.importance,
+            "shares": [{"factors": names, "share": share} for names, share in one.shares.items()],
             "sentences": [{"kind": sentence.kind, "text": sentence.text, "surprise": sentence.is_surprise,
-                           "levels": [list(level) for level in sentence.levels], "ratios": list(sentence.ratios)}
+                           "levels": sentence.levels, "ratios": sentence.ratios}
                           for sentence in one.sentences],
-            "checks": None if one.checks is None else {**msgspec.to_builtins(one.checks),
-                                                       "believed": one.checks.believed},
+            "checks": None if one.checks is None else {**plain(one.checks), "believed": one.checks.believed},
         })
         for one in analyses
     ]  # fmt: skip
@@ -41,19 +37,18 @@ def study_json(
 ) -> dict[str, Any]:
     """A whole study as plain data; `done` where it was measured here, `published` a ladder beside its own."""
     data: dict[str, Any] = {
-        "factors": {name: list(levels) for name, levels in table.factors.items()},
+        "factors": table.factors,
         "experiments": rows(table),
         "analyses": analysis_json(analyses),
-        "notes": list(table.notes),
+        "notes": table.notes,
     }
     if done is not None:
         data |= {
             "design": done.design, "seconds": done.seconds, "interrupted": done.interrupted,
-            "machine": msgspec.to_builtins(done.machine), "notes": [*table.notes, *done.notes],
-            "steps": {name: msgspec.to_builtins(list(rungs)) for name, rungs in done.steps.items()},
+            "machine": done.machine, "notes": [*table.notes, *done.notes], "steps": done.steps,
         }  # fmt: skip
     if published:
-        data["published"] = dict(published)
+        data["published"] = published
     return plain(data)  # type: ignore[no-any-return]
 
 

@@ -153,17 +153,17 @@ def _is_setting(name: str, rows: Sequence[Row], groups: Sequence[str]) -> bool:
     return max(map(len, levels.values())) > 1 and count <= min(MOST_LEVELS, max(2, len(rows) // 4))
 
 
-def _levels(name: str, rows: Sequence[Row], given: str | None) -> tuple[str, ...]:
-    """The levels, how it was given first, numbers in their order."""
+def _levels(name: str, rows: Sequence[Row], default: str | None) -> tuple[str, ...]:
+    """The levels, the default first, numbers in their order."""
     found = {row[name] for row in rows}
     if len(found) > MOST_NAMED_LEVELS:
         raise UsageError(f"`factors`: {name} has {len(found)} levels: it looks measured, not set")
-    if given is not None and given not in found:
-        raise UsageError(f"`factors`: no row has {name}={given}")
-    if given is None:
+    if default is not None and default not in found:
+        raise UsageError(f"`factors`: no row has {name}={default}")
+    if default is None:
         usual = [level for word in _GIVEN for level in found if level.lower() == word]
-        given = usual[0] if usual else min(found, key=_order)
-    return (given, *sorted(found - {given}, key=_order))
+        default = usual[0] if usual else min(found, key=_order)
+    return (default, *sorted(found - {default}, key=_order))
 
 
 def _order(level: str) -> tuple[bool, float, str]:

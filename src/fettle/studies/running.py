@@ -24,8 +24,8 @@ from fettle.result import Limits
 from fettle.search import Guide, Space, Step, auto, removals, steps
 from fettle.studies import designs
 from fettle.studies.batches import Grown, check_growth, grown
+from fettle.studies.designs import Part, Plan
 from fettle.studies.environments import check_same, differences, environments_of
-from fettle.studies.plan import Part, Plan
 from fettle.studies.sharing import MACHINE, elsewhere, labels, measure_shares, shares, this_one
 from fettle.studies.table import Table
 from fettle.studies.trials import Measured, table_of
@@ -181,7 +181,8 @@ def study(targets: Sequence[str], settings: Settings, on_progress: OnProgress, *
             if settings.atlas is not None and not workload.failure:
                 others = [row for row in rows if row.fingerprint != workload.session.probed.fingerprint]
                 workload.guide = guide_for(workload.session, others, settings.atlas, machine)
-        _none_failed(workloads)
+        if all(workload.failure for workload in workloads):
+            raise UsageError(workloads[0].failure)
         plan = _plan(workloads, settings, began)
         if plan.is_long and not agreed and settings.budget_s is None:
             return plan
@@ -200,7 +201,7 @@ def study(targets: Sequence[str], settings: Settings, on_progress: OnProgress, *
     notes = (
         *(plan.notes if plan else ()),
         *differences(environments.values()),
-        *_failures(workloads),
+        *(f"{w.name} was not measured: {w.failure}" for w in workloads if w.failure),
         *(n for w in workloads for n in w.session.notes),
         *(n for w in workloads if not w.failure for n in shares(w.name, w.session.study.workers())),
     )
@@ -294,9 +295,9 @@ def _open(workload: _Workload, settings: Settings, machine: Machine) -> None:
         return
     replicates = REPLICATES if settings.design in designs.STEPS else 1
     session.rules = replace(session.rules, equal_rounds=settings.rounds, replicates=replicates)
-    space, _ = space_for(session.facts, check_techniques(settings.techniques), session.plan.rules_out, session.cost)
+    space, _ = space_for(session.facts, check_techniques(settings.techniques), session.plan.rules_out, session.costs.of)
     choices = {PYTHON.name: (PYTHON.default, *workload.environments), **space.choices}
-    names = sorted(choices, key=lambda name: _place(name, settings.order))
+    names = sorted(choices, key=lambda name: settings.order.index(name) if name in settings.order else len(choices))
     workload.space = replace(space, choices={name: choices[name] for name in names})
     if clash := [name for name in settings.arguments if len(choices.get(name, ())) > 1]:
         raise UsageError(
@@ -312,19 +313,6 @@ def _open(workload: _Workload, settings: Settings, machine: Machine) -> None:
     session.held.close()  # the next workload may need the memory
 
 
-def _place(name: str, order: Sequence[str]) -> int:
-    return order.index(name) if name in order else len(order)
-
-
-def _none_failed(workloads: Sequence[_Workload]) -> None:
-    if all(workload.failure for workload in workloads):
-        raise UsageError(workloads[0].failure)
-
-
-def _failures(workloads: Sequence[_Workload]) -> list[str]:
-    return [f"{workload.name} was not measured: {workload.failure}" for workload in workloads if workload.failure]
-
-
 def _plan(workloads: Sequence[_Workload], settings: Settings, began: float) -> Plan:
     """How many recipes are to be measured and how long that takes; with a budget no more than fit."""
     running = [workload for workload in workloads if not workload.failure]
@@ -334,7 +322,7 @@ def _plan(workloads: Sequence[_Workload], settings: Settings, began: float) -> P
         session = workload.session
         if settings.design in designs.STEPS:
             most = designs.about(settings.design, workload.space, settings.start)
-            each_s = session.seconds_for(Recipe(), settings.rounds)
+            each_s = session.costs.seconds_for(Recipe(), settings.rounds)
             seconds = most * each_s if settings.budget_s is None else min(most * each_s, settings.budget_s)
             parts.append(Part(workload.name, most, len(workload.trials()), seconds))
             continue
@@ -355,9 +343,9 @@ def _plan(workloads: Sequence[_Workload], settings: Settings, began: float) -> P
 
 def _seconds(workload: _Workload, settings: Settings) -> list[float]:
     """What each unknown cell is expected to take, its share of what runs in each race beside it in it."""
-    session, replicates = workload.session, workload.session.rules.replicates
-    beside_s = 2 * settings.rounds * (session.seconds_for(Recipe(), 1) - session.seconds_for(Recipe(), 0)) / TOGETHER
-    return [replicates * session.seconds_for(recipe, settings.rounds) + beside_s for recipe in workload.unknown()]
+    costs, replicates = workload.session.costs, workload.session.rules.replicates
+    beside_s = 2 * settings.rounds * (costs.seconds_for(Recipe(), 1) - costs.seconds_for(Recipe(), 0)) / TOGETHER
+    return [replicates * costs.seconds_for(recipe, settings.rounds) + beside_s for recipe in workload.unknown()]
 
 
 def _measure(workload: _Workload, settings: Settings, began: float) -> None:
@@ -416,12 +404,12 @@ def _measured(workload: _Workload) -> list[Measured]:
 def _rungs(workload: _Workload) -> list[Rung]:
     """The steps with what all races say of them together."""
     known = workload.known
-    given = known[Recipe()]
+    baseline = known[Recipe()]
     rungs = []
     for step in workload.steps:
         trial = known.get(step.trial.recipe, step.trial)
         ratio = trial.speedup if trial.recipe.levels else Interval(1.0, 1.0, 1.0)
-        rate = given.throughput * ratio.estimate if ratio is not None else math.nan
+        rate = baseline.throughput * ratio.estimate if ratio is not None else math.nan
         rungs.append(Rung(
             step.label, str(trial.recipe), step.kept, trial.status, trial.reason,
             None if trial.status == "failed" else ratio, rate, trial.peak_bytes, trial.accuracy.error,

@@ -73,9 +73,6 @@ def _row(
         errors[TIME] = (math.log(ratio.high) - math.log(ratio.low)) / 2 / _NORMAL
     elif not trial.recipe.levels:
         errors[TIME] = 0.0  # each speed-up is against it, and has its error
-    rounds = tuple((number, ms / trial.samples) for number, ms in sorted(_by_count(trial).items()))
+    times = {abs(number): ms for number, ms in by_round(trial.slices).items()}
+    rounds = tuple((number, ms / trial.samples) for number, ms in sorted(times.items()))
     return Experiment(levels, values, one.group, errors, trial.reason, rounds)
-
-
-def _by_count(trial: Trial) -> dict[int, float]:
-    return {abs(number): ms for number, ms in by_round(trial.slices).items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -260,6 +261,8 @@ def _hf_attention(module: torch.nn.Module, device: str) -> tuple[str, ...]:
         return ()
     model = models[0]
     in_use = getattr(model.config, "_attn_implementation", None) or "eager"
+    if not any(_looks_up_attention(type(child)) for child in module.modules()):
+        return (in_use,)  # chosen when it was built: a switch would change a word of the configuration and nothing else
     if not _quietly(lambda: bool(model._can_set_attn_implementation()), False):
         return (in_use,)
     wanted = ["sdpa", "eager", *(["flash_attention_2"] if device == "cuda" else [])]
@@ -269,6 +272,14 @@ def _hf_attention(module: torch.nn.Module, device: str) -> tuple[str, ...]:
         return True
 
     return (in_use, *(name for name in wanted if name != in_use and _quietly(lambda: works(name), False)))  # noqa: B023
+
+
+def _looks_up_attention(kind: type) -> bool:
+    """Whether a class of layers asks for transformers' table of attention functions each time that it is called."""
+    bases = [base for base in kind.__mro__ if base.__module__ != "transformers.modeling_utils"]  # which has the table
+    methods = (inspect.unwrap(value) for base in bases for value in vars(base).values() if callable(value))
+    codes = (getattr(method, "__code__", None) for method in methods)
+    return any("ALL_ATTENTION_FUNCTIONS" in code.co_names for code in codes if code is not None)
 
 
 def _is_transformers(module: torch.nn.Module) -> bool:

@@ -19,7 +19,6 @@ def relative_positions(size: int, table: torch.Tensor) -> torch.Tensor:
     return table[at[:, None] - at[None] + size - 1]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def tiled_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor,
     scale: float, tile: int = 1 << 20,
@@ -46,18 +45,26 @@ def tiled_attention(
     return out
 
 
-def attend_in_tiles(module: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """What such a module computes of batch x height x width x channels."""
+def in_tiles(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """`tiled_attention` of batch x heads x tokens x channels."""
+    shape = query.shape
+    query, key, value, rows, columns = (part.flatten(0, 1) for part in (query, key, value, rows, columns))
+    return tiled_attention(query, key, value, rows, columns, scale).view(shape)
+
+
+def attend_to_square(module: Any, hidden: torch.Tensor, attention: Any) -> torch.Tensor:
+    """What such a module computes of batch x height x width x channels, its attention by `attention`."""
     batch, height, width, _ = hidden.shape
     heads = getattr(module, "num_attention_heads", None) or module.num_heads
-    mixed = module.qkv(hidden).reshape(batch, height * width, 3, heads, -1).permute(2, 0, 3, 1, 4).flatten(1, 2)
-    query, key, value = mixed.unbind(0)
-    square = query.reshape(len(query), height, width, -1)
-    rows = torch.einsum("bhwc,hkc->bhwk", square, relative_positions(height, module.rel_pos_h))
-    columns = torch.einsum("bhwc,wkc->bhwk", square, relative_positions(width, module.rel_pos_w))
-    out = tiled_attention(query, key, value, rows.flatten(1, 2), columns.flatten(1, 2), query.shape[-1] ** -0.5)
-    out = out.reshape(batch, heads, height * width, -1).transpose(1, 2)
-    projected: torch.Tensor = module.proj(out.reshape(batch, height, width, -1))
+    mixed = module.qkv(hidden).reshape(batch, height * width, 3, heads, -1)
+    query, key, value = mixed.permute(2, 0, 3, 1, 4).unbind(0)
+    square = query.unflatten(2, (height, width))
+    rows = torch.einsum("bnhwc,hkc->bnhwk", square, relative_positions(height, module.rel_pos_h)).flatten(2, 3)
+    columns = torch.einsum("bnhwc,wkc->bnhwk", square, relative_positions(width, module.rel_pos_w)).flatten(2, 3)
+    out = attention(query, key, value, rows, columns, query.shape[-1] ** -0.5)
+    projected: torch.Tensor = module.proj(out.transpose(1, 2).reshape(batch, height, width, -1))
     return projected
 
 
@@ -79,7 +86,7 @@ def with_decomposed_bias(model: torch.nn.Module) -> list[Any]:
             with torch.no_grad():
                 answer = module(trial)
                 wanted = answer[0] if isinstance(answer, tuple) else answer
-                near = (attend_in_tiles(module, trial) - wanted).norm() <= 0.02 * wanted.norm() + 1e-6
+                near = (attend_to_square(module, trial, in_tiles) - wanted).norm() <= 0.02 * wanted.norm() + 1e-6
             if near and wanted.shape == trial.shape:
                 found.append((module, isinstance(answer, tuple)))
         except Exception:  # it takes something else, or has other parts
@@ -89,12 +96,12 @@ def with_decomposed_bias(model: torch.nn.Module) -> list[Any]:
     return found
 
 
-def tile_attention(model: torch.nn.Module) -> int:
-    """Let attention with a decomposed relative-position bias be computed in tiles; how many modules there were."""
+def change_attention(model: torch.nn.Module, attention: Any) -> int:
+    """Let `attention` compute attention with a decomposed relative-position bias; how many modules there were."""
 
     def replaced(module: Any, in_tuple: bool) -> Any:
         def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            out = attend_in_tiles(module, hidden_states)
+            out = attend_to_square(module, hidden_states, attention)
             return (out, None) if in_tuple else out
 
         return forward
@@ -107,4 +114,6 @@ def tile_attention(model: torch.nn.Module) -> int:
     return len(found)
 
 
-TILED = (relative_positions, tiled_attention, attend_in_tiles, with_decomposed_bias, tile_attention)
+DECOMPOSED = (
+    relative_positions, tiled_attention, in_tiles, attend_to_square, with_decomposed_bias, change_attention,
+)  # fmt: skip

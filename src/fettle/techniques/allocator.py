@@ -1,14 +1,23 @@
-"""The allocator of CPU memory: the C library's own, or another, which can only be chosen before the process starts.
+"""The allocator of the memory that the work is in. Which one is chosen before the process starts.
 
 The C library gives each large piece pages of its own and hands them back to the system when it is freed. A program that
 allocates the same pieces again and again, as each training step does, then pays for every page anew when it is first
 written: where pages are expensive (virtual machines, sandboxes), many times what copying the data costs.
+
+On a GPU torch keeps what is freed, in segments as large as what was once asked for. Where sizes change from call to
+call, these do not fit the next one, and memory is asked of the driver again, which waits for the device. Segments that
+grow are one piece that all sizes fit in; the driver's own pool keeps and joins what is freed as well.
 """
 
 from fettle.techniques._base import BOTH, Code, Facts, Level, Recipe, Technique, register
 
 # Freed memory is kept for the next call instead of going back to the system, as the CPU tuning guide has it.
 _JEMALLOC = "oversize_threshold:1,background_thread:true,metadata_thp:auto,dirty_decay_ms:-1,muzzy_decay_ms:-1"
+
+_DEVICE = {
+    "expandable": ("segments of device memory that grow, so that all sizes fit into them", "expandable_segments:True"),
+    "cuda-async": ("the driver's pool of device memory, cudaMallocAsync", "backend:cudaMallocAsync"),
+}
 
 
 def keep_freed_memory(worker: int = 0) -> None:
@@ -33,7 +42,7 @@ class Allocator(Technique):
     name = "allocator"
     order = 110
     modes = BOTH
-    title = "CPU allocator"
+    title = "allocator"
     default = "default"
     changes_memory = False
 
@@ -44,12 +53,16 @@ class Allocator(Technique):
             Level("keep", "the C library's own, which keeps what is freed for what comes next",
                   gpu or ("" if "glibc" in facts.libraries else "the C library is not glibc")),
         ]  # fmt: skip
-        return found + [
+        found += [
             Level(name, f"{name}, preloaded", gpu or ("" if name in facts.libraries else f"{name} was not found"))
             for name in ("jemalloc", "tcmalloc")
         ]
+        cpu = "" if facts.device == "cuda" else "the work is not on a CUDA device"
+        return [*found, *(Level(name, summary, cpu) for name, (summary, _) in _DEVICE.items())]
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        if level in _DEVICE:
+            return Code(environment={"PYTORCH_ALLOC_CONF": _DEVICE[level][1]})
         if level == "keep":
             return Code(helpers=(keep_freed_memory,), setup=("keep_freed_memory()",))
         more = {"MALLOC_CONF": _JEMALLOC} if level == "jemalloc" else {}

@@ -1,10 +1,12 @@
 """Which implementation computes attention."""
 
+from fettle.kernels import DECOMPOSED_ATTENTION
 from fettle.techniques._attention_rewrite import REWRITE
 from fettle.techniques._base import Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques._exported import spread
-from fettle.techniques._tiled_attention import TILED
+from fettle.techniques._tiled_attention import DECOMPOSED
 
+_TRITON = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows")
 _HF = ("sdpa", "flash_attention_2", "eager")
 
 
@@ -26,6 +28,7 @@ class Attention(Technique):
     title = "attention"
     default = "as-is"
     of_module = True
+    packages = _TRITON
 
     def levels(self, facts: Facts) -> list[Level]:
         manual = "" if facts.manual_attention else "no attention written out by hand was found that can be rewritten"
@@ -33,6 +36,7 @@ class Attention(Technique):
             Level("as-is", "as given"),
             Level("sdpa", "attention written out by hand becomes scaled_dot_product_attention", manual),
             Level("tiled", "a bias by row and column is added tile by tile, and never written out", _tiled(facts)),
+            Level("fused", "a bias by row and column is added inside one kernel, and never written out", _fused(facts)),
         ]
         for name in _HF:
             why_not = f"this model cannot be switched to {name} here"
@@ -46,14 +50,17 @@ class Attention(Technique):
         return found
 
     def usual(self, facts: Facts) -> str:
-        if not _tiled(facts):
-            return "tiled"
+        for level, why_not in (("tiled", _tiled(facts)), ("fused", _fused(facts))):
+            if not why_not:
+                return level
         return "sdpa" if facts.manual_attention else self.default
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         runtime = recipe.levels.get("runtime", "torch")
         if level == "tiled" and runtime != "torch":
             return f"runtime={runtime} would write out a loop over tiles"
+        if level == "fused" and runtime != "torch":
+            return f"runtime={runtime} does not have this kernel"
         half = recipe.levels.get("precision", "fp32") != "fp32" or facts.dtype in ("bfloat16", "float16")
         if level == "hf-flash_attention_2" and not half:
             return "flash attention computes in 16 bits: needs precision=bf16 or fp16"
@@ -64,7 +71,10 @@ class Attention(Technique):
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         if level == "tiled":
-            return Code(helpers=TILED, prepare=("tile_attention(model)",))
+            return Code(helpers=DECOMPOSED, prepare=("change_attention(model, torch.compiler.disable(in_tiles))",))
+        if level == "fused":
+            helpers = (*DECOMPOSED, *DECOMPOSED_ATTENTION)
+            return Code(helpers=helpers, prepare=("change_attention(model, decomposed_attention())",))
         if level == "sdpa":
             invoke = "call(model, *args, **kwargs)" if facts.custom_call else "model(*args, **kwargs)"
             lines = ("args, kwargs = spread(batches[0])", f"rewrite_attention(model, lambda: {invoke})")
@@ -72,7 +82,20 @@ class Attention(Technique):
         return Code(helpers=(set_attention,), prepare=(f'set_attention(model, "{level.removeprefix("hf-")}")',))
 
 
+_NO_BIAS = "no attention with a decomposed relative-position bias was found"
+
+
 def _tiled(facts: Facts) -> str:
     if not facts.decomposed_bias:
-        return "no attention with a decomposed relative-position bias was found"
+        return _NO_BIAS
     return "" if facts.device == "cpu" else "it is for CPUs: a loop over tiles leaves a GPU idle"
+
+
+def _fused(facts: Facts) -> str:
+    if not facts.decomposed_bias:
+        return _NO_BIAS
+    if facts.device != "cuda":
+        return "the kernel is for GPUs"
+    if facts.cuda_capability < (8, 0):
+        return "the kernel is for GPUs of compute capability 8.0 and later"
+    return "" if any(name in facts.packages for name in _TRITON) else "Triton is not installed: pip install triton"

@@ -3,8 +3,7 @@
 The same study, race, recipe, code and report as for inference are used on them; what differs lives here.
 """
 
-from fettle.train.batch import largest_that_fits
-from fettle.train.facts import training_facts
+from fettle.train.facts import largest_that_fits, training_facts
 from fettle.train.losses import SEEDS, Band, Curve, judge_curve
 from fettle.train.steps import Steps
 from fettle.train.workload import TrainingWorkload, load_training, rows_of, training_fingerprint

@@ -12,13 +12,12 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from fettle.errors import UsageError
 from fettle.workload import Batch, Target, Workload, fingerprint, leaves
-
-if TYPE_CHECKING:
-    import torch
 
 FEWEST_STEPS = 4
 """Fewer losses than this make no curve."""
@@ -59,8 +58,6 @@ class TrainingWorkload:
     """Rows in one batch, for throughput. None: the first dimension of the first tensor of the first batch."""
 
     def __post_init__(self) -> None:
-        import torch
-
         if not isinstance(self.model, torch.nn.Module):
             raise UsageError(f"the training workload's model is a {type(self.model).__name__}, not an nn.Module")
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
@@ -143,8 +140,6 @@ def training_workload_from(made: object, where: str) -> TrainingWorkload:
 
 def make(target: Target) -> tuple[object, str]:
     """What the factory of a target returns with torch's seed 0, and the mode that it is for."""
-    import torch
-
     torch.manual_seed(0)
     made = target.make()
     training = isinstance(made, TrainingWorkload) or (isinstance(made, dict) and "optimizer" in made)
@@ -154,8 +149,6 @@ def make(target: Target) -> tuple[object, str]:
 def load_training(target: Target, seed: int = 0, made: object = None) -> TrainingWorkload:
     """Build the training workload of `target`, seeding torch with `seed` first, or take what its factory has `made`.
     Raises `UsageError` in one line."""
-    import torch
-
     torch.manual_seed(seed)
     workload = training_workload_from(target.make(seed) if made is None else made, target.reference)
     return workload if workload.name else dataclasses.replace(workload, name=target.name)
@@ -172,8 +165,6 @@ def training_fingerprint(workload: TrainingWorkload) -> str:
 
 def rows_of(batch: Batch) -> int:
     """The first dimension of the first tensor of a batch, 1 where it has none."""
-    import torch
-
     for _, leaf in leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.dim():
             return int(leaf.shape[0])

@@ -4,12 +4,11 @@ Other rooms use `tune` with its `Options`, the `Session` that a study measures w
 """
 
 from fettle.tuning._arguments import check_limits, check_techniques, target_of, workload_of, writable
-from fettle.tuning._guide import guide_for
 from fettle.tuning.kept import atlas_rows, recalled
 from fettle.tuning.options import Effort, Options
 from fettle.tuning.session import WAITING, Event, OnProgress, Session
 from fettle.tuning.space import space_for
-from fettle.tuning.tune import tune
+from fettle.tuning.tune import guide_for, tune
 
 __all__ = [
     "WAITING", "Effort", "Event", "OnProgress", "Options", "Session", "atlas_rows", "check_limits", "check_techniques",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from fettle.errors import UsageError
+from fettle.measure import Worker, WorkerError, messages
 from fettle.procs.nodes import Nodes, address_of
 from fettle.recipe import Recipe
 from fettle.result import Goal, Limits
@@ -128,8 +129,6 @@ def check_ranks(options: Options, target: Target) -> Target:
 
 def ask_for_mode(target: Target, timeout_s: float = 600.0) -> Target:
     """The target with the mode that its factory's answer shows, asked in a process of its own."""
-    from fettle.measure import Worker, WorkerError, messages
-
     try:
         with Worker() as worker:
             built = worker.ask(messages.Build(target), messages.Built, timeout_s)

@@ -32,7 +32,7 @@ def final_race(session: Session, space: Space) -> FinalRace:
     leader, baseline = session.standings.best(), session.standings.known.get(Recipe())
     if leader is None or baseline is None or not leader.recipe.levels:
         return FinalRace()
-    kept = _kept(session)
+    kept = [session.standings.judged(trial) for trial in read_trials(session.study.note("final race"))]  # earlier
     if any(trial.recipe == leader.recipe for trial in kept):
         return FinalRace(session.standings.confirmed(kept))
     rungs = [recipe for recipe in climb(leader.recipe) if recipe != leader.recipe and not space.conflict(recipe)]
@@ -63,11 +63,6 @@ def final_race(session: Session, space: Space) -> FinalRace:
         session, [recipe for recipe in rungs if recipe not in session.standings.known and recipe not in cheap]
     )
     return FinalRace(trials)
-
-
-def _kept(session: Session) -> list[Trial]:
-    """The final race of an earlier run of the study; nothing where there was none, or what is there cannot be read."""
-    return [session.standings.judged(trial) for trial in read_trials(session.study.note("final race"))]
 
 
 def climb(recipe: Recipe) -> list[Recipe]:

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, cast
 
 import msgspec
 
+from fettle.diagnose import brought
 from fettle.machine import Machine, this_machine
 from fettle.measure import Interval, Trial, verdict
 from fettle.recipe import Recipe
 from fettle.result import TIMES, LeftOut, Rung, Verdict
 from fettle.techniques import find, preconditions, source
 from fettle.tuning._final_race import FinalRace, climb
-from fettle.tuning._limits import distance
 from fettle.tuning.session import Session
+from fettle.tuning.standings import distance
 
 if TYPE_CHECKING:
     from fettle.report import Result
@@ -35,7 +36,6 @@ def outcome(
     interrupted: bool,
 ) -> Result:
     """Everything that was found, the winner judged by the `last` race alone."""
-    from fettle.diagnose import brought
     from fettle.report import Result
 
     winner, said = pick_winner(session, last.trials)

@@ -34,12 +34,11 @@ from fettle.recipe import Recipe
 from fettle.result import Goal, Limits
 from fettle.study import Study, storage_url
 from fettle.techniques import PYTHON, Facts, batch_factor, canonical, environment, is_calibrated, source, uses_ranks
-from fettle.tuning._budget import FEWEST_ROUNDS, Budget, start_s, turn_s
-from fettle.tuning._plan import plan_memory
-from fettle.tuning._probe import Probed, probe
+from fettle.tuning._budget import Budget
+from fettle.tuning._costs import Costs
+from fettle.tuning._probe import Probed, plan_memory, probe
 from fettle.tuning.model import PRIOR_SPREAD, Races
 from fettle.tuning.options import Options
-from fettle.tuning.space import level_cost
 from fettle.tuning.standings import Standings
 from fettle.workload import Target
 
@@ -50,8 +49,6 @@ _UNLIMITED_WAIT_S = 120.0
 _SCREENING_INDIFFERENCE = PRIOR_SPREAD
 """Rounds tell two processes of the same code apart as well as two recipes: closer than this they are for more processes
 to tell, which the final race has."""
-_EXTRA_START_S = {1: 0.0, 2: 6.0, 3: 30.0}
-"""What a recipe of each cost needs beyond the workload as given until it is ready, as long as none was measured."""
 _SWINGS = 1.5
 """Slowest over fastest round of the workload as given from which that is said."""
 _SMALL_SHARE = 1 / 32
@@ -102,6 +99,7 @@ class Session:
         if options.goal == "energy":
             self.rules = replace(self.rules, slice_s=_ENERGY_SLICE_S)
         self.standings = Standings(options.goal, options.limits, Races(options.under_load), options.confidence)
+        self.costs = Costs(self.standings, self.budget)
         self.held = Held()
         """The processes of the workload as given and of the leader, which run in every race but the last."""
         self._may_wait_s = _UNLIMITED_WAIT_S if seconds is None else WAITING * seconds
@@ -241,17 +239,9 @@ class Session:
 
     def spent(self) -> bool:
         """Whether the budget is used up, but for the final race."""
-        return self._left_s(self._deadline()) < 0
+        return self.costs.left_s() < 0
 
     # -- what is known -----------------------------------------------------------------------------------------------
-
-    def cost(self, recipe: Recipe) -> int:
-        """How expensive a recipe is to start, as `Space.cost`. Where a process of the workload as given takes longer to
-        be ready than the most expensive level adds to that, all cost about alike: none comes first for being cheap."""
-        baseline = self.standings.known.get(Recipe())
-        if baseline is not None and start_s(baseline) > max(_EXTRA_START_S.values()):
-            return 2
-        return level_cost(recipe)
 
     @property
     def seconds(self) -> float:
@@ -264,12 +254,12 @@ class Session:
         """Race recipes that are not known in one race, beside the baseline, and keep their trials. Those that do not
         fit before the `deadline` (default: when the final race must begin) are left out."""
         if deadline is None:  # the workload as given comes first, and is measured
-            deadline = self._deadline() if self.standings.known else math.inf
+            deadline = self.costs.deadline() if self.standings.known else math.inf
         for recipe in recipes:
             if problem := self._problem(recipe):
                 self.keep([Trial(recipe, "failed", problem, race=self._race)])
         candidates = [recipe for recipe in recipes if recipe.levels and not self._problem(recipe)]
-        candidates = candidates[: self._how_many_fit(candidates, self._left_s(deadline))]
+        candidates = candidates[: self.costs.how_many_fit(candidates, self.costs.left_s(deadline))]
         if candidates or not self.standings.known:
             rules = replace(self.rules, deadline=deadline, grace_s=0.0,
                             indifference=max(self.rules.indifference, _SCREENING_INDIFFERENCE))  # fmt: skip
@@ -278,36 +268,6 @@ class Session:
             self.keep(self.run(list(dict.fromkeys([Recipe(), *again, *candidates])), rules, self.held))
             leader = self.standings.best()
             self.held.keep({Recipe()} | ({leader.recipe} if leader is not None else set()))
-
-    def _how_many_fit(self, recipes: Sequence[Recipe], left_s: float) -> int:
-        """How many of these can be raced in the time that is left: as many as can be started, run in the fewest rounds,
-        and started once more in the final race should one of them lead. What was not measured is taken to be no slower
-        than the workload as given."""
-        baseline = self.standings.known.get(Recipe())
-        if baseline is None or math.isinf(left_s):
-            return len(recipes)
-        left_s -= FEWEST_ROUNDS * turn_s(baseline)
-        reserved_s = max(map(start_s, self.standings.finalists()), default=start_s(baseline))
-        for number, recipe in enumerate(recipes):
-            each_s = self._start_s(recipe, baseline)
-            left_s -= each_s + FEWEST_ROUNDS * turn_s(baseline)
-            if left_s < max(0.0, each_s - reserved_s):
-                return number
-        return len(recipes)
-
-    def seconds_for(self, recipe: Recipe, rounds: int) -> float:
-        """Seconds that a recipe should take to start and to run so many rounds. The baseline must be known."""
-        baseline = self.standings.known[Recipe()]
-        return self._start_s(recipe, baseline) + rounds * turn_s(baseline)
-
-    def _start_s(self, recipe: Recipe, baseline: Trial) -> float:
-        """What starting as expensive a recipe has typically cost; where none was, a guess on the low side."""
-        cost = level_cost(recipe)
-        alike = sorted(
-            trial.start_s for known, trial in self.standings.known.items()
-            if known.levels and level_cost(known) == cost and math.isfinite(trial.start_s)
-        )  # fmt: skip
-        return alike[len(alike) // 2] if alike else start_s(baseline) + _EXTRA_START_S[cost]
 
     def run(
         self, recipes: Sequence[Recipe], rules: Rules, held: Held | None = None, *, once: Sequence[Recipe] = ()
@@ -381,14 +341,6 @@ class Session:
     def _pass_on(self, progress: Progress) -> None:
         if progress.doing:
             self.report(progress.doing)
-
-    def _deadline(self) -> float:
-        """When to begin the final race."""
-        baseline = self.standings.known.get(Recipe())
-        return self.budget.deadline([baseline, *(self.standings.finalists() or [baseline])] if baseline else [])
-
-    def _left_s(self, deadline: float) -> float:
-        return deadline - self.budget.started - self.budget.elapsed_s
 
     def _candidate(self, recipe: Recipe) -> Candidate:
         ranks, variables = self._ranks if uses_ranks(recipe) else 1, environment(recipe, self.facts)

@@ -1,4 +1,5 @@
-"""What a study knows of its recipes: their trials, what all races say together, which is best, which may be better."""
+"""What a study knows of its recipes: their trials, what all races say together, which is best, which may be better; the
+goal and the limits as numbers."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ from typing import Any
 
 import msgspec
 
+from fettle.generate.speed import Generation
 from fettle.measure import Judge, Trial
 from fettle.recipe import Recipe
 from fettle.result import TIMES, Goal, Limits
 from fettle.study import Study
 from fettle.techniques import PYTHON, find, kind_of
-from fettle.tuning import _limits
 from fettle.tuning.model import Fit, Races
 
 FINALISTS = 4
@@ -90,7 +91,7 @@ class Standings:
 
     def score(self, trial: Trial) -> float:
         """The goal as a number, smaller is better; infinite where the trial may not win."""
-        score = math.inf if self.misses(trial) else _limits.score(trial, self.goal)
+        score = math.inf if self.misses(trial) else score_of(trial, self.goal)
         shared = not trial.is_quiet and not self.races.elapsed and self.goal in TIMES
         if shared and any(find(name).helps_when_shared for name in trial.recipe.levels):
             score += GAIN_OF_SHARING
@@ -119,7 +120,7 @@ class Standings:
 
         The workload as given is measured whatever its answers: only here may they cost it the win.
         """
-        broken = _limits.misses(trial, self.limits)
+        broken = misses_of(trial, self.limits)
         baseline = self.known.get(Recipe())
         if broken or trial.recipe.levels or baseline is None or baseline.status == "failed":
             return broken
@@ -139,3 +140,65 @@ def read_trials(notes: Any) -> list[Trial]:
         return [Trial.from_json(item) for item in notes or ()]
     except (TypeError, KeyError, AttributeError, ValueError, msgspec.ValidationError):
         return []
+
+
+def score_of(trial: Trial, goal: Goal) -> float:
+    """The goal as a number, smaller is better; infinite where the trial does not have it."""
+    if not trial.ok or trial.speedup is None:
+        return math.inf
+    if goal == "memory":
+        return math.log(trial.peak_bytes) if trial.peak_bytes else math.inf
+    if goal == "energy":
+        return math.log(trial.energy_j / trial.samples) if trial.energy_j else math.inf
+    if goal == "startup":
+        return math.log(trial.startup.total_s)
+    return -math.log(trial.speedup.estimate)
+
+
+def misses_of(trial: Trial, limits: Limits) -> str:
+    """Which limit on time or memory a trial breaks, as a phrase; empty when it keeps them."""
+    latency, memory, least = limits.max_latency_ms, limits.max_memory_bytes, limits.min_throughput
+    if latency is not None and not trial.time_ms <= latency:
+        return f"{trial.time_ms:.3g} ms is above {latency:g} ms"
+    if memory is not None and not (trial.peak_bytes is not None and trial.peak_bytes <= memory):
+        return f"{(trial.peak_bytes or 0) / 2**20:.0f} MiB is above {memory / 2**20:.0f} MiB"
+    if broken := _misses_of_text(trial, limits):
+        return broken
+    rate = _rate(trial)
+    if least is not None and not rate >= least:
+        return f"{rate:.3g} {'tokens' if trial.generation else 'samples'} a second are below {least:g}"
+    return ""
+
+
+def _rate(trial: Trial) -> float:
+    """Samples a second; tokens of whole texts where those are written, whatever part of them the race went by."""
+    return trial.generation.throughput if trial.generation else trial.throughput
+
+
+def _misses_of_text(trial: Trial, limits: Limits) -> str:
+    text = trial.generation or Generation()
+    for name, took, most in (("to the first token", text.ttft_ms, limits.max_ttft_ms),
+                             ("per output token", text.tpot_ms, limits.max_tpot_ms)):  # fmt: skip
+        if most is not None and not took <= most:
+            return f"{took:.3g} ms {name} are above {most:g} ms"
+    return ""
+
+
+def distance(trial: Trial, limits: Limits) -> float:
+    """How far a trial is from keeping the limits: the log of the largest factor that one is missed by; 0 for none."""
+    error = math.inf if math.isnan(trial.accuracy.error) else trial.accuracy.error
+    factors = [1.0]
+    if limits.max_error is not None:
+        factors.append(error / limits.max_error)
+    if limits.max_latency_ms is not None:
+        factors.append(trial.time_ms / limits.max_latency_ms)
+    text = trial.generation or Generation()
+    if limits.max_ttft_ms is not None and text.ttft_ms > 0:
+        factors.append(text.ttft_ms / limits.max_ttft_ms)
+    if limits.max_tpot_ms is not None and text.tpot_ms > 0:
+        factors.append(text.tpot_ms / limits.max_tpot_ms)
+    if limits.min_throughput is not None and _rate(trial) > 0:
+        factors.append(limits.min_throughput / _rate(trial))
+    if limits.max_memory_bytes is not None:
+        factors.append((trial.peak_bytes or 1) / limits.max_memory_bytes)
+    return math.log(max(factors))

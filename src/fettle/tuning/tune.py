@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from fettle.atlas import read_atlas
-from fettle.machine import this_machine
+from fettle.atlas import Predictor, Row, read_atlas, subject
+from fettle.machine import Machine, this_machine
 from fettle.measure import close_all
 from fettle.recipe import Recipe
-from fettle.search import DESIGNS, auto
+from fettle.search import DESIGNS, Guide, auto
 from fettle.techniques import factors
 from fettle.tuning._arguments import (
     check_options,
@@ -27,7 +28,6 @@ from fettle.tuning._arguments import (
     writable,
 )
 from fettle.tuning._final_race import FinalRace, final_race
-from fettle.tuning._guide import guide_for
 from fettle.tuning._outcome import outcome
 from fettle.tuning.options import Keywords, Options, options_of
 from fettle.tuning.session import OnProgress, Session
@@ -93,7 +93,7 @@ def tune(
             others.gather(session.report)
         session.report("building the workload and its reference")
         session.open(machine)
-        space, left_out = space_for(session.facts, allowed, session.plan.rules_out, session.cost)
+        space, left_out = space_for(session.facts, allowed, session.plan.rules_out, session.costs.of)
         interrupted = False
         try:
             session.measure([Recipe()])
@@ -123,3 +123,33 @@ def _advised(session: Session, first: Sequence[str]) -> list[str]:
     wanted = dict.fromkeys([*first, *(name for item in session.probed.advice for name in item.levels)])
     known = [(name, technique.name) for name, technique, _ in factors(session.facts)]  # a part's bear the same advice
     return [name for one in wanted for name, technique in known if one in (name, technique)]
+
+
+_ROUNDS = 6
+"""Rounds that a trial typically takes part in."""
+_TIMES = ("throughput", "latency")
+
+
+def guide_for(session: Session, rows: Sequence[Row], atlas: Path | str, machine: Machine) -> Guide | None:
+    """A guide for the search from the rows of an atlas. None, with a note, where it has nothing to say.
+
+    The workload as given must have been measured.
+    """
+    if session.standings.goal not in _TIMES:
+        session.notes.append(f"The atlas {atlas} was not used: it foresees times, and the goal is another.")
+        return None
+    predictor = _predictor(session, rows, machine)
+    if not len(predictor):
+        session.notes.append(f"The atlas {atlas} has no trial of such a workload ({predictor.about.mode} on "
+                             f"{predictor.about.device}).")  # fmt: skip
+        return None
+    session.note(f"atlas: {len(predictor)} trials of {predictor.models} models")
+    return Guide(predictor, session.note)
+
+
+def _predictor(session: Session, rows: Sequence[Row], machine: Machine) -> Predictor:
+    """What the rows foresee for the workload of a session, on which the workload as given was measured."""
+    probed, target = session.probed, session.target
+    about = subject(target.name, probed.fingerprint, probed.facts, probed.features, machine, probed.peaks)
+    return Predictor(rows, about, max_error=session.facts.max_error if session.facts.mode == "inference" else None,
+                     guess_s=lambda recipe: session.costs.seconds_for(recipe, _ROUNDS))  # fmt: skip

@@ -11,8 +11,7 @@ import torch
 from fettle.diagnose import Finding, diagnose
 from fettle.diagnose.collectors import recording
 from fettle.diagnose.collectors.waiting import CoreClock
-from fettle.diagnose.files import of_snapshot, of_trace
-from fettle.diagnose.recordings import joined
+from fettle.diagnose.recordings import joined, of_snapshot, of_trace
 from fettle.errors import UsageError
 from fettle.techniques import Facts
 from fettle.workload import Workload

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fettle.diagnose.files import of_trace
+from fettle.diagnose.recordings import of_trace
 from fettle.diagnose.rules import trace as trace_rules
 from fettle.diagnose.rules.trace import trace_findings
 from fettle.trace import load, record

@@ -1,5 +1,9 @@
 """Histograms and counters of our own say what Prometheus' would."""
 
+import json
+import re
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -63,3 +67,34 @@ def test_the_stages_of_a_request_each_have_a_histogram():
     assert 'fettle_limit_violations_total{model="m",version="1"} 1.0' in seen
     assert 'fettle_padding_rows_total{model="m",version="1"} 1.0' in seen
     assert 'le="0.1"' in seen
+
+
+def test_the_dashboard_asks_for_what_there_is():
+    """Every metric and label of docs/grafana-serve.json; no metric of the server is left out but a handler's own."""
+    metrics = Metrics(0.1)
+    model = ModelMetrics(metrics, "m", "1")
+    model.request(0.1, 0.1, 0.1)
+    model.response(200)
+    model.shed("full")
+    model.restart("died")
+    metrics.worker_bytes.labels("m", "1", "0").set(1)
+    metrics.queue_rows.labels("m", "1").set(1)
+    metrics.inflight.labels("m", "1").set(1)
+    model.handler([("counter", "generated_tokens", 1.0)])
+    exposed = generate_latest(metrics.registry).decode()
+    there = set(re.findall(r"^(fettle_\w+)[{ ]", exposed, re.M))
+    labels = set(re.findall(r'(\w+)="', exposed))
+
+    board = json.loads((Path(__file__).parents[3] / "docs" / "grafana-serve.json").read_text())
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    queries += [one["query"] for one in board["templating"]["list"] if one["type"] == "query"]
+    asked = {name for query in queries for name in re.findall(r"fettle_\w+", query)}
+    assert asked - there == set()
+    used = {label for query in queries for label in re.findall(r"(\w+)=~?\"", query)}
+    for some in re.findall(r"by \(([\w, ]+)\)", " ".join(queries)):
+        used |= set(some.split(", "))
+    assert used - labels == set()
+    base = re.compile(r"_(total|bucket|sum|count|created)$")
+    left_out = {base.sub("", name) for name in there} - {base.sub("", name) for name in asked}
+    assert left_out <= {"fettle_handler_seconds", "fettle_handler_value"}
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])

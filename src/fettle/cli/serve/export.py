@@ -45,4 +45,4 @@ def ray(
         f"requests in a replica at a time: {found.target:.3g} ({escape(found.why)})\n"
         f"[bold]{escape(str(output))}[/] is written: {escape(str(output))}/start.sh"
     )
-    _show.answer(as_json, lambda: data, lambda console: console.print(text, highlight=False))
+    _show.answer(as_json, lambda: data, lambda console: console.print(text))

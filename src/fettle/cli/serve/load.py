@@ -262,7 +262,7 @@ def _print(runs: list[Run], changes: list[Change], console: Console) -> None:
     _show.print_table(console, Table((_COLUMNS[0], *loads), rows, loads))
     for load, note in zip(loads, notes, strict=True):
         if note:
-            console.print(f"{load}: {note}", style="yellow", highlight=False, markup=False)
+            console.print(f"{load}: {note}", style="yellow", markup=False)
     if changes:
         _show.print_table(console, _changes(changes))
 

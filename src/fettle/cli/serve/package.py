@@ -105,15 +105,13 @@ def show(package: Package, path: Path, as_json: bool) -> None:
 def _print(manifest: Manifest, path: Path, out: Console) -> None:
     for label, specs in (("inputs", manifest.inputs), ("outputs", manifest.outputs)):
         text = ", ".join(f"{spec.name} {spec.datatype}{list(spec.shape)}" for spec in specs)
-        out.print(f"{label:8} {text}", markup=False, highlight=False)
+        out.print(f"{label:8} {text}", markup=False)
     if manifest.handler is not None:
         said = " ".join(f"{key}={value}" for key, value in msgspec.to_builtins(manifest.handler).items())
-        out.print(f"handler  {said}", markup=False, highlight=False)
-    out.print(f"recipe   {Recipe(manifest.recipe)}", markup=False, highlight=False)
-    out.print(
-        f"error    {manifest.accuracy['relative_error']:.3g} against {manifest.accuracy['against']}", highlight=False
-    )
-    out.print(f"[bold]{escape(str(path))}[/] is written: fettle serve {escape(str(path))}", highlight=False)
+        out.print(f"handler  {said}", markup=False)
+    out.print(f"recipe   {Recipe(manifest.recipe)}", markup=False)
+    out.print(f"error    {manifest.accuracy['relative_error']:.3g} against {manifest.accuracy['against']}")
+    out.print(f"[bold]{escape(str(path))}[/] is written: fettle serve {escape(str(path))}")
 
 
 def as_handler(text: str | None) -> Path | str | None:

@@ -48,6 +48,8 @@ def command(
         Path | None, typer.Option(help="ask every request for this file's token; made if it is not there")
     ] = None,
     insecure: Annotated[bool, typer.Option(help="let anybody who can reach the port call, without a token")] = False,
+    certificate: Annotated[Path | None, typer.Option(help="answer HTTPS with this PEM file, and nothing else")] = None,
+    key: Annotated[Path | None, typer.Option(help="PEM file of its private key, where it is another")] = None,
     trust: Annotated[list[str] | None, typer.Option(help="SHA-256 of a handler.py that may run")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="worker processes of each model")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="threads of each worker")] = None,
@@ -86,6 +88,8 @@ def command(
 
       fettle serve smollm-1 --max-rows 32 --cache-memory 2GiB
 
+      fettle serve digits-1 --host 0.0.0.0 --token-file token --certificate server.pem --key server-key.pem
+
       fettle serve --store models --management-port 8081 --state served.json
     """
     _quiet.speak_up()
@@ -111,9 +115,10 @@ def command(
     token = token_from(token_file) if token_file is not None else ""
     address = Address(
         host, port, management_port, token, token_from(_SECRET) if management_port is not None else "", insecure,
-        log_requests=log_requests, spans=Spans() if otel else None,
+        certificate, key, log_requests=log_requests, spans=Spans() if otel else None,
     )  # fmt: skip
     address.check()
+    address.tls()  # a wrong file is told before models are loaded
     options = Options(
         store, state, tuple(trust or ()), devices, explain, spare=spare,
         override={key: value for key, value in override.items() if value is not None},
@@ -135,21 +140,21 @@ def _say_where(server: Server, address: Address, as_json: bool) -> None:
     """Where it listens, and what can be asked there."""
     from fettle.package.handlers.generate import Settings
 
-    base = f"http://{address.host}:{server.ports[0]}"
+    base = f"{'http' if address.certificate is None else 'https'}://{address.host}:{server.ports[0]}"
     names = {name: number for name, number, _ in server.registry.versions()}
     if as_json:
         print(json.dumps({"url": base, "ports": server.ports, "models": names}), flush=True)
         return
-    console = Console(stderr=True, soft_wrap=True)  # addresses in one piece
-    console.print(f"serving {', '.join(names) or 'nothing yet'} at {base}", highlight=False)
+    console = Console(stderr=True, soft_wrap=True, highlight=False)  # addresses in one piece
+    console.print(f"serving {', '.join(names) or 'nothing yet'} at {base}")
     for name in names:
-        console.print(f"  POST {base}/v2/models/{name}/infer", highlight=False)
-        console.print(f"  POST {base}/predictions/{name}", highlight=False)
+        console.print(f"  POST {base}/v2/models/{name}/infer")
+        console.print(f"  POST {base}/predictions/{name}")
     if any(isinstance(version.package.manifest.handler, Settings) for _, _, version in server.registry.versions()):
-        console.print(f"  texts by OpenAI's protocol: {base}/v1", highlight=False)
-    console.print(f"  all that can be asked: {base}/docs", highlight=False)
+        console.print(f"  texts by OpenAI's protocol: {base}/v1")
+    console.print(f"  all that can be asked: {base}/docs")
     if address.management_port is not None:
-        console.print(f"management on port {server.ports[1]}, token in {_SECRET}", highlight=False)
+        console.print(f"management on port {server.ports[1]}, token in {_SECRET}")
 
 
 def _spare(packages: list[str] | None, threads: int | None, workers: int | None) -> Spare | None:

@@ -252,42 +252,43 @@ def _machine() -> str:
     import platform
     from importlib import metadata
 
-    from fettle.package.host import cores, cpu
+    from fettle.machine import cpu_name
+    from fettle.package.host import cores
 
-    return f"{cpu()}, {cores()} cores, torch {metadata.version('torch')}, Python {platform.python_version()}"
+    return f"{cpu_name()}, {cores()} cores, torch {metadata.version('torch')}, Python {platform.python_version()}"
 
 
 def _print(found: SearchResult, busy: str, written: Path | None, console: Console) -> None:
     from fettle.slo.search import HEADROOM
 
     if busy:
-        console.print(f"[yellow]{busy}[/]\n", highlight=False)
-    console.print(f"requests a second with p99 within {found.limit_s * 1e3:.4g} ms, Poisson arrivals", highlight=False)
+        console.print(f"[yellow]{busy}[/]\n")
+    console.print(f"requests a second with p99 within {found.limit_s * 1e3:.4g} ms, Poisson arrivals")
     _show.print_table(console, _table(found))
     for line in found.why:
-        console.print(f"  {line}", highlight=False, markup=False)
+        console.print(f"  {line}", markup=False)
     for measured in found.branches.values():
         if measured.overheads is not None:
             around = measured.overheads
             held = f", {around.held_s * 1e3:.2g} ms to a call for each request that comes during it"
             console.print(f"  serving adds {around.request_s * 1e3:.2g} ms a request and {around.batch_s * 1e3:.2g} ms "
                           f"a batch{held if around.held_s else ''}: measured with {measured.branch}",
-                          highlight=False, markup=False)  # fmt: skip
+                          markup=False)  # fmt: skip
     for failure in found.failures:
-        console.print(f"  failed: {failure.what}: {failure.why}", highlight=False, markup=False, style="yellow")
+        console.print(f"  failed: {failure.what}: {failure.why}", markup=False, style="yellow")
     if found.tests_kept:
-        console.print(f"{found.tests_kept} of {found.tests} load tests had been made before", highlight=False)
+        console.print(f"{found.tests_kept} of {found.tests} load tests had been made before")
     best = found.best
     if best is not None and best.measured:
         share = found.headroom or HEADROOM
         room = (1 - share) * best.measured
-        console.print(f"with {share:.0%} headroom: up to {room:.4g} requests/s", highlight=False)
+        console.print(f"with {share:.0%} headroom: up to {room:.4g} requests/s")
     if found.interrupted:
-        console.print("interrupted: the same command goes on from here", highlight=False)
+        console.print("interrupted: the same command goes on from here")
     if written is not None:
         device = best.setting.device if best is not None else "cpu"
         more = f" --device {device}" if device != "cpu" else ""
-        console.print(f"written to {written}/serve.toml: fettle serve {written}{more}", highlight=False, markup=False)
+        console.print(f"written to {written}/serve.toml: fettle serve {written}{more}", markup=False)
 
 
 def _table(found: SearchResult, most: int = 12) -> Table:

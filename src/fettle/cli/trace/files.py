@@ -123,7 +123,7 @@ def report(
     failed = write_report(open_traces(source, fresh, own_end), output, before=earlier)
     text = f"wrote {output}" + "".join(f"\nnot answered: {line}" for line in failed)
     data = {"file": str(output), "not_answered": failed}
-    _show.answer(as_json, lambda: data, lambda console: console.print(text, highlight=False, markup=False))
+    _show.answer(as_json, lambda: data, lambda console: console.print(text, markup=False))
 
 
 @app.command()
@@ -136,6 +136,9 @@ def record(
     warmup: Annotated[int, typer.Option(min=0, help="steps to run and throw away")] = 2,
     stacks: Annotated[bool, typer.Option("--stacks", help="with Python stacks: larger and slower")] = False,
     memory: Annotated[bool, typer.Option("--memory", help="with every allocation")] = False,
+    device_only: Annotated[
+        bool, typer.Option("--device-only", help="kernels and copies without torch's operators: slows least")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Run a function step by step under the profiler and keep the trace. What the function prints is not shown.
@@ -149,7 +152,9 @@ def record(
 
     with _show.bar("recording") as show, _quiet.users_code_quiet():
         step = load_target(target)
-        with record_trace(output, warmup=warmup, active=active, stacks=stacks, memory=memory) as profiler:
+        with record_trace(
+            output, warmup=warmup, active=active, stacks=stacks, memory=memory, device_only=device_only
+        ) as profiler:
             for number in range(warmup + active):
                 show("recording", number, warmup + active)
                 try:
@@ -158,4 +163,4 @@ def record(
                     raise UsageError(f"{target} raised in step {number}: {first_line(error)}") from error
                 profiler.step()
     data = {"file": str(output), "steps": active}
-    _show.answer(as_json, lambda: data, lambda console: console.print(f"wrote {output}", highlight=False))
+    _show.answer(as_json, lambda: data, lambda console: console.print(f"wrote {output}"))

@@ -97,16 +97,15 @@ def open_traces(path: Path, fresh: bool = False, own_end: bool = False) -> list[
     """Read a trace or a folder, and say what was left out of it and which answers are uncertain."""
     from fettle.trace.analyses.health import trace_health
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, highlight=False)
     traces = [replace(trace, own_end=own_end) for trace in read_traces(path, fresh)]
     for trace in traces:
         for note in trace.facts.notes:
-            console.print(f"[yellow]rank {trace.rank}: {escape(note)}[/]", highlight=False)
+            console.print(f"[yellow]rank {trace.rank}: {escape(note)}[/]")
         uncertain = trace_health(trace).uncertain
         if uncertain:
             console.print(
                 f"[yellow]rank {trace.rank}: uncertain: {', '.join(uncertain)}; see 'fettle trace health'[/]",
-                highlight=False,
             )
     return traces
 
@@ -133,14 +132,14 @@ def show(
             data["uncertain"] = doubts({f"rank {trace.rank}": trace for trace in traces})
         print(json.dumps(plain(data), default=str))
         return
-    console = Console()
+    console = Console(highlight=False)
     for key, value in (notes or {}).items():
-        console.print(f"{key}: {value}", highlight=False, markup=False)
+        console.print(f"{key}: {value}", markup=False)
     for name, frame in frames.items():
         if frame.height:
             _print_table(console, name.replace("_", " "), frame, rows)
         else:
-            console.print(f"{name.replace('_', ' ')}: nothing", highlight=False)
+            console.print(f"{name.replace('_', ' ')}: nothing")
 
 
 def doubts(traces: dict[str, Trace]) -> dict[str, list[str]]:
@@ -175,7 +174,7 @@ def _print_table(console: Console, title: str, frame: pl.DataFrame, rows: int) -
     caption = escape(title + (f" ({shared})" if shared else ""))
     _show.print_table(console, Table(heads, list(texts), numbers), caption)
     if frame.height > rows:
-        console.print(f"{frame.height - rows} more rows: --rows {frame.height}", highlight=False)
+        console.print(f"{frame.height - rows} more rows: --rows {frame.height}")
 
 
 def write_chart(path: Path | None, make: Callable[[], Any]) -> None:
@@ -183,7 +182,7 @@ def write_chart(path: Path | None, make: Callable[[], Any]) -> None:
         from fettle.trace.report import charts
 
         charts.save(make(), path)
-        Console(stderr=True).print(f"wrote {path}", highlight=False)
+        Console(stderr=True, highlight=False).print(f"wrote {path}")
 
 
 def joined(traces: list[Trace], analysis: Callable[[Trace], pl.DataFrame]) -> pl.DataFrame:

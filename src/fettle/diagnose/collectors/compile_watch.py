@@ -22,13 +22,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fettle.diagnose.compile_health import CacheHealth, CompileHealth, GraphBreak, LimitHit, Recompile, Specialised
 
 
 def is_compiled(model: Any) -> bool:
     """Whether it is what `torch.compile` returned."""
-    import torch
-
     return isinstance(model, torch._dynamo.OptimizedModule) or hasattr(model, "_torchdynamo_orig_callable")
 
 

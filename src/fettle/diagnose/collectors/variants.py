@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fettle.measure import log_interval
 from fettle.patches import replaced
 
 
@@ -21,8 +22,6 @@ def variants(
 
     Interleaved rounds; only what can be switched there and back between two calls. A slow call gets three rounds.
     """
-    from fettle.measure import log_interval
-
     own = torch.get_num_threads()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     switches: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {}

@@ -39,6 +39,7 @@ def main() -> None:
         shared.append(memoryview(mmap.mmap(descriptor, SHARED_BYTES, access=mmap.ACCESS_READ)))
         os.close(descriptor)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
+    logging.getLogger("fettle.package.compiled").setLevel(logging.INFO)  # how long a start took, and why
     logging.getLogger("fettle.serve.settings").setLevel(logging.ERROR)  # the server has said it
     with contextlib.suppress(ImportError):  # which is reported when there is something to load
         _import_early()

@@ -19,7 +19,9 @@ from fettle.procs.process import Process
 SHARED_BYTES = 256 << 20
 """Of the memory that a server shares with each worker. Pages take memory only once they were used."""
 _ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LD_PRELOAD")
-_ENVIRONMENT_PREFIXES = ("OMP_", "KMP_", "MKL_", "GOMP_", "PYTHON", "TORCH", "TRITON_", "CUDA_", "NVIDIA_", "XDG_")
+_ENVIRONMENT_PREFIXES = (
+    "OMP_", "KMP_", "MKL_", "GOMP_", "PYTHON", "TORCH", "TRITON_", "CUDA_", "NVIDIA_", "XDG_", "FETTLE_",
+)  # fmt: skip
 """What a worker inherits. Tokens and passwords in the server's environment are none of its business."""
 
 

@@ -27,6 +27,7 @@ def record(
     shapes: bool = True,
     memory: bool = False,
     stacks: bool = False,
+    device_only: bool = False,
 ) -> Iterator[profile]:
     """Profile what runs inside and write a trace to `path` (`.json`, or `.json.gz` to have it compressed).
 
@@ -35,7 +36,11 @@ def record(
     of the block is kept. A block that raises writes nothing.
 
     Stacks explain idle time down to source lines and make the trace several times larger and the program slower; memory
-    adds every allocation. Both are off.
+    adds every allocation. Both are off. With `device_only` kernels, copies and the calls that launch them are recorded
+    and no operators of torch, so that the program is slowed least; shapes, memory and stacks belong to operators.
+
+    Raises:
+        UsageError: `device_only` without a device whose activity torch can record, or with `memory` or `stacks`.
     """
     check_writable(path)
     import torch
@@ -44,6 +49,12 @@ def record(
     device = torch.accelerator.is_available()  # of whatever make: a build supports the activities of its own
     supported = supported_activities()  # type: ignore[no-untyped-call]
     activities = [one for one in supported if device or one == ProfilerActivity.CPU]
+    if device_only:
+        if memory or stacks:
+            raise UsageError("memory and stacks belong to operators, which `device_only=True` leaves out")
+        activities = [one for one in activities if one != ProfilerActivity.CPU]
+        if not activities:
+            raise UsageError("`device_only=True`: torch sees no device here whose activity it could record")
     plan = schedule(wait=wait, warmup=warmup, active=active, repeat=1) if active else None
     written, failed = [], False
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from dataclasses import asdict, replace
@@ -19,6 +18,7 @@ from typing import Any
 
 import polars as pl
 
+from fettle.files import cache_folder
 from fettle.trace.model import EVENT_COLUMNS, SIDE_TABLES, ReadFacts, Trace
 
 FORMAT = 1
@@ -29,9 +29,8 @@ _SAMPLE_BYTES = 1 << 20
 
 
 def folder() -> Path:
-    """Where sidecars live: $FETTLE_CACHE or the user's cache folder."""
-    root = os.environ.get("FETTLE_CACHE") or os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(root) / "fettle" / "traces"
+    """Where sidecars live."""
+    return cache_folder("traces")
 
 
 def key_of(path: Path) -> dict[str, Any] | None:

@@ -1,0 +1,143 @@
+"""A pipeline, rung by rung: the whole call as given and with each recipe, in turn, with the workload's own metric.
+
+    python bench/pipeline_ladder.py workloads/segment_anything.py --small small --json sam.json --recipe "mode=eval"
+    python bench/pipeline_ladder.py ... start; python bench/pipeline_ladder.py ... rounds; ... stop
+
+Each recipe has a process of its own, which is idle (it waits for a line) while another one calls. The first call, on
+what the metric judges, is no figure; then every process makes one call in each round, in an order that changes from
+round to round. What a recipe's code goes by is looked up on the factory `--small` of the same file, a reduced pipeline
+of the same parts: looking a pipeline over takes several calls of it. A ratio is to the call as given of the same round.
+Runs that are continued with the same `--json` add their rounds to it, so that a ladder may be made in pieces; the model
+as given is part of each. `start` builds all processes and leaves them idle, `rounds` has those of the recipes that are
+named make their calls, `stop` ends them: what needs the machine for itself is then short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from fettle.machine import this_machine
+
+
+def worker(target: str, small: str, recipe: str) -> None:
+    """Build the workload, apply the recipe, answer with the metric; then a timed call for every line that is read."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is not an answer
+
+    from fettle.recipe import Recipe
+    from fettle.techniques import conflict, load, probe_facts, source
+    from fettle.workload import find_target, tensors
+
+    run, metric, asked = None, None, Recipe.parse(recipe)
+    facts = probe_facts(find_target(f"{target.partition(':')[0]}:{small}").load()) if recipe else None
+    made = find_target(target).load()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if facts is None:
+        run = made.call
+    else:
+        if why_not := conflict(asked, facts):
+            raise SystemExit(why_not)
+        optimize = load(source(asked, facts), "optimized")
+        fast = optimize(made.model, list(made.inputs), made.call)
+        metric = made.metric(fast) if made.metric else None
+
+        def run(_: object, *inputs: object) -> object:
+            return fast(*inputs)
+
+    print(json.dumps(metric), file=answers, flush=True)
+    for question in sys.stdin:
+        if question == "stop\n":
+            break
+        start = time.perf_counter()
+        found = run(made.model, *made.inputs[0])
+        seconds = time.perf_counter() - start
+        assert tensors(found)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        print(json.dumps([seconds, peak * 1024]), file=answers, flush=True)
+
+
+def start(asked: argparse.Namespace, recipes: list[str], folder: Path, rows: dict) -> None:
+    """A process for each recipe, built and judged; its questions and answers are files of a folder of its own."""
+    for recipe in recipes:
+        own = folder / hashlib.sha256(recipe.encode()).hexdigest()[:12]
+        own.mkdir(parents=True)
+        os.mkfifo(own / "questions")
+        command = [sys.executable, __file__, asked.target, f"--small={asked.small}", f"--json={os.devnull}"]
+        with (own / "questions").open("r+b", buffering=0) as questions, (own / "answers").open("wb") as answers:
+            process = subprocess.Popen(
+                [*command, f"--worker={recipe}"], stdin=questions, stdout=answers, start_new_session=True
+            )
+        while not (own / "answers").read_bytes().endswith(b"\n") and process.poll() is None:
+            time.sleep(0.2)
+        if process.poll() is not None:
+            raise SystemExit(f"{recipe or 'as given'}: its process ended")
+        row = rows.setdefault(recipe, {"seconds": [], "speedups": []})
+        row["metric"] = json.loads((own / "answers").read_bytes())
+        print(f"{recipe or 'as given'}: metric {row['metric']}", flush=True)
+
+
+def ask(folder: Path, recipe: str, question: str, answered: bool = True) -> list:
+    """The answer of a recipe's process: seconds of a call, and bytes of its peak memory above the loaded model."""
+    own = folder / hashlib.sha256(recipe.encode()).hexdigest()[:12]
+    before = (own / "answers").read_bytes().count(b"\n")
+    with (own / "questions").open("wb") as questions:
+        questions.write(question.encode() + b"\n")
+    deadline = time.monotonic() + 300
+    while answered and (own / "answers").read_bytes().count(b"\n") == before:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"{recipe or 'as given'}: no answer in five minutes")
+        time.sleep(0.02)
+    return json.loads((own / "answers").read_text("utf-8").splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target")
+    parser.add_argument("what", nargs="?", choices=["all", "start", "rounds", "stop"], default="all")
+    parser.add_argument("--small", required=True)
+    parser.add_argument("--recipe", action="append", default=[])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--worker")
+    asked = parser.parse_args()
+    if asked.worker is not None:
+        return worker(asked.target, asked.small, asked.worker)
+
+    kept = json.loads(asked.json.read_text("utf-8")) if asked.json.exists() else {}
+    kept |= {"target": asked.target, "machine": this_machine().summary}
+    rows = kept.setdefault("recipes", {})
+    recipes, folder = ["", *asked.recipe], asked.json.with_suffix(".running")
+    if asked.what in ("all", "start"):
+        start(asked, recipes, folder, rows)
+    for _ in range(asked.rounds if asked.what in ("all", "rounds") else 0):
+        seconds = {}
+        for recipe in random.sample(recipes, len(recipes)):
+            seconds[recipe], rows[recipe]["peak_bytes"] = ask(folder, recipe, "")
+        for recipe, taken in seconds.items():
+            rows[recipe]["seconds"].append(taken)
+            rows[recipe]["speedups"].append(seconds[""] / taken)
+        print({recipe or "as given": round(taken, 2) for recipe, taken in seconds.items()}, flush=True)
+    asked.json.write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
+    if asked.what in ("all", "stop"):
+        for recipe in recipes:
+            ask(folder, recipe, "stop", answered=False)
+        shutil.rmtree(folder)
+    for recipe, row in rows.items():
+        if row["seconds"]:
+            middle = statistics.median(row["speedups"])
+            print(f"{middle:5.2f}x  {row['metric']}  {row['peak_bytes'] / 2**30:.2f} GiB  {recipe or 'as given'}")
+
+
+if __name__ == "__main__":
+    main()

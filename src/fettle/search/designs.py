@@ -1,0 +1,176 @@
+"""The designs that follow a plan: techniques added one at a time in the usual order (ladder), or taken away one at a
+time (ablation), and what each brings; every valid combination, or a balanced fraction of them (factorial)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, islice, product
+
+import numpy as np
+import numpy.typing as npt
+
+from fettle.measure import Trial
+from fettle.recipe import Recipe
+from fettle.search._evidence import Evidence
+from fettle.search._space import Session, Space, valid, with_required
+from fettle.search.auto import auto
+
+
+@dataclass(frozen=True)
+class Step:
+    """One recipe tried beside the one before it: a rung that was added, or a level that was taken away."""
+
+    label: str
+    """What changed, for example ``precision=bf16``; the first is ``as given``."""
+    trial: Trial
+    kept: bool
+    """Whether it is part of what comes next."""
+
+
+def ladder(space: Space, session: Session, *, first: Sequence[str] = (), start: Recipe | None = None) -> Trial | None:
+    """Climb the ladder and return the best of all trials; `steps` has what each rung brought."""
+    evidence = Evidence(space, session)
+    for _ in _climb(space, evidence, first, start):
+        pass
+    return evidence.leader()
+
+
+def steps(space: Space, session: Session, *, first: Sequence[str] = (), start: Recipe | None = None) -> list[Step]:
+    """The rungs in the order they were tried. One that fails or does not help is there, with `kept` false."""
+    return list(_climb(space, Evidence(space, session), first, start))
+
+
+def _climb(space: Space, evidence: Evidence, first: Sequence[str], start: Recipe | None) -> Iterator[Step]:
+    """A rung is a technique; its levels are raced together and the best that helps is kept."""
+    bottom = with_required(space, start or Recipe())
+    if not evidence.measure([Recipe(), bottom] if valid(space, bottom) else [Recipe()]):
+        return
+    yield Step("as given", evidence.trials[Recipe()], True)
+    if bottom not in evidence.trials:
+        return
+    standing = evidence.trials[bottom]
+    if bottom != Recipe():
+        yield Step(str(bottom), standing, True)
+    for name in sorted(space.choices, key=lambda name: name not in first):
+        asked = {f"{name}={level}": evidence.moved(standing.recipe, name, level) for level in space.choices[name][1:]}
+        rung = {
+            label: recipe
+            for label, recipe in asked.items()
+            if recipe is not None and standing.recipe.levels.items() < recipe.levels.items()  # up only, no exchange
+        }
+        going_on = evidence.measure(list(rung.values()))
+        tried = {label: evidence.trials[recipe] for label, recipe in rung.items() if recipe in evidence.trials}
+        best = min(tried, key=lambda label: evidence.score(tried[label]), default="")
+        helped = bool(tried) and evidence.beats(tried[best], standing)
+        for label, trial in tried.items():
+            yield Step(label, trial, helped and label == best)
+        standing = tried[best] if helped else standing
+        if not going_on:
+            return
+
+
+def ablation(space: Space, session: Session, *, first: Sequence[str] = (), start: Recipe | None = None) -> Trial | None:
+    """Remove one technique at a time from `start` (default: what `auto` finds); the best of what was tried."""
+    if start is None:
+        found = auto(space, session, first=first)
+        start = found.recipe if found else Recipe()
+    evidence = Evidence(space, session)
+    _remove_each(space, evidence, start)
+    return evidence.leader()
+
+
+def removals(space: Space, session: Session, recipe: Recipe) -> list[Step]:
+    """The recipe, then each variant with one technique as given (and without what needs it). `kept` says that
+    the recipe is worse without it, so that it is worth its place."""
+    evidence = Evidence(space, session)
+    whole, without = _remove_each(space, evidence, recipe)
+    if whole not in evidence.trials:
+        return []
+    steps = [Step(str(whole), evidence.trials[whole], True)]
+    for name, smaller in without.items():
+        if smaller in evidence.trials:
+            worth = evidence.beats(evidence.trials[whole], evidence.trials[smaller])
+            steps.append(Step(f"without {name}", evidence.trials[smaller], worth))
+    return steps
+
+
+def _remove_each(space: Space, evidence: Evidence, recipe: Recipe) -> tuple[Recipe, dict[str, Recipe]]:
+    """Race the recipe, its variants with one technique less, and the baseline."""
+    whole = with_required(space, recipe)
+    names = [name for name in space.choices if name in whole.levels]
+    asked = {name: evidence.moved(whole, name, space.default(name)) for name in names}
+    without = {name: smaller for name, smaller in asked.items() if smaller is not None}
+    evidence.measure([Recipe(), *([whole] if valid(space, whole) else []), *without.values()])
+    return whole, without
+
+
+MOST = 64
+"""Trials of a factorial unless the caller says otherwise."""
+_TOGETHER = 6
+_LISTED = 20_000
+"""Combinations that are written out in full; of a larger space a random part stands for the whole."""
+
+
+def factorial(
+    space: Space, session: Session, *, first: Sequence[str] = (), start: Recipe | None = None, most: int = MOST
+) -> Trial | None:
+    """Measure every valid combination, or a balanced fraction when there are more than `most`; the best of them."""
+    evidence = Evidence(space, session)
+    recipes = [recipe for recipe in combinations_of(space, most) if recipe.levels]
+    wanted = [Recipe(), *([with_required(space, start)] if start else []), *recipes]
+    for begin in range(0, len(wanted), _TOGETHER):
+        if not evidence.measure(wanted[begin : begin + _TOGETHER]):
+            break
+    return evidence.leader()
+
+
+def combinations_of(space: Space, most: int = MOST, seed: int = 0) -> list[Recipe]:
+    """The recipes of the factorial in the order to measure them: any beginning of a fraction is itself balanced."""
+    recipes = _listed(space, seed)
+    return recipes if len(recipes) <= most else [recipes[row] for row in _spread(_columns(space, recipes), most)]
+
+
+def _listed(space: Space, seed: int) -> list[Recipe]:
+    """All valid recipes; from a space too large to list, valid ones drawn at random."""
+    names = list(space.choices)
+    levels = [space.choices[name] for name in names]
+    if math.prod(len(one) for one in levels) <= _LISTED:
+        rows = product(*levels)
+        drawn = (with_required(space, Recipe(dict(zip(names, row, strict=True)))) for row in rows)
+        return [recipe for recipe in dict.fromkeys(drawn) if valid(space, recipe)]
+    random = np.random.default_rng(seed)
+    picks = (tuple(one[random.integers(len(one))] for one in levels) for _ in range(_LISTED))
+    drawn = (with_required(space, Recipe(dict(zip(names, row, strict=True)))) for row in picks)
+    return list(islice((recipe for recipe in dict.fromkeys(drawn) if valid(space, recipe)), _LISTED // 4))
+
+
+def _columns(space: Space, recipes: Sequence[Recipe]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """The model matrix, and the prior precision of each column: none on the mean and main effects, some on two-way
+    interactions, which are wanted as far as the runs allow (a Bayesian D-optimal design)."""
+    mains: list[tuple[str, npt.NDArray[np.float64]]] = []
+    for name, levels in space.choices.items():
+        for level in levels[1:]:
+            chosen = np.array([recipe.levels.get(name, levels[0]) == level for recipe in recipes], dtype=np.float64)
+            if 0 < chosen.sum() < len(recipes):
+                mains.append((name, 2 * chosen - 1))
+    pairs = [one * two for (a, one), (b, two) in combinations(mains, 2) if a != b]
+    matrix = np.column_stack([np.ones(len(recipes)), *(column for _, column in mains), *pairs])
+    return matrix, np.array([1e-3] * (1 + len(mains)) + [1.0] * len(pairs))
+
+
+def _spread(model: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]], most: int) -> list[int]:
+    """Greedy near D-optimal choice: always the row whose outcome is least certain given those chosen."""
+    matrix, precision = model
+    spread = np.diag(1 / precision)
+    left = np.ones(len(matrix), dtype=bool)
+    chosen: list[int] = []
+    for _ in range(most):
+        variance = np.where(left, np.einsum("ij,jk,ik->i", matrix, spread, matrix, optimize=True), -np.inf)
+        row = int(np.argmax(np.round(variance, 9)))  # rounded, so that ties fall alike on every machine
+        chosen.append(row)
+        left[row] = False
+        along = spread @ matrix[row]
+        spread -= np.outer(along, along) / (1 + matrix[row] @ along)
+    return chosen

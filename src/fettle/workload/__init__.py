@@ -1,0 +1,15 @@
+"""The workload: what is to be made fast, and where it comes from.
+
+A *workload* is a model, sample batches, how the model is called and, optionally, the user's metric. A *target* says
+how to build it, so that a fresh process can build it again: ``path/to/file.py:factory``, ``package.module:factory``,
+or live objects, which travel as a cloudpickle file.
+"""
+
+from fettle.workload.model import Workload, fingerprint, register_kind, workload_from
+from fettle.workload.target import AUTO, MODES, Target, check_mode, find_target, target_from_objects
+from fettle.workload.trees import Batch, device_of, leaves, map_tensors, spread, tensors
+
+__all__ = [
+    "AUTO", "MODES", "Batch", "Target", "Workload", "check_mode", "device_of", "find_target", "fingerprint", "leaves",
+    "map_tensors", "register_kind", "spread", "target_from_objects", "tensors", "workload_from",
+]  # fmt: skip

@@ -1,0 +1,182 @@
+"""A model to be made fast for inference: the workload itself, and what tells two of them apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
+
+from fettle.batches import read_batches
+from fettle.errors import UsageError
+from fettle.workload.trees import Batch, leaves, spread
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model to be made fast for inference, with everything that is needed to measure and to judge it."""
+
+    model: Callable[..., Any]
+    """Usually an ``nn.Module``; any callable will do."""
+
+    inputs: Sequence[Batch] | Batch
+    """Sample batches, rotated while the time is taken. The first half may calibrate a quantised recipe.
+
+    A list of batches, one batch (a tensor, a tuple of positional arguments, a dict of keyword arguments), or a
+    DataLoader, of which the first eight are taken; a list of batches afterwards."""
+
+    call: Callable[..., Any] | None = None
+    """How the model is called: ``call(model, *args, **kwargs)``. None means ``model(*args, **kwargs)``."""
+
+    metric: Callable[[Callable[..., Any]], float] | None = None
+    """The user's own measure of quality, higher is better: given the callable under test, return a number."""
+
+    check_inputs: Sequence[Batch] | Batch = ()
+    """Batches that only judge: no recipe is calibrated on them and no time is taken on them."""
+
+    name: str = ""
+    """Short name, shown in reports. Empty: taken from the target."""
+
+    samples: int | None = None
+    """Rows in one call, for throughput. None: the first dimension of the first tensor of the first batch."""
+
+    parts: Sequence[str] = ()
+    """A pipeline: the names of those submodules of `model` that are tuned each on its own, such as ``("text_encoder",
+    "unet", "vae.decoder")``. What is done between them stays as it is. Each must be called as a module."""
+
+    inputs_taken_for: str = field(default="", init=False, repr=False, compare=False)
+    """What `inputs` were read as, in one line: ``one batch of keyword arguments: input_ids``."""
+
+    def __post_init__(self) -> None:
+        if not callable(self.model):
+            raise UsageError(f"the workload's model is a {type(self.model).__name__}, which cannot be called")
+        for name in ("call", "metric"):
+            value = getattr(self, name)
+            if value is not None and not callable(value):
+                raise UsageError(f"the workload's {name} is a {type(value).__name__}, which cannot be called")
+        if self.samples is not None and (not isinstance(self.samples, Integral) or self.samples < 1):
+            raise UsageError(f"the workload's samples are {self.samples!r}: give the number of rows in one call")
+        _check_parts(self.model, self.parts)
+        read = read_batches(self.inputs, self.model, self.call)
+        object.__setattr__(self, "inputs", read.items)
+        object.__setattr__(self, "inputs_taken_for", read.taken_for)
+        none = isinstance(self.check_inputs, Sequence) and len(self.check_inputs) == 0
+        judged = [] if none else read_batches(self.check_inputs, self.model, self.call).items
+        object.__setattr__(self, "check_inputs", judged)
+
+    @property
+    def calibration(self) -> list[Batch]:
+        """Batches on which a recipe may be calibrated; never among `judged` for such a recipe. May be empty."""
+        if self.check_inputs:
+            return list(self.inputs)
+        return list(self.inputs[: len(self.inputs) // 2])
+
+    def run(self, model: Callable[..., Any], batch: Batch) -> Any:
+        """Call `model` on one batch in the workload's way."""
+        args, kwargs = spread(batch)
+        return model(*args, **kwargs) if self.call is None else self.call(model, *args, **kwargs)
+
+
+def _check_parts(model: Any, parts: Sequence[str]) -> None:
+    """Raise `UsageError` for parts of a pipeline that are no submodules, or lie in one another."""
+    import torch
+
+    if isinstance(parts, str):
+        raise UsageError(f"the workload's parts are a list of names, as in [{parts!r}]")
+    if parts and not isinstance(model, torch.nn.Module):
+        raise UsageError(
+            f"the workload has parts, and its model is a {type(model).__name__}: make it an nn.Module that holds them, "
+            "such as nn.ModuleDict, and give the workload a call"
+        )
+    for place, name in enumerate(parts):
+        try:
+            found = model.get_submodule(name) if name else None
+        except AttributeError:
+            found = None
+        if found is None:
+            known = [child for child, _ in model.named_children()]
+            raise UsageError(f"the workload's part {name!r} is no submodule of its model: it has {', '.join(known)}")
+        for other in (*parts[:place], *parts[place + 1 :]):
+            if name == other or name.startswith(f"{other}."):
+                raise UsageError(f"the workload's parts {other!r} and {name!r} lie in one another: name one of them")
+
+
+_KINDS: dict[str, type[Workload]] = {}
+
+
+def register_kind(key: str, kind: type[Workload]) -> None:
+    """Let a factory that returns a dict with `key` in it mean this kind of workload."""
+    _KINDS[key] = kind
+
+
+def workload_from(made: object, where: str) -> Workload:
+    """A workload from what a factory returned: a `Workload`, a dict of its fields, or ``(model, inputs)``.
+
+    The last two forms let a workload file do without importing fettle.
+    """
+    if isinstance(made, Workload):
+        return made
+    if type(made).__name__ == "TrainingWorkload" or (isinstance(made, dict) and "optimizer" in made):
+        raise UsageError(f"what the factory {where} returned is for training, and a workload for inference is needed")
+    if isinstance(made, tuple) and len(made) == 2:
+        return Workload(made[0], made[1])
+    kind = next((kind for key, kind in _KINDS.items() if isinstance(made, dict) and key in made), Workload)
+    names = {item.name for item in dataclasses.fields(kind) if item.init}
+    if isinstance(made, dict) and {"model", "inputs"} <= made.keys() <= names:
+        return kind(**made)
+    raise UsageError(
+        f"the factory {where} returned a {type(made).__name__}: return fettle.Workload(model, [batch]), "
+        f"a dict with keys among {', '.join(sorted(names))}, or (model, [batch])"
+    )
+
+
+def fingerprint(workload: Workload) -> str:
+    """A short hash of weights and inputs, to see that two processes built the same workload.
+
+    Every tensor counts with its name, shape and type, and with up to 4096 of its values taken at even strides.
+    """
+    import torch
+
+    digest = hashlib.sha256()
+    tensors: list[tuple[str, Any]] = []
+    if isinstance(workload.model, torch.nn.Module):
+        tensors += workload.model.state_dict().items()
+    for index, batch in enumerate([*workload.inputs, *workload.check_inputs]):
+        tensors += [(f"input{index}{path}", leaf) for path, leaf in leaves(batch)]
+    usual = {item.name for item in dataclasses.fields(Workload)}
+    for item in dataclasses.fields(workload):  # what another kind of workload has besides: texts, how much is written
+        if item.name not in usual:
+            tensors += [(f"{item.name}{path}", leaf) for path, leaf in leaves(getattr(workload, item.name))]
+    for part in workload.parts:
+        digest.update(f"part {part}".encode())
+    for name, value in tensors:
+        digest.update(name.encode())
+        if type(value).__module__ == "numpy":
+            value = torch.as_tensor(value)
+        if not isinstance(value, torch.Tensor):
+            digest.update(repr(value).encode() if isinstance(value, (str, int, float, bool)) else b"?")
+        elif torch.nn.parameter.is_lazy(value):
+            digest.update(b"lazy")  # has no shape before the first call
+        else:
+            digest.update(f"{tuple(value.shape)}{value.dtype}".encode())
+            digest.update(_some_bytes(value))
+    return digest.hexdigest()[:16]
+
+
+def _some_bytes(value: torch.Tensor, most: int = 4096) -> bytes:
+    """Up to `most` values at even strides; none where a tensor's values cannot be had as plain memory."""
+    import torch
+
+    if value.is_meta or not value.numel():
+        return b""
+    try:
+        dense = value.detach().to_dense() if value.layout != torch.strided else value.detach()
+        sample = dense.reshape(-1)[:: -(-dense.numel() // most)].resolve_conj().resolve_neg().cpu().contiguous()
+        return sample.view(torch.uint8).numpy().tobytes()
+    except (RuntimeError, TypeError, NotImplementedError):  # nested, opaque or packed tensor types
+        return b"?"

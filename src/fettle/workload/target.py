@@ -1,0 +1,201 @@
+"""Where a workload comes from: the target that a user names, and how a fresh process builds it again."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fettle.errors import UsageError, first_line
+from fettle.workload.model import Workload, workload_from
+
+MODES = ("inference", "training")
+AUTO = "auto"
+"""The mode of a target whose factory has not been asked: what it returns tells."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a workload comes from. Data only: building it is `load`, which runs the user's code."""
+
+    reference: str
+    """``/absolute/file.py:factory``, ``package.module:factory``, or ``/absolute/workload.pkl`` for live objects."""
+
+    name: str = ""
+    search_path: tuple[str, ...] = field(default=(), repr=False)
+    """``sys.path`` of the process that named the target, so that a worker finds the same modules."""
+    mode: str = AUTO
+    """``inference`` for a `Workload`, ``training`` for a `fettle.TrainingWorkload`, ``auto`` for what the factory
+    returns."""
+    arguments: Mapping[str, int | float | str] = field(default_factory=dict, hash=False)
+    """What the factory is called with, by name."""
+    folder: str = field(default="", repr=False)
+    """Where its process works; empty for where we are."""
+    instead_of: str = field(default="", repr=False)
+    """Of another revision: the working tree, from which nothing may be imported."""
+    checkout: str = field(default="", repr=False)
+    """Of another revision: the root of its own files, which may lie in the working tree."""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the workload was handed over as live objects."""
+        return self.reference.endswith(".pkl")
+
+    def load(self, made: object = None) -> Workload:
+        """Build the workload, or take what the factory has `made`. Raises `UsageError` with one line where the user can
+        mend it."""
+        workload = workload_from(self.make() if made is None else made, self.reference)
+        return workload if workload.name else dataclasses.replace(workload, name=self.name)
+
+    def make(self, seed: int = 0) -> object:
+        """What the factory returns, unchecked. A factory with a parameter ``seed`` is given it."""
+        if self.folder:
+            os.chdir(self.folder)
+        for entry in reversed(self.search_path):
+            if entry not in sys.path:
+                sys.path.insert(0, entry)
+        if self.is_live:
+            return _load_live(Path(self.reference))
+        factory = _find_factory(self.reference)
+        for name in self.arguments:
+            if not _takes(factory, name):
+                raise UsageError(f"the factory {self.reference} has no parameter {name!r}")
+        arguments = {"seed": seed, **self.arguments} if _takes(factory, "seed") else self.arguments
+        try:
+            made = factory(**arguments)
+            if self.instead_of:
+                self._check_imports()
+            return made
+        except UsageError:
+            raise
+        except (Exception, SystemExit) as error:  # a script without a main guard may leave
+            raise UsageError(f"the factory {self.reference} raised {first_line(error)}") from error
+
+    def _check_imports(self) -> None:
+        """Raise `UsageError` where a module came from the working tree: it would be measured in place of its other
+        revision."""
+        folders = (self.checkout, sys.prefix, sys.base_prefix, os.environ.get("TORCHINDUCTOR_CACHE_DIR"))
+        allowed = tuple(os.path.abspath(folder) + os.sep for folder in folders if folder)
+        for name, module in list(sys.modules.items()):
+            file = getattr(module, "__file__", None) or ""
+            if (
+                file.startswith(self.instead_of + os.sep) and not file.startswith(allowed)
+                and name.partition(".")[0] != "fettle" and not re.search(r"/(site|dist)-packages/", file)
+            ):  # fmt: skip
+                raise UsageError(
+                    f"{name} was imported from the working tree ({file}), not from the other revision: an editable "
+                    "install that names its modules one by one; run fettle with PYTHONPATH set to the source folder"
+                )
+
+
+def check_mode(mode: str) -> None:
+    """Raise `UsageError` for anything but ``inference``, ``training`` and ``auto``."""
+    if mode not in (*MODES, AUTO):
+        raise UsageError(f"unknown mode {mode!r}: there are {', '.join((*MODES, AUTO))}")
+
+
+def find_target(text: str) -> Target:
+    """The target that a user named, checked as far as that goes without running it.
+
+    Raises `UsageError` for a file that does not exist or a text of another form.
+    """
+    here = str(Path.cwd())
+    # without a factory the text may still have a colon: it is in the path
+    bare = ":" not in text or text.endswith(".py")
+    location, _, factory = (text, "", "workload") if bare else text.rpartition(":")
+    if not factory.isidentifier():
+        raise UsageError(f"{text!r} is not a target: write path/to/file.py:factory or package.module:factory")
+    if location.endswith(".py") or "/" in location:
+        path = Path(location).expanduser().resolve()
+        if not path.is_file():
+            raise UsageError(f"no such file: {location}")
+        if path.suffix != ".py":
+            raise UsageError(f"{location} is no Python file: write path/to/file.py:factory")
+        name = path.stem if factory == "workload" else f"{path.stem}-{factory}"
+        return Target(f"{path}:{factory}", name, (str(path.parent), here))
+    if not all(part.isidentifier() for part in location.split(".")):
+        raise UsageError(f"{text!r} is not a target: write path/to/file.py:factory or package.module:factory")
+    name = location.rpartition(".")[2] if factory == "workload" else f"{location.rpartition('.')[2]}-{factory}"
+    return Target(f"{location}:{factory}", name, (here,))
+
+
+def target_from_objects(workload: Any, folder: Path) -> Target:
+    """Write a `Workload` or a `fettle.TrainingWorkload` to ``folder/workload.pkl`` with cloudpickle, and return the
+    target that reads it.
+
+    Raises `UsageError` when something in them cannot be pickled, with the factory form that always works.
+    """
+    import cloudpickle
+
+    try:
+        data = cloudpickle.dumps(workload)
+    except Exception as error:
+        raise UsageError(
+            f"the model or its inputs cannot be handed to a worker process ({first_line(error)}): write a factory "
+            "instead, def workload(): return model, [batch], and pass 'file.py:workload'"
+        ) from error
+    path = (folder / "workload.pkl").resolve()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or first_line(error)}") from error
+    name = workload.name or type(workload.model).__name__
+    return Target(str(path), name, tuple(entry or str(Path.cwd()) for entry in sys.path))
+
+
+def _takes(factory: Callable[..., object], name: str) -> bool:
+    """Whether it can be called with an argument of that name."""
+    try:
+        parameters = inspect.signature(factory).parameters
+        return name in parameters or (
+            name != "seed" and any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        )
+    except (TypeError, ValueError):  # a built-in, or something else without a signature
+        return False
+
+
+def _find_factory(reference: str) -> Callable[..., object]:
+    location, _, name = reference.rpartition(":")
+    try:
+        if location.endswith(".py"):
+            module_name = f"_fettle_target_{Path(location).stem}"
+            spec = importlib.util.spec_from_file_location(module_name, location)
+            if spec is None or spec.loader is None:
+                raise UsageError(f"cannot read {location} as a Python file")
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[module_name] = module  # dataclasses and pickling inside the file look it up there
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(location)
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"importing {location} failed: {first_line(error)}") from error
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        hint = f" (it has {', '.join(known[:8])})" if known else ""
+        raise UsageError(f"{location} has no factory named {name!r}{hint}")
+    return factory  # type: ignore[no-any-return]
+
+
+def _load_live(path: Path) -> object:
+    import pickle
+
+    try:
+        made = pickle.loads(path.read_bytes())  # written by this user's own process a moment ago
+    except Exception as error:
+        raise UsageError(
+            f"the model or its inputs cannot be rebuilt in a worker process ({first_line(error)}): write a factory "
+            "instead, def workload(): return model, [batch], and pass 'file.py:workload'"
+        ) from error
+    return made

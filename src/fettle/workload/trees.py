@@ -1,0 +1,83 @@
+"""Batches as trees of tensors: how one is handed to a model, what it holds, what becomes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+Batch = Any
+"""One sample input, any pytree: a tuple is spread as positional arguments, a dict as keyword arguments, anything
+else is the one argument."""
+
+
+def spread(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of one batch. A named tuple or a dataclass is one argument."""
+    if isinstance(batch, tuple) and not hasattr(batch, "_fields"):
+        return batch, {}
+    if type(batch) is dict and all(isinstance(key, str) for key in batch):
+        return (), batch
+    return (batch,), {}
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf of a pytree with its path; dataclasses, mappings and sequences are branches, None is skipped."""
+    if tree is None:
+        return
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type) and not isinstance(tree, Mapping):
+        for item in dataclasses.fields(tree):
+            yield from leaves(getattr(tree, item.name), f"{path}.{item.name}")
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from leaves(value, f"{path}.{key}")
+    elif isinstance(tree, (list, tuple)):
+        for index, value in enumerate(tree):
+            yield from leaves(value, f"{path}[{index}]")
+    else:
+        yield path or "output", tree
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors among the leaves of a pytree."""
+    import torch
+
+    return [leaf for _, leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def device_of(model: Any, batch: Any) -> str:
+    """Type of the device of a module's first parameter or buffer, else of the batch's first tensor, else ``cpu``."""
+    import torch
+
+    held = itertools.chain(model.parameters(), model.buffers()) if isinstance(model, torch.nn.Module) else ()
+    return next((str(tensor.device.type) for tensor in itertools.chain(held, tensors(batch))), "cpu")
+
+
+def map_tensors(change: Any, tree: Any) -> Any:
+    """A copy of a tree with every tensor changed: tuples, lists, dicts, dataclasses, and what torch knows as a tree."""
+    import copy  # in the body: this source is copied into optimized.py
+    import dataclasses
+
+    import torch
+
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    if tree is None or isinstance(tree, (str, int, float)):
+        return tree
+    if type(tree) in (tuple, list):  # the common branches first, without the cost of a general tree
+        return type(tree)(map_tensors(change, item) for item in tree)
+    if type(tree) is dict:
+        return {key: map_tensors(change, item) for key, item in tree.items()}
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, (type, dict)):  # torch knows only registered ones
+        changed = copy.copy(tree)
+        for item in dataclasses.fields(tree):
+            object.__setattr__(changed, item.name, map_tensors(change, getattr(tree, item.name)))
+        return changed
+
+    def inside(item: Any) -> Any:
+        return item if item is tree else map_tensors(change, item)
+
+    return torch.utils._pytree.tree_map(inside, tree, is_leaf=lambda item: item is not tree)

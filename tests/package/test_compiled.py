@@ -1,0 +1,143 @@
+"""What was compiled ahead of time: made once, loaded the next time, made again where it does not fit."""
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fettle.package import compiled
+from fettle.package.export import write_package
+from fettle.package.model_runner import load_model
+from fettle.recipe import Recipe
+from fettle.workload import Workload
+
+RECIPE = Recipe.parse("compile=default freeze=on grad=inference_mode precision=bf16")
+
+
+class Scores(torch.nn.Module):
+    """Two inputs whose rows and lengths move, and two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 4)
+
+    def forward(self, x, mask):
+        scores = self.layer(x).relu() * mask[..., None]
+        return {"scores": scores, "sum": scores.sum(1)}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A package, and the folder its library was kept in when it was judged."""
+    torch.manual_seed(0)
+    batches = [{"x": torch.randn(3, n, 8), "mask": torch.ones(3, n)} for n in (5, 7)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FETTLE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        model = Scores().eval()
+        yield model, write_package(Workload(model, batches), RECIPE, tmp_path_factory.mktemp("scores") / "p", name="p")
+
+
+def said(caplog, package):
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="fettle.package.compiled"):
+        run, _ = load_model(package)
+    return run, caplog.text
+
+
+def test_one_library_answers_any_number_of_rows_and_any_length(written, caplog):
+    model, package = written
+    run, text = said(caplog, package)
+    assert "compiled before: loaded" in text
+    for rows, length in ((1, 5), (2, 7), (6, 3), (3, 1)):
+        x, mask = torch.randn(rows, length, 8), torch.ones(rows, length)
+        with torch.inference_mode():
+            scores, total = run(x, mask)
+            wanted = model(x, mask)
+        assert (scores - wanted["scores"]).norm() <= 0.02 * wanted["scores"].norm()
+        assert (total - wanted["sum"]).norm() <= 0.02 * wanted["sum"].norm()
+
+
+def test_a_process_that_loads_it_imports_no_compiler(written):
+    _, package = written
+    code = (
+        "import sys, torch; from pathlib import Path; from fettle.package.manifest import open_package\n"
+        "from fettle.package.model_runner import ModelRunner\n"
+        f"runner = ModelRunner(open_package(Path({str(package.folder)!r})))\n"
+        "print(len(runner.run([runner.sample(2)], 2)[0]), 'torch._dynamo' in sys.modules)"
+    )
+    env = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.stdout == "2 False\n", done.stderr
+
+
+@pytest.mark.parametrize("change", ["bytes", "digest", "both"])
+def test_a_library_that_was_changed_is_never_loaded(written, change, caplog, monkeypatch):
+    _, package = written
+    (library,) = compiled.cache_folder("compiled").glob("*.pt2")
+    digest, made = library.with_suffix(".sha256"), []
+    before = library.read_bytes(), digest.read_text()
+    if change in ("bytes", "both"):
+        library.write_bytes(b"PK" + before[0][2:-100] + b"x" * 100)
+    if change in ("digest", "both"):
+        digest.write_text("0" * 64)
+    monkeypatch.setattr(compiled, "_compile", lambda *arguments: made.append(1) or arguments[-1].write_bytes(before[0]))
+    try:
+        _, text = said(caplog, package)
+    finally:
+        library.write_bytes(before[0])
+        digest.write_text(before[1])
+    assert made
+    assert "kept for the next start" in text
+
+
+def test_where_it_cannot_be_compiled_the_first_call_does_it(written, caplog, monkeypatch, tmp_path):
+    _, package = written
+    monkeypatch.setenv("FETTLE_CACHE", str(tmp_path / "file"))
+    (tmp_path / "file").write_text("no folder")
+
+    def fails(*arguments):
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(compiled, "_compile", fails)
+    monkeypatch.setattr(torch, "compile", lambda module, **options: module)
+    _, text = said(caplog, package)
+    assert "not compiled ahead of time: RuntimeError: no compiler here" in text
+
+
+def test_a_library_that_answers_otherwise_is_not_kept(written, caplog, monkeypatch, tmp_path):
+    _, package = written
+    (library,) = compiled.cache_folder("compiled").glob("*.pt2")
+    other = library.read_bytes()
+    monkeypatch.setenv("FETTLE_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiled, "_compile", lambda *arguments: arguments[-1].write_bytes(other))
+    monkeypatch.setattr(compiled._Tuned, "forward", lambda self, *tensors: [3 * out for out in self.run(*tensors)])
+    _, text = said(caplog, package)
+    assert "not compiled ahead of time: ValueError: compiled ahead of time, its answers are off by 0.67" in text
+    assert not list(tmp_path.rglob("*.pt2"))
+
+
+def test_what_is_kept_is_bounded(monkeypatch, tmp_path):
+    monkeypatch.setattr(compiled, "KEEP", 3)
+    made = tmp_path / "made"
+    for index in range(5):
+        made.write_text(str(index))
+        compiled._keep(made, tmp_path / "cache" / f"{index}.pt2")
+        os.utime(tmp_path / "cache" / f"{index}.pt2", (index, index))
+    assert sorted(file.name for file in (tmp_path / "cache").iterdir()) == [
+        f"{index}.{suffix}" for index in (2, 3, 4) for suffix in ("pt2", "sha256")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "answer"),
+    [
+        ("compile=default", True), ("runtime=aoti", True), ("compile=default shapes=static", False),
+        ("compile=default quantize=int8-static", False),
+        ("compile=max-autotune", False), ("precision=bf16", False), ("runtime=openvino", False),
+    ],
+)  # fmt: skip
+def test_which_recipes_one_library_can_stand_for(recipe, answer):
+    assert compiled.wanted(Recipe.parse(recipe)) is answer
