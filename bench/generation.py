@@ -31,6 +31,9 @@ from pathlib import Path
 from typing import Any
 
 RECIPES = {
+    "fettle, OpenVINO, int8": "grad=inference_mode runtime=openvino-stateful weights=int8",
+    "fettle, OpenVINO, int8 dynamic": "grad=inference_mode runtime=openvino-stateful weights=int8-dynamic",
+    "fettle, OpenVINO, int4": "grad=inference_mode runtime=openvino-stateful weights=int4",
     "fettle, int8": "grad=inference_mode precision=bf16 weights=int8-dynamic kv_cache=static-prompts",
     "fettle, int8, eager prompts": "grad=inference_mode precision=bf16 weights=int8-dynamic kv_cache=static-compiled",
     "fettle, int8, 16-bit tokens": "grad=inference_mode precision=bf16 weights=int8-16 kv_cache=static-compiled",
@@ -108,8 +111,8 @@ def by_transformers(work: dict[str, Any], name: str) -> tuple[Write, Any]:
 
     def write_batch(index: int, heard: Callable[[], None]) -> None:
         config = GenerationConfig(do_sample=False, max_new_tokens=new, eos_token_id=-1, pad_token_id=0)
-        with torch.inference_mode():
-            found = model.generate_batch([work["inputs"][index][0].tolist()], generation_config=config)
+        # Not in inference mode: its own thread is in none, and may not change what was made in one.
+        found = model.generate_batch([work["inputs"][index][0].tolist()], generation_config=config)
         if not found or any(len(one.generated_tokens) != new for one in found.values()):
             said = [str(getattr(one, "error", None) or len(one.generated_tokens)) for one in found.values()]
             raise RuntimeError(f"generate_batch did not write {new} tokens: {said}")

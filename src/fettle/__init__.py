@@ -69,3 +69,10 @@ def __getattr__(name: str) -> Any:
         globals()[name] = value
         return value
     raise AttributeError(f"module 'fettle' has no attribute {name!r}")
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """For ``%load_ext fettle`` in a notebook, which makes ``%%fettle`` known: a race of snippets."""
+    from fettle.snippets import register
+
+    register(shell)

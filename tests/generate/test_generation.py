@@ -362,6 +362,39 @@ def test_weights_in_few_bits_say_nearly_the_same(level, most, tmp_path) -> None:
         assert limits.weights_read(work.model) < given * (0.35 if level == "int4" else 0.4)
 
 
+@pytest.mark.parametrize(
+    ("make", "level", "most"),
+    [
+        pytest.param(llama, "as-given", 0.01, marks=pytest.mark.slow),
+        pytest.param(llama, "int4", 0.3, marks=pytest.mark.slow),
+        (llama, "int8-dynamic", 0.03),
+        (gpt2, "int8", 0.02),
+    ],
+)
+def test_openvino_keeps_keys_and_values(make, level, most, tmp_path) -> None:
+    pytest.importorskip("openvino")
+    pytest.importorskip("nncf")
+    work = fettle.GenerationWorkload(make(), [ids(2, 30), ids(1, 5)], new_tokens=8)
+    pieces = quality.write_pieces(work, str(tmp_path / "reference.pt"))
+    own = decoder_of(make())
+    run = runs(work, runtime="openvino-stateful", weights=level, guessing="prompt")
+    found = quality.closeness(pieces, [quality.scores_of(run, piece, "cpu") for piece in pieces])
+    assert 0 < found.kl < most
+    assert not quality.astray(run, work.inputs[0], run(**work.inputs[0]), 8)
+    weights = {"as-given": 0.55, "int4": 0.25}.get(level, 0.3) * limits.weights_read(work.model)
+    assert 0 < limits.weights_read(work.model, run.decoder) < weights
+    assert limits.cache_bytes(run.decoder) > 0
+    mask = torch.ones(2, 9).long()
+    mask[1, :3] = 0  # filled up on the left, and then what was forgotten is not looked at again
+    for decoder in (run.decoder, own):
+        decoder.prefill(room=9, input_ids=ids(2, 9), attention_mask=mask)
+        for forgotten in (3, 2):
+            decoder.decode(ids(2, 4, forgotten))
+            decoder.crop(forgotten)
+    said, wanted = (decoder.decode(ids(2, 3, 5)).log_softmax(-1) for decoder in (run.decoder, own))
+    assert (wanted.exp() * (wanted - said)).sum(-1).mean() < most
+
+
 @pytest.mark.parametrize(("bits", "parts"), [(8, 0), (8, 1), (8, 2), (4, 0)])
 def test_few_rows_and_many_are_multiplied_alike(bits, parts) -> None:
     layer = torch.nn.Linear(64, 50)

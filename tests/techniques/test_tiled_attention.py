@@ -66,6 +66,28 @@ def test_a_model_computes_what_it_did(size: int, precision: str, limit: float) -
     assert (fast(x) - wanted).norm() < limit * wanted.norm()
 
 
+@pytest.mark.slow  # a C++ compiler runs for each
+@pytest.mark.parametrize(("precision", "limit"), [("fp32", 1e-5), ("bf16", 0.02)])
+def test_flex_attention(precision: str, limit: float) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Published(4, 64, 2), nn.ReLU(), Published(4, 64, 2)).eval(), torch.randn(2, 6, 5, 64)
+    with torch.no_grad():
+        wanted = model(x)
+    fast = fettle.apply(model, f"attention=flex precision={precision} grad=inference_mode", [x])
+    assert (fast(x) - wanted).norm() < limit * wanted.norm()
+
+
+def test_where_flex_attention_is_offered() -> None:
+    facts = probe_facts(Workload(Published(4).eval(), [torch.randn(2, 4, 4, 16)]))
+    assert conflict(Recipe.parse("attention=flex grad=no_grad"), facts) == ""
+    compiled = Recipe.parse("attention=flex grad=no_grad compile=default")
+    assert "only alone" in conflict(compiled, facts)
+    assert conflict(compiled, Facts(device="cuda", decomposed_bias=1)) == ""
+    assert "without autograd" in conflict(Recipe.parse("attention=flex"), facts)
+    assert "has its own attention" in conflict(Recipe.parse("attention=flex grad=no_grad runtime=openvino"), facts)
+    assert "no attention with a decomposed" in conflict(Recipe.parse("attention=flex grad=no_grad"), Facts())
+
+
 def test_only_what_computes_the_same_is_found() -> None:
     assert len(with_decomposed_bias(nn.ModuleList([Published(4), Unlike(4), nn.Linear(2, 2)]))) == 1
     facts = probe_facts(Workload(Published(4).eval(), [torch.randn(2, 4, 4, 16)]))

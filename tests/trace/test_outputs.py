@@ -83,6 +83,20 @@ def test_charts_of_single_questions(tmp_path: Path, run_fettle: Run, question: l
     assert drawn in (tmp_path / "c.json").read_text()
 
 
+def test_a_colour_means_one_thing_in_each_chart_of_a_stack(tmp_path: Path, run_fettle: Run) -> None:
+    """Streams' idle time and launch calls stand in one picture, each with a legend of its own."""
+    path = training(3).write(tmp_path / "t.json")
+    assert run_fettle("trace", "hta", path, "--chart", tmp_path / "c.json").code == 0
+    assert json.loads((tmp_path / "c.json").read_text())["resolve"]["scale"]["color"] == "independent"
+
+
+def test_where_hta_may_differ_is_said(tmp_path: Path, run_fettle: Run) -> None:
+    build = Build().kernel("a", 10, 0, call=0).kernel("b", 10, 5, call=3)
+    assert "order of equal times" in run_fettle("trace", "hta", build.write(tmp_path / "ties.json")).out
+    apart = Build().kernel("a", 10, 2, call=0).kernel("b", 15, 5, call=3).write(tmp_path / "apart.json")
+    assert "may differ" not in run_fettle("trace", "hta", apart).out
+
+
 def test_charts_of_a_trace_without_a_device(tmp_path: Path, run_fettle: Run) -> None:
     """Host time where there is no other; and where an answer is empty, one line instead of an empty picture."""
     path = Build().op("aten::mm", 0, 20).op("aten::add", 30, 5).write(tmp_path / "t.json")

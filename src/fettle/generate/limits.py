@@ -63,10 +63,12 @@ def count_work(workload: GenerationWorkload) -> Work:
     return Work(sum(prefill) // len(prefill), sum(decode) // len(decode))
 
 
-def weights_read(model: Any) -> int:
-    """Bytes of the weights that one step reads: all parameters and buffers but an embedding, of which a row is looked
-    up (one that is the head too counts), and but an encoder, which has done its work. Of a mixture of experts all are
-    counted."""
+def weights_read(model: Any, decoder: Any = None) -> int:
+    """Bytes of the weights that one step reads, as the decoder says where it has them itself. Else all parameters and
+    buffers but an embedding, of which a row is looked up (one that is the head too counts), and but an encoder, which
+    has done its work. Of a mixture of experts all are counted."""
+    if hasattr(decoder, "weight_bytes"):
+        return int(decoder.weight_bytes)
     if not isinstance(model, torch.nn.Module):
         return 0
     head = _asked(model, "get_output_embeddings")
@@ -105,6 +107,8 @@ def _asked(model: Any, name: str) -> Any:
 
 def cache_bytes(decoder: Any) -> int:
     """Bytes of the keys and values that a decoder holds after its last text; 0 where they cannot be seen."""
+    if hasattr(decoder, "cache_bytes"):
+        return int(decoder.cache_bytes)
     return sum(tensor.numel() * tensor.element_size() for tensor in _kept(getattr(decoder, "past", None)))
 
 

@@ -81,7 +81,7 @@ def prepare(state: State, request: Prepare) -> Prepared:
     rows = len(next(iter(workload.inputs[0].values())))
     ready = prepared(state, optimize_s, first_call_s, accuracy, peak, rows * watcher.counted, told)
     known = Generation(
-        rows=rows, weight_bytes=weights_read(workload.model), cache_bytes=held, peak_bytes=ready.peak_bytes
+        rows=rows, weight_bytes=weights_read(workload.model, run.decoder), cache_bytes=held, peak_bytes=ready.peak_bytes
     )
     texts = whole.take() if watcher.part == "ttft" else []
     return msgspec.structs.replace(ready, generation=known, texts=texts)

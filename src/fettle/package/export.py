@@ -39,7 +39,7 @@ from fettle.package.requires import needed
 from fettle.package.settings import ServeSettings, as_toml_data
 from fettle.package.tensors import TensorSpec
 from fettle.recipe import Recipe
-from fettle.techniques import Facts, cpu_flags, find, handed_on, quantize_exported
+from fettle.techniques import STATEFUL, Facts, cpu_flags, find, handed_on, quantize_exported
 from fettle.workload import Workload
 
 NOT_SERVED = ("mode", "batch", "allocator", "threads", "streams")
@@ -128,6 +128,11 @@ def _check_levels(recipe: Recipe) -> None:
                 f"{name}={level} cannot be packaged: it replaces the model's own layers, and an exported model has "
                 "none. Tune without it: "
                 f"fettle tune TARGET --technique {name}={_STATIC}, or {name}={find(name).default}"
+            )
+        if level == STATEFUL:
+            raise UsageError(
+                f"{name}={level} cannot be packaged yet: its model keeps keys and values between calls, which a stored "
+                f"one may not. Tune without it: fettle tune TARGET --technique {name}=torch"
             )
         if level in find(name).calibrated and (why := find(name).conflict(level, recipe, Facts())):
             raise UsageError(f"the recipe cannot work here: {name}={level}: {why}")

@@ -43,7 +43,7 @@ from fettle.techniques._ranks import modules_by_size, repeated_blocks
 from fettle.techniques._source import load
 from fettle.techniques.batch import LARGEST, enlarged
 from fettle.techniques.quantize import quantize_exported
-from fettle.techniques.runtime import int8_part, openvino_precision
+from fettle.techniques.runtime import STATEFUL, int8_part, openvino_precision
 
 for _file in pkgutil.iter_modules(__path__):
     if not _file.name.startswith("_"):
@@ -53,6 +53,7 @@ __all__ = [
     "CATALOGUE",
     "LARGEST",
     "PYTHON",
+    "STATEFUL",
     "Bundle",
     "Code",
     "Facts",

@@ -54,6 +54,23 @@ def in_tiles(
     return tiled_attention(query, key, value, rows, columns, scale).view(shape)
 
 
+def by_flex_attention() -> Any:
+    """The same by torch's FlexAttention, compiled with the bias as what it does to each score."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def attend(query: Any, key: Any, value: Any, rows: Any, columns: Any, scale: float) -> Any:
+        width = columns.shape[-1]
+
+        def biased(score: Any, batch: Any, head: Any, of: Any, to: Any) -> Any:
+            return score + rows[batch, head, of, to // width] + columns[batch, head, of, to % width]
+
+        return compiled(query, key, value, score_mod=biased, scale=scale)
+
+    return attend
+
+
 def attend_to_square(module: Any, hidden: torch.Tensor, attention: Any) -> torch.Tensor:
     """What such a module computes of batch x height x width x channels, its attention by `attention`."""
     batch, height, width, _ = hidden.shape
@@ -75,9 +92,10 @@ def with_decomposed_bias(model: torch.nn.Module) -> list[Any]:
     modules: Any = model.modules()
     for module in modules:
         parts = [getattr(module, name, None) for name in ("rel_pos_h", "rel_pos_w", "qkv", "proj")]
-        heads = getattr(module, "num_attention_heads", None) or getattr(module, "num_heads", None)
-        if not heads or any(part is None for part in parts) or getattr(module.qkv, "in_features", 0) == 0:
+        if any(part is None for part in parts) or getattr(module.qkv, "in_features", 0) == 0:
             continue
+        if not (getattr(module, "num_attention_heads", None) or getattr(module, "num_heads", None)):
+            continue  # asked last: diffusers' models warn of the question
         weight = module.qkv.weight
         trial = torch.linspace(-1, 1, 15 * weight.shape[1], device=weight.device).reshape(1, 3, 5, -1).to(weight.dtype)
         training = module.training
@@ -115,5 +133,6 @@ def change_attention(model: torch.nn.Module, attention: Any) -> int:
 
 
 DECOMPOSED = (
-    relative_positions, tiled_attention, in_tiles, attend_to_square, with_decomposed_bias, change_attention,
+    relative_positions, tiled_attention, in_tiles, by_flex_attention, attend_to_square, with_decomposed_bias,
+    change_attention,
 )  # fmt: skip

@@ -36,6 +36,7 @@ class Attention(Technique):
             Level("as-is", "as given"),
             Level("sdpa", "attention written out by hand becomes scaled_dot_product_attention", manual),
             Level("tiled", "a bias by row and column is added tile by tile, and never written out", _tiled(facts)),
+            Level("flex", "torch's FlexAttention, compiled, adds a bias by row and column", _flex(facts)),
             Level("fused", "a bias by row and column is added inside one kernel, and never written out", _fused(facts)),
         ]
         for name in _HF:
@@ -49,6 +50,9 @@ class Attention(Technique):
             found.append(Level(f"hf-{name}", f"transformers' {name} implementation", why_not))
         return found
 
+    def level_cost(self, level: str) -> int:
+        return 2 if level == "flex" else self.cost
+
     def usual(self, facts: Facts) -> str:
         for level, why_not in (("tiled", _tiled(facts)), ("fused", _fused(facts))):
             if not why_not:
@@ -59,6 +63,13 @@ class Attention(Technique):
         runtime = recipe.levels.get("runtime", "torch")
         if level == "tiled" and runtime != "torch":
             return f"runtime={runtime} would write out a loop over tiles"
+        if level == "flex":
+            if runtime != "torch":
+                return f"runtime={runtime} has its own attention"
+            if recipe.levels.get("grad", "grad") == "grad":
+                return "FlexAttention is for calls without autograd here: needs grad=inference_mode or no_grad"
+            if facts.device == "cpu" and recipe.levels.get("compile", "off") != "off":
+                return "on a CPU Inductor cannot compile FlexAttention inside a model, only alone"
         if level == "fused" and runtime != "torch":
             return f"runtime={runtime} does not have this kernel"
         half = recipe.levels.get("precision", "fp32") != "fp32" or facts.dtype in ("bfloat16", "float16")
@@ -72,6 +83,8 @@ class Attention(Technique):
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         if level == "tiled":
             return Code(helpers=DECOMPOSED, prepare=("change_attention(model, torch.compiler.disable(in_tiles))",))
+        if level == "flex":
+            return Code(helpers=DECOMPOSED, prepare=("change_attention(model, by_flex_attention())",))
         if level == "fused":
             helpers = (*DECOMPOSED, *DECOMPOSED_ATTENTION)
             return Code(helpers=helpers, prepare=("change_attention(model, decomposed_attention())",))
@@ -89,6 +102,10 @@ def _tiled(facts: Facts) -> str:
     if not facts.decomposed_bias:
         return _NO_BIAS
     return "" if facts.device == "cpu" else "it is for CPUs: a loop over tiles leaves a GPU idle"
+
+
+def _flex(facts: Facts) -> str:
+    return "" if facts.decomposed_bias else _NO_BIAS
 
 
 def _fused(facts: Facts) -> str:

@@ -8,8 +8,10 @@ import torch
 
 from fettle.techniques._base import Bundle, Code, Facts, Learned, Level, Recipe, Technique, register
 from fettle.techniques._exported import Exported, flatten, spread
+from fettle.techniques._generation import NO_TEXT
 from fettle.techniques._openvino import MODEL, openvino_engine, openvino_streams_engine
 from fettle.techniques._openvino_int8 import CHOOSING
+from fettle.techniques._openvino_text import TEXT
 
 
 def aoti_engine(flat: torch.nn.Module, tensors: Any, options: Any) -> Any:
@@ -88,6 +90,9 @@ def int8_part(facts: Facts) -> dict[str, Any]:
 
 AS_GIVEN = {"attention": "as-is", "channels_last": "off"}
 """Another runtime has its own attention and its own layout: the usual levels of both are kept out of its bundles."""
+STATEFUL = "openvino-stateful"
+STATEFUL_WEIGHTS = {"as-given": (0, 0), "int8": (8, 0), "int8-dynamic": (8, 32), "int4": (4, 32)}
+"""The levels of the technique weights that it has: bits, and how many numbers of a token are rounded by one scale."""
 _LAYERS = Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]], msgspec.Meta(max_length=1 << 16)]
 """Layers by their place in the graph."""
 _SHARE = 0.9
@@ -107,10 +112,12 @@ class Runtime(Technique):
     cost = 2
     calibrated = frozenset({"openvino-int8", "openvino-int8-part"})
     learns = Learned("int8_layers", frozenset({"openvino-int8-part"}), _LAYERS)
-    packages = ("onnxruntime", "onnx", "onnxscript", "openvino", "nncf", "torch_tensorrt")
+    packages = ("onnxruntime", "onnx", "onnxscript", "openvino", "nncf", "torch_tensorrt", "transformers")
 
     def levels(self, facts: Facts) -> list[Level]:
-        cannot = ""
+        cannot, text = "", "" if facts.generates else NO_TEXT
+        if facts.generates and facts.keeps != "static":
+            text = "it is for a causal model of transformers in which every layer keeps every token"
         if not facts.is_module:
             cannot = "the model is a plain callable"
         elif facts.custom_call:
@@ -120,6 +127,7 @@ class Runtime(Technique):
         cpu = "" if facts.device == "cpu" else f"the work is on {facts.device}, and this level runs on the CPU"
         cuda = "" if facts.device == "cuda" else "TensorRT needs a CUDA device"
         openvino = cannot or cpu or _missing(facts, "openvino")
+        stateful = text or cpu or _missing(facts, "openvino")
         bf16 = "" if facts.has_bf16 else "this CPU has no bfloat16 instructions"
         data = "" if facts.calibration_batches else "no batches to calibrate on: give at least two"
         onnx = _missing(facts, "onnxruntime") or _missing(facts, "onnx") or _missing(facts, "onnxscript")
@@ -134,6 +142,7 @@ class Runtime(Technique):
                 openvino or data or (_OF_A_PART if facts.part else ""),
             ),
             Level("openvino", "OpenVINO, computing in float32", openvino),
+            Level(STATEFUL, "OpenVINO, which keeps keys and values from token to token", stateful),
             Level("aoti", "AOTInductor: compiled ahead of time to a shared library", cannot),
             Level("onnxruntime", "ONNX Runtime", cannot or onnx),
             Level("tensorrt", "TensorRT", cannot or cuda or _missing(facts, "torch_tensorrt")),
@@ -145,10 +154,12 @@ class Runtime(Technique):
         if level.startswith("openvino") or level == "onnxruntime":
             if precision != "fp32":
                 return f"precision={precision} is torch's; this runtime takes a float32 model"
-            if facts.dtype != "float32" and level.startswith("openvino"):
+            if facts.dtype != "float32" and level.startswith("openvino") and level != STATEFUL:
                 return f"the weights are {facts.dtype}; this runtime takes a float32 model"
             if quantize != "none":
                 return f"quantize={quantize} uses operators that only torch has"
+        if level == STATEFUL and levels.get("kv_cache", "as-given") != "as-given":
+            return "the runtime keeps keys and values itself: needs kv_cache=as-given"
         if level in ("tensorrt", "aoti") and quantize not in ("none", "int8-static"):
             return f"a model with quantize={quantize} cannot be exported to it"
         if level == "tensorrt" and precision.startswith("autocast"):
@@ -161,6 +172,11 @@ class Runtime(Technique):
         return level.partition("-")[0]
 
     def bundles(self, facts: Facts) -> list[Bundle]:
+        if facts.generates:
+            places = {"int8": 12, "int8-dynamic": 25, "int4": 45, "as-given": 55}
+            return [
+                Bundle(place, {"runtime": STATEFUL, "weights": level, **AS_GIVEN}) for level, place in places.items()
+            ]
         if facts.device == "cuda":
             return [Bundle(70, {"runtime": "tensorrt"})]
         places = {"openvino": 10, "openvino-int8": 40, "openvino-int8-part": 50, "onnxruntime": 70}
@@ -181,6 +197,10 @@ class Runtime(Technique):
             options = {"freezing": True} if recipe.levels.get("freeze") == "on" else {}
             build = f"lambda flat, tensors, samples: aoti_engine(flat, tensors, {options})"
             return Code(helpers=(*shared, aoti_engine), prepare=(f"model = Exported(model, {build})",))
+        if level == STATEFUL:
+            bits, group = STATEFUL_WEIGHTS[recipe.levels.get("weights", "as-given")]
+            hint = openvino_precision(level, facts.cpu_flags)
+            return Code(helpers=TEXT, decoder=f'OpenvinoText(model, "{hint}", bits={bits}, group={group})')
         if level.startswith("openvino"):
             hint = openvino_precision(level, facts.cpu_flags)
             batches = ", batches" if level in self.calibrated else ""
@@ -228,6 +248,8 @@ class Streams(Technique):
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
         if level == "per-core" and not recipe.levels.get("runtime", "torch").startswith("openvino"):
             return "only OpenVINO runs several parts of a batch at once here: needs runtime=openvino..."
+        if level == "per-core" and recipe.levels.get("runtime") == STATEFUL:
+            return "a text is written by one request"
         if level == "per-core" and recipe.levels.get("threads") == "1":
             return "one thread runs one stream"
         return ""

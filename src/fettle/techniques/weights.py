@@ -13,6 +13,7 @@ import torch
 
 from fettle.techniques._base import Bundle, Code, Facts, Level, Recipe, Technique, register
 from fettle.techniques._generation import NO_TEXT
+from fettle.techniques.runtime import STATEFUL, STATEFUL_WEIGHTS
 
 
 class FewBits(torch.nn.Module):
@@ -139,8 +140,16 @@ class Weights(Technique):
         ]
 
     def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
-        if level != self.default and recipe.levels.get("quantize", "none") != "none":
+        if level == self.default:
+            return ""
+        if recipe.levels.get("quantize", "none") != "none":
             return "quantize holds the weights in few bits already"
+        if recipe.levels.get("runtime") == STATEFUL:
+            if level not in STATEFUL_WEIGHTS:
+                return f"OpenVINO has no such products: {', '.join(STATEFUL_WEIGHTS)}"
+            return "" if "nncf" in facts.packages else "nncf is not installed"
+        if recipe.levels.get("runtime", "torch") != "torch":
+            return "its layers are torch's own"
         plain = facts.dtype == "float32" and recipe.levels.get("precision") != "bf16"
         if level in ("int8", "int4") and plain:
             return "torch's kernels for packed weights are slow in float32: needs precision=bf16"
@@ -162,5 +171,7 @@ class Weights(Technique):
         return [*static, *compiled]
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
+        if recipe.levels.get("runtime") == STATEFUL:
+            return Code()  # the runtime's own
         bits = {"int8": "8", "int8-dynamic": "8, parts=1", "int8-16": "8, parts=2", "int4": "4"}[level]
         return Code(helpers=(FewBits, few_bits), prepare=(f"few_bits(model, {bits})",))

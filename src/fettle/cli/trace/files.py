@@ -42,6 +42,8 @@ def hta(traces: list[Trace]) -> Answer:
         for name in ("temporal_breakdown", "kernel_types", "idle_breakdown", "queue_summary", "kernel_statistics")
     }
     notes: dict[str, Any] = {f"overlap of rank {t.rank} (%)": h.communication_overlap(t) for t in traces}
+    differs = {f"HTA itself may differ (rank {t.rank})": "; ".join(h.deviations(t)) for t in traces}
+    notes |= {what: why for what, why in differs.items() if why}
     breakdown = frames["temporal_breakdown"]
     if (breakdown["non_compute_us"] < 0).any() or (breakdown["compute_us"] < 0).any():
         notes["negative times"] = "rounding both ends of events inward makes short ones negative, as it does there"

@@ -140,6 +140,25 @@ def _merged_total(start: Ints, end: Ints) -> int:
     return int((last - first).sum())
 
 
+def deviations(trace: Trace) -> list[str]:
+    """Where HTA's own numbers for this trace may differ from these, and why."""
+    found: list[str] = []
+    work = _rounded(trace)
+    called = work.launch_ts >= 0
+    time, stream = np.concatenate([work.ts, work.launch_ts[called]]), np.concatenate([work.stream, work.stream[called]])
+    if len(np.unique(np.stack([stream, time]), axis=1).T) < len(time):
+        found.append("its sort leaves the order of equal times open: idle by category, mean queue length")
+    if trace.facts.wide_clock_chunks:
+        found.append("it holds clocks since 1970 to 256 ns: times that are rounded by 1 µs more or less")
+    names = {"Stream Wait Event", "pe_exe"} & set(trace.name_of(work.row))
+    if names:
+        found.append(f"release 0.5.0 counts {' and '.join(sorted(names))} as computation, 0.6.1 does not")
+    calls = {"cuLaunchKernelEx", "runFunction - job_prep_and_submit_for_execution"} & set(trace.names)
+    if calls:  # it knows the latter, and not the former
+        found.append(f"release 0.5.0 has another list of launch calls ({', '.join(sorted(calls))}): queues, launches")
+    return found
+
+
 def communication_overlap(trace: Trace) -> float | None:
     """Percentage of communication time that overlaps computation, to 2 decimals; None without communication."""
     work = _rounded(trace)

@@ -12,7 +12,7 @@ how far the replay can be trusted.
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -56,7 +56,9 @@ class _Calls:
     launches: Bools
     graph: Bools
     stop: Ints  # number of the stop; -1: none
-    queue: Ints  # the work that must have begun before the call can return; -1: none
+    queue: Ints  # number of the queue that it launches into; -1: none, or one that was never full
+    bound: Ints  # which begin in that queue must have been before the call can return; -1: none
+    freed: Ints  # which begin freed the slot that it waited for; -1: it did not wait
 
 
 def data_loading(trace: Trace, thread: int) -> Intervals:
@@ -109,17 +111,23 @@ class Replay:
         launches, graph = np.zeros((2, len(start)), dtype=bool)
         launches[: len(rows)] = np.isin(rows, launch)
         graph[: len(rows)] = graph_names(trace)[trace.column("name")[rows]]
-        stop, queue = np.full((2, len(start)), -1, dtype=np.int64)
+        stop, queue, bound, freed = np.full((4, len(start)), -1, dtype=np.int64)
         stop[np.searchsorted(rows, stops.row[asked])] = asked
         stop[len(rows) : len(rows) + len(silent)] = silent
-        for one in queues(trace):
-            queue[np.searchsorted(rows, one.calls)] = one.bound
+        self.queue_of = np.full(len(launch), -1, dtype=np.int64)  # of device work
+        for number, one in enumerate(queues(trace)):
+            self.queue_of[one.order] = number
+            at = np.searchsorted(rows, one.calls)
+            queue[at] = number
+            for column, work in ((bound, one.bound), (freed, one.released)):
+                column[at] = np.where(work >= 0, np.searchsorted(one.order, work), -1)
         lasts = np.arange(len(start)) < len(rows) + len(silent)
         order = np.lexsort((-end, lasts, start, thread))  # a moment comes before what begins then
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
         times = thread[order], start[order], end[order]
-        calls = _Calls(*times, launches[order], graph[order], stop[order], queue[order])
+        kinds, waits = (launches[order], graph[order]), (stop[order], queue[order], bound[order], freed[order])
+        calls = _Calls(*times, *kinds, *waits)
         call_of = np.full(len(launch), -1, dtype=np.int64)
         call_of[launch >= 0] = place[np.searchsorted(rows, launch[launch >= 0])]
         at = place[len(rows) + len(silent) :].tolist()
@@ -167,7 +175,11 @@ class Replay:
         held = np.where((waits.held == Held.NOTHING) & (waits.previous >= 0), Held.STREAM, waits.held)
         known = ~np.isin(waits.cause, [NUMBER["queued_unknown"], NUMBER["unlinked"]])
         calls = self.calls
-        self.launched = np.append(calls.start, 0)[self.call_of]  # when each launch call began; 0: unknown
+        # Work is launched when its call begins (0: unknown), or returns, where that may wait for a slot.
+        begun, returned = np.append(calls.start, 0)[self.call_of], np.append(calls.end, 0)[self.call_of]
+        may_wait = np.append((calls.bound >= 0) | (calls.freed >= 0), False)[self.call_of]
+        self.at_return = may_wait & (returned <= start)
+        self.launched = np.where(self.at_return, returned, begun)
         after_launch = np.maximum(start - self.launched, 0).astype(float)
         free = self.end[np.maximum(waits.previous, 0)]
         event_end = self.end[np.maximum(waits.event, 0)]
@@ -220,14 +232,22 @@ class Replay:
         return [int(lane[at]) for lane, at in found if at >= 0]
 
     def _order(self) -> list[tuple[int, int]]:
-        """What happens, in the order in which it happened: the sort of event, and which call or piece of work."""
+        """What happens, in the order in which it happened: the sort of event, and which call or piece of work.
+        When work begins is known as soon as it and what it comes after are launched.
+        """
         calls, stops = self.calls, self.stops
         # A call that waits for nothing is over with its begin.
-        waits = np.flatnonzero((calls.stop >= 0) | (calls.queue >= 0))
+        waits = np.flatnonzero((calls.stop >= 0) | (calls.bound >= 0))
         stop = calls.stop[waits]
         after = np.where(np.append(stops.other, -1)[stop] >= 0, np.append(stops.when, 0)[stop] + 1, calls.end[waits])
-        launched = self.launched + (self.call_of >= 0)
-        time = [calls.start, np.maximum(calls.end[waits], after), np.maximum(self.start, launched)]
+        known = np.where(self.call_of >= 0, self.launched + 1, self.start).tolist()
+        after_which = zip(self.waits.previous.tolist(), self.waits.event.tolist(), strict=True)
+        for i, (previous, event) in enumerate(after_which):
+            if previous >= 0 and known[previous] > known[i]:
+                known[i] = known[previous]
+            if event >= 0 and known[event] > known[i]:
+                known[i] = known[event]
+        time = [calls.start, np.maximum(calls.end[waits], after), np.array(known, dtype=np.int64)]
         what = np.repeat([_BEGIN, _END, _WORK], [len(part) for part in time])
         which = np.concatenate([np.arange(len(calls.start)), waits, np.arange(len(self.start))])
         order = np.lexsort((which, what, np.concatenate(time)))
@@ -248,29 +268,35 @@ class Replay:
         gap = (self.kept if not change.launching else self.gap if change.loading else self.gap - self.loading).tolist()
         costs = change.launching | ~calls.launches
         lasts = np.where(costs & (calls.stop < 0), calls.end - calls.start, 0).astype(float).tolist()
-        stops, queue, thread = calls.stop.tolist(), calls.queue.tolist(), calls.thread.tolist()
+        stops, thread, bound = calls.stop.tolist(), calls.thread.tolist(), calls.bound.tolist()
+        queue, queue_of, at_return = calls.queue.tolist(), self.queue_of.tolist(), self.at_return.tolist()
+        # Begins of the work launched so far into each queue, in order; last, where -1 points, what is in none.
+        in_queue: list[list[float]] = [[] for _ in range(len(queues(self.trace)) + 1)]
         # What is not known, or has not happened yet, holds nothing up: the last place, where -1 points.
         begun, left = [_NEVER] * (len(gap) + 1), [_NEVER] * (len(gap) + 1)
         began, done = [_NEVER] * (len(durations) + 1), [_NEVER] * (len(durations) + 1)
         host = dict.fromkeys(self.host_threads, 0.0)
         for what, i in self.order:
             if what == _WORK:
-                ready = begun[call_of[i]] + by_launch[i]
+                ready = (left if at_return[i] else begun)[call_of[i]] + by_launch[i]
                 if (at := done[previous[i]] + by_stream[i]) > ready:
                     ready = at
                 if (at := done[event[i]] + by_event[i]) > ready:
                     ready = at
                 began[i] = begins = measured[i] if ready == _NEVER else ready
                 done[i] = begins + durations[i]
+                if queue_of[i] >= 0:
+                    insort(in_queue[queue_of[i]], begins)
             elif what == _BEGIN:
                 begun[i] = begins = host[thread[i]] + gap[i]
                 left[i] = host[thread[i]] = begins + lasts[i]
             else:
                 returns = left[i]
+                launched = in_queue[queue[i]]
                 if stops[i] >= 0:
-                    returns = self._returns(i, begun, change, usual, began, done, left)
-                if change.launching and (at := began[queue[i]]) > returns:
-                    returns = at
+                    returns = self._returns(i, begun, change, usual, began, done, left, launched)
+                if change.launching and 0 <= bound[i] < len(launched):
+                    returns = max(returns, launched[bound[i]])
                 left[i] = host[thread[i]] = returns
         return Run(self, left, done[:-1])
 
@@ -283,6 +309,7 @@ class Replay:
         began: list[float],
         done: list[float],
         left: list[float],
+        in_queue: list[float],
     ) -> float:
         """When a call that waits returns."""
         stops, calls, k = self.stops, self.calls, int(self.calls.stop[call])
@@ -295,6 +322,9 @@ class Replay:
             after = min(after, 10 * self.usual_return)
         own = min(lasts, after if why != Why.SLOT else self.usual_call[bool(calls.graph[call])]) if met else lasts
         returns = begun + (own if change.launching or not calls.launches[call] else 0.0)
+        freed = int(calls.freed[call])
+        if why == Why.SLOT and 0 <= freed < len(in_queue):
+            return max(returns, in_queue[freed] + after) if change.launching else returns
         times = began if stops.begins[k] else done
         for work in self.last_work[k] if (change.launching if why == Why.SLOT else change.blocking) else ():
             launch = int(self.call_of[work])

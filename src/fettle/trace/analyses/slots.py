@@ -33,6 +33,8 @@ class Queue:
     The other fields are by launch call, in order of their begin: `released` is the work (position in
     `trace.device_rows`) whose begin freed the slot that the call waited for, -1 where it did not wait; `bound` the work
     that has to have begun before the call can return if the queue never holds more than `depth`, -1 for the first ones.
+    `order` are all works of the queue in order of their begin: a slot comes free with the nth begin, of whichever work
+    that is.
     """
 
     device: int
@@ -41,6 +43,7 @@ class Queue:
     calls: Ints
     released: Ints
     bound: Ints
+    order: Ints
 
 
 @dataclass(frozen=True)
@@ -114,15 +117,19 @@ def doubtful_waits(trace: Trace) -> tuple[Ints, Ints]:
     """
     links = launch_links(trace)
     work, known = np.flatnonzero(links.launch_rows >= 0), slot_waits(trace)[0]
-    device = trace.column("device")[links.device_rows[work]]
+    rows = links.device_rows[work]
+    device, lane = trace.column("device")[rows], trace.lane(rows)
     parts = [(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))]
-    for device_number in np.unique(device).tolist():
-        mine = work[device == device_number]
-        one = _launches(trace, mine, links.launch_rows[mine])
-        may = one.freed & _long(one) & (one.lag <= CLEAR_RETURN_NS) & ~np.isin(one.calls, known)
-        parts.append((one.calls[may], one.order[one.seen[may] - 1]))
+    for key, only_longest in ((device, False), (lane, True)):
+        for number in np.unique(key).tolist():
+            mine = work[key == number]
+            one = _launches(trace, mine, links.launch_rows[mine])
+            may = one.freed & (_at_longest(one) | (_long(one) & (not only_longest)))
+            may &= (one.lag <= CLEAR_RETURN_NS) & ~np.isin(one.calls, known)
+            parts.append((one.calls[may], one.order[one.seen[may] - 1]))
     calls, freed = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return calls, freed
+    calls, first = np.unique(calls, return_index=True)
+    return calls, freed[first]
 
 
 def waited_ns(trace: Trace, queue: Queue) -> int:
@@ -166,7 +173,7 @@ def _counted(trace: Trace, work: Ints, calls: Ints, device: int, stream: int) ->
     just &= (one.lag >= soonest - SAME_NS) & (one.lag <= latest + SAME_NS)
     released = np.where(one.freed & near & (just | _long(one)), one.order[np.maximum(one.seen - 1, 0)], -1)
     released = np.where(one.graph & just & (one.end - begins <= CLEAR_RETURN_NS), bound, released)
-    return Queue(device, stream, depth, one.calls, released, np.where(in_time, bound, -1))
+    return Queue(device, stream, depth, one.calls, released, np.where(in_time, bound, -1), one.order)
 
 
 def _launches(trace: Trace, work: Ints, calls: Ints) -> _Launches:
@@ -198,6 +205,15 @@ def _long(one: _Launches) -> Bools:
     usual = float(np.median(few)) if len(few) else 0.0
     long: Bools = lasts > max(LONG_NS, 4 * usual)
     return long & one.plain
+
+
+def _at_longest(one: _Launches) -> Bools:
+    """Calls that leave the queue as long as it ever is, and take longer than those in which no work began."""
+    lasts, full = one.end - one.start, max(int(one.length[one.plain].max(initial=0)), 2)
+    others = one.plain & ~one.freed
+    most = float(np.percentile(lasts[others], 90)) if others.any() else np.inf
+    longest: Bools = one.plain & (one.length >= full) & (lasts > most)
+    return longest
 
 
 def _depth(one: _Launches) -> tuple[int, Bools] | None:

@@ -166,13 +166,17 @@ def _told_streams(trace: Trace) -> dict[int, int]:
 
 
 def _hand_overs(trace: Trace) -> list[tuple[int, ...]]:
-    """Silence on one of the threads that share the step's work, while another of them works."""
+    """Silence on one of the threads that share the step's work, while another of them works. Without operators nothing
+    says which those are: then, of those that launch work, what is before a thread's first call.
+    """
     stacks, names = host_stacks(trace), trace.column("name")
-    group = sorted({*autograd_threads(trace), main_thread(trace)} - {-1})
+    thread_of = trace.column("thread")
+    told = bool((trace.kind == Kind.OPERATOR).any())
+    sharing = autograd_threads(trace) if told else np.unique(thread_of[launch_links(trace).known[1]]).tolist()
+    group = sorted({*sharing, main_thread(trace)} - {-1})
     if len(group) < 2:
         return []
     silent_python = np.array(["run_backward" in n or "_engine_run" in n for n in trace.names], dtype=bool)
-    thread_of = trace.column("thread")
     works = (trace.kind == Kind.OPERATOR) | (trace.kind == Kind.RUNTIME)
     events = np.flatnonzero(works & np.isin(thread_of, group))
     low, high = trace.span
@@ -181,7 +185,9 @@ def _hand_overs(trace: Trace) -> list[tuple[int, ...]]:
         start, end, row, _ = stacks.over(thread, np.array([low]), np.array([high]))
         kind = np.where(row >= 0, trace.kind[row], 0)
         silent = (row < 0) | (kind == Kind.ANNOTATION) | ((kind == Kind.PYTHON) & silent_python[names[row]])
-        silences[thread] = _joined(start[silent], end[silent])
+        start, end = _joined(start[silent], end[silent])
+        first = slice(None) if told else slice(int((start == low).any()))
+        silences[thread] = start[first], end[first]
     found: list[tuple[int, ...]] = []
     for thread, (start, end) in silences.items():
         others = events[thread_of[events] != thread]

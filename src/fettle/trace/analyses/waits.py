@@ -131,6 +131,11 @@ def device_waits(trace: Trace) -> Waits:
         Held.EVENT: _Reason(ended, event >= 0),
     }
     usual = _usual_waits(start, called, reasons, asked | told | _after_others(start, end, key, arrived))
+    calls = trace.column("name")[at].astype(np.int64)
+    inside, idle = linked & (trace.end[at] > start), linked & (free < called)
+    sent = called + _until_begin(start - called, calls, inside, idle) - usual[Held.LAUNCH].low
+    arrived = np.where(in_call, np.clip(sent, called, start).astype(np.int64), arrived)
+    reasons[Held.LAUNCH] = _Reason(arrived, linked)
     held, since, rival, rival_since = _last_reason(start, reasons, usual)
     since = np.where((held == Held.NOTHING) & (previous >= 0), np.maximum(free, 0), since)
     most = np.zeros(len(Held))
@@ -192,6 +197,21 @@ def _usual_waits(start: Ints, called: Ints, reasons: dict[Held, _Reason], asked:
     alone = event.there & (event.since > np.maximum(gone, stream.since + usual[Held.STREAM].high))
     usual[Held.EVENT] = _range(start - event.since, alone, event.there, BETWEEN_KERNELS_NS)
     return usual
+
+
+def _until_begin(passed: Ints, calls: Ints, inside: Bools, idle: Bools) -> npt.NDArray[np.float64]:
+    """For work that begins `inside` its own launch call, which does not show when it was sent: what passes at least
+    from the begin of such a call (by name) to the work's, ns. It is read where the stream was `idle` by then; where it
+    never was, no more than after other launch calls.
+    """
+    others = passed[idle & ~inside & (passed <= LATENCY_NS)]
+    most = float(np.median(others)) if len(others) else 0.0
+    least = np.zeros(len(passed))
+    for call in np.unique(calls[inside & ~idle]).tolist():
+        mine = inside & (calls == call)
+        alone = mine & idle
+        least[mine] = np.percentile(passed[alone], 10) if alone.any() else min(passed[mine].min(), most)
+    return least
 
 
 def _range(passed: Ints, alone: Bools, there: Bools, most: int) -> _Usual:

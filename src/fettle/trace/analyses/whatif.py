@@ -124,7 +124,8 @@ def what_if(
         unknown, high = "the main thread makes the data itself, and what others would take for it is not known", wall
     calls, _ = doubtful_waits(trace)
     if trace.dur[calls].sum() > TRUSTED_ERROR * wall:
-        other = min(max(_length(trace, replay_of(trace, True).run(asked), path.start_ns, path.end_ns), floor), ceiling)
+        # No floor: with such waits the path is another one.
+        other = min(_length(trace, replay_of(trace, True).run(asked), path.start_ns, path.end_ns), ceiling)
         low, high = min(low, other), max(high, other)
         if abs(other - estimate) > TRUSTED_ERROR * wall:
             unknown = unknown or "whether long launch calls waited for a slot in a full queue does not show"

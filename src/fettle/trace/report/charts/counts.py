@@ -53,7 +53,7 @@ def stack_of(charts: dict[str, Any]) -> Any:
     parts = [chart.properties(width=480, height=140, title=caption) for caption, chart in charts.items()]
     for part in parts:
         part.autosize = alt.Undefined  # only the whole may fit itself to its place
-    return alt.vconcat(*parts)
+    return alt.vconcat(*parts).resolve_scale(color="independent")  # one colour may mean two things in two charts
 
 
 def _named_powers() -> pl.Expr:
