@@ -34,7 +34,7 @@ from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from sqlalchemy.exc import DBAPIError
 
-from fettle.errors import UsageError, first_line
+from fettle.errors import UsageError, extra, first_line
 from fettle.measure import Trial
 from fettle.recipe import Recipe
 from fettle.techniques import Facts, factors, known_levels
@@ -136,6 +136,8 @@ class Study:
                     study.set_metric_names(["ms per sample", "relative error"])
         except UsageError:
             raise
+        except ImportError as error:
+            raise extra(f"the storage {_hidden(storage)} needs {error.name}", "postgresql") from error
         except Exception as error:
             raise UsageError(f"cannot open the storage {_hidden(storage)}: {first_line(error)[:200]}") from error
         return cls(study, machine_id)

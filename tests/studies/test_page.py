@@ -12,6 +12,7 @@ from fettle.errors import UsageError
 from fettle.measure import Interval
 from fettle.page import theme
 from fettle.studies.analysis import analyse
+from fettle.studies.batches import Grown
 from fettle.studies.charts import figures, unbeaten, write_charts
 from fettle.studies.ladder_chart import beside, unmatched
 from fettle.studies.output import rows, study_json, write_table
@@ -82,6 +83,15 @@ def test_a_published_ladder_stands_beside_ours(study, tmp_path):
     assert ladder.alt.startswith("Diamonds: as published.")
     assert "Diamonds" not in figures(study, [], {"model": RUNGS})[0].alt
     assert study_json(study, [], None, theirs)["published"] == theirs
+
+
+def test_the_largest_batch_of_a_step_stands_below_its_bar(study):
+    most = Grown(16, 64, "x17 would need about 2.1 GiB", Interval(3.1, 3.0, 3.2), 620.0, 2 << 30)
+    rungs = [RUNGS[0], replace(RUNGS[1], grown=most), replace(RUNGS[2], grown=Grown(0, 0, "x1 needs 3.0 GiB"))]
+    ladder = figures(study, [], {"model": rungs})[0]
+    assert "batch 64: 620/s · 3.10x · 2.00 GiB · x17 would need about 2.1 GiB" in ladder.svg()
+    assert "no batch fits: x1 needs 3.0 GiB" in ladder.svg()
+    assert "Thin bars" not in figures(study, [], {"model": RUNGS})[0].alt
 
 
 @pytest.mark.parametrize("text", ["step,a,b\nx,1,2\n", "name,fps\nx,1\n", "step,fps\nx,0\n", "step,fps\nx,1\nx,2\n",

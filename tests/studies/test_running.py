@@ -113,6 +113,23 @@ def test_a_ladder_shows_every_step_of_two_targets(work: Path, tmp_path: Path, ru
     assert (tmp_path / "out" / "pictures" / "ladder-1.svg").is_file()
 
 
+@pytest.mark.slow
+def test_a_ladder_grows_the_batch_until_the_limit(work: Path, tmp_path: Path, run_fettle: Run):
+    words = ["study", work, "--design=ladder", *TWO, *PINNED, "--rounds=3", "-o", tmp_path / "out", "--json"]
+    said = run_fettle(*words, "--grow-batch=1GiB")
+    assert said.code == 0, said.err
+    (rungs,) = json.loads(said.out)["steps"].values()
+    for rung in rungs:
+        most = rung["grown"]
+        assert most["rows"] == 4 * most["factor"] == 256
+        assert most["why"] == "64 times the batch is the most that is tried"
+        assert most["speedup"]["estimate"] > 0
+    none = run_fettle(*words, "--grow-batch=1B")
+    assert none.code == 0, none.err
+    (rungs,) = json.loads(none.out)["steps"].values()
+    assert {rung["grown"]["factor"] for rung in rungs if rung["peak_bytes"]} == {0}
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -129,6 +146,8 @@ def test_a_ladder_shows_every_step_of_two_targets(work: Path, tmp_path: Path, ru
         (["w.py", "--rounds", "1"], "--rounds 1"),
         (["w.py", "--published", "t.csv"], "--published stands beside a ladder that is measured"),
         (["w.py", "--design", "ladder", "--published", "absent.csv"], "cannot read absent.csv"),
+        (["w.py", "--grow-batch", "2GiB"], "--grow-batch is for a ladder: --design ladder"),
+        (["w.py", "--design", "ladder", "--grow-batch", "much"], "'much' is not a size"),
         (["w.py", "--cells", "1"], "--cells 1"),
         (["w.py", "--budget", "soon"], "is not a duration"),
         (["absent.py"], "no such file: absent.py"),

@@ -67,6 +67,13 @@ def command(
     recipe: Annotated[
         str | None, typer.Option(help="what an ablation takes apart, a sensitivity is asked around, a ladder stands on")
     ] = None,
+    grow_batch: Annotated[
+        str | None,
+        typer.Option(
+            help="of a ladder: find the largest batch at each step that needs no more memory than this, such as 2GiB; "
+            "'device' is all that a GPU has"
+        ),
+    ] = None,
     cells: Annotated[int | None, typer.Option(help="most combinations of each workload")] = None,
     rounds: Annotated[int, typer.Option(help="rounds of each race, the same for every combination")] = 12,
     budget: Annotated[
@@ -79,7 +86,10 @@ def command(
         list[Path] | None,
         typer.Option("--output", "-o", help="folder, and .csv or .parquet for the table; may be repeated"),
     ] = None,
-    storage: _options.Storage = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(help="Optuna storage URL, which others that run the same command share; default study.db"),
+    ] = None,
     atlas: Annotated[
         Path | None, typer.Option(help="an atlas: where a search begins, and forecasts beside what is found")
     ] = None,
@@ -105,7 +115,11 @@ def command(
 
       fettle study model.py --python ../old/.venv --technique runtime=torch,openvino
 
+      fettle study model.py --storage postgresql://fettle@db/studies -o study-node1
+
       fettle study model.py --design ladder --order mode,precision,channels_last,compile
+
+      fettle study model.py --design ladder --grow-batch 2GiB
 
       fettle study --from-csv cube.csv --response "throughput (it/s)" --group-by model-arch
     """
@@ -131,6 +145,7 @@ def command(
             pythons=tuple(python or ()),
             order=tuple(name.strip() for name in order.split(",") if name.strip()),
             start=None if recipe is None else Recipe.parse(recipe), cells=cells, rounds=rounds,
+            grow_batch=None if grow_batch is None else _limit_bytes(grow_batch),
             budget_s=_options.duration_s(budget, "--budget") or None, mode=mode, max_error=max_error, output=folder,
             storage=storage, atlas=atlas, trial_timeout_s=_options.duration_s(trial_timeout, "--trial-timeout"),
             under_load=under_load, polite=polite,
@@ -191,6 +206,13 @@ def _arguments(options: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
+def _limit_bytes(text: str) -> float:
+    """``2GiB`` as bytes; ``device`` is as much as there is."""
+    from fettle.units import parse_size
+
+    return math.inf if text == "device" else parse_size(text, "--grow-batch")
+
+
 def _write(
     folder: Path, wanted: dict[str, Path], name: str, table: Table, analyses: Sequence[Analysis], done: Done | None,
     theirs: Mapping[str, float],
@@ -240,7 +262,9 @@ def _ladder(name: str, rungs: Sequence[Rung], theirs: Mapping[str, float]) -> Gr
 
     grid = Grid(title=name, box=None, title_justify="left", title_style="bold", header_style="dim", pad_edge=False)
     grid.add_column("step")
-    for column in ("per second", "speed-up", *(["published"] if theirs else []), "memory", "error"):
+    grown = any(rung.grown for rung in rungs)
+    for column in ("per second", "speed-up", *(["published"] if theirs else []), "memory", "error",
+                   *(["largest batch", "per second", "speed-up"] if grown else [])):  # fmt: skip
         grid.add_column(column, justify="right")
     grid.add_column("")
     for rung in rungs:
@@ -250,7 +274,15 @@ def _ladder(name: str, rungs: Sequence[Rung], theirs: Mapping[str, float]) -> Gr
         error = f"{rung.error:.1e}" if math.isfinite(rung.error) else "–"
         grid.add_row(
             escape(rung.label), f"{rung.per_second:.4g}" if known else "–", str(rung.speedup) if known else "–", *told,
-            size_text(rung.peak_bytes) if rung.peak_bytes else "–", error,
+            size_text(rung.peak_bytes) if rung.peak_bytes else "–", error, *(_grown(rung) if grown else []),
             "" if rung.kept else escape(rung.reason or "left out"), style="" if rung.kept else "yellow",
         )  # fmt: skip
     return grid
+
+
+def _grown(rung: Rung) -> tuple[str, str, str]:
+    """The largest batch at a step, and how fast it is."""
+    most = rung.grown
+    if most is None or not most.factor:
+        return "–", "–", "–"
+    return str(most.rows), f"{most.per_second:.4g}", str(most.speedup) if most.speedup is not None else "–"

@@ -10,10 +10,13 @@ import altair as alt
 
 from fettle.page import Figure, as_spec, clean, theme
 from fettle.page.theme import ACCENT, LEVERS, QUIET, WARN, captions, line_by_line, sized
+from fettle.studies.batches import Grown
 from fettle.studies.running import Rung
 from fettle.units import size_text
 
 _STEP = 46
+_MORE = 22
+"""Pixels that a step needs more where its largest batch is shown."""
 
 
 def figure(
@@ -29,10 +32,13 @@ def figure(
         ratio = beside(rung, rungs, published or {})
         row["published"] = baseline * ratio if ratio is not None and math.isfinite(baseline) else None
         row["text"] += f" · published {ratio:.2f}x" if ratio is not None else ""
+        most = rung.grown if rung.grown is not None and rung.grown.factor else None
+        row["grown"] = most.per_second if most is not None and math.isfinite(most.per_second) else None
+        row["below"] = _at_most(rung.grown) if rung.grown is not None else ""
     drawn = [row for row in rows if row["value"] > 0]
     if not drawn:
         return None
-    top = max(max(row["value"], row["published"] or 0.0) for row in rows)
+    top = max(max(row["value"], row["published"] or 0.0, row["grown"] or 0.0) for row in rows)
     base = alt.Chart(theme.data(rows)).encode(
         y=line_by_line(),
         tooltip=["recipe:N", "text:N", "detail:N"],
@@ -54,12 +60,21 @@ def figure(
         .mark_point(shape="diamond", filled=True, size=70, yOffset=10, color=LEVERS[4], opacity=1)
         .encode(x=alt.X("published:Q", axis=None, scale=ends))
     )
+    most = (
+        base.transform_filter("isValid(datum.grown)")
+        .mark_bar(height=6, yOffset=22, cornerRadiusEnd=2, color=LEVERS[1], opacity=0.85)
+        .encode(x=alt.X("grown:Q", axis=None, scale=ends))
+    )
+    below = base.mark_text(align="right", dy=35, fontSize=11).encode(x=alt.value("width"), text="below:N")
+    larger = any(row["below"] for row in rows)
     shown = [others] if any(row["published"] for row in rows) else []
-    chart = sized(_STEP * len(rows), bar, interval, *shown, *captions(base, "width * 0.55"))
+    chart = sized((_STEP + _MORE * larger) * len(rows), bar, interval, *([most, below] if larger else []), *shown,
+                  *captions(base, "width * 0.55"))  # fmt: skip
     words = (
         ("Diamonds: as published. " if shown else "")
+        + ("Thin bars: at the largest batch that fits. " if larger else "")
         + "Bars: "
-        + "; ".join(f"{row['label']} {row['text']}" for row in rows)
+        + "; ".join(f"{row['label']} {row['text']}" + (f", {row['below']}" if row["below"] else "") for row in rows)
         + "."
     )
     return Figure(name, clean(f"Every step: {workload}"), clean(words), clean(as_spec(chart)))
@@ -94,6 +109,14 @@ def _row(place: int, rung: Rung) -> dict[str, Any]:
             baseline = rung.per_second / rung.speedup.estimate
             row["low"], row["high"] = baseline * rung.speedup.low, baseline * rung.speedup.high
     return row
+
+
+def _at_most(most: Grown) -> str:
+    """The largest batch of a step, what it is worth, what it needs, and why there is no larger one."""
+    if not most.factor or most.speedup is None:
+        return f"no batch fits: {most.why[:60]}"
+    size = f" · {size_text(most.peak_bytes)}" if most.peak_bytes else ""
+    return f"batch {most.rows}: {most.per_second:.4g}/s · {most.speedup.estimate:.2f}x{size} · {most.why[:60]}"
 
 
 def _details(rung: Rung) -> list[str]:

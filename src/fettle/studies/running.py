@@ -23,6 +23,7 @@ from fettle.recipe import Recipe
 from fettle.result import Limits
 from fettle.search import Guide, Space, Step, auto, removals, steps
 from fettle.studies import designs
+from fettle.studies.batches import Grown, check_growth, grown
 from fettle.studies.designs import Part, Plan
 from fettle.studies.environments import check_same, differences, environments_of
 from fettle.studies.sharing import MACHINE, elsewhere, labels, measure_shares, shares, this_one
@@ -55,6 +56,8 @@ class Settings:
     """Techniques in the order of the ladder's steps; those that are not named come after them as the field has them."""
     start: Recipe | None = None
     """What an ablation takes apart, a sensitivity is asked around and a ladder stands on."""
+    grow_batch: float | None = None
+    """Of a ladder: bytes of memory up to which the batch is made larger at each step; infinite for all of a device."""
     cells: int | None = None
     """Most combinations of each workload. None: as many as the design has."""
     rounds: int = ROUNDS
@@ -93,6 +96,8 @@ class Rung:
     per_second: float
     peak_bytes: int | None
     error: float
+    grown: Grown | None = None
+    """The largest batch that fits at it, where that was asked for and it runs at all."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,7 @@ class _Workload:
     cells: Sequence[Recipe] = ()
     failure: str = ""
     steps: Sequence[Step] = ()
+    grown: Mapping[Recipe, Grown] = field(default_factory=dict)
     guide: Guide | None = None
     environments: Mapping[str, Interpreter] = field(default_factory=dict)
 
@@ -229,6 +235,8 @@ def _check(settings: Settings) -> None:
     known = {PYTHON.name, *(technique.name for technique in CATALOGUE)}
     if unknown := [name for name in settings.order if name not in known]:
         raise UsageError(f"`order`: there is no technique {unknown[0]!r}")
+    if settings.grow_batch is not None and settings.design != "ladder":
+        raise UsageError("`grow_batch` is for a ladder: `design=ladder`")
     if settings.rounds < 3:
         raise UsageError(f"`rounds={settings.rounds}`: a time needs three at least")
     for name, values in settings.arguments.items():
@@ -280,6 +288,8 @@ def _open(workload: _Workload, settings: Settings, machine: Machine) -> None:
         session.environments = workload.environments
         session.open(machine)
         check_same(session)
+        if settings.grow_batch is not None:
+            check_growth(session, settings.grow_batch)
     except UsageError as error:
         workload.failure = str(error)
         return
@@ -342,6 +352,9 @@ def _measure(workload: _Workload, settings: Settings, began: float) -> None:
     session, space = workload.session, workload.space
     if settings.design == "ladder":
         workload.steps = steps(space, session, start=settings.start)
+        if settings.grow_batch is not None:
+            ran = [step.trial.recipe for step in workload.steps if step.trial.status != "failed"]
+            workload.grown = {recipe: grown(session, recipe, settings.grow_batch) for recipe in ran}
         return
     if settings.design == "ablation":
         start = settings.start
@@ -400,6 +413,7 @@ def _rungs(workload: _Workload) -> list[Rung]:
         rungs.append(Rung(
             step.label, str(trial.recipe), step.kept, trial.status, trial.reason,
             None if trial.status == "failed" else ratio, rate, trial.peak_bytes, trial.accuracy.error,
+            workload.grown.get(trial.recipe),
         ))  # fmt: skip
     return rungs
 
