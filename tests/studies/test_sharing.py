@@ -133,7 +133,14 @@ WORDS = ["--technique=grad=grad,no_grad,inference_mode", "--technique=precision=
          "--technique=allocator=default", "--technique=attention=as-is", "--technique=quantize=none",
          "--technique=compile=off", "--technique=runtime=torch", "--rounds=3"]  # fmt: skip
 CELLS = 12
-WORKER = "from fettle import study, cli; study.HEARTBEAT_S, study.GRACE_S = 1, 10; cli.main()"
+WORKER = """
+from fettle import cli, study
+from fettle.studies import running
+
+study.HEARTBEAT_S, study.GRACE_S = 1, 10
+running.TOGETHER = 3  # so that each worker has a few of them
+cli.main()
+"""
 
 
 @pytest.fixture
