@@ -1,7 +1,7 @@
 """A pipeline, rung by rung: the whole call as given and with each recipe, in turn, with the workload's own metric.
 
     python bench/pipeline_ladder.py workloads/segment_anything.py --small small --json sam.json --recipe "mode=eval"
-    python bench/pipeline_ladder.py ... start; python bench/pipeline_ladder.py ... rounds; ... stop
+    python bench/pipeline_ladder.py TARGET start ...; python bench/pipeline_ladder.py TARGET rounds ...; ... stop
 
 Each recipe has a process of its own, which is idle (it waits for a line) while another one calls. The first call, on
 what the metric judges, is no figure; then every process makes one call in each round, in an order that changes from
