@@ -1,24 +1,16 @@
 """all-MiniLM-L6-v2 on passages of very different lengths, padded to the longest of their batch, as an index is built.
 
 A passage is some of the sentences beside this file, as many as a log-normal distribution says (median 5, sigma 0.8),
-cut at 256 tokens: about three places of four are padding. What counts is the mean over a passage's tokens, with which
-the model was trained.
+cut at 256 tokens: about seven places of ten are padding. What the model says there does not count.
 """
 
 import random
 from importlib.resources import files
 from pathlib import Path
 
-import torch
 from transformers import AutoModel, AutoTokenizer
 
 ROWS, BATCHES = 32, 6
-
-
-def embed(model, **batch) -> torch.Tensor:
-    """One vector for each passage, [rows, 384]."""
-    hidden, mask = model(**batch).last_hidden_state, batch["attention_mask"].unsqueeze(-1)
-    return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
 
 
 def workload() -> dict:
@@ -37,5 +29,6 @@ def workload() -> dict:
         for _ in range(BATCHES)
     ]  # fmt: skip
     return {
-        "model": model, "inputs": batches[:4], "check_inputs": batches[4:], "call": embed, "name": "minilm_passages",
+        "model": model, "inputs": batches[:4], "check_inputs": batches[4:], "padding": "attention_mask",
+        "name": "minilm_passages",
     }  # fmt: skip
