@@ -4,8 +4,9 @@
     python bench/trace_equal.py TRACE --tracelens REPORT_CSVS
 
 Runs the reference and `fettle.trace.hta` on each trace and compares: temporal breakdown, kernel types, kernel
-statistics (with no row folded into "others"), overlap, idle labels, launch statistics, queue lengths. Then says where
-the exact analyses differ, and by how much. Exit code 1 where a number differs.
+statistics (with no row folded into "others"), overlap, idle labels, launch statistics, queue lengths; its sort is
+made a stable one, as otherwise the processor decides which of two events of one microsecond comes first. Then says
+where the exact analyses differ, and by how much. Exit code 1 where a number differs.
 
 With --tracelens, the folder of tables that TraceLens wrote about the one trace: FLOPs and bytes of a call, calls and
 device time of each product, convolution and attention by the shapes of its inputs, beside `fettle.trace.product_table`.
@@ -30,7 +31,9 @@ from fettle.trace import account_total, load, product_table, time_account  # noq
 from fettle.trace.analyses import hta  # noqa: E402
 
 THEIRS = """
-import json, logging, sys
+import functools, json, logging, sys
+import pandas
+pandas.DataFrame.sort_values = functools.partialmethod(pandas.DataFrame.sort_values, kind='stable')
 logging.disable(logging.CRITICAL)
 from hta.trace_analysis import TraceAnalysis
 a = TraceAnalysis(trace_files={0: sys.argv[1]})
@@ -47,7 +50,8 @@ put('idle', lambda: rows(a.get_idle_time_breakdown(visualize=False)[0]))
 put('launches', lambda: rows(a.get_cuda_kernel_launch_stats(visualize=False)[0]))
 def queue():
     d = a.get_queue_length_time_series()[0]
-    return [{'stream': int(s), 'count': len(p), 'max': int(p.queue_length.max())} for s, p in d.groupby('stream')]
+    return [{'stream': int(s), 'count': len(p), 'mean': float(p.queue_length.mean()),
+             'max': int(p.queue_length.max())} for s, p in d.groupby('stream')]
 put('queue', queue)
 print(json.dumps(out))
 """
@@ -116,7 +120,7 @@ def compare(trace: Any, theirs: dict[str, Any]) -> tuple[int, list[str], list[st
     if answered("queue"):
         queue = {r["stream"]: r for r in hta.queue_summary(trace).to_dicts()}
         for row in theirs["queue"]:
-            for name in ("count", "max"):
+            for name in ("count", "mean", "max"):
                 check(f"queue {row['stream']} {name}", queue.get(row["stream"], {}).get(name), row[name])
     return equal, wrong, failed
 
