@@ -239,3 +239,23 @@ def test_torch_itself_refuses_what_the_allocator_check_calls_an_error(text: str)
         torch._C._accelerator_setAllocatorSettings(text)
     here = Environment({"PYTORCH_ALLOC_CONF": text})
     assert [finding.level for finding in allocator.allocator_settings(here)] == ["error"]
+
+
+def test_a_lock_is_held_against_the_advisories(tmp_path: Path, run_fettle) -> None:
+    """fettle's own pins are clean; a compromised one is found in any spelling; a file without pins is refused."""
+    root = Path(__file__).parents[2]
+    said = run_fettle("doctor", "--lock", root / "constraints.txt")
+    assert (said.code, said.err) == (0, "")
+    assert "none of them compromised" in said.out
+    lock = tmp_path / "requirements.lock"
+    spelt = ("litellm==1.82.8 --hash=sha256:00", "LiteLLM [proxy] == 1.82.8 ; python_version > '3'", "litellm===1.82.8")
+    for line in spelt:
+        lock.write_text(f"# litellm==1.82.8\n--index-url https://example.org/simple\ntorch==2.13.0+cpu\n{line}\n")
+        said = run_fettle("doctor", "--lock", lock, "--json")
+        found = json.loads(said.out)
+        assert (said.code, found["pins"]) == (1, 2)
+        assert f"litellm 1.82.8, pinned by {lock}, is compromised" in found["findings"][0]["seen"]
+    lock.write_text("torch>=2\n# litellm==1.82.8\n")
+    said = run_fettle("doctor", "--lock", lock)
+    assert (said.code, said.out) == (2, "")
+    assert "pins nothing" in said.err

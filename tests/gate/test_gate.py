@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -135,6 +136,34 @@ def test_a_revision_has_files_of_its_own_and_leaves_nothing(git: Git, tmp_path: 
     with pytest.raises(KeyboardInterrupt), repository.checkout(commit, tmp_path / "out"):
         raise KeyboardInterrupt
     assert (len(git("worktree", "list").splitlines()), (tmp_path / "out").exists()) == (1, False)
+
+
+def test_submodules_come_from_the_clone_that_is_here_or_are_named(git: Git, tmp_path: Path) -> None:
+    """Each at the commit that the revision names, one inside another too; no address is asked."""
+    names = ["-c", "user.name=n", "-c", "user.email=n@example.org", "-c", "protocol.file.allow=always"]
+    inner, outer = tmp_path / "sources" / "inner", tmp_path / "sources" / "outer"
+    for folder, text in ((inner, "deep"), (outer, "old")):
+        git("init", "-q", str(folder))
+        (folder / "file").write_text(text)
+        git("-C", str(folder), "add", "."), git("-C", str(folder), "commit", "-qm", text)
+    git("-C", str(outer), *names, "submodule", "--quiet", "add", str(inner), "in ner")
+    git("-C", str(outer), "commit", "-qm", "inner")
+    git(*names, "submodule", "--quiet", "add", str(outer), "lib"), git("commit", "-qm", "with submodules")
+    git(*names, "submodule", "--quiet", "update", "--init", "--recursive")
+    repository, commit = repository_of(tmp_path / "model.py"), git("rev-parse", "HEAD")
+    (tmp_path / "lib" / "file").write_text("new")
+    git("-C", str(tmp_path / "lib"), "commit", "-qam", "new"), git("add", "lib"), git("commit", "-qm", "moved")
+    shutil.rmtree(tmp_path / "sources")
+    with repository.checkout(commit, tmp_path / "out") as place:
+        assert repository.add_submodules(commit, place) == []
+        assert (place / "lib" / "file").read_text() == "old"
+        assert (place / "lib" / "in ner" / "file").read_text() == "deep"
+    assert (len(git("worktree", "list").splitlines()), (tmp_path / "out").exists()) == (1, False)
+    shutil.rmtree(tmp_path / "lib" / "in ner")
+    (tmp_path / "lib" / "in ner").mkdir()
+    with repository.checkout(commit, tmp_path / "out") as place:
+        assert repository.add_submodules(commit, place) == ["lib/in ner"]
+    assert (tmp_path / "lib" / "file").read_text() == "new"
 
 
 def test_a_killed_gates_worktree_is_removed_by_the_next(git: Git, tmp_path: Path) -> None:
@@ -322,6 +351,24 @@ def test_a_page_and_a_comment_escape_what_they_show(tmp_path: Path) -> None:
     assert "cannot tell" in shown
     history.path_of(tmp_path).write_text('{"when": "cut')
     assert history.read(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_another_environment_is_raced_for_real(git: Git, tmp_path: Path, run_fettle) -> None:
+    """One that sees the packages of this one, by another path; there the model waits twenty times as long."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "other"], check=True)
+    (site,) = (tmp_path / "other").glob("lib/python*/site-packages")
+    here = [path for path in sys.path if path and Path(path).is_dir()]
+    (site / "here.pth").write_text("\n".join(here) + "\n")
+    waits = 'import sys, time\n\ndef wait(x):\n    time.sleep(0.02 if "other" in sys.prefix else 0.001)\n    return x\n'
+    (tmp_path / "work.py").write_text(waits)
+    python = tmp_path / "other" / "bin" / "python"
+    said = run_fettle("bench", "model.py", "--against-python", str(python), "--json")
+    found = json.loads(said.out)
+    assert said.code == 0, said.err  # the other is the old side: this one is faster
+    assert found["verdict"] == "within"
+    assert found["judged"][0]["change"]["high"] < 0.2
+    assert found["old"] == f"environment {python}"
 
 
 def test_another_interpreter_must_have_fettle(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ COMMANDS = {
         "check": "is a recipe still faster, and still right, here?",
         "report": "draw the report of a study again, charts as PNG and SVG",
         "techniques": "the catalogue, and why a level cannot be used here",
+        "ui": "everything in a folder, in a browser, live",
         "join": "lend this machine's ranks to a study on another",
     },
     "Find out why it is slow or big": {

@@ -15,7 +15,7 @@ from fettle.cli import _show
 from fettle.errors import UsageError
 
 if TYPE_CHECKING:
-    from fettle.doctor import Finding
+    from fettle.doctor import Advisories, Finding
 
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
@@ -30,6 +30,9 @@ def command(
     ignore: Annotated[list[str] | None, typer.Option(help="leave out a check by its name. May be repeated")] = None,
     advisories: Annotated[
         Path | None, typer.Option(help="a newer list of compromised releases, in place of the one that came along")
+    ] = None,
+    lock: Annotated[
+        Path | None, typer.Option(help="look at what this file pins (requirements, constraints), and at nothing else")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
 ) -> None:
@@ -47,6 +50,8 @@ def command(
       fettle doctor train.py:workload
 
       fettle doctor --fail-on warning --ignore busy-neighbour --json
+
+      fettle doctor --lock requirements.lock
     """
     from fettle.doctor import (
         CHECKS,
@@ -65,6 +70,11 @@ def command(
         if name not in CHECKS:
             raise UsageError(f"--ignore {name}: there is no such check; --json names those that found something")
     known = read_advisories(advisories) if advisories else shipped_advisories()
+    if lock is not None:
+        if target or left_out:
+            raise UsageError("--lock looks at that file alone: leave out TARGET and --ignore")
+        _audit(lock, known, fail_on, as_json)
+        return
     with _show.telling("looking at the environment", quiet=as_json) as show:
         here = this_environment(known)
         if target and not any(supply_chain.compromised(here)):  # what is compromised is not imported
@@ -89,6 +99,29 @@ def command(
         print(f"{said}: {data['checks']} checks; compromised releases known up to {known.checked} ({age} days ago).")
         if target:
             print(f"{target} was not built, because a compromised release is installed.")
+    _leave(found, fail_on)
+
+
+def _audit(lock: Path, known: Advisories, fail_on: str, as_json: bool) -> None:
+    """Hold what a lock pins against the advisories."""
+    from fettle.doctor import Environment, supply_chain
+    from fettle.files import read_text
+
+    packages = supply_chain.locked(read_text(lock))
+    if not packages:
+        raise UsageError(f"{lock} pins nothing: it has no line such as torch==2.13.0")
+    found = list(supply_chain.pinned(Environment(packages=packages, advisories=known), str(lock)))
+    data = {"findings": found, "pins": len(packages), "advisories": {"checked": str(known.checked)}}
+    _show.answer(as_json, lambda: data, lambda console: _print(console, found))
+    if not as_json:
+        print(f"{lock}: {len(packages)} pins, {len(found) or 'none'} of them compromised releases known up to "
+              f"{known.checked}.")  # fmt: skip
+    _leave(found, fail_on)
+
+
+def _leave(found: list[Finding], fail_on: str) -> None:
+    from fettle.doctor import LEVELS
+
     worst = LEVELS.index(fail_on) if fail_on != "never" else -1
     _show.leave(missed=any(LEVELS.index(finding.level) <= worst for finding in found))
 

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from fettle.doctor._check import Finding, check, error, note, warning
 from fettle.doctor.advisories import Advisory
@@ -21,6 +22,15 @@ _HARMLESS = {"_virtualenv.pth": "import _virtualenv"}
 _OLD_DAYS = 365
 _CODE = (".py", ".pth")
 _MOST_NAMED = 3
+
+
+_PINNED = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)\s*(?:\[[^]]*\])?\s*===?\s*([A-Za-z0-9.+!_-]+)")
+
+
+def locked(text: str) -> tuple[Package, ...]:
+    """The distributions that a lock pins (``name==version``: requirements, constraints), whatever else a line says."""
+    found = [match for line in text.splitlines() if (match := _PINNED.match(line.strip()))]
+    return tuple(Package(re.sub(r"[-_.]+", "-", match[1]).lower(), match[2]) for match in found)
 
 
 def compromised(here: Environment) -> Iterator[tuple[Advisory, Package]]:
@@ -38,11 +48,23 @@ def compromised(here: Environment) -> Iterator[tuple[Advisory, Package]]:
 def compromised_release(here: Environment) -> Iterator[Finding]:
     """A release that is known to be compromised."""
     for advisory, package in compromised(here):
-        make = error if advisory.level == "error" else warning
-        known = "is" if make is error else "may be"
-        yield make(f"{package.name} {package.version}, installed in {package.folder}, {known} compromised "
-                   f"({advisory.published}, {advisory.sources[0]}).",
-                   f"It {advisory.does}. To uninstall it takes back nothing that it took.", _REBUILD)  # fmt: skip
+        yield _compromise(advisory, f"{package.name} {package.version}, installed in {package.folder},",
+                          " To uninstall it takes back nothing that it took.", _REBUILD)  # fmt: skip
+
+
+def pinned(here: Environment, lock: str) -> Iterator[Finding]:
+    """The same of what a lock pins: its packages, as `locked` reads them, are those of `here`."""
+    for advisory, package in compromised(here):
+        found = _compromise(advisory, f"{package.name} {package.version}, pinned by {lock},", "",
+                            f"pin another release of {package.name} in {lock}; {_REBUILD}")  # fmt: skip
+        yield replace(found, check=compromised_release.name)
+
+
+def _compromise(advisory: Advisory, what: str, more: str, mend: str) -> Finding:
+    make = error if advisory.level == "error" else warning
+    known = "is" if make is error else "may be"
+    return make(f"{what} {known} compromised ({advisory.published}, {advisory.sources[0]}).",
+                f"It {advisory.does}.{more}", mend)  # fmt: skip
 
 
 @check()

@@ -215,6 +215,11 @@ def revision(ground: Ground, repository: Repository, commit: str, python: str = 
     if location.endswith(".py") and not repository.holds(commit, Path(location)):
         raise UsageError(f"{Path(location).relative_to(repository.root)} is not there at {label!r}")
     with repository.checkout(commit, ground.folder / "worktrees", ground.settings.links) as place:
+        if missing := repository.add_submodules(commit, place):
+            ground.note(
+                f"{label!r} has submodules whose commits are not in this clone ({', '.join(missing[:3])}): it runs "
+                "without them; git submodule update --init fetches those of a revision that is checked out"
+            )
         yield Side(label, at(ground.target, repository, place), commit, python)
 
 

@@ -65,6 +65,31 @@ class Repository:
             raise UsageError(f"{self.name(good)!r} is no ancestor of {self.name(bad)!r}: nothing lies between them")
         return self._git("rev-list", "--reverse", "--first-parent", f"{good}..{bad}").splitlines()
 
+    def submodules(self, commit: str) -> list[tuple[str, str]]:
+        """Path and commit of every submodule at a commit."""
+        entries = self._git("ls-tree", "-r", "-z", commit).split("\0")
+        return [(path, about.split()[2]) for about, _, path in (entry.partition("\t") for entry in entries)
+                if about.startswith("160000 ")]  # fmt: skip
+
+    def add_submodules(self, commit: str, place: Path) -> list[str]:
+        """Check out the submodules of a commit, and theirs, in its worktree: from the clones that are here, asking no
+        network. Returns the paths of those that are not here."""
+        missing = []
+        for path, wanted in self.submodules(commit):
+            here = self.root / path
+            if not (here / ".git").exists() or not self._has(here, wanted):
+                missing.append(path)
+                continue
+            quiet = ("-c", "core.hooksPath=/dev/null")
+            self._git(*quiet, "clone", "--quiet", "--shared", "--no-checkout", str(here), str(place / path))
+            _git(place / path, *quiet, "checkout", "--quiet", "--detach", wanted)
+            missing += [f"{path}/{inner}" for inner in Repository(here).add_submodules(wanted, place / path)]
+        return missing
+
+    @staticmethod
+    def _has(clone: Path, commit: str) -> bool:
+        return bool(_git(clone, "rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}", check=False))
+
     @contextlib.contextmanager
     def checkout(self, commit: str, folder: Path, links: Sequence[Path] = ()) -> Iterator[Path]:
         """The files of a commit in a folder of their own below `folder`, until the block ends. `links` are paths of the

@@ -1,0 +1,204 @@
+"""What lies in a folder that fettle knows: studies, reports, traces, snapshots, packages.
+
+Files are recognised by a few bytes of each: nothing is unpickled, and no code of theirs runs. Symbolic links are not
+followed and not listed, so that what is found lies in the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import json
+import os
+import re
+import sqlite3
+import stat
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import time
+from urllib.parse import quote
+
+from fettle.errors import UsageError
+from fettle.units import count_text
+
+RUNNING_S = 180.0
+"""A study whose storage or logs changed within so many seconds, and after its result was written, is taken to run."""
+MOST_FILES = 20_000
+"""Files that are looked at; a folder with more is shown in part, which is said."""
+_PEEK = 8192
+_SETTLED_S = 1.0
+_SKIP = {"__pycache__", "node_modules", "site-packages", "cache"}
+_STATES = ("RUNNING", "COMPLETE", "PRUNED", "FAIL", "WAITING")
+TYPES = {".html": "text/html", ".svg": "image/svg+xml", ".png": "image/png"} | dict.fromkeys(
+    (".json", ".jsonl", ".toml", ".csv", ".py", ".md", ".txt", ".log"), "text/plain"
+)
+"""What may be shown in a browser, by suffix, as what; of anything else its path is all that is told."""
+KINDS = ("study", "report", "trace", "snapshot", "package", "results")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing in the folder."""
+
+    kind: str
+    """One of `KINDS`."""
+    path: str
+    """From the folder, with slashes."""
+    says: str
+    """One line on what is in it."""
+    changed: float
+    """Seconds since 1970."""
+    size_bytes: int
+    running: bool = False
+    command: str = ""
+    """What shows more of it, where a browser cannot."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a folder holds, and the files of it that may be shown."""
+
+    folder: Path
+    items: Sequence[Item]
+    files: Mapping[str, Path]
+    """By the path from the folder: nothing else is ever opened for a reader."""
+    cut: bool = False
+    """Whether there were more than `MOST_FILES`."""
+
+
+_seen: dict[tuple[str, int, int], tuple[str, str]] = {}
+"""Kind and line of a file, by its path, time of change and size: what did not change is not read again."""
+
+
+def inventory(folder: Path) -> Found:
+    """What `folder` and the folders in it hold, by kind, what changed last first. Raises `UsageError` for no folder."""
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder" if folder.exists() else f"there is no folder {folder}")
+    folder = folder.resolve()
+    items: list[Item] = []
+    files: dict[str, Path] = {}
+    count = 0
+    for place, path, about in _files(folder):
+        count += 1
+        if count > MOST_FILES:
+            break
+        if path.suffix.lower() in TYPES:
+            files[place] = path
+        kind, says = _known(path, about)
+        if kind:
+            running = path.name == "study.db" and _runs(path)
+            items.append(Item(kind, place, says, about.st_mtime, about.st_size, running, _command(kind, path)))
+    items.sort(key=lambda item: (KINDS.index(item.kind), -item.changed, item.path))
+    return Found(folder, items, files, count > MOST_FILES)
+
+
+def _files(folder: Path) -> Iterator[tuple[str, Path, os.stat_result]]:
+    """Every regular file below, and its path from the folder."""
+    for here, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name not in _SKIP and not name.startswith("."))
+        for name in sorted(names):
+            path = Path(here, name)
+            with contextlib.suppress(OSError):
+                about = path.lstat()
+                if stat.S_ISREG(about.st_mode) and not name.startswith("."):
+                    yield path.relative_to(folder).as_posix(), path, about
+
+
+def _known(path: Path, about: os.stat_result) -> tuple[str, str]:
+    """A file's kind and its line; empty where it is none of ours. One that cannot be read is not there."""
+    key = (str(path), about.st_mtime_ns, about.st_size)
+    if key not in _seen:
+        if len(_seen) > 2 * MOST_FILES:
+            _seen.clear()
+        try:
+            found = _look(path)
+        except (OSError, ValueError, sqlite3.Error, zlib.error):
+            found = "", ""
+        if time() - about.st_mtime < _SETTLED_S:  # it may change once more within one tick of the file system's clock
+            return found
+        _seen[key] = found
+    return _seen[key]
+
+
+def _look(path: Path) -> tuple[str, str]:
+    name = path.name.lower()
+    if name.endswith(".db"):
+        return _study(path)
+    if name.endswith(".html"):
+        title = re.search("<title>(.*?)</title>", _head(path).decode("utf-8", "replace"), re.DOTALL)
+        said = html.unescape(title.group(1)) if title else ""
+        return ("report", said.removesuffix(" – fettle")) if said.endswith(" – fettle") else ("", "")
+    if name.endswith((".json", ".json.gz")):
+        head = _head(path)
+        if b'"traceEvents"' in head or b'"deviceProperties"' in head:
+            return "trace", "a profiler's trace"
+        if name == "manifest.json" and path.with_name("weights.safetensors").exists():
+            return "package", "a model that fettle serves"
+        return ("results", "the same for machines") if name in _RESULTS else ("", "")
+    if name in ("recipe.toml", "optimized.py", "history.jsonl"):
+        return "results", _OTHERS[name]
+    if name.endswith((".pickle", ".pkl")):
+        found = _head(path).startswith((b"\x80", b"(")) and any(
+            word in _head(path, 1 << 16) for word in (b"device_traces", b"segments")
+        )
+        return ("snapshot", "an allocator's snapshot") if found else ("", "")
+    return "", ""
+
+
+_RESULTS = {"result.json", "study.json", "improve.json", "measured.json"}
+_OTHERS = {
+    "recipe.toml": "the recipe, for fettle.apply",
+    "optimized.py": "the same as plain PyTorch",
+    "history.jsonl": "what the gate found, one race a line",
+}
+
+
+def _head(path: Path, size: int = _PEEK) -> bytes:
+    """The first bytes of a file, unpacked where it is compressed."""
+    with path.open("rb") as file:
+        head = file.read(size)
+    return zlib.decompressobj(wbits=31).decompress(head, size) if path.name.endswith(".gz") else head
+
+
+def _study(path: Path) -> tuple[str, str]:
+    """The studies of an Optuna storage and their trials, read with nothing but SQL, and without a lock for long."""
+    address = f"file:{quote(str(path))}?mode=ro"
+    with contextlib.closing(sqlite3.connect(address, uri=True, timeout=1.0)) as base:
+        names = [str(name) for (name,) in base.execute("SELECT study_name FROM studies ORDER BY study_id LIMIT 50")]
+        states = dict(base.execute("SELECT state, count(*) FROM trials GROUP BY state"))
+        judged = Counter(
+            json.loads(value)
+            for (value,) in base.execute("SELECT value_json FROM trial_user_attributes WHERE key = 'status'")
+        )
+    if not names:
+        return "", ""
+    told = [f"{count} {status}" for status, count in sorted(judged.items())]
+    if waiting := states.get("RUNNING", 0):
+        told.append(f"{waiting} being measured")
+    line = ", ".join(names) + f": {count_text(sum(states.values()), 'trial')}"
+    return "study", line + (f" ({', '.join(told)})" if told else "")
+
+
+def _runs(path: Path) -> bool:
+    """Whether a study's storage or logs changed lately, and after its result."""
+
+    def last(*places: Path) -> float:
+        found = [0.0]
+        for place in places:
+            with contextlib.suppress(OSError):
+                found.append(place.stat().st_mtime)
+        return max(found)
+
+    logs = path.parent / "logs"
+    changed = last(path, path.with_name("study.db-journal"), logs, *(logs.iterdir() if logs.is_dir() else ()))
+    ended = last(path.with_name("result.json"), path.with_name("study.json"))
+    return changed > ended and time() - changed < RUNNING_S
+
+
+def _command(kind: str, path: Path) -> str:
+    if kind == "trace":
+        return f"fettle trace report {path}"
+    return {"snapshot": f"fettle memory {path}", "package": f"fettle serve {path.parent}"}.get(kind, "")

@@ -1,0 +1,268 @@
+"""A folder in a browser: what is found, who may see it, and that it changes while a study runs."""
+
+import gzip
+import http.client
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import optuna
+import pytest
+
+from fettle.cli import main
+from fettle.errors import UsageError
+from fettle.page import shell
+from fettle.ui import Site, address_of, inventory, listing, serve
+
+HOSTILE = "<script>alert(1)</script>"
+PORT = 4321
+HERE = [f"127.0.0.1:{PORT}"]
+
+
+def begin_study(folder: Path, name: str = "digits") -> optuna.Study:
+    """A storage with two trials that were judged, and one that is being measured."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    folder.mkdir(parents=True, exist_ok=True)
+    study = optuna.create_study(storage=f"sqlite:///{folder / 'study.db'}", study_name=name)
+    for status in ("valid", "rejected"):
+        study.add_trial(optuna.trial.create_trial(value=1.0, user_attrs={"status": status}))
+    study.ask()
+    return study
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of each kind, things that are none of ours, and traps."""
+    root = tmp_path_factory.mktemp("ui") / "work"
+    begin_study(root / "out")
+    (root / "out" / "recipe.toml").write_text("format = 1\n")
+    title = f"2x as fast {HOSTILE}"
+    (root / "out" / "report.html").write_text(
+        shell.render("fettle.parallel", "plan.html.j2", title, made={}, drawn={"drawings": {}})
+    )
+    (root / "other.html").write_text("<title>somebody's page</title>")
+    with gzip.open(root / "run.json.gz", "wt") as file:
+        json.dump({"schemaVersion": 1, "traceEvents": []}, file)
+    (root / "a b#?%2e.json").write_text('{"traceEvents": []}')
+    (root / "bad.json.gz").write_bytes(b"\x1f\x8b not gzip")
+    (root / "broken.db").write_bytes(b"SQLite format 3\0 and then nothing")
+    (root / "memory.pickle").write_bytes(b"\x80\x04\x95segments device_traces")
+    (root / "data.pickle").write_bytes(b"\x80\x04\x95anything")
+    (root / "digits-1").mkdir()
+    for name in ("manifest.json", "weights.safetensors"):
+        (root / "digits-1" / name).write_text("{}")
+    (root / ".hidden").mkdir()
+    (root / ".hidden" / "secret.txt").write_text("secret")
+    (root.parent / "secret.txt").write_text("secret")
+    (root / "link.txt").symlink_to(root.parent / "secret.txt")
+    (root / "linked").symlink_to(root.parent)
+    os.mkfifo(root / "pipe.txt")
+    return root
+
+
+@pytest.fixture(scope="module")
+def site(folder: Path) -> Site:
+    return Site(folder, token="right")
+
+
+def test_the_inventory_knows_each_kind_and_nothing_else(folder: Path) -> None:
+    found = inventory(folder)
+    assert {item.path: item.kind for item in found.items} == {
+        "out/study.db": "study",
+        "out/report.html": "report",
+        "run.json.gz": "trace",
+        "a b#?%2e.json": "trace",
+        "memory.pickle": "snapshot",
+        "digits-1/manifest.json": "package",
+        "out/recipe.toml": "results",
+    }
+    study = found.items[0]
+    assert study.says == "digits: 3 trials (1 rejected, 1 valid, 1 being measured)"
+    assert study.running
+    assert not {"link.txt", "linked/secret.txt", ".hidden/secret.txt", "pipe.txt"} & set(found.files)
+
+
+def test_a_study_runs_until_its_result_is_newer_or_it_was_silent(tmp_path: Path) -> None:
+    begin_study(tmp_path)
+    path = tmp_path / "study.db"
+    (tmp_path / "result.json").write_text("{}")
+    os.utime(tmp_path / "result.json", (time.time() + 5,) * 2)
+    assert not inventory(tmp_path).items[0].running
+    (tmp_path / "result.json").unlink()
+    assert inventory(tmp_path).items[0].running
+    os.utime(path, (time.time() - listing.RUNNING_S - 5,) * 2)
+    assert not inventory(tmp_path).items[0].running
+
+
+def test_a_folder_with_too_many_files_is_shown_in_part(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listing, "MOST_FILES", 3)
+    assert inventory(folder).cut
+
+
+def test_the_page_links_reports_escapes_what_it_shows_and_is_sent_once(site: Site) -> None:
+    answer = site.respond("GET", "/right/", HERE, PORT)
+    text = answer.body.decode()
+    assert answer.status == 200
+    assert HOSTILE not in text
+    assert 'href="/right/file/out/report.html"' in text
+    assert 'href="/right/file/a%20b%23%3F%252e.json"' in text
+    assert "1 study running" in text
+    assert "fettle trace report " in text
+    assert site.respond("GET", "/right/", HERE, PORT, answer.headers["ETag"]).status == 304
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["../secret.txt", "..%2fsecret.txt", "%2e%2e/secret.txt", "out/../../secret.txt", "link.txt", "linked/secret.txt",
+     "linked/work/out/report.html", ".hidden/secret.txt", "/etc/passwd", "%2fetc%2fpasswd", "pipe.txt", "out", "out/",
+     "memory.pickle", "out/study.db", "out/report.html%00", "out%5creport.html", "%ff%fe", "", "..\\secret.txt"],
+)  # fmt: skip
+def test_no_path_leads_anywhere_but_to_what_was_found(site: Site, place: str) -> None:
+    assert site.respond("GET", f"/right/file/{place}", HERE, PORT).status == 404
+
+
+def test_who_has_no_token_or_comes_by_another_name_is_refused(site: Site) -> None:
+    for target in (
+        "/",
+        "",
+        "/wrong/",
+        "/right2/",
+        "/righ/",
+        "/wrong/file/out/report.html",
+        "//right/",
+        "/r\u00e9/",
+        "*",
+    ):
+        assert site.respond("GET", target, HERE, PORT).status == 403, target
+    for hosts in ([], ["evil.example"], [f"evil.example:{PORT}"], ["127.0.0.1"], [f"127.0.0.1:{PORT + 1}"],
+                  [*HERE, "evil.example"], [f"127.0.0.1:{PORT}.evil.example"], [f"0.0.0.0:{PORT}"]):  # fmt: skip
+        assert site.respond("GET", "/right/", hosts, PORT).status == 403, hosts
+    assert site.respond("GET", "/right/", [f"LOCALHOST:{PORT}"], PORT).status == 200
+    assert site.respond("POST", "/right/", HERE, PORT).status == 405
+    assert len(Site(site.folder).token) >= 32
+    assert Site(site.folder).token != Site(site.folder).token
+
+
+@pytest.fixture
+def served(site: Site) -> Iterator[tuple[int, str]]:
+    with serve(site) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield server.server_port, address_of(server)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_over_a_socket_a_report_comes_in_a_sandbox_and_what_became_a_link_does_not(
+    served: tuple[int, str], folder: Path
+) -> None:
+    port, _ = served
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+
+    def ask(method: str, target: str) -> tuple[http.client.HTTPResponse, bytes]:
+        connection.request(method, target)
+        answer = connection.getresponse()
+        return answer, answer.read()
+
+    report, body = ask("GET", "/right/file/out/report.html")
+    assert body == (folder / "out" / "report.html").read_bytes()
+    assert report.headers["Content-Security-Policy"].startswith("sandbox allow-scripts")
+    assert report.headers["Referrer-Policy"] == "no-referrer"
+    assert ask("GET", "/right/file/out/recipe.toml")[0].headers["Content-Type"].startswith("text/plain")
+    head, body = ask("HEAD", "/right/file/out/report.html")
+    assert (head.status, body) == (200, b"")
+    assert ask("GET", "/wrong/")[0].status == 403
+    assert ask("POST", "/right/")[0].status == 405
+    connection.close()
+
+
+def test_a_file_or_folder_that_became_a_link_since_it_was_found_is_not_opened(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "in", tmp_path / "outside"
+    (inside / "sub").mkdir(parents=True)
+    outside.mkdir()
+    for place in (inside / "a.txt", inside / "sub" / "b.txt", outside / "b.txt"):
+        place.write_text("secret" if place.parent == outside else "mine")
+    site = Site(inside, token="t")
+    found = site.found()
+    site.found = lambda: found  # type: ignore[method-assign] # as if no time went by
+    (inside / "a.txt").unlink()
+    (inside / "a.txt").symlink_to(outside / "b.txt")
+    shutil.rmtree(inside / "sub")
+    (inside / "sub").symlink_to(outside)
+    with serve(site) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        for place in ("a.txt", "sub/b.txt"):
+            connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+            connection.request("GET", f"/t/file/{place}")
+            answer = connection.getresponse()
+            assert (answer.status, b"secret" in answer.read()) == (404, False)
+            connection.close()
+        server.shutdown()
+        thread.join()
+
+
+def test_bad_input_is_one_line_and_json_is_the_inventory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fettle", "ui", *words])
+        with pytest.raises(SystemExit) as leaving:
+            main()
+        said = capsys.readouterr()
+        return int(leaving.value.code or 0), said.out, said.err
+
+    code, out, err = run(str(folder / "nowhere"))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "there is no folder" in err
+    assert run(str(folder / "other.html"))[0] == 2
+    code, out, _ = run(str(folder), "--json")
+    assert code == 0
+    assert {item["kind"] for item in json.loads(out)["items"]} == {
+        "study", "report", "trace", "snapshot", "package", "results",
+    }  # fmt: skip
+    with (
+        serve(Site(folder)) as server,
+        pytest.raises(UsageError, match="cannot listen"),
+        serve(Site(folder), server.server_port),
+    ):
+        pass
+
+
+@pytest.mark.slow
+def test_in_a_browser_the_page_changes_while_a_study_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    browser = next((found for name in ("chromium", "google-chrome", "chrome") if (found := shutil.which(name))), None)
+    if browser is None:
+        pytest.skip("no Chromium")
+    monkeypatch.setattr("fettle.ui.server.FRESH_S", 0.0)  # the browser's time runs faster than ours
+    begin_study(tmp_path / "out", "before")
+    with serve(Site(tmp_path)) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        ticks = iter(range(1))
+        respond = server.site.respond
+
+        def watched(*given: object) -> object:
+            answer = respond(*given)  # type: ignore[arg-type]
+            if next(ticks, None) is not None:  # the browser has the first page: the study goes on
+                study = optuna.load_study(study_name="before", storage=f"sqlite:///{tmp_path / 'out' / 'study.db'}")
+                study.add_trial(optuna.trial.create_trial(value=1.0, user_attrs={"status": "failed"}))
+            return answer
+
+        server.site.respond = watched  # type: ignore[method-assign, assignment]
+        done = subprocess.run(
+            [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
+             "--timeout=15000", "--virtual-time-budget=8000", "--dump-dom", address_of(server)],
+            capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        server.shutdown()
+        thread.join()
+    assert "before: 4 trials (1 failed, 1 rejected, 1 valid, 1 being measured)" in done.stdout, done.stderr
