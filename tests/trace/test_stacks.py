@@ -35,6 +35,10 @@ def test_what_begins_where_another_ends_but_for_rounding_comes_after_it(tmp_path
     stacks = host_stacks(made.load(tmp_path))
     assert stacks.parent.tolist() == [-1, 0, -1]
     assert stacks.self_ns.tolist() == [2_000, 8_000, 499_999]
+    both = Build().op("a", 0, 10).op("inside a", 1, 8).step(0, 9.999, 500).op("enumerate(DataLoader)", 9.999, 400)
+    stacks = host_stacks(both.load(tmp_path))
+    assert stacks.parent.tolist() == [-1, 0, -1, 2]
+    assert stacks.self_ns.tolist() == [2_000, 8_000, 100_000, 399_999]
 
 
 def test_a_range_opened_in_a_function_holds_what_runs_after_it(tmp_path: Path) -> None:

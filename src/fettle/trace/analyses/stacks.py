@@ -202,7 +202,7 @@ def _begin_after_rounding(trace: Trace, rows: Ints) -> tuple[Ints, Ints]:
     """
     start, end, thread = trace.ts[rows], trace.end[rows], trace.column("thread")[rows]
     begin = start.copy()
-    for back in (1, 2):  # the event before, or what that lies in
+    for back in (1, 2, 3):  # the event before, or what that lies in; from behind a range that begins then as well, too
         over = end[:-back] - start[back:]
         some = np.flatnonzero((over > 0) & (over <= ROUNDED_NS))
         mine = some + back
