@@ -58,8 +58,6 @@ class TextCosts(msgspec.Struct, dict=True):
     """Of all that was timed, over the median of its cell."""
     failures: dict[str, str] = {}
     """Why, by what was tried."""
-    memory_bytes: int = 0
-    """Resident, at the end."""
 
     def writing_table(self, longest: int) -> list[list[float]]:
         """Seconds of a step by texts (from 0) and by what the longest keeps, in steps of `GRAIN`."""
@@ -137,22 +135,23 @@ def calibrate_texts(
     """
     made = TextCosts(writing=[], prompts=[], spread=[], failures={})
     with Child("fettle.slo.text_costs", variables={"OMP_NUM_THREADS": str(threads)}) as child:
+        tried = "loading"
         try:
             loaded = child.call(_Load(str(package.folder), threads, device, most), _Loaded, START_S)
             made.row_bytes, made.keeps = loaded.row_bytes, loaded.keeps
             writing, prompts = cells(loaded.rows, prompt, whole, keeps=made.keeps)
-            for name, todo, found in (("writing", writing, made.writing), ("prompts", prompts, made.prompts)):
+            for name, todo, found in (("prompts", prompts, made.prompts), ("writing", writing, made.writing)):
                 for number, cell in enumerate(todo, 1):
                     if stopped():
                         raise Stopped
-                    on_progress(f"cost of {name}, {number} of {len(todo)}: {cell.rows} texts, {cell.kept} tokens kept")
+                    tried = f"{name}, {cell.rows} texts with {cell.new} tokens after {cell.kept}"
+                    on_progress(f"cost of {tried}: {number} of {len(todo)}")
                     samples = child.call(_Time(cell, SECONDS), list[float], ANSWER_S)
                     middle = statistics.median(samples)
                     found.append((cell, middle))
                     made.spread += [value / middle for value in samples]
-            made.memory_bytes = child.call(_Memory(), int, ANSWER_S)
         except ChildError as failure:
-            made.failures["loading" if not made.row_bytes and not made.writing else str(cell)] = str(failure)
+            made.failures[tried] = str(failure)
     made.writing = _whole(made.writing)
     made.rows = max((cell.rows for cell, _ in made.writing), default=0)
     return made
@@ -188,24 +187,14 @@ class _Time(Request, tag="timing"):
     seconds: float
 
 
-class _Memory(Request, tag="looking"):
-    """How much there is."""
-
-
 class _Worker:
     """The engine, loaded and timed."""
 
     running: Any
 
-    def answer(self, request: _Load | _Time | _Memory) -> object:
+    def answer(self, request: _Load | _Time) -> object:
         """What was asked for."""
-        if isinstance(request, _Load):
-            return self._load(request)
-        if isinstance(request, _Time):
-            return self._timed(request.cell, request.seconds)
-        from fettle.serve.engine.worker_main import resident_bytes
-
-        return resident_bytes()
+        return self._load(request) if isinstance(request, _Load) else self._timed(request.cell, request.seconds)
 
     def _load(self, load: _Load) -> _Loaded:
         import torch
@@ -272,4 +261,4 @@ class _Worker:
 
 if __name__ == "__main__":
     be_a_worker()
-    Parent().serve(_Load | _Time | _Memory, _Worker().answer)
+    Parent().serve(_Load | _Time, _Worker().answer)
