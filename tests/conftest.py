@@ -26,6 +26,7 @@ import fettle
 from fettle import comparing
 from fettle.cli import main
 from fettle.gate import racing
+from fettle.measure import Rules
 from fettle.tuning import Effort, session
 
 # What one run of the tests compiled or read, the next must not find.
@@ -96,6 +97,16 @@ def quick_studies(**changes: Any) -> Iterator[None]:
         real = fettle.tune.__globals__["options_of"]
         changed = lambda *given: replace(real(*given), effort=QUICK, **changes)  # noqa: E731
         patch.setitem(fettle.tune.__globals__, "options_of", changed)
+        yield
+
+
+@contextlib.contextmanager
+def quick_comparisons() -> Iterator[None]:
+    """Races of named recipes by one process each and few rounds, whatever the call asks for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comparing, "REPLICATES", 1)
+        patch.setattr(comparing, "MOST_REPLICATES", 1)
+        patch.setattr(comparing, "Rules", lambda **asked: Rules(**{**asked, "slice_s": 0.02, "max_rounds": 3}))
         yield
 
 

@@ -7,7 +7,6 @@ import inspect
 import re
 import shlex
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,10 +18,9 @@ import fettle
 from fettle.cli import COMMANDS, _old_spellings, build
 from fettle.cli.serve import COMMANDS as SERVE
 from fettle.errors import UsageError
-from fettle.measure import Rules
 from fettle.report import Result
 from fettle.tuning import options
-from tests.conftest import quick_studies
+from tests.conftest import quick_comparisons, quick_studies
 from tests.tuning.test_tuning import FEW
 
 ROOT = Path(__file__).parent.parent
@@ -48,14 +46,9 @@ TEXTS = [(str(path.relative_to(ROOT)), path.read_text()) for path in PAGES] + li
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def quick() -> Iterator[None]:
     """A study of few recipes and rounds: what a page shows is run as it is written, and takes seconds."""
-    from fettle import comparing
-
-    monkeypatch.setattr(comparing, "REPLICATES", 1)
-    monkeypatch.setattr(comparing, "MOST_REPLICATES", 1)
-    monkeypatch.setattr(comparing, "Rules", partial(Rules, slice_s=0.05))
-    with quick_studies(techniques=FEW):
+    with quick_studies(techniques=FEW), quick_comparisons():
         yield
 
 

@@ -326,12 +326,12 @@ def run_cases(first: int, count: int, folder: Path, state: Path | None = None) -
             answer_everything(path)
             if seed % TOLD_EVERY == 0:
                 tell(path, seed)
-        except (KeyboardInterrupt, SystemExit):
+        except Exception as error:
+            failed.append(f"seed {seed}: {type(error).__name__}: {str(error)[:200]}")
+        except BaseException:
             if state is not None:
                 state.write_text(json.dumps({"next": seed, "failed": failed}))
             raise
-        except Exception as error:
-            failed.append(f"seed {seed}: {type(error).__name__}: {str(error)[:200]}")
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
         if _peak_bytes() - before > GROWTH_BYTES:
@@ -345,6 +345,14 @@ def run_cases(first: int, count: int, folder: Path, state: Path | None = None) -
     return failed
 
 
+class Ended(BaseException):
+    """The run was asked to end; nothing that a command catches, as it would a SystemExit."""
+
+
+def _end(*_: Any) -> None:
+    raise Ended
+
+
 def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -355,10 +363,13 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--state", type=Path)
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended; --state goes on from here"))
+    signal.signal(signal.SIGTERM, _end)
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     with tempfile.TemporaryDirectory() as folder:
-        failed = run_cases(options.first, options.count, Path(folder), options.state)
+        try:
+            failed = run_cases(options.first, options.count, Path(folder), options.state)
+        except Ended:
+            sys.exit("ended; --state goes on from here")
     print("\n".join(failed))
     kinds = Counter(line.split(": ")[1] for line in failed)
     told = ", ".join(f"{number} {kind}" for kind, number in kinds.most_common())

@@ -13,6 +13,7 @@ from fettle.errors import UsageError
 from fettle.trace.analyses import hta
 from fettle.trace.analyses.arrival import clock_offsets, match_collectives
 from fettle.trace.analyses.communication import bus_factor
+from fettle.trace.analyses.idle import missing_information
 from fettle.trace.analyses.launches import launch_links
 from fettle.trace.kinds import is_collective_name, short_kernel_name
 from tests.trace.build import Build, training
@@ -330,6 +331,20 @@ def test_a_wait_that_nothing_explains_is_unknown_on_the_path_as_it_is_in_the_gap
     unknown = pieces.filter(pl.col("category") == "queued_unknown")["time_ns"].to_list()
     assert unknown == T.idle_summary(trace, 0).filter(pl.col("cause") == "queued_unknown")["idle_ns"].to_list()
     assert unknown == [793_000]
+
+
+def test_what_is_missing_is_said_of_graphs_and_of_events(tmp_path: Path) -> None:
+    """A late begin behind a graph's launch is not put down to events that nobody waited for."""
+    late = Build().step(0, 0, 1000).kernel("gemm", 20, 30, call=5).kernel("gemm", 800, 200, call=30)
+    said = missing_information(late.load(tmp_path), 0)
+    assert "is queued work that launch and stream allowed to begin" in said
+    assert "enable_cuda_sync_events" in said
+    graph = Build().step(0, 0, 2000).kernel("gemm", 20, 60, call=5).call("cudaGraphLaunch", 30, 10, correlation=9)
+    for at in (1500, 1700):
+        graph.add("kernel", "k", at, 200, pid=0, device=0, stream=7, correlation=9)
+    said = missing_information(graph.load(tmp_path), 0)
+    assert "ends with a graph's work" in said
+    assert "enable_cuda_sync_events" not in said
 
 
 def test_compare_books_every_nanosecond(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ def test_costs_of_products() -> None:
     assert matrix_cost([3, 8, 16], [3, 16, 4]) == Cost(3, 8, 4, 16, 3 * 1024, 3 * 224)
     assert matrix_cost([8, 16], [16]) == Cost(1, 8, 1, 16, 256, 8 * 16 + 16 + 8)
     assert matrix_cost([8, 16], [15, 4]) is None
+    assert call_cost("aiter::gemm_a16w16", [[8, 16], [4, 16], []], []) == matrix_cost([8, 16], [16, 4])
     # Two images of 3 x 9 x 9, four filters of 3 x 3 x 3: each of 2 * 7 * 7 places costs 4 * 27 multiplications.
     assert convolution_cost([2, 3, 9, 9], [4, 3, 3, 3], [7, 7], 1) == Cost(
         1, 98, 4, 27, 2 * 98 * 4 * 27, 2 * 3 * 81 + 4 * 27 + 98 * 4
@@ -77,7 +78,7 @@ def test_the_table_is_by_shapes_and_types(tmp_path: Path) -> None:
     assert large["count"].to_list() == [2, 1]
     assert large["types"].to_list() == ["c10::BFloat16"] * 2
     assert large["flops"].to_list() == [1024, 8192]
-    assert large["bytes"].to_list() == [2 * 224, 2 * (128 + 512 + 256)]
+    assert large["bytes"].to_list() == [2 * 228, 2 * (128 + 512 + 256 + 32)]  # the bias is moved, too
     assert large["time_ns"].to_list() == [4_000, 2_000]
     assert large["tflop_per_s"].to_list() == pytest.approx([2048 / 4_000 / 1e3, 8192 / 2_000 / 1e3])
     assert large["bound"].to_list() == [None, None]
@@ -86,7 +87,7 @@ def test_the_table_is_by_shapes_and_types(tmp_path: Path) -> None:
     assert table["roof_share"].to_list() == pytest.approx([2048 / 4_000 / 1e3, 8192 / 2_000 / 1e3])
     starved = product_table(trace, Limits({2: 1e9}, 1.0))
     assert starved["bound"].to_list() == ["memory", "memory"]
-    assert starved["roof_share"][0] == pytest.approx(448 * 2 / 4_000)
+    assert starved["roof_share"][0] == pytest.approx(456 * 2 / 4_000)
     assert product_summary(table)["count"].to_list() == [3]
     known = products(tmp_path, deviceProperties=[{"name": "NVIDIA H100 80GB HBM3"}]).load(tmp_path, "h100.json")
     assert product_table(known)["bound"].to_list() == ["memory", "memory"]

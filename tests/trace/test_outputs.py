@@ -93,6 +93,10 @@ def test_a_colour_means_one_thing_in_each_chart_of_a_stack(tmp_path: Path, run_f
 def test_where_hta_may_differ_is_said(tmp_path: Path, run_fettle: Run) -> None:
     build = Build().kernel("a", 10, 0, call=0).kernel("b", 10, 5, call=3)
     assert "order of equal times" in run_fettle("trace", "hta", build.write(tmp_path / "ties.json")).out
+    lost = Build().kernel("a", 10, 2, call=0).kernel("b", 15, 5).write(tmp_path / "lost.json")
+    assert "first event for the launch of work whose launch is not there (1 of 2)" in " ".join(
+        run_fettle("trace", "hta", lost).out.split()
+    )
     apart = Build().kernel("a", 10, 2, call=0).kernel("b", 15, 5, call=3).write(tmp_path / "apart.json")
     assert "may differ" not in run_fettle("trace", "hta", apart).out
 

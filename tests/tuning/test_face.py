@@ -11,11 +11,9 @@ from masked import masked
 from test_tuning import FEW
 
 import fettle
-from fettle import comparing
-from fettle.measure import Rules
 from fettle.report import load_result, save
 from fettle.study import Study
-from tests.conftest import quick_studies
+from tests.conftest import quick_comparisons, quick_studies
 
 TINY = Path(__file__).parents[1] / "train" / "tiny_loop.py"
 GIVEN = {**FEW, "precision": ["fp32"], "grad": ["grad", "inference_mode"]}
@@ -24,10 +22,7 @@ GIVEN = {**FEW, "precision": ["fp32"], "grad": ["grad", "inference_mode"]}
 @pytest.fixture(scope="module", autouse=True)
 def quick() -> Iterator[None]:
     """Few rounds and processes: how certain a verdict is, is for the tests of the race."""
-    with pytest.MonkeyPatch.context() as patch, quick_studies():
-        patch.setattr(comparing, "REPLICATES", 1)
-        patch.setattr(comparing, "MOST_REPLICATES", 1)
-        patch.setattr(comparing, "Rules", partial(Rules, slice_s=0.05))
+    with quick_studies(), quick_comparisons():
         yield
 
 

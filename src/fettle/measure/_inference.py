@@ -111,7 +111,8 @@ def prepare(state: State, request: Prepare) -> Prepared:
                 torch.cuda.synchronize()
             first_call_s += time.perf_counter() - started if index < len(state.workload.inputs) else 0.0
             if wanted is not None and index in unseen:
-                judged.append(compare(first_rows(outputs_of(output), request.factor, wanted[index]), wanted[index]))
+                answers = outputs_of(state.workload.judged(output, grown))
+                judged.append(compare(first_rows(answers, request.factor, wanted[index]), wanted[index]))
             del output
         accuracy = worst(judged)
         metric = state.workload.metric

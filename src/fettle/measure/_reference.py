@@ -44,7 +44,7 @@ def write_reference(workload: Workload, path: str) -> Reference:
                 torch.manual_seed(seed)
                 fresh = map_tensors(torch.clone, batch)  # a model may write into what it is given
                 try:
-                    found.append(outputs_of(workload.run(model, cast(fresh))))
+                    found.append(outputs_of(workload.judged(workload.run(model, cast(fresh)), batch)))
                 except Exception as error:  # of the first batch, the probe has told
                     number, total = len(found) + 1, len(workload.inputs) + len(workload.check_inputs)
                     error.add_note(f"batch {number} of {total}")

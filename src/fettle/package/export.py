@@ -42,7 +42,7 @@ from fettle.recipe import Recipe
 from fettle.techniques import STATEFUL, Facts, cpu_flags, find, handed_on, quantize_exported
 from fettle.workload import Workload
 
-NOT_SERVED = ("mode", "batch", "allocator", "threads", "streams")
+NOT_SERVED = ("mode", "batch", "allocator", "threads", "streams", "ragged")
 """Settings of the process or of the call: the server has its own place for them."""
 MORE_ERROR = 1.25
 """A package may be this factor above the error that its recipe was tuned with."""

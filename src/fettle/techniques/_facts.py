@@ -8,6 +8,20 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class Padding:
+    """How the rows of a batch are filled up to one length."""
+
+    mask: str | int
+    """The argument [rows, places] that is 1 where a row has something: its name, or its place."""
+    axes: tuple[tuple[int, ...], ...]
+    """For each tensor of the output, the axes that are as long as the input."""
+    share: float
+    """Of the places, those that are padding in the first batch."""
+    longest: float
+    """Its longest row, as a share of the places."""
+
+
+@dataclass(frozen=True)
 class Facts:
     """What a probe saw of the workload and the machine: all that decides which levels can be used here.
 
@@ -49,6 +63,8 @@ class Facts:
     """Distinct shapes among the batches."""
     samples: int = 1
     """Rows in one call."""
+    padding: Padding | None = None
+    """How rows are padded; None where they are not, or no argument tells."""
     block_classes: tuple[str, ...] = ()
     """Qualified class names of submodules repeated at least three times in one ModuleList or Sequential."""
     hf_attention: tuple[str, ...] = ()

@@ -12,7 +12,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,14 +22,16 @@ from fettle.machine import find_libraries
 from fettle.procs.limits import usable_cores
 from fettle.techniques._attention_rewrite import count_manual_attention
 from fettle.techniques._base import CATALOGUE
-from fettle.techniques._facts import Facts
+from fettle.techniques._facts import Facts, Padding
 from fettle.techniques._generation import generation_facts
 from fettle.techniques._host import cpu_flags, installed
 from fettle.techniques._pipeline import calls_of_parts, timed_parts
 from fettle.techniques._tiled_attention import with_decomposed_bias
 from fettle.techniques.compile import blocks_of
+from fettle.techniques.ragged import padding_of
 from fettle.workload import Workload, leaves
 
+T = TypeVar("T")
 _DROPOUT = (torch.nn.modules.dropout._DropoutNd,)
 _BATCH_NORM = (torch.nn.modules.batchnorm._BatchNorm,)
 
@@ -98,6 +100,7 @@ def _facts(workload: Workload, allow_batch: bool, forward: tuple[bool, int, bool
         num_4d_inputs=sum(tensor.dim() == 4 and tensor.is_floating_point() for tensor in tensors),
         num_input_shapes=len({_shapes(batch) for batch in [*workload.inputs, *workload.check_inputs]}),
         samples=workload.samples or next((len(tensor) for tensor in tensors if tensor.dim() > 0), 1),
+        padding=None if generation else _padding(workload),
         block_classes=_block_classes(module),
         hf_attention=_hf_attention(module, device),
         manual_attention=0 if generation else manual_attention,
@@ -113,6 +116,16 @@ def _facts(workload: Workload, allow_batch: bool, forward: tuple[bool, int, bool
     )
 
 
+def _padding(workload: Workload) -> Padding | None:
+    module = workload.model
+    if not isinstance(module, torch.nn.Module):
+        return None
+    with unchanged(workload, module), torch.no_grad():
+        module.eval()
+        batch = copy.deepcopy(workload.inputs[0])
+        return _quietly(lambda: padding_of(module, lambda: workload.run(module, batch)), None)
+
+
 def machine_facts(mode: str = "inference") -> Facts:
     """What can be said of this machine without a workload: a catalogue for a plain float32 module on its device."""
     cuda = torch.cuda.is_available()
@@ -122,6 +135,7 @@ def machine_facts(mode: str = "inference") -> Facts:
         optimizer_levels=("foreach", "fused"),
         loader_workers=0,
         samples=8,
+        padding=Padding("attention_mask", ((1,),), share=0.5, longest=0.9),
         training=True,
         calibration_batches=1,
         num_linear=1,
@@ -289,7 +303,7 @@ def _is_transformers(module: torch.nn.Module) -> bool:
     )
 
 
-def _quietly(ask: Callable[[], Any], default: Any) -> Any:
+def _quietly(ask: Callable[[], T], default: T) -> T:
     try:
         return ask()
     except Exception:

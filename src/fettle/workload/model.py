@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fettle.batches import read_batches
 from fettle.errors import UsageError
-from fettle.workload.trees import Batch, leaves, spread
+from fettle.workload.trees import Batch, leaves, map_tensors, spread
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +49,10 @@ class Workload:
     """A pipeline: the names of those submodules of `model` that are tuned each on its own, such as ``("text_encoder",
     "unet", "vae.decoder")``. What is done between them stays as it is. Each must be called as a module."""
 
+    padding: str = ""
+    """Name of the argument [rows, places] that is 1 where a row has something and 0 where it is only filled up, such as
+    ``attention_mask``: what the model says at the places that are filled up is not judged."""
+
     inputs_taken_for: str = field(default="", init=False, repr=False, compare=False)
     """What `inputs` were read as, in one line: ``one batch of keyword arguments: input_ids``."""
 
@@ -68,6 +72,13 @@ class Workload:
         none = isinstance(self.check_inputs, Sequence) and len(self.check_inputs) == 0
         judged = [] if none else read_batches(self.check_inputs, self.model, self.call).items
         object.__setattr__(self, "check_inputs", judged)
+        for number, batch in enumerate([*read.items, *judged] if self.padding else [], 1):
+            mask = spread(batch)[1].get(self.padding)
+            if getattr(mask, "ndim", 0) != 2:
+                raise UsageError(
+                    f"the workload's padding is {self.padding!r}, and batch {number} has no argument of that name with "
+                    "rows and places: give batches as dicts of keyword arguments"
+                )
 
     @property
     def calibration(self) -> list[Batch]:
@@ -80,6 +91,20 @@ class Workload:
         """Call `model` on one batch in the workload's way."""
         args, kwargs = spread(batch)
         return model(*args, **kwargs) if self.call is None else self.call(model, *args, **kwargs)
+
+    def judged(self, output: Any, batch: Batch) -> Any:
+        """An output as it is judged: 0 at the places of `batch` that `padding` says are only filled up."""
+        if not self.padding:
+            return output
+
+        mask = spread(batch)[1][self.padding]
+
+        def without(leaf: torch.Tensor) -> torch.Tensor:
+            if leaf.shape[:2] != mask.shape:
+                return leaf
+            return leaf.masked_fill((mask == 0).reshape(*mask.shape, *[1] * (leaf.dim() - 2)), 0)
+
+        return map_tensors(without, output)
 
 
 def _check_parts(model: Any, parts: Sequence[str]) -> None:
@@ -154,6 +179,8 @@ def fingerprint(workload: Workload) -> str:
             tensors += [(f"{item.name}{path}", leaf) for path, leaf in leaves(getattr(workload, item.name))]
     for part in workload.parts:
         digest.update(f"part {part}".encode())
+    if workload.padding:
+        digest.update(f"padding {workload.padding}".encode())
     for name, value in tensors:
         digest.update(name.encode())
         if type(value).__module__ == "numpy":

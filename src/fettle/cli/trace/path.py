@@ -127,7 +127,8 @@ def whatif(
         for rank in sorted(set(uncertain)):
             doubtful[f"rank {rank}"] = [*doubtful.get(f"rank {rank}", []), "what-if"]
         notes["uncertain"] = doubtful
-    show({"what_if": pl.DataFrame(rows)}, as_json, 1000, notes)
+    table = pl.DataFrame(rows)
+    show({"what_if": table if as_json else table.drop("unknown")}, as_json, 1000, notes)
 
 
 @app.command()

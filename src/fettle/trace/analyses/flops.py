@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -89,14 +89,17 @@ def attention_cost(q: Shape, k: Shape, v: Shape, products: int = 2) -> Cost | No
 
 _MATRIX = {
     "aten::mm": (0, 1), "aten::bmm": (0, 1), "aten::mv": (0, 1), "aten::_int_mm": (0, 1), "aten::_scaled_mm": (0, 1),
-    "aten::addmm": (1, 2), "aten::baddbmm": (1, 2), "aten::addmv": (1, 2), "aten::_addmm_activation": (1, 2),
 }  # fmt: skip
+_ADDED = frozenset(("aten::addmm", "aten::baddbmm", "aten::addmv", "aten::_addmm_activation"))
+"""Products to whose result the first operand is added."""
+_TRANSPOSED = frozenset(("aiter::gemm_a16w16", "vllm::rocm_unquantized_gemm"))
+"""Products with a weight of (n, k), as serving engines name their own."""
 _ATTENTION = {
     f"aten::_scaled_dot_product_{kind}_attention{backward}": (1, 5) if backward else (0, 2)
     for kind in ("flash", "efficient", "cudnn")
     for backward in ("", "_backward")
 }
-OPERATORS = frozenset((*_MATRIX, *_ATTENTION, "aten::convolution", "aten::convolution_backward"))
+OPERATORS = frozenset((*_MATRIX, *_ADDED, *_TRANSPOSED, *_ATTENTION, "aten::convolution", "aten::convolution_backward"))
 
 
 def call_cost(operator: str, shapes: Sequence[Any], values: Sequence[str]) -> Cost | None:
@@ -114,6 +117,11 @@ def call_cost(operator: str, shapes: Sequence[Any], values: Sequence[str]) -> Co
 
     if operator in _MATRIX:
         return matrix_cost(*map(shape, _MATRIX[operator]))
+    if operator in _ADDED:
+        cost = matrix_cost(shape(1), shape(2))
+        return cost and replace(cost, elements=cost.elements + prod(shape(0)))
+    if operator in _TRANSPOSED:
+        return matrix_cost(shape(0), shape(1)[::-1])
     if operator in _ATTENTION:
         first, products = _ATTENTION[operator]
         return attention_cost(shape(first), shape(first + 1), shape(first + 2), products)

@@ -147,15 +147,23 @@ def deviations(trace: Trace) -> list[str]:
     called = work.launch_ts >= 0
     time, stream = np.concatenate([work.ts, work.launch_ts[called]]), np.concatenate([work.stream, work.stream[called]])
     if len(np.unique(np.stack([stream, time]), axis=1).T) < len(time):
-        found.append("its sort leaves the order of equal times open: idle by category, mean queue length")
+        found.append("its sort leaves the order of equal times open: mean queue length")
+    on_device = np.isin(trace.kind[work.row], [Kind.KERNEL, Kind.MEMCPY, Kind.MEMSET])
+    lost = int((on_device & ~called & (trace.column("correlation")[work.row] > 0)).sum())
+    if lost:
+        found.append(
+            f"it takes the file's first event for the launch of work whose launch is not there ({lost} of "
+            f"{len(work.row)}): idle by category"
+        )
     if trace.facts.wide_clock_chunks:
         found.append("it holds clocks since 1970 to 256 ns: times that are rounded by 1 µs more or less")
     names = {"Stream Wait Event", "pe_exe"} & set(trace.name_of(work.row))
     if names:
         found.append(f"release 0.5.0 counts {' and '.join(sorted(names))} as computation, 0.6.1 does not")
-    calls = {"cuLaunchKernelEx", "runFunction - job_prep_and_submit_for_execution"} & set(trace.names)
-    if calls:  # it knows the latter, and not the former
-        found.append(f"release 0.5.0 has another list of launch calls ({', '.join(sorted(calls))}): queues, launches")
+    if "cuLaunchKernelEx" in trace.names:
+        found.append("release 0.5.0 has another list of launch calls (cuLaunchKernelEx): queues, launches")
+    if any(name.startswith("runFunction") for name in trace.names):
+        found.append("it has categories, streams and launch calls of MTIA's own: times, idle, queues, launches")
     return found
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
+from fettle.trace.analyses.launches import graph_names
 from fettle.trace.analyses.slots import slot_waits
 from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
 from fettle.trace.analyses.steps import step_windows
@@ -296,8 +297,20 @@ def missing_information(trace: Trace, device: int, step: int | None = None) -> s
                 f"; of the calls that correlation numbers count, only {len(calls) / (calls[-1] - calls[0]):.1%} are in "
                 "the trace: it was sampled, or events were lost, and work that is not in it fills these gaps"
             )
-        elif not trace.side["syncs"].height and share(unknown & ~first) > EXPLAINED:
-            text += "; which events streams waited for is not in it (enable_cuda_sync_events=True records them)"
+        else:
+            waits = device_waits(trace)
+            launch = np.full(trace.events.height, -1, dtype=np.int64)
+            launch[trace.device_rows] = waits.launch
+            by = launch[after]
+            graph = unknown & ~first & (by >= 0) & graph_names(trace)[trace.column("name")[by]]
+            rest = share(unknown & ~first & ~graph)
+            if share(graph) > EXPLAINED:
+                text += (
+                    f"; {share(graph):.0%} ends with a graph's work: what a graph does besides kernels, copies and "
+                    "memory sets (its start, its functions on the host, its waits) is not in it"
+                )
+            if not trace.side["syncs"].height and rest > EXPLAINED:
+                text += "; which events streams waited for is not in it (enable_cuda_sync_events=True records them)"
         said.append(text)
     silent = number == NUMBER["host_untraced"]
     if share(silent) > EXPLAINED and not (trace.kind == Kind.PYTHON).any():

@@ -71,7 +71,8 @@ def main_thread(trace: Trace) -> int:
 @per_trace
 def autograd_threads(trace: Trace) -> list[int]:
     """Threads that run backward operators."""
-    engine = np.array([bool(_BACKWARD.search(n)) for n in trace.names], dtype=bool)
+    named = (("Backward" in n or n[:8] == "autograd") and bool(_BACKWARD.search(n)) for n in trace.names)
+    engine = np.fromiter(named, dtype=bool)
     rows = np.flatnonzero((trace.kind == Kind.OPERATOR) & engine[trace.column("name")])
     return [int(t) for t in np.unique(trace.column("thread")[rows])]
 
@@ -124,7 +125,7 @@ def _blocking(trace: Trace, copies: list[tuple[int, ...]]) -> list[tuple[int, ..
     called = np.where(launch >= 0, trace.ts[np.maximum(launch, 0)], np.iinfo(np.int64).min)
     by = np.where(launch >= 0, trace.column("thread")[np.maximum(launch, 0)], -1)
     by_call = np.argsort(called, kind="stable")
-    whole = np.array([bool(_WHOLE_DEVICE.search(n)) for n in trace.names], dtype=bool)
+    whole = np.array(["Synchronize" in n and bool(_WHOLE_DEVICE.search(n)) for n in trace.names], dtype=bool)
     streams, names, thread = _told_streams(trace), trace.column("name"), trace.column("thread")
     stream, correlation = trace.column("stream")[device_rows], trace.column("correlation")
     last_launched = np.searchsorted(called[by_call], trace.ts[calls], side="left") - 1

@@ -92,9 +92,7 @@ class Waits:
 
     def source(self) -> Ints:
         """The work that held each piece; -1 where it was a launch, or nothing."""
-        held: Ints = np.where(
-            self.held == Held.STREAM, self.previous, np.where(self.held == Held.EVENT, self.event, -1)
-        )
+        held: Ints = np.select([self.held == Held.STREAM, self.held == Held.EVENT], [self.previous, self.event], -1)
         return held
 
 
@@ -104,31 +102,31 @@ def device_waits(trace: Trace) -> Waits:
     rows = trace.device_rows
     start, end = trace.ts[rows], trace.end[rows]
     launch = launch_links(trace).launch_rows
-    linked = launch >= 0
-    at = np.maximum(launch, 0)
+    linked, at = launch >= 0, np.maximum(launch, 0)
     if not len(rows):
-        nothing = np.zeros(0, dtype=np.int64)
-        none = np.zeros(0, dtype=np.uint8)
+        nothing, none = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.uint8)
         return Waits(launch, nothing, nothing, nothing, none, nothing, none, none, nothing)
+
+    def ended_of(work: Ints) -> Ints:
+        ended: Ints = np.where(work >= 0, np.minimum(end[np.maximum(work, 0)], start), -1)
+        return ended
+
     called = np.where(linked, np.minimum(trace.ts[at], start), -1)
     arrived = np.where(linked, np.minimum(trace.end[at], start), -1)
     key = trace.lane(rows)
-    order = order_by(key, np.arange(len(rows), dtype=np.int64))
-    previous = _previous(key, order)
-    free = np.where(previous >= 0, np.minimum(end[np.maximum(previous, 0)], start), -1)
+    previous, by_then = _along_streams(key, order_by(key, np.arange(len(rows), dtype=np.int64)), called)
+    free = ended_of(previous)
     # Streams keep their order: what was launched before work that had been launched early had been launched as well.
-    by_then = _launched_by(called, key, order)
-    called = np.where(linked, called, np.where(by_then >= 0, np.minimum(by_then, start), -1))
+    called = np.where(linked, called, np.minimum(by_then, start))
     event, told = _told_events(trace, rows, key)
     asked = _asked_to_wait(trace, launch)
     by = _launchers(trace, launch)
     event = _asked_events(start, end, key, called, by, event, asked & ~told)
-    ended = np.where(event >= 0, np.minimum(end[np.maximum(event, 0)], start), -1)
     in_call = linked & (trace.end[at] > start) & (previous >= 0) & (free >= called)
     reasons = {
         Held.LAUNCH: _Reason(arrived, linked & ~in_call),
         Held.STREAM: _Reason(free, (previous >= 0) & (linked | ((called >= 0) & (called <= free)))),
-        Held.EVENT: _Reason(ended, event >= 0),
+        Held.EVENT: _Reason(ended_of(event), event >= 0),
     }
     usual = _usual_waits(start, called, reasons, asked | told | _after_others(start, end, key, arrived))
     calls = trace.column("name")[at].astype(np.int64)
@@ -138,13 +136,11 @@ def device_waits(trace: Trace) -> Waits:
     reasons[Held.LAUNCH] = _Reason(arrived, linked)
     held, since, rival, rival_since = _last_reason(start, reasons, usual)
     since = np.where((held == Held.NOTHING) & (previous >= 0), np.maximum(free, 0), since)
-    most = np.zeros(len(Held))
-    for sort, one in usual.items():
-        most[sort] = one.late
+    most = np.array([usual[sort].late if sort in usual else 0.0 for sort in Held])
     late = ~told & (start - since > np.maximum(most[held], EVENT_WAIT_NS))
     late_ns = max(EVENT_WAIT_NS, 3 * usual[Held.LAUNCH].low * usual[Held.LAUNCH].known)
     event = _guessed_events(start, end, key, since, held, event, late, asked | told, by, late_ns)
-    ended = np.where(event >= 0, np.minimum(end[np.maximum(event, 0)], start), -1)
+    ended = ended_of(event)
     guessed = (event >= 0) & (reasons[Held.EVENT].since != ended) & (ended > since)
     held[guessed] = Held.EVENT
     rival[guessed] = Held.NOTHING
@@ -251,23 +247,16 @@ def _last_reason(
     return sorts[best], since[best, each], sorts[second], since[second, each]
 
 
-def _previous(key: Ints, order: Ints) -> Ints:
-    """The work before each piece on its stream."""
-    previous = np.full(len(key), -1, dtype=np.int64)
-    same = key[order[1:]] == key[order[:-1]]
-    previous[order[1:][same]] = order[:-1][same]
-    return previous
-
-
-def _launched_by(called: Ints, key: Ints, order: Ints) -> Ints:
-    """The earliest launch of what comes later on each piece's stream; -1 where none is known."""
+def _along_streams(key: Ints, order: Ints, called: Ints) -> tuple[Ints, Ints]:
+    """Of each piece the work before it on its stream, and when the first launch came of it and what is behind it there;
+    -1 where there is none.
+    """
     far = np.iinfo(np.int64).max
-    times = np.where(called[order] >= 0, called[order], far)[::-1]
-    answer = np.empty(len(key), dtype=np.int64)
-    edges = np.flatnonzero(np.diff(key[order][::-1], prepend=-1))
-    for low, high in zip(edges.tolist(), [*edges[1:].tolist(), len(times)], strict=True):
-        answer[order[::-1][low:high]] = np.minimum.accumulate(times[low:high])
-    return np.where(answer == far, -1, answer)
+    previous, by_then = np.full(len(key), -1, dtype=np.int64), np.where(called >= 0, called, far)
+    for mine in np.split(order, np.flatnonzero(np.diff(key[order])) + 1):
+        previous[mine[1:]] = mine[:-1]
+        by_then[mine] = np.minimum.accumulate(by_then[mine[::-1]])[::-1]
+    return previous, np.where(by_then == far, -1, by_then)
 
 
 def _told_events(trace: Trace, rows: Ints, key: Ints) -> tuple[Ints, Bools]:
@@ -307,8 +296,7 @@ def _asked_to_wait(trace: Trace, launch: Ints) -> Bools:
     answer = np.zeros(len(launch), dtype=bool)
     waits = np.array(["StreamWaitEvent" in n for n in trace.names], dtype=bool)
     calls = np.flatnonzero((trace.kind == Kind.RUNTIME) & waits[trace.column("name")])
-    syncs = trace.side["syncs"]
-    if not len(calls) or any("Wait" in sync for sync in syncs["sync"]):
+    if not len(calls) or any("Wait" in sync for sync in trace.side["syncs"]["sync"]):
         return answer
     thread = trace.column("thread")
     for one in np.unique(thread[launch[launch >= 0]]):
@@ -325,8 +313,7 @@ def _launchers(trace: Trace, launch: Ints) -> Ints:
     nobody knows.
     """
     thread = trace.column("thread")[np.maximum(launch, 0)].astype(np.int64)
-    main = main_thread(trace)
-    thread[np.isin(thread, autograd_threads(trace))] = main
+    thread[np.isin(thread, autograd_threads(trace))] = main_thread(trace)
     return np.where(launch >= 0, thread, -1)
 
 

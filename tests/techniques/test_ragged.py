@@ -1,0 +1,109 @@
+"""Rows of unequal length: each gets the answer that it gets alone, whatever lies beside it."""
+
+import pytest
+import torch
+from torch import nn
+
+import fettle
+from fettle.techniques import Recipe, conflict, load, probe_facts, source
+from fettle.techniques.ragged import ByLength
+
+
+class Reader(nn.Module):
+    """Attention, so that a row's answer would show places that do not belong to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.attention = nn.Embedding(50, 16), nn.MultiheadAttention(16, 2, batch_first=True)
+        self.name = "reader"
+
+    def forward(self, ids, mask=None):
+        x = self.words(ids)
+        padding = None if mask is None else mask == 0
+        x = x + self.attention(x, x, x, key_padding_mask=padding, need_weights=False)[0]
+        return {"each": x, "first": x[:, 0], "ids": ids}
+
+
+def _batch(lengths: list[int], places: int) -> dict[str, torch.Tensor]:
+    mask = (torch.arange(places) < torch.tensor(lengths)[:, None]).long()
+    return {"ids": torch.randint(1, 50, mask.shape) * mask, "mask": mask}
+
+
+@pytest.fixture
+def model() -> Reader:
+    torch.manual_seed(0)
+    return Reader().eval()
+
+
+@pytest.mark.parametrize("level", ["trimmed", "grouped"])
+@pytest.mark.parametrize("lengths", [[40, 3, 17, 40, 1, 22], [5, 5, 5], [64, 2], [7] * 40 + [60] * 9])
+def test_each_row_is_answered_as_alone(model: Reader, level: str, lengths: list[int]) -> None:
+    batch = _batch(lengths, 64)
+    workload = fettle.Workload(model, batch, padding="mask")
+    facts = probe_facts(workload)
+    assert facts.padding is not None
+    assert facts.padding.axes == ((1,), (), (1,))
+    assert facts.padding.share == pytest.approx(1 - sum(lengths) / (64 * len(lengths)))
+    run = load(source(Recipe({"ragged": level}), facts), level)(model, [batch])
+    assert run.name == "reader"
+    with torch.no_grad():
+        found = run(**batch)
+        assert found["each"].shape == (len(lengths), 64, 16)
+        for row, length in enumerate(lengths):
+            alone = model(batch["ids"][row : row + 1, :length])
+            torch.testing.assert_close(found["each"][row, :length], alone["each"][0], atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(found["first"][row], alone["first"][0], atol=1e-5, rtol=1e-4)
+
+
+def test_what_is_filled_from_the_left_or_has_no_mask_is_run_as_given(model: Reader) -> None:
+    asked = []
+    model.register_forward_pre_hook(lambda _, args, kwargs: asked.append(kwargs), with_kwargs=True)
+    run = ByLength(model, "mask", ((1,), (), (1,)))
+    batch = _batch([9, 4], 12)
+    left = {name: value.flip(1) for name, value in batch.items()}
+    empty = {**batch, "mask": batch["mask"] * torch.tensor([[1], [0]])}
+    for one in ({"ids": batch["ids"]}, left, empty):
+        run(**one)
+        assert asked.pop() == one
+        assert not asked
+
+
+def test_a_mask_by_its_place(model: Reader) -> None:
+    ids, mask = _batch([9, 4, 2], 12).values()
+    workload = fettle.Workload(model, [(ids, mask)], call=lambda model, *batch: model(*batch)["first"])
+    facts = probe_facts(workload)
+    assert facts.padding is not None
+    assert facts.padding.mask == 1
+    assert "ByLength(model, 1, [[1], [], [1]])" in source(Recipe({"ragged": "grouped"}), facts)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda batch: {"ids": batch["ids"]}, "no argument is a mask"),
+        (lambda batch: _batch([12, 12, 11], 12), "3% of the places are padding"),
+        (lambda batch: {name: value.flip(1) for name, value in batch.items()}, "no argument is a mask"),
+    ],
+)
+def test_where_it_is_not_offered(model: Reader, change, why: str) -> None:
+    facts = probe_facts(fettle.Workload(model, change(_batch([9, 4, 2], 12))))
+    assert why in conflict(Recipe({"ragged": "grouped"}), facts)
+
+
+def test_a_program_for_each_shape_is_not_made(model: Reader) -> None:
+    facts = probe_facts(fettle.Workload(model, _batch([9, 4, 2], 12)))
+    assert "compile=default makes a program for each shape" in conflict(
+        Recipe({"ragged": "grouped", "compile": "default"}), facts
+    )
+
+
+def test_answers_at_places_that_are_filled_up_are_judged_unless_the_workload_says_otherwise(model: Reader) -> None:
+    batch = _batch([9, 4], 12)
+    output = model(**batch)
+    judged = fettle.Workload(model, batch, padding="mask").judged(output, batch)
+    assert not judged["each"][1, 4:].any()
+    assert torch.equal(judged["each"][1, :4], output["each"][1, :4])
+    assert torch.equal(judged["first"], output["first"])
+    assert fettle.Workload(model, batch).judged(output, batch) is output
+    with pytest.raises(fettle.UsageError, match="batch 1 has no argument of that name"):
+        fettle.Workload(model, batch, padding="attention_mask")
