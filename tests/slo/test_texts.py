@@ -143,7 +143,7 @@ class Server:
         self.rates.append((setting, rate))
         times = {"ttft_ms": {"p99": 1.0}, "itl_ms": {"p99": 1.0}, "tokens_per_s": 1.0}
         run = {"void": "", "goodput": rate, "texts": times}
-        return OneTest(rate, seen.kept(limits), run, ServerStats(), 1.0, 1.0, seen.busy_s / expected.busy_s)
+        return OneTest(rate, seen.kept(limits), run, ServerStats(), 1.0, seen.busy_s / expected.busy_s, 1.0)
 
 
 @pytest.fixture

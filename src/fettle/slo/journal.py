@@ -35,10 +35,10 @@ class Tested(msgspec.Struct, forbid_unknown_fields=True):
     inside: ServerStats
     predicted_p99_ms: float | None = None
     """By simulation, before the test; None where the queue would only grow. Of texts: to the first token."""
-    predicted_itl_ms: float | None = None
-    """The same of the time between two tokens of a text."""
     slower: float | None = None
     """Time of the model's calls over what it was to be by simulation: 1 where the machine was as when calibrated."""
+    predicted_itl_ms: float | None = None
+    """As `predicted_p99_ms`, of the time between two tokens of a text."""
 
 
 class _Kept(msgspec.Struct, forbid_unknown_fields=True):

@@ -311,7 +311,9 @@ class _Search:
         busy_s = inside.calls * inside.model_ms.mean / 1e3
         ttft, itl = float(np.percentile(expected.ttft_s, 99)) * 1e3, expected.itl_s(99) * 1e3
         slower = busy_s / expected.busy_s if busy_s and expected.stable else None
-        return Tested(rate, texts_held(run), as_data(run), inside, ttft if expected.stable else None, itl, slower)
+        return Tested(
+            rate, texts_held(run), as_data(run), inside, ttft if expected.stable else None, slower, itl
+        )  # fmt: skip
 
     def _tables(self, setting: TextSetting) -> Tables:
         found, threads = self.found, setting.threads
