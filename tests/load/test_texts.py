@@ -10,7 +10,7 @@ from fettle.errors import UsageError
 from fettle.load.arrivals import constant
 from fettle.load.loops import closed_loop, open_loop
 from fettle.load.run import Run, Text, TextLimits, as_data
-from fettle.load.texts import BROKEN, Heard, text_requests
+from fettle.load.texts import BROKEN, Heard, text_lines, text_requests
 from fettle.page import Table
 from fettle.report import write_load_report
 
@@ -49,7 +49,7 @@ def load(loop, *given, broken=False, **how):
     async def whole():
         server = await served(broken)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
-        return await loop(text_requests(url, "8", "4", model="m"), *given, **how)
+        return await loop(text_requests(url, text_lines("8", "4"), model="m"), *given, **how)
 
     return asyncio.run(whole())
 
@@ -109,7 +109,7 @@ def test_limits_count_the_first_token_and_the_gaps():
 
 def test_lengths_follow_their_distribution(tmp_path):
     def lengths(prompt, output="7"):
-        made = text_requests("http://127.0.0.1:1", prompt, output, model="m", count=2000, seed=3)
+        made = text_requests("http://127.0.0.1:1", text_lines(prompt, output, count=2000, seed=3), model="m")
         bodies = [json.loads(request.data.partition(b"\r\n\r\n")[2]) for request in made]
         assert {body["max_tokens"] for body in bodies} == {7}
         return np.array([len(body["prompt"]) for body in bodies])
@@ -123,11 +123,11 @@ def test_lengths_follow_their_distribution(tmp_path):
             lengths(wrong)
     file = tmp_path / "texts"
     file.write_text('{"prompt": "a b", "max_tokens": 3}\n\n{"prompt": 4}\n')
-    first, second = text_requests("http://127.0.0.1:1/v1", file=file, model="m")
+    first, second = text_requests("http://127.0.0.1:1/v1", text_lines(file=file), model="m")
     assert (b'"prompt":"a b"' in first.data, b"ignore_eos" in first.data) == (True, False)
     assert b"ignore_eos" in second.data
     with pytest.raises(UsageError, match="texts, not numbers"):
-        text_requests("http://127.0.0.1:1/v1/chat/completions", file=file, model="m")
+        text_requests("http://127.0.0.1:1/v1/chat/completions", text_lines(file=file), model="m")
     file.write_text("{}")
     with pytest.raises(UsageError, match="line of JSON"):
-        text_requests("http://127.0.0.1:1/v1", file=file, model="m")
+        text_lines(file=file)

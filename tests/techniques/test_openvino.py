@@ -19,6 +19,7 @@ from fettle.techniques._openvino_int8 import (
     openvino_int8_part,
     openvino_ranges,
 )
+from fettle.techniques._openvino_text import openvino_joined
 
 pytest.importorskip("openvino")
 
@@ -270,3 +271,26 @@ def test_int8_part_says_where_nothing_fits() -> None:
         openvino_int8_part(model, samples, {"layers": [7], "limit": 0.02, "hint": "f32"})
     with pytest.raises(RuntimeError, match="no calibration batch"):
         openvino_int8_part(model, [], {"layers": [], "limit": 0.02, "hint": "f32"})
+
+
+def test_products_of_the_same_values_become_one() -> None:
+    import numpy
+    import openvino
+    from openvino import opset13
+
+    random = numpy.random.default_rng(0)
+    x = opset13.parameter([-1, 8], numpy.float32)
+    weights = [opset13.constant(random.standard_normal((rows, 8)).astype(numpy.float32)) for rows in (6, 4, 4)]
+    q, k, v = (opset13.matmul(x, weight, False, True) for weight in weights)
+    other = opset13.matmul(opset13.relu(x), opset13.constant(numpy.ones((8, 4), numpy.float32)), False, False)
+    graph = openvino.Model([q, opset13.add(k, v), opset13.add(other, v)], [x], "attention")
+    given = random.standard_normal((3, 8)).astype(numpy.float32)
+
+    def answers() -> list[Any]:
+        found = openvino_core().compile_model(graph, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})(given)
+        return list(found.values())
+
+    wanted = answers()
+    assert products(openvino_joined(graph)) == 2
+    for one, same in zip(answers(), wanted, strict=True):
+        assert numpy.allclose(one, same, rtol=1e-5, atol=1e-5)

@@ -67,7 +67,7 @@ async def open_loop(
     run.stable = stable and lost <= 0.02 * max(1, sum(run.statuses.values()))
     run.rate = rate
     run.interrupted = stop is not None and stop.is_set()
-    bound = max(0.001, 0.01 * limit_s)
+    bound = max(0.001, 0.01 * limit_s, 0.01 * run.limits.ttft_s)
     if run.late_s > bound:
         run.void = f"requests were sent {run.late_s * 1e3:.1f} ms late (p99): this client is too slow for the rate"
     elif run.stable:
@@ -123,6 +123,8 @@ class _Load:
         """Due, sent, answered, status."""
         self._heard: dict[tuple[float, float, float, int], Heard] = {}
         """Of a server that writes texts: what came for each of them."""
+        self.refusal = ""
+        """What a server said that would not write a text."""
         self._moves: list[tuple[float, int]] = []
         """When the number on their way changed, and to what."""
         self._free: deque[Connection] = deque()
@@ -174,8 +176,10 @@ class _Load:
         due, sent = connection.tag
         row = (due, sent, now, status or (UNANSWERED if self._ending else LOST))
         self.rows.append(row)
-        if isinstance(connection, TextConnection) and status == 200:
-            self._heard[row] = connection.heard(self.start)
+        if isinstance(connection, TextConnection):
+            if status == 200:
+                self._heard[row] = connection.heard(self.start)
+            self.refusal = self.refusal or connection.refusal
         self._move(-1)
         if not self.waiting:
             self._empty.set()
@@ -273,7 +277,7 @@ class _Load:
             limit_s=self.limit_s, late_s=float(np.percentile(table[:, 1] - table[:, 0], 99)), warm_up_s=first,
             mean_inflight=self._mean_waiting(first, end),
             expected_inflight=float((table[:, 2] - table[:, 1]).sum() / span),  # lateness is told for itself
-            done_s=table[good, 2],
+            done_s=table[good, 2], refusal=self.refusal,
             texts=[
                 Text(heard, due, end)
                 for due, sent, end in table[good].tolist()

@@ -82,6 +82,8 @@ class Run:
     texts: list[Text] = field(default_factory=list)
     """Of a server that writes texts, in the order of `latency_s`."""
     limits: TextLimits = TextLimits()
+    refusal: str = ""
+    """What a server first said that would not write a text."""
 
     @property
     def answered(self) -> int:
@@ -119,7 +121,7 @@ class Run:
     def within(self) -> float:
         """Share of all requests that were answered within the limit."""
         total = sum(self.statuses.values())
-        return self.goodput * self.duration_s / total if total else 0.0
+        return int(self._good.sum()) / total if total else 0.0
 
     @property
     def mean_s(self) -> float:
@@ -226,7 +228,7 @@ def as_data(run: Run) -> dict[str, Any]:
         "intervals_ms": {f"p{p}": _ms(run.interval(p)) for p in (50, 90, 95, 99)},
         "p99_interval_ms": _ms(run.interval(99)), "late_ms": run.late_s * 1e3, "little": run.little,
         "mean_inflight": run.mean_inflight, "stable": run.stable, "void": run.void, "interrupted": run.interrupted,
-        "batches": run.batches(),
+        "batches": run.batches(), "refusal": run.refusal,
         **({"texts": _texts(run)} if run.texts else {}),
     })  # fmt: skip
     return data

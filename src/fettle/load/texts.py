@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from fettle.errors import UsageError, first_line
 from fettle.files import read_bytes
@@ -53,11 +54,15 @@ class TextConnection(Connection):
         self._rest, self._whole = b"", False
         self._moments: list[float] = []
         self._usage: dict[str, Any] = {}
+        self._refusal = b""
         super().send(request, tag)
 
     def on_body(self, data: bytes) -> None:
         """What has come of the answer."""
         now = time.perf_counter()
+        if self._status != 200:
+            self._refusal = (self._refusal + data)[:4096]
+            return
         *events, self._rest = (self._rest + data).split(b"\n\n")
         for event in events:
             said = event.removeprefix(b"data: ")
@@ -72,6 +77,15 @@ class TextConnection(Connection):
             if any(choice.get("text") or choice.get("delta", {}).get("content") for choice in found.get("choices", ())):
                 self._moments.append(now)
 
+    @property
+    def refusal(self) -> str:
+        """What a server said that would not write the text."""
+        try:
+            found = msgspec.json.decode(self._refusal, type=_Refusal)
+        except msgspec.MsgspecError:
+            return ""
+        return found.error.message.partition("\n")[0]
+
     def heard(self, start: float) -> Heard:
         """Of the last answer; `start` is when the run began."""
         counts = [int(self._usage.get(key, 0)) for key in ("prompt_tokens", "completion_tokens")]
@@ -82,23 +96,44 @@ class TextConnection(Connection):
         self._finish(self._status if self._status != 200 or self._whole else BROKEN)
 
 
-class _Line(msgspec.Struct):
-    """One of a file of texts."""
+class _Message(msgspec.Struct):
+    message: str = ""
 
-    prompt: str | int
-    max_tokens: int = 128
+
+class _Refusal(msgspec.Struct):
+    """OpenAI's protocol's error."""
+
+    error: _Message = msgspec.field(default_factory=_Message)
+
+
+class TextLine(msgspec.Struct):
+    """One text that is asked for: after a prompt, or so many tokens of one."""
+
+    prompt: str | Annotated[int, Meta(ge=1)]
+    max_tokens: Annotated[int, Meta(ge=1)] = 128
+
+
+def text_lines(
+    prompt: str = "", output: str = "", file: Path | None = None, *, count: int = 256, seed: int = 0
+) -> list[TextLine]:
+    """What is asked for, to be used in turn.
+
+    `prompt` and `output` say how many tokens there are: ``128``, ``uniform:16:256``, ``exponential:128`` (mean) or
+    ``lognormal:128:0.8`` (median and sigma). A `file` has a line of JSON for each text instead: ``{"prompt": TEXT or a
+    number of tokens, "max_tokens": N}``. Raises `UsageError`.
+    """
+    if file is not None:
+        return _read(file)
+    random = np.random.default_rng(seed)
+    sizes = [_lengths(text, option, count, random) for text, option in ((prompt, "prompt"), (output, "output"))]
+    return [TextLine(*pair) for pair in zip(*sizes, strict=True)]
 
 
 def text_requests(
-    url: str, prompt: str = "", output: str = "", *, file: Path | None = None, model: str = "", count: int = 256,
-    seed: int = 0, token: str = "",
-) -> list[Request]:  # fmt: skip
-    """Requests for texts, to be used in turn.
-
-    `url` is the server's, or ends in ``/v1``, ``/v1/completions`` or ``/v1/chat/completions``. `prompt` and `output`
-    say how many tokens there are: ``128``, ``uniform:16:256``, ``exponential:128`` (mean) or ``lognormal:128:0.8``
-    (median and sigma). A `file` has a line of JSON for each request instead: ``{"prompt": TEXT or a number of tokens,
-    "max_tokens": N}``. Raises `UsageError`.
+    url: str, lines: Sequence[TextLine], *, model: str = "", seed: int = 0, token: str = ""
+) -> list[Request]:
+    """Requests for these texts. `url` is the server's, or ends in ``/v1``, ``/v1/completions`` or
+    ``/v1/chat/completions``. Raises `UsageError`.
     """
     chat = url.rstrip("/").endswith("/chat/completions")
     base = url.rstrip("/").removesuffix("/completions").removesuffix("/chat").removesuffix("/v1") + "/v1"
@@ -109,14 +144,9 @@ def text_requests(
             raise UsageError(f"{base} serves {len(names)} models ({', '.join(map(str, names))}): name one with --model")
         model = names[0]
     random = np.random.default_rng(seed)
-    if file is not None:
-        asked = _read(file)
-    else:
-        sizes = [_lengths(text, option, count, random) for text, option in ((prompt, "prompt"), (output, "output"))]
-        asked = [_Line(*pair) for pair in zip(*sizes, strict=True)]
     address = f"{base}/chat/completions" if chat else f"{base}/completions"
     found: list[Request] = []
-    for line in asked:
+    for line in lines:
         body: dict[str, Any] = {
             "model": model, "max_tokens": line.max_tokens, "temperature": 0, "stream": True,
             "stream_options": {"include_usage": True},
@@ -150,9 +180,9 @@ def _lengths(text: str, option: str, count: int, random: np.random.Generator) ->
         ) from None
 
 
-def _read(file: Path) -> list[_Line]:
+def _read(file: Path) -> list[TextLine]:
     try:
-        found = [msgspec.json.decode(line, type=_Line) for line in read_bytes(file).splitlines() if line.strip()]
+        found = [msgspec.json.decode(line, type=TextLine) for line in read_bytes(file).splitlines() if line.strip()]
     except msgspec.MsgspecError as error:
         raise UsageError(f"{file} has no line of JSON for each request: {first_line(error)}") from error
     if not found:

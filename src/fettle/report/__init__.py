@@ -12,10 +12,11 @@ from fettle.report.notebook import cell
 from fettle.report.progress import progress
 from fettle.report.result import Result, load_result, page, save, write_report
 from fettle.report.slo import slo_page, write_slo_report
+from fettle.report.slo_texts import texts_table, texts_words, write_texts_report
 from fettle.report.tables import comparison_table, print_result, result_table
 
 __all__ = [
     "Result", "cell", "comparison_table", "load_lines", "load_result", "page", "print_result", "progress",
-    "result_table", "save", "save_result", "slo_page", "to_json", "verdict", "write_charts",
-    "write_load_report", "write_report", "write_slo_report",
+    "result_table", "save", "save_result", "slo_page", "texts_table", "texts_words", "to_json", "verdict",
+    "write_charts", "write_load_report", "write_report", "write_slo_report", "write_texts_report",
 ]  # fmt: skip

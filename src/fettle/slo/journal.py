@@ -18,6 +18,7 @@ from fettle.package.manifest import MANIFEST, SETTINGS, Package
 from fettle.slo.calibrate import Calibration
 from fettle.slo.overheads import Overheads
 from fettle.slo.server_process import ServerStats
+from fettle.slo.text_costs import TextCosts
 
 _MAX_BYTES = 256 << 20
 
@@ -33,9 +34,11 @@ class Tested(msgspec.Struct, forbid_unknown_fields=True):
     """`fettle.load.run.as_data`."""
     inside: ServerStats
     predicted_p99_ms: float | None = None
-    """By simulation, before the test; None where the queue would only grow."""
+    """By simulation, before the test; None where the queue would only grow. Of texts: to the first token."""
     slower: float | None = None
     """Time of the model's calls over what it was to be by simulation: 1 where the machine was as when calibrated."""
+    predicted_itl_ms: float | None = None
+    """As `predicted_p99_ms`, of the time between two tokens of a text."""
 
 
 class _Kept(msgspec.Struct, forbid_unknown_fields=True):
@@ -44,14 +47,15 @@ class _Kept(msgspec.Struct, forbid_unknown_fields=True):
     calibrations: dict[str, Calibration] = {}
     overheads: dict[str, Overheads] = {}
     tests: dict[str, Tested] = {}
+    text_costs: dict[str, TextCosts] = {}
 
 
 class Journal:
-    """The three tables, by keys that name all that a measurement depends on. Without a path nothing is kept."""
+    """The tables, by keys that name all that a measurement depends on. Without a path nothing is kept."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
-        kept = _Kept(host_id(), 1, {}, {}, {})
+        kept = _Kept(host_id(), 1, {}, {}, {}, {})
         if path is not None and path.exists():
             try:
                 read = msgspec.json.decode(read_bytes(path, _MAX_BYTES), type=_Kept)
@@ -61,6 +65,7 @@ class Journal:
                 kept = read
         self._kept = kept
         self.calibrations, self.overheads, self.tests = kept.calibrations, kept.overheads, kept.tests
+        self.text_costs = kept.text_costs
 
     def save(self) -> None:
         """Write all of it, whole or not at all."""

@@ -96,6 +96,37 @@ def openvino_stateful(model: Any) -> tuple[Any, list[list[int]]]:
     return graph, shapes
 
 
+def openvino_joined(graph: Any) -> Any:
+    """The graph with products of the same values, as those of queries, keys and values, as one product that is cut up.
+
+    A token's products are so small that each costs as much to begin as to compute. The sums of each row are the same,
+    and so are its scales where the weights are rounded.
+    """
+    import numpy
+    from openvino import opset13
+
+    alike: dict[tuple[str, int], list[Any]] = {}
+    for node in graph.get_ordered_ops():
+        if node.get_type_name() != "MatMul" or node.input_value(1).get_node().get_type_name() != "Constant":
+            continue
+        given, how = node.input_value(0), node.get_attributes()
+        if how["transpose_b"] and not how["transpose_a"] and len(node.input_value(1).get_shape()) == 2:
+            alike.setdefault((given.get_node().get_friendly_name(), given.get_index()), []).append(node)
+    for nodes in alike.values():
+        if len(nodes) > 1:
+            weights = [node.input_value(1).get_node().data for node in nodes]
+            product = opset13.matmul(
+                nodes[0].input_value(0), opset13.constant(numpy.concatenate(weights)), False, True
+            )  # fmt: skip
+            lengths = opset13.constant(numpy.array([len(rows) for rows in weights]))
+            parts = opset13.variadic_split(product, opset13.constant(numpy.int64(-1)), lengths)
+            for node, part in zip(nodes, parts.outputs(), strict=True):
+                for user in node.output(0).get_target_inputs():
+                    user.replace_source_output(part)
+    graph.validate_nodes_and_infer_types()
+    return graph
+
+
 def openvino_weights(graph: Any, bits: int) -> Any:
     """The graph with the weights of its products in 8 bits, a scale for each row, or in 4, a scale and a zero for 32
     of a row (what has no such groups, and tables and the head, in 8). Without data: nothing is calibrated."""
@@ -124,6 +155,7 @@ class OpenvinoText:
 
     def __init__(self, model: Any, precision: str, bits: int = 0, group: int = 0) -> None:
         graph, shapes = openvino_stateful(model.float().eval())
+        graph = openvino_joined(graph)
         if bits:
             graph = openvino_weights(graph, bits)
         config = {
@@ -193,4 +225,4 @@ class OpenvinoText:
         return torch.from_numpy(self.request.get_output_tensor(0).data.copy())
 
 
-TEXT = (openvino_core, Step, openvino_stateful, openvino_weights, OpenvinoText)
+TEXT = (openvino_core, Step, openvino_stateful, openvino_joined, openvino_weights, OpenvinoText)

@@ -109,7 +109,7 @@ def command(
     try:
         from fettle.load.compare import compare, read_baseline
         from fettle.load.run import TextLimits, as_data
-        from fettle.load.texts import text_requests
+        from fettle.load.texts import text_lines, text_requests
         from fettle.load.torchserve import COLUMNS, torchserve_row
     except ImportError as error:
         raise extra(f"{error.name} is not installed", "serve") from error
@@ -120,9 +120,8 @@ def command(
     token = read_bytes(token_file).decode().strip() if token_file is not None else ""
     limits = TextLimits(_options.duration_s(ttft or "0", "--ttft"), _options.duration_s(itl or "0", "--itl"))
     if _of_texts(url):
-        requests = text_requests(
-            url, prompt_tokens, output_tokens, file=texts, model=model, seed=seed, token=token
-        )  # fmt: skip
+        lines = text_lines(prompt_tokens, output_tokens, texts, seed=seed)
+        requests = text_requests(url, lines, model=model, seed=seed, token=token)
     elif ttft or itl or texts:
         raise UsageError("--ttft, --itl and --texts are for a server that writes texts: give its URL with /v1")
     else:
@@ -242,6 +241,8 @@ def _row(run: Run) -> list[str]:
         notes.append("the backlog only grew: more than the server can do")
     if run.errors:
         notes.append(", ".join(f"{kind}: {count}" for kind, count in run.errors.items()))
+    if run.refusal:
+        notes.append(run.refusal)
     if run.interrupted:
         notes.append("interrupted")
     limited = run.limit_s or run.limits != type(run.limits)()

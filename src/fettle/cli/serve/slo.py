@@ -20,15 +20,20 @@ from fettle.errors import UsageError, extra
 from fettle.files import check_writable, write_text
 
 if TYPE_CHECKING:
+    from fettle.load.run import TextLimits
+    from fettle.load.texts import TextLine
     from fettle.package.manifest import Package
     from fettle.page import Table
     from fettle.recipe import Recipe
     from fettle.slo.points import Failure, Point, SearchResult, Variant
+    from fettle.slo.text_search import TextSearch
 
 
 def command(
     target: Annotated[str, typer.Argument(help="a package, or path/to/file.py:factory, which is packaged first")],
-    p99: Annotated[str, typer.Option("--p99", help="latency limit for 99% of the requests, for example 100ms")],
+    p99: Annotated[
+        str | None, typer.Option("--p99", help="latency limit for 99% of the requests, for example 100ms")
+    ] = None,
     rate: Annotated[float, typer.Option(min=0.0, help="requests a second to be served; 0: as many as possible")] = 0.0,
     headroom: Annotated[
         str, typer.Option(help="share of the capacity to leave free at that rate, for example 20%")
@@ -69,6 +74,20 @@ def command(
         ),
     ] = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", hidden=True)] = None,  # an earlier spelling of --output
+    ttft: Annotated[
+        str | None, typer.Option(help="of texts: limit for 99% of the times to the first token, for example 500ms")
+    ] = None,
+    itl: Annotated[
+        str | None, typer.Option(help="of texts: limit for 99% of the times between two tokens, for example 50ms")
+    ] = None,
+    prompt_tokens: Annotated[
+        str, typer.Option(help="of texts: 128, uniform:16:256, exponential:128 or lognormal:128:0.8")
+    ] = "128",
+    output_tokens: Annotated[str, typer.Option(help="of texts, as --prompt-tokens")] = "128",
+    texts: Annotated[
+        Path | None,
+        typer.Option(help='a line of JSON for each text: {"prompt": TEXT or a number of tokens, "max_tokens": N}'),
+    ] = None,
     write: Annotated[bool, typer.Option(help="write the best setting to the package's serve.toml")] = True,
     as_json: _options.AsJson = False,
 ) -> None:
@@ -77,6 +96,9 @@ def command(
     Measures what batches of each size cost, simulates every setting, and proves the best ones by open-loop load. Exit
     code 1 where the limit, or the rate under it, cannot be met. OUTPUT holds report.html, result.json and all that was
     measured: a search that was stopped, also by kill -9, goes on where it was.
+
+    Of a package that writes texts the limits are --ttft and --itl: found are how many texts are written at once, their
+    cache, and how much of a prompt is computed between two tokens of the others.
 
     [bold]Examples[/]
 
@@ -87,8 +109,12 @@ def command(
       fettle serve slo model.py --p99 100ms --storage fettle-out/study.db
 
       fettle serve slo model.py --p99 100ms --recipe baseline --recipe "precision=bf16"
+
+      fettle serve slo smollm-1 --ttft 500ms --itl 50ms --prompt-tokens lognormal:128:0.8 --output-tokens 64
     """
     try:
+        from fettle.load.run import TextLimits
+        from fettle.load.texts import text_lines
         from fettle.load.torchserve import COLUMNS
         from fettle.slo.outcome import as_data, torchserve_rows
     except ImportError as error:
@@ -98,6 +124,19 @@ def command(
     from fettle.package import host
     from fettle.report import write_slo_report
 
+    if ttft or itl:
+        if p99 is not None or storage is not None or recipe or price:
+            raise UsageError("--ttft and --itl are for a package that writes texts, without --p99, recipes and prices")
+        limits = TextLimits(_options.duration_s(ttft or "0", "--ttft"), _options.duration_s(itl or "0", "--itl"))
+        _of_texts(
+            target, limits, text_lines(prompt_tokens, output_tokens, texts), output, write=write, as_json=as_json,
+            rate=rate, headroom=_options.share(headroom, "--headroom"), most_rows=max_rows,
+            cores=cores or host.cores(), device=_options.one_device(",".join(device or ["cpu"])), confirm=confirm,
+            seconds=_options.duration_s(seconds, "--seconds"),
+        )  # fmt: skip
+        return
+    if texts is not None or p99 is None:
+        raise UsageError("say what limit to keep: --p99 100ms, or of a model that writes texts --ttft 500ms --itl 50ms")
     wanted = _options.outputs(output, ".csv", folder=True)
     check_writable(csv_file := wanted.get(".csv", csv_file))
     asked: dict[str, Any] = {
@@ -120,6 +159,69 @@ def command(
         _options.write_csv(csv_file, COLUMNS, torchserve_rows(found, work.name))
     _show.answer(as_json, lambda: data, lambda out: _print(found, busy, written, out), folder / "report.html")
     _show.leave(interrupted=found.interrupted, missed=not found.met)
+
+
+def _of_texts(
+    text: str, limits: TextLimits, lines: list[TextLine], output: list[Path] | None, *, write: bool, as_json: bool,
+    **asked: Any,
+) -> None:  # fmt: skip
+    """The same for a package that writes texts."""
+    from fettle.loop import run
+    from fettle.measure import Surroundings
+    from fettle.package.manifest import open_package, write_settings
+    from fettle.package.requires import check_here
+    from fettle.report import write_texts_report
+    from fettle.slo.text_search import search_texts, served_so, texts_data
+
+    if min(limits.ttft_s, limits.itl_s) < 0 or not max(limits.ttft_s, limits.itl_s):
+        raise UsageError("--ttft and --itl must be more than 0")
+    if not Path(text).is_dir() and not text.endswith(".zip"):
+        raise UsageError(f"--ttft and --itl need a package: fettle serve package {text} --handler generate")
+    package = open_package(Path(text))
+    name = package.manifest.name
+    check_here(name, package.manifest.requires)
+    folder = _options.outputs(output, folder=True).get("", Path(f"slo-{name}"))
+    around = Surroundings()
+
+    async def search(progress: Callable[[str], None]) -> TextSearch:
+        stop = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
+        return await search_texts(
+            package, lines, limits, keep=folder / "measured.json", on_progress=progress, stop=stop, **asked
+        )  # fmt: skip
+
+    with _show.telling("starting", quiet=as_json) as progress, _quiet.users_code_quiet():
+        found = run(search(progress))
+    written = ""
+    if write and found.best is not None and not found.interrupted:
+        setting = found.best.setting
+        write_settings(package, served_so(package.settings, setting, found.costs[setting.threads]))
+        written = str(package.folder)
+    data = texts_data(found, name=name, target=text, machine=_machine(), written=written)
+    data["busy"] = around.sentence()
+    write_text(folder / "result.json", json.dumps(data) + "\n")
+    write_texts_report(data, folder / "report.html")
+    _show.answer(as_json, lambda: data, lambda out: _print_texts(data, out), folder / "report.html")
+    _show.leave(interrupted=found.interrupted, missed=not found.met)
+
+
+def _print_texts(data: dict[str, Any], console: Console) -> None:
+    from fettle.report import texts_table, texts_words
+
+    if data["busy"]:
+        console.print(f"[yellow]{data['busy']}[/]\n")
+    console.print(texts_words(data), markup=False)
+    _show.print_table(console, texts_table(data))
+    for line in data["why"]:
+        console.print(f"  {line}", markup=False)
+    for failure in data["failures"]:
+        console.print(f"  failed: {failure['what']}: {failure['why']}", markup=False, style="yellow")
+    if data["tests_kept"]:
+        console.print(f"{data['tests_kept']} of {data['tests']} load tests had been made before")
+    if data["interrupted"]:
+        console.print("interrupted: the same command goes on from here")
+    if data["written"]:
+        console.print(f"written to {data['written']}/serve.toml: fettle serve {data['written']}", markup=False)
 
 
 def _limit_s(p99: str) -> float:

@@ -124,7 +124,8 @@ class _Worker:
             else:
                 done, parts = self.call(header, body)
         except Exception as error:
-            log.exception("a call failed")
+            if not isinstance(error, UsageError):  # which whoever asked is told, word for word
+                log.exception("a call failed")
             send(link, _failed(header.id, error))
             return
         send(link, done, parts)

@@ -1,0 +1,411 @@
+"""The best way to serve a model that writes texts, under limits on the first token and on each after it.
+
+What a step costs is measured on the engine, every number of texts at once and every part of prompts is simulated, and
+the best are proven by load on a real server, by the protocol that clients speak. Where a test's steps took longer than
+simulated (the server and the client compute, too), all costs are corrected and the settings are ranked anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fettle.errors import UsageError
+from fettle.files import plain
+from fettle.load.arrivals import poisson
+from fettle.load.loops import open_loop
+from fettle.load.run import Run, TextLimits, as_data
+from fettle.load.texts import TextLine, text_requests
+from fettle.package.handlers.generate import Settings
+from fettle.package.handlers.text import read_tokenizer
+from fettle.package.manifest import Package
+from fettle.package.settings import ServeSettings
+from fettle.slo.calibrate import Stopped
+from fettle.slo.journal import Journal, Tested, package_key
+from fettle.slo.points import Failure
+from fettle.slo.proof import LATE, NEAR, STEP_UP, STEPS_DOWN
+from fettle.slo.server_process import ServerFailure, ServerProcess
+from fettle.slo.text_costs import CHUNKS, TextCosts, calibrate_texts
+from fettle.slo.text_simulation import Tables, simulate_texts, text_capacity
+
+TEXTS, LONGEST_S, PATIENCE_S = 200, 60.0, 60.0
+"""A load test has so many texts at least, or takes so long; and so long it waits for what is still being written."""
+OFF, BEHIND = 1.1, 0.95
+"""Costs that are off by more than this factor are corrected; a setting that is expected to serve less than this share
+of what another has shown is not tested."""
+
+
+@dataclass(frozen=True)
+class TextSetting:
+    """One way to write texts."""
+
+    rows: int
+    """Texts at once."""
+    chunk: int
+    """Tokens of prompts that are computed between two tokens of others."""
+    threads: int
+    device: str = "cpu"
+
+    def __str__(self) -> str:
+        texts = f"{self.rows} text{'s' if self.rows > 1 else ''} at once"
+        device = f" on {self.device}" if self.device != "cpu" else ""
+        return f"{texts}, {self.chunk} tokens of prompts a step, {self.threads} threads{device}"
+
+
+@dataclass
+class TextPoint:
+    """A setting with what was predicted, and what was measured where it was."""
+
+    setting: TextSetting
+    predicted: float
+    """Texts a second at which both limits are kept."""
+    memory_bytes: int
+    """Of keys and values."""
+    measured: float | None = None
+    tests: list[Tested] = field(default_factory=list)
+
+    @property
+    def proof(self) -> Tested | None:
+        """The load test that showed what was measured."""
+        shown = [test for test in self.tests if test.held and test.rate == self.measured]
+        return shown[0] if shown else None
+
+
+@dataclass
+class TextSearch:
+    """The outcome of a search."""
+
+    limits: TextLimits
+    rate: float
+    headroom: float
+    prompts: list[int]
+    outputs: list[int]
+    """Tokens of the texts that are asked for."""
+    costs: dict[int, TextCosts] = field(default_factory=dict)
+    """By threads of the engine."""
+    scale: dict[int, float] = field(default_factory=dict)
+    """By which they were multiplied after load tests that contradicted them."""
+    points: list[TextPoint] = field(default_factory=list)
+    """Best first."""
+    failures: list[Failure] = field(default_factory=list)
+    why: list[str] = field(default_factory=list)
+    tests: int = 0
+    tests_kept: int = 0
+    interrupted: bool = False
+    seconds: float = 0.0
+
+    @property
+    def best(self) -> TextPoint | None:
+        """The best measured point that serves anything within the limits."""
+        return max((point for point in self.points if point.measured), key=lambda p: p.measured or 0.0, default=None)
+
+    @property
+    def met(self) -> bool:
+        """Whether the limits are kept, at the rate that was asked for and with the headroom."""
+        return self.best is not None and (1 - self.headroom) * (self.best.measured or 0.0) >= self.rate
+
+
+async def search_texts(
+    package: Package, lines: Sequence[TextLine], limits: TextLimits, *, rate: float = 0.0, headroom: float = 0.0,
+    most_rows: int = 32, cores: int = 2, device: str = "cpu", seconds: float = 8.0, confirm: int = 3,
+    keep: Path | None = None, on_progress: Callable[[str], None] = lambda text: None, stop: asyncio.Event | None = None,
+) -> TextSearch:  # fmt: skip
+    """Find the setting that keeps both limits at the greatest rate of texts like these.
+
+    `keep` is a file in which everything measured is kept, so that a search that was killed measures nothing twice;
+    `stop` ends it early, with what is known by then. Raises `UsageError` for a package that writes no texts.
+    """
+    began = time.monotonic()
+    lines, prompts, note = fitting(package, lines)
+    found = TextSearch(limits, rate, headroom, prompts, [line.max_tokens for line in lines])
+    found.why += [note] if note else []
+    work = _Search(package, lines, found, Journal(keep), on_progress, stop or asyncio.Event(), seconds)
+    try:
+        for threads in sorted({cores, max(1, cores - 1)} if device == "cpu" else {1}):  # one left for the server
+            await work.calibrate(min(most_rows, package.manifest.max_rows), threads, device)
+        if found.costs:
+            work.rank(device)
+            await work.confirm(confirm)
+    except Stopped:
+        found.interrupted = True
+    found.points.sort(key=lambda point: (point.measured is None, -(point.measured or 0.0), -point.predicted))
+    found.why += explain(found)
+    found.seconds = time.monotonic() - began
+    return found
+
+
+def fitting(package: Package, lines: Sequence[TextLine]) -> tuple[list[TextLine], list[int], str]:
+    """The texts as the package has room for them, how many tokens their prompts have, and what was cut.
+
+    Raises `UsageError`.
+    """
+    handler = package.manifest.handler
+    if not isinstance(handler, Settings):
+        raise UsageError(
+            f"{package.manifest.name} writes no texts: --ttft and --itl are for a package with --handler generate"
+        )
+    tokenizer = read_tokenizer(package.folder) if any(isinstance(line.prompt, str) for line in lines) else None
+    made, counts, cut = [], [], 0
+    for line in lines:
+        prompt: Any = line.prompt
+        if isinstance(prompt, int):
+            prompt = count = min(prompt, handler.max_tokens - 1)
+        else:
+            assert tokenizer is not None
+            count = len(tokenizer.encode(prompt).ids)
+        most = min(handler.max_new_tokens, handler.max_tokens - count)
+        if most < 1 or not count:
+            raise UsageError(f"a prompt of {count} tokens: {package.manifest.name} takes 1 to {handler.max_tokens - 1}")
+        cut += prompt != line.prompt or line.max_tokens > most
+        made.append(TextLine(prompt, min(line.max_tokens, most)))
+        counts.append(count)
+    room = f"{handler.max_tokens} tokens, of which {handler.max_new_tokens} may be new"
+    return made, counts, f"{cut} of {len(lines)} texts were cut to the package's {room}" if cut else ""
+
+
+class _Search:
+    """A search under way."""
+
+    def __init__(
+        self, package: Package, lines: Sequence[TextLine], found: TextSearch, journal: Journal,
+        on_progress: Callable[[str], None], stop: asyncio.Event, seconds: float,
+    ) -> None:  # fmt: skip
+        self.package, self.lines, self.found, self.journal = package, lines, found, journal
+        self.on_progress, self.stop, self.seconds = on_progress, stop, seconds
+        self.longest = max(map(sum, zip(found.prompts, found.outputs, strict=True)))
+
+    async def calibrate(self, most: int, threads: int, device: str) -> None:
+        """What steps cost."""
+        found = self.found
+        prompt = max(found.prompts)
+        key = f"{package_key(self.package)} {device} {threads} threads {most} texts {prompt} {self.longest}"
+        costs = self.journal.text_costs.get(key)
+        if costs is None:
+            costs = await asyncio.to_thread(
+                calibrate_texts, self.package, most=most, prompt=prompt, whole=self.longest, threads=threads,
+                device=device, on_progress=self.on_progress, stopped=self.stop.is_set,
+            )  # fmt: skip
+            self.journal.text_costs[key] = costs
+            self.journal.save()
+        if costs.writing and (costs.prompts or not costs.keeps):
+            found.costs[threads], found.scale[threads] = costs, 1.0
+        found.failures += [Failure(what, why) for what, why in costs.failures.items()]
+
+    def rank(self, device: str) -> None:
+        """Every setting, simulated; those that were tested keep what they showed."""
+        found = self.found
+        longest = max(found.prompts)
+        chunks = CHUNKS[: 1 + sum(size < 2 * longest for size in CHUNKS)]
+        known = {point.setting: point for point in found.points}
+        settings = [
+            TextSetting(count, chunk, threads, device)
+            for threads, costs in found.costs.items()
+            for count in sorted({costs.rows, *(2**n for n in range(costs.rows.bit_length()) if 2**n <= costs.rows)})
+            for chunk in (chunks if costs.keeps else [ServeSettings().prefill_tokens])
+        ]
+        points = []
+        for number, setting in enumerate(settings, 1):
+            self._check()
+            self.on_progress(f"setting {number} of {len(settings)} simulated")
+            best = text_capacity(
+                found.prompts, found.outputs, setting.rows, setting.chunk, self._tables(setting), found.limits
+            )  # fmt: skip
+            point = known.get(setting) or TextPoint(setting, 0.0, setting.rows * found.costs[setting.threads].row_bytes)
+            point.predicted = best.rate
+            points.append(point)
+        # What is predicted within 2% is as good as equal: fewer texts at once and shorter parts go first then.
+        most = max(point.predicted for point in points)
+
+        def place(point: TextPoint) -> tuple[float, int, int, int]:
+            behind = math.floor(math.log(most / point.predicted) / 0.02) if point.predicted else math.inf
+            return behind, point.setting.threads, point.setting.rows, point.setting.chunk
+
+        found.points = sorted(points, key=place)
+
+    async def confirm(self, most: int) -> None:
+        """Prove the best ones; with what their steps took, rank again."""
+        found = self.found
+        for _ in range(most):
+            shown = found.best.measured if found.best is not None else 0.0
+            new = [point for point in found.points if not point.tests and point.predicted > BEHIND * (shown or 0.0)]
+            if not new:
+                return
+            point = new[0]
+            try:
+                await self._prove(point, shown or 0.0)
+            except ServerFailure as failure:
+                found.failures.append(Failure(str(point.setting), str(failure)))
+                found.points.remove(point)
+                continue
+            slower = [test.slower for test in point.tests if test.slower]
+            if slower and not 1 / OFF < (off := statistics.median(slower)) < OFF:
+                found.scale[point.setting.threads] *= off
+                self.rank(point.setting.device)
+
+    async def _prove(self, point: TextPoint, to_beat: float) -> None:
+        """Open-loop tests around what was predicted: up while it holds, down while it does not, then between."""
+        found, setting = self.found, point.setting
+        served: ServerProcess | None = None
+        good, bad, rate, missed = 0.0, math.inf, max(point.predicted, to_beat), 0
+        up, down = (NEAR, (1 / NEAR, *STEPS_DOWN)) if to_beat else (STEP_UP, STEPS_DOWN)
+        try:
+            for _ in range(4):
+                length = min(LONGEST_S, max(self.seconds, TEXTS / rate))
+                limits = f"{found.limits.ttft_s:g}s {found.limits.itl_s:g}s"
+                texts = hash_of(found.prompts, found.outputs)
+                key = f"{package_key(self.package)} {setting} {rate:.6g}/s {length:.6g}s {limits} {texts}"
+                if key not in self.journal.tests:
+                    self._check()
+                    self.on_progress(f"{rate:.4g} texts/s on {setting}")
+                    served = served or await ServerProcess.start(self.package, self.settings(setting), setting.device)
+                    self.journal.tests[key] = await self._test(served, setting, rate, length)
+                    self.journal.save()
+                else:
+                    found.tests_kept += 1
+                tested = self.journal.tests[key]
+                found.tests += 1
+                point.tests.append(tested)
+                if tested.held:
+                    good = max(good, rate)
+                else:
+                    bad, missed = min(bad, rate), missed + 1
+                    if tested.run["void"] and LATE not in found.why:
+                        found.why.append(LATE)
+                if bad <= to_beat or (good and bad / good < 1.05):
+                    break
+                if good:
+                    rate = math.sqrt(good * bad) if bad < math.inf else rate * up
+                else:
+                    rate = max(rate * down[min(missed, len(down)) - 1], to_beat)
+            point.measured = good
+        finally:
+            if served is not None:
+                await served.close()
+
+    async def _test(self, served: ServerProcess, setting: TextSetting, rate: float, seconds: float) -> Tested:
+        found = self.found
+        due = poisson(rate, seconds)
+        if not len(due):
+            due = np.array([0.0])
+        await served.stats()
+        try:
+            requests = text_requests(served.url, self.lines, model=self.package.manifest.name)
+            run = await open_loop(requests, due, limits=found.limits, patience_s=PATIENCE_S, stop=self.stop)
+        except UsageError as error:  # nothing answers any more
+            raise ServerFailure(str(error)) from error
+        if run.interrupted:
+            raise Stopped
+        inside = await served.stats()
+        expected = simulate_texts(
+            due, found.prompts, found.outputs, setting.rows, setting.chunk, self._tables(setting)
+        )  # fmt: skip
+        busy_s = inside.calls * inside.model_ms.mean / 1e3
+        ttft, itl = float(np.percentile(expected.ttft_s, 99)) * 1e3, expected.itl_s(99) * 1e3
+        slower = busy_s / expected.busy_s if busy_s and expected.stable else None
+        return Tested(
+            rate, texts_held(run), as_data(run), inside, ttft if expected.stable else None, slower, itl
+        )  # fmt: skip
+
+    def _tables(self, setting: TextSetting) -> Tables:
+        found, threads = self.found, setting.threads
+        return Tables.of(found.costs[threads], self.longest, setting.chunk, found.scale[threads])
+
+    def settings(self, setting: TextSetting) -> ServeSettings:
+        """The package's settings with those of the search."""
+        return served_so(self.package.settings, setting, self.found.costs[setting.threads])
+
+    def _check(self) -> None:
+        if self.stop.is_set():
+            raise Stopped
+
+
+def served_so(given: ServeSettings, setting: TextSetting, costs: TextCosts) -> ServeSettings:
+    """A package's settings with a found one."""
+    return msgspec.structs.replace(
+        given, max_rows=setting.rows, prefill_tokens=setting.chunk, cache_bytes=setting.rows * costs.row_bytes,
+        workers=1, threads=setting.threads, delay_ms=0.0, devices=(setting.device,),
+    )  # fmt: skip
+
+
+def texts_held(run: Run) -> bool:
+    """Whether a run kept its limits: a steady state, nothing failed or refused, and both percentiles within."""
+    return bool(run.stable and run.answered and not run.failed and not run.shed and not run.missed)
+
+
+def hash_of(prompts: Sequence[int], outputs: Sequence[int]) -> str:
+    """Equal for texts of equal lengths."""
+    import hashlib
+
+    return hashlib.sha256(np.array([prompts, outputs]).tobytes()).hexdigest()[:12]
+
+
+def explain(found: TextSearch) -> list[str]:
+    """What bounds the best setting, in words."""
+    best, said = found.best, []
+    if found.points and best is None:
+        said.append("no load test kept the limits" if found.tests else "no setting keeps the limits by simulation")
+    if best is None:
+        if found.points and not any(point.predicted for point in found.points):
+            alone = min(seconds for costs in found.costs.values() for cell, seconds in costs.writing if cell.rows == 1)
+            said.append(f"a token of one text alone takes {alone * 1e3:.4g} ms")
+        return said
+    by_setting = {point.setting: point for point in found.points}
+    for name, change in (("rows", "texts at once"), ("chunk", "tokens of prompts a step")):
+        own = getattr(best.setting, name)
+        near = sorted(
+            (getattr(s, name), point.predicted)
+            for s, point in by_setting.items()
+            if s.threads == best.setting.threads
+            if s.rows == best.setting.rows or name == "rows"
+            if s.chunk == best.setting.chunk or name == "chunk"
+        )
+        less = [value for size, value in near if size < own][-1:]
+        more = [value for size, value in near if size > own][:1]
+        parts = [f"{'half' if name == 'rows' else 'less'} would serve {less[0]:.4g}/s"] if less else []
+        parts += [f"more {more[0]:.4g}/s"] if more else []
+        if parts:
+            said.append(f"{own} {change}: predicted {best.predicted:.4g}/s, {', '.join(parts)}")
+    slower = [test.slower for test in best.tests if test.slower]
+    if slower:
+        said.append(f"steps took {statistics.median(slower):.2f} of what was simulated in its load tests")
+    return said
+
+
+def texts_data(found: TextSearch, *, name: str, target: str, machine: str, written: str = "") -> dict[str, Any]:
+    """The search as plain data."""
+    shown = [point for point in found.points if point is found.best]
+    data: dict[str, Any] = plain({
+        "kind": "texts", "name": name, "target": target, "machine": machine, "written": written,
+        "ttft_limit_ms": found.limits.ttft_s * 1e3, "itl_limit_ms": found.limits.itl_s * 1e3,
+        "rate": found.rate, "headroom": found.headroom, "met": found.met, "interrupted": found.interrupted,
+        "best": found.points.index(shown[0]) if shown else None, "scale": list(found.scale.values()),
+        "prompt_tokens": _lengths(found.prompts), "output_tokens": _lengths(found.outputs),
+        "points": [{
+            "setting": str(point.setting), "max_rows": point.setting.rows, "prefill_tokens": point.setting.chunk,
+            "threads": point.setting.threads, "device": point.setting.device, "cache_bytes": point.memory_bytes,
+            "predicted": point.predicted, "measured": point.measured,
+            "tests": [msgspec.to_builtins(test) for test in point.tests],
+        } for point in found.points],
+        "costs": {
+            "writing": [{"threads": threads, "texts": cell.rows, "kept": cell.kept, "ms": s * 1e3}
+                        for threads, costs in found.costs.items() for cell, s in costs.writing],
+            "prompts": [{"threads": threads, "tokens": cell.rows * cell.new, "kept": cell.kept, "ms": s * 1e3}
+                        for threads, costs in found.costs.items() for cell, s in costs.prompts],
+        },
+        "why": found.why, "failures": [{"what": failure.what, "why": failure.why} for failure in found.failures],
+        "tests": found.tests, "tests_kept": found.tests_kept, "seconds": found.seconds,
+    })  # fmt: skip
+    return data
+
+
+def _lengths(counts: Sequence[int]) -> dict[str, float]:
+    return {"p50": float(np.median(counts)), "mean": float(np.mean(counts)), "max": float(np.max(counts))}

@@ -1,0 +1,248 @@
+"""Continuous batching in simulated time: the engine's own order of things, measured costs, and texts that arrive.
+
+What `fettle.package.handlers.running.Running` does, without a model: a test shows that both do the same steps. All
+texts that are written get their token at the end of a step, so that a step is the time between two tokens of each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fettle.load.arrivals import poisson
+from fettle.load.run import TextLimits
+from fettle.slo.text_costs import GRAIN, TextCosts
+
+Array = np.ndarray[Any, Any]
+REQUEST_S = 0.003
+"""From the client to the worker and back: HTTP, reading, the first piece."""
+TEXTS = 500
+"""A simulation has so many."""
+_NEVER = 1 << 62
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Costs as a simulation looks them up, for texts up to a length."""
+
+    writing: list[list[float]]
+    prompts: list[float]
+    looking_s: float
+    spread: list[float]
+    keeps: bool
+
+    @classmethod
+    def of(cls, costs: TextCosts, longest: int, chunk: int, scale: float = 1.0) -> Tables:
+        """For texts of up to `longest` tokens and parts of prompts of up to `chunk`; `scale` multiplies all."""
+        writing = [[scale * value for value in row] for row in costs.writing_table(longest)]
+        prompts = [scale * value for value in costs.prompt_table(chunk)] if costs.keeps else []
+        looking = scale * costs.looking_s if costs.keeps else 0.0
+        return cls(writing, prompts, looking, costs.spread or [1.0], costs.keeps)
+
+
+@dataclass
+class Served:
+    """What a simulation saw. Seconds."""
+
+    ttft_s: Array
+    """Of each text, in the order of arrival; infinite where it was not begun."""
+    steps_s: Array
+    """Of each step."""
+    writing: Array
+    """How many texts got a token in each step that was not their first."""
+    first: Array
+    last: Array
+    """Of each text: the steps with its first and its last token."""
+    busy_s: float = 0.0
+    stable: bool = True
+
+    def itl_s(self, percent: float) -> float:
+        """Percentile of the time between two tokens of a text, of all texts."""
+        gaps = np.repeat(self.steps_s, self.writing)
+        return float(np.percentile(gaps, percent)) if len(gaps) else 0.0
+
+    def kept(self, limits: TextLimits) -> bool:
+        """Whether both limits are kept at the 99th percentile, as `fettle serve load` judges them."""
+        return (
+            self.stable
+            and not (limits.ttft_s and float(np.percentile(self.ttft_s, 99)) > limits.ttft_s)
+            and not (limits.itl_s and self.itl_s(99) > limits.itl_s)
+        )
+
+    def within(self, limits: TextLimits) -> float:
+        """Share of the texts whose first token, and 99% of the gaps between the others, came in time."""
+        good = self.ttft_s <= (limits.ttft_s or math.inf)
+        if limits.itl_s:
+            for text in np.flatnonzero(good):
+                gaps = self.steps_s[self.first[text] + 1 : self.last[text] + 1]
+                good[text] = not len(gaps) or np.percentile(gaps, 99) <= limits.itl_s
+        return float(good.mean()) if len(good) else 0.0
+
+
+@dataclass(slots=True)
+class _Text:
+    number: int
+    prompt: int
+    output: int
+    kept: int = 0
+    since: int = 0
+    """Kept less the steps that were made, once it is written: one number as long as it is."""
+    end: int = _NEVER
+    """The step with its last token, once it is written."""
+
+
+def simulate_texts(
+    arrivals: Array, prompts: Sequence[int], outputs: Sequence[int], rows: int, chunk: int, tables: Tables,
+    *, seed: int = 0, give_up: TextLimits | None = None,
+) -> Served:  # fmt: skip
+    """Write texts that arrive at these seconds, ascending; lengths are used in turn.
+
+    `give_up` ends early, as not stable, once more than 1% of the first tokens are late.
+    """
+    random = np.random.default_rng(seed)
+    noise: list[float] = []
+    due: list[float] = (np.asarray(arrivals, float) + REQUEST_S / 2).tolist()
+    count, lengths, more = len(due), len(prompts), len(outputs)
+    ttft, first, last = np.full(count, math.inf), np.zeros(count, int), np.full(count, -1)
+    new_ones: list[_Text] = []  # whose prompts need no step of their own
+    next_end = _NEVER
+    texts: list[_Text] = []
+    writing = 0  # as many stand first
+    free = [-math.inf] * rows  # since when each row of the cache has nobody
+    steps: list[float] = []
+    others: list[int] = []
+    now, come, late = 0.0, 0, 0
+    patience, allowed = (give_up.ttft_s or math.inf, 0.01 * count + 1) if give_up else (math.inf, 0)
+    top = 0  # the greatest `since` of those that are written
+    while texts or come < count:
+        if not texts and due[come] > now:
+            now = due[come]
+        while come < count and due[come] <= now and free and free[0] <= now:
+            free.pop(0)
+            text = _Text(come, prompts[come % lengths], outputs[come % more])
+            texts.append(text)
+            come += 1
+            if not tables.keeps or text.prompt == 1:
+                place = len(texts) - 1
+                texts[writing], texts[place] = texts[place], texts[writing]
+                text.since, text.end = text.prompt - 1 - len(steps), len(steps) + text.output - 1
+                new_ones.append(text)
+                writing += 1
+                top, next_end = _of_all(texts[:writing])
+        if not texts:  # the row of the one before is not free yet for the server
+            now = free[0]
+            continue
+        took, number, began = 0.0, len(steps), writing
+        if writing:
+            took = tables.writing[writing][(top + number + GRAIN // 2) // GRAIN]
+        part = _part(texts[writing:], chunk) if writing < len(texts) else []
+        if part:
+            tokens = len(part) * max(part)
+            seen = max(text.kept for text in texts[writing : writing + len(part)])
+            took += tables.prompts[tokens] + tables.looking_s * tokens * seen
+        if not noise:
+            noise = random.choice(tables.spread, 1024).tolist()
+        took *= noise.pop()
+        now += took
+        steps.append(took)
+        others.append(began - len(new_ones))
+        for text in new_ones:
+            first[text.number], ttft[text.number] = number, now + REQUEST_S - due[text.number]
+        new_ones.clear()
+        for place, new in enumerate(part, began):
+            text = texts[place]
+            text.kept += new
+            if text.kept < text.prompt:
+                continue
+            first[text.number], ttft[text.number] = number, now + REQUEST_S - due[text.number]
+            text.since, text.end = text.prompt - number - 1, number + text.output - 1
+            next_end = min(next_end, text.end)
+            texts[writing], texts[place] = texts[place], texts[writing]
+            writing += 1
+            late += ttft[text.number] > patience
+        if late > allowed:
+            break
+        if next_end == number:
+            for place in [place for place in reversed(range(writing)) if texts[place].end == number]:
+                last[texts[place].number] = number
+                writing = _leave(texts, place, writing)
+                free.append(now + REQUEST_S / 2)
+            top, next_end = _of_all(texts[:writing])
+        elif writing != began:
+            top, next_end = _of_all(texts[:writing])
+    half = count // 2
+    growing = half > 50 and ttft[half:].mean() > 2 * ttft[:half].mean() + 10 * max(steps)
+    stable = late <= allowed if give_up else True
+    return Served(
+        ttft, np.array(steps), np.array(others, int), first, last, sum(steps), bool(stable and not growing),
+    )  # fmt: skip
+
+
+def _of_all(written: Sequence[_Text]) -> tuple[int, int]:
+    """The greatest `since` of these, and the step at which the first of them ends."""
+    return max((text.since for text in written), default=0), min((text.end for text in written), default=_NEVER)
+
+
+def _part(waiting: Sequence[_Text], chunk: int) -> list[int]:
+    """How many tokens of each of the first prompts are computed in this step."""
+    part: list[int] = []
+    longest = 0
+    for text in waiting:
+        new = min(text.prompt - text.kept, chunk)
+        longest = max(longest, new)
+        if part and longest * (len(part) + 1) > chunk:
+            break
+        part.append(new)
+    return part
+
+
+def _leave(texts: list[_Text], place: int, writing: int) -> int:
+    """Free a place as the engine does; how many are written then."""
+    written = place < writing
+    for last in (writing - 1, len(texts) - 1) if written else (len(texts) - 1,):
+        if last != place:
+            texts[place], place = texts[last], last
+    texts.pop()
+    return writing - written
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The greatest rate (a second) at which both limits are kept, and what its simulation saw."""
+
+    rate: float
+    served: Served | None
+
+
+def text_capacity(
+    prompts: Sequence[int], outputs: Sequence[int], rows: int, chunk: int, tables: Tables, limits: TextLimits, *,
+    seed: int = 0,
+) -> Capacity:  # fmt: skip
+    """By doubling from an almost idle server on, then by bisection to 3%. 0 where even that one is too slow."""
+    unit = poisson(1.0, TEXTS * 1.2, seed)[:TEXTS]
+    prompt, output = float(np.mean(prompts)), float(np.mean(outputs))
+    alone = output * tables.writing[1][0] + (tables.prompts[1] if tables.keeps else 0.0)
+    low, high, found = 0.0, 0.05 / max(alone, 1e-9), None
+
+    def good(rate: float) -> Served | None:
+        served = simulate_texts(unit / rate, prompts, outputs, rows, chunk, tables, seed=seed, give_up=limits)
+        return served if served.kept(limits) else None
+
+    most = 1e4 / max(prompt + output, 1.0) / max(tables.writing[1][0], 1e-9)
+    while (served := good(high)) is not None:
+        low, found = high, served
+        if high > most:
+            return Capacity(low, found)
+        high *= 2
+    while found is not None and high / low > 1.03:
+        middle = math.sqrt(low * high)
+        served = good(middle)
+        if served is None:
+            high = middle
+        else:
+            low, found = middle, served
+    return Capacity(low, found)

@@ -1,0 +1,301 @@
+"""The search for texts: that the simulation does what the engine does, what it asks of a package, and a real one."""
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from fettle.errors import UsageError
+from fettle.load.run import TextLimits
+from fettle.load.texts import TextLine
+from fettle.package.handlers.generate import Ask, Settings
+from fettle.package.handlers.running import Running
+from fettle.package.handlers.sampling import Sampling
+from fettle.package.manifest import open_package
+from fettle.report import texts_table, texts_words, write_texts_report
+from fettle.slo import text_search as room
+from fettle.slo import text_simulation
+from fettle.slo.journal import Tested as OneTest
+from fettle.slo.server_process import ServerStats
+from fettle.slo.text_costs import CHUNKS, Cell, TextCosts, cells
+from fettle.slo.text_simulation import REQUEST_S, Tables, simulate_texts, text_capacity
+
+
+def costs(rows=8, longest=400, each=0.001):
+    """A step takes 10 ms, `each` for each text, and a little for what is kept; prompts 0.1 ms a token."""
+    writing, prompts = cells(rows, 64, longest, keeps=True)
+    return TextCosts(
+        rows, 1 << 20, True,
+        [(cell, 0.01 + each * cell.rows + 1e-6 * cell.kept) for cell in writing],
+        [(cell, 0.002 + 1e-4 * cell.rows * cell.new + 1e-7 * cell.new * cell.kept) for cell in prompts], [1.0],
+    )  # fmt: skip
+
+
+@dataclass
+class Cache:
+    """What the engine asks of its cache, with a clock instead of a model."""
+
+    tables: Tables
+    clock: list = field(default_factory=lambda: [0.0])
+
+    def logits(self, first, new, kept):
+        if first == 0 and all(len(tokens) == 1 for tokens in new):
+            self.clock[0] += self.tables.writing[len(new)][(max(kept) + 8) // 16]
+        else:
+            tokens = len(new) * max(map(len, new))
+            self.clock[0] += self.tables.prompts[tokens] + self.tables.looking_s * tokens * max(kept)
+        return torch.zeros(len(new), 300)
+
+    def reuse(self, row, ids):
+        return 0
+
+    def holds(self, *given): ...
+    def move(self, *given): ...
+    def swap(self, *given): ...
+
+
+def served_by_the_engine(due, prompts, outputs, rows, chunk, tables):
+    """The real engine on that clock: seconds to the first token of each, and each time between two tokens."""
+    handler = SimpleNamespace(
+        keeps=False, prompt=lambda ask: list(ask.tokens), room=lambda prompt, ask: ask.sampling.max_tokens, stop=set(),
+        tokenizer=SimpleNamespace(decode=lambda ids, **how: "a" * len(ids)),
+    )  # fmt: skip
+    engine = Running(handler, rows, 0, chunk)
+    engine.cache = cache = Cache(tables)
+    told = {}
+    free, come = [-np.inf] * rows, 0
+    while engine.texts or come < len(due):
+        clock = cache.clock
+        if not engine.texts:
+            clock[0] = max(clock[0], due[come])
+            clock[0] = max(clock[0], free[0])
+        while come < len(due) and due[come] <= clock[0] and free and free[0] <= clock[0]:
+            free.pop(0)
+            tokens = (1,) * prompts[come]
+            engine.add(come, Ask(tokens=tokens, sampling=Sampling(temperature=0.0, max_tokens=outputs[come])))
+            come += 1
+        now, before = [], {text.number for text in engine.texts}
+        engine.step(lambda number, piece, now=now: now.append((number, piece)))
+        for number, piece in now:
+            assert not isinstance(piece, Exception)
+            told.setdefault(number, []).append(clock[0])
+        free += [clock[0] + REQUEST_S / 2] * len(before - {text.number for text in engine.texts})
+    first = [told[number][0] - due[number] for number in range(len(due))]
+    return first, [gap for moments in told.values() for gap in np.diff(moments)]
+
+
+@pytest.mark.parametrize("chunk", [16, 64, 256])
+def test_the_simulation_does_what_the_engine_does(chunk):
+    random = np.random.default_rng(chunk)
+    prompts, outputs = random.integers(1, 64, 60).tolist(), random.integers(1, 30, 60).tolist()
+    due = np.cumsum(random.exponential(0.05, 60))
+    tables = Tables.of(costs(), 100, chunk)
+    found = simulate_texts(due, prompts, outputs, 5, chunk, tables)
+    first, gaps = served_by_the_engine(due + REQUEST_S / 2, prompts, outputs, 5, chunk, tables)
+    assert found.ttft_s - REQUEST_S == pytest.approx(first)
+    assert np.sort(np.repeat(found.steps_s, found.writing)) == pytest.approx(np.sort(gaps))
+    assert found.writing.sum() == sum(outputs) - len(outputs)
+
+
+def test_costs_are_told_between_what_was_measured():
+    tables = Tables.of(costs(), 400, 512, scale=2.0)
+    assert len(tables.writing) == 9
+    assert tables.writing[6][160 // 16] == pytest.approx(2 * (0.01 + 0.006 + 160e-6))
+    assert tables.prompts[48] == pytest.approx(2 * (0.002 + 48e-4))
+    assert tables.prompts[500] == pytest.approx(2 * (0.002 + 500e-4))  # more than was measured
+    assert tables.looking_s == pytest.approx(2e-7)
+
+
+def test_what_bounds_the_rate():
+    def rate(rows, chunk, ttft, itl):
+        limits = TextLimits(ttft, itl)
+        return text_capacity([64], [20], rows, chunk, Tables.of(costs(), 100, chunk), limits).rate
+
+    assert rate(8, 64, 1.0, 0) > 1.5 * rate(1, 64, 1.0, 0)  # together
+    assert rate(8, 64, 1.0, 0.005) == 0  # no step is so short
+    assert rate(8, 64, 0.001, 0) == 0
+    assert rate(8, 16, 2.0, 0.021) > 2 * rate(8, 256, 2.0, 0.021)  # long parts of prompts hold others up
+    served = simulate_texts(np.arange(50) / 10, [64], [20], 8, 64, Tables.of(costs(), 100, 64))
+    assert served.within(TextLimits(9, 9)) == 1
+    assert served.within(TextLimits(9, 0.012)) < 1
+
+
+class Server:
+    """Answers a load test as the simulation does, only slower."""
+
+    def __init__(self, slower):
+        self.slower, self.rates = slower, []
+
+    async def test(self, search, served, setting, rate, seconds):
+        search.found.scale, kept = dict.fromkeys(search.found.scale, self.slower), search.found.scale
+        tables = search._tables(setting)
+        search.found.scale = kept
+        due = np.arange(400) / rate
+        seen = simulate_texts(due, search.found.prompts, search.found.outputs, setting.rows, setting.chunk, tables)
+        limits = search.found.limits
+        expected = simulate_texts(
+            due, search.found.prompts, search.found.outputs, setting.rows, setting.chunk, search._tables(setting)
+        )  # fmt: skip
+        self.rates.append((setting, rate))
+        times = {"ttft_ms": {"p99": 1.0}, "itl_ms": {"p99": 1.0}, "tokens_per_s": 1.0}
+        run = {"void": "", "goodput": rate, "texts": times}
+        return OneTest(rate, seen.kept(limits), run, ServerStats(), 1.0, seen.busy_s / expected.busy_s, 1.0)
+
+
+@pytest.fixture
+def package(monkeypatch):
+    """A package that writes texts, whose engine costs what is said above."""
+    monkeypatch.setattr(room, "calibrate_texts", lambda package, **how: costs(how["most"]))
+    monkeypatch.setattr(text_simulation, "TEXTS", 150)
+    monkeypatch.setattr(room, "package_key", lambda package: "key")
+
+    async def start(*given):
+        async def close(): ...
+
+        return SimpleNamespace(close=close)
+
+    monkeypatch.setattr(room.ServerProcess, "start", start)
+    manifest = SimpleNamespace(name="tiny", handler=Settings(max_tokens=200, max_new_tokens=50), max_rows=8)
+    return SimpleNamespace(manifest=manifest, settings=room.ServeSettings(), folder=None)
+
+
+def searched(package, monkeypatch, slower=1.0, **how):
+    server = Server(slower)
+    monkeypatch.setattr(room._Search, "_test", lambda search, *given: server.test(search, *given))
+    given = [TextLine(64, 20)] * 4
+    return asyncio.run(room.search_texts(package, given, TextLimits(1.0, 0.05), cores=1, **how)), server
+
+
+def test_a_search_proves_the_best_and_tells_the_rest(package, monkeypatch, tmp_path):
+    found, server = searched(package, monkeypatch, rate=1.0, keep=tmp_path / "measured.json")
+    best = found.best
+    assert found.met
+    assert best is found.points[0]
+    assert best.setting.rows == 8
+    assert best.measured == pytest.approx(best.predicted, rel=0.25)
+    assert server.rates[0] == (best.setting, best.predicted)
+    data = room.texts_data(found, name="tiny", target="tiny-1", machine="this one")
+    data["busy"] = ""
+    write_texts_report(json.loads(json.dumps(data)), tmp_path / "report.html")
+    said = (tmp_path / "report.html").read_text()
+    assert "texts a second within 1000 ms to the first token and 50 ms between two" in said
+    assert "64 tokens of prompt" in texts_words(data)
+    assert texts_table(data).rows[0][0] == "8"
+    again, second = searched(package, monkeypatch, rate=1.0, keep=tmp_path / "measured.json")
+    assert not second.rates
+    assert again.tests_kept == again.tests == found.tests
+    settings = room.served_so(package.settings, best.setting, found.costs[1])
+    assert (settings.max_rows, settings.prefill_tokens) == (8, best.setting.chunk)
+    assert settings.cache_bytes == 8 << 20
+
+
+def test_costs_are_corrected_where_steps_take_longer_than_simulated(package, monkeypatch):
+    found, _ = searched(package, monkeypatch, slower=2.0)
+    assert found.scale[1] == pytest.approx(2.0, rel=0.15)
+    assert found.best.measured == pytest.approx(found.best.predicted, rel=0.35)
+    missed, _ = searched(package, monkeypatch, slower=9.0, confirm=1)
+    assert missed.best is None
+    assert not missed.met
+    assert "no load test kept the limits" in missed.why
+
+
+def test_texts_are_cut_to_what_the_package_has_room_for(package):
+    lines, prompts, note = room.fitting(package, [TextLine(500, 10), TextLine(20, 80), TextLine(20, 30)])
+    assert [(line.prompt, line.max_tokens) for line in lines] == [(199, 1), (20, 50), (20, 30)]
+    assert prompts == [199, 20, 20]
+    assert note.startswith("2 of 3 texts were cut")
+    package.manifest.handler = None
+    with pytest.raises(UsageError, match="writes no texts"):
+        room.fitting(package, [TextLine(1, 1)])
+
+
+def test_what_is_timed():
+    writing, prompts = cells(6, 100, 300, keeps=True)
+    assert {cell.rows for cell in writing} == {1, 2, 4, 6}
+    assert {cell.kept for cell in writing} == {16, 150, 299}
+    assert Cell(6, 100, 0) in prompts  # as many as 1024 tokens need, and there is room for
+    assert all(cell.new + cell.kept <= 100 for cell in prompts)
+    assert max(CHUNKS) == 2048
+
+
+def test_the_command_says_what_is_wrong(run_fettle, store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for given, said in (
+        ((store / "net-1",), "say what limit"), ((store / "net-1", "--ttft", "1s"), "writes no texts"),
+        (("a.py:b", "--ttft", "1s"), "need a package"), ((store / "net-1", "--itl", "0ms"), "more than 0"),
+        ((store / "net-1", "--itl", "1s", "--p99", "1s"), "without --p99"),
+        ((store / "net-1", "--itl", "1s", "--prompt-tokens", "x"), "no length"),
+    ):  # fmt: skip
+        found = run_fettle("serve", "slo", *given)
+        assert (found.code, said in found.err) == (2, True), found.err
+
+
+TARGET = """
+import torch, transformers
+
+def workload():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=1.0, max_position_embeddings=256,
+        bos_token_id=None, eos_token_id=7, pad_token_id=None)
+    ids = torch.randint(0, 300, (2, 8))
+    inputs = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}]
+    return {"model": transformers.LlamaForCausalLM(config).eval(), "inputs": inputs, "name": "tiny"}
+"""
+
+
+@pytest.mark.slow
+def test_from_a_model_to_a_proven_setting_by_the_command_line(run_fettle, tmp_path, monkeypatch):
+    """What a user types: package, find the setting, serve it, put load on it."""
+    import signal
+    import subprocess
+    import sys
+    import urllib.request
+
+    tokenizers = pytest.importorskip("tokenizers")
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.py").write_text(TARGET)
+    words = {f"w{number}": number for number in range(300)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "w0"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save("tokenizer.json")
+    how = ("--handler", "generate", "--tokenizer", "tokenizer.json", "--max-rows", "4")
+    assert run_fettle("serve", "package", "tiny.py", *how).code == 0
+    limits = ("--ttft", "5s", "--itl", "2s")
+    quick = ("--prompt-tokens", "uniform:8:40", "--output-tokens", "8", "--seconds", "1s", "--confirm", "1", "--json")
+    found = run_fettle("serve", "slo", "tiny-1", *limits, *quick)
+    assert found.code == 0, found.err
+    data = json.loads(found.out)
+    best = data["points"][data["best"]]
+    assert best["measured"] > 0
+    assert (tmp_path / "slo-tiny" / "report.html").is_file()
+    settings = open_package(tmp_path / "tiny-1").settings
+    assert (settings.max_rows, settings.prefill_tokens) == (best["max_rows"], best["prefill_tokens"])
+    assert (settings.cache_bytes, settings.threads) == (best["cache_bytes"], best["threads"])
+    command = [sys.executable, "-m", "fettle", "serve", "run", "tiny-1", "--port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            url = json.loads(server.stdout.readline())["url"] + "/v1"
+            assert json.load(urllib.request.urlopen(f"{url}/models", timeout=60))["data"][0]["id"] == "tiny"
+            asked = ("--prompt-tokens", "12", "--output-tokens", "6", "-d", "2s", "-o", "load.html", "--json")
+            for load in (("-c", "2"), ("--rate", "5")):
+                said = run_fettle("serve", "load", url, *load, *limits, *asked)
+                (run,) = json.loads(said.out)
+                assert (run["failed"], run["shed"]) == (0, 0)
+                assert run["texts"]["tokens"] == 6 * run["answered"] > 0
+                assert run["texts"]["prompt_tokens"] == 12 * run["answered"]
+            chat = run_fettle("serve", "load", url + "/chat/completions", "--rate", "5")
+            assert (chat.code, "a chat takes texts" in chat.err) == (2, True)
+            long = run_fettle("serve", "load", url, "--rate", "5", "-d", "1s", "--output-tokens", "5000")
+            assert (long.code, "at most" in long.out.replace("\n", " ")) == (1, True)
+            refused = run_fettle("serve", "load", url[:-3], "--rate", "5", "-d", "1s", "--ttft", "1s")
+            assert (refused.code, "give its URL with /v1" in refused.err) == (2, True)
+        finally:
+            server.send_signal(signal.SIGINT)
+            assert server.wait(60) == 0
