@@ -136,6 +136,8 @@ def host_cause(name: str, kind: Kind) -> str:
 
     Returns one of `fettle.trace.CAUSES_OF_HOST`. Data loading is inherited by everything inside it, see there.
     """
+    if kind == Kind.OPERATOR and name.startswith("aten::"):
+        return "operator"  # most names of a trace: none of what follows is looked for in them
     if kind == Kind.OVERHEAD or _PROFILER.search(name):
         return "profiler"
     if kind == Kind.RUNTIME:
