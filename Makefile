@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-all lint docs gpu-check gpu-bench clean
+.PHONY: demo test test-all lint audit docs gpu-check gpu-bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -26,6 +26,10 @@ gpu-check:
 
 gpu-bench:
 	$(PYTHON) bench/gpu.py
+
+# What is pinned, against the list of compromised releases that fettle ships.
+audit: $(STAMP)
+	$(BIN)/fettle doctor --lock constraints.txt
 
 lint: $(STAMP)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports --no-cache

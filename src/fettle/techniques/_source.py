@@ -63,16 +63,19 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     model, batches, call = load()
     run = optimize(model, batches[:{calibration}]{call})
-    for label in ("first call", "second call"):
+    batch, times = batches[0], []
+    while len(times) < 2 or (len(times) < 50 and sum(times[1:]) < 1):  # about a second after the first
         start = time.perf_counter()
-        batch = batches[0]
         if isinstance(batch, tuple) and not hasattr(batch, "_fields"):
             output = run(*batch)
         elif type(batch) is dict:
             output = run(**batch)
         else:
             output = run(batch)
-        print(f"{{label}}: {{(time.perf_counter() - start) * 1e3:.1f}} ms")
+        times.append(time.perf_counter() - start)
+    later = sorted(times[1:])
+    print(f"first call: {{times[0] * 1e3:.1f}} ms")
+    print(f"later calls: {{later[len(later) // 2] * 1e3:.3g}} ms (median of {{len(later)}})")
 '''
 
 
