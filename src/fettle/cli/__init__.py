@@ -76,7 +76,7 @@ def build() -> typer.Typer:
         **SETTINGS,
     )
 
-    @app.callback(epilog="TARGET is path/to/file.py:factory; begin with: fettle tune model.py --budget 10m")
+    @app.callback(epilog="TARGET is path/to/file.py:factory; begin with: fettle tune model.py")
     def _root(
         version: Annotated[
             bool, typer.Option("--version", is_eager=True, callback=_print_version, help="print the versions and exit")
