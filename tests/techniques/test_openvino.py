@@ -19,7 +19,7 @@ from fettle.techniques._openvino_int8 import (
     openvino_int8_part,
     openvino_ranges,
 )
-from fettle.techniques._openvino_text import openvino_joined
+from fettle.techniques._openvino_text import openvino_four_bits, openvino_joined
 
 pytest.importorskip("openvino")
 
@@ -294,3 +294,25 @@ def test_products_of_the_same_values_become_one() -> None:
     assert products(openvino_joined(graph)) == 2
     for one, same in zip(answers(), wanted, strict=True):
         assert numpy.allclose(one, same, rtol=1e-5, atol=1e-5)
+
+
+def test_what_was_in_4_bits_by_blocks_stays_as_it_was() -> None:
+    """As in llama.cpp's Q4_1: 16 values in each 32 of a row, the least of them no whole number of steps from 0."""
+    openvino = pytest.importorskip("openvino")
+    import numpy
+    from openvino import opset13
+
+    draw = numpy.random.default_rng(0)
+    steps, size = draw.integers(0, 16, (48, 3, 32)), draw.uniform(0.01, 0.02, (48, 3, 1)).astype(numpy.float16)
+    steps[..., 0], steps[..., 1] = 0, 15
+    least = draw.uniform(-0.2, 0.1, (48, 3, 1)).astype(numpy.float16)
+    weights = (size.astype(numpy.float32) * steps + least).reshape(48, 96).astype(numpy.float32)
+    given = opset13.parameter([-1, 96], numpy.float32)
+    product = opset13.matmul(given, opset13.constant(weights), False, True)
+    graph = openvino.Model([opset13.relu(product)], [given])
+    x = draw.normal(size=(5, 96)).astype(numpy.float32)
+    assert openvino_four_bits(graph) == [product.get_friendly_name()]
+    assert {node.get_element_type().get_type_name() for node in graph.get_ops()} >= {"u4", "f16"}
+    config = {"INFERENCE_PRECISION_HINT": "f32"}
+    found = openvino.Core().compile_model(graph, "CPU", config)([x])[0]
+    assert numpy.abs(found - numpy.maximum(x @ weights.T, 0)).max() < 2e-3 * numpy.abs(x @ weights.T).max()
