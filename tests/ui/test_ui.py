@@ -1,10 +1,12 @@
 """A folder in a browser: what is found, who may see it, and that it changes while a study runs."""
 
+import contextlib
 import gzip
 import http.client
 import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -98,6 +100,41 @@ def test_a_study_runs_until_its_result_is_newer_or_it_was_silent(tmp_path: Path)
     assert inventory(tmp_path).items[0].running
     os.utime(path, (time.time() - listing.RUNNING_S - 5,) * 2)
     assert not inventory(tmp_path).items[0].running
+
+
+def test_a_study_is_shown_with_what_its_result_says(tmp_path: Path) -> None:
+    begin_study(tmp_path)
+    won = {"recipe": {"precision": "bf16"}, "speedup": {"estimate": 2.0, "low": 1.9, "high": None}}
+    for text, said in (
+        (json.dumps({"winner": won, "trials": []}), "; 2.00x [1.90, ?] with precision=bf16"),
+        (json.dumps({"winner": None}), ""),
+        (json.dumps({"winner": 7}), ""),
+        ("{" * 100, ""),
+    ):
+        (tmp_path / "result.json").write_text(text)
+        assert inventory(tmp_path).items[0].says.partition(")")[2] == said
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE trial_user_attributes SET value_json = '[1]'",
+        "UPDATE trial_user_attributes SET value_json = NULL",
+        "UPDATE trial_user_attributes SET value_json = '" + "[" * 50_000 + "'",
+        "DROP TABLE trials; CREATE VIEW trials AS WITH RECURSIVE n(state) AS (SELECT 1 UNION ALL SELECT state FROM n) "
+        "SELECT state FROM n",
+    ],
+)
+def test_a_hostile_storage_takes_nothing_else_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statement: str
+) -> None:
+    monkeypatch.setattr(listing, "_MOST_SQL_S", 0.05)
+    begin_study(tmp_path / "bad")
+    with contextlib.closing(sqlite3.connect(tmp_path / "bad" / "study.db")) as base:
+        base.executescript(f"PRAGMA ignore_check_constraints = 1; {statement}")
+        base.commit()
+    (tmp_path / "recipe.toml").write_text("")
+    assert "recipe.toml" in {item.path for item in inventory(tmp_path).items}
 
 
 def test_a_folder_with_too_many_files_is_shown_in_part(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import html
-import json
+import itertools
 import os
 import re
 import sqlite3
@@ -17,9 +17,12 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from time import time
+from time import monotonic, time
 from urllib.parse import quote
+
+import msgspec
 
 from fettle.errors import UsageError
 from fettle.units import count_text
@@ -29,6 +32,7 @@ RUNNING_S = 180.0
 MOST_FILES = 20_000
 """Files that are looked at; a folder with more is shown in part, which is said."""
 _PEEK = 8192
+_MOST_SQL_S, _MOST_RESULT = 2.0, 8 << 20
 _SETTLED_S = 1.0
 _SKIP = {"__pycache__", "node_modules", "site-packages", "cache"}
 _STATES = ("RUNNING", "COMPLETE", "PRUNED", "FAIL", "WAITING")
@@ -85,9 +89,13 @@ def inventory(folder: Path) -> Found:
         count += 1
         if count > MOST_FILES:
             break
+        if about is None:
+            continue
         if path.suffix.lower() in TYPES:
             files[place] = path
         kind, says = _known(path, about)
+        if path.name == "study.db":
+            says += _best(path.with_name("result.json"))
         if kind:
             running = path.name == "study.db" and _runs(path)
             items.append(Item(kind, place, says, about.st_mtime, about.st_size, running, _command(kind, path)))
@@ -95,9 +103,10 @@ def inventory(folder: Path) -> Found:
     return Found(folder, items, files, count > MOST_FILES)
 
 
-def _files(folder: Path) -> Iterator[tuple[str, Path, os.stat_result]]:
-    """Every regular file below, and its path from the folder."""
+def _files(folder: Path) -> Iterator[tuple[str, Path, os.stat_result | None]]:
+    """Every regular file below, and its path from the folder; each folder counts as well, without a `stat`."""
     for here, folders, names in os.walk(folder):
+        yield "", Path(here), None
         folders[:] = sorted(name for name in folders if name not in _SKIP and not name.startswith("."))
         for name in sorted(names):
             path = Path(here, name)
@@ -115,7 +124,7 @@ def _known(path: Path, about: os.stat_result) -> tuple[str, str]:
             _seen.clear()
         try:
             found = _look(path)
-        except (OSError, ValueError, sqlite3.Error, zlib.error):
+        except (OSError, TypeError, ValueError, msgspec.MsgspecError, sqlite3.Error, zlib.error):
             found = "", ""
         if time() - about.st_mtime < _SETTLED_S:  # it may change once more within one tick of the file system's clock
             return found
@@ -148,6 +157,8 @@ def _look(path: Path) -> tuple[str, str]:
     return "", ""
 
 
+_BY_STATE = "SELECT state, count(*) FROM trials GROUP BY state"
+_STATUS = "SELECT value_json FROM trial_user_attributes WHERE key = 'status' LIMIT 1000000"
 _RESULTS = {"result.json", "study.json", "improve.json", "measured.json"}
 _OTHERS = {
     "recipe.toml": "the recipe, for fettle.apply",
@@ -167,12 +178,11 @@ def _study(path: Path) -> tuple[str, str]:
     """The studies of an Optuna storage and their trials, read with nothing but SQL, and without a lock for long."""
     address = f"file:{quote(str(path))}?mode=ro"
     with contextlib.closing(sqlite3.connect(address, uri=True, timeout=1.0)) as base:
+        until = monotonic() + _MOST_SQL_S
+        base.set_progress_handler(lambda: monotonic() > until, 10_000)  # a view may ask for more than there is
         names = [str(name) for (name,) in base.execute("SELECT study_name FROM studies ORDER BY study_id LIMIT 50")]
-        states = dict(base.execute("SELECT state, count(*) FROM trials GROUP BY state"))
-        judged = Counter(
-            json.loads(value)
-            for (value,) in base.execute("SELECT value_json FROM trial_user_attributes WHERE key = 'status'")
-        )
+        states = {str(state): int(count) for state, count in base.execute(_BY_STATE)}
+        judged = Counter(msgspec.json.decode(value, type=str) for (value,) in base.execute(_STATUS))
     if not names:
         return "", ""
     told = [f"{count} {status}" for status, count in sorted(judged.items())]
@@ -180,6 +190,41 @@ def _study(path: Path) -> tuple[str, str]:
         told.append(f"{waiting} being measured")
     line = ", ".join(names) + f": {count_text(sum(states.values()), 'trial')}"
     return "study", line + (f" ({', '.join(told)})" if told else "")
+
+
+class _Interval(msgspec.Struct):
+    estimate: float
+    low: float | None = None
+    high: float | None = None
+
+
+class _Winner(msgspec.Struct):
+    recipe: dict[str, str]
+    speedup: _Interval | None = None
+
+
+class _Result(msgspec.Struct):
+    winner: _Winner | None = None
+
+
+def _best(path: Path) -> str:
+    """What a result says of its winner, as more of a study's line; empty where there is none."""
+    found = None
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        about = path.lstat()
+        if stat.S_ISREG(about.st_mode) and about.st_size < _MOST_RESULT:
+            found = _winner(path, about.st_mtime_ns, about.st_size)
+    if found is None or found.speedup is None:
+        return ""
+    ends = (found.speedup.low, found.speedup.high)
+    low, high = ("?" if end is None else f"{end:.2f}" for end in ends)
+    recipe = " ".join(f"{name}={level}" for name, level in found.recipe.items())
+    return f"; {found.speedup.estimate:.2f}x [{low}, {high}] with {recipe or 'nothing changed'}"
+
+
+@lru_cache(maxsize=1024)
+def _winner(path: Path, changed: int, size: int) -> _Winner | None:
+    return msgspec.json.decode(path.read_bytes(), type=_Result).winner
 
 
 def _runs(path: Path) -> bool:
@@ -193,7 +238,10 @@ def _runs(path: Path) -> bool:
         return max(found)
 
     logs = path.parent / "logs"
-    changed = last(path, path.with_name("study.db-journal"), logs, *(logs.iterdir() if logs.is_dir() else ()))
+    lines: list[Path] = []
+    with contextlib.suppress(OSError):
+        lines += [] if logs.is_symlink() else itertools.islice(logs.iterdir(), MOST_FILES)
+    changed = last(path, path.with_name("study.db-journal"), logs, *lines)
     ended = last(path.with_name("result.json"), path.with_name("study.json"))
     return changed > ended and time() - changed < RUNNING_S
 
