@@ -113,7 +113,7 @@ def test_costs_are_told_between_what_was_measured():
 def test_what_bounds_the_rate():
     def rate(rows, chunk, ttft, itl):
         limits = TextLimits(ttft, itl)
-        return text_capacity([64], [20], rows, chunk, Tables.of(costs(), 100, chunk), limits).rate
+        return text_capacity([64], [20], rows, chunk, Tables.of(costs(), 100, chunk), limits)
 
     assert rate(8, 64, 1.0, 0) > 1.5 * rate(1, 64, 1.0, 0)  # together
     assert rate(8, 64, 1.0, 0.005) == 0  # no step is so short

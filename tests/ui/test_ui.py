@@ -41,7 +41,7 @@ def begin_study(folder: Path, name: str = "digits") -> optuna.Study:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One of each kind, things that are none of ours, and traps."""
-    root = tmp_path_factory.mktemp("ui") / "work"
+    root = tmp_path_factory.mktemp("ui") / "inside"
     begin_study(root / "out")
     (root / "out" / "recipe.toml").write_text("format = 1\n")
     title = f"2x as fast {HOSTILE}"
@@ -157,7 +157,7 @@ def test_the_page_links_reports_escapes_what_it_shows_and_is_sent_once(site: Sit
 @pytest.mark.parametrize(
     "place",
     ["../secret.txt", "..%2fsecret.txt", "%2e%2e/secret.txt", "out/../../secret.txt", "link.txt", "linked/secret.txt",
-     "linked/work/out/report.html", ".hidden/secret.txt", "/etc/passwd", "%2fetc%2fpasswd", "pipe.txt", "out", "out/",
+     "linked/inside/out/report.html", ".hidden/secret.txt", "/etc/passwd", "%2fetc%2fpasswd", "pipe.txt", "out", "out/",
      "memory.pickle", "out/study.db", "out/report.html%00", "out%5creport.html", "%ff%fe", "", "..\\secret.txt"],
 )  # fmt: skip
 def test_no_path_leads_anywhere_but_to_what_was_found(site: Site, place: str) -> None:

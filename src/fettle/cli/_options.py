@@ -28,6 +28,18 @@ Storage = Annotated[str | None, typer.Option(help="Optuna storage URL; default s
 TrialTimeout = Annotated[str, typer.Option(help="longest time for one recipe to get ready")]
 UnderLoad = Annotated[bool, typer.Option(help="the fastest beside whatever else this machine does, by time elapsed")]
 Polite = Annotated[bool, typer.Option(help="never go before other processes' work")]
+FirstToken = Annotated[
+    str | None, typer.Option(help="of texts: limit for 99% of the times to the first token, for example 500ms")
+]
+BetweenTokens = Annotated[
+    str | None, typer.Option(help="of texts: limit for 99% of the times between two tokens, for example 50ms")
+]
+PromptTokens = Annotated[str, typer.Option(help="of texts: 128, uniform:16:256, exponential:128 or lognormal:128:0.8")]
+OutputTokens = Annotated[str, typer.Option(help="of texts, as --prompt-tokens")]
+Texts = Annotated[
+    Path | None,
+    typer.Option(help='a line of JSON for each text: {"prompt": TEXT or a number of tokens, "max_tokens": N}'),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print what was found as JSON")]
 
 

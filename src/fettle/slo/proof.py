@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
@@ -40,6 +40,33 @@ def test_s(rate: float, seconds: float) -> float:
     return min(LONGEST_S, max(seconds, REQUESTS / rate))
 
 
+async def bracket(
+    tests: list[Tested], why: list[str], expected: float, to_beat: float, near: bool,
+    test: Callable[[float], Awaitable[Tested]],
+) -> float:  # fmt: skip
+    """The greatest rate at which the limits were kept in at most four tests, 0 if in none: up from `expected` while it
+    holds, down while it does not, then between; none below `to_beat`. With `near` the first step is a small one. The
+    tests are added to `tests`, and what is to be said of them to `why`."""
+    good, bad, rate, missed = 0.0, math.inf, max(expected, to_beat), 0
+    up, down = (NEAR, (1 / NEAR, *STEPS_DOWN)) if near else (STEP_UP, STEPS_DOWN)
+    for _ in range(4):
+        tested = await test(rate)
+        tests.append(tested)
+        if tested.held:
+            good = max(good, rate)
+        else:
+            bad, missed = min(bad, rate), missed + 1
+            if tested.run["void"] and LATE not in why:
+                why.append(LATE)
+        if bad <= to_beat or (good and bad / good < 1.05):
+            break
+        if good:
+            rate = math.sqrt(good * bad) if bad < math.inf else rate * up
+        else:
+            rate = max(rate * down[min(missed, len(down)) - 1], to_beat)
+    return good
+
+
 async def prove(
     package: Package, point: Point, costs: Costs, found: SearchResult, seconds: float, journal: Journal | None = None,
     on_progress: Callable[[str], None] = lambda text: None, stop: asyncio.Event | None = None,
@@ -56,40 +83,28 @@ async def prove(
     journal, setting, limit_s = journal or Journal(), point.setting, found.limit_s
     settings = serve_settings(package.settings, setting, costs, limit_s, host_id())
     served: ServerProcess | None = None
+
+    async def test(rate: float) -> Tested:
+        nonlocal served
+        length = test_s(rate, seconds)
+        key = f"{package_key(package)} {setting} {rate:.6g}/s {length:.6g}s {limit_s:g}s"
+        if key not in journal.tests:
+            if stop is not None and stop.is_set():
+                raise Stopped
+            on_progress(f"{rate:.4g} requests/s on {setting}")
+            served = served or await ServerProcess.start(package, settings, setting.device)
+            journal.tests[key] = await _test(served, package, point, costs, rate, length, limit_s, stop)
+            journal.save()
+        else:
+            found.tests_kept += 1
+        found.tests += 1
+        point.memory_bytes = journal.tests[key].inside.memory_bytes or point.memory_bytes
+        return journal.tests[key]
+
     try:
-        good, bad, rate, missed = 0.0, math.inf, max(expected or point.predicted, to_beat), 0
-        up, down = (NEAR, (1 / NEAR, *STEPS_DOWN)) if expected else (STEP_UP, STEPS_DOWN)
-        for _ in range(4):
-            length = test_s(rate, seconds)
-            key = f"{package_key(package)} {setting} {rate:.6g}/s {length:.6g}s {limit_s:g}s"
-            if key not in journal.tests:
-                if stop is not None and stop.is_set():
-                    raise Stopped
-                on_progress(f"{rate:.4g} requests/s on {setting}")
-                served = served or await ServerProcess.start(package, settings, setting.device)
-                journal.tests[key] = await _test(served, package, point, costs, rate, length, limit_s, stop)
-                journal.save()
-            else:
-                found.tests_kept += 1
-            tested = journal.tests[key]
-            found.tests += 1
-            point.tests.append(tested)
-            point.memory_bytes = tested.inside.memory_bytes or point.memory_bytes
-            if tested.held:
-                good = max(good, rate)
-            else:
-                bad, missed = min(bad, rate), missed + 1
-                if tested.run["void"] and LATE not in found.why:
-                    found.why.append(LATE)
-            if bad <= to_beat:
-                break
-            if good and bad < math.inf:
-                if bad / good < 1.05:
-                    break
-                rate = math.sqrt(good * bad)
-            else:
-                rate = rate * up if good else max(rate * down[min(missed, len(down)) - 1], to_beat)
-        point.measured = good
+        point.measured = await bracket(
+            point.tests, found.why, expected or point.predicted, to_beat, bool(expected), test
+        )
     finally:
         if served is not None:
             await served.close()

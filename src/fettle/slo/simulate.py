@@ -9,15 +9,16 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from fettle.package.settings import CostCurve, ServeSettings
 
+T = TypeVar("T")
 IDLE = 0.02
 """Of the rate that calls of one row allow: a server with so little to do is almost idle."""
 
@@ -193,13 +194,19 @@ def capacity(
         outcome = simulate(unit / rate, settings, costs, seed, give_up=(limit_s, 1 - percent / 100 + 2 / requests))
         return outcome if outcome.percentile(percent) <= limit_s else None
 
-    low, high, found = 0.0, IDLE * rates[0], None
+    return greatest_rate(good, IDLE * rates[0], top, 1.01)
+
+
+def greatest_rate(good: Callable[[float], T | None], first: float, top: float, close: float) -> tuple[float, T | None]:
+    """The greatest rate up to which `good` has an outcome, to a factor of `close`, and that outcome: doubled from
+    `first` to `top`, then by bisection. 0 where it has none at `first`."""
+    low, high, found = 0.0, first, None
     while (outcome := good(high)) is not None:
         low, found = high, outcome
         if high == top:
             return low, found
         high = min(2 * high, top)
-    while found is not None and high / low > 1.01:
+    while found is not None and high / low > close:
         middle = math.sqrt(low * high)
         outcome = good(middle)
         if outcome is None:

@@ -32,7 +32,7 @@ from fettle.package.settings import ServeSettings
 from fettle.slo.calibrate import Stopped
 from fettle.slo.journal import Journal, Tested, package_key
 from fettle.slo.points import Failure
-from fettle.slo.proof import LATE, NEAR, STEP_UP, STEPS_DOWN
+from fettle.slo.proof import bracket
 from fettle.slo.server_process import ServerFailure, ServerProcess
 from fettle.slo.text_costs import CHUNKS, TextCosts, calibrate_texts
 from fettle.slo.text_simulation import Tables, simulate_texts, text_capacity
@@ -216,11 +216,11 @@ class _Search:
         for number, setting in enumerate(settings, 1):
             self._check()
             self.on_progress(f"setting {number} of {len(settings)} simulated")
-            best = text_capacity(
+            predicted = text_capacity(
                 found.prompts, found.outputs, setting.rows, setting.chunk, self._tables(setting), found.limits
-            )  # fmt: skip
+            )
             point = known.get(setting) or TextPoint(setting, 0.0, setting.rows * found.costs[setting.threads].row_bytes)
-            point.predicted = best.rate
+            point.predicted = predicted
             points.append(point)
         # What is predicted within 2% is as good as equal: fewer texts at once and shorter parts go first then.
         most = max(point.predicted for point in points)
@@ -252,41 +252,29 @@ class _Search:
                 self.rank(point.setting.device)
 
     async def _prove(self, point: TextPoint, to_beat: float) -> None:
-        """Open-loop tests around what was predicted: up while it holds, down while it does not, then between."""
+        """Open-loop tests around what was predicted."""
         found, setting = self.found, point.setting
         served: ServerProcess | None = None
-        good, bad, rate, missed = 0.0, math.inf, max(point.predicted, to_beat), 0
-        up, down = (NEAR, (1 / NEAR, *STEPS_DOWN)) if to_beat else (STEP_UP, STEPS_DOWN)
+
+        async def test(rate: float) -> Tested:
+            nonlocal served
+            length = min(LONGEST_S, max(self.seconds, TEXTS / rate))
+            limits = f"{found.limits.ttft_s:g}s {found.limits.itl_s:g}s"
+            texts = hash_of(found.prompts, found.outputs)
+            key = f"{package_key(self.package)} {setting} {rate:.6g}/s {length:.6g}s {limits} {texts}"
+            if key not in self.journal.tests:
+                self._check()
+                self.on_progress(f"{rate:.4g} texts/s on {setting}")
+                served = served or await ServerProcess.start(self.package, self.settings(setting), setting.device)
+                self.journal.tests[key] = await self._test(served, setting, rate, length)
+                self.journal.save()
+            else:
+                found.tests_kept += 1
+            found.tests += 1
+            return self.journal.tests[key]
+
         try:
-            for _ in range(4):
-                length = min(LONGEST_S, max(self.seconds, TEXTS / rate))
-                limits = f"{found.limits.ttft_s:g}s {found.limits.itl_s:g}s"
-                texts = hash_of(found.prompts, found.outputs)
-                key = f"{package_key(self.package)} {setting} {rate:.6g}/s {length:.6g}s {limits} {texts}"
-                if key not in self.journal.tests:
-                    self._check()
-                    self.on_progress(f"{rate:.4g} texts/s on {setting}")
-                    served = served or await ServerProcess.start(self.package, self.settings(setting), setting.device)
-                    self.journal.tests[key] = await self._test(served, setting, rate, length)
-                    self.journal.save()
-                else:
-                    found.tests_kept += 1
-                tested = self.journal.tests[key]
-                found.tests += 1
-                point.tests.append(tested)
-                if tested.held:
-                    good = max(good, rate)
-                else:
-                    bad, missed = min(bad, rate), missed + 1
-                    if tested.run["void"] and LATE not in found.why:
-                        found.why.append(LATE)
-                if bad <= to_beat or (good and bad / good < 1.05):
-                    break
-                if good:
-                    rate = math.sqrt(good * bad) if bad < math.inf else rate * up
-                else:
-                    rate = max(rate * down[min(missed, len(down)) - 1], to_beat)
-            point.measured = good
+            point.measured = await bracket(point.tests, found.why, point.predicted, to_beat, bool(to_beat), test)
         finally:
             if served is not None:
                 await served.close()

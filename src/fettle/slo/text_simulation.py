@@ -15,6 +15,7 @@ import numpy as np
 
 from fettle.load.arrivals import poisson
 from fettle.load.run import TextLimits
+from fettle.slo.simulate import greatest_rate
 from fettle.slo.text_costs import GRAIN, TextCosts
 
 Array = np.ndarray[Any, Any]
@@ -210,39 +211,19 @@ def _leave(texts: list[_Text], place: int, writing: int) -> int:
     return writing - written
 
 
-@dataclass(frozen=True)
-class Capacity:
-    """The greatest rate (a second) at which both limits are kept, and what its simulation saw."""
-
-    rate: float
-    served: Served | None
-
-
 def text_capacity(
     prompts: Sequence[int], outputs: Sequence[int], rows: int, chunk: int, tables: Tables, limits: TextLimits, *,
     seed: int = 0,
-) -> Capacity:  # fmt: skip
-    """By doubling from an almost idle server on, then by bisection to 3%. 0 where even that one is too slow."""
+) -> float:  # fmt: skip
+    """The greatest rate (a second) at which both limits are kept, to 3%. 0 where even an almost idle server is too
+    slow."""
     unit = poisson(1.0, TEXTS * 1.2, seed)[:TEXTS]
     prompt, output = float(np.mean(prompts)), float(np.mean(outputs))
     alone = output * tables.writing[1][0] + (tables.prompts[1] if tables.keeps else 0.0)
-    low, high, found = 0.0, 0.05 / max(alone, 1e-9), None
 
     def good(rate: float) -> Served | None:
         served = simulate_texts(unit / rate, prompts, outputs, rows, chunk, tables, seed=seed, give_up=limits)
         return served if served.kept(limits) else None
 
     most = 1e4 / max(prompt + output, 1.0) / max(tables.writing[1][0], 1e-9)
-    while (served := good(high)) is not None:
-        low, found = high, served
-        if high > most:
-            return Capacity(low, found)
-        high *= 2
-    while found is not None and high / low > 1.03:
-        middle = math.sqrt(low * high)
-        served = good(middle)
-        if served is None:
-            high = middle
-        else:
-            low, found = middle, served
-    return Capacity(low, found)
+    return greatest_rate(good, 0.05 / max(alone, 1e-9), most, 1.03)[0]

@@ -120,10 +120,14 @@ def _padding(workload: Workload) -> Padding | None:
     module = workload.model
     if not isinstance(module, torch.nn.Module):
         return None
-    with unchanged(workload, module), torch.no_grad():
-        module.eval()
+
+    def found() -> Padding | None:
+        module.eval()  # an exported program refuses; no padding is looked for then
         batch = copy.deepcopy(workload.inputs[0])
-        return _quietly(lambda: padding_of(module, lambda: workload.run(module, batch)), None)
+        return padding_of(module, lambda: workload.run(module, batch))
+
+    with unchanged(workload, module), torch.no_grad():
+        return _quietly(found, None)
 
 
 def machine_facts(mode: str = "inference") -> Facts:

@@ -50,20 +50,11 @@ def command(
     p99: Annotated[
         str | None, typer.Option("--p99", help="latency limit for 99% of the requests, for example 100ms")
     ] = None,
-    ttft: Annotated[
-        str | None, typer.Option(help="of texts: limit for 99% of the times to the first token, for example 500ms")
-    ] = None,
-    itl: Annotated[
-        str | None, typer.Option(help="of texts: limit for 99% of the times between two tokens, for example 50ms")
-    ] = None,
-    prompt_tokens: Annotated[
-        str, typer.Option(help="of texts: 128, uniform:16:256, exponential:128 or lognormal:128:0.8")
-    ] = "128",
-    output_tokens: Annotated[str, typer.Option(help="of texts, as --prompt-tokens")] = "128",
-    texts: Annotated[
-        Path | None,
-        typer.Option(help='a line of JSON for each text: {"prompt": TEXT or a number of tokens, "max_tokens": N}'),
-    ] = None,
+    ttft: _options.FirstToken = None,
+    itl: _options.BetweenTokens = None,
+    prompt_tokens: _options.PromptTokens = "128",
+    output_tokens: _options.OutputTokens = "128",
+    texts: _options.Texts = None,
     model: Annotated[str, typer.Option(help="of texts: which model, where several are served")] = "",
     rows: Annotated[int, typer.Option(min=1, help="rows in each request")] = 1,
     body: Annotated[Path | None, typer.Option(help="send this file as the body of every request")] = None,
