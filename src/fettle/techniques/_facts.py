@@ -75,6 +75,8 @@ class Facts:
     """Modules whose attention has a bias by row and by column, which can be added tile by tile."""
     uses_sdpa: bool = False
     """`scaled_dot_product_attention` was called in a forward pass."""
+    uneven_sdpa: int = 0
+    """How often it was, with at most an eighth as many tokens on one side as on the other."""
     physical_cores: int = 1
     threads: int = 0
     """What torch uses as it is given; 0 if not known."""

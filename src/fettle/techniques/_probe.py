@@ -69,18 +69,18 @@ def _pipeline_facts(workload: Workload, allow_batch: bool) -> Facts:
         child.training and _random_or_batch_dependent(child) for child in module.modules()
     )
     changes = any(one.changes_buffers for one in found.values())
-    whole = _facts(workload, allow_batch, (False, 0, differs, changes))
+    whole = _facts(workload, allow_batch, (False, 0, 0, differs, changes))
     return replace(whole, parts=found, seconds=seconds)
 
 
-def _facts(workload: Workload, allow_batch: bool, forward: tuple[bool, int, bool, bool]) -> Facts:
+def _facts(workload: Workload, allow_batch: bool, forward: tuple[bool, int, int, bool, bool]) -> Facts:
     model = workload.model
     module = model if isinstance(model, torch.nn.Module) else torch.nn.Module()
     tensors = [leaf for _, leaf in _tensors(workload.inputs[0])]
     parameters = list(module.parameters())
     device = _commonest([tensor.device.type for tensor in [*parameters, *module.buffers(), *tensors]], "cpu")
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in parameters if tensor.is_floating_point()]
-    uses_sdpa, manual_attention, train_mode_differs, changes_buffers = forward
+    uses_sdpa, uneven_sdpa, manual_attention, train_mode_differs, changes_buffers = forward
     generation = generation_facts(workload)
     return Facts(
         device=device,
@@ -106,6 +106,7 @@ def _facts(workload: Workload, allow_batch: bool, forward: tuple[bool, int, bool
         manual_attention=0 if generation else manual_attention,
         decomposed_bias=len(with_decomposed_bias(module)),
         uses_sdpa=uses_sdpa,
+        uneven_sdpa=uneven_sdpa,
         physical_cores=usable_cores(),
         threads=torch.get_num_threads(),
         cpu_flags=cpu_flags(),
@@ -147,6 +148,7 @@ def machine_facts(mode: str = "inference") -> Facts:
         num_4d_inputs=1,
         num_input_shapes=2,
         uses_sdpa=True,
+        uneven_sdpa=1,
         manual_attention=1,
         block_classes=("Block",),
         hf_attention=("eager", "sdpa"),
@@ -161,19 +163,22 @@ def machine_facts(mode: str = "inference") -> Facts:
 
 
 class _SeesSdpa(torch.overrides.TorchFunctionMode):
-    """Notes whether scaled_dot_product_attention is called while it is active."""
+    """Notes whether scaled_dot_product_attention is called while it is active, and how often between few tokens and
+    many."""
 
-    seen = False
+    seen, uneven = False, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.scaled_dot_product_attention:
             self.seen = True
+            tokens = sorted(item.shape[-2] for item in args[:2] if isinstance(item, torch.Tensor) and item.dim() == 4)
+            self.uneven += len(tokens) == 2 and 8 * tokens[0] <= tokens[1]
         return func(*args, **(kwargs or {}))
 
 
-def _forward_facts(workload: Workload) -> tuple[bool, int, bool, bool]:
-    """Whether SDPA is called, how many modules write attention out, whether train mode changes the answers, and
-    whether eval mode changes buffers."""
+def _forward_facts(workload: Workload) -> tuple[bool, int, int, bool, bool]:
+    """Whether SDPA is called, how often between few tokens and many, how many modules write attention out, whether
+    train mode changes the answers, and whether eval mode changes buffers."""
     module = workload.model if isinstance(workload.model, torch.nn.Module) else torch.nn.Module()
     training = [child for child in module.modules() if child.training and child is not module] or (
         [module] if module.training and isinstance(workload.model, torch.nn.Module) else []
@@ -203,7 +208,7 @@ def _forward_facts(workload: Workload) -> tuple[bool, int, bool, bool]:
                 manual = count_manual_attention(model_in_eval, outputs)
     except Exception:  # the baseline trial will say what is wrong with it
         pass
-    return watch.seen, manual, differs, changes
+    return watch.seen, watch.uneven, manual, differs, changes
 
 
 def _copies(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 import torch
 
+from fettle.techniques._algebra import ALGEBRA
 from fettle.techniques._base import Bundle, Code, Facts, Learned, Level, Recipe, Technique, register
 from fettle.techniques._exported import Exported, flatten, spread
 from fettle.techniques._generation import NO_TEXT
@@ -193,9 +194,12 @@ class Runtime(Technique):
 
     def code(self, level: str, recipe: Recipe, facts: Facts) -> Code:
         shared: tuple[Any, ...] = (spread, flatten, Exported)
+        flat = "flat"
+        if recipe.levels.get("algebra", "as-given") != "as-given":
+            shared, flat = (*shared, *ALGEBRA), "fewer_products(flat, tensors)"
         if level == "aoti":
             options = {"freezing": True} if recipe.levels.get("freeze") == "on" else {}
-            build = f"lambda flat, tensors, samples: aoti_engine(flat, tensors, {options})"
+            build = f"lambda flat, tensors, samples: aoti_engine({flat}, tensors, {options})"
             return Code(helpers=(*shared, aoti_engine), prepare=(f"model = Exported(model, {build})",))
         if level == STATEFUL:
             bits, group = STATEFUL_WEIGHTS[recipe.levels.get("weights", "as-given")]
@@ -206,7 +210,7 @@ class Runtime(Technique):
             batches = ", batches" if level in self.calibrated else ""
             engine: Any = openvino_streams_engine if recipe.levels.get("streams") == "per-core" else openvino_engine
             chosen = level == "openvino-int8-part"
-            given = f'flat, tensors, "{hint}", samples, "{level}"{", part" if chosen else ""}'
+            given = f'{flat}, tensors, "{hint}", samples, "{level}"{", part" if chosen else ""}'
             return Code(
                 helpers=(*shared, *MODEL, *(CHOOSING if chosen else ()), engine),
                 prepare=(
@@ -215,7 +219,7 @@ class Runtime(Technique):
                 ),
             )
         engine = {"onnxruntime": onnxruntime_engine, "tensorrt": tensorrt_engine}[level]
-        build = f"lambda flat, tensors, samples: {engine.__name__}(flat, tensors)"
+        build = f"lambda flat, tensors, samples: {engine.__name__}({flat}, tensors)"
         return Code(helpers=(*shared, engine), prepare=(f"model = Exported(model, {build})",))
 
 

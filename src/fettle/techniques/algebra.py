@@ -1,0 +1,39 @@
+"""Fewer products for the same answers, in a model that another runtime is given (`_algebra.py` says how)."""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from fettle.techniques._base import Bundle, Facts, Level, Recipe, Technique, register
+from fettle.techniques.runtime import AS_GIVEN, STATEFUL
+
+
+@register
+class Algebra(Technique):
+    """What the runtime is given: its lines are `Runtime.code`'s."""
+
+    name = "algebra"
+    order = 652
+    title = "algebra"
+    default = "as-given"
+    of_module = True
+    needs: ClassVar[Mapping[str, str]] = {"runtime": "openvino"}  # which every CPU can, with bfloat16 or without
+    cost = 2
+
+    def levels(self, facts: Facts) -> list[Level]:
+        why_not = "" if facts.uneven_sdpa else "no attention between few tokens and many was found"
+        summary = "what is equal along a batch is computed once, and projections are applied to the fewer tokens"
+        return [Level("as-given", "as given"), Level("fewer-products", summary, why_not)]
+
+    def conflict(self, level: str, recipe: Recipe, facts: Facts) -> str:
+        runtime = recipe.levels.get("runtime", "torch")
+        if level == self.default:
+            return ""
+        if runtime in ("torch", STATEFUL):
+            return f"runtime={runtime} takes the module as it is; it needs one that the model is exported to"
+        if recipe.levels.get("streams", "one") != "one":
+            return "the batch is cut after it, and what it makes is for a batch of one size"
+        return ""
+
+    def bundles(self, facts: Facts) -> list[Bundle]:
+        runtime = "openvino-bf16" if facts.has_bf16 else "openvino"
+        return [Bundle(10, {"runtime": runtime, "algebra": "fewer-products", **AS_GIVEN})] if facts.uneven_sdpa else []
