@@ -352,3 +352,17 @@ def test_on_a_server_that_restarts_one_worker_is_killed_and_one_stopped_for_a_wh
     figures = [{(row["grad"], row["precision"], row["threads"]): row["ms_per_sample"]
                 for row in data["experiments"]} for data in said]  # fmt: skip
     assert all(one == pytest.approx(figures[0], rel=1e-9) for one in figures)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_stopped_within_a_transaction_does_not_hold_up_the_others_for_good(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(room, "GRACE_S", 1)
+    first, second = (Study.open("net", server.url, "weights", "here") for _ in range(2))
+    backend = first._study._storage._backend
+    with backend.engine.connect() as stopped:
+        stopped.exec_driver_sql("SELECT * FROM studies FOR UPDATE")  # as making a trial does
+        assert second.claim([ONE], 1)[0] == [ONE]  # waits until the server ends that transaction
+        stopped.invalidate()
+    assert first.claim([TWO], 1)[0] == [TWO]
