@@ -411,7 +411,9 @@ def _levels(recipe: Recipe, facts: Facts) -> dict[str, Any]:
 
 def _storage(url: str) -> RDBStorage:
     """The storage at a URL. Where several begin at once on an empty server, one makes the tables."""
-    options = {} if url.startswith("sqlite") else {"pool_pre_ping": True}
+    options: dict[str, Any] = {} if url.startswith("sqlite") else {"pool_pre_ping": True}
+    if url.startswith("postgresql"):  # one that is stopped within a transaction must not hold up all others
+        options["connect_args"] = {"options": f"-c idle_in_transaction_session_timeout={GRACE_S}s"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         for attempt in range(3):

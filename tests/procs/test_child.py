@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import textwrap
 import time
@@ -101,6 +102,23 @@ def test_its_last_words_are_in_the_error(child):
         child.call(Do("exit"), object, 60)
     assert caught.value.kind == "crash"
     assert child.returncode == 3
+
+
+def test_where_both_are_asked_to_end_the_child_has_not_failed(child):
+    def leave(number, frame):
+        raise KeyboardInterrupt
+
+    child.call(Do("this"), list, 60)  # it has started
+    before = signal.signal(signal.SIGTERM, leave)
+    both = f"sleep 0.3; kill -TERM {child.pid}; sleep 0.2; kill -TERM {os.getpid()}"
+    others = subprocess.Popen(["sh", "-c", both])
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            child.call(Do("hang"), list, 60)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        others.wait()
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_its_end_is_heard_while_what_it_has_started_lives_on(child):

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import optuna
+import psutil
 import pytest
 
 from fettle import study as room
@@ -229,12 +230,16 @@ def test_a_worker_that_is_told_to_end_gives_back_what_it_claimed_and_one_with_an
     assert (again.code, "begun with another --rounds" in again.err) == (2, True), again.err
     workers.start(storage, 1, apart=False, study=STUDY)
     _owner_at_work(storage, workers)
+    for process in psutil.Process(workers.all[0].pid).children(recursive=True):
+        process.terminate()  # all of them, as Slurm does
+    time.sleep(0.3)
     workers.all[0].terminate()
     assert workers.all[0].wait(120) == 130
     trials = _all_trials(storage)
     assert len(_measured(storage)) < CELLS
     assert all(trial.state.is_finished() for trial in trials)
     assert [trial for trial in trials if trial.user_attrs.get("fettle:given back")]
+    assert not [trial for trial in trials if trial.user_attrs.get("status") == "failed"]
     (tmp_path / "work.py").write_text(WORK.replace("256", "128"))
     said = run_fettle("worker", f"--storage={storage}", f"--study={STUDY}", "-o", "other")
     assert (said.code, said.out) == (2, "")
@@ -352,3 +357,17 @@ def test_on_a_server_that_restarts_one_worker_is_killed_and_one_stopped_for_a_wh
     figures = [{(row["grad"], row["precision"], row["threads"]): row["ms_per_sample"]
                 for row in data["experiments"]} for data in said]  # fmt: skip
     assert all(one == pytest.approx(figures[0], rel=1e-9) for one in figures)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_stopped_within_a_transaction_does_not_hold_up_the_others_for_good(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(room, "GRACE_S", 1)
+    first, second = (Study.open("net", server.url, "weights", "here") for _ in range(2))
+    backend = first._study._storage._backend
+    with backend.engine.connect() as stopped:
+        stopped.exec_driver_sql("SELECT * FROM studies FOR UPDATE")  # as making a trial does
+        assert second.claim([ONE], 1)[0] == [ONE]  # waits until the server ends that transaction
+        stopped.invalidate()
+    assert first.claim([TWO], 1)[0] == [TWO]

@@ -4,6 +4,7 @@ infinity and NaN."""
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Mapping
 from multiprocessing.connection import Pipe
@@ -20,6 +21,8 @@ RESERVE = 0.04
 memory, before the kernel chooses a process to end. A small child is not the cause."""
 TICK_S = 0.5
 """How often a wait for an answer is interrupted to look at the memory and the other nodes."""
+_MEANT_TOO_S = 1.0
+"""How soon this process is asked to end where whoever ended a child politely means both."""
 _VARIABLES = {"KINETO_LOG_LEVEL": "99"}
 """The profiler writes to standard error otherwise, and the last line there is shown where a child has died."""
 T = TypeVar("T")
@@ -138,6 +141,8 @@ class Child(Process):
 
     def _ended(self) -> ChildError:
         code = self.wait(5)
+        if code == -signal.SIGTERM:  # a cluster asks all of a job at once: where we are meant too, no child has failed
+            time.sleep(_MEANT_TOO_S)
         words = self.last_words()[:200]
         self.close()
         if code is None:
