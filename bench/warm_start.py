@@ -1,10 +1,12 @@
-"""How long until the first answer: a model built in eager mode, and its compiled package, cold and warm.
+"""How long until the first answer: a model built in eager mode, and its tuned package, cold and warm.
 
     python bench/warm_start.py --json bench/results/warm_start.json
+    python bench/warm_start.py --recipe runtime=onnxruntime --json bench/results/warm_start_onnxruntime.json
 
 Every start is a process of its own, from its first line to its first answer of one row: `eager` imports torch and
 transformers, builds the model from its configuration, reads its weights from a safetensors file and calls it; `cold`
 loads the package where nothing was compiled; `warm` loads it again. Eager and warm starts take turns, `--starts` times.
+With `--openvino-cache` a start of a package of OpenVINO's takes turns with one that reads OpenVINO's own model cache.
 """
 
 from __future__ import annotations
@@ -62,6 +64,12 @@ loaded = time.perf_counter() - began
 runner.run([runner.sample(1)], 1)
 print(loaded, time.perf_counter() - began)
 """
+CACHED = """
+import sys, time
+began = time.perf_counter()
+from fettle.techniques import openvino_core
+openvino_core().set_property({"CACHE_DIR": sys.argv[1] + "/openvino"})
+""" + PACKAGE.split("\n", 3)[3]
 
 
 def start(code: str, *arguments: str, cache: Path) -> tuple[float, float]:
@@ -75,15 +83,19 @@ def start(code: str, *arguments: str, cache: Path) -> tuple[float, float]:
     return float(loaded), float(first)
 
 
-def measured(model: str, starts: int, folder: Path) -> dict[str, Any]:
+def measured(model: str, recipe: str, starts: int, folder: Path, *, openvino_cache: bool) -> dict[str, Any]:
     """Medians, in seconds, and the first warm answer by the loading of the eager model."""
     config, kind, batch = MODELS[model]
-    start(MAKE, config, kind, batch, RECIPE, str(folder), cache=folder / "made")
+    start(MAKE, config, kind, batch, recipe, str(folder), cache=folder / "made")
     cold = start(PACKAGE, str(folder), cache=folder / "cache")
-    eager, warm = [], []
+    eager, warm, imported = [], [], []
+    if openvino_cache:
+        start(CACHED, str(folder), cache=folder / "cache")
     for _ in range(starts):
         eager.append(start(EAGER, config, kind, batch, str(folder), cache=folder / "cache"))
         warm.append(start(PACKAGE, str(folder), cache=folder / "cache"))
+        if openvino_cache:
+            imported.append(start(CACHED, str(folder), cache=folder / "cache"))
 
     def median(of: list[tuple[float, float]]) -> dict[str, float]:
         loaded, first = zip(*of, strict=True)
@@ -92,6 +104,7 @@ def measured(model: str, starts: int, folder: Path) -> dict[str, Any]:
     ratios = [one[1] / other[0] for one, other in zip(warm, eager, strict=True)]
     return {
         "cold": median([cold]), "eager": median(eager), "warm": median(warm), "starts": starts,
+        **({"with_openvino_cache": median(imported)} if imported else {}),
         "warm_answer_by_eager_loading": {"median": round(statistics.median(ratios), 2), "most": round(max(ratios), 2)},
     }  # fmt: skip
 
@@ -99,14 +112,18 @@ def measured(model: str, starts: int, folder: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=[*MODELS], action="append")
+    parser.add_argument("--recipe", default=RECIPE)
+    parser.add_argument("--openvino-cache", action="store_true")
     parser.add_argument("--starts", type=int, default=5)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     before = os.getloadavg()[0]
-    found: dict[str, Any] = {"machine": this_machine().summary, "recipe": RECIPE, "models": {}}
+    found: dict[str, Any] = {"machine": this_machine().summary, "recipe": options.recipe, "models": {}}
     for model in options.model or MODELS:
         with tempfile.TemporaryDirectory() as folder:
-            found["models"][model] = measured(model, options.starts, Path(folder))
+            found["models"][model] = measured(
+                model, options.recipe, options.starts, Path(folder), openvino_cache=options.openvino_cache
+            )
         print(model, json.dumps(found["models"][model]))
     found["load_before_and_after"] = [before, os.getloadavg()[0]]
     if options.json:

@@ -23,13 +23,13 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 import optuna
-from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
+from optuna.exceptions import DuplicatedStudyError, StorageInternalError, UpdateFinishedTrialError
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from sqlalchemy.exc import DBAPIError
@@ -41,6 +41,7 @@ from fettle.techniques import Facts, factors, known_levels
 
 _WORKLOAD, _TRIAL, _MACHINE, _CODE = "fettle:workload", "fettle", "fettle:machine", "fettle:code"
 _OWNER, _GIVEN_BACK = "fettle:worker", "fettle:given back"
+_ORDERS = "fettle:orders"
 HEARTBEAT_S = 10
 """How often a worker says that it lives."""
 GRACE_S = 45
@@ -49,6 +50,12 @@ DEATHS = 3
 """A recipe whose worker vanished so often has failed: it may be what ends them."""
 OUTAGE_S = 300.0
 """How long a server may be away while a study runs."""
+_BEGUN_S = 5.0
+"""How long whoever made a study may take to say what it is to measure."""
+
+
+class OtherWorkload(UsageError):
+    """The study of that name is of another workload."""
 
 
 _P = ParamSpec("_P")
@@ -99,8 +106,8 @@ class Study:
         if study._is_of(fingerprint, structure):
             return study
         if not beside:
-            raise UsageError(
-                f"the study {name!r} in {_hidden(storage)} is of another workload (its weights, inputs or code differ)"
+            raise OtherWorkload(
+                f"the study {name!r} in {hidden(storage)} is of another workload (its weights, inputs or code differ)"
                 ": choose another `study` or `output`"
             )
         mark = hashlib.sha256(f"{fingerprint} {structure}".encode()).hexdigest()[:8]
@@ -119,27 +126,19 @@ class Study:
 
     @classmethod
     def _open(cls, name: str, storage: str, fingerprint: str, machine_id: str) -> Study:
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
-        try:
+        with _opening(storage):
             study = optuna.create_study(
                 study_name=name, storage=_storage(storage), directions=["minimize", "minimize"], load_if_exists=True
             )
             owner = study.user_attrs.get(_WORKLOAD)
             if owner is None:
-                if study.trials:
-                    raise UsageError(
-                        f"the study {name!r} in {_hidden(storage)} is not fettle's: choose another `study`"
-                    )
+                if study.trials or _ORDERS in study.user_attrs:
+                    what = "what workers are told" if _ORDERS in study.user_attrs else "not fettle's"
+                    raise UsageError(f"the study {name!r} in {hidden(storage)} is {what}: choose another `study`")
                 study.set_user_attr(_WORKLOAD, fingerprint)
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
                     study.set_metric_names(["ms per sample", "relative error"])
-        except UsageError:
-            raise
-        except ImportError as error:
-            raise extra(f"the storage {_hidden(storage)} needs {error.name}", "postgresql") from error
-        except Exception as error:
-            raise UsageError(f"cannot open the storage {_hidden(storage)}: {first_line(error)[:200]}") from error
         return cls(study, machine_id)
 
     @property
@@ -339,6 +338,65 @@ class Study:
         self._study.set_user_attr(f"fettle:{key}:{self._machine_id}", value)
 
 
+# -- what workers are told -------------------------------------------------------------------------------------------
+
+
+def give_orders(name: str, storage: str, orders: Mapping[str, Any]) -> None:
+    """Keep what workers of the study of that name are told, plain JSON data, unless somebody has done so before.
+
+    Raises `UsageError` when the storage cannot be reached.
+    """
+    with _opening(storage):
+        kept = _storage(storage)
+        try:  # of several that begin at once one makes the study, and only that one writes
+            study = optuna.create_study(study_name=name, storage=kept, directions=["minimize", "minimize"])
+        except DuplicatedStudyError:
+            return
+        study.set_user_attr(_ORDERS, dict(orders))
+
+
+def orders_of(name: str, storage: str) -> dict[str, Any] | None:
+    """What workers of the study of that name are told; None where nobody has begun it.
+
+    Raises `UsageError` when the storage cannot be reached, and where the name belongs to a study without orders.
+    """
+    with _opening(storage):
+        kept = _storage(storage)
+        if name not in optuna.get_all_study_names(kept):
+            return None
+        end = time.monotonic() + _BEGUN_S
+        while time.monotonic() < end:
+            study = optuna.load_study(study_name=name, storage=kept)
+            found = study.user_attrs.get(_ORDERS)
+            if isinstance(found, dict):
+                return found
+            if study.user_attrs or study.trials:
+                break
+            time.sleep(0.2)
+    raise UsageError(f"the study {name!r} in {hidden(storage)} was not begun for workers: choose another `study`")
+
+
+def ordered(storage: str) -> list[str]:
+    """The studies in a storage that workers can be started for, by name."""
+    with _opening(storage):
+        every = optuna.get_all_study_summaries(_storage(storage), include_best_trial=False)
+        return [one.study_name for one in every if _ORDERS in one.user_attrs]
+
+
+@contextlib.contextmanager
+def _opening(storage: str) -> Iterator[None]:
+    """Say in one line what keeps a storage from being opened."""
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        yield
+    except UsageError:
+        raise
+    except ImportError as error:
+        raise extra(f"the storage {hidden(storage)} needs {error.name}", "postgresql") from error
+    except Exception as error:
+        raise UsageError(f"cannot open the storage {hidden(storage)}: {first_line(error)[:200]}") from error
+
+
 def _levels(recipe: Recipe, facts: Facts) -> dict[str, Any]:
     """A recipe as Optuna has it: what may be set on such a workload, and what is."""
     params: dict[str, Any] = {}
@@ -373,7 +431,7 @@ def storage_url(storage: str | None, folder: Path) -> str:
     return f"sqlite:///{(folder / 'study.db').resolve()}"
 
 
-def _hidden(url: str) -> str:
+def hidden(url: str) -> str:
     """A storage URL without its password."""
     scheme, separator, rest = url.partition("://")
     return f"{scheme}{separator}***@{rest.rpartition('@')[2]}" if "@" in rest else url

@@ -137,7 +137,33 @@ def test_what_is_kept_is_bounded(monkeypatch, tmp_path):
         ("compile=default", True), ("runtime=aoti", True), ("compile=default shapes=static", False),
         ("compile=default quantize=int8-static", False),
         ("compile=max-autotune", False), ("precision=bf16", False), ("runtime=openvino", False),
+        ("runtime=onnxruntime", True),
     ],
 )  # fmt: skip
 def test_which_recipes_one_library_can_stand_for(recipe, answer):
     assert compiled.wanted(Recipe.parse(recipe)) is answer
+
+
+def test_a_graph_of_onnx_runtime_is_kept_as_it_has_optimised_it(written, caplog, tmp_path, monkeypatch):
+    pytest.importorskip("onnxscript")
+    monkeypatch.setenv("FETTLE_CACHE", str(tmp_path / "cache"))
+    model, _ = written
+    batches = [{"x": torch.randn(3, n, 8), "mask": torch.ones(3, n)} for n in (5, 7)]
+    package = write_package(Workload(model, batches), Recipe.parse("runtime=onnxruntime"), tmp_path / "p", name="p")
+    monkeypatch.setattr(compiled, "_compile", lambda *arguments: pytest.fail("it was compiled before"))
+    run, text = said(caplog, package)
+    assert "compiled before: loaded" in text
+    for rows, length in ((1, 5), (6, 3)):
+        x, mask = torch.randn(rows, length, 8), torch.ones(rows, length)
+        with torch.inference_mode():
+            for answer, right in zip(run(x, mask), model(x, mask).values(), strict=True):
+                torch.testing.assert_close(answer, right)
+    (kept,) = (tmp_path / "cache").rglob("*.onnx")
+    sound, made = kept.read_bytes(), []
+    monkeypatch.setattr(compiled, "_compile", lambda *arguments: made.append(arguments[-1].name))
+    kept.write_bytes(sound[:-1] + b"x")
+    said(caplog, package)
+    kept.write_bytes(sound)
+    monkeypatch.setattr(compiled, "_version", lambda name: "another")
+    said(caplog, package)
+    assert made == ["model.onnx", "model.onnx"]

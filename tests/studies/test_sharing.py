@@ -132,7 +132,7 @@ WORDS = ["--technique=grad=grad,no_grad,inference_mode", "--technique=precision=
          "--technique=channels_last=off", "--technique=matmul=highest", "--technique=threads=as-given,1",
          "--technique=allocator=default", "--technique=attention=as-is", "--technique=quantize=none",
          "--technique=compile=off", "--technique=runtime=torch", "--rounds=3"]  # fmt: skip
-CELLS = 12
+CELLS, STUDY = 12, "night"
 WORKER = """
 from fettle import cli, study
 from fettle.studies import running
@@ -157,13 +157,15 @@ class Workers:
         self.folder, self.all = folder, list[subprocess.Popen[bytes]]()
         (folder / "work.py").write_text(WORK)
 
-    def start(self, storage: str, count: int, *, apart: bool) -> None:
-        """`apart`: each as if it were on a machine of its own, where no other holds the device."""
+    def start(self, storage: str, count: int, *, apart: bool, study: str = "") -> None:
+        """`apart`: each as if it were on a machine of its own, where no other holds the device. With a `study` that
+        was begun for workers they are told its name and nothing else."""
         for _ in range(count):
             own = self.folder / f"worker-{len(self.all)}"
             own.mkdir()
             env = {**os.environ, **({"TMPDIR": f"{own}"} if apart else {})}
-            words = ["study", "work.py", *WORDS, f"--storage={storage}", f"--output={own / 'out'}", "--json"]
+            words = ["worker", f"--study={study}"] if study else ["study", "work.py", *WORDS]
+            words += [f"--storage={storage}", f"--output={own / 'out'}", "--json"]
             with (own / "said").open("wb") as said, (own / "err").open("wb") as err:
                 self.all.append(subprocess.Popen([sys.executable, "-c", WORKER, *words], cwd=self.folder, env=env,
                                                  stdout=said, stderr=err))  # fmt: skip
@@ -182,7 +184,7 @@ class Workers:
 
 def _all_trials(storage: str) -> list[optuna.trial.FrozenTrial]:
     try:
-        (name,) = optuna.get_all_study_names(storage)
+        (name,) = [name for name in optuna.get_all_study_names(storage) if name != STUDY]
         return optuna.load_study(study_name=name, storage=storage).trials
     except Exception:  # not made yet, or the server is away
         return []
@@ -205,6 +207,38 @@ def _owner_at_work(storage: str, workers: Workers, but: int = -1) -> int:
 
 def _measured(storage: str) -> Counter[str]:
     return Counter(trial.user_attrs["recipe"] for trial in _all_trials(storage) if "fettle" in trial.user_attrs)
+
+
+def _begin(storage: str, workers: Workers, run_fettle: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin the study for workers, with a target as others find it."""
+    monkeypatch.chdir(workers.folder)
+    words = ["study", "work.py", *WORDS, f"--storage={storage}", f"--study={STUDY}", "--enqueue", "--json"]
+    said = run_fettle(*words, "-o", "begun")
+    assert said.code == 0, said.err
+    assert json.loads(said.out)["combinations"] == {"work": CELLS}
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_told_to_end_gives_back_what_it_claimed_and_one_with_another_model_is_refused(
+    tmp_path: Path, workers: Workers, run_fettle: Run, monkeypatch: pytest.MonkeyPatch
+):
+    storage = f"sqlite:///{tmp_path / 'shared.db'}"
+    _begin(storage, workers, run_fettle, monkeypatch)
+    again = run_fettle("study", "work.py", *WORDS[:-1], "--rounds=5", f"--storage={storage}", f"--study={STUDY}",
+                       "--enqueue")  # fmt: skip
+    assert (again.code, "begun with another --rounds" in again.err) == (2, True), again.err
+    workers.start(storage, 1, apart=False, study=STUDY)
+    _owner_at_work(storage, workers)
+    workers.all[0].terminate()
+    assert workers.all[0].wait(120) == 130
+    trials = _all_trials(storage)
+    assert len(_measured(storage)) < CELLS
+    assert all(trial.state.is_finished() for trial in trials)
+    assert [trial for trial in trials if trial.user_attrs.get("fettle:given back")]
+    (tmp_path / "work.py").write_text(WORK.replace("256", "128"))
+    said = run_fettle("worker", f"--storage={storage}", f"--study={STUDY}", "-o", "other")
+    assert (said.code, said.out) == (2, "")
+    assert "is of another workload (its weights, inputs or code differ)" in said.err.replace("\n", " ")
 
 
 @pytest.mark.slow
@@ -294,8 +328,11 @@ class Server:
 
 
 @pytest.mark.slow
-def test_on_a_server_that_restarts_one_worker_is_killed_and_one_stopped_for_a_while(workers: Workers, server: Server):
-    workers.start(server.url, 4, apart=True)
+def test_on_a_server_that_restarts_one_worker_is_killed_and_one_stopped_for_a_while(
+    workers: Workers, server: Server, run_fettle: Run, monkeypatch: pytest.MonkeyPatch
+):
+    _begin(server.url, workers, run_fettle, monkeypatch)
+    workers.start(server.url, 4, apart=True, study=STUDY)
     stopped = _owner_at_work(server.url, workers)
     workers.all[stopped].send_signal(signal.SIGSTOP)
     killed = _owner_at_work(server.url, workers, but=stopped)

@@ -27,6 +27,8 @@ COMMANDS = {
         "tune": "find the fastest recipe within limits",
         "bench": "compare named recipes in one interleaved race",
         "study": "every combination, and how techniques interact",
+        "worker": "help to measure a study that others began",
+        "export": "such workers as a job of Slurm, Kubernetes or Ray",
         "atlas": "what helped whom, where: one table of many studies",
         "check": "is a recipe still faster, and still right, here?",
         "report": "draw the report of a study again, charts as PNG and SVG",

@@ -90,6 +90,12 @@ def command(
         str | None,
         typer.Option(help="Optuna storage URL, which others that run the same command share; default study.db"),
     ] = None,
+    study: Annotated[
+        str | None, typer.Option(help="the study's name in the storage, by which fettle worker finds it")
+    ] = None,
+    enqueue: Annotated[
+        bool, typer.Option("--enqueue", help="begin the study of that name for workers, and measure nothing here")
+    ] = False,
     atlas: Annotated[
         Path | None, typer.Option(help="an atlas: where a search begins, and forecasts beside what is found")
     ] = None,
@@ -117,6 +123,8 @@ def command(
 
       fettle study model.py --storage postgresql://fettle@db/studies -o study-node1
 
+      fettle study model.py --storage postgresql://fettle@db/studies --study night --enqueue
+
       fettle study model.py --design ladder --order mode,precision,channels_last,compile
 
       fettle study model.py --design ladder --grow-batch 2GiB
@@ -124,7 +132,7 @@ def command(
       fettle study --from-csv cube.csv --response "throughput (it/s)" --group-by model-arch
     """
     from fettle.recipe import Recipe
-    from fettle.studies import Settings, read_csv, read_ladder
+    from fettle.studies import Settings, check_name, read_csv, read_ladder
 
     wanted = _options.outputs(output, ".csv", ".parquet", folder=True)
     folder = wanted.get("", _FOLDER)
@@ -140,6 +148,10 @@ def command(
     else:
         if response or factors or group_by:
             raise UsageError("`response`, `factors` and `group_by` are for a table, `from_csv`")
+        if study is not None:
+            check_name(study)
+        elif enqueue:
+            raise UsageError("`enqueue` begins a study that workers find by its name: give it one, `study=NAME`")
         settings = Settings(
             design=design, techniques=_options.technique_levels(technique or []), arguments=_arguments(factor or []),
             pythons=tuple(python or ()),
@@ -147,16 +159,36 @@ def command(
             start=None if recipe is None else Recipe.parse(recipe), cells=cells, rounds=rounds,
             grow_batch=None if grow_batch is None else _limit_bytes(grow_batch),
             budget_s=_options.duration_s(budget, "--budget") or None, mode=mode, max_error=max_error, output=folder,
-            storage=storage, atlas=atlas, trial_timeout_s=_options.duration_s(trial_timeout, "--trial-timeout"),
-            under_load=under_load, polite=polite,
+            storage=storage, name=study or "", atlas=atlas, under_load=under_load, polite=polite,
+            trial_timeout_s=_options.duration_s(trial_timeout, "--trial-timeout"),
         )  # fmt: skip
-        done = _measured(targets or [], settings, agreed=yes, quiet=as_json)
+        if enqueue:
+            _enqueue(targets or [], settings, as_json)
+            return
+        done = measured(targets or [], settings, agreed=yes, quiet=as_json)
         table = done.table
     name = from_csv.name if from_csv is not None else f"{design} of {', '.join(table.groups)}"
-    _tell(folder, wanted, name, table, done, theirs, as_json)
+    tell(folder, wanted, name, table, done, theirs, as_json)
 
 
-def _tell(
+def _enqueue(targets: Sequence[str], settings: Settings, as_json: bool) -> None:
+    """Begin a study for workers, and say how they are started."""
+    from fettle.report import progress
+    from fettle.studies import enqueue
+    from fettle.study import hidden
+
+    with progress(quiet=as_json) as on_progress:
+        cells = enqueue(targets, settings, on_progress)
+    start = f"fettle worker --storage {hidden(settings.storage or '')} --study {settings.name}"
+    lines = [f"{name}: {count} combinations" for name, count in cells.items()]
+    _show.answer(
+        as_json,
+        lambda: {"study": settings.name, "combinations": cells, "start": start},
+        lambda console: console.print("\n".join([*lines, f"on each machine: {start}"]), markup=False, soft_wrap=True),
+    )
+
+
+def tell(
     folder: Path, wanted: dict[str, Path], name: str, table: Table, done: Done | None, theirs: Mapping[str, float],
     as_json: bool,
 ) -> None:  # fmt: skip
@@ -180,7 +212,7 @@ def _tell(
     _show.leave(interrupted=done is not None and done.interrupted)
 
 
-def _measured(targets: Sequence[str], settings: Settings, *, agreed: bool, quiet: bool) -> Done:
+def measured(targets: Sequence[str], settings: Settings, *, agreed: bool, quiet: bool) -> Done:
     """Run the study; raises `UsageError` with its plan where it takes long and nobody agreed."""
     from fettle.report import progress
     from fettle.studies import Plan, study

@@ -1,9 +1,12 @@
-"""A stored model compiled ahead of time by AOTInductor: one library for every number of rows, kept for the next start.
+"""A stored model made ready once for every number of rows, and kept for the next start.
 
-Compiling takes seconds to minutes, loading what was compiled a fraction of a second. The library is made on this
-machine from the package's checked graph and lies in the user's own cache: a package never brings machine code. Its
-SHA-256 lies beside it, and its name tells package, recipe, machine and versions: what does not fit, or was changed, is
-compiled again.
+That is a library compiled by AOTInductor, or a graph that ONNX Runtime has optimised. Making it takes seconds to
+minutes, loading it a fraction of a second. It is made on this machine from the package's checked graph and lies in the
+user's own cache: a package never brings machine code. Its SHA-256 lies beside it, and its name tells package, recipe,
+machine and versions: what does not fit, or was changed, is made again.
+
+OpenVINO's models are not kept a second time: its CPU plugin imports what it has cached no sooner than it compiles the
+package's own files (`bench/warm_start.py --openvino-cache`).
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -27,35 +31,41 @@ from fettle.package.program import GRAPH, WEIGHTS, load_program
 from fettle.recipe import Recipe
 
 KEEP = 20
-"""Libraries in the cache; those used longest ago go first."""
+"""Of each kind in the cache; those used longest ago go first."""
 MOST_ERROR = 0.02
 """By which a library's answers may be off from what it was compiled from, relative, in L2: roundings fall otherwise."""
 COMPILING = ("compile", "freeze", "region", "shapes", "runtime", "grad")
 """Techniques that say how a model is compiled: here that is once, ahead of time. The runner needs no gradients."""
+LIBRARY, ONNX = ".pt2", ".onnx"
+_MOST_ONNX = 1900 << 20
+"""Bytes of weights: one file of ONNX holds no more than 2 GiB."""
 
 log = logging.getLogger(__name__)
 
 
-def wanted(recipe: Recipe) -> bool:
-    """Does this recipe compile a model in a way that one library for all sizes can stand for?
+def wanted(recipe: Recipe, device: str = "cpu") -> bool:
+    """Does this recipe compile a model in a way that one file for all sizes can stand for?
 
     Not in calibrated int8: compiled for any number of rows by torch 2.13 its answers are off by a quarter.
     """
     levels = recipe.levels
     if levels.get("shapes") == "static" or levels.get("quantize", "none") != "none":
         return False
+    if levels.get("runtime") == "onnxruntime":
+        return device == "cpu"
     return levels.get("runtime") == "aoti" or levels.get("compile") == "default"
 
 
 def compiled(
     folder: Path, recipe: Recipe, samples: Sequence[torch.Tensor], device: str
 ) -> Callable[..., list[torch.Tensor]] | None:
-    """The stored program with a recipe as a library, from the cache or compiled now. None where it cannot be: it is
-    then compiled by its first call, as the recipe says.
+    """The stored program with a recipe, from the cache or compiled now. None where it cannot be: it is then compiled by
+    its first call, as the recipe says.
 
     `samples` are one batch, on `device`.
     """
-    path = cache_folder("compiled") / f"{_key(folder, recipe, device)}.pt2"
+    suffix = ONNX if recipe.levels.get("runtime") == "onnxruntime" else LIBRARY
+    path = cache_folder("compiled") / f"{_key(folder, recipe, device)}{suffix}"
     began = time.perf_counter()
     if _sound(path):
         try:
@@ -66,7 +76,7 @@ def compiled(
             log.info("what was compiled before cannot be loaded (%s): compiling again", first_line(error))
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            made = Path(scratch) / "model.pt2"
+            made = Path(scratch) / f"model{suffix}"
             tuned = _tuned(load_program(folder, device), recipe, samples)
             _compile(tuned, recipe, samples, made)
             found = _load(made)
@@ -80,13 +90,15 @@ def compiled(
 
 
 def _key(folder: Path, recipe: Recipe, device: str) -> str:
-    """What must be equal for a library to fit: the model, its recipe, the machine, torch, and the threads, whose
-    number stands in the code."""
+    """What must be equal for a file to fit: the model, its recipe, the machine, torch, ONNX Runtime where it runs it,
+    and the threads, whose number stands in the code."""
     digest = hashlib.sha256()
     for name in (GRAPH, WEIGHTS):
         with (folder / name).open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     said = [recipe.without("grad").levels, device, host_id(), cores(), torch.__version__, torch.get_num_threads()]
+    if recipe.levels.get("runtime") == "onnxruntime":
+        said.append(_version("onnxruntime"))
     digest.update(json.dumps(said, sort_keys=True, default=dict).encode())
     return digest.hexdigest()[:40]
 
@@ -113,8 +125,33 @@ def _compile(tuned: _Tuned, recipe: Recipe, samples: Sequence[torch.Tensor], pat
     with torch.inference_mode(False), torch.no_grad():
         examples = [tensor.clone() for tensor in examples]
         program = torch.export.export(tuned, tuple(examples), dynamic_shapes={"tensors": shapes})
+        if path.suffix == ONNX:
+            return _optimise(program, path)
         options = {"freezing": True} if recipe.levels.get("freeze") == "on" else {}
         torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
+
+
+def _optimise(program: torch.export.ExportedProgram, path: Path) -> None:
+    """Write the graph as ONNX Runtime has optimised it for this machine, weights and all in one file."""
+    import onnxruntime
+
+    if sum(tensor.nbytes for tensor in program.state_dict.values()) > _MOST_ONNX:
+        raise ValueError("it is larger than one file of ONNX can be")
+    made: Any = torch.onnx.export(program, dynamo=True, optimize=True, verbose=False)
+    plain = path.with_name("plain.onnx")
+    made.save(str(plain), external_data=False)
+    options = _session_options()
+    options.optimized_model_filepath = str(path)
+    onnxruntime.InferenceSession(str(plain), options, providers=["CPUExecutionProvider"])
+
+
+def _session_options() -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3
+    return options
 
 
 def _compare(library: Callable[..., list[torch.Tensor]], tuned: _Tuned, samples: Sequence[torch.Tensor]) -> None:
@@ -140,9 +177,34 @@ class _Tuned(torch.nn.Module):
 
 
 def _load(path: Path) -> Callable[..., list[torch.Tensor]]:
-    """torch's own loader of such libraries, without `torch._inductor`, whose import takes longer than the loading."""
+    """What a file holds, ready to be called."""
+    if path.suffix == ONNX:
+        return _session(path)
+    # torch's own loader of such libraries, without `torch._inductor`, whose import takes longer than the loading
     runner = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, -1)
     return lambda *tensors: runner.run(list(tensors))
+
+
+def _session(path: Path) -> Callable[..., list[torch.Tensor]]:
+    import onnxruntime
+
+    options = _session_options()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL  # it was done before
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    names = [item.name for item in session.get_inputs()]
+
+    def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        feed = {name: value.detach().contiguous().numpy() for name, value in zip(names, tensors, strict=True)}
+        return [torch.from_numpy(result) for result in session.run(None, feed)]
+
+    return run
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _sound(path: Path) -> bool:
@@ -154,10 +216,10 @@ def _sound(path: Path) -> bool:
 
 
 def _keep(made: Path, path: Path) -> None:
-    """Copy a library into the cache, and let those go that were used longest ago."""
+    """Copy a file into the cache, and let those go that were used longest ago."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for old in sorted(path.parent.glob("*.pt2"), key=lambda file: file.stat().st_atime)[: 1 - KEEP]:
+        for old in sorted(path.parent.glob(f"*{path.suffix}"), key=lambda file: file.stat().st_atime)[: 1 - KEEP]:
             old.unlink(missing_ok=True)
             old.with_suffix(".sha256").unlink(missing_ok=True)
         with whole(path) as here:

@@ -122,7 +122,7 @@ def tuned(folder: Path, kept: Tuned, samples: Sequence[torch.Tensor], device: st
     if kept.model != "exported":
         raise UsageError(f"the package's model is stored as {kept.model[:40]!r}, which this fettle does not know")
     rest = kept.rest
-    if wanted(Recipe(kept.recipe)) and (library := compiled(folder, rest, samples, device)) is not None:
+    if wanted(Recipe(kept.recipe), device) and (library := compiled(folder, rest, samples, device)) is not None:
         return library
     module = load_program(folder, device)
     if not rest.without("grad").levels:  # the runner calls it in inference mode anyway

@@ -5,11 +5,13 @@
 
 from fettle.studies.analysis import Analysis, analyse
 from fettle.studies.designs import Plan
+from fettle.studies.orders import check_name, settings_of
 from fettle.studies.reading import read_csv, read_ladder
-from fettle.studies.running import Done, Settings, study
+from fettle.studies.running import Done, enqueue, study
+from fettle.studies.settings import Settings
 from fettle.studies.table import Experiment, Response, Table
 
 __all__ = [
-    "Analysis", "Done", "Experiment", "Plan", "Response", "Settings", "Table", "analyse", "read_csv",
-    "read_ladder", "study",
+    "Analysis", "Done", "Experiment", "Plan", "Response", "Settings", "Table", "analyse", "check_name", "enqueue",
+    "read_csv", "read_ladder", "settings_of", "study",
 ]  # fmt: skip

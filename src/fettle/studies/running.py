@@ -26,60 +26,20 @@ from fettle.studies import designs
 from fettle.studies.batches import Grown, check_growth, grown
 from fettle.studies.designs import Part, Plan
 from fettle.studies.environments import check_same, differences, environments_of
+from fettle.studies.orders import agree, announce
+from fettle.studies.settings import Settings
 from fettle.studies.sharing import MACHINE, elsewhere, labels, measure_shares, shares, this_one
 from fettle.studies.table import Table
 from fettle.studies.trials import Measured, table_of
+from fettle.study import OtherWorkload
 from fettle.techniques import CATALOGUE, PYTHON, check_names
 from fettle.tuning import Event, OnProgress, Options, Session, check_techniques, guide_for, space_for, writable
-from fettle.workload import AUTO, Target, check_mode, find_target
+from fettle.workload import Target, check_mode, find_target
 
 TOGETHER = 6
 """Recipes of one race beside the workload as given."""
-ROUNDS = 12
-"""Rounds of a race. How much two processes of the same code differ is more than what so many leave open."""
 REPLICATES = 2
 """Processes of each recipe where a design has no repeats hidden in it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What a study is told."""
-
-    design: str = "factorial"
-    techniques: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
-    """Levels that are varied, by technique; of techniques that are not named all. One level pins it."""
-    arguments: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Factors outside of the recipe: values by argument of the factory, the usual one first."""
-    pythons: Sequence[str] = ()
-    """Other environments, ``PATH`` or ``NAME=PATH`` of an interpreter: levels of one factor beside ours."""
-    order: Sequence[str] = ()
-    """Techniques in the order of the ladder's steps; those that are not named come after them as the field has them."""
-    start: Recipe | None = None
-    """What an ablation takes apart, a sensitivity is asked around and a ladder stands on."""
-    grow_batch: float | None = None
-    """Of a ladder: bytes of memory up to which the batch is made larger at each step; infinite for all of a device."""
-    cells: int | None = None
-    """Most combinations of each workload. None: as many as the design has."""
-    rounds: int = ROUNDS
-    budget_s: float | None = None
-    """Seconds: of a design that takes longer, the best fraction that fits."""
-    mode: str = AUTO
-    max_error: float = 0.02
-    """Above it a trial is marked as inaccurate; its time counts."""
-    confidence: float = 0.95
-    output: Path = Path("fettle-study")
-    storage: str | None = None
-    """An Optuna storage that others may work at too: combinations are claimed before they are measured."""
-    atlas: Path | None = None
-    """An atlas, from which a search knows where to begin, and whose forecasts are put beside what was found."""
-    trial_timeout_s: float = 900.0
-    under_load: bool = False
-    polite: bool = False
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether others may measure the same combinations; the steps of a ladder are each machine's own."""
-        return self.storage is not None and self.design not in designs.STEPS
 
 
 @dataclass(frozen=True)
@@ -160,24 +120,16 @@ def study(targets: Sequence[str], settings: Settings, on_progress: OnProgress, *
     unless all are.
     """
     began = time.monotonic()
-    _check(settings)
-    rows = read_atlas(settings.atlas) if settings.atlas is not None else ()
-    found, wanted = find_interpreters(settings.pythons), _targets(targets, settings)
-    named = settings.start.levels.get(PYTHON.name, PYTHON.default) if settings.start is not None else PYTHON.default
-    if named not in (PYTHON.default, *(one.name for one in found)):
-        raise UsageError(f"`recipe`: there is no environment {named!r}: name it, `python='{named}=PATH'`")
-    folder, machine = writable(settings.output), this_machine()
     telling = _Progress(on_progress, began)
-    environments = environments_of(found, folder)
-    workloads = [
-        _Workload(target.group, target.arguments, _session(target.target, folder, settings, began, telling),
-                  environments=environments)
-        for target in wanted
-    ]  # fmt: skip
+    rows = read_atlas(settings.atlas) if settings.atlas is not None else ()
+    workloads = _workloads(targets, settings, telling)
+    machine, environments = this_machine(), workloads[0].environments
+    orders = agree(targets, settings) if settings.name else None
     interrupted, plan = False, None
     try:
         for workload in workloads:
             _open(workload, settings, machine)
+            _measure_as_given(workload, settings)
             if settings.atlas is not None and not workload.failure:
                 others = [row for row in rows if row.fingerprint != workload.session.probed.fingerprint]
                 workload.guide = guide_for(workload.session, others, settings.atlas, machine)
@@ -186,6 +138,8 @@ def study(targets: Sequence[str], settings: Settings, on_progress: OnProgress, *
         plan = _plan(workloads, settings, began)
         if plan.is_long and not agreed and settings.budget_s is None:
             return plan
+        if orders is not None:
+            announce(orders, settings)
         telling.seconds = time.monotonic() - began + plan.seconds
         for workload in workloads:
             if not workload.failure:
@@ -217,6 +171,25 @@ def study(targets: Sequence[str], settings: Settings, on_progress: OnProgress, *
         {workload.name: _rungs(workload) for workload in workloads if workload.steps},
         machine, time.monotonic() - began, interrupted, notes,
     )  # fmt: skip
+
+
+def enqueue(targets: Sequence[str], settings: Settings, on_progress: OnProgress) -> dict[str, int]:
+    """Begin a study for workers and measure nothing: how many combinations each workload has, as this machine sees it.
+
+    The workloads are built once, so that workers with another model, other inputs or other weights can be refused.
+    Raises `UsageError` for bad input.
+    """
+    orders = agree(targets, settings)
+    workloads = _workloads(targets, settings, _Progress(on_progress, time.monotonic()))
+    try:
+        for workload in workloads:
+            _open(workload, settings, this_machine())
+    finally:
+        close_all()
+    if all(workload.failure for workload in workloads):
+        raise UsageError(workloads[0].failure)
+    announce(orders, settings)
+    return {workload.name: len(workload.cells) for workload in workloads}
 
 
 @dataclass(frozen=True)
@@ -271,17 +244,34 @@ def _typed(text: str) -> int | float | str:
     return text
 
 
-def _session(target: Target, folder: Path, settings: Settings, began: float, on_progress: OnProgress) -> Session:
+def _workloads(targets: Sequence[str], settings: Settings, telling: _Progress) -> list[_Workload]:
+    """The workloads of a study, not yet opened. Raises `UsageError` for bad input."""
+    _check(settings)
+    found, wanted = find_interpreters(settings.pythons), _targets(targets, settings)
+    named = settings.start.levels.get(PYTHON.name, PYTHON.default) if settings.start is not None else PYTHON.default
+    if named not in (PYTHON.default, *(one.name for one in found)):
+        raise UsageError(f"`recipe`: there is no environment {named!r}: name it, `python='{named}=PATH'`")
+    folder = writable(settings.output)
+    environments = environments_of(found, folder)
+    return [
+        _Workload(target.group, target.arguments, _session(target.target, folder, settings, telling),
+                  environments=environments)
+        for target in wanted
+    ]  # fmt: skip
+
+
+def _session(target: Target, folder: Path, settings: Settings, on_progress: _Progress) -> Session:
     options = Options(
         limits=Limits(max_error=settings.max_error), output=folder, storage=settings.storage,
-        confidence=settings.confidence, budget_s=settings.budget_s if settings.design in designs.STEPS else None,
+        study=f"{settings.name}/{target.name}" if settings.name else None, confidence=settings.confidence,
+        budget_s=settings.budget_s if settings.design in designs.STEPS else None,
         trial_timeout_s=settings.trial_timeout_s, under_load=settings.under_load, polite=settings.polite,
     )  # fmt: skip
-    return Session(target, options, on_progress, started=began)
+    return Session(target, options, on_progress, started=on_progress.began)
 
 
 def _open(workload: _Workload, settings: Settings, machine: Machine) -> None:
-    """Probe the workload, measure it as given, and say which recipes are to be measured."""
+    """Probe the workload, and say which recipes are to be measured."""
     session = workload.session
     try:
         session.report(f"building {workload.name} and its reference")
@@ -290,6 +280,8 @@ def _open(workload: _Workload, settings: Settings, machine: Machine) -> None:
         check_same(session)
         if settings.grow_batch is not None:
             check_growth(session, settings.grow_batch)
+    except OtherWorkload:
+        raise
     except UsageError as error:
         workload.failure = str(error)
         return
@@ -306,6 +298,12 @@ def _open(workload: _Workload, settings: Settings, machine: Machine) -> None:
         )
     if settings.design not in designs.STEPS:
         workload.cells = designs.cells(settings.design, workload.space, settings.start or Recipe(), settings.cells)
+
+
+def _measure_as_given(workload: _Workload, settings: Settings) -> None:
+    if workload.failure:
+        return
+    session = workload.session
     if settings.is_shared:
         measure_shares(session, [Recipe()], 1, math.inf)
     if not session.measure([Recipe()])[0].ok:

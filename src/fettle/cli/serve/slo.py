@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from fettle.cli import _options, _quiet, _show
+from fettle.cli.serve._slo_answer import print_found, print_texts
 from fettle.errors import UsageError, extra
 from fettle.files import check_writable, write_text
 
@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from fettle.load.run import TextLimits
     from fettle.load.texts import TextLine
     from fettle.package.manifest import Package
-    from fettle.page import Table
     from fettle.recipe import Recipe
-    from fettle.slo.points import Failure, Point, SearchResult, Variant
+    from fettle.slo.points import Failure, SearchResult, Variant
     from fettle.slo.text_search import TextSearch
 
 
@@ -148,7 +147,7 @@ def command(
     write_slo_report(data, folder / "report.html")
     if csv_file is not None:
         _options.write_csv(csv_file, COLUMNS, torchserve_rows(found, work.name))
-    _show.answer(as_json, lambda: data, lambda out: _print(found, busy, written, out), folder / "report.html")
+    _show.answer(as_json, lambda: data, lambda out: print_found(found, busy, written, out), folder / "report.html")
     _show.leave(interrupted=found.interrupted, missed=not found.met)
 
 
@@ -192,27 +191,8 @@ def _of_texts(
     data["busy"] = around.sentence()
     write_text(folder / "result.json", json.dumps(data) + "\n")
     write_texts_report(data, folder / "report.html")
-    _show.answer(as_json, lambda: data, lambda out: _print_texts(data, out), folder / "report.html")
+    _show.answer(as_json, lambda: data, lambda out: print_texts(data, out), folder / "report.html")
     _show.leave(interrupted=found.interrupted, missed=not found.met)
-
-
-def _print_texts(data: dict[str, Any], console: Console) -> None:
-    from fettle.report import texts_table, texts_words
-
-    if data["busy"]:
-        console.print(f"[yellow]{data['busy']}[/]\n")
-    console.print(texts_words(data), markup=False)
-    _show.print_table(console, texts_table(data))
-    for line in data["why"]:
-        console.print(f"  {line}", markup=False)
-    for failure in data["failures"]:
-        console.print(f"  failed: {failure['what']}: {failure['why']}", markup=False, style="yellow")
-    if data["tests_kept"]:
-        console.print(f"{data['tests_kept']} of {data['tests']} load tests had been made before")
-    if data["interrupted"]:
-        console.print("interrupted: the same command goes on from here")
-    if data["written"]:
-        console.print(f"written to {data['written']}/serve.toml: fettle serve {data['written']}", markup=False)
 
 
 def _limit_s(p99: str) -> float:
@@ -349,65 +329,3 @@ def _machine() -> str:
     from fettle.package.host import cores
 
     return f"{cpu_name()}, {cores()} cores, torch {metadata.version('torch')}, Python {platform.python_version()}"
-
-
-def _print(found: SearchResult, busy: str, written: Path | None, console: Console) -> None:
-    from fettle.slo.search import HEADROOM
-
-    if busy:
-        console.print(f"[yellow]{busy}[/]\n")
-    console.print(f"requests a second with p99 within {found.limit_s * 1e3:.4g} ms, Poisson arrivals")
-    _show.print_table(console, _table(found))
-    for line in found.why:
-        console.print(f"  {line}", markup=False)
-    for measured in found.branches.values():
-        if measured.overheads is not None:
-            around = measured.overheads
-            held = f", {around.held_s * 1e3:.2g} ms to a call for each request that comes during it"
-            console.print(f"  serving adds {around.request_s * 1e3:.2g} ms a request and {around.batch_s * 1e3:.2g} ms "
-                          f"a batch{held if around.held_s else ''}: measured with {measured.branch}",
-                          markup=False)  # fmt: skip
-    for failure in found.failures:
-        console.print(f"  failed: {failure.what}: {failure.why}", markup=False, style="yellow")
-    if found.tests_kept:
-        console.print(f"{found.tests_kept} of {found.tests} load tests had been made before")
-    best = found.best
-    if best is not None and best.measured:
-        share = found.headroom or HEADROOM
-        room = (1 - share) * best.measured
-        console.print(f"with {share:.0%} headroom: up to {room:.4g} requests/s")
-    if found.interrupted:
-        console.print("interrupted: the same command goes on from here")
-    if written is not None:
-        device = best.setting.device if best is not None else "cpu"
-        more = f" --device {device}" if device != "cpu" else ""
-        console.print(f"written to {written}/serve.toml: fettle serve {written}{more}", markup=False)
-
-
-def _table(found: SearchResult, most: int = 12) -> Table:
-    """What was measured, then what no other setting beats in all respects."""
-    from fettle.page import Table
-
-    shown = [point for point in found.points if point.tests]
-    shown += [point for point in found.points if point.front and not point.tests]
-    shown = (shown or found.points)[:most]
-    several = len({point.setting.variant for point in shown}) > 1
-    at = f"p99 ms at {found.reference_rate:.4g}/s" if found.reference_rate else "p99 ms"
-    columns = ("predicted/s", "measured/s", at, "memory", "error", "per million", "setting")
-    kinds = ["winner" if point is found.best else "" for point in shown]
-    return Table(columns, [_cells(point, several) for point in shown], columns[:-1], kinds=kinds)
-
-
-def _cells(point: Point, several: bool) -> list[str]:
-    measured = (
-        "" if point.measured is None else f"{point.measured:.4g}" if point.measured else f"under {point.lowest:.4g}"
-    )
-    return [
-        f"{point.predicted:.4g}",
-        measured,
-        f"{point.p99_s * 1e3:.1f}" if point.p99_s < 1e3 else "",
-        f"{point.memory_bytes >> 20} MiB" if point.memory_bytes else "",
-        f"{point.error:.2g}" if several else "",
-        f"{point.cost:.3g}" if point.cost is not None else "",
-        str(point.setting),
-    ]

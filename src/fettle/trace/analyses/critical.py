@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import polars as pl
@@ -97,17 +98,17 @@ def path_shares(trace: Trace, path: CriticalPath) -> pl.DataFrame:
 
     Where two reasons let go of some work at about the same time, either may have been the one that held it, and
     shortening one alone gains nothing. Columns: category, time_ns, share, and low_share and high_share over the paths
-    that follow such rivals: all of them of a launch, of a stream, or of an event; and over the path on which long
-    launch calls that returned when some work began had waited for a slot, where too few did for a depth to show.
+    that follow such rivals: all of them of a launch, of a stream, or of an event; and over those on which, besides,
+    long launch calls that returned when some work began had waited for a slot, where too few did for a depth to show.
     """
     waits, found = device_waits(trace), path.summary()
     on_path = np.isin(trace.device_rows, path.pieces["row"].to_numpy())
     shares = [found.select("category", "share")]
     rivals = [s for s in (Held.LAUNCH, Held.STREAM, Held.EVENT) if (on_path & (waits.rival == s)).any()]
-    walks = [_Walk(trace, path.start_ns, path.end_ns, waits.preferring(sort)) for sort in rivals]
-    if np.isin(doubtful_waits(trace)[0], path.pieces["row"].to_numpy()).any():
-        walks.append(_Walk(trace, path.start_ns, path.end_ns, doubtful=True))
-    for walk in walks:
+    doubts = [False, *([True] if np.isin(doubtful_waits(trace)[0], path.pieces["row"].to_numpy()).any() else [])]
+    others = [waits, *(waits.preferring(sort) for sort in rivals)]
+    for one, doubtful in list(product(others, doubts))[1:]:  # the first is the path itself
+        walk = _Walk(trace, path.start_ns, path.end_ns, one, doubtful)
         walk.run(step_thread(trace))
         other = CriticalPath(path.start_ns, path.end_ns, walk.frame())
         shares.append(other.summary().select("category", "share"))

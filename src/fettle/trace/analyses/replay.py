@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from fettle.trace.analyses.launches import graph_names
-from fettle.trace.analyses.slots import queues
+from fettle.trace.analyses.slots import Queue, queues, shallow_queues
 from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
 from fettle.trace.analyses.steps import step_thread, step_windows
 from fettle.trace.analyses.stops import Why, autograd_threads, host_stops, main_thread
@@ -73,7 +73,9 @@ def data_loading(trace: Trace, thread: int) -> Intervals:
 
 @per_trace
 def replay_of(trace: Trace, doubtful: bool = False) -> Replay:
-    """The trace, ready to be run again; where asked, with launch calls waiting that only may have waited for a slot."""
+    """The trace, ready to be run again; where asked, with launch calls waiting that may have waited for a slot, and
+    queues no deeper than they were seen to be.
+    """
     return Replay(trace, doubtful)
 
 
@@ -83,6 +85,7 @@ class Replay:
     def __init__(self, trace: Trace, doubtful: bool = False) -> None:
         self.trace = trace
         self.waits, self.stops = device_waits(trace), host_stops(trace, doubtful)
+        self.queues = queues(trace) + (shallow_queues(trace) if doubtful else [])
         rows = trace.device_rows
         self.start, self.end = trace.ts[rows], trace.end[rows]
         self.calls, self.call_of, self.mark = self._calls()
@@ -115,7 +118,7 @@ class Replay:
         stop[np.searchsorted(rows, stops.row[asked])] = asked
         stop[len(rows) : len(rows) + len(silent)] = silent
         self.queue_of = np.full(len(launch), -1, dtype=np.int64)  # of device work
-        for number, one in enumerate(queues(trace)):
+        for number, one in enumerate(self.queues):
             self.queue_of[one.order] = number
             at = np.searchsorted(rows, one.calls)
             queue[at] = number
@@ -253,6 +256,16 @@ class Replay:
         order = np.lexsort((which, what, np.concatenate(time)))
         return list(zip(what[order].tolist(), which[order].tolist(), strict=True))
 
+    def overfills(self, run: Run, queue: Queue, scale: np.ndarray | None) -> bool:
+        """Whether launch calls returned in a run while a queue held more than it can."""
+        rows, first = np.unique(self.waits.launch[queue.order], return_index=True)
+        call = self.call_of[queue.order[first]][np.searchsorted(rows, queue.calls)]
+        length = (self.end - self.start)[queue.order] * (1.0 if scale is None else scale[queue.order])
+        begins = np.sort(np.array(run.done)[queue.order] - length)
+        bound = queue.bound >= 0
+        free = begins[np.searchsorted(queue.order, queue.bound[bound])]
+        return bool((np.array(run.left)[call[bound]] < free - 1).any())
+
     # --- running it ---
 
     def run(self, change: Change | None = None, *, usual: bool = False) -> Run:
@@ -271,7 +284,7 @@ class Replay:
         stops, thread, bound = calls.stop.tolist(), calls.thread.tolist(), calls.bound.tolist()
         queue, queue_of, at_return = calls.queue.tolist(), self.queue_of.tolist(), self.at_return.tolist()
         # Begins of the work launched so far into each queue, in order; last, where -1 points, what is in none.
-        in_queue: list[list[float]] = [[] for _ in range(len(queues(self.trace)) + 1)]
+        in_queue: list[list[float]] = [[] for _ in range(len(self.queues) + 1)]
         # What is not known, or has not happened yet, holds nothing up: the last place, where -1 points.
         begun, left = [_NEVER] * (len(gap) + 1), [_NEVER] * (len(gap) + 1)
         began, done = [_NEVER] * (len(durations) + 1), [_NEVER] * (len(durations) + 1)

@@ -24,6 +24,9 @@ RETURN_NS = 20_000
 """Longest time from the begin of the work that freed a slot to the return of the call that waited for it."""
 SPREAD = 0.06
 """How far below the longest queue the length may be, as entries that the trace does not show come and go."""
+SURELY_DEEP = 64
+"""A queue that was once so long and never full is taken to be long enough for anything: those whose depth shows in
+traces of real devices hold about a thousand (970 and 1,022)."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,34 @@ def doubtful_waits(trace: Trace) -> tuple[Ints, Ints]:
     calls, freed = (np.concatenate(column) for column in zip(*parts, strict=True))
     calls, first = np.unique(calls, return_index=True)
     return calls, freed[first]
+
+
+@per_trace
+def shallow_queues(trace: Trace) -> list[Queue]:
+    """The queues of streams that were never full, if they were no deeper than the longest of a device was: the least
+    that a depth which does not show may be. None where that one was long. A graph is one entry.
+    """
+    full, links = queues(trace), launch_links(trace)
+    work = np.flatnonzero(links.launch_rows >= 0)
+    work = work[np.sort(np.unique(links.launch_rows[work], return_index=True)[1])]
+    rows, calls = links.device_rows[work], links.launch_rows[work]
+    device, lane = trace.column("device")[rows].astype(np.int64), trace.lane(rows)
+    found = []
+    for one in np.unique(device).tolist():
+        if any(queue.device == one and queue.stream < 0 for queue in full):
+            continue
+        lanes = []
+        for number in np.unique(lane[device == one]).tolist():
+            mine = lane == number
+            stream = int(trace.column("stream")[rows[mine][0]])
+            if not any((queue.device, queue.stream) == (one, stream) for queue in full):
+                lanes.append((stream, _launches(trace, work[mine], calls[mine])))
+        depth = max((int(each.length.max()) for _, each in lanes), default=0)
+        for stream, each in lanes if depth < SURELY_DEEP else ():
+            at = each.launched - 1 - depth
+            bound = np.where(at >= 0, each.order[np.maximum(at, 0)], -1)
+            found.append(Queue(one, stream, depth, each.calls, np.full(len(at), -1), bound, each.order))
+    return found
 
 
 def waited_ns(trace: Trace, queue: Queue) -> int:

@@ -114,11 +114,16 @@ def _own_copies(trace: Trace) -> list[tuple[int, ...]]:
 
 
 def _blocking(trace: Trace, copies: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Calls that block: until the work that ended last inside them, of what had been launched before they began."""
+    """Calls that block: until the work that ended last inside them, of what had been launched before they began. One
+    that waits for a stream, and no sync event says for which, waits for the one that its thread launched on last, if it
+    returned as soon as that was through.
+    """
     blocking = host_stacks(trace).cause == CAUSES_OF_HOST.index("blocking_call")
     calls = np.flatnonzero(blocking & (trace.kind == Kind.RUNTIME) & (trace.dur > 0))
     copied = {row[3] for row in copies}
     device_rows = trace.device_rows
+    if not len(device_rows):
+        return []
     end = trace.end[device_rows]
     by_end = np.argsort(end, kind="stable")
     launch = launch_links(trace).launch_rows
@@ -130,14 +135,24 @@ def _blocking(trace: Trace, copies: list[tuple[int, ...]]) -> list[tuple[int, ..
     stream, correlation = trace.column("stream")[device_rows], trace.column("correlation")
     last_launched = np.searchsorted(called[by_call], trace.ts[calls], side="left") - 1
     last_ended = np.searchsorted(end[by_end], trace.end[calls] + CLOCKS_NS, side="right") - 1
+    own = _launched_last(called, by, by_call, trace.ts[calls], thread[calls])
+    soon = (
+        (called[own] < trace.ts[calls])
+        & (end[own] > trace.ts[calls])
+        & (end[own] <= trace.end[calls])
+        & (trace.end[calls] - end[own] <= CLOCKS_NS)
+    )
+    of_stream = np.array(["StreamSynchronize" in n for n in trace.names], dtype=bool)[names[calls]]
+    own = np.where(of_stream & soon, own, -1)
     found: list[tuple[int, ...]] = []
-    for call, at, ended in zip(calls.tolist(), last_launched.tolist(), last_ended.tolist(), strict=True):
+    each = (calls.tolist(), last_launched.tolist(), last_ended.tolist(), own.tolist())
+    for call, at, ended, latest in zip(*each, strict=True):
         if call in copied:
             continue
         start, stop = int(trace.ts[call]), int(trace.end[call])
         told = streams.get(int(correlation[call]), -1)
         place = (int(thread[call]), start, stop, call)
-        mine = any_one = -1
+        mine, any_one = latest if told < 0 else -1, -1
         while ended >= 0 and end[by_end[ended]] > start and mine < 0:
             work = int(by_end[ended])
             if called[work] <= start and told in (-1, int(stream[work])):
@@ -154,6 +169,16 @@ def _blocking(trace: Trace, copies: list[tuple[int, ...]]) -> list[tuple[int, ..
                 at -= 1
             if at >= 0 and end[by_call[at]] <= stop:
                 found.append((*place, int(by_call[at]), Why.SYNC, 0, -1, start, 0, int(whole[names[call]])))
+    return found
+
+
+def _launched_last(called: Ints, by: Ints, by_call: Ints, when: Ints, thread: Ints) -> Ints:
+    """The work that each thread launched last before each time; any other where it launched none."""
+    found = np.zeros(len(when), dtype=np.int64)
+    for one in np.unique(thread).tolist():
+        mine, asked = by_call[by[by_call] == one], thread == one
+        if len(mine):
+            found[asked] = mine[np.maximum(np.searchsorted(called[mine], when[asked]) - 1, 0)]
     return found
 
 

@@ -128,7 +128,9 @@ def device_waits(trace: Trace) -> Waits:
         Held.STREAM: _Reason(free, (previous >= 0) & (linked | ((called >= 0) & (called <= free)))),
         Held.EVENT: _Reason(ended_of(event), event >= 0),
     }
-    usual = _usual_waits(start, called, reasons, asked | told | _after_others(start, end, key, arrived))
+    graph = graph_names(trace)[trace.column("name")[at]]
+    same_graph = linked & graph & (previous >= 0) & (launch[np.maximum(previous, 0)] == launch)
+    usual = _usual_waits(start, called, reasons, asked | told | _after_others(start, end, key, arrived), same_graph)
     calls = trace.column("name")[at].astype(np.int64)
     inside, idle = linked & (trace.end[at] > start), linked & (free < called)
     sent = called + _until_begin(start - called, calls, inside, idle) - usual[Held.LAUNCH].low
@@ -145,7 +147,7 @@ def device_waits(trace: Trace) -> Waits:
     held[guessed] = Held.EVENT
     rival[guessed] = Held.NOTHING
     since = np.where(guessed, ended, since)
-    cause = _causes(trace, rows, since, held, previous, launch, asked | told)
+    cause = _causes(start - since, held, graph, same_graph, asked | told)
     return Waits(launch, called, previous, event, held, since, cause, rival, rival_since)
 
 
@@ -180,15 +182,18 @@ def _after_others(start: Ints, end: Ints, key: Ints, arrived: Ints) -> Bools:
     return found
 
 
-def _usual_waits(start: Ints, called: Ints, reasons: dict[Held, _Reason], asked: Bools) -> dict[Held, _Usual]:
+def _usual_waits(
+    start: Ints, called: Ints, reasons: dict[Held, _Reason], asked: Bools, same_graph: Bools
+) -> dict[Held, _Usual]:
     """What passes between each reason and the begin, ns: the shortest, and the longest that is usual. They are read
-    from work whose other reasons were long gone; where there is none, from the shortest that occurs.
+    from work whose other reasons were long gone; where there is none, from the shortest that occurs. Inside a graph
+    work follows sooner than it does where each piece has a launch of its own.
     """
     launch, stream, event = reasons[Held.LAUNCH], reasons[Held.STREAM], reasons[Held.EVENT]
     alone = launch.there & ~asked & (stream.since < called)
     usual = {Held.LAUNCH: _range(start - launch.since, alone, launch.there, LATENCY_NS)}
     gone = launch.since + usual[Held.LAUNCH].high
-    alone = stream.there & ~asked & (stream.since > gone)
+    alone = stream.there & ~asked & ~same_graph & (stream.since > gone)
     usual[Held.STREAM] = _range(start - stream.since, alone, stream.there, BETWEEN_KERNELS_NS)
     alone = event.there & (event.since > np.maximum(gone, stream.since + usual[Held.STREAM].high))
     usual[Held.EVENT] = _range(start - event.since, alone, event.there, BETWEEN_KERNELS_NS)
@@ -217,7 +222,7 @@ def _range(passed: Ints, alone: Bools, there: Bools, most: int) -> _Usual:
     alone = alone & (passed <= most)
     if alone.sum() < FEWEST:
         shortest = float(min(passed[there].min(initial=most), most))
-        return _Usual(shortest, 2 * shortest, 0.0, known=False)
+        return _Usual(shortest, 3 * shortest, 0.0, known=False)
     low, middle, high = (float(value) for value in np.percentile(passed[alone], [10, 50, 90]))
     most_usual = min(2 * middle, 3 * low + EVENT_WAIT_NS)  # what takes longer has a reason that the trace does not show
     high = min(high, most_usual)
@@ -367,14 +372,10 @@ def _guessed_events(
 
 
 def _causes(
-    trace: Trace, rows: Ints, since: Ints, held: npt.NDArray[np.uint8], previous: Ints, launch: Ints, asked: Bools
+    wait: Ints, held: npt.NDArray[np.uint8], graph: Bools, same_graph: Bools, asked: Bools
 ) -> npt.NDArray[np.uint8]:
-    start = trace.ts[rows]
-    wait = start - since
-    graph = graph_names(trace)[trace.column("name")[np.maximum(launch, 0)]]
-    same_graph = (launch >= 0) & graph & (previous >= 0) & (launch[np.maximum(previous, 0)] == launch)
     short = wait <= BETWEEN_KERNELS_NS
-    cause = np.full(len(rows), NUMBER["queued_unknown"], dtype=np.uint8)
+    cause = np.full(len(wait), NUMBER["queued_unknown"], dtype=np.uint8)
     cause[held == Held.NOTHING] = NUMBER["unlinked"]
     on_stream, on_event, on_launch = held == Held.STREAM, held == Held.EVENT, held == Held.LAUNCH
     cause[on_stream & short] = NUMBER["between_kernels"]

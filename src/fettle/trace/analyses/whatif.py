@@ -18,7 +18,7 @@ from fettle.errors import UsageError
 from fettle.trace.analyses.critical import CriticalPath, critical_path
 from fettle.trace.analyses.kernels import class_of_row
 from fettle.trace.analyses.replay import Change, Run, data_loading, replay_of
-from fettle.trace.analyses.slots import doubtful_waits
+from fettle.trace.analyses.slots import doubtful_waits, shallow_queues
 from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
 from fettle.trace.analyses.steps import step_thread, steps
 from fettle.trace.analyses.stops import autograd_threads, main_thread
@@ -122,16 +122,25 @@ def what_if(
     unknown = ""
     if change == "data_ready" and wall - estimate > TRUSTED_ERROR * wall and _makes_data(trace):
         unknown, high = "the main thread makes the data itself, and what others would take for it is not known", wall
-    calls, _ = doubtful_waits(trace)
-    if trace.dur[calls].sum() > TRUSTED_ERROR * wall:
+    if asked.launching and _queue_unknown(trace, run, scale, wall):
         # No floor: with such waits the path is another one.
         other = min(_length(trace, replay_of(trace, True).run(asked), path.start_ns, path.end_ns), ceiling)
         low, high = min(low, other), max(high, other)
         if abs(other - estimate) > TRUSTED_ERROR * wall:
-            unknown = unknown or "whether long launch calls waited for a slot in a full queue does not show"
+            unknown = unknown or "how many slots a queue has, and so which launch calls wait, does not show"
     if change == "graph":  # whether the host time before uploads made their data is a guess
         low = min(low, _busy(trace, path))
     return WhatIf(change, wall, round(estimate), round(low), round(high), error, unknown)
+
+
+def _queue_unknown(trace: Trace, run: Run, scale: np.ndarray | None, wall: int) -> bool:
+    """Whether launch calls may have waited for a slot and no depth shows it, or more is queued in a run than ever was
+    in the trace.
+    """
+    calls, _ = doubtful_waits(trace)
+    if trace.dur[calls].sum() > TRUSTED_ERROR * wall:
+        return True
+    return any(run.replay.overfills(run, queue, scale) for queue in shallow_queues(trace))
 
 
 def stays_with_steps(trace: Trace, path: CriticalPath) -> bool:

@@ -1,0 +1,71 @@
+"""fettle worker: measure what is left of a study that is in a storage, together with others."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from fettle.cli import _options
+from fettle.cli.study import measured, tell
+from fettle.files import check_writable
+
+
+def command(
+    storage: Annotated[str, typer.Option(help="Optuna storage URL, as the study was begun with")],
+    study: Annotated[str, typer.Option(help="the study's name there")],
+    targets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="where the study's targets lie here; without them, those that it names, as files of this folder"
+        ),
+    ] = None,
+    python: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=PATH", help="where an environment that the study compares lies here"),
+    ] = None,
+    output: Annotated[
+        list[Path] | None,
+        typer.Option("--output", "-o", help="folder of this worker alone, and .csv or .parquet for the table"),
+    ] = None,
+    trial_timeout: _options.TrialTimeout = "15m",
+    under_load: _options.UnderLoad = False,
+    polite: _options.Polite = False,
+    as_json: _options.AsJson = False,
+) -> None:
+    """Measure what nobody has measured yet of a study that `fettle study --study NAME --enqueue` began.
+
+    Workers on machines alike share the combinations; other machines measure all of them each, and are a factor. One
+    that vanishes is noticed by its heartbeat, and others take over what it had claimed. Ends with the whole study, its
+    page in the folder. Exit code 2: also a model, inputs or weights that are not the study's; 130: asked to end, all
+    that was measured kept.
+
+    [bold]Examples[/]
+
+      fettle worker --storage postgresql://fettle@db/studies --study night
+
+      fettle worker models/net.py:small --storage postgresql://fettle@db/studies --study night -o worker-7
+    """
+    from fettle.studies import Settings, settings_of
+
+    wanted = _options.outputs(output, ".csv", ".parquet", folder=True)
+    folder = wanted.get("", Path(f"fettle-{study}"))
+    check_writable(folder / "study.html", *(path for suffix, path in wanted.items() if suffix))
+    own = Settings(
+        storage=storage, name=study, pythons=tuple(python or ()), output=folder,
+        trial_timeout_s=_options.duration_s(trial_timeout, "--trial-timeout"), under_load=under_load, polite=polite,
+    )  # fmt: skip
+    found, settings = settings_of(own, targets or ())
+    before = signal.signal(signal.SIGTERM, _leave)  # what a cluster sends before it takes the machine away
+    try:
+        done = measured(found, settings, agreed=True, quiet=as_json)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    tell(folder, wanted, f"{study}: {settings.design} of {', '.join(done.table.groups)}", done.table, done, {}, as_json)
+
+
+def _leave(number: int, frame: Any) -> NoReturn:
+    """End as with Ctrl-C: what was claimed is given back at once, and what is known is written."""
+    raise KeyboardInterrupt

@@ -1,0 +1,182 @@
+"""What a study's workers are told, kept in the storage that they share: which targets, which design, how many rounds.
+
+A worker reads data and no code; the target must lie on its machine. Who can write to the storage chooses what a worker
+calls, so a worker that is not told its targets by whoever starts it takes no more than a factory that is defined in a
+file of the folder it is started in.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fettle.errors import UsageError, first_line
+from fettle.files import read_text
+from fettle.procs.interpreter import find_interpreters
+from fettle.recipe import Recipe
+from fettle.studies.settings import Settings
+from fettle.study import give_orders, hidden, ordered, orders_of, storage_url
+from fettle.workload import find_target
+
+MOST_BYTES = 4 << 20
+_NAME = re.compile(r"[\w.-]{1,60}", re.ASCII)
+
+
+class Orders(msgspec.Struct, frozen=True):
+    """What is the same for every worker. Folders, other environments' paths and limits of time are each one's own."""
+
+    targets: tuple[str, ...]
+    """As they were named, from the folder in which the study was begun."""
+    names: tuple[str, ...]
+    """What each is called."""
+    design: str
+    techniques: dict[str, str | tuple[str, ...]]
+    arguments: dict[str, tuple[str, ...]]
+    environments: tuple[str, ...]
+    order: tuple[str, ...]
+    start: str | None
+    cells: int | None
+    rounds: int
+    mode: str
+    max_error: float
+    confidence: float
+
+
+def orders_for(targets: Sequence[str], settings: Settings) -> Orders:
+    """What others are told who are to work at this study. Raises `UsageError` for what they could not do alike."""
+    check_name(settings.name)
+    if settings.storage is None:
+        raise UsageError("`study` names a study in a storage that others reach: name that too, `storage`")
+    if settings.budget_s is not None:
+        raise UsageError("`budget`: what fits into a time differs from machine to machine: `cells` is the same for all")
+    if settings.grow_batch is not None or not settings.is_shared:
+        raise UsageError(f"`design={settings.design}`: its steps follow from one another, so nobody can share them")
+    return Orders(
+        targets=tuple(_from_here(text) for text in targets),
+        names=tuple(find_target(text).name for text in targets),
+        design=settings.design,
+        techniques={key: levels if isinstance(levels, str) else tuple(levels)
+                    for key, levels in settings.techniques.items()},
+        arguments={key: tuple(values) for key, values in settings.arguments.items()},
+        environments=tuple(one.name for one in find_interpreters(settings.pythons)),
+        order=tuple(settings.order), start=None if settings.start is None else str(settings.start),
+        cells=settings.cells, rounds=settings.rounds, mode=settings.mode, max_error=settings.max_error,
+        confidence=settings.confidence,
+    )  # fmt: skip
+
+
+def agree(targets: Sequence[str], settings: Settings) -> Orders:
+    """The same, after a look at what the study's workers are told already. Raises `UsageError` where that differs."""
+    wanted, name = orders_for(targets, settings), settings.name
+    known = _read(name, _url(settings))
+    if known is not None and (differing := _differing(known, wanted)):
+        raise UsageError(
+            f"the study {name!r} in {hidden(_url(settings))} was begun with another `{differing}`: choose another "
+            "`study`"
+        )
+    return wanted
+
+
+def announce(orders: Orders, settings: Settings) -> None:
+    """Keep the orders where workers find them, unless they are there."""
+    give_orders(settings.name, _url(settings), msgspec.to_builtins(orders))
+    agree(orders.targets, settings)  # of two that began at once with other orders, one is told
+
+
+def settings_of(settings: Settings, targets: Sequence[str] = ()) -> tuple[list[str], Settings]:
+    """The targets and settings of the study that `settings` names, by name and storage, with what is this worker's own.
+
+    `targets` say where the study's targets lie here. Raises `UsageError` where there is no such study, for targets that
+    are not its own, and for those that a worker takes from nobody but whoever starts it.
+    """
+    check_name(settings.name)
+    if settings.storage is None:
+        raise UsageError("name the storage that the study is in, `storage`")
+    url = _url(settings)
+    orders = _read(settings.name, url)
+    if orders is None:
+        known = ", ".join(map(repr, ordered(url))) or "none"
+        raise UsageError(f"there is no study {settings.name!r} for workers in {hidden(url)}; there are: {known}")
+    if targets:
+        if sorted(find_target(text).name for text in targets) != sorted(orders.names):
+            raise UsageError(
+                f"the study {settings.name!r} is of {', '.join(orders.names)}: name those targets, or none"
+            )
+        named = {find_target(text).name: text for text in targets}
+        found = [named[name] for name in orders.names]
+    else:
+        found = [_harmless(text) for text in orders.targets]
+    here = [one.name for one in find_interpreters(settings.pythons)]
+    if sorted(here) != sorted(orders.environments):
+        missing = [name for name in orders.environments if name not in here] or ["no others"]
+        raise UsageError(f"the study compares environments: name here {', '.join(missing)}, `python='NAME=PATH'`")
+    return found, replace(
+        settings, design=orders.design, techniques=orders.techniques, arguments=orders.arguments, order=orders.order,
+        start=None if orders.start is None else Recipe.parse(orders.start), cells=orders.cells, rounds=orders.rounds,
+        mode=orders.mode, max_error=orders.max_error, confidence=orders.confidence,
+    )  # fmt: skip
+
+
+def check_name(name: str) -> None:
+    """Raises `UsageError` for one that a storage, a file or a cluster would stumble over."""
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"`study={name}`: at most 60 letters, digits, dots, dashes and underscores make a name")
+
+
+def _url(settings: Settings) -> str:
+    return storage_url(settings.storage, settings.output)
+
+
+def _read(name: str, url: str) -> Orders | None:
+    found = orders_of(name, url)
+    try:
+        return None if found is None else msgspec.convert(found, Orders)
+    except msgspec.ValidationError as error:
+        raise UsageError(
+            f"what the workers of {name!r} are told cannot be read, another version may have written it: "
+            f"{first_line(error)}"
+        ) from error
+
+
+def _differing(known: Orders, wanted: Orders) -> str:
+    """The first setting that differs; paths may."""
+    a: dict[str, Any] = msgspec.to_builtins(known)
+    b: dict[str, Any] = msgspec.to_builtins(wanted)
+    spelled = {"names": "target", "environments": "python", "techniques": "technique", "arguments": "factor",
+               "start": "recipe"}  # fmt: skip
+    return next((spelled.get(key, key) for key in a if key != "targets" and a[key] != b[key]), "")
+
+
+def _from_here(text: str) -> str:
+    """A target as others can find it in a folder of their own: a file in this folder by its path from here."""
+    location, colon, factory = (text, "", "") if text.endswith(".py") else text.rpartition(":")
+    if not location.endswith(".py"):
+        return text
+    path, here = Path(location).expanduser().resolve(), Path.cwd()
+    return f"{path.relative_to(here) if path.is_relative_to(here) else path}{colon}{factory}"
+
+
+def _harmless(text: str) -> str:
+    """A target that the storage names. Raises `UsageError` for all but a factory defined in a file of this folder."""
+    location, _, factory = (text, "", "workload") if text.endswith(".py") else text.rpartition(":")
+    path = Path(location).expanduser().resolve()
+    if not location.endswith(".py") or not path.is_relative_to(Path.cwd()):
+        raise UsageError(
+            f"the study is of {text}, which is no file in this folder: to run that, name it, fettle worker {text}"
+        )
+    if not path.is_file():
+        raise UsageError(f"the study is of {text}, and there is no such file here: start the worker where it lies")
+    try:
+        tree = ast.parse(read_text(path, MOST_BYTES))
+    except (SyntaxError, ValueError) as error:
+        raise UsageError(f"{location}: {first_line(error)}") from error
+    defined = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    if factory not in defined:
+        raise UsageError(f"{location} defines no {factory}: to run that, name it, fettle worker {text}")
+    return text

@@ -1,0 +1,57 @@
+"""What a study is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fettle.recipe import Recipe
+from fettle.studies import designs
+from fettle.workload import AUTO
+
+ROUNDS = 12
+"""Rounds of a race. How much two processes of the same code differ is more than what so many leave open."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a study is told."""
+
+    design: str = "factorial"
+    techniques: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
+    """Levels that are varied, by technique; of techniques that are not named all. One level pins it."""
+    arguments: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Factors outside of the recipe: values by argument of the factory, the usual one first."""
+    pythons: Sequence[str] = ()
+    """Other environments, ``PATH`` or ``NAME=PATH`` of an interpreter: levels of one factor beside ours."""
+    order: Sequence[str] = ()
+    """Techniques in the order of the ladder's steps; those that are not named come after them as the field has them."""
+    start: Recipe | None = None
+    """What an ablation takes apart, a sensitivity is asked around and a ladder stands on."""
+    grow_batch: float | None = None
+    """Of a ladder: bytes of memory up to which the batch is made larger at each step; infinite for all of a device."""
+    cells: int | None = None
+    """Most combinations of each workload. None: as many as the design has."""
+    rounds: int = ROUNDS
+    budget_s: float | None = None
+    """Seconds: of a design that takes longer, the best fraction that fits."""
+    mode: str = AUTO
+    max_error: float = 0.02
+    """Above it a trial is marked as inaccurate; its time counts."""
+    confidence: float = 0.95
+    output: Path = Path("fettle-study")
+    storage: str | None = None
+    """An Optuna storage that others may work at too: combinations are claimed before they are measured."""
+    name: str = ""
+    """Of the study in that storage: by it workers find what they are to measure, and it has trials of its own."""
+    atlas: Path | None = None
+    """An atlas, from which a search knows where to begin, and whose forecasts are put beside what was found."""
+    trial_timeout_s: float = 900.0
+    under_load: bool = False
+    polite: bool = False
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether others may measure the same combinations; the steps of a ladder are each machine's own."""
+        return self.storage is not None and self.design not in designs.STEPS
