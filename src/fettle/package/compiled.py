@@ -5,8 +5,8 @@ minutes, loading it a fraction of a second. It is made on this machine from the 
 user's own cache: a package never brings machine code. Its SHA-256 lies beside it, and its name tells package, recipe,
 machine and versions: what does not fit, or was changed, is made again.
 
-OpenVINO's models are not kept a second time: its CPU plugin imports what it has cached no sooner than it compiles the
-package's own files (`bench/warm_start.py --openvino-cache`).
+OpenVINO's models are not kept a second time: in a trial its CPU plugin imported what it had cached no sooner than it
+compiled the package's own files (`bench/warm_start.py --openvino-cache` asks that of a machine).
 """
 
 from __future__ import annotations
