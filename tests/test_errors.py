@@ -1,11 +1,12 @@
-"""Where an error is said to come from."""
+"""Where an error is said to come from, and what mends it."""
 
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
 
-from fettle.errors import first_line, is_users, place
+from fettle.errors import extra, first_line, is_users, place
 from fettle.workload import Workload
 
 
@@ -20,3 +21,19 @@ def test_the_place_is_the_callers_innermost_line(tmp_path: Path) -> None:
     assert first_line(raised.value).startswith("RuntimeError: ")
     assert place(ValueError("never raised")) == ""
     assert not any(is_users(file) for file in (torch.__file__, Workload.run.__code__.co_filename, "<string>"))
+
+
+@pytest.mark.parametrize(
+    ("told", "installed"),
+    [
+        ('{"url": "file:///home/me/a%20clone", "dir_info": {"editable": true}}', "-e '/home/me/a clone[study]'"),
+        ('{"url": "file:///home/me/clone", "dir_info": {}}', "'/home/me/clone[study]'"),
+        (None, "'torch-fettle[study]'"),
+        ("no JSON", "'torch-fettle[study]'"),
+    ],
+)
+def test_an_extra_comes_from_where_fettle_was_installed_from(
+    told: str | None, installed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata.PathDistribution, "read_text", lambda self, name: told)
+    assert str(extra("effects need statsmodels", "study")) == f"effects need statsmodels: pip install {installed}"

@@ -21,7 +21,24 @@ class UsageError(Exception):
 
 def extra(what: str, name: str) -> UsageError:
     """The error that says which optional packages are missing: ``extra("images need Pillow", "serve")``."""
-    return UsageError(f"{what}: pip install 'torch-fettle[{name}]'")
+    return UsageError(f"{what}: pip install {_with(name)}")
+
+
+def _with(name: str) -> str:
+    """What pip has to install for an extra: from the folder that fettle itself was installed from, if that is known."""
+    import json
+    from importlib import metadata
+    from urllib.parse import urlsplit
+    from urllib.request import url2pathname
+
+    try:  # PEP 610
+        told = json.loads(metadata.distribution("torch-fettle").read_text("direct_url.json") or "{}")
+    except (metadata.PackageNotFoundError, ValueError):
+        told = {}
+    if "dir_info" not in told:
+        return f"'torch-fettle[{name}]'"
+    folder = url2pathname(urlsplit(told["url"]).path)
+    return f"{'-e ' if told['dir_info'].get('editable') else ''}'{folder}[{name}]'"
 
 
 def place(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import optuna
 import pytest
 
-from fettle.errors import UsageError
+from fettle.errors import UsageError, extra
 from fettle.studies.running import Settings, study
 from tests.conftest import Run
 
@@ -253,7 +253,7 @@ def test_without_statsmodels_one_line_says_so(tmp_path: Path, monkeypatch, run_f
     monkeypatch.setitem(sys.modules, "statsmodels", None)
     said = run_fettle("study", "--from-csv", table, "--response", "y", "-o", tmp_path / "out")
     assert said.code == 2
-    assert said.err.strip() == "fettle: effects need statsmodels: pip install 'torch-fettle[study]'"
+    assert said.err.strip() == f"fettle: {extra('effects need statsmodels', 'study')}"
 
 
 def test_a_table_of_somebody_else_becomes_a_page(tmp_path: Path, run_fettle: Run):
