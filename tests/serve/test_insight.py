@@ -101,7 +101,7 @@ def test_an_inference_is_a_span_of_its_callers_trace_with_queue_and_batch_inside
 
 def test_a_library_that_is_missing_is_one_line(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry", None)
-    with pytest.raises(UsageError, match=r"torch-fettle\[otel\]"):
+    with pytest.raises(UsageError, match=r"spans need OpenTelemetry: pip install .*\[otel\]"):
         Spans()
 
 

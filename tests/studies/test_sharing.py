@@ -294,7 +294,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Server"]:
     programs = sorted(Path("/usr/lib/postgresql").glob("*/bin")) if Path("/usr/lib/postgresql").is_dir() else []
     if not programs:
         pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
-    pytest.importorskip("psycopg", reason="psycopg is not installed: pip install 'torch-fettle[postgresql]'")
+    pytest.importorskip("psycopg", reason="psycopg is not installed: pip install -e '.[postgresql]'")
     found = Server(programs[-1])
     yield found
     found.end()
