@@ -4,8 +4,9 @@
     make gpu-check                        # the tests alone
     python bench/gpu.py --pieces 1        # the next piece and no more: where a command may take ten minutes at most
 
-The pieces are the test files with tests for GPUs, the kernels of our own beside what they stand for, and each workload
-tuned and raced against what a user would pick instead. A piece is a process of its own, is ended after nine minutes,
+The pieces are the test files with tests for GPUs, the kernels of our own beside what they stand for, what-if beside the
+changed program, whole pipelines rung by rung, and each workload tuned and raced against what a user would pick instead.
+A piece is a process of its own, is ended after nine minutes,
 and goes into bench/results/<gpu>/<piece>.json as soon as it is known; one that is there is not made again, one that was
 ended or failed is, with its study where it has one. The file to send back is gpu-<gpu>.zip. The exit code is 1 where a
 piece has failed, 3 where some are still to be made. With `--device cpu` it is a rehearsal: same pieces, same files.
@@ -44,12 +45,48 @@ SIZES = {  # batch, heads, height and width in tokens, channels of a head
     "ViT-H, windows": (25, 16, 14, 14, 80),
 }
 
+SAM = "mode=eval grad=inference_mode precision[vision_encoder]=bf16 precision[mask_decoder]=bf16"
+SD = "grad=inference_mode precision[unet]=bf16 precision[vae.decoder]=bf16 precision[text_encoder]=bf16"
+FUSED, QUICK = "attention[vision_encoder]=fused", "channels_last[unet]=on channels_last[vae.decoder]=on"
+
+
+def compiled(how: str, *parts: str) -> str:
+    return " ".join(f"compile[{part}]={how}" for part in parts)
+
+
+LADDERS = {  # rungs of pipelines as one would try them, and what the factory is given
+    "segment_anything": (
+        "workloads/segment_anything.py", "", (),
+        (
+            SAM,
+            f"{SAM} {compiled('default', 'vision_encoder', 'mask_decoder')}",
+            f"{SAM} {FUSED} {compiled('default', 'vision_encoder', 'mask_decoder')}",
+            f"{SAM} {FUSED} {compiled('reduce-overhead', 'vision_encoder', 'mask_decoder')}",
+            f"{SAM} attention[vision_encoder]=flex {compiled('default', 'vision_encoder', 'mask_decoder')}",
+            f"{SAM} {FUSED} {compiled('default', 'vision_encoder')} runtime[mask_decoder]=aoti"
+            " algebra[mask_decoder]=fewer-products",
+        ),
+    ),
+    "stable_diffusion": (
+        "workloads/stable_diffusion.py", "@attention=products", ("steps=20",),
+        (
+            f"@attention=products {SD}",
+            "@attention=sdpa",
+            SD,
+            f"{SD} {QUICK}",
+            f"{SD} {QUICK} {compiled('default', 'unet', 'vae.decoder')}",
+            f"{SD} {QUICK} {compiled('default', 'unet', 'vae.decoder')} sdpa_backend[unet]=cudnn",
+        ),
+    ),
+}  # fmt: skip
+
 
 def pieces() -> list[str]:
     """All of them, in the order in which they are worth most to somebody who has little time."""
     marked = re.compile(r"^\s*@?pytest\.mark\.gpu", re.MULTILINE)
     files = sorted(path for path in (ROOT / "tests").rglob("test_*.py") if marked.search(path.read_text()))
-    return ["attention", *(f"tests-{path.stem.removeprefix('test_')}" for path in files), *NAMES]
+    tested = (f"tests-{path.stem.removeprefix('test_')}" for path in files)
+    return ["attention", *tested, "what-if", *(f"ladder-{name}" for name in LADDERS), *NAMES]
 
 
 # -- one piece, in a process of its own -------------------------------------------------------------------------------
@@ -126,6 +163,24 @@ def attention(device: str, budget_s: float) -> dict[str, Any]:
     return found
 
 
+def script(name: str, *arguments: str) -> dict[str, Any]:
+    """What a script of this folder writes with --json."""
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "out.json"
+        command = [sys.executable, str(ROOT / "bench" / name), *arguments, "--json", str(out)]
+        done = subprocess.run(command, cwd=ROOT)
+        return json.loads(out.read_text()) | ({"failure": f"exit code {done.returncode}"} if done.returncode else {})
+
+
+def ladder(name: str, device: str) -> dict[str, Any]:
+    target, given, arguments, rungs = LADDERS[name]
+    if device == "cpu":  # a rehearsal
+        target, rungs = f"{target}:small", rungs[:1]
+    asked = [f"--argument={one}" for one in (f"device={device}", *arguments)] + [f"--recipe={rung}" for rung in rungs]
+    together = ["--together"] if device == "cuda" else []
+    return script("pipeline_ladder.py", target, "--small=small", f"--given={given}", "--rounds=5", *asked, *together)
+
+
 def tuned(name: str, device: str, budget_s: float, kept: Path) -> dict[str, Any]:
     from bench.tune_vs_peers import PEERS, measure
 
@@ -138,6 +193,10 @@ def tuned(name: str, device: str, budget_s: float, kept: Path) -> dict[str, Any]
 def piece(name: str, device: str, budget_s: float, kept: Path) -> dict[str, Any]:
     if name == "attention":
         return attention(device, min(budget_s, 120.0))
+    if name == "what-if":
+        return script("trace_whatif_device.py")
+    if name.startswith("ladder-"):
+        return ladder(name.removeprefix("ladder-"), device)
     return tests(name) if name.startswith("tests-") else tuned(name, device, budget_s, kept)
 
 

@@ -2,6 +2,8 @@
 
     python bench/pipeline_ladder.py workloads/segment_anything.py --small small --json sam.json --recipe "mode=eval"
     python bench/pipeline_ladder.py TARGET start ...; python bench/pipeline_ladder.py TARGET rounds ...; ... stop
+    python bench/pipeline_ladder.py workloads/stable_diffusion.py --small small --json sd.json --argument device=cuda \
+        --given @attention=products --recipe "precision[unet]=bf16" --together
 
 Each recipe has a process of its own, which is idle (it waits for a line) while another one calls. The first call, on
 what the metric judges, is no figure; then every process makes one call in each round, in an order that changes from
@@ -25,24 +27,48 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from fettle.machine import this_machine
+from fettle.workload import Target, find_target
 
 
-def worker(target: str, small: str, recipe: str) -> None:
+def with_arguments(target: Target, arguments: list[str]) -> Target:
+    """The target whose factory is given those arguments: NAME=VALUE."""
+    found = dict(one.split("=", 1) for one in arguments)
+    numbers = {name: int(value) if value.isdigit() else value for name, value in found.items()}
+    return replace(target, arguments={**target.arguments, **numbers})
+
+
+def worker(target: str, small: str, recipe: str, arguments: list[str]) -> None:
     """Build the workload, apply the recipe, answer with the metric; then a timed call for every line that is read."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is not an answer
 
+    import torch
+
     from fettle.recipe import Recipe
     from fettle.techniques import conflict, load, probe_facts, source
-    from fettle.workload import find_target, tensors
+    from fettle.workload import tensors
 
-    run, metric, asked = None, None, Recipe.parse(recipe)
-    facts = probe_facts(find_target(f"{target.partition(':')[0]}:{small}").load()) if recipe else None
-    made = find_target(target).load()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    words = recipe.split()
+    arguments = arguments + [word[1:] for word in words if word.startswith("@")]
+    run, metric, asked = None, None, Recipe.parse(" ".join(word for word in words if not word.startswith("@")))
+    reduced = with_arguments(find_target(f"{target.partition(':')[0]}:{small}"), arguments)
+    facts = probe_facts(reduced.load()) if asked.levels else None
+    made = with_arguments(find_target(target), arguments).load()
+    on_gpu = any(tensor.is_cuda for tensor in made.model.parameters())
+
+    def peak_bytes() -> int:
+        return (
+            torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        )
+
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    before = peak_bytes()
     if facts is None:
         run = made.call
     else:
@@ -55,35 +81,51 @@ def worker(target: str, small: str, recipe: str) -> None:
         def run(_: object, *inputs: object) -> object:
             return fast(*inputs)
 
-    print(json.dumps(metric), file=answers, flush=True)
+    print(json.dumps({"metric": metric, "loaded_bytes": before}), file=answers, flush=True)
     for question in sys.stdin:
         if question == "stop\n":
             break
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         found = run(made.model, *made.inputs[0])
+        if on_gpu:
+            torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         assert tensors(found)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-        print(json.dumps([seconds, peak * 1024]), file=answers, flush=True)
+        print(json.dumps([seconds, peak_bytes() - before]), file=answers, flush=True)
 
 
 def start(asked: argparse.Namespace, recipes: list[str], folder: Path, rows: dict) -> None:
     """A process for each recipe, built and judged; its questions and answers are files of a folder of its own."""
+    processes = {}
     for recipe in recipes:
         own = folder / hashlib.sha256(recipe.encode()).hexdigest()[:12]
         own.mkdir(parents=True)
         os.mkfifo(own / "questions")
         command = [sys.executable, __file__, asked.target, f"--small={asked.small}", f"--json={os.devnull}"]
+        command += [f"--argument={one}" for one in asked.argument]
         with (own / "questions").open("r+b", buffering=0) as questions, (own / "answers").open("wb") as answers:
-            process = subprocess.Popen(
+            processes[recipe] = subprocess.Popen(
                 [*command, f"--worker={recipe}"], stdin=questions, stdout=answers, start_new_session=True
             )
+        if not asked.together:
+            wait_for(folder, {recipe: processes[recipe]}, rows)
+    if asked.together:
+        wait_for(folder, processes, rows)
+
+
+def wait_for(folder: Path, processes: dict[str, subprocess.Popen[bytes]], rows: dict) -> None:
+    """Until they have answered with their metrics; one that ended instead is told, and has no row."""
+    for recipe, process in processes.items():
+        own = folder / hashlib.sha256(recipe.encode()).hexdigest()[:12]
         while not (own / "answers").read_bytes().endswith(b"\n") and process.poll() is None:
             time.sleep(0.2)
         if process.poll() is not None:
-            raise SystemExit(f"{recipe or 'as given'}: its process ended")
+            print(f"{recipe or 'as given'}: its process ended with exit code {process.returncode}", flush=True)
+            continue
         row = rows.setdefault(recipe, {"seconds": [], "speedups": []})
-        row["metric"] = json.loads((own / "answers").read_bytes())
+        row |= json.loads((own / "answers").read_bytes())
         print(f"{recipe or 'as given'}: metric {row['metric']}", flush=True)
 
 
@@ -109,24 +151,30 @@ def main() -> None:
     parser.add_argument("--recipe", action="append", default=[])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--argument", action="append", default=[], metavar="NAME=VALUE", help="of the factory")
+    parser.add_argument("--given", default="", metavar="@NAME=VALUE", help="further ones of the model as given")
+    parser.add_argument("--together", action="store_true", help="build all processes side by side")
     parser.add_argument("--worker")
     asked = parser.parse_args()
     if asked.worker is not None:
-        return worker(asked.target, asked.small, asked.worker)
+        return worker(asked.target, asked.small, asked.worker, asked.argument)
 
     kept = json.loads(asked.json.read_text("utf-8")) if asked.json.exists() else {}
     kept |= {"target": asked.target, "machine": this_machine().summary}
     rows = kept.setdefault("recipes", {})
-    recipes, folder = ["", *asked.recipe], asked.json.with_suffix(".running")
+    recipes, folder = [asked.given, *asked.recipe], asked.json.with_suffix(".running")
     if asked.what in ("all", "start"):
         start(asked, recipes, folder, rows)
+    recipes = [recipe for recipe in recipes if recipe in rows]
+    if asked.given not in recipes:
+        raise SystemExit("the model as given does not run: there is nothing to compare with")
     for _ in range(asked.rounds if asked.what in ("all", "rounds") else 0):
         seconds = {}
         for recipe in random.sample(recipes, len(recipes)):
             seconds[recipe], rows[recipe]["peak_bytes"] = ask(folder, recipe, "")
         for recipe, taken in seconds.items():
             rows[recipe]["seconds"].append(taken)
-            rows[recipe]["speedups"].append(seconds[""] / taken)
+            rows[recipe]["speedups"].append(seconds[asked.given] / taken)
         print({recipe or "as given": round(taken, 2) for recipe, taken in seconds.items()}, flush=True)
     asked.json.write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
     if asked.what in ("all", "stop"):

@@ -45,7 +45,7 @@ def generate(model: torch.nn.Module, pixels: torch.Tensor, points: torch.Tensor)
     position = model.get_image_wide_positional_embeddings()
     logits, scores = [], []
     for some in points.split(AT_ONCE, 1):
-        labels = torch.ones(some.shape[:-1], dtype=torch.int)
+        labels = torch.ones(some.shape[:-1], dtype=torch.int, device=some.device)
         sparse, dense = model.prompt_encoder(input_points=some, input_labels=labels, input_boxes=None, input_masks=None)
         masks, predicted = model.mask_decoder(
             image_embeddings=image,
@@ -69,11 +69,11 @@ def distinct(logits: torch.Tensor, scores: torch.Tensor, most: int = 100) -> lis
     masks = filled[order].float()
     together = masks @ masks.T
     union = masks.sum(1)[:, None] + masks.sum(1)[None] - together
-    overlap = together / union.clamp(min=1)
+    alike = (together / union.clamp(min=1) > 0.7).tolist()  # one copy to the host, not one for each pair
     for place in range(len(order)):
-        if len(kept) < most and not any(overlap[place, other] > 0.7 for other in kept):
+        if len(kept) < most and not any(alike[place][other] for other in kept):
             kept.append(place)
-    return [run_lengths(filled[order[place]]) for place in kept]
+    return [run_lengths(mask) for mask in filled[order[kept]].cpu()]
 
 
 def run_lengths(mask: torch.Tensor) -> list:
@@ -101,9 +101,9 @@ def float32_masks(model: SamModel, batch: tuple) -> torch.Tensor:
     """The masks at every point as the model in float32 has them, computed once for weights and inputs."""
     digest = hashlib.sha256()
     for value in (*model.state_dict().values(), *batch):
-        digest.update(value.reshape(-1)[:: max(1, value.numel() // 997)].numpy().tobytes())
+        digest.update(value.reshape(-1)[:: max(1, value.numel() // 997)].cpu().numpy().tobytes())
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fettle-workloads"
-    path = folder / f"sam-{digest.hexdigest()[:16]}.pt"
+    path = folder / f"sam-{digest.hexdigest()[:16]}-{batch[0].device.type}.pt"
     if not path.exists():
         training = model.training
         with torch.inference_mode():
@@ -112,14 +112,14 @@ def float32_masks(model: SamModel, batch: tuple) -> torch.Tensor:
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(masks, path.with_suffix(f".{os.getpid()}"))
         os.replace(path.with_suffix(f".{os.getpid()}"), path)
-    return torch.load(path, weights_only=True)
+    return torch.load(path, weights_only=True, map_location=batch[0].device)
 
 
-def pipeline(config: SamConfig, side: int, name: str) -> dict:
-    model = build(config)
+def pipeline(config: SamConfig, side: int, name: str, device: str) -> dict:
+    model = build(config).to(device)
     size = model.config.vision_config.image_size
-    points = grid(side, size)
-    images = [(photograph(photo, size), points) for photo in ("china.jpg", "flower.jpg")]
+    points = grid(side, size).to(device)
+    images = [(photograph(photo, size).to(device), points) for photo in ("china.jpg", "flower.jpg")]
     wanted = float32_masks(model, images[1])
 
     def mean_iou(run) -> float:
@@ -139,12 +139,12 @@ def pipeline(config: SamConfig, side: int, name: str) -> dict:
     }
 
 
-def workload() -> dict:
+def workload(device: str = "cpu") -> dict:
     """ViT-B at 1024 x 1024, a grid of 16 x 16 points."""
-    return pipeline(SamConfig(), 16, "segment-anything-vit-b")
+    return pipeline(SamConfig(), 16, "segment-anything-vit-b", device)
 
 
-def small() -> dict:
+def small(device: str = "cpu") -> dict:
     """The same at an eighth of its size: 256 x 256 pixels, four layers, a grid of 4 x 4 points."""
     config = SamConfig(
         vision_config={
@@ -154,10 +154,10 @@ def small() -> dict:
         prompt_encoder_config={"hidden_size": 64, "image_size": 256},
         mask_decoder_config={"hidden_size": 64, "mlp_dim": 256, "num_attention_heads": 4, "iou_head_hidden_dim": 64},
     )  # fmt: skip
-    return pipeline(config, 4, "segment-anything-small")
+    return pipeline(config, 4, "segment-anything-small", device)
 
 
-def vit_h() -> dict:
+def vit_h(device: str = "cpu") -> dict:
     """ViT-H at 1024 x 1024, a grid of 32 x 32 points: for a GPU."""
     config = SamConfig(
         vision_config={
@@ -165,4 +165,4 @@ def vit_h() -> dict:
             "global_attn_indexes": [7, 15, 23, 31],
         },
     )  # fmt: skip
-    return pipeline(config, 32, "segment-anything-vit-h")
+    return pipeline(config, 32, "segment-anything-vit-h", device)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel
+from diffusers.models.attention_processor import AttnProcessor
 from transformers import CLIPTextConfig, CLIPTextModel
 
 GUIDANCE = 7.5
@@ -42,7 +43,7 @@ class StableDiffusion(torch.nn.Module):
 def sample(pipe: StableDiffusion, tokens: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
     """The picture, 1 x 3 x height x width from 0 to 1, of 2 x 77 tokens (without prompt, with it) and of noise."""
     text = pipe.text_encoder(tokens).last_hidden_state
-    pipe.scheduler.set_timesteps(pipe.steps)
+    pipe.scheduler.set_timesteps(pipe.steps, device=latent.device)
     for step in pipe.scheduler.timesteps:
         if pipe.halves == "together":
             found = pipe.unet(torch.cat([latent, latent]), step, text).sample
@@ -78,10 +79,11 @@ def scaled(pipe: StableDiffusion, size: int) -> None:
     """Give the last layers of random weights the spread of trained outputs. Powers of two: they are exact, and the same
     whatever the number of threads."""
     torch.manual_seed(1)
-    latent = torch.randn(1, 4, size, size)
-    text = torch.randn(1, 77, pipe.unet.config.cross_attention_dim)
+    device = pipe.unet.device
+    latent = torch.randn(1, 4, size, size).to(device)
+    text = torch.randn(1, 77, pipe.unet.config.cross_attention_dim).to(device)
     spreads = (
-        (pipe.unet.conv_out, pipe.unet(latent, torch.tensor(500), text).sample.std(), 1.0),
+        (pipe.unet.conv_out, pipe.unet(latent, torch.tensor(500, device=device), text).sample.std(), 1.0),
         (pipe.vae.decoder.conv_out, pipe.vae.decode(latent / pipe.vae.config.scaling_factor).sample.std(), 0.5),
     )
     for layer, found, wanted in spreads:
@@ -94,19 +96,24 @@ def float32_picture(pipe: StableDiffusion, batch: tuple) -> torch.Tensor:
     """The picture as the model in float32 has it, computed once for weights and inputs."""
     digest = hashlib.sha256(f"{pipe.steps}".encode())
     for value in (*pipe.state_dict().values(), *batch):
-        digest.update(value.reshape(-1)[:: max(1, value.numel() // 997)].numpy().tobytes())
+        digest.update(value.reshape(-1)[:: max(1, value.numel() // 997)].cpu().numpy().tobytes())
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fettle-workloads"
-    path = folder / f"sd-{digest.hexdigest()[:16]}.pt"
+    path = folder / f"sd-{digest.hexdigest()[:16]}-{batch[0].device.type}.pt"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(sample(pipe, *batch), path.with_suffix(f".{os.getpid()}"))
         os.replace(path.with_suffix(f".{os.getpid()}"), path)
-    return torch.load(path, weights_only=True)
+    return torch.load(path, weights_only=True, map_location=batch[0].device)
 
 
-def pipeline(name: str, text: dict, unet: dict, vae: dict, steps: int, halves: str, measure: str) -> dict:
+def pipeline(
+    name: str, text: dict, unet: dict, vae: dict, steps: int, halves: str, measure: str, device: str, attention: str
+) -> dict:
     torch.manual_seed(0)
-    pipe = StableDiffusion(text, unet, vae, steps, halves).eval()  # as `from_pretrained` hands it over
+    pipe = StableDiffusion(text, unet, vae, steps, halves).eval().to(device)  # eval: as `from_pretrained` leaves it
+    if attention == "products":
+        pipe.unet.set_attn_processor(AttnProcessor())
+        pipe.vae.set_attn_processor(AttnProcessor())
     size = unet["sample_size"]
     scaled(pipe, size)
     torch.manual_seed(2)
@@ -115,7 +122,7 @@ def pipeline(name: str, text: dict, unet: dict, vae: dict, steps: int, halves: s
         tokens = torch.full((2, 77), END)
         tokens[:, 0] = BEGIN
         tokens[1, 1:17] = torch.randint(BEGIN, (16,))
-        batches.append((tokens, torch.randn(1, 4, size, size)))
+        batches.append((tokens.to(device), torch.randn(1, 4, size, size).to(device)))
     wanted = float32_picture(pipe, batches[3])
     likeness = {"ssim": ssim, "psnr": psnr}[measure]
     return {
@@ -149,17 +156,24 @@ def of_width(width: int, latents: int, layers: int) -> tuple[dict, dict, dict]:
     return text, unet, vae
 
 
-def workload(steps: int = 50, halves: str = "together", measure: str = "ssim") -> dict:
-    """2.1 as published, 768 x 768 pixels: for a GPU."""
-    return pipeline("stable-diffusion-2.1", *of_width(1, 96, 23), steps, halves, measure)
+def workload(
+    steps: int = 50, halves: str = "together", measure: str = "ssim", device: str = "cpu", attention: str = "sdpa"
+) -> dict:
+    """2.1 as published, 768 x 768 pixels: for a GPU. Attention is diffusers' own choice, or ``products``: matrix
+    products and a softmax, as it was before there was `scaled_dot_product_attention`."""
+    return pipeline("stable-diffusion-2.1", *of_width(1, 96, 23), steps, halves, measure, device, attention)
 
 
-def middle(steps: int = 10, halves: str = "together", measure: str = "ssim") -> dict:
+def middle(
+    steps: int = 10, halves: str = "together", measure: str = "ssim", device: str = "cpu", attention: str = "sdpa"
+) -> dict:
     """Half as wide, 256 x 256 pixels: a minute of a CPU shows a few of its calls."""
-    return pipeline("stable-diffusion-middle", *of_width(2, 32, 12), steps, halves, measure)
+    return pipeline("stable-diffusion-middle", *of_width(2, 32, 12), steps, halves, measure, device, attention)
 
 
-def small(steps: int = 3, halves: str = "together", measure: str = "ssim") -> dict:
+def small(
+    steps: int = 3, halves: str = "together", measure: str = "ssim", device: str = "cpu", attention: str = "sdpa"
+) -> dict:
     """Two blocks of 32 and 64 channels, 16 x 16 pixels, for tests."""
     text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     unet = {
@@ -171,4 +185,4 @@ def small(steps: int = 3, halves: str = "together", measure: str = "ssim") -> di
         "block_out_channels": (32, 64), "down_block_types": ("DownEncoderBlock2D",) * 2,
         "up_block_types": ("UpDecoderBlock2D",) * 2,
     }  # fmt: skip
-    return pipeline("stable-diffusion-small", text, unet, vae, steps, halves, measure)
+    return pipeline("stable-diffusion-small", text, unet, vae, steps, halves, measure, device, attention)
