@@ -24,6 +24,7 @@ from fettle.trace.analyses.stacks import CAUSES_OF_HOST, host_stacks
 from fettle.trace.analyses.steps import step_thread, step_windows
 from fettle.trace.analyses.stops import Why, autograd_threads, host_stops, main_thread
 from fettle.trace.analyses.waits import NUMBER, Held, device_waits
+from fettle.trace.kinds import Kind
 from fettle.trace.intervals import Intervals, length_within, merge
 from fettle.trace.model import Bools, Ints, Trace, per_trace
 
@@ -137,9 +138,11 @@ class Replay:
         return calls, call_of, {(one, time): i for (one, time), i in zip(points.tolist(), at, strict=True)}
 
     def _lasts(self) -> set[tuple[int, int]]:
-        """When each host thread is through."""
+        """When each host thread is through. The profiler's own notes (a launch's wait for room in the queue, say) lie
+        on no thread of the program.
+        """
         trace = self.trace
-        rows = np.flatnonzero(trace.is_host)
+        rows = np.flatnonzero(trace.is_host & (trace.kind != Kind.OVERHEAD))
         thread = trace.column("thread")[rows]
         return {(int(t), int(trace.end[rows[thread == t]].max())) for t in np.unique(thread)}
 
